@@ -14,11 +14,11 @@ import torch
 
 from benches.board import __main__ as command
 from benches.board import measure, variants
-from benches.board.layers import CPU_LAYERS, GPU_LAYERS, BoardLayer, Point, layers_of
-from benches.board.measure import Limits, Lost, Marker, Wanted, measure_board, patterns
+from benches.board.layers import BoardLayer, Point
+from benches.board.measure import Limits, Lost, Marker, Wanted, measure_board
 from benches.board.store import Board, OtherRunError
 from moereg.experts import ExpertInputs
-from moereg.platforms import Platform, probe_cpu
+from moereg.platforms import probe_cpu
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from moereg.tuning.roofline import Ceilings
 from moereg.weights import PermutedWeights
@@ -38,29 +38,6 @@ TINY = BoardLayer(
     {"num_experts": 4, "hidden_size": 32, "intermediate_size": 16, "top_k": 2},
     (Point("uniform", 3), Point("one_set", 3)),
 )
-
-
-@pytest.mark.parametrize("layers", [CPU_LAYERS, GPU_LAYERS], ids=["cpu", "gpu"])
-def test_layers_have_names_of_their_own_and_uniform_rows_first(layers: tuple[BoardLayer, ...]) -> None:
-    names = [layer.name for layer in layers]
-    assert len(set(names)) == len(names)
-    assert not any(" " in name for name in names)
-    for layer in layers:
-        assert len(set(layer.points)) == len(layer.points)
-        routings = [point.routing for point in layer.points]
-        assert routings == sorted(routings, key=("uniform", "zipf", "one_set").index)
-        problem = layer.problem()
-        assert problem.quant.name == layer.scheme
-        assert problem.max_num_tokens == max(point.tokens for point in layer.points)
-    assert layers_of("cpu") is CPU_LAYERS
-    assert layers_of("cuda") is GPU_LAYERS
-
-
-def test_rows_are_chosen_by_tokens_and_routing() -> None:
-    layer = GPU_LAYERS[0]
-    assert layer.limited(None, None) == layer
-    assert layer.limited([64], ["zipf"]).points == (Point("zipf", 64),)
-    assert layer.limited([65], None).points == ()
 
 
 def test_a_board_is_continued_where_it_was_cut(tmp_path: pathlib.Path) -> None:
@@ -103,24 +80,8 @@ def test_who_crashed_in_two_layers_is_out_of_all(tmp_path: pathlib.Path) -> None
     assert board.reason_out("three", "bad", "BadExperts") == "SIGSEGV in apply, in 2 other layers"
 
 
-def test_patterns_say_who_takes_part() -> None:
-    assert patterns(["triton,flashinfer_*", " torch "]) == ("triton", "flashinfer_*", "torch")
-    wanted = Wanted(patterns(["triton,flashinfer_*"]), patterns(["*_b12x"]))
-    assert "flashinfer_cutlass" in wanted
-    assert "flashinfer_b12x" not in wanted
-    assert "torch" not in wanted
-    assert "torch" in Wanted()
-
-
 class RaisingExperts(FakeExperts):
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         raise RuntimeError("no kernel image")
 
 
@@ -275,14 +236,6 @@ def test_a_stuck_process_is_killed(tmp_path: pathlib.Path) -> None:
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(arguments) == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_list_names_every_layer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "current_platform", lambda: Platform.from_name("cuda:sm90"))
-    assert command.main(["--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(": ")[0] for line in lines] == [layer.name for layer in GPU_LAYERS]
-    assert "one_set 1024" in lines[0]
 
 
 class _Implementation:

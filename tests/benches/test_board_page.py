@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from benches import pictures
 from benches.board import page, rows
 
 HEAD = {
@@ -50,12 +49,6 @@ def lines(name: str) -> list[str]:
     return [line for line in page.TABLES[f"h200_{name}"]().splitlines() if line]
 
 
-def test_a_board_that_was_not_measured(stored: Any) -> None:
-    for name in ("picture", "losses", "summary", "rows", "failures", "first_use", "variants", "apart"):
-        with pytest.raises(FileNotFoundError):
-            lines(name)
-
-
 def test_losses_come_worst_first_and_a_tie_is_none(stored: Any) -> None:
     stored(
         row(1, result("own", 100.0), result("other", 99.5)),
@@ -75,39 +68,6 @@ def test_losses_come_worst_first_and_a_tie_is_none(stored: Any) -> None:
     (line,) = lines("summary")[2:]
     # 0.995, 0.8, 0.6 and 1.2; a default that failed has no ratio.
     assert line == "| big | unquantized | uniform | own | 1 won, 1 tied, 3 lost | 0.87 | 0.60 | other, own |"
-
-
-def test_a_board_without_losses_says_so(stored: Any) -> None:
-    stored(row(1, result("own", 100.0), result("other", 150.0)))
-    assert lines("losses") == ["1 rows: 1 won, 0 tied, 0 lost."]
-
-
-def test_rows_have_the_default_first_and_the_fastest_in_bold(stored: Any) -> None:
-    slow_class = result("other", 300.0, experts="SlowExperts")
-    stored(
-        row(1, result("slow", 12_345.6), result("other", 80.0), slow_class, result("own", 100.0)),
-        row(16, result("slow", None, "out of | memory"), result("other", 80.0), result("own", 70.0)),
-    )
-    title, header, _, *found, where = lines("rows")
-    assert title == "### big, unquantized"
-    assert header == "| routing | T | own | other | other (Slow) | slow | lead |"
-    assert found == [
-        "| uniform | 1 | 100.0 (50%) | **80.0 (50%)** | 300.0 (50%) | 12,346 (50%) | 25.0% |",
-        "| uniform | 16 | **70.0 (50%)** | 80.0 (50%) | - | failed | 14.3% |",
-    ]
-    assert where.startswith("Measured on a GPU with torch 2.13 at commit 0123456789ab, 2026-11-22, in 12 s.")
-    assert where.endswith("Ceilings in the same process: bfloat16 678 TFLOP/s, read 4.37 TB/s.")
-
-
-def test_a_second_class_has_a_column(stored: Any) -> None:
-    stored(row(1, result("own", 100.0), result("own", 90.0, experts="OtherExperts")))
-    assert lines("rows")[1:4:2] == [
-        "| routing | T | own | own (Other) | lead |",
-        "| uniform | 1 | 100.0 (50%) | **90.0 (50%)** | - |",
-    ]
-    assert lines("losses")[3:] == [
-        "| big | unquantized | uniform | 1 | own | 100.0 (50%) | own (Other) | 90.0 (50%) | 10.0% |"
-    ]
 
 
 def test_a_slower_class_of_the_default_is_no_rival(stored: Any) -> None:
@@ -151,43 +111,6 @@ def test_another_process_has_its_own_default_and_its_own_table(stored: Any) -> N
     ]
 
 
-def test_failures_and_rows_that_are_missing_have_their_reasons(stored: Any) -> None:
-    left = {"layer": "big", "scheme": "fp8", "routing": "zipf", "left_out": "no time was left"}
-    stored(
-        row(1, result("own", 1.0), result("bad", None, "out of | memory\nsecond line")),
-        row(16, result("own", 1.0), result("bad", None, "out of | memory\nsecond line")),
-        left_out=[{**left, "tokens": 1}, {**left, "tokens": 16}],
-    )
-    assert lines("failures")[2:] == [
-        "| bad | big unquantized uniform T 1 and 1 more | out of \\| memory second line |",
-        "| every backend | big fp8: 2 rows | no time was left |",
-    ]
-    # Two runs may have left out the same, and one may have what the other left out.
-    stored(left_out=[{**left, "tokens": 16}], name="board_h200_more.json")
-    assert lines("failures")[-1] == "| every backend | big fp8: 2 rows | no time was left |"
-    again = [{**row(tokens, result("own", 1.0)), "scheme": "fp8", "routing": "zipf"} for tokens in (1, 16)]
-    stored(*again, name="board_h200_more.json")
-    assert [line for line in lines("failures") if "every backend" in line] == []
-    stored(name="board_h200_more.json")
-    stored(row(1, result("own", 1.0)))
-    assert lines("failures") == ["Nothing failed and nothing was left out."]
-
-
-def test_tuned_beside_untuned_and_first_use(stored: Any) -> None:
-    stored(row(1, result("own", 100.0), result("own_untuned", 250.0)))
-    assert lines("variants")[2:] == ["| big | unquantized | uniform | 1 | own | 100.0 (50%) | 250.0 (50%) | 2.50 |"]
-    assert lines("first_use")[2:] == ["| own | 3 | 12 | 12 |", "| own_untuned | 3 | 12 | 12 |"]
-    # It is no backend that a user could choose.
-    stored(row(1, result("own", 100.0), result("own_untuned", 50.0), result("other", 200.0)))
-    assert lines("losses") == ["1 rows: 1 won, 0 tied, 0 lost."]
-    assert lines("rows")[1:4:2] == [
-        "| routing | T | own | other | lead |",
-        "| uniform | 1 | **100.0 (50%)** | 200.0 (50%) | 100.0% |",
-    ]
-    stored(row(1, result("own", 100.0)))
-    assert lines("variants") == ["Not measured yet."]
-
-
 def test_a_backend_whose_kernels_were_not_built_is_named_with_the_figure(stored: Any) -> None:
     reason = "requires the kernels fp8, got /home/me/cache/kernels.so with bfloat16; run moereg build-kernels other"
     skipped = {
@@ -209,14 +132,6 @@ def test_a_backend_whose_kernels_were_not_built_is_named_with_the_figure(stored:
     assert "other_shape" not in found
 
 
-def test_a_median_over_unlike_calls_says_so(stored: Any) -> None:
-    spread = {"p10_us": 12.0, "p90_us": 52.0}
-    stored(row(1, {**result("own", 40.0), **spread}, result("other", 30.0)))
-    assert lines("losses")[-1] == (
-        "Medians over unlike calls, whose ratio says little: big uniform T 1 (12.0 to 52.0 us from p10 to p90)."
-    )
-
-
 def test_first_calls_of_a_file_that_compiled_ours_ahead_are_not_compared(stored: Any) -> None:
     """Files of before do not say that `triton` was compiled ahead, which it was."""
     one = row(1, result("triton", 100.0), result("other", 200.0), default="triton")
@@ -227,11 +142,3 @@ def test_first_calls_of_a_file_that_compiled_ours_ahead_are_not_compared(stored:
     slow = {**result("triton", 100.0), "first_ms": 900.0}
     stored(row(16, slow, result("other", 200.0), default="triton"), name="board_h200_first_use.json", compiled_ahead=[])
     assert lines("first_use")[2:] == ["| other | 3 | 12 | 12 |", "| triton | 3 | 900 | 900 |"]
-
-
-def test_the_picture_names_who_is_fastest(stored: Any, tmp_path: pathlib.Path) -> None:
-    stored(row(1, result("own", 100.0), result("other", 50.0)), row(16, result("own", 100.0)), row(64))
-    pictures.draw_board(rows.rows_of("h200"), tmp_path / "board.svg")
-    text = (tmp_path / "board.svg").read_text()
-    for words in ("other 0.50", ">own<", ">none<", "T 64", "big unquantized uniform"):
-        assert words in text, words

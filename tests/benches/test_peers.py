@@ -112,19 +112,6 @@ def test_a_short_roofline_has_a_margin(roofline: float | None, share: float | No
     assert one.share == (pytest.approx(share) if share else None)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "kind"),
-    [
-        ("bfloat16", "16-bit weights"),
-        ("fp8_block128", "8-bit floats"),
-        ("mxfp8", "8-bit floats"),
-        *((name, "4-bit weights and int8") for name in ("mxfp4_w4a16", "nvfp4", "int4_w4a16_g128", "int8_w8a8")),
-    ],
-)
-def test_kinds(scheme: str, kind: str) -> None:
-    assert peers.kind_of(scheme) == kind
-
-
 @pytest.fixture
 def board(folder: pathlib.Path) -> pathlib.Path:
     """Four rows of a layer that is planned, and one of a layer that is not."""
@@ -162,26 +149,6 @@ def test_groups(board: pathlib.Path) -> None:
     assert rule.startswith("10 us are added to a roofline below 20 us (1 rows), since a launch takes longer")
     assert "0 rows have no share" in rule
     assert rule.endswith("- `board_h200.json`: a GPU, commit unknown, 2026-11-23")
-
-
-def test_rows_and_losses(board: pathlib.Path) -> None:
-    name = GPU_LAYERS[0].layer
-    assert lines("peers_losses")[2:] == [
-        f"| {name} | bfloat16 | one_set | 64 | failed | slow | 500.0 | - |",
-        f"| {name} | bfloat16 | zipf | 64 | 100.0 | fast | 25.0 | 0.25 |",
-    ]
-    found = lines("peers_rows")
-    assert found[:5] == [
-        "#### bfloat16, uniform",
-        "| layer | T | triton us | best peer | its us | ratio | roofline us | share |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        f"| {name} | 16 | 10.0 | other | 40.0 | 4.00 | 5.0 + 10 | 150% |",
-        f"| {name} | 64 | 100.0 | other | 100.0 | 1.00 | 50.0 | 50% |",
-    ]
-    assert found[-1] == "| big | 64 | 10.0 | none ran | - | - | 50.0 | 500% |"
-    assert lines("peers_schemes")[3].startswith("| bfloat16 | zipf | 1 | 0.25 |")
-    assert lines("peers_shares")[2] == "| bfloat16 | uniform | - | 87% (2) | - | - | - |"
-    assert lines("peers_summary")[2] == "| 16-bit weights, uniform | 2.00 | 1.00 | 1 won, 1 tied, 0 lost |"
 
 
 def test_a_process_whose_ceilings_a_row_beats_has_no_shares_on_any_page(folder: pathlib.Path) -> None:
@@ -224,52 +191,6 @@ def test_the_headline_counts_ties_and_names_what_the_rows_lack(folder: pathlib.P
     assert "HPC-Ops is faster in 1 of 1 rows from 16 tokens on, up to 1.25 times" in text
     assert "`builder` in 3 rows (unquantized; its kernels were not built)" in text
     assert "`other` in 1 row (unquantized; not in that process)" in text
-
-
-def test_layers_without_a_configuration_of_vllm_are_named(board: pathlib.Path) -> None:
-    assert peers.vllm_text(peers.board_comparisons()) == "", "Qwen3 has one, and no other row has 16-bit weights"
-    store(board.parent, row(result("triton", 1.0), result("vllm_triton", 2.0)))
-    text = peers.vllm_text(peers.board_comparisons())
-    assert text.startswith("vLLM ships no configuration for the H200 for 1 of the 1 16-bit rows (big)")
-
-
-def test_rows_that_are_missing_are_named(board: pathlib.Path) -> None:
-    head, _, _, *found = lines("peers_missing")
-    planned = sum(len(layer.points) for layer in GPU_LAYERS)
-    assert head == f"{planned - 4} of the {planned} rows that are planned."
-    first = GPU_LAYERS[0]
-    gone = [str(point.tokens) for point in first.points if point.routing == "uniform" and point.tokens not in (16, 64)]
-    assert found[0].startswith(f"| {first.layer} | bfloat16 | uniform {', '.join(gone)}; zipf ")
-    assert len(found) == len(GPU_LAYERS)
-    assert peers.missing_table([]) == f"None of the {planned} rows that are planned."
-
-
-def test_the_command_prints_stored_files_and_others(
-    board: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["report", "--groups", *map(str, arguments)])
-        code = report.main()
-        return (code, *capsys.readouterr())
-
-    problem = {"quant": "unquantized", "dtype": "bfloat16"}
-    timed = [{"backend": name, "tokens": 1, "time_us": time_us, "passed": True} for name, time_us in (("x", 4.0),)]
-    timed += [{**timed[0], "backend": "triton", "time_us": 5.0}, {**timed[0], "time_us": 1.0, "passed": False}]
-    bench = {"model": "m", "problem": problem, "routing": "uniform", "rows": timed}
-    wheels = board.with_name("h200_wheels.json")
-    wheels.write_text(json.dumps({**HEAD, "benches": [bench]}))
-    code, out, _ = run()
-    assert code == 0
-    assert "## Benches of wheels" in out
-    assert "| m | bfloat16 | uniform | 1 | 5.0 | x | 4.0 | 0.80 |" in out
-    code, out, _ = run(board, wheels)
-    assert (code, out.count("16-bit weights, uniform | 3 |")) == (0, 1)
-    other = board.with_name("table.json")
-    other.write_text(json.dumps({"rows": [{"ours_us": 1.0, "best_peer_us": 2.0, "best_peer_over_ours": 2.0}]}))
-    for path, words in ((other, "neither a board nor benches"), (board.with_name("none.json"), "none.json")):
-        code, out, error = run(path)
-        assert (code, out, error.count("\n")) == (2, "", 1)
-        assert words in error
 
 
 def test_benches_of_wheels_are_judged_as_a_board_is() -> None:

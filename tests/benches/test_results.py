@@ -85,43 +85,6 @@ def test_a_bench_of_wheels_in_which_triton_fails_has_a_row(monkeypatch: pytest.M
     ]
 
 
-@pytest.mark.parametrize("note", [{}, {"note": "measured before its last edit"}])
-def test_a_note_is_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, note: dict[str, str]) -> None:
-    *_, last = table(
-        monkeypatch,
-        tmp_path,
-        "h200",
-        "h200_table_bf16.json",
-        rows=[],
-        # Of a file of before.
-        summary={"geomean_best_peer_over_ours": 1.1},
-        ceilings={"matmul_tflops": 700.0, "read_tbps": 4.0},
-        **note,
-    )
-    assert last.endswith(" Measured before its last edit." if note else "at commit 0123456789ab, 2026-11-21.")
-
-
-def test_tables_of_shapes_and_of_skew(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    def row(layer: str, routing: str, ours: float) -> dict[str, Any]:
-        share = {"ours_us": ours, "roof_us": 20.0, "share": 20.0 / ours}
-        return {"layer": layer, "tokens": 4, "routing": routing, "relative_error": 0.003, "wrong": False} | share
-
-    wrong = {"layer": "big", "tokens": 64, "routing": "uniform", "relative_error": None, "wrong": True}
-    document = {
-        "ceilings": {"matmul_tflops": 700.0, "read_tbps": 4.0},
-        "rows": [row("big", "uniform", 40.0), wrong, row("peer", "uniform", 25.0), row("peer", "zipf", 50.0)],
-        "left_out": [{"layer": "peer", "tokens": 4, "routing": "one_set", "left_out": "out of time"}],
-    }
-    lines = table(monkeypatch, tmp_path, "shapes", "h200_shapes.json", **document)
-    assert lines[2:4] == ["| big | 4 | 40.0 | 20.0 | 50% | 3.0e-03 |", "| big | 64 | wrong | - | - | NaN |"]
-    assert len(lines) == 5
-    assert lines[4].startswith("Ceilings in the same process: 700 TFLOP/s, 4.00 TB/s. Measured on NVIDIA H200")
-    assert lines[4].endswith("Left out: peer T 4.")
-    lines = table(monkeypatch, tmp_path, "skewed", "h200_shapes.json", **document)
-    assert lines[2] == "| peer | 4 | zipf | 50.0 | 25.0 | 20.0 | 40% | 3.0e-03 |"
-    assert len(lines) == 4
-
-
 def test_shares_of_ceilings_that_a_row_beats_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     common = {"model": "big", "tokens": 16, "relative_error": 0.003, "wrong": False, "ours_us": 40.0, "roof_us": 20.0}
     rows = [
@@ -166,75 +129,6 @@ def test_cpu_rows_stand_by_dtype_with_their_instruction_set(
         "50% |",
         "- |",
     ]
-
-
-def test_table_of_quantized_schemes(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    def row(scheme: str, **fields: Any) -> dict[str, Any]:
-        found = {"model": "big", "scheme": scheme, "tokens": 16, "relative_error": 0.003, "wrong": False}
-        return {**found, "ours_us": 40.0, "roof_us": 20.0, "share": 0.5, **fields}
-
-    # Fields of files of before, which divide by another machine's times.
-    old = {"best_peer": "fast", "best_peer_us": 50.0, "best_peer_over_ours": 1.25}
-    lines = table(
-        monkeypatch,
-        tmp_path,
-        "quant",
-        "h200_quant.json",
-        ceilings={"read_tbps": 4.4, "bfloat16_tflops": 680.0, "int8_tflops": 900.0},
-        rows=[
-            row("int8_w8a8", **old),
-            row("int8_w8a16", bf16_us=60.0, share_of_byte_ratio=0.76),
-            {"model": "big", "scheme": "mxfp8", "tokens": 4, "relative_error": None, "wrong": True},
-        ],
-        summary={
-            "int8_w8a8": {
-                "best_peer_over_ours mean": 1.25,
-                "best_peer_over_ours worst": {"value": 1.25, "model": "big", "tokens": 16},
-                "share T 1-64": 0.4,
-                "time over fp8_block128 worst": {"value": 1.25, "model": "big", "tokens": 16},
-            },
-            "int8_w8a16": {"share T 1-64": 0.5},
-        },
-    )
-    assert lines[2:5] == [
-        "| int8_w8a8 | big | 16 | 40.0 | 20.0 | 50% | 3.0e-03 |  |  |",
-        "| int8_w8a16 | big | 16 | 40.0 | 20.0 | 50% | 3.0e-03 | 60.0 | 76% |",
-        "| mxfp8 | big | 4 | wrong | - | - | NaN |  |  |",
-    ]
-    assert lines[5:7] == [
-        "- `int8_w8a8`: share T 1-64 0.400; time over fp8_block128 worst 1.250 (big T 16).",
-        "- `int8_w8a16`: share T 1-64 0.500.",
-    ]
-    assert lines[7] == "Ceilings in the same process: 4.40 TB/s, bfloat16 680 TFLOP/s, int8 900 TFLOP/s."
-    assert lines[8].startswith("Measured on NVIDIA H200")
-
-
-def test_table_of_host_times(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    times = {"host_us": 41.23, "inference_host_us": 38.0, "eager_us": 300.0}
-    lines = table(
-        monkeypatch,
-        tmp_path,
-        "host_time",
-        "h200_host_time.json",
-        rows=[{"model": "x", "tokens": 4, "wrong": False, **times}, {"model": "x", "tokens": 16, "wrong": True}],
-        worst_us=41.23,
-        bound_us=60.0,
-    )
-    assert lines[2:4] == ["| x | 4 | 41.2 | 38.0 | 300.0 |", "| x | 16 | wrong | wrong | wrong |"]
-    assert lines[4].endswith("Longest host time 41.2 us, bound 60 us.")
-
-
-def test_table_of_the_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    def row(model: str, a: float, b: float) -> dict[str, Any]:
-        common = {"tokens": 4, "class": "few", "shipped": "a", "skipped": ["c"], "wrong": []}
-        return {"model": model, "times_us": {"a": a, "b": b}, **common}
-
-    rows = [row("x", 1.0, 1.1), row("y", 1.0, 1.1), row("z", 1.1, 1.0), {**row("w", 1.0, 1.0), "class": "alone"}]
-    lines = table(monkeypatch, tmp_path, "sweep", "h200_sweep.json", rows=rows, bound=1.15)
-    assert lines[2] == "| 4 | 4 | 1.100 | 1.032 | 1.100 | 1.024 |"
-    assert lines[3].endswith(
-        "8 candidates timed, 4 skipped for want of shared memory; worst 1.100, bound 1.15. Alone in their class: w T 4."
-    )
 
 
 def test_rows_of_a_scheme_are_those_of_the_newest_file_that_has_them(

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import pathlib
-
 import pytest
 import torch
 
 from benches.scale import model, page
 from benches.scale.model import LAYERS, WAYS, alone, cost, wire_bytes
-from benches.scale.picture import draw_scale
 from benches.scale.routes import chosen, num_replicas, shares
 from moereg.balancing import count_routes
 from moereg.prepare_finalize import MOVEMENTS
@@ -94,34 +90,3 @@ def test_priorities_follow_from_the_page() -> None:
                     tokens,
                 )
         assert next(iter(page.best(layer, 64, 8192, "zipf", True))).startswith("all_to_all")
-
-
-def test_a_measurement_stands_beside_its_prediction(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    total = cost(QWEN, BY_NAME["all_gather"], 2, 64, "uniform", False).total_us
-    row = {"way": "all_gather", "wire": "bfloat16", "tokens": 64, "routing": "uniform", "failure": None}
-    rows = [{**row, "time_us": 1.1 * total, "one_rank_us": total / 2}, {**row, "routing": "zipf", "time_us": 1.0}]
-    rows.append({**row, "way": "all_to_all", "time_us": None, "failure": "BackendError: lost"})
-    rows.append({**row, "way": "low_latency", "time_us": None, "failure": "no memory"})
-    bench = {"model": QWEN.model, "problem": {"quant": QWEN.quant}, "ranks": 2, "balanced": False, "rows": rows}
-    (tmp_path / "h200_ep.json").write_text(json.dumps({"commit": "c0ffee1234", "benches": [bench]}))
-    # Of earlier code: a row that is measured again, and one that is not.
-    older = [{**row, "time_us": 1.0}, {**row, "tokens": 1, "time_us": 77.0, "one_rank_us": 70.0}]
-    before = {"commit": "badcafe567", "benches": [{**bench, "rows": older}]}
-    (tmp_path / "h200_ep_badcafe.json").write_text(json.dumps(before))
-    monkeypatch.setattr(page, "RESULTS", tmp_path)
-    lines = page.predictions_table().splitlines()
-    (gathered,) = (line for line in lines if "bf16 | 64 | all_gather |" in line)
-    assert gathered.endswith(f"| {1.1 * total:,.0f} | 2.20 | 1.10 | `c0ffee1` |")
-    (joined,) = (line for line in lines if "bf16 | 1 | all_gather |" in line)
-    assert "| 77 | 1.10 |" in joined
-    assert joined.endswith("`badcafe` |")
-    (sent,) = (line for line in lines if "bf16 | 64 | all_to_all |" in line)
-    assert "BackendError: lost" in sent
-    (alike,) = (line for line in lines if "bf16 | 64 | low_latency |" in line)
-    assert "no memory" in alike
-    assert sum("not measured" in line for line in lines) == len(lines) - 6
-
-
-def test_the_picture_is_that_of_the_model(tmp_path: pathlib.Path) -> None:
-    draw_scale(tmp_path / "scale.svg")
-    assert "all_to_all, sums" in (tmp_path / "scale.svg").read_text()

@@ -45,13 +45,6 @@ def test_a_file_is_measured_in_parts(run: Any, capsys: pytest.CaptureFixture[str
     assert "--json adds to a file of the same rounds" in capsys.readouterr().err
 
 
-def test_rows_have_few_and_many_experts_and_256_to_4096_columns() -> None:
-    assert {shape.num_experts for shape in bench.SHAPES} >= {8, 64, 128}
-    columns = {shape.intermediate_size for shape in bench.SHAPES}
-    assert (min(columns), max(columns)) == (256, 4096)
-    assert (min(bench.NUM_TOKENS), max(bench.NUM_TOKENS)) == (1, 512)
-
-
 def test_the_instruction_set_is_what_libraries_may_use(monkeypatch: pytest.MonkeyPatch, cpu_features: Any) -> None:
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)

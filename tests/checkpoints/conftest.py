@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from moereg.checkpoints import _files
 from tests.checkpoints.small_checkpoint import write_checkpoint
-
-if TYPE_CHECKING:
-    from tests.checkpoints.saved_models import Save, Saved
-
-
-@pytest.fixture(scope="session")
-def save(tmp_path_factory: pytest.TempPathFactory) -> Save:
-    """Makes the small model of a case and saves it, once for each dtype."""
-    from tests.checkpoints.saved_models import CASES, save_model  # Imports transformers, which few tests here need.
-
-    done: dict[tuple[str, torch.dtype], Saved] = {}
-
-    def make(name: str, dtype: torch.dtype) -> Saved:
-        if (name, dtype) not in done:
-            done[name, dtype] = save_model(CASES[name], dtype, tmp_path_factory.mktemp(name))
-        return done[name, dtype]
-
-    return make
 
 
 @pytest.fixture

@@ -14,11 +14,7 @@ from moereg.checkpoints._gptq import gptq_formats
 from moereg.checkpoints._mxfp4 import mxfp4_formats
 from moereg.checkpoints._patterns import Patterns
 from moereg.errors import CheckpointError
-from tests.support.quantized_checkpoints import (
-    BLOCK,
-    CHECKPOINTS,
-    config_of,
-)
+from tests.support.quantized_checkpoints import BLOCK, CHECKPOINTS, config_of
 
 MODULE = f"{BLOCK}.experts.0.gate_proj"
 

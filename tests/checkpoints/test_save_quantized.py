@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,8 @@ from moereg.quant import QUANT_SCHEMES, QuantScheme, get_scheme
 from moereg.quantize import dequantize_weights
 from moereg.reference import reference_experts, relative_error
 from moereg.weights import ExpertWeights
-from tests.checkpoints.saved_models import CASES, save_model
 from tests.checkpoints.small_checkpoint import CONFIG, EXPERTS, small_tensors, write_checkpoint
-from tests.checkpoints.tiny_families import FAMILIES, MODELS
+from tests.checkpoints.tiny_families import FAMILIES, MODELS, has_entry
 from tests.support.quantized_checkpoints import CHECKPOINTS
 
 SIZE = 128
@@ -34,7 +33,6 @@ UNWRITTEN = ("mxfp4_mxfp8",)
 WRITTEN = sorted(name for name, scheme in QUANT_SCHEMES.items() if scheme.weight is not None and name not in UNWRITTEN)
 # By transformers 5.23, whose own code this is: it ignores global scales, and raises for the others.
 NOT_RESTORED = ("nvfp4", "nvfp4_w4a16", "fp8_block128", "mxfp8", "int8_w8a8")
-RESTORED = [name for name in WRITTEN if name not in NOT_RESTORED and not name.endswith("_zp")]
 
 
 def large_tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -273,9 +271,9 @@ def test_checkpoints_that_are_refused(checkpoint: Path, tmp_path: Path, expected
 
 
 def test_gpt_oss_is_refused(tmp_path: Path) -> None:
-    saved = save_model(CASES["gpt_oss"], torch.bfloat16, tmp_path / "model")
+    FAMILIES["gpt_oss"].make().save_pretrained(tmp_path / "model")
     with pytest.raises(CheckpointError, match="'gpt_oss' are released fused or with biases"):
-        save_quantized(saved.released, tmp_path / "out", "mxfp4_w4a16")
+        save_quantized(tmp_path / "model", tmp_path / "out", "mxfp4_w4a16")
 
 
 def test_a_full_directory_is_refused(source: Path, tmp_path: Path) -> None:
@@ -325,31 +323,30 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+RESTORED_BY = [name for name in WRITTEN if name not in ("nvfp4_w4a16", *NOT_RESTORED) and "_zp" not in name]
+# Schemes have layouts, model types have names of modules; neither knows of the other.
+FILES = [(name, "mixtral", "shards") for name in RESTORED_BY]
+FILES += [("int4_w4a16_g32", model, "shards") for model in ("qwen3_moe", "deepseek_v3")]
+FILES += [("int4_w4a16_g32", "mixtral", "one file")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model_type", "files"),
-    [("mixtral", "one file"), ("mixtral", "shards"), ("qwen3_moe", "shards"), ("deepseek_v3", "shards")],
-)
-@pytest.mark.parametrize(
-    "name", [name for name in WRITTEN if name not in ("nvfp4_w4a16", *NOT_RESTORED) and "_zp" not in name]
-)
+@pytest.mark.parametrize(("name", "model_type", "files"), FILES)
 def test_transformers_restores_the_numbers(tmp_path: Path, name: str, model_type: str, files: str) -> None:
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     if "dequantize" not in inspect.signature(CompressedTensorsConfig).parameters:
         pytest.skip("this transformers does not restore experts of compressed-tensors")
-    case = CASES[model_type]
-    sizes = {"intermediate_size": SIZE, "moe_intermediate_size": SIZE}
-    options = {**case.options, **{key: size for key, size in sizes.items() if key in case.options}}
-    case = type(case)(**{**vars(case), "options": {**options, "hidden_size": SIZE, "num_key_value_heads": 4}})
-    model = save_model(case, torch.bfloat16, tmp_path / "model")
-    layers = moe_layers(model.released)
+    family = FAMILIES[model_type]
+    sizes = ("hidden_size", "intermediate_size", "moe_intermediate_size")
+    options = {size: SIZE for size in sizes if has_entry(family.model_class.config_class(), size)}
+    family = dataclasses.replace(family, options={**family.options, **options, "num_key_value_heads": 4})
+    source = tmp_path / "model"
+    family.make().to(torch.bfloat16).save_pretrained(source, max_shard_size="5GB" if files == "one file" else "20KB")
+    layers = moe_layers(source)
     hidden = {layer: torch.randn(32, SIZE).bfloat16() for layer in layers}
-    if files == "one file":
-        shutil.rmtree(model.released)
-        model.model.save_pretrained(model.released)
-    assert (model.released / "model.safetensors").exists() == (files == "one file")
-    saved = save_quantized(model.released, tmp_path / "out", name, hidden_states=hidden)
+    assert (source / "model.safetensors").exists() == (files == "one file")
+    saved = save_quantized(source, tmp_path / "out", name, hidden_states=hidden)
     restored, loading = AutoModelForCausalLM.from_pretrained(
         saved.path,
         quantization_config=CompressedTensorsConfig(dequantize=True),
@@ -360,7 +357,7 @@ def test_transformers_restores_the_numbers(tmp_path: Path, name: str, model_type
     assert all(key.endswith(".input_scale") for key in unexpected), unexpected
     assert not any(loading.values()), loading
     for layer in layers:
-        experts = getattr(restored.model.layers[layer], case.block).experts
+        experts = dataclasses.replace(family, layer=layer).block(restored).experts
         w13, w2 = dequantize_weights(load_experts(saved.path, layer).weights, torch.float32)
         for found, expected in ((experts.gate_up_proj, w13), (experts.down_proj, w2)):
             assert relative_error(found.detach().float(), expected) < 3e-3  # It rounds to bf16, scales or products.

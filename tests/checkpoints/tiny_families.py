@@ -120,6 +120,7 @@ def find_layers(model: Any) -> Any:
 _TYPES = {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}
 _SCALED: Callable[[Any], float] = lambda config: float(config.routed_scaling_factor)  # noqa: E731
 
+# fmt: off
 FAMILIES: dict[str, Family] = {
     "afmoe": Family("afmoe", "AfmoeForCausalLM", {"route_scale": 1.7}),
     "aria_text": Family("aria", "AriaTextForCausalLM", {"moe_num_experts": 8, "moe_topk": 3}),
@@ -154,16 +155,14 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family("glm4_moe", "Glm4MoeForCausalLM"),
     "glm4_moe_lite": Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _TYPES),
     "glm4v_moe_text": Family("glm4v_moe", "Glm4vMoeTextModel"),
-    "glm5_next_text": Family(
-        "glm5_next", "Glm5NextTextModel", {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "swiglu_limit": 1.5}
-    ),
+    "glm5_next_text": Family("glm5_next", "Glm5NextTextModel",
+        {"num_key_value_heads": 4, "qk_rope_head_dim": 0, "swiglu_limit": 1.5}),
     "glm_moe_dsa": Family("glm_moe_dsa", "GlmMoeDsaForCausalLM"),
     "gpt_oss": Family("gpt_oss", "GptOssForCausalLM"),
     "granitemoe": Family("granitemoe", "GraniteMoeForCausalLM"),
     "granitemoe_swa": Family("granitemoe_swa", "GraniteMoeSWAForCausalLM"),
-    "granitemoehybrid": Family(
-        "granitemoehybrid", "GraniteMoeHybridForCausalLM", {"mamba_n_heads": 4, "mamba_d_head": 24}
-    ),
+    "granitemoehybrid": Family("granitemoehybrid", "GraniteMoeHybridForCausalLM",
+        {"mamba_n_heads": 4, "mamba_d_head": 24}),
     "granitemoeshared": Family("granitemoeshared", "GraniteMoeSharedForCausalLM", {"shared_intermediate_size": 16}),
     "hunyuan_v1_moe": Family("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", {"moe_topk": [3, 3, 3, 3]}),
     "hy_v3": Family("hy_v3", "HYV3ForCausalLM", {**_TYPES, "router_scaling_factor": 1.3}),
@@ -171,39 +170,27 @@ FAMILIES: dict[str, Family] = {
     "jamba": Family("jamba", "JambaForCausalLM"),
     "kimi_linear": Family("kimi_linear", "KimiLinearForCausalLM"),
     "kolibri1": Family("kolibri1", "Kolibri1ForCausalLM"),
-    "laguna": Family(
-        "laguna",
-        "LagunaForCausalLM",
+    "laguna": Family("laguna", "LagunaForCausalLM",
         {"moe_router_logit_softcapping": 1.5, "moe_routed_scaling_factor": 1.3},
-        scaling=lambda config: float(config.moe_routed_scaling_factor),
-    ),
+        scaling=lambda config: float(config.moe_routed_scaling_factor)),
     "lfm2_moe": Family("lfm2_moe", "Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention"] * 2}),
-    "lfm2_moe-unbiased": Family(
-        "lfm2_moe",
-        "Lfm2MoeForCausalLM",
-        {"layer_types": ["conv", "full_attention"] * 2, "use_expert_bias": False, "norm_topk_prob": False},
-    ),
+    "lfm2_moe-unbiased": Family("lfm2_moe", "Lfm2MoeForCausalLM",
+        {"layer_types": ["conv", "full_attention"] * 2, "use_expert_bias": False, "norm_topk_prob": False}),
     "llama4_text": Family("llama4", "Llama4ForCausalLM", {"intermediate_size_mlp": 16, "num_experts_per_tok": 1}),
     "mellum": Family("mellum", "MellumForCausalLM", _TYPES),
     "mimo_v2_flash": Family("mimo_v2_flash", "MiMoV2FlashForCausalLM", _TYPES),
     "minimax": Family("minimax", "MiniMaxForCausalLM"),
     "minimax_m2": Family("minimax_m2", "MiniMaxM2ForCausalLM"),
-    "minimax_m3_vl_text": Family(
-        "minimax_m3_vl",
-        "MiniMaxM3VLForCausalLM",
+    "minimax_m3_vl_text": Family("minimax_m3_vl", "MiniMaxM3VLForCausalLM",
         {"dense_intermediate_size": 16, "shared_intermediate_size": 16, "swiglu_limit": 1.5, **_TYPES},
-        scaling=_SCALED,
-    ),
+        scaling=_SCALED),
     "mistral4": Family("mistral4", "Mistral4ForCausalLM"),
     "mistral_large4_text": Family("mistral_large4", "MistralLarge4TextModel"),
     "mixtral": Family("mixtral", "MixtralForCausalLM"),
     "nemotron_h": Family("nemotron_h", "NemotronHForCausalLM", {"moe_shared_expert_intermediate_size": 16}, layer=1),
     "olmoe": Family("olmoe", "OlmoeForCausalLM"),
-    "openai_privacy_filter": Family(
-        "openai_privacy_filter",
-        "OpenAIPrivacyFilterForTokenClassification",
-        scaling=lambda config: float(config.num_experts_per_tok),
-    ),
+    "openai_privacy_filter": Family("openai_privacy_filter", "OpenAIPrivacyFilterForTokenClassification",
+        scaling=lambda config: float(config.num_experts_per_tok)),
     "phimoe": Family("phimoe", "PhimoeForCausalLM", {"num_experts_per_tok": 2, "router_jitter_noise": 0.2}),
     "qwen2_moe": Family("qwen2_moe", "Qwen2MoeForCausalLM", {"decoder_sparse_step": 2}),
     "qwen3_5_moe_text": Family("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
@@ -213,14 +200,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_moe_text": Family("qwen3_vl_moe", "Qwen3VLMoeTextModel"),
     "qwen4_exp_text": Family("qwen4_exp", "Qwen4ExpForCausalLM", {"layer_types": ["linear_attention"] * 4}),
     "solar_open": Family("solar_open", "SolarOpenForCausalLM"),
-    "step3p5": Family(
-        "step3p7",
-        "Step3p7TextModel",
+    "step3p5": Family("step3p7", "Step3p7TextModel",
         {"share_expert_dim": 16, "moe_router_scaling_factor": 1.3, "swiglu_limits": [0.0, 0.0, 7.0, 0.0], **_TYPES},
-        scaling=lambda config: float(config.moe_router_scaling_factor),
-    ),
+        scaling=lambda config: float(config.moe_router_scaling_factor)),
     "unlimited_ocr_text": Family("unlimited_ocr", "UnlimitedOcrTextModel", _TYPES),
 }
+# fmt: on
 """By model type, and what follows a dash: a variant of it."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import os
 import signal
 import threading
@@ -110,72 +111,25 @@ def compared(rank: int, size: int, way: str | None = None, **changes: Any) -> di
     return errors_of(kernel, one, problem, rank, size)
 
 
-def chosen_without_a_word(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size)
-
-
-def all_to_all(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_to_all")
-
-
-def all_gather(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_gather")
-
-
-def all_gather_deterministic(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_gather", deterministic=True)
-
-
-def all_to_all_batched(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_to_all", activation_format="batched")
-
-
-def all_to_all_sums(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_to_all_sums")
-
-
-def all_to_all_sums_batched(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_to_all_sums", activation_format="batched")
-
-
-def all_gather_batched(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_gather", activation_format="batched")
-
-
-def low_latency(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "low_latency")
-
-
-def low_latency_fp8(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "low_latency", dtype="bfloat16", quant="fp8_block128", intermediate_size=128)
-
-
-def weights_on_placed_inputs(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "low_latency", top_k=1, apply_router_weight_on_input=True)
-
-
-def all_to_all_fp8(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_to_all", dtype="bfloat16", quant="fp8_block128", intermediate_size=128)
-
-
-def all_gather_fp8(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_gather", dtype="bfloat16", quant="fp8_block128", intermediate_size=128)
-
-
-def weights_on_inputs(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_to_all", top_k=1, apply_router_weight_on_input=True)
-
-
-def weights_on_summed_inputs(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_to_all_sums", top_k=1, apply_router_weight_on_input=True)
-
-
-def all_to_all_sums_fp8(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_to_all_sums", dtype="bfloat16", quant="fp8_block128", intermediate_size=128)
-
-
-def weights_on_gathered_inputs(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_gather", top_k=1, apply_router_weight_on_input=True)
+FP8 = {"dtype": "bfloat16", "quant": "fp8_block128", "intermediate_size": 128}
+ON_INPUT = {"top_k": 1, "apply_router_weight_on_input": True}
+chosen_without_a_word = compared
+all_to_all = functools.partial(compared, way="all_to_all")
+all_gather = functools.partial(compared, way="all_gather")
+all_gather_deterministic = functools.partial(compared, way="all_gather", deterministic=True)
+all_to_all_batched = functools.partial(compared, way="all_to_all", activation_format="batched")
+all_to_all_sums = functools.partial(compared, way="all_to_all_sums")
+all_to_all_sums_batched = functools.partial(compared, way="all_to_all_sums", activation_format="batched")
+all_gather_batched = functools.partial(compared, way="all_gather", activation_format="batched")
+low_latency = functools.partial(compared, way="low_latency")
+low_latency_fp8 = functools.partial(compared, way="low_latency", **FP8)
+weights_on_placed_inputs = functools.partial(compared, way="low_latency", **ON_INPUT)
+all_to_all_fp8 = functools.partial(compared, way="all_to_all", **FP8)
+all_gather_fp8 = functools.partial(compared, way="all_gather", **FP8)
+weights_on_inputs = functools.partial(compared, way="all_to_all", **ON_INPUT)
+weights_on_summed_inputs = functools.partial(compared, way="all_to_all_sums", **ON_INPUT)
+all_to_all_sums_fp8 = functools.partial(compared, way="all_to_all_sums", **FP8)
+weights_on_gathered_inputs = functools.partial(compared, way="all_gather", **ON_INPUT)
 
 
 SCHEMES = (
@@ -197,14 +151,7 @@ class CodedExperts(FakeExperts):
 
     input_form = "quantized"
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         codes, scales = inputs.hidden_states, inputs.hidden_scale
         assert codes.dtype == torch.float8_e4m3fn
         assert scales is not None
@@ -220,7 +167,7 @@ def codes_as_they_come_fp8(rank: int, size: int) -> dict[str, Any]:
     before = load_backends().snapshot()
     register_moe_backend("coded", 10**5, ("fp8_block128",), ("*",))(CodedExperts)
     try:
-        problem = problem_of(dtype="bfloat16", quant="fp8_block128", intermediate_size=128)
+        problem = problem_of(**FP8)
         weights = numbers_of(problem)
         one = make_kernel(problem, weights, moereg.select_backend(problem, "cpu", deny="coded"))
         own = share_of(weights, rank, size)
@@ -270,20 +217,10 @@ def placed(rank: int, size: int, way: str) -> dict[str, Any]:
     return errors_of(kernel, make_kernel(problem, weights), problem, rank, size)
 
 
-def replicas_all_to_all(rank: int, size: int) -> dict[str, Any]:
-    return placed(rank, size, "all_to_all")
-
-
-def replicas_all_to_all_sums(rank: int, size: int) -> dict[str, Any]:
-    return placed(rank, size, "all_to_all_sums")
-
-
-def replicas_all_gather(rank: int, size: int) -> dict[str, Any]:
-    return placed(rank, size, "all_gather")
-
-
-def replicas_low_latency(rank: int, size: int) -> dict[str, Any]:
-    return placed(rank, size, "low_latency")
+replicas_all_to_all = functools.partial(placed, way="all_to_all")
+replicas_all_to_all_sums = functools.partial(placed, way="all_to_all_sums")
+replicas_all_gather = functools.partial(placed, way="all_gather")
+replicas_low_latency = functools.partial(placed, way="low_latency")
 
 
 def maps_of_ranks(rank: int, size: int) -> dict[str, Any]:
@@ -298,13 +235,11 @@ def maps_of_ranks(rank: int, size: int) -> dict[str, Any]:
     return errors_of(kernel, make_kernel(problem, weights), problem, rank, size)
 
 
-def fault(rank: int, size: int, signal_number: int, way: str, when: str) -> dict[str, Any]:
-    """The last rank gets a signal, before it makes its kernel or after a call; what the others say, and after when."""
+def fault(rank: int, size: int, signal_number: int, way: str) -> dict[str, Any]:
+    """The last rank gets a signal after a call; what the others say, and after when."""
     problem = problem_of()
     own = share_of(numbers_of(problem), rank, size)
     inputs = tokens_of(problem, rank, 4)
-    if when == "making" and rank == size - 1:
-        os.kill(os.getpid(), signal_number)
     start, text = time.monotonic(), "nothing"
     try:
         kernel = make_kernel(problem, own, group=dist.group.WORLD, prepare_finalize=way)
@@ -318,36 +253,8 @@ def fault(rank: int, size: int, signal_number: int, way: str, when: str) -> dict
     return {"text": text, "seconds": time.monotonic() - start}
 
 
-def killed_all_to_all(rank: int, size: int) -> dict[str, Any]:
-    return fault(rank, size, signal.SIGKILL, "all_to_all", "calling")
-
-
-def killed_all_gather(rank: int, size: int) -> dict[str, Any]:
-    return fault(rank, size, signal.SIGKILL, "all_gather", "calling")
-
-
-def killed_low_latency(rank: int, size: int) -> dict[str, Any]:
-    return fault(rank, size, signal.SIGKILL, "low_latency", "calling")
-
-
-def killed_while_made(rank: int, size: int) -> dict[str, Any]:
-    return fault(rank, size, signal.SIGKILL, "all_gather", "making")
-
-
-def stalled_all_to_all(rank: int, size: int) -> dict[str, Any]:
-    return fault(rank, size, signal.SIGSTOP, "all_to_all", "calling")
-
-
-def stalled_all_gather(rank: int, size: int) -> dict[str, Any]:
-    return fault(rank, size, signal.SIGSTOP, "all_gather", "calling")
-
-
-def stalled_low_latency(rank: int, size: int) -> dict[str, Any]:
-    return fault(rank, size, signal.SIGSTOP, "low_latency", "calling")
-
-
-def stalled_while_made(rank: int, size: int) -> dict[str, Any]:
-    return fault(rank, size, signal.SIGSTOP, "all_gather", "making")
+killed_all_to_all = functools.partial(fault, signal_number=signal.SIGKILL, way="all_to_all")
+stalled_low_latency = functools.partial(fault, signal_number=signal.SIGSTOP, way="low_latency")
 
 
 def error_of_making(rank: int, size: int, problem: MoEProblem, **arguments: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -89,12 +90,7 @@ def experts_that_move(rank: int, size: int) -> dict[str, Any]:
     before, after = (ring(16, size, shift, extra) for shift in (0, 3))
     own = experts_of(weights, before.experts_of_rank[rank])
     kernel = make_kernel(
-        problem,
-        own,
-        group=dist.group.WORLD,
-        prepare_finalize="all_gather",
-        expert_placement=before,
-        own_weights=True,
+        problem, own, group=dist.group.WORLD, prepare_finalize="all_gather", expert_placement=before, own_weights=True
     )
     one = make_kernel(dataclasses.replace(problem, graph_capture=False), weights)
     inputs = inputs_of(problem, rank, MOST_TOKENS)
@@ -132,17 +128,10 @@ def codes_as_they_come(rank: int, size: int, way: str, num_tokens: int) -> dict[
     return {"error": relative_error(found[0], one(*inputs)), "backend": kernel.selection.backend}
 
 
-def codes_all_to_all(rank: int, size: int) -> dict[str, Any]:
-    return codes_as_they_come(rank, size, "all_to_all", 16)
-
-
-def codes_all_gather(rank: int, size: int) -> dict[str, Any]:
-    return codes_as_they_come(rank, size, "all_gather", 4)
-
-
-def codes_in_hopper_tiles(rank: int, size: int) -> dict[str, Any]:
-    """Enough rows an expert for the warp-specialized programs."""
-    return codes_as_they_come(rank, size, "all_gather", 512)
+codes_all_to_all = functools.partial(codes_as_they_come, way="all_to_all", num_tokens=16)
+codes_all_gather = functools.partial(codes_as_they_come, way="all_gather", num_tokens=4)
+# Enough rows an expert for the warp-specialized programs.
+codes_in_hopper_tiles = functools.partial(codes_as_they_come, way="all_gather", num_tokens=512)
 
 
 def kernels_move_as_torch(rank: int, size: int) -> dict[str, Any]:
@@ -179,56 +168,19 @@ def seen_by_experts(inputs: ExpertInputs) -> tuple[torch.Tensor, ...]:
     return as_bytes(rows[places < inputs.expert_num_tokens.unsqueeze(1)]), inputs.expert_num_tokens
 
 
-def two_batches(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_to_all", num_batches=2)
-
-
-def two_batches_captured(rank: int, size: int) -> dict[str, Any]:
-    return captured(rank, size, "all_gather", num_batches=2)
-
-
-def all_to_all(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_to_all")
-
-
-def all_to_all_sums(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_to_all_sums")
-
-
-def all_to_all_sums_fp8(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_to_all_sums", quant="fp8_block128")
-
-
-def all_gather(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_gather")
-
-
-def low_latency(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "low_latency")
-
-
-def all_to_all_fp8(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_to_all", quant="fp8_block128")
-
-
-def all_gather_fp8(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "all_gather", quant="fp8_block128")
-
-
-def low_latency_fp8(rank: int, size: int) -> dict[str, Any]:
-    return compared(rank, size, "low_latency", quant="fp8_block128")
-
-
-def all_gather_captured(rank: int, size: int) -> dict[str, Any]:
-    return captured(rank, size, "all_gather")
-
-
-def all_gather_deterministic_captured(rank: int, size: int) -> dict[str, Any]:
-    return captured(rank, size, "all_gather", deterministic=True)
-
-
-def low_latency_captured(rank: int, size: int) -> dict[str, Any]:
-    return captured(rank, size, "low_latency")
+two_batches = functools.partial(compared, way="all_to_all", num_batches=2)
+two_batches_captured = functools.partial(captured, way="all_gather", num_batches=2)
+all_to_all = functools.partial(compared, way="all_to_all")
+all_to_all_sums = functools.partial(compared, way="all_to_all_sums")
+all_to_all_sums_fp8 = functools.partial(compared, way="all_to_all_sums", quant="fp8_block128")
+all_gather = functools.partial(compared, way="all_gather")
+low_latency = functools.partial(compared, way="low_latency")
+all_to_all_fp8 = functools.partial(compared, way="all_to_all", quant="fp8_block128")
+all_gather_fp8 = functools.partial(compared, way="all_gather", quant="fp8_block128")
+low_latency_fp8 = functools.partial(compared, way="low_latency", quant="fp8_block128")
+all_gather_captured = functools.partial(captured, way="all_gather")
+all_gather_deterministic_captured = functools.partial(captured, way="all_gather", deterministic=True)
+low_latency_captured = functools.partial(captured, way="low_latency")
 
 
 def all_to_all_refuses_capture(rank: int, size: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import threading
 from typing import Any
 from unittest import mock
@@ -84,32 +85,13 @@ def _is_that_of(kernel: MoEKernel, weights: ExpertWeights, experts: tuple[int, .
     return all(torch.equal(_bytes(mine), _bytes(theirs)) for mine, theirs in dense)
 
 
-def move_all_to_all(rank: int, size: int) -> dict[str, Any]:
-    return moved(rank, size, "all_to_all")
-
-
-def move_all_gather(rank: int, size: int) -> dict[str, Any]:
-    return moved(rank, size, "all_gather", activation_format="batched")
-
-
-def move_bf16(rank: int, size: int) -> dict[str, Any]:
-    return moved(rank, size, "all_to_all", dtype="bfloat16")
-
-
-def move_fp8(rank: int, size: int) -> dict[str, Any]:
-    return moved(rank, size, "all_to_all", dtype="bfloat16", quant="fp8_block128", intermediate_size=128)
-
-
-def move_int4(rank: int, size: int) -> dict[str, Any]:
-    return moved(rank, size, "all_gather", quant="int4_w4a16_g32", dtype="bfloat16")
-
-
-def move_with_bias(rank: int, size: int) -> dict[str, Any]:
-    return moved(rank, size, "all_gather", has_bias=True, activation="swigluoai")
-
-
-def move_low_latency(rank: int, size: int) -> dict[str, Any]:
-    return moved(rank, size, "low_latency")
+move_all_to_all = functools.partial(moved, way="all_to_all")
+move_all_gather = functools.partial(moved, way="all_gather", activation_format="batched")
+move_bf16 = functools.partial(moved, way="all_to_all", dtype="bfloat16")
+move_fp8 = functools.partial(moved, way="all_to_all", dtype="bfloat16", quant="fp8_block128", intermediate_size=128)
+move_int4 = functools.partial(moved, way="all_gather", quant="int4_w4a16_g32", dtype="bfloat16")
+move_with_bias = functools.partial(moved, way="all_gather", has_bias=True, activation="swigluoai")
+move_low_latency = functools.partial(moved, way="low_latency")
 
 
 def canonical(rank: int, size: int) -> dict[str, Any]:

@@ -10,34 +10,13 @@ import pytest
 from tests.groups.ranks import results_of, value_of
 
 EQUAL: Final = (
-    "chosen_without_a_word",
-    "all_to_all",
-    "all_gather",
-    "all_gather_deterministic",
-    "low_latency",
-    "all_to_all_batched",
-    "all_gather_batched",
-    "all_to_all_sums",
-    "all_to_all_sums_batched",
-    "in_two_parts",
-    "weights_on_inputs",
-    "weights_on_gathered_inputs",
-    "weights_on_summed_inputs",
-    "weights_on_placed_inputs",
-    "replicas_all_to_all",
-    "replicas_all_to_all_sums",
-    "replicas_all_gather",
-    "replicas_low_latency",
-    "maps_of_ranks",
+    *("chosen_without_a_word", "all_to_all", "all_gather", "all_gather_deterministic", "low_latency", "in_two_parts"),
+    *("all_to_all_batched", "all_gather_batched", "all_to_all_sums", "all_to_all_sums_batched", "maps_of_ranks"),
+    *("weights_on_inputs", "weights_on_gathered_inputs", "weights_on_summed_inputs", "weights_on_placed_inputs"),
+    *("replicas_all_to_all", "replicas_all_to_all_sums", "replicas_all_gather", "replicas_low_latency"),
 )
 """Cases in fp32 with numbers whose sums are exact in any order."""
-NEAR: Final = (
-    "all_to_all_fp8",
-    "all_gather_fp8",
-    "all_to_all_sums_fp8",
-    "low_latency_fp8",
-    "codes_as_they_come_fp8",
-)
+NEAR: Final = ("all_to_all_fp8", "all_gather_fp8", "all_to_all_sums_fp8", "low_latency_fp8", "codes_as_they_come_fp8")
 """Cases with tokens in 8 bits: sums of products depend on how many rows are multiplied together, by a rounding."""
 REFUSED: Final = {
     "other_problems": "RanksDifferError: all ranks must run the same layer, got top_k 2 on rank 0, 3 on rank 1; make",

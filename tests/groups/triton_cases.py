@@ -185,26 +185,10 @@ WAYS: Final = {
 """What ranks do with the tokens of a call, in torch and in Triton."""
 
 VIEWS: Final = frozenset(
-    [
-        "view",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "unsqueeze",
-        "_unsafe_view",
-        "select",
-        "empty",
-        "new_empty",
-        "empty_like",
-        "detach",
-        "alias",
-        "as_strided",
-        "t",
-        "transpose",
-        "expand",
-        "reshape",
-        "empty_strided",
-    ]
+    (
+        *("view", "slice", "split", "split_with_sizes", "unsqueeze", "_unsafe_view", "select", "empty", "new_empty"),
+        *("empty_like", "detach", "alias", "as_strided", "t", "transpose", "expand", "reshape", "empty_strided"),
+    )
 )
 """Operators that launch nothing."""
 

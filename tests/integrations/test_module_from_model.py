@@ -38,10 +38,7 @@ def test_what_is_no_single_layer_is_refused() -> None:
     meta = tiny_model("qwen3_moe").to("meta")
     for module, text in (
         (model, f"from_module takes a module with the experts of one layer, got {type(model).__name__} with "),
-        (
-            torch.nn.Linear(2, 2),
-            "from_module takes a module with the experts of one layer, got Linear with 0; pass one",
-        ),
+        (torch.nn.Linear(2, 2), "from_module takes a module with the experts of one layer, got Linear with 0; pass on"),
         (
             next(module for module in meta.modules() if hasattr(module, "experts")),
             "no MoELayer can be made of Qwen3Moe",

@@ -28,7 +28,7 @@ OTHERS: Final = {"nllb_moe", "switch_transformers"}
 """Families with experts that are separate modules; `prepare` refuses their classes by name."""
 
 UNMADE: Final = {
-    "qwen3_omni_moe.Qwen3OmniMoeTalkerTextExperts": "the thinker has the same experts, and the talker makes sound",
+    "qwen3_omni_moe.Qwen3OmniMoeTalkerTextExperts": "the thinker has the same experts, and the talker makes sound"
 }
 """Classes that no tiny model here has, each with the reason."""
 

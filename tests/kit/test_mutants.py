@@ -81,7 +81,7 @@ def test_every_mutant_can_be_planted_and_names_tests_that_are_there(area: str) -
             path, _, name = test.partition("::")
             if not (ROOT / path).is_file() or (name and name.partition("[")[0] not in _functions(path)):
                 wrong.append(f"{mutant.name!r} names {test}, which is not there")
-    assert not wrong, f"correct tests/mutants/areas/{area}.py: " + "; ".join(wrong)
+    assert not wrong, f"correct tests/mutants/areas/{area}.txt: " + "; ".join(wrong)
 
 
 SUM = "def add(a, b):\n    return a + b\n"

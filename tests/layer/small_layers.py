@@ -30,21 +30,25 @@ def problem_of(**changes: Any) -> MoEProblem:
     return MoEProblem(**{**facts, **changes})
 
 
-def selection_of(problem: MoEProblem, experts: type[FakeExperts] = FakeExperts) -> Selection:
+def selection_of(problem: MoEProblem, experts: type[FakeExperts] = FakeExperts, name: str = "fake") -> Selection:
     """A selection of a class that is registered only here."""
     registry = BackendRegistry()
-    register_moe_backend("fake", 1, ("unquantized",), ("*",), registry=registry)(experts)
-    request = Request(require=("fake",))
+    register_moe_backend(name, 1, ("unquantized",), ("*",), registry=registry)(experts)
+    request = Request(require=(name,))
     decision = evaluate(registry.cells[0], problem, current_platform(), request)
     assert decision.accepted, decision.reasons
     return Selection(problem, current_platform(), request, (decision,), "required")
 
 
 def kernel_of(
-    problem: MoEProblem, experts: type[FakeExperts] = FakeExperts, weights: ExpertWeights | None = None, **changes: Any
+    problem: MoEProblem,
+    experts: type[FakeExperts] = FakeExperts,
+    weights: ExpertWeights | None = None,
+    name: str = "fake",
+    **changes: Any,
 ) -> MoEKernel:
     weights = make_weights(problem, CPU) if weights is None else weights
-    return make_kernel(problem, weights, selection=selection_of(problem, experts), **changes)
+    return make_kernel(problem, weights, selection=selection_of(problem, experts, name), **changes)
 
 
 def copied(weights: ExpertWeights) -> ExpertWeights:

@@ -140,12 +140,14 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 
 
 QUICK = {"unquantized", "fp8_tensor_dynamic", "nvfp4", "int8_w8a8", "int4_w4a16_g32_zp"}
+OPTIONS: list[dict[str, Any]] = [{"dtype": "float32"}, {"activation_format": "batched"}, {"activation": "swigluoai"}]
 LAYERS = [
-    pytest.param(scheme, changes, marks=() if scheme in QUICK and changes == first else pytest.mark.slow)
+    pytest.param(scheme, changes, marks=pytest.mark.slow if is_slow else ())
     for number, scheme in enumerate(QUANT_SCHEMES)
-    for options in [[{"dtype": "float32"}, {"activation_format": "batched"}, {"activation": "swigluoai"}]]
-    for first in [options[number % 3]]
-    for changes in [*options, {"dtype": "float16", "activation": "relu2"}]
+    for changes, is_slow in (
+        (OPTIONS[number % 3], scheme not in QUICK),
+        ({"dtype": "float16", "activation": "relu2"}, True),
+    )
 ]
 
 
@@ -356,12 +358,7 @@ def test_layers_elsewhere_than_on_a_cpu_are_run_exactly(dtype: str, monkeypatch:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_cell_of_a_gpu_at_high_precision(dtype: str, activation_format: str) -> None:
     problem = MoEProblem(
-        num_experts=4,
-        hidden_size=256,
-        intermediate_size=128,
-        top_k=2,
-        dtype=dtype,
-        activation_format=activation_format,
+        num_experts=4, hidden_size=256, intermediate_size=128, top_k=2, dtype=dtype, activation_format=activation_format
     )
     device = torch.device("cuda")
     weights, inputs = make_weights(problem, device), make_inputs(problem, 33, "uniform", device)

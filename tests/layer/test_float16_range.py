@@ -92,11 +92,7 @@ SCHEMES = ("unquantized", "int8_w8a16", "int4_w4a16_g32", "int8_w8a8", "fp8_chan
 @pytest.mark.parametrize("routing_scale", [1e-8, 1e-6, 1e5])
 @pytest.mark.parametrize("multiplies", [False, True], ids=["any CPU", "float16 products"])
 def test_routing_weights_of_any_size(
-    multiplies: bool,
-    routing_scale: float,
-    quant: str,
-    activation_format: str,
-    cpu_features: Callable[..., None],
+    multiplies: bool, routing_scale: float, quant: str, activation_format: str, cpu_features: Callable[..., None]
 ) -> None:
     """Unweighted results are up to millions or some 1e-5, of which float16 holds nothing or few digits."""
     if multiplies:

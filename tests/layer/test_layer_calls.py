@@ -5,19 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moereg.author import ExpertInputs, PermutedWeights
-from moereg.discovery import current_platform
-from moereg.dispatch import evaluate
-from moereg.layer import MoEKernel, make_kernel
-from moereg.problem import MoEProblem
-from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.request import Request
-from moereg.selection import Selection
+from moereg.layer import MoEKernel
 from moereg.tuning.inputs import random_call
-from moereg.weights import ExpertWeights
+from tests.layer.small_layers import kernel_of, problem_of
 from tests.support.fakes import FakeExperts
 
-PROBLEM = MoEProblem(num_experts=8, hidden_size=16, intermediate_size=12, top_k=2, dtype="float32")
+PROBLEM = problem_of()
 
 
 class NotingExperts(FakeExperts):
@@ -25,14 +18,7 @@ class NotingExperts(FakeExperts):
 
     called: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def apply(self, out, inputs, weights, workspace13, workspace2):  # type: ignore[no-untyped-def]
         self.called.append((len(inputs.hidden_states), tuple(workspace13.shape), tuple(workspace2.shape)))
         out.zero_()
 
@@ -40,12 +26,7 @@ class NotingExperts(FakeExperts):
 @pytest.fixture
 def kernel() -> MoEKernel:
     NotingExperts.called = []
-    registry = BackendRegistry()
-    register_moe_backend("noting", 1, ("unquantized",), ("*",), registry=registry)(NotingExperts)
-    platform, request = current_platform(), Request(require=("noting",))
-    decision = evaluate(registry.cells[0], PROBLEM, platform, request)
-    weights = ExpertWeights(w13=torch.zeros(8, 24, 16), w2=torch.zeros(8, 16, 12))
-    return make_kernel(PROBLEM, weights, Selection(PROBLEM, platform, request, (decision,), "required"))
+    return kernel_of(PROBLEM, NotingExperts)
 
 
 def run(kernel: MoEKernel, num_tokens: int) -> torch.Tensor:

@@ -151,13 +151,6 @@ def test_canonical_weights_are_not_kept() -> None:
     assert call(kernel, INPUTS).any()
 
 
-def test_permuting_is_pure() -> None:
-    weights = make_weights(problem_of(), CPU)
-    before = {name: tensor.clone() for name, tensor in weights.tensors().items()}
-    kernel_of(problem_of(), CopyingExperts, weights)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights.tensors().items())
-
-
 def test_reload_keeps_storage() -> None:
     problem = problem_of()
     kernel = kernel_of(problem, CopyingExperts)
@@ -206,9 +199,3 @@ def test_a_deep_copy_is_a_kernel_of_its_own() -> None:
     assert torch.equal(compiled(*arguments), twin(*arguments))
     assert not torch.equal(twin(*arguments), before)
     assert torch.equal(kernel(*arguments), before)
-
-
-def test_kernels_are_not_pickled() -> None:
-    problem = problem_of()
-    with pytest.raises(TypeError, match=r"send the problem and Selection\.to_dict"):
-        pickle.dumps(make_kernel(problem, make_weights(problem, CPU), selection_of(problem)))

@@ -34,20 +34,6 @@ def test_interleaving_is_invertible(experts: int, rows: int, columns: int) -> No
     assert torch.equal(w13, before)
 
 
-def test_deinterleaving_copies() -> None:
-    w13 = numbered(1, 4, 2)
-    deinterleaved = deinterleave_gate_up(w13)
-    assert deinterleaved[0, :, 0].tolist() == [0, 4, 2, 6]
-    assert deinterleaved.is_contiguous()
-    deinterleaved.zero_()
-    assert w13.sum() == 28
-
-
-def test_bias_as_one_column() -> None:
-    bias = numbered(2, 6)
-    assert interleave_gate_up(bias.unsqueeze(-1)).squeeze(-1).tolist() == [[0, 3, 1, 4, 2, 5], [6, 9, 7, 10, 8, 11]]
-
-
 @pytest.mark.parametrize("dim", [1, -1])
 def test_rows_of_another_dimension(dim: int) -> None:
     bias = numbered(2, 6)

@@ -12,13 +12,12 @@ import torch
 from moereg.dispatch import select_backend
 from moereg.errors import BackendError, LayoutMismatchError
 from moereg.layer import MoEKernel, make_kernel
-from moereg.platforms import Platform
 from moereg.prepare_finalize import StandardPrepareFinalize
 from moereg.reference import relative_error
 from moereg.selection import Selection
 from moereg.testing.inputs import make_inputs, make_weights
 from tests.layer.small_layers import CPU, INPUTS, build_refused, call, expected, kernel_of, problem_of, selection_of
-from tests.support.fakes import EVERYTHING, BatchedExperts, FakeExperts, PerRouteExperts
+from tests.support.fakes import FakeExperts, PerRouteExperts
 
 
 def test_selection_has_to_be_this_problems() -> None:
@@ -36,10 +35,6 @@ def test_selection_has_to_be_registered_here() -> None:
         selection=Selection.from_dict(values),
     )
     build_refused("(it names None); select again", selection=dataclasses.replace(selection, decisions=(), source=None))
-
-
-def test_weights_have_to_be_this_problems() -> None:
-    build_refused("w13 must be [8, 24, 16]", weights=make_weights(problem_of(intermediate_size=10), CPU))
 
 
 def test_weights_have_to_be_where_the_platform_is() -> None:
@@ -97,13 +92,6 @@ def test_threads_select_and_build_at_once() -> None:
         thread.join()
     assert len(errors) == 8
     assert max(errors) < 1e-5
-
-
-def test_fakes_declare_what_they_run() -> None:
-    # The tests above stand on these facts.
-    assert EVERYTHING.placements == {"contiguous", "map"}
-    assert BatchedExperts.facts.activation_formats == {"batched"}
-    assert Platform.from_name("cpu").device_type == "cpu"
 
 
 def test_a_default_device_changes_nothing() -> None:

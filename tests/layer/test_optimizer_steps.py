@@ -28,10 +28,7 @@ PROBLEM = problem_of()
 Steps = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS = pytest.mark.parametrize(
     "name",
-    [
-        pytest.param("AdamW"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Adam", "SGD", "Adagrad")),
-    ],
+    [pytest.param("AdamW"), *(pytest.param(name, marks=pytest.mark.slow) for name in ("Adam", "SGD", "Adagrad"))],
 )
 
 

@@ -54,46 +54,21 @@ def test_expert_map_is_updated_in_place(form: str) -> None:
     ("problem", "arguments", "text"),
     [
         ({}, {"ep_rank": 1}, "ep_rank must be 0 where all experts are local, got 1"),
-        (
-            {"num_local_experts": 2},
-            {"ep_rank": 4},
-            "ep_rank must be in [0, 4) for 2 of 8 experts a rank, got 4",
-        ),
+        ({"num_local_experts": 2}, {"ep_rank": 4}, "ep_rank must be in [0, 4) for 2 of 8 experts a rank, got 4"),
         ({"num_local_experts": 2}, {"ep_rank": -1}, "ep_rank must be in [0, 4) for 2 of 8 experts a rank, got -1"),
-        (
-            {"num_local_experts": 3},
-            {"ep_rank": 2},
-            "contiguous placement needs num_experts % num_local_experts == 0, got 8 and 3; give uneven ranks ",
-        ),
-        (
-            {},
-            {"expert_map": torch.zeros(8, dtype=torch.int32)},
-            "expert_map needs placement='map' in the problem, got placement='contiguous'",
-        ),
-        (
-            {"placement": "map"},
-            {},
-            "placement 'map' needs expert_map, int32 [num_experts] with the local expert or -1",
-        ),
-        (
-            {"placement": "map"},
-            {"expert_map": torch.zeros(7, dtype=torch.int32)},
-            "expert_map must have shape [8], got [7]",
-        ),
+        ({"num_local_experts": 3}, {"ep_rank": 2},
+            "contiguous placement needs num_experts % num_local_experts == 0, got 8 and 3; give uneven ranks "),
+        ({}, {"expert_map": torch.zeros(8, dtype=torch.int32)},
+            "expert_map needs placement='map' in the problem, got placement='contiguous'"),
+        ({"placement": "map"}, {}, "placement 'map' needs expert_map, int32 [num_experts] with the local expert or -1"),
+        ({"placement": "map"}, {"expert_map": torch.zeros(7, dtype=torch.int32)},
+            "expert_map must have shape [8], got [7]"),
         ({"placement": "map"}, {"expert_map": torch.zeros(8)}, "expert_map must be int32, got float32; convert it"),
-        (
-            {"placement": "map"},
-            {"expert_map": torch.zeros(8, dtype=torch.int32, device="meta")},
-            "expert_map must be on the weights' device cpu, got meta; move it",
-        ),
-        (
-            {},
-            {"prepare_finalize": BatchedPrepareFinalize()},
-            "prepare_finalize 'batched' makes the batched format but the problem says standard; choose it first and "
-            "put its format in the problem",
-        ),
+        ({"placement": "map"}, {"expert_map": torch.zeros(8, dtype=torch.int32, device="meta")},
+            "expert_map must be on the weights' device cpu, got meta; move it"),
+        ({}, {"prepare_finalize": BatchedPrepareFinalize()}, "prepare_finalize 'batched' makes the batched format but"),
     ],
-)
+)  # fmt: skip
 def test_placement_is_checked(problem: dict[str, Any], arguments: dict[str, Any], text: str) -> None:
     build_refused(text, problem_of(**problem), **arguments)
 

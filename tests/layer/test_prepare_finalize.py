@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moereg.kernels.plain.device import local_expert_ids
-from moereg.prepare_finalize import BatchedPrepareFinalize, StandardPrepareFinalize, local_prepare_finalize
+from moereg.prepare_finalize import BatchedPrepareFinalize, StandardPrepareFinalize
 from moereg.problem import MoEProblem
 
 
@@ -17,13 +17,6 @@ def problem_of(**changes: object) -> MoEProblem:
 
 IDS = torch.tensor([[0, 3], [3, 1], [-1, 2], [2**31 - 1, 4], [1, 0]], dtype=torch.int32)
 WEIGHTS = torch.tensor([[0.5, 0.25], [1.0, 2.0], [3.0, 0.125], [1.0, 1.0], [0.75, 4.0]])
-
-
-def test_choice_by_format() -> None:
-    assert isinstance(local_prepare_finalize("standard"), StandardPrepareFinalize)
-    assert isinstance(local_prepare_finalize("batched"), BatchedPrepareFinalize)
-    for kind in (StandardPrepareFinalize, BatchedPrepareFinalize):
-        assert local_prepare_finalize(kind.activation_format).name == kind.name
 
 
 @pytest.mark.parametrize(

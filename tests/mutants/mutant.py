@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import pkgutil
 from pathlib import Path
 
 
@@ -38,15 +36,37 @@ class Mutant:
 
 
 def load_tables(on_gpu: bool = False) -> dict[str, tuple[Mutant, ...]]:
-    """Mutants by area, which is the name of a module of `tests.mutants.areas`.
+    """Mutants by area, which is the name of a table in `areas`.
 
     Args:
-        on_gpu: Those that only a GPU shows, instead of those that a CPU does.
+        on_gpu: Those that only a GPU shows, in tables whose names begin with gpu, instead of those that a CPU does.
     """
-    package = Path(__file__).parent / "areas"
-    areas = [module.name for module in pkgutil.iter_modules([str(package)])]
-    return {
-        area: importlib.import_module(f"tests.mutants.areas.{area}").MUTANTS
-        for area in areas
-        if area.startswith("gpu") == on_gpu
-    }
+    tables = sorted((Path(__file__).parent / "areas").glob("*.txt"))
+    return {table.stem: read_table(table) for table in tables if table.stem.startswith("gpu") == on_gpu}
+
+
+def read_table(table: Path) -> tuple[Mutant, ...]:
+    """The mutants of a file, which are written as hunks of a diff.
+
+    `[file] tests` heads a block. A row of it is `name @ test`, with more tests behind it where they are needed; `::`
+    begins one in the block's file of tests. `~ old ~> new` follows, or, where that is longer than a line, those of `old`
+    with `-`, those of `new` with `+` and those of both with a space. `#` begins a comment.
+    """
+    file = home = ""
+    rows: list[tuple[str, str, tuple[str, ...], list[str]]] = []
+    for line in table.read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            file, home = line[1:].split("] ")
+        elif line.startswith(("-", "+", " ")):
+            rows[-1][-1].append(line)
+        elif line.startswith("~ "):
+            old, new = line[2:].split(" ~> ")
+            rows[-1][-1].extend((f"- {old}", f"+ {new}"))
+        elif not line.startswith("#"):
+            name, *tests = line.split(" @ ")
+            rows.append((name, file, tuple(home + test if test.startswith("::") else test for test in tests), []))
+    return tuple(Mutant(name, file, _side(hunk, "-"), _side(hunk, "+"), tests) for name, file, tests, hunk in rows)
+
+
+def _side(hunk: list[str], sign: str) -> str:
+    return "\n".join(line[2:] for line in hunk if line[0] in (sign, " "))

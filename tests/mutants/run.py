@@ -20,16 +20,7 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-NOT_COPIED: Final = (
-    ".*_cache",
-    ".benchmarks",
-    ".git",
-    ".hypothesis",
-    ".venv",
-    "__pycache__",
-    "build",
-    "dist",
-)
+NOT_COPIED: Final = (".*_cache", ".benchmarks", ".git", ".hypothesis", ".venv", "__pycache__", "build", "dist")
 CAUGHT: Final = "caught"
 SURVIVED: Final = "SURVIVED"
 TIMEOUT: Final = "TIMEOUT"

@@ -6,16 +6,10 @@ A `ForeignCall` says the parameters of one function of another project. Two test
 - where the library is installed (`make test-peers`), that its function has exactly these parameters.
 
 So an upgrade that renames an argument fails in a test that names the backend, and not in a user's first call. To add
-one, write it into the backend's module in `tests/peers/calls/`:
+one, write it into the backend's table in `tests/peers/calls/`, below a line that says the package and the backends:
 
-    CALLS = (
-        ForeignCall(
-            "flashinfer.fused_moe.cutlass_fused_moe",
-            "(input, token_selected_experts, ..., *, backend='cutlass')",
-            package="flashinfer-python",
-            backends=("flashinfer_cutlass",),
-        ),
-    )
+    [flashinfer-python] flashinfer_cutlass
+    flashinfer.fused_moe.cutlass_fused_moe(input, token_selected_experts, ..., *, backend='cutlass')
 
 Where a test runs a backend on an imitation of its library, `stand_in` makes the imitation as strict as the row.
 `python -m tests.peers.contract flashinfer.fused_moe.cutlass_fused_moe` prints the row to paste.
@@ -29,22 +23,11 @@ import enum
 import importlib
 import importlib.metadata
 import inspect
-import pkgutil
 import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
-
-import tests.peers.calls
-
-__all__ = [
-    "ForeignCall",
-    "all_calls",
-    "parameters_of",
-    "resolve",
-    "stand_in",
-    "unbound",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +84,21 @@ class ForeignCall:
 
 
 def all_calls() -> list[ForeignCall]:
-    """Every `ForeignCall` of every module in `tests/peers/calls/`."""
-    names = sorted(module.name for module in pkgutil.iter_modules(tests.peers.calls.__path__))
-    return [call for name in names for call in importlib.import_module(f"tests.peers.calls.{name}").CALLS]
+    """Every `ForeignCall` of every table in `tests/peers/calls/`.
+
+    `[package] backends`, and behind ` @ ` what it was published in, stand above the calls that they are of. Each is a
+    target with its parameters in parentheses, if any; the lines that go on with it are indented. `#` begins a comment.
+    """
+    found = []
+    for table in sorted((Path(__file__).parent / "calls").glob("*.txt")):
+        for line in table.read_text(encoding="utf-8").replace("\n    ", " ").splitlines():
+            if line.startswith("["):
+                package, _, rest = line[1:].partition("] ")
+                backends, _, published = rest.partition(" @ ")
+            elif not line.startswith("#"):
+                target, bracket, parameters = line.partition("(")
+                found.append(ForeignCall(target, bracket + parameters, package, tuple(backends.split()), published))
+    return found
 
 
 def stand_in(target: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,13 +253,12 @@ def resolve(target: str) -> Any:
 
 
 def _row(target: str) -> str:
-    """The source of a `ForeignCall` for an installed function; its backends are to be filled in."""
+    """The lines about an installed function; its backends are to be filled in."""
     found = resolve(target)
     parameters = parameters_of(found) if callable(found) or hasattr(found, "_schema") else ""
-    lines = textwrap.wrap(parameters, 100, break_long_words=False, drop_whitespace=False) or [""]
     package = importlib.metadata.packages_distributions()[target.partition(".")[0]][0]
-    arguments = [f'"{target}",', *(f'"{line}"' for line in lines[:-1]), f'"{lines[-1]}",', f'package="{package}",']
-    return "\n        ".join(["    ForeignCall(", *arguments, "backends=(),"]) + "\n    ),"
+    lines = textwrap.wrap(target + parameters, 120, subsequent_indent="    ", break_long_words=False)
+    return "\n".join([f"[{package}] BACKENDS", *lines])
 
 
 if __name__ == "__main__":

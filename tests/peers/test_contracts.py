@@ -48,7 +48,7 @@ each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path
 def test_every_foreign_name_is_written_down(path: Path) -> None:
     for use in foreign_uses(path):
         found = _written(use.target)
-        assert found, f"{use.line} uses {use.target}; add a ForeignCall for it to tests/peers/calls/"
+        assert found, f"{use.line} uses {use.target}; write it down in tests/peers/calls/"
         if use.call and use.target == found.target and found.parameters:
             assert not (fault := unbound(found.parameters, use.call)), f"{use.line} calls {use.target}: {fault}"
 

@@ -241,39 +241,24 @@ def _checked(cls: type[Experts], problem: MoEProblem, static: bool) -> None:
     assert relative_error(out, expected) < layer_tolerance(problem, T)
 
 
+# fmt: off
 CASES = [
     ("FlashInferTrtLlmExperts", "trtllm_bf16_routed_moe", {}, "unquantized"),
     ("FlashInferTrtLlmExperts", "trtllm_bf16_routed_moe", {"activation": "relu2"}, "relu2"),
     ("FlashInferTrtLlmExperts", "trtllm_bf16_routed_moe", {"num_experts": 8, "num_local_experts": E}, "some"),
     ("FlashInferTrtLlmFloat8BlockExperts", "trtllm_fp8_block_scale_routed_moe", {"quant": "fp8_block128"}, "block"),
     ("FlashInferTrtLlmFloat8GroupExperts", "trtllm_fp8_block_scale_routed_moe", {"quant": "mxfp8"}, "mxfp8"),
-    (
-        "FlashInferTrtLlmFloat8TensorExperts",
-        "trtllm_fp8_per_tensor_scale_routed_moe",
-        {"quant": "fp8_tensor_static"},
-        "tensor",
-    ),
+    ("FlashInferTrtLlmFloat8TensorExperts", "trtllm_fp8_per_tensor_scale_routed_moe", {"quant": "fp8_tensor_static"},
+        "tensor"),
     ("FlashInferTrtLlmFloat4Experts", "trtllm_fp4_block_scale_routed_moe", {"quant": "nvfp4"}, "nvfp4"),
-    (
-        "FlashInferTrtLlmFloat4Experts",
-        "trtllm_fp4_block_scale_routed_moe",
-        {"quant": "nvfp4", "activation": "silu(limit=2.0)"},
-        "clamped",
-    ),
-    (
-        "FlashInferTrtLlmFloat4Experts",
-        "trtllm_fp4_block_scale_routed_moe",
-        {"quant": "mxfp4_w4a16", "activation": "swigluoai", "has_bias": True},
-        "gpt-oss",
-    ),
+    ("FlashInferTrtLlmFloat4Experts", "trtllm_fp4_block_scale_routed_moe",
+        {"quant": "nvfp4", "activation": "silu(limit=2.0)"}, "clamped"),
+    ("FlashInferTrtLlmFloat4Experts", "trtllm_fp4_block_scale_routed_moe",
+        {"quant": "mxfp4_w4a16", "activation": "swigluoai", "has_bias": True}, "gpt-oss"),
     ("FlashInferTrtLlmFloat4Experts", "trtllm_fp4_block_scale_routed_moe", {"quant": "mxfp4_mxfp8"}, "mxfp4_mxfp8"),
-    (
-        "FlashInferTrtLlmInteger4Experts",
-        "trtllm_mxint4_block_scale_routed_moe",
-        {"quant": "int4_w4a16_g32"},
-        "mxint4",
-    ),
+    ("FlashInferTrtLlmInteger4Experts", "trtllm_mxint4_block_scale_routed_moe", {"quant": "int4_w4a16_g32"}, "mxint4"),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(("cls", "name", "keywords"), [case[:3] for case in CASES], ids=[case[3] for case in CASES])

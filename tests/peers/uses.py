@@ -9,20 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-__all__ = ["FOREIGN", "Passed", "foreign_uses"]
-
 FOREIGN: Final = (
-    "aiter",
-    "cuda",
-    "cutlass",
-    "deep_ep",
-    "flashinfer",
-    "humming",
-    "jax",
-    "quack",
-    "sonicmoe",
-    "tvm_ffi",
-    "vllm",
+    *("aiter", "cuda", "cutlass", "deep_ep", "flashinfer", "humming", "jax", "quack", "sonicmoe", "tvm_ffi", "vllm"),
 )
 """Import names of libraries whose functions have to be written down where a backend uses them."""
 

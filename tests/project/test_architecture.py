@@ -87,13 +87,6 @@ def tracked() -> tuple[str, ...]:
     return tuple(f"/{path.relative_to(ROOT)}{'/' if path.is_dir() else ''}" for path in paths)
 
 
-@functools.cache
-def words() -> frozenset[str]:
-    """Every word of the Python code and the configuration."""
-    files = [*(ROOT / "moereg").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), ROOT / "pyproject.toml"]
-    return frozenset(word for file in files if file != Path(__file__) for word in re.findall(r"\w+", file.read_text()))
-
-
 def is_path(span: str) -> bool:
     return re.fullmatch(r"[\w./-]+", span) is not None and (span.endswith((*_SUFFIXES, "/")))
 
@@ -115,18 +108,6 @@ def _resolves(name: str) -> bool:
         return importlib.util.find_spec(name) is not None or hasattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError:
         return hasattr(importlib.import_module(module), attribute)
-
-
-def missing_words(text: str) -> list[str]:
-    spans = {span.partition("(")[0] for span in code(text)}
-    names = {span for span in spans if re.fullmatch(r"\w*(_|[a-z][A-Z])\w*", span)} - words()
-    # A name with an underscore at one end stands for a part of many names: `num_`, `_bytes`.
-    is_part = {name for name in names for word in words() if _is_affix(name, word)}
-    return sorted(names - is_part)
-
-
-def _is_affix(name: str, word: str) -> bool:
-    return (name.endswith("_") and word.startswith(name)) or (name.startswith("_") and word.endswith(name))
 
 
 def wrong_commands(text: str) -> list[str]:
@@ -182,11 +163,6 @@ def test_the_index_lists_every_page() -> None:
     assert "docs/index.md" in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("document", [PAGE, ROOT / "CONTRIBUTING.md"], ids=lambda path: str(path.name))
-def test_names_in_the_text_are_names_of_the_code(document: Path) -> None:
-    assert not missing_words(document.read_text())
-
-
 def test_fields_of_the_json_are_those_that_are_printed() -> None:
     selection = explain_backends(MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2), "cpu")
     info = collect_info()
@@ -231,12 +207,11 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
 
 def test_what_does_not_exist_is_found() -> None:
     text = (
-        "`moereg/nowhere.py`, `moereg.nowhere`, `moereg.layer.nobody`, `no_such_name`, `moereg undo`, `make nothing`,\n"
+        "`moereg/nowhere.py`, `moereg.nowhere`, `moereg.layer.nobody`, `moereg undo`, `make nothing`,\n"
         "`moereg explain --sideways`, [there](nowhere.md), [here](#nowhere), `moereg/layer.py`, `moereg run --json`\n"
     )
     assert missing_paths(text) == ["moereg/nowhere.py"]
     assert missing_modules(text) == ["moereg.layer.nobody", "moereg.nowhere"]
-    assert missing_words(text) == ["no_such_name"]
     assert wrong_commands(text) == ["moereg undo", "make nothing", "moereg explain --sideways"]
     assert broken_links(text, ROOT) == ["nowhere.md", "#nowhere"]
     assert page_layers("```layers moereg\ncli    commands\na | b\n```\n", "moereg") == [{"cli"}, {"a", "b"}]

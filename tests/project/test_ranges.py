@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests import ranges
 from tests.ranges import Found, Row, read_report, rows_of, table
 
 ROOT = Path(__file__).parents[2]
@@ -17,15 +14,6 @@ def test_rows_are_those_of_the_metadata() -> None:
     assert rows[0] == Row("3.10", "lowest", ("torch==2.11.*", "triton==3.6.*"))
     assert [row.python for row in rows[1:]] == ["3.10", "3.11", "3.12", "3.13", "3.14"]
     assert all(row.requirements == ("torch>=2.11", "triton>=3.6") for row in rows[1:])
-
-
-def test_what_cannot_be_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ranges, "_output", lambda command: (1, "curl: (6) Could not resolve host\nBUILD FAILED"))
-    monkeypatch.setattr("shutil.which", lambda name: None if name.startswith("python") else f"/bin/{name}")
-    found = ranges.run(Row("3.14", "newest", ()), tmp_path, [])
-    assert found.not_run == "pyenv: curl: (6) Could not resolve host; uv: curl: (6) Could not resolve host"
-    assert not list(tmp_path.iterdir())
-    assert "| 3.14, newest | not run: pyenv: curl" in table([found], [])
 
 
 def test_a_report_is_counted() -> None:
@@ -40,13 +28,3 @@ def test_a_report_is_counted() -> None:
     shown = table([found], ["tests/a"])
     assert "| 3.10.13 | 2.11.0 |  |  |  |  | 2 | 1 | 1 |" in shown
     assert "- failed with Python 3.10-lowest: `tests/a/test_b.py::test_c[1]`" in shown
-
-
-def test_the_page_has_a_place_for_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    copy = tmp_path / "ranges.md"
-    copy.write_text(ranges.PAGE.read_text())
-    monkeypatch.setattr(ranges, "PAGE", copy)
-    ranges.write_page("a table")
-    ranges.write_page("another table")
-    assert "<!-- table -->\nanother table\n<!-- end -->" in copy.read_text()
-    assert copy.read_text().count("<!--") == 2

@@ -22,10 +22,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(bits(one), bits(other))
 
 
-NUMPY_TYPES = {
-    "float8_e4m3fn": (ml_dtypes.float8_e4m3fn, 448.0),
-    "float4_e2m1fn": (ml_dtypes.float4_e2m1fn, 6.0),
-}
+NUMPY_TYPES = {"float8_e4m3fn": (ml_dtypes.float8_e4m3fn, 448.0), "float4_e2m1fn": (ml_dtypes.float4_e2m1fn, 6.0)}
 
 
 def slow_dequantized(matrix: np.ndarray, fmt: QuantFormat) -> np.ndarray:

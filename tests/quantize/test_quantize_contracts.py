@@ -35,15 +35,12 @@ from moereg.quantize import (
 )
 from moereg.quantize.formats import element_of
 from moereg.weights import ExpertWeights
+from tests.quantize.quantized_values import bits
 
 ROWS, COLUMNS = 128, 256
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def matrix(seed: int = 0) -> torch.Tensor:
@@ -134,11 +131,7 @@ def test_torchao_nibble_order_and_e2m1() -> None:
 
 @pytest.mark.parametrize(
     ("name", "block"),
-    [
-        ("fp8_tensor_dynamic", (ROWS, COLUMNS)),
-        ("fp8_channel_token", (1, COLUMNS)),
-        ("fp8_block128", (128, 128)),
-    ],
+    [("fp8_tensor_dynamic", (ROWS, COLUMNS)), ("fp8_channel_token", (1, COLUMNS)), ("fp8_block128", (128, 128))],
 )
 def test_torchao_fp8_weights(name: str, block: tuple[int, int]) -> None:
     codes, scale, _ = ours(name, matrix())
@@ -149,11 +142,7 @@ def test_torchao_fp8_weights(name: str, block: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "block"),
-    [
-        ("fp8_tensor_dynamic", (ROWS, COLUMNS)),
-        ("fp8_channel_token", (1, COLUMNS)),
-        ("fp8_block128", (1, 128)),
-    ],
+    [("fp8_tensor_dynamic", (ROWS, COLUMNS)), ("fp8_channel_token", (1, COLUMNS)), ("fp8_block128", (1, 128))],
 )
 def test_torchao_fp8_activations(name: str, block: tuple[int, int]) -> None:
     found = quantize_activations(matrix(), name)

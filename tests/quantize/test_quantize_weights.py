@@ -13,13 +13,7 @@ import pytest
 import torch
 
 from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
-from moereg.quantize import (
-    dequantize_rows,
-    dequantize_weights,
-    expert_matrix,
-    quantize_weights,
-    row_blocks,
-)
+from moereg.quantize import dequantize_rows, dequantize_weights, expert_matrix, quantize_weights, row_blocks
 from moereg.quantize import weights as quantize_module
 from moereg.reference import relative_error
 from moereg.weights import ExpertWeights

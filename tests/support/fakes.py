@@ -50,16 +50,15 @@ class FakeExperts(Experts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
+        self.compute(out, inputs, weights)
+
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+        """`apply` without scratch, which the classes below change."""
         canonical = ExpertWeights(**{name: weights[name] for name in weights.per_expert})
         # reference_experts reads contiguous ids; a map is handed on as it is.
         out.copy_(
             reference_experts(
-                self.problem,
-                canonical,
-                inputs.hidden_states,
-                inputs.topk_weights,
-                inputs.topk_ids,
-                inputs.expert_map,
+                self.problem, canonical, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, inputs.expert_map
             )
         )
 
@@ -69,14 +68,7 @@ class PerRouteExperts(FakeExperts):
 
     output_form = "per_route"
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         local = local_expert_ids(inputs.topk_ids, self.problem.num_local_experts, inputs.expert_map)
         for token, slot in torch.nonzero(local >= 0).tolist():
             expert = int(local[token, slot])
@@ -92,14 +84,7 @@ class BatchedExperts(FakeExperts):
     facts = Facts(**{**vars(EVERYTHING), "activation_formats": frozenset({"batched"})})
     output_form = "per_expert"
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         assert inputs.expert_num_tokens is not None
         for expert, count in enumerate(inputs.expert_num_tokens.tolist()):
             out[expert, :count] = _expert(self.problem, weights, expert, inputs.hidden_states[expert, :count].float())
@@ -108,44 +93,23 @@ class BatchedExperts(FakeExperts):
 class WrongExperts(FakeExperts):
     """Off by a factor, so that every comparison must notice."""
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        super().apply(out, inputs, weights, workspace13, workspace2)
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+        super().compute(out, inputs, weights)
         out.mul_(1.5)
 
 
 class NanExperts(FakeExperts):
     """Leaves one value that is not a number."""
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        super().apply(out, inputs, weights, workspace13, workspace2)
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+        super().compute(out, inputs, weights)
         out[-1, -1] = float("nan")
 
 
 class LeavingExperts(FakeExperts):
     """Leaves its output as it was."""
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         return None
 
 

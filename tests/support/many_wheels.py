@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["Costs", "costs_beside", "install_wheels"]
-
 ROOT = Path(__file__).parents[2]
 Costs = dict[str, float]
 """Milliseconds of CPU time: `scan`, `load`, `first` (the first selection, which loads) and `later` (each other one)."""

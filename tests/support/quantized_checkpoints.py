@@ -10,21 +10,6 @@ from typing import Any, Final
 import torch
 from safetensors.torch import load_file, save_file
 
-__all__ = [
-    "BLOCK",
-    "CHECKPOINTS",
-    "DOWN_1",
-    "GATE_0",
-    "Change",
-    "changed",
-    "config_of",
-    "module_of",
-    "with_group",
-    "with_number",
-    "with_settings",
-    "with_tensor",
-]
-
 CHECKPOINTS: Final = Path(__file__).parents[1] / "checkpoints" / "stored"
 BLOCK: Final = "model.layers.0.mlp"
 

@@ -7,8 +7,6 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["ctrl_c_handled_by"]
-
 
 @contextlib.contextmanager
 def ctrl_c_handled_by(handler: Any = signal.default_int_handler) -> Iterator[None]:

@@ -146,16 +146,9 @@ def test_wrong_in_timed_runs_alone(isolated_registry: BackendRegistry) -> None:
     """Right wherever its output is made anew, and wrong where it has written to it before."""
 
     class ReusingExperts(SharingExperts):
-        def apply(
-            self,
-            out: torch.Tensor,
-            inputs: ExpertInputs,
-            weights: PermutedWeights,
-            workspace13: torch.Tensor,
-            workspace2: torch.Tensor,
-        ) -> None:
+        def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
             is_new = bool(out.isnan().all())
-            super().apply(out, inputs, weights, workspace13, workspace2)
+            super().compute(out, inputs, weights)
             out.mul_(1 if is_new else 1.5)
 
     row = check_others(measure(ReusingExperts), "ReusingExperts")
@@ -280,14 +273,7 @@ def test_writing_shared_weights_and_raising_harms_nobody_else(isolated_registry:
 class ComputingExperts(FakeExperts):
     """The reference of the scheme that its cell computes."""
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         canonical = ExpertWeights(**{name: weights[name] for name in weights.per_expert}, quant=self.problem.quant)
         call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
         out.copy_(reference_experts(self.problem, canonical, *call, computes=self.computes))
@@ -359,10 +345,7 @@ def test_run_names_what_a_backend_wrote(
 
 @pytest.mark.parametrize("first", [1, 4])
 def test_run_names_who_ran_where_the_device_failed(
-    isolated_registry: BackendRegistry,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    first: int,
+    isolated_registry: BackendRegistry, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     lost: list[bool] = []
     _patch_device(monkeypatch, lambda: lost)

@@ -89,10 +89,7 @@ def test_what_is_slow_is_timed_less_often(clock: Clock) -> None:
         counts[name] += 1
         clock.run(seconds)
 
-    runs = {
-        "slow": [functools.partial(run, "slow", 0.03)] * 8,
-        "quick": [functools.partial(run, "quick", 1e-4)] * 8,
-    }
+    runs = {"slow": [functools.partial(run, "slow", 0.03)] * 8, "quick": [functools.partial(run, "quick", 1e-4)] * 8}
     found = time_runs(runs, CPU, rounds=20, seconds=0.05)
     assert len(found["slow"].samples_us) == 3
     assert counts["slow"] == 2 + 3  # Warming up ends where the time does.

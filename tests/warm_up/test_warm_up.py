@@ -15,15 +15,12 @@ import torch
 from moereg.author import ExpertInputs, PermutedWeights
 from moereg.backend_calls import make_experts
 from moereg.cli import main
-from moereg.discovery import current_platform
-from moereg.dispatch import evaluate, select_backend
+from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError, BackendError
 from moereg.kernels.launch import cache
 from moereg.layer import MoEKernel, make_kernel
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
-from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.request import Request
 from moereg.selection import Selection
 from moereg.tuning.inputs import random_weights
 from moereg.warm_up import ahead, check_token_counts, here, shipped
@@ -32,10 +29,10 @@ from moereg.warm_up.counts import powers_of_two, shown_counts
 from moereg.warm_up.dummy import DummyLayer, described, empty_weights, undescribed
 from moereg.warm_up.fan_out import fan_out
 from moereg.warm_up.result import CompiledVariant
-from moereg.weights import ExpertWeights
+from tests.layer.small_layers import kernel_of, problem_of
 from tests.support.fakes import FakeExperts
 
-PROBLEM = MoEProblem(num_experts=8, hidden_size=16, intermediate_size=12, top_k=2, dtype="float32")
+PROBLEM = problem_of()
 SM90 = Platform("cuda", "sm90")
 SIZES = ("--experts", "8", "--hidden", "64", "--intermediate", "64", "--top-k", "2")
 
@@ -43,14 +40,7 @@ SIZES = ("--experts", "8", "--hidden", "64", "--intermediate", "64", "--top-k", 
 class NotingExperts(FakeExperts):
     called: list[int]
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         if len(inputs.hidden_states) == 13:
             raise RuntimeError("unlucky")
         self.called.append(len(inputs.hidden_states))
@@ -60,12 +50,7 @@ class NotingExperts(FakeExperts):
 @pytest.fixture
 def kernel() -> MoEKernel:
     NotingExperts.called = []
-    registry = BackendRegistry()
-    register_moe_backend("noting", 1, ("unquantized",), ("*",), registry=registry)(NotingExperts)
-    platform, request = current_platform(), Request(require=("noting",))
-    decision = evaluate(registry.cells[0], PROBLEM, platform, request)
-    weights = ExpertWeights(w13=torch.zeros(8, 24, 16), w2=torch.zeros(8, 16, 12))
-    return make_kernel(PROBLEM, weights, Selection(PROBLEM, platform, request, (decision,), "required"))
+    return kernel_of(PROBLEM, NotingExperts, name="noting")
 
 
 @pytest.fixture

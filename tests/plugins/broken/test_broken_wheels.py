@@ -1,7 +1,6 @@
 """Wheels that are broken in every known way stand side by side; each is told, and none harms another.
 
-Three interpreters ask everything, since starting one costs more than a question. A failure lists all kinds that went
-wrong; `python -m tests.plugins.broken` prints what each command says of each kind.
+Three interpreters ask everything, since starting one costs more than a question. A failure lists all that went wrong.
 """
 
 from __future__ import annotations

@@ -208,36 +208,29 @@ _DEVICES: Final = "@classmethod\n    def device_types(cls, platform): raise Valu
 _SWAPPED: Final = "activation(gemm1.roll(gemm1.shape[1] // 2, 1))"
 
 # These fit, and fail or write where they may not.
+# fmt: off
 AT_RUN: Final = (
     _method("init_raises", "raised in LoopExperts.__init__: ValueError: no pool", _INIT),
     _method("device_types_raises", "raised in LoopExperts.device_types: ValueError: which?", _DEVICES),
     _edited("permute_raises", "permute_weights: ValueError: odd", (_PERMUTED, "        raise ValueError('odd')")),
     _edited("permute_none", "returned no PermutedWeights", (_PERMUTED, "        return None")),
     _edited("permute_layout", "returned an undeclared layout", (_PERMUTED, _PERMUTED.replace("canonical", "other"))),
-    _edited(
-        "permute_writes",
-        "permute_weights wrote to the layer's weights (w13)",
-        (_PERMUTED, f"        weights.w13.mul_(2)\n{_PERMUTED}"),
-    ),
+    _edited("permute_writes", "permute_weights wrote to the layer's weights (w13)",
+        (_PERMUTED, f"        weights.w13.mul_(2)\n{_PERMUTED}")),
     _edited("shapes_raises", "workspace_shapes: ValueError: no shape", (_SHAPES, "raise ValueError('no shape')")),
     _edited("shapes_negative", "returned no two shapes", (_SHAPES, "return (-1,), (0,)")),
     _edited("shapes_huge", "returned no two shapes", (_SHAPES, "return (2**60,), (0,)")),
-    _first(
-        "apply_raises",
-        "raised in LoopExperts.apply: RuntimeError: kernel failed",
-        "raise RuntimeError('kernel\\nfailed')",
-    ),
+    _first("apply_raises", "raised in LoopExperts.apply: RuntimeError: kernel failed",
+        "raise RuntimeError('kernel\\nfailed')"),
     _first("apply_exits", "raised in LoopExperts.apply: SystemExit: 0", "sys.exit(0)"),
     _last("apply_zeroes_weights", "apply wrote to the layer's weights (w2)", "weights['w2'].zero_()"),
     _last("apply_writes_inputs", "apply wrote to its inputs (hidden_states)", "inputs.hidden_states.add_(1)"),
     _last("apply_writes_ids", "apply wrote to its inputs (topk_ids)", "inputs.topk_ids.zero_()"),
     _last("apply_writes_unseen", "apply wrote to its inputs (hidden_states)", "inputs.hidden_states.data.mul_(2)"),
-    _last(
-        "apply_sets_dtype",
-        "apply changed torch's state for everybody (default dtype torch.float64)",
-        "torch.set_default_dtype(torch.float64)",
-    ),
+    _last("apply_sets_dtype", "apply changed torch's state for everybody (default dtype torch.float64)",
+        "torch.set_default_dtype(torch.float64)"),
 )
+# fmt: on
 
 # These run, and their numbers are wrong.
 LIARS: Final = (
@@ -278,40 +271,22 @@ def _platform(name: str, says: str, body: str, lines: str = "") -> Broken:
     return Broken(name, source, says, group=PLATFORMS, entry=f"broken_{name}:provide")
 
 
+# fmt: off
 PROVIDERS: Final = (
     _platform("provider_raises", "OSError: broken bus", "raise OSError('broken bus')"),
     _platform("provider_exits", "SystemExit: 0", "raise SystemExit(0)"),
     _platform("provider_odd", "must return a Platform or None, got", "return 'cuda:sm90'"),
     _platform("provider_late", "RuntimeError: no driver", "return None", "raise RuntimeError('no driver')"),
-    Broken(
-        "takes_cuda",
-        f"from moereg.author import PlatformKind\n{_API}kind = PlatformKind('cuda', 'cpu', r'.*')\n",
-        "cuda",
-        group=PLATFORMS,
-        entry="broken_takes_cuda:kind",
-    ),
-    Broken(
-        "odd_pattern",
-        f"from moereg.author import PlatformKind\n{_API}kind = PlatformKind('odd', 'cpu', '(')\n",
-        "must be a regular expression",
-        group=PLATFORMS,
-        entry="broken_odd_pattern:kind",
-    ),
+    Broken("takes_cuda", f"from moereg.author import PlatformKind\n{_API}kind = PlatformKind('cuda', 'cpu', r'.*')\n",
+        "cuda", group=PLATFORMS, entry="broken_takes_cuda:kind"),
+    Broken("odd_pattern", f"from moereg.author import PlatformKind\n{_API}kind = PlatformKind('odd', 'cpu', '(')\n",
+        "must be a regular expression", group=PLATFORMS, entry="broken_odd_pattern:kind"),
 )
+# fmt: on
 CLAIMS: Final = (
     _platform("claim_one", "", "return Platform('cuda', 'sm90')"),
     _platform("claim_two", "", "return Platform('cuda', 'sm100')"),
 )
 
-SIDE_BY_SIDE: Final = (
-    GOOD_ONE,
-    *AT_IMPORT,
-    *ODD,
-    *PREDICATES,
-    *AT_RUN,
-    *LIARS,
-    *KIT_ONLY,
-    *CRASHES,
-    *PROVIDERS,
-)
+SIDE_BY_SIDE: Final = (GOOD_ONE, *AT_IMPORT, *ODD, *PREDICATES, *AT_RUN, *LIARS, *KIT_ONLY, *CRASHES, *PROVIDERS)
 """All that one folder holds; two claims are another's."""

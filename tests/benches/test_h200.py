@@ -1,0 +1,173 @@
+"""The parts of the benches of the H200 that need none: what they plan, replace and conclude."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benches.h200 import ep, one_token, quant, quant_configs, shapes, sweep
+from benches.h200.leave_one_out import by_tokens, choose, leave_one_out
+from benches.h200.table import check, roofline_us
+from moereg.backends._triton import quantized
+from moereg.kernels.gemm import rules
+from moereg.kernels.hopper import config as hopper_config
+from moereg.layer import make_kernel
+from moereg.platforms import Platform
+from moereg.problem import MoEProblem
+from moereg.tuning.inputs import random_call, random_weights
+from moereg.tuning.roofline import Ceilings
+
+
+def row(model: str, tokens: int = 4, shipped: str = "a", group: str = "few", **times_us: float) -> dict[str, Any]:
+    place = {"model": model, "tokens": tokens, "class": group, "shipped": shipped}
+    return {**place, "times_us": times_us, "skipped": [], "wrong": []}
+
+
+# Alone, x is best with a, y and z with b; c is never best but never bad.
+ROWS = [row("x", a=10.0, b=20.0, c=11.0), row("y", a=40.0, b=10.0, c=11.0), row("z", a=11.0, b=10.0, c=12.0)]
+
+
+def test_a_choice_does_not_look_at_the_row_it_is_for() -> None:
+    # For x: a (4 * 1.1) ** 0.5 = 2.10, b 1, c (1.1 * 1.2) ** 0.5 = 1.15. For y: a 1.05, b 1.41, c 1.15.
+    found = leave_one_out(ROWS)
+    assert [line["chosen"] for line in found] == ["b", "a", "c"]
+    assert [line["ratio"] for line in found] == [2.0, 4.0, 1.2]
+    assert [line["shipped_ratio"] for line in found] == [1.0, 4.0, 1.1]
+    others = [row("x", 16, a=1.0, b=100.0, c=100.0), row("w", 64, group="many", a=1.0, b=100.0, c=100.0)]
+    assert choose(ROWS[0], [*ROWS, *others]) == "b"
+    # By rows b would win, by models it loses.
+    rows = [row("x", a=1.0, b=1.0), row("y", a=1.0, b=1.2), *(row("z", n, a=1.1, b=1.0) for n in (4, 8, 16))]
+    assert choose(rows[0], rows) == "a"
+    # What did not run for x is not chosen for it, and a shape that is alone in its class has no ratio.
+    assert choose(row("x", a=10.0, c=11.0), [row("x", a=10.0, c=11.0), *ROWS[1:]]) == "c"
+    assert by_tokens(leave_one_out(ROWS[:1]))[0]["ratio_worst"] is None
+
+
+def test_the_sweep_fails_by_its_worst_row(capsys: pytest.CaptureFixture[str]) -> None:
+    good = [row("x", a=1.0, b=1.1), row("y", a=1.0, b=1.1), row("z", a=1.1, b=1.0)]
+    assert sweep.report(good, [{"model": "w", "tokens": 1, "left_out": "out of time"}], 1.0) == 0
+    assert sweep.report([*good, row("v", a=1.2, b=1.0)], [], 1.0) == 1
+    assert sweep.report([*good[:2], {**row("z", a=1.0, b=1.0), "wrong": ["b"]}], [], 1.0) == 1
+    assert "v T 4: ratio 1.200 (best b, chosen a)" in capsys.readouterr().out
+
+
+def test_plans_have_every_row_once() -> None:
+    rows = [(layer.name, *point) for layer, points in shapes.all_rows() for point in points]
+    assert len(set(rows)) == len(rows) > 0
+    items = ep.items(())
+    assert len(set(items)) == len(items)
+    assert [item.tokens for item in items[:8]] == [8192] * 4 + [64] * 4, "what matters most comes first"
+    with pytest.raises(ValueError, match=r"all_gather.*, got half, qwen$"):
+        ep.items(("qwen", "zipf", "half"))
+    for model in sweep.MODELS:
+        for tokens in sweep.NUM_TOKENS:
+            problem = sweep.make_problem(model)
+            candidates = sweep.row_candidates(problem, tokens, 227 * 1024)
+            assert candidates[0] == sweep.shipped(problem, tokens, 227 * 1024)
+            assert 8 <= len({candidate.name for candidate in candidates}) == len(candidates) <= 15
+
+
+def test_a_candidate_replaces_the_rules_and_only_inside() -> None:
+    modules: tuple[Any, ...] = (rules, hopper_config, quantized)
+    before = [getattr(module, "select_config", None) for module in modules], quantized.select_quantized_config
+    for tokens, rows in ((1, 1), (64, 4), (4096, 256)):
+        candidate = sweep.candidates_of(tokens, rows)[-1]
+        with sweep.selecting(candidate):
+            module = modules[sweep.uses_hopper(tokens, rows)]
+            assert module.select_config(tokens, rows) is candidate.configs
+    pair = quant_configs.candidates_of(1, 0.06)[-1]
+    with quant_configs.selecting(pair):
+        assert quantized.select_quantized_config(1, 0.06, 2, None) is pair
+    after = [getattr(module, "select_config", None) for module in modules], quantized.select_quantized_config
+    assert after == before
+
+
+@pytest.mark.parametrize(("scheme", "tflops"), [("fp8_block128", 1300.0), ("int8_w8a8", 900.0), ("int8_w8a16", 700.0)])
+def test_layers_are_judged_by_what_they_multiply(scheme: str, tflops: float) -> None:
+    found = {"read_tbps": 4.0, "bfloat16_tflops": 700.0, "float8_e4m3fn_tflops": 1300.0, "int8_tflops": 900.0}
+    assert quant.ceilings_of(scheme, found) == Ceilings(tflops, 4000.0, read_by="torch")
+
+
+@hypothesis.given(st.integers(1, 1 << 32), st.integers(1 << 26, 1 << 30), st.integers(1, 40))
+def test_runs_that_are_read_lie_side_by_side_within_the_words(num_bytes: int, num_words: int, num_runs: int) -> None:
+    piece = 16 * 1024
+    hypothesis.assume(num_bytes + piece <= 4 * num_words)
+    reading = one_token.place_runs(num_bytes, num_words, num_runs)
+    assert abs(reading.num_bytes - num_bytes) <= piece / 2 or reading.num_bytes == piece
+    starts = [4 * place for place in reading.places]
+    assert (len(starts), starts[0]) == (num_runs, 0)
+    assert all(start % piece == 0 and start + reading.num_bytes <= 4 * num_words for start in starts)
+    assert all(start in (before + reading.num_bytes, 0) for before, start in itertools.pairwise(starts))
+
+
+def test_a_row_is_checked_and_compared_with_its_roofline() -> None:
+    problem = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
+    generator = torch.Generator().manual_seed(0)
+    weights = random_weights(problem, generator, torch.device("cpu"))
+    calls = [random_call(problem, 4, "uniform", generator) for _ in range(2)]
+    assert 0 < check(make_kernel(problem, weights), problem, weights, calls[0]) < 8e-3
+    moved = [len(ids.unique()) * 3 * 64 * 32 * 2 + 2 * 4 * 64 * 2 for _, _, ids in calls]
+    slow_to_read = {"matmul_tflops": 1e6, "read_tbps": 1e-3}
+    assert roofline_us(problem, calls, slow_to_read) == pytest.approx(sum(moved) / 2 / 1e3)
+    slow_to_multiply = {"matmul_tflops": 1e-3, "read_tbps": 1e6}
+    assert roofline_us(problem, calls, slow_to_multiply) == pytest.approx(2 * 4 * 2 * 3 * 64 * 32 / 1e3)
+
+
+def test_an_item_that_ends_its_ranks_is_told_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ranks that are stand-ins: the second item ends its process, the third writes its row in a new one."""
+    script = (
+        "import json, sys, time; from pathlib import Path; folder = Path(sys.argv[1])\n"
+        "def write(name, value):\n"
+        "    with (folder / name).open('a') as file: file.write(json.dumps(value) + '\\n')\n"
+        "for place, item in enumerate(json.loads((folder / 'left').read_text())):\n"
+        "    write('progress', {'begin': place, 'time': time.time()})\n"
+        "    if item[2] == 1024: sys.exit(3)\n"
+        "    write('rows', {'layer': item[1], 'tokens': item[2]})\n"
+        "    write('progress', {'end': place, 'time': time.time()})\n"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        ep.subprocess,
+        "Popen",
+        lambda command, **keywords: popen([sys.executable, "-c", script, command[6]], **keywords),
+    )
+    left = [ep.Item("more", "qwen3", tokens, "uniform", ("all_gather",)) for tokens in (64, 1024, 1)]
+    rows, (lost,) = ep.measure(left, 1, time.time() + 100, tmp_path / "log")
+    assert [row["tokens"] for row in rows] == [64, 1]
+    assert "tokens=1024" in lost
+    assert lost.endswith("a rank ended")
+    assert ep.measure(left, 1, time.time(), tmp_path / "log")[1] == [f"{item}: no time left" for item in left]
+    row = {"layer": "qwen3", "way": "all_gather", "tokens": 64, "routing": "uniform", "wire": "bfloat16"}
+    document = json.loads(json.dumps(ep.document_of([{**row, "time_us": 1.0}], ["lost"], 2)))
+    (bench,) = (bench for bench in document["benches"] if bench["rows"])
+    assert (bench["model"], bench["problem"]["quant"], bench["ranks"]) == ("qwen3-30b-a3b", "unquantized", 2)
+
+
+def test_what_does_not_fit_or_comes_too_late_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**40))
+    (found,) = shapes.measure(shapes.ModelLayer("kimi-k2"), [(4, "uniform")], {}, time.monotonic() + 60)
+    assert found["left_out"].startswith("needs up to")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**40, 2**40))
+    (found,) = shapes.measure(shapes.ModelLayer("kimi-k2"), [(4, "zipf")], {}, time.monotonic() - 1)
+    assert found["left_out"] == "out of time"
+
+
+@pytest.mark.parametrize("bench", [shapes, sweep])
+def test_a_machine_without_a_hopper_gpu_is_told(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bench"])
+    monkeypatch.setattr(bench, "probe_platform", lambda: Platform.from_name("cpu"))
+    assert bench.main() == 3

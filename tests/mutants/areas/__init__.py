@@ -1,1 +1,0 @@
-"""One module per area, each with its `MUTANTS`; areas whose name begins with gpu need a GPU."""
