@@ -5,10 +5,9 @@ and, for a tile that is a little longer, SLACK more. A producer and both consume
 order, and each counts its rounds: a phase is 0 in one round and 1 in the next.
 
 Tiles go to whichever program is free. If each had a fixed share, all would wait for the one with the fewest short
-tiles: up to 8 % of a GEMM by simulation, at 4,096 tokens of 256 experts; on an H200 more, see
-benches/notes/kernels.md. So a program's producer takes the next tile from a counter in memory, one or two ahead, and announces it to
-the consumers through a ring of two turns. Which program computes a tile changes from run to run; what it computes does
-not.
+tiles: up to 8 % of a GEMM by simulation, at 4,096 tokens of 256 experts; on an H200 more, see benches/notes/kernels.md.
+So a program's producer takes the next tile from a counter in memory, one or two ahead, and announces it to the
+consumers through a ring of two turns. Which program computes a tile changes from run to run; what it computes does not.
 """
 
 from __future__ import annotations
