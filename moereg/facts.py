@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final, TypedDict, TypeVar
 
@@ -58,10 +59,16 @@ class Fact(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class _Names(Fact):
-    """The names that are served. `wanted` is the problem's, and `rule` begins the reason, where not with the code."""
+    """The names that are served.
 
-    known: Collection[str] | None  # None: any may come.
-    wanted: Callable[[Any], str]
+    Attributes:
+        known: All there are; None where any may come.
+        wanted: Attribute of the problem that has its own, where not the code's.
+        rule: Beginning of the reason, where not the code.
+    """
+
+    known: Collection[str] | None
+    wanted: str = ""
     rule: str = ""
 
     @property
@@ -75,7 +82,7 @@ class _Names(Fact):
         return unknown_name_message(f"name in {name}", unknown[0], self.known or ()) if unknown else None
 
     def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
-        if (wanted := self.wanted(asked)) not in value:
+        if (wanted := operator.attrgetter(self.wanted or self.code)(asked)) not in value:
             rule, names = self.rule or f"{self.code.replace('_', ' ')} in", ", ".join(sorted(value)) or "none"
             yield Reason(self.code, f"requires {rule} ({names}), got {wanted}")
 
@@ -199,16 +206,16 @@ def _lacks_room(asked: Any) -> str | None:
     return "requires max_num_tokens in the problem, for which it makes room, got None"
 
 
-def _asked(field: str, lack: str) -> Callable[[Any], str | None]:
-    """The clause against a problem that sets a flag."""
-    text = f"{lack}, got {field}=True"
-    return lambda asked: text if getattr(asked, field) else None
-
-
 def _row(fact: Fact, default: object) -> Any:
     if isinstance(default, dict):
         return dataclasses.field(default_factory=dict, hash=False, metadata={"fact": fact})
     return dataclasses.field(default=default, metadata={"fact": fact})
+
+
+def _flag(code: str, lack: str, field: str = "") -> Any:
+    """The row of a flag that nothing has by default. The problem asks for it by a field, where not the code's."""
+    field = field or code
+    return _row(_Flag(code, lambda asked: f"{lack}, got {field}=True" if getattr(asked, field) else None), False)
 
 
 _SIZES: Final = ("num_experts", "num_local_experts", "hidden_size", "intermediate_size", "top_k")
@@ -259,37 +266,24 @@ class Facts(DeclaredFacts):
         deterministic: Whether equal inputs give equal bits.
     """
 
-    activations: frozenset[str] = _row(
-        _Names("activation", ACTIVATIONS, lambda problem: problem.activation.name), frozenset()
-    )
+    activations: frozenset[str] = _row(_Names("activation", ACTIVATIONS, "activation.name"), frozenset())
     activation_scalars: bool = _row(_Flag("activation", _other_scalars), False)
     swiglu_limit: bool = _row(_Flag("swiglu_limit", _clamp), False)
-    bias: bool = _row(_Flag("bias", _asked("has_bias", "does not apply biases")), False)
-    dtypes: frozenset[str] = _row(_Names("dtype", DTYPES, lambda problem: problem.dtype), frozenset())
-    activation_formats: frozenset[str] = _row(
-        _Names("activation_format", ACTIVATION_FORMATS, lambda problem: problem.activation_format), frozenset()
-    )
-    placements: frozenset[str] = _row(_Names("placement", PLACEMENTS, lambda problem: problem.placement), frozenset())
+    bias: bool = _flag("bias", "does not apply biases", "has_bias")
+    dtypes: frozenset[str] = _row(_Names("dtype", DTYPES), frozenset())
+    activation_formats: frozenset[str] = _row(_Names("activation_format", ACTIVATION_FORMATS), frozenset())
+    placements: frozenset[str] = _row(_Names("placement", PLACEMENTS), frozenset())
     held_experts: frozenset[str] = _row(
-        _Names("placement", HELD_EXPERTS, lambda problem: problem.held_experts, "experts held by this rank in"),
-        frozenset(HELD_EXPERTS),
+        _Names("placement", HELD_EXPERTS, "held_experts", "experts held by this rank in"), frozenset(HELD_EXPERTS)
     )
-    router_weight_on_input: bool = _row(
-        _Flag(
-            "router_weight_on_input",
-            _asked("apply_router_weight_on_input", "does not scale inputs by the routing weight"),
-        ),
-        False,
+    router_weight_on_input: bool = _flag(
+        "router_weight_on_input", "does not scale inputs by the routing weight", "apply_router_weight_on_input"
     )
     requires_multiple: Mapping[str, int] = _row(_Divisors("alignment", _SIZES), {})
     max_experts: int | None = _row(_Limit("size", "num_local_experts"), None)
     max_num_tokens: int | None = _row(_Limit("size", "max_num_tokens"), None)
-    graph_capture: bool = _row(
-        _Flag("graph_capture", _asked("graph_capture", "cannot be captured in a CUDA graph")), False
-    )
-    deterministic: bool = _row(
-        _Flag("deterministic", _asked("deterministic", "does not give the same bits each time")), False
-    )
+    graph_capture: bool = _flag("graph_capture", "cannot be captured in a CUDA graph")
+    deterministic: bool = _flag("deterministic", "does not give the same bits each time")
 
 
 FACTS: Final = rows(Facts)
@@ -330,18 +324,13 @@ class MovementFacts(DeclaredFacts):
         hidden_sizes: The only hidden sizes that are served, or None.
     """
 
-    transports: frozenset[str] = _row(
-        _Names("group", None, lambda asked: asked.group.transport, "a group over"), frozenset()
-    )
+    transports: frozenset[str] = _row(_Names("group", None, "group.transport", "a group over"), frozenset())
     max_group_size: int | None = _row(_Limit("group", "num_ranks", "at most {} ranks"), None)
-    dtypes: frozenset[str] = _row(_Names("dtype", DTYPES, lambda asked: asked.dtype), frozenset())
-    graph_capture: bool = _row(_Flag("graph_capture", _asked("graph_capture", "waits for counts on the host")), False)
-    deterministic: bool = _row(
-        _Flag("deterministic", _asked("deterministic", "does not give the same bits each time")), False
-    )
-    router_weight_on_input: bool = _row(
-        _Flag("router_weight_on_input", _asked("apply_router_weight_on_input", "does not send routing weights")),
-        False,
+    dtypes: frozenset[str] = _row(_Names("dtype", DTYPES), frozenset())
+    graph_capture: bool = _flag("graph_capture", "waits for counts on the host")
+    deterministic: bool = _flag("deterministic", "does not give the same bits each time")
+    router_weight_on_input: bool = _flag(
+        "router_weight_on_input", "does not send routing weights", "apply_router_weight_on_input"
     )
     max_num_tokens: bool = _row(_Flag("size", _lacks_room, is_need=True), False)
     max_top_k: int | None = _row(_Limit("size", "top_k"), None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -164,22 +165,6 @@ def decide_movement(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _LayerOnGroup:
-    """Subject of a choice between ways. Fields of the problem are fields of this too."""
-
-    problem: MoEProblem
-    group: GroupFacts
-
-    @property
-    def num_ranks(self) -> int:
-        """Those of the group."""
-        return self.group.size
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.problem, name)
-
-
 def _judge(
     cell: MovementCell,
     problem: MoEProblem,
@@ -194,7 +179,9 @@ def _judge(
     def ask() -> object:
         return cell.movement.unsupported_reasons(problem=problem, group=group, platform=platform)
 
-    facts = fact_reasons(cell.facts, _LayerOnGroup(problem, group))
+    # Facts ask for attributes of the problem, of the group, and for the number of ranks.
+    asked = types.SimpleNamespace(**vars(problem), group=group, num_ranks=group.size)
+    facts = fact_reasons(cell.facts, asked)
     reasons = reasons_against(cell, rule, platform, request, probes, facts, ask)
     for activation_format in cell.formats:
         yield MovementDecision(

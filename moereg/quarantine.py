@@ -47,6 +47,7 @@ class QuarantineError(MoeregError, RuntimeError):
 
 
 _Key = tuple[str, ...]
+_KEY: Final = ("backend", "experts", "rule", "scheme", "platform", "device", "facts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,19 +99,12 @@ class QuarantineRecord:
                 f"only what failed on the machine at hand can be quarantined, got {cell.class_name} "
                 f"({cell.rules_text}) on {platform}; verify it there"
             )
-        backend, experts, matched, computes, machine, device, facts = _key(cell, scheme, rule, platform)
         return cls(
-            backend,
-            experts,
-            matched,
-            computes,
-            machine,
-            device,
+            **dict(zip(_KEY, _key(cell, scheme, rule, platform), strict=True)),
             digest=class_digest(cell.experts),
             versions=_versions(cell, platform),
             failure=one_line(failure, _LONGEST_FAILURE),
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            facts=facts,
         )
 
     @classmethod
@@ -139,7 +133,7 @@ class QuarantineRecord:
     @property
     def key(self) -> _Key:
         """The subject of a record: a later one of the same cell, scheme and device replaces an earlier one."""
-        return (self.backend, self.experts, self.rule, self.scheme, self.platform, self.device, self.facts)
+        return tuple(getattr(self, name) for name in _KEY)
 
     @property
     def reason(self) -> Reason:

@@ -67,23 +67,22 @@ _ORIGIN: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar("moere
 
 
 @contextlib.contextmanager
-def collecting_with(collector: Collector) -> Iterator[None]:
+def _inside(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def collecting_with(collector: Collector) -> contextlib.AbstractContextManager[None]:
     """Inside, cells that this thread registers go to the collector."""
-    token = _COLLECTOR.set(collector)
-    try:
-        yield
-    finally:
-        _COLLECTOR.reset(token)
+    return _inside(_COLLECTOR, collector)
 
 
-@contextlib.contextmanager
-def registering_origin(origin: str, version: str = "") -> Iterator[None]:
+def registering_origin(origin: str, version: str = "") -> contextlib.AbstractContextManager[None]:
     """Cells registered inside belong to that distribution (`builtin` for moereg's own) of that version."""
-    token = _ORIGIN.set((origin, version))
-    try:
-        yield
-    finally:
-        _ORIGIN.reset(token)
+    return _inside(_ORIGIN, (origin, version))
 
 
 class Registration:
@@ -197,10 +196,9 @@ def check_experts(experts: type[Experts], who: str) -> None:
     if not isinstance(experts.facts, Facts):
         raise RegistrationError(f"{who}: facts must be a moereg.author.Facts, got {type(experts.facts).__name__}")
     check_facts(experts.facts, who)
-    if experts.output_form not in OUTPUT_FORMS:
-        raise RegistrationError(f"{who}: output_form must be one of {OUTPUT_FORMS}, got {experts.output_form!r}")
-    if experts.input_form not in INPUT_FORMS:
-        raise RegistrationError(f"{who}: input_form must be one of {INPUT_FORMS}, got {experts.input_form!r}")
+    for name, known in (("output_form", OUTPUT_FORMS), ("input_form", INPUT_FORMS)):
+        if (form := getattr(experts, name)) not in known:
+            raise RegistrationError(f"{who}: {name} must be one of {known}, got {form!r}")
     if not experts.layouts or not isinstance(experts.layouts, tuple):
         raise RegistrationError(
             f"{who}: layouts must be a tuple of at least one layout of permuted weights, got {experts.layouts!r}"
@@ -260,7 +258,9 @@ def _read_probes(probes: Iterable[Probe], who: str) -> tuple[Probe, ...]:
     return checked
 
 
-def _items(values: Iterable[T], field: str, who: str) -> tuple[T, ...]:
+def _items(values: Iterable[T], field: str, who: str, of: str = "") -> tuple[T, ...]:
+    if of and isinstance(values, str):
+        raise RegistrationError(f"{who}: {field} must be a tuple of {of}, got the string {shown(values)}")
     if not isinstance(values, (Sequence, Set)):
         raise RegistrationError(f"{who}: {field} must be a tuple, got {shown(values)}")
     return tuple(values)
@@ -268,10 +268,8 @@ def _items(values: Iterable[T], field: str, who: str) -> tuple[T, ...]:
 
 def read_schemes(names: Iterable[str | QuantScheme], who: str) -> tuple[QuantScheme, ...]:
     """Schemes as values; a known name must have its known meaning."""
-    if isinstance(names, str):
-        raise RegistrationError(f"{who}: quant_schemes must be a tuple of names, got the string {shown(names)}")
     try:
-        schemes = tuple(get_scheme(name) for name in _items(names, "quant_schemes", who))
+        schemes = tuple(map(get_scheme, _items(names, "quant_schemes", who, of="names")))
     except (ArgumentError, UnknownNameError) as error:
         raise RegistrationError(f"{who}: {error}; a new scheme is passed as a QuantScheme value") from error
     if not schemes:
@@ -287,10 +285,8 @@ def read_schemes(names: Iterable[str | QuantScheme], who: str) -> tuple[QuantSch
 
 def _read_rules(texts: Iterable[str], who: str) -> tuple[PlatformRule, ...]:
     """Platform rules; no two of equal specificity may match the same platform."""
-    if isinstance(texts, str):
-        raise RegistrationError(f"{who}: platforms must be a tuple of rules, got the string {shown(texts)}")
     try:
-        rules = tuple(PlatformRule(text) for text in _items(texts, "platforms", who))
+        rules = tuple(map(PlatformRule, _items(texts, "platforms", who, of="rules")))
     except (ArgumentError, UnknownNameError) as error:
         raise RegistrationError(f"{who}: {error}") from error
     if not rules:
@@ -303,10 +299,8 @@ def _read_rules(texts: Iterable[str], who: str) -> tuple[PlatformRule, ...]:
 
 def _read_requirements(texts: Iterable[str], who: str) -> tuple[str, ...]:
     """Version ranges in one spelling."""
-    if isinstance(texts, str):
-        raise RegistrationError(f"{who}: requires must be a tuple of requirements, got the string {shown(texts)}")
     checked = []
-    for text in _items(texts, "requires", who):
+    for text in _items(texts, "requires", who, of="requirements"):
         try:
             checked.append(str(Requirement(text)))
         except (InvalidRequirement, TypeError) as error:

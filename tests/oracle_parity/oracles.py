@@ -15,21 +15,19 @@ __all__ = ["ORACLES", "Answer", "Layer"]
 _BATCHED: Final = "_batched"
 _UNQUANTIZED_NAMES: Final = ("triton", "flashinfer_trtllm", "flashinfer_cutlass", "aiter")
 # The order in which those of FlashInfer are tried where it is forced on, b12x among them.
-_FLASHINFER_FP4: Final = (
-    "flashinfer_trtllm",
-    "flashinfer_cutlass",
-    "flashinfer_cutedsl",
-    "flashinfer_cutedsl_batched",
-    "flashinfer_b12x",
+_FLASHINFER_FP4: Final = tuple(
+    ["flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_cutedsl", "flashinfer_cutedsl_batched", "flashinfer_b12x"]
 )
-_NVFP4_ORDER: Final = (
-    "flashinfer_trtllm",
-    "flashinfer_cutedsl",
-    "flashinfer_cutedsl_batched",
-    "flashinfer_cutlass",
-    "vllm_cutlass",
-    "marlin",
-    "triton~",
+_NVFP4_ORDER: Final = tuple(
+    [
+        "flashinfer_trtllm",
+        "flashinfer_cutedsl",
+        "flashinfer_cutedsl_batched",
+        "flashinfer_cutlass",
+        "vllm_cutlass",
+        "marlin",
+        "triton~",
+    ]
 )
 _NVFP4_NAMES: Final = (*_NVFP4_ORDER, "flashinfer_b12x")
 _APPLIES_CLAMP: Final = ("flashinfer_trtllm",)
@@ -247,20 +245,22 @@ def _nvfp4_explicit(layer: Layer, answer: Answer) -> Answer:
     return answer.only(name, layer, "explicit")
 
 
-_FP8: Final = (
-    "aiter",
-    "flashinfer_trtllm",
-    "flashinfer_cutlass",
-    "deepgemm",
-    "vllm_cutlass",
-    "triton",
-    "marlin",
-    "humming",
-    "deepgemm_batched",
-    "vllm_cutlass_batched",
-    "triton_batched",
-    "xpu_kernels",
-    "torch",
+_FP8: Final = tuple(
+    [
+        "aiter",
+        "flashinfer_trtllm",
+        "flashinfer_cutlass",
+        "deepgemm",
+        "vllm_cutlass",
+        "triton",
+        "marlin",
+        "humming",
+        "deepgemm_batched",
+        "vllm_cutlass_batched",
+        "triton_batched",
+        "xpu_kernels",
+        "torch",
+    ]
 )
 
 
@@ -286,18 +286,20 @@ def _mxfp8_order(layer: Layer) -> tuple[str, ...]:
 
 
 def _mxfp4_order(layer: Layer) -> tuple[str, ...]:
-    order: tuple[str, ...] = (
-        "flashinfer_trtllm",
-        "aiter",
-        "triton_kernels",
-        "flashinfer_cutlass",
-        "vllm_cutlass",
-        "marlin",
-        "marlin_batched",
-        "humming",
-        "xpu_kernels",
-        "torch",
-        "triton~",
+    order: tuple[str, ...] = tuple(
+        [
+            "flashinfer_trtllm",
+            "aiter",
+            "triton_kernels",
+            "flashinfer_cutlass",
+            "vllm_cutlass",
+            "marlin",
+            "marlin_batched",
+            "humming",
+            "xpu_kernels",
+            "torch",
+            "triton~",
+        ]
     )
     if layer.arch == "sm120":
         place = order.index("marlin_batched") + 1

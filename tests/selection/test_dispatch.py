@@ -87,153 +87,102 @@ NARROW = Facts(
     max_experts=8,
     max_num_tokens=128,
 )
-# code, changes to the registration, members of the class, changes to the problem, request, text
-REASONS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
-    (
+
+
+def reason(code: str, text: str, **changes: dict[str, Any]) -> tuple[str, str, dict[str, dict[str, Any]]]:
+    """A code, its text, and changes to the registration, members of the class, the problem and the request."""
+    return code, text, changes
+
+
+def undeclared(code: str, text: str, **problem: Any) -> tuple[str, str, dict[str, dict[str, Any]]]:
+    """The same of a problem that asks for what `NARROW` does not declare."""
+    return reason(code, text, members={"facts": NARROW}, problem=problem)
+
+
+REASONS = [
+    reason(
         "platform",
-        {"platforms": ("rocm:gfx942", "cpu")},
-        {},
-        {},
-        {},
         "requires platform in (rocm:gfx942, cpu), got cuda:sm90",
+        registration={"platforms": ("rocm:gfx942", "cpu")},
     ),
-    ("package", {"requires": ("absent>=1",)}, {}, {}, {}, "requires absent>=1, which is not installed"),
-    ("package", {"requires": ("Some_Library>=3",)}, {}, {}, {}, "requires Some_Library>=3, got 2.1"),
-    ("probe", {"probes": (lambda platform: "requires nvcc, got none",)}, {}, {}, {}, "requires nvcc, got none"),
-    ("denied", {}, {}, {}, {"deny": "sole"}, "denied by the request (sole)"),
-    ("not_required", {}, {}, {}, {"require": "other"}, "requires a backend in (other), got sole"),
-    ("opt_in", {"opt_in": True}, {}, {}, {}, "is opt-in: name it in require or prefer"),
-    ("quant_scheme", {}, {}, {"quant": "nvfp4"}, {}, "requires weights in (unquantized), got nvfp4"),
-    ("activation", {}, {"facts": NARROW}, {"activation": "gelu"}, {}, "requires activation in (silu), got gelu"),
-    (
-        "activation",
-        {},
-        {"facts": NARROW},
-        {"activation": Activation("silu", alpha=2.0)},
-        {},
-        "requires alpha=1 and beta=0, got silu(alpha=2.0)",
+    reason("package", "requires absent>=1, which is not installed", registration={"requires": ("absent>=1",)}),
+    reason("package", "requires Some_Library>=3, got 2.1", registration={"requires": ("Some_Library>=3",)}),
+    reason("probe", "requires nvcc, got none", registration={"probes": (lambda platform: "requires nvcc, got none",)}),
+    reason("denied", "denied by the request (sole)", request={"deny": "sole"}),
+    reason("not_required", "requires a backend in (other), got sole", request={"require": "other"}),
+    reason("opt_in", "is opt-in: name it in require or prefer", registration={"opt_in": True}),
+    reason("quant_scheme", "requires weights in (unquantized), got nvfp4", problem={"quant": "nvfp4"}),
+    undeclared("activation", "requires activation in (silu), got gelu", activation="gelu"),
+    undeclared(
+        "activation", "requires alpha=1 and beta=0, got silu(alpha=2.0)", activation=Activation("silu", alpha=2.0)
     ),
-    (
-        "swiglu_limit",
-        {},
-        {"facts": NARROW},
-        {"activation": "silu(limit=7.0)"},
-        {},
-        "does not apply the swiglu clamp, got limit 7.0",
+    undeclared("swiglu_limit", "does not apply the swiglu clamp, got limit 7.0", activation="silu(limit=7.0)"),
+    undeclared("bias", "does not apply biases, got has_bias=True", has_bias=True),
+    undeclared("dtype", "requires dtype in (bfloat16), got float16", dtype="float16"),
+    undeclared(
+        "activation_format", "requires activation format in (standard), got batched", activation_format="batched"
     ),
-    ("bias", {}, {"facts": NARROW}, {"has_bias": True}, {}, "does not apply biases, got has_bias=True"),
-    ("dtype", {}, {"facts": NARROW}, {"dtype": "float16"}, {}, "requires dtype in (bfloat16), got float16"),
-    (
-        "activation_format",
-        {},
-        {"facts": NARROW},
-        {"activation_format": "batched"},
-        {},
-        "requires activation format in (standard), got batched",
-    ),
-    ("placement", {}, {"facts": NARROW}, {"placement": "map"}, {}, "requires placement in (contiguous), got map"),
-    (
+    undeclared("placement", "requires placement in (contiguous), got map", placement="map"),
+    undeclared(
         "router_weight_on_input",
-        {},
-        {"facts": NARROW},
-        {"top_k": 1, "apply_router_weight_on_input": True},
-        {},
         "does not scale inputs by the routing weight, got apply_router_weight_on_input=True",
+        top_k=1,
+        apply_router_weight_on_input=True,
     ),
-    ("alignment", {}, {"facts": NARROW}, {"hidden_size": 96}, {}, "requires hidden_size % 64 == 0, got 96"),
-    ("size", {}, {"facts": NARROW}, {"num_experts": 9}, {}, "requires num_local_experts <= 8, got 9"),
-    ("size", {}, {"facts": NARROW}, {"max_num_tokens": 129}, {}, "requires max_num_tokens <= 128, got 129"),
+    undeclared("alignment", "requires hidden_size % 64 == 0, got 96", hidden_size=96),
+    undeclared("size", "requires num_local_experts <= 8, got 9", num_experts=9),
+    undeclared("size", "requires max_num_tokens <= 128, got 129", max_num_tokens=129),
     # Fail closed: a call might have more.
-    ("size", {}, {"facts": NARROW}, {"max_num_tokens": None}, {}, "requires max_num_tokens <= 128, got None"),
-    (
-        "graph_capture",
-        {},
-        {"facts": NARROW},
-        {"graph_capture": True},
-        {},
-        "cannot be captured in a CUDA graph, got graph_capture=True",
-    ),
-    (
-        "deterministic",
-        {},
-        {"facts": NARROW},
-        {"deterministic": True},
-        {},
-        "does not give the same bits each time, got deterministic=True",
-    ),
-    (
+    undeclared("size", "requires max_num_tokens <= 128, got None", max_num_tokens=None),
+    undeclared("graph_capture", "cannot be captured in a CUDA graph, got graph_capture=True", graph_capture=True),
+    undeclared("deterministic", "does not give the same bits each time, got deterministic=True", deterministic=True),
+    reason(
         "precision",
-        {"quant_schemes": ("nvfp4_w4a16",)},
-        {},
-        {"quant": "nvfp4", "exact_activations": True},
-        {},
         "requires activations as nvfp4 has them, got nvfp4_w4a16 instead",
+        registration={"quant_schemes": ("nvfp4_w4a16",)},
+        problem={"quant": "nvfp4", "exact_activations": True},
     ),
-    (
+    reason(
         "backend",
-        {},
-        {"unsupported_reasons": classmethod(lambda cls, problem, platform: ["requires top_k == 4, got 2"])},
-        {},
-        {},
         "requires top_k == 4, got 2",
+        members={"unsupported_reasons": classmethod(lambda cls, problem, platform: ["requires top_k == 4, got 2"])},
     ),
-    (
+    reason(
         "predicate_error",
-        {},
-        {"unsupported_reasons": classmethod(raising)},
-        {},
-        {},
         "its predicate raised KeyError: 'hidden'",
+        members={"unsupported_reasons": classmethod(raising)},
     ),
-    (
+    reason(
         "predicate_error",
-        {},
-        {"unsupported_reasons": classmethod(lambda cls, problem, platform: "requires more")},
-        {},
-        {},
         "its predicate raised TypeError: it has to return a list of texts, got 'requires more'",
+        members={"unsupported_reasons": classmethod(lambda cls, problem, platform: "requires more")},
     ),
-    (
+    reason(
         "predicate_error",
-        {"probes": (lambda platform: 1 // 0,)},
-        {},
-        {},
-        {},
         "its probe <lambda> raised ZeroDivisionError: ",
+        registration={"probes": (lambda platform: 1 // 0,)},
     ),
-    (
-        "predicate_error",
-        {},
-        {"unsupported_reasons": classmethod(leaving)},
-        {},
-        {},
-        "its predicate raised SystemExit: 3",
+    reason(
+        "predicate_error", "its predicate raised SystemExit: 3", members={"unsupported_reasons": classmethod(leaving)}
     ),
-    ("predicate_error", {"probes": (leaving_probe,)}, {}, {}, {}, "its probe leaving_probe raised SystemExit: 3"),
-    (
+    reason(
+        "predicate_error", "its probe leaving_probe raised SystemExit: 3", registration={"probes": (leaving_probe,)}
+    ),
+    reason(
         "predicate_error",
-        {},
-        {"unsupported_reasons": classmethod(lambda cls, problem, platform: (False, "too large"))},
-        {},
-        {},
         "its predicate raised TypeError: it has to return a list of texts, got one with False",
+        members={"unsupported_reasons": classmethod(lambda cls, problem, platform: (False, "too large"))},
     ),
-    ("backend", {}, {"unsupported_reasons": classmethod(lambda cls, problem, platform: [" "])}, {}, {}, "no text"),
-    (
+    reason("backend", "no text", members={"unsupported_reasons": classmethod(lambda cls, problem, platform: [" "])}),
+    reason(
         "backend",
-        {},
-        {"unsupported_reasons": classmethod(lambda cls, problem, platform: ["of\ntwo \x1b[31mlines"])},
-        {},
-        {},
         r"of two \x1b[31mlines",
+        members={"unsupported_reasons": classmethod(lambda cls, problem, platform: ["of\ntwo \x1b[31mlines"])},
     ),
-    (
+    reason(
         "predicate_error",
-        {"probes": (lambda platform: False,)},
-        {},
-        {},
-        {},
         "its probe <lambda> has to return a text or None, got False",
+        registration={"probes": (lambda platform: False,)},
     ),
 ]
 
@@ -244,24 +193,12 @@ def test_every_reason_code_is_covered() -> None:
     assert all(CURES.values())
 
 
-@pytest.mark.parametrize(
-    ("code", "registration", "members", "problem", "request_", "text"),
-    REASONS,
-    ids=[f"{row[0]}-{row[5]}" for row in REASONS],
-)
-def test_one_reason(
-    fakes: BackendRegistry,
-    code: str,
-    registration: dict[str, Any],
-    members: dict[str, Any],
-    problem: dict[str, Any],
-    request_: dict[str, Any],
-    text: str,
-) -> None:
-    add("sole", 100, experts_class("Sole", **members), **registration)
+@pytest.mark.parametrize(("code", "text", "changes"), REASONS, ids=[f"{code}-{text}" for code, text, _ in REASONS])
+def test_one_reason(fakes: BackendRegistry, code: str, text: str, changes: dict[str, dict[str, Any]]) -> None:
+    add("sole", 100, experts_class("Sole", **changes.get("members", {})), **changes.get("registration", {}))
     add("other", 1, quant_schemes=("unquantized", "nvfp4"), platforms=("*",))
-    facts = {"max_num_tokens": 128, **problem}
-    selection = explain_backends(problem_of(**facts), H100, **request_)
+    facts = {"max_num_tokens": 128, **changes.get("problem", {})}
+    selection = explain_backends(problem_of(**facts), H100, **changes.get("request", {}))
     (sole,) = (decision for decision in selection.decisions if decision.backend == "sole")
     assert [reason.code for reason in sole.reasons] == [code]
     assert sole.reasons[0].text.startswith(text)

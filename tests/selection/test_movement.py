@@ -182,12 +182,10 @@ def test_a_way_has_a_line_and_says_if_its_priority_is_a_guess() -> None:
 
 
 def test_the_environment_asks_too_and_unknown_names_are_errors() -> None:
-    resolved = Request.resolve_ways(
-        prefer="all_gather",
-        environ={"MOEREG_EP_PREFER": "all_to_all", "MOEREG_EP_DENY": "all_t*"},
-        known=("all_gather", "all_to_all"),
-    )
-    assert resolved == Request(prefer=("all_gather",), deny=("all_t*",))
+    named = {"MOEREG_EP_REQUIRE": "all_to_all", "MOEREG_EP_PREFER": "all_to_all", "MOEREG_EP_DENY": "all_t*"}
+    known = ("all_gather", "all_to_all")
+    resolved = Request.resolve_ways("all_gather", "all_gather", environ=named, known=known)
+    assert resolved == Request(require=("all_gather",), prefer=("all_gather",), deny=("all_t*",))
     with pytest.raises(UnknownNameError, match="unknown way in MOEREG_EP_REQUIRE 'al_gather', did you mean 'all_g"):
         Request.resolve_ways(environ={"MOEREG_EP_REQUIRE": "al_gather"}, known=("all_gather",))
     with pytest.raises(RequestError, match="'all_gather' is both required and denied"):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,10 @@ import pytest
 from moereg.errors import RegistrationError, UnknownPlatformError, described
 from moereg.platforms import Platform, kinds, miss_kinds_of
 from moereg.plugins import LoadFailure, PluginStatus, failure_text, unusable
-from tests.selection.test_discovery import API, BACKEND, Site
+from moereg.registry import BackendRegistry
+from tests.support.wheels import Wheels, backend
+
+ROOT = Path(__file__).parents[2]
 
 KIND = """
 from moereg.author import Platform, PlatformKind
@@ -31,12 +38,15 @@ def probe():
 KIND = PlatformKind("{kind}", "{kind}", r"{kind}\\d+", number, example="{kind}2", probe=probe)
 """
 
-# The command line in the same process: its exit code, output and errors.
+# Code that every interpreter may use; the command line in the same process: its exit code, output and errors.
 PRELUDE = """
-import contextlib, io
+import contextlib, io, json, sys, warnings
+import moereg
 from moereg.cli import main
+from moereg.discovery import current_platform, plugin_statuses
 from moereg.platforms import Platform
 
+problem = moereg.MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)
 SIZES = "--experts 4 --hidden 16 --intermediate 8 --top-k 2"
 
 def call(line):
@@ -44,34 +54,50 @@ def call(line):
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(line.split())
     return code, out.getvalue(), err.getvalue()
+
+def statuses():
+    return {f"{status.group.removeprefix('moereg.')}:{status.name}": status.status for status in plugin_statuses()}
+
+def errors():
+    return {status.name: status.to_dict()["error"] for status in plugin_statuses() if status.failure}
 """
 
 
-def run(site: Site, code: str, **environment: str) -> Any:
-    return site.run(PRELUDE + textwrap.dedent(code), **environment)
+def run(site: Wheels, code: str, **environment: str) -> Any:
+    """The JSON that a fresh interpreter printed last, with the wheels on its path."""
+    paths = os.pathsep.join((str(site.folder), str(ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
+def site(tmp_path: Path) -> Wheels:
+    return Wheels(tmp_path, BackendRegistry())
 
 
-def install_kind(site: Site, kind: str, probe: str = "return None", extra: str = "") -> None:
+def install_kind(site: Wheels, kind: str, probe: str = "return None", extra: str = "") -> None:
     source = KIND.format(kind=kind, probe=probe) + extra
-    site.install(f"moereg-{kind}", {f"{kind}_kind": source}, {"platforms": {kind: f"{kind}_kind:KIND"}})
+    site.install(f"moereg-{kind}", {kind: f"{kind}_kind:KIND"}, {f"{kind}_kind.py": source}, group="platforms")
 
 
-def install_backend_on(site: Site, rule: str) -> None:
-    source = BACKEND.format(name="other", api=API).replace("priority=1,", "priority=999,")
-    site.install_backend("other", source.replace('("*",)', f'("{rule}",)'))
+def install_backend(site: Wheels, name: str, rule: str) -> None:
+    source = backend(name, rule=rule).replace("priority=1,", f"priority={1 if rule == '*' else 999},")
+    site.install(f"moereg-{name}", {name: f"moereg_{name}"}, {f"moereg_{name}.py": source})
 
 
-def test_another_wheels_backend_names_the_kind_of_a_plugin(site: Site) -> None:
+def test_another_wheels_backend_names_the_kind_of_a_plugin(site: Wheels) -> None:
     install_kind(site, "lava")
-    install_backend_on(site, "lava:lava2+,!lava4")
+    install_backend(site, "other", "lava:lava2+,!lava4")
     install_kind(site, "stone", extra="raise OSError('no driver')")
-    site.install_backend("lost", BACKEND.format(name="lost", api=API).replace('("*",)', '("stone:stone1",)'))
-    site.install("moereg-odd", {"odd": API}, {"platforms": {"odd": "odd"}})
+    install_backend(site, "lost", "stone:stone1")
+    site.install("moereg-odd", {"odd": "odd"}, {"odd.py": "moereg_api = '1'"}, group="platforms")
     found = run(
         site,
         """
@@ -131,9 +157,9 @@ def test_another_wheels_backend_names_the_kind_of_a_plugin(site: Site) -> None:
 
 
 @pytest.mark.slow
-def test_a_selection_of_another_process_is_the_first_to_name_the_kind(site: Site) -> None:
+def test_a_selection_of_another_process_is_the_first_to_name_the_kind(site: Wheels) -> None:
     install_kind(site, "lava")
-    install_backend_on(site, "lava:lava2+")
+    install_backend(site, "other", "lava:lava2+")
     code = "print(json.dumps(moereg.explain_backends(problem, 'lava:lava3').to_json()))"
     text = run(site, code)
     again = run(
@@ -147,11 +173,11 @@ def test_a_selection_of_another_process_is_the_first_to_name_the_kind(site: Site
 
 
 @pytest.mark.slow
-def test_a_machine_that_two_claim_and_one_without_its_device(site: Site) -> None:
+def test_a_machine_that_two_claim_and_one_without_its_device(site: Wheels) -> None:
     install_kind(site, "lava", "return Platform('lava', 'lava3')")
     install_kind(site, "ember", "return Platform('ember', 'ember2')")
     install_kind(site, "ash", "raise OSError('broken bus')")
-    site.install_backend("other")
+    install_backend(site, "other", "*")
     code = """
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
