@@ -96,7 +96,7 @@ MUTANTS: Final = (
         "moereg/kernels/rows/tiles.py",
         old="group_blocks = tl.minimum(num_blocks - first_block, GROUP_M)",
         new="group_blocks = GROUP_M",
-        tests=("tests/kernels/test_triton_layer.py::test_layer",),
+        tests=("tests/backends/test_triton_layers.py::test_16_and_32_bits[fp32-standard]",),
     ),
     Mutant(
         "an expert that is named twice loses a route",
@@ -160,7 +160,7 @@ MUTANTS: Final = (
         "moereg/layouts.py",
         old="copy_(w13.unflatten(dim, (2, -1)).transpose(dim, dim + 1))",
         new="copy_(w13.unflatten(dim, (2, -1)).flip(dim).transpose(dim, dim + 1))",
-        tests=("tests/kernels/test_triton_layer.py::test_layer[one_token]",),
+        tests=("tests/backends/test_triton_layers.py::test_16_and_32_bits[one_token-standard]",),
     ),
     Mutant(
         "a replay forgets where pointers are",

@@ -67,9 +67,7 @@ MUTANTS: Final = (
         "moereg/kernels/quantized/rows_batched.py",
         old="columns_in_use = tl.where(counts, size, 0)",
         new="columns_in_use = size",
-        tests=(
-            "tests/backends/test_triton_quantized_batched.py::test_scale_of_all_rows_is_that_of_the_rows_that_count",
-        ),
+        tests=("tests/backends/test_triton_layers.py::test_rows_that_do_not_count_change_no_bit[fp8_tensor_dynamic]",),
     ),
     Mutant(
         "rows that do not count are quantized",
