@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from moereg.backends._triton import emulated
-from moereg.backends.triton_moe import TritonEmulatedBatchedExperts, TritonEmulatedExperts
-from moereg.discovery import load_backends
-from moereg.experts import ExpertInputs
+from moereg.backends.triton_moe import TritonEmulatedExperts
 from moereg.kernels.quantized.emulate import SmallFloats, requantize_rows
 from moereg.kernels.rows.plan import RoutePlan, route_workspace_numel
 from moereg.kernels.rows.sort import sort_routes
@@ -21,13 +18,8 @@ from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quant import get_scheme
 from moereg.quantize import dequantize_activations, quantize_activations, quantize_dequantize_activations
-from moereg.reference import reference_experts, relative_error
-from moereg.testing.cases import Case, build, default_device
-from moereg.testing.faults import plant_faults
-from moereg.testing.inputs import make_expert_map, make_inputs, make_weights
+from moereg.testing.cases import default_device
 from moereg.testing.interpreter import patch_interpreter
-from moereg.tolerances import tolerance
-from moereg.weights import ExpertWeights
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
 pytestmark = [
@@ -209,104 +201,3 @@ def test_routing_weights_are_rounded_in_first() -> None:
     requantize_rows(out, x, grid_of("mxfp4_mxfp8"), topk_weights=weights)
     weighted = (x.float() * weights.unsqueeze(1)).to(BF16)
     assert torch.equal(bits(out), bits(expected_rows(weighted, "mxfp4_mxfp8")[0]))
-
-
-def run_layer(
-    problem: MoEProblem, num_tokens: int, weights: ExpertWeights | None = None, faulty: ExpertWeights | None = None
-) -> float:
-    """Error of the layer on poisoned buffers of exactly the size that it asks for."""
-    layer = TritonEmulatedExperts(problem, SM90)
-    weights = make_weights(problem, DEVICE) if weights is None else weights
-    permuted = layer.permute_weights(weights if faulty is None else faulty, problem)
-    inputs = make_inputs(problem, num_tokens, "unmapped", DEVICE)
-    expert_map = make_expert_map(problem, DEVICE)
-    dtype, guard = problem.torch_dtype, 256
-    scratch = [
-        torch.full((math.prod(shape) + 2 * guard,), math.nan, dtype=dtype, device=DEVICE)
-        for shape in layer.workspace_shapes(problem, num_tokens)
-    ]
-    shapes = layer.workspace_shapes(problem, num_tokens)
-    inner = [buffer[guard:-guard].view(shape) for buffer, shape in zip(scratch, shapes, strict=True)]
-    out = torch.full_like(inputs.hidden_states, math.nan)
-    call = ExpertInputs(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, expert_map=expert_map)
-    layer.apply(out, call, permuted, *inner)
-    for buffer in scratch:
-        assert buffer[:guard].isnan().all(), "a kernel wrote in front of its workspace"
-        assert buffer[-guard:].isnan().all(), "a kernel wrote behind its workspace"
-    call_inputs = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    return relative_error(out, reference_experts(problem, weights, *call_inputs, expert_map))
-
-
-LAYERS: tuple[tuple[int, dict[str, Any]], ...] = (
-    (1, {"has_bias": True, "activation": "swigluoai"}),
-    (2, {"top_k": 1, "apply_router_weight_on_input": True, "has_bias": True}),
-    (17, {"num_experts": 8, "num_local_experts": 3, "placement": "map", "activation": "silu(limit=0.5)"}),
-    (17, {"activation": "relu2", "has_bias": True}),
-)
-
-
-def without_static_scales(weights: ExpertWeights) -> ExpertWeights:
-    return dataclasses.replace(weights, a13_scale=None, a2_scale=None)
-
-
-def with_shared_scales(weights: ExpertWeights) -> ExpertWeights:
-    assert weights.a13_scale is not None
-    assert weights.a2_scale is not None
-    return dataclasses.replace(weights, a13_scale=weights.a13_scale.amax(), a2_scale=weights.a2_scale.amax())
-
-
-@pytest.mark.few
-@pytest.mark.parametrize(("num_tokens", "keywords"), LAYERS)
-@each_form
-def test_layer_rounds_where_the_reference_does(
-    scheme: str, dtype: torch.dtype, num_tokens: int, keywords: dict[str, Any]
-) -> None:
-    """A closer bound than conformance has: of a kernel from which only the order of sums differs."""
-    problem = make_problem(scheme, dtype=str(dtype).removeprefix("torch."), **keywords)
-    weights = make_weights(problem, DEVICE)
-    bound = tolerance(problem.quant, problem.dtype, num_tokens * 130, rounds_as_reference=True)
-    assert run_layer(problem, num_tokens, weights) < bound
-
-
-@pytest.mark.few
-@pytest.mark.parametrize("change", [without_static_scales, with_shared_scales])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_global_scales_come_from_tokens_or_are_shared(
-    change: Callable[[ExpertWeights], ExpertWeights], dtype: str
-) -> None:
-    problem = make_problem("nvfp4", dtype=dtype, has_bias=True)
-    bound = tolerance(problem.quant, dtype, 9 * 130, rounds_as_reference=True)
-    assert run_layer(problem, 9, change(make_weights(problem, DEVICE))) < bound
-
-
-@pytest.mark.few
-@pytest.mark.parametrize(
-    ("scheme", "dtype", "change"),
-    [*((*form, None) for form in FORMS), ("nvfp4", BF16, without_static_scales)],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_batched_layer(
-    scheme: str, dtype: torch.dtype, change: Callable[[ExpertWeights], ExpertWeights] | None
-) -> None:
-    problem = make_problem(scheme, dtype=str(dtype).removeprefix("torch."), activation_format="batched", has_bias=True)
-    weights = make_weights(problem, DEVICE)
-    if change is not None:
-        weights = change(weights)
-    cells = [cell for cell in load_backends().cells if cell.experts is TritonEmulatedBatchedExperts]
-    (cell,) = [cell for cell in cells if problem.quant in cell.schemes]
-    kernel = build(Case(cell, SM90, problem), weights)
-    inputs = make_inputs(problem, 9, "unmapped", DEVICE)
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    bound = tolerance(problem.quant, problem.dtype, 9 * 130, rounds_as_reference=True)
-    assert relative_error(kernel(*call), reference_experts(problem, weights, *call)) < bound
-
-
-# Slow: interpreted, 20 to 30 s a scheme; that the bound is close enough, test_faults shows of the reference.
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_planted_faults_show_against_the_closer_bound(scheme: str) -> None:
-    problem = make_problem(scheme, has_bias=True)
-    weights = make_weights(problem, DEVICE)
-    bound = tolerance(problem.quant, "bfloat16", 9 * 130, rounds_as_reference=True)
-    for name, faulty in plant_faults(weights):
-        assert run_layer(problem, 9, weights, faulty) > 2 * bound, name

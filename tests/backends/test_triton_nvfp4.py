@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,28 +15,21 @@ import triton
 import triton.language as tl
 
 from moereg.backends.triton_moe import TritonQuantizedExperts
-from moereg.experts import ExpertInputs
-from moereg.kernels.quantized.config import select_quantized_config
 from moereg.kernels.quantized.operands import Quantizer
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows
 from moereg.kernels.quantized.rows_batched import quantize_batched_rows
-from moereg.platforms import Platform
 from moereg.quant import get_scheme
 from moereg.quantize import Quantized, dequantize_activations, quantize_activations
-from moereg.reference import reference_experts, relative_error
-from moereg.testing.inputs import make_expert_map, make_inputs, make_weights
+from moereg.reference import relative_error
+from moereg.testing.inputs import make_weights
 from moereg.testing.interpreter import patch_interpreter
-from moereg.tolerances import tolerance
-from moereg.weights import ExpertWeights
 from tests.backends.test_triton_batched import make_plan as make_batches
 from tests.backends.test_triton_emulated import (
     IDS,
-    LAYERS,
     STATIC,
     sorted_plan,
-    with_shared_scales,
-    without_static_scales,
 )
+from tests.backends.test_triton_layers import SM100, check
 from tests.backends.test_triton_quantized import (
     BF16,
     DEVICE,
@@ -53,8 +44,6 @@ from tests.backends.test_triton_quantized import (
     row_format,
     select,
 )
-from tests.backends.test_triton_quantized_batched import Batches, batched_problem
-from tests.kernels.triton_cases import Guarded
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
 pytestmark = [
@@ -64,7 +53,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
 ]
 
-SM100 = Platform.from_name("cuda:sm100")
 NVFP4 = get_scheme("nvfp4")
 
 
@@ -202,51 +190,6 @@ def test_batched_rows(scale: torch.Tensor | None) -> None:
         assert_same(found, quantize_activations(x[row, None], NVFP4, own), 1100)
 
 
-def run_layer(problem: Any, num_tokens: int, weights: ExpertWeights) -> float:
-    """Error of the layer on workspaces of exactly the size that it asks for, full of NaN."""
-    layer = TritonQuantizedExperts(problem, SM100)
-    permuted = layer.permute_weights(weights, problem)
-    inputs = make_inputs(problem, num_tokens, "unmapped", DEVICE)
-    expert_map = make_expert_map(problem, DEVICE)
-    shapes = layer.workspace_shapes(problem, num_tokens)
-    scratch = [Guarded(*shape, dtype=problem.torch_dtype) for shape in shapes]
-    out = torch.full_like(inputs.hidden_states, math.nan)
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    layer.apply(out, ExpertInputs(*call, expert_map=expert_map), permuted, *(buffer.tensor for buffer in scratch))
-    for buffer in scratch:
-        buffer.check()
-    return relative_error(out, reference_experts(problem, weights, *call, expert_map))
-
-
-@pytest.mark.few
-@pytest.mark.parametrize("change", [without_static_scales, with_shared_scales])
-@pytest.mark.parametrize(("num_tokens", "keywords"), LAYERS)
-def test_global_scales_come_from_tokens_or_are_shared(
-    num_tokens: int, keywords: dict[str, Any], change: Callable[[ExpertWeights], ExpertWeights]
-) -> None:
-    problem = make_problem(NVFP4, 130, 200, **keywords)
-    bound = tolerance(NVFP4, problem.dtype, num_tokens * 130, rounds_as_reference=True)
-    assert run_layer(problem, num_tokens, change(make_weights(problem, DEVICE))) < bound
-
-
-@pytest.mark.parametrize("change", [without_static_scales, with_shared_scales])
-def test_global_scales_in_the_batched_format(change: Callable[[ExpertWeights], ExpertWeights]) -> None:
-    layer = Batches(batched_problem("nvfp4", has_bias=True), [3, 0, 1, 2], 4)
-    layer.weights = change(layer.weights)
-    layer.check()
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "counts"),
-    [(40, [40, 1, 0, 33]), pytest.param(220, [220, 0, 3, 130], marks=pytest.mark.slow)],  # 10 s, interpreted.
-)
-def test_higher_tiles(max_tokens: int, counts: list[int]) -> None:
-    """Tiles of 64 rows, and of the 128 that compile to instructions for such codes."""
-    configs = select_quantized_config(math.inf, max_tokens * 2 / 4, 2)
-    assert configs.gate_up.block_m == configs.down.block_m == (128 if max_tokens == 220 else 64)
-    Batches(batched_problem("nvfp4", 64, 64), counts, max_tokens).check()
-
-
 @pytest.mark.parametrize("per_half", [False, True])
 def test_global_scales_of_weights_become_one_a_half(per_half: bool) -> None:
     problem = make_problem(NVFP4, 130, 200)
@@ -259,12 +202,4 @@ def test_global_scales_of_weights_become_one_a_half(per_half: bool) -> None:
     assert permuted["w13"].shape == (4, 400, 128)
     assert permuted["w13_scale"].shape == (4, 400, 16)
     assert (permuted["w13_scale"][:, :, 9:].view(torch.uint8) == 0).all()
-    bound = tolerance(NVFP4, problem.dtype, 9 * 130, rounds_as_reference=True)
-    assert run_layer(problem, 9, weights) < bound
-
-
-def test_scales_are_padded_where_a_row_is() -> None:
-    """A hidden size of 2880 ends within a step of 128 columns."""
-    problem = make_problem(NVFP4, 2880, 64, num_experts=2, top_k=1)
-    bound = tolerance(NVFP4, problem.dtype, 3 * 2880, rounds_as_reference=True)
-    assert run_layer(problem, 3, make_weights(problem, DEVICE)) < bound
+    check(problem, SM100, 9, weights=weights)

@@ -47,8 +47,7 @@ from moereg.quantize import (
 )
 from moereg.reference import reference_experts, relative_error
 from moereg.testing.cases import default_device
-from moereg.testing.faults import plant_faults
-from moereg.testing.inputs import make_expert_map, make_inputs, make_plain_weights, make_weights
+from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
 from moereg.testing.interpreter import patch_interpreter
 from moereg.tolerances import tolerance
 from moereg.weights import ExpertWeights
@@ -494,57 +493,8 @@ def test_several_steps_a_turn_where_a_row_has_enough(depth: int, block_k: int, e
     assert steps(dataclasses.replace(CONFIG, block_k=block_k), depth) == expected
 
 
-def run_layer(problem: MoEProblem, weights: ExpertWeights, num_tokens: int, routing: str = "unmapped") -> float:
-    """Error of the layer on poisoned buffers of exactly the size that it asks for."""
-    layer = TritonQuantizedExperts(problem, SM90)
-    permuted = layer.permute_weights(weights, problem)
-    inputs = make_inputs(problem, num_tokens, routing, DEVICE)
-    expert_map = make_expert_map(problem, DEVICE)
-    dtype, guard = problem.torch_dtype, 256
-    scratch = [
-        torch.full((math.prod(shape) + 2 * guard,), math.nan, dtype=dtype, device=DEVICE)
-        for shape in layer.workspace_shapes(problem, num_tokens)
-    ]
-    out = torch.full_like(inputs.hidden_states, math.nan)
-    call = ExpertInputs(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, expert_map=expert_map)
-    layer.apply(out, call, permuted, *(buffer[guard:-guard] for buffer in scratch))
-    for buffer in scratch:
-        assert buffer[:guard].isnan().all(), "a kernel wrote in front of its workspace"
-        assert buffer[-guard:].isnan().all(), "a kernel wrote behind its workspace"
-    call_inputs = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    return relative_error(out, reference_experts(problem, conformance_weights(problem), *call_inputs, expert_map))
-
-
 def conformance_weights(problem: MoEProblem) -> ExpertWeights:
     return make_weights(problem, DEVICE)
-
-
-@pytest.mark.few(most=10)
-@pytest.mark.parametrize("scheme", NAMED)
-@pytest.mark.parametrize(
-    ("num_tokens", "keywords"),
-    [
-        (1, {}),
-        (2, {"top_k": 1, "apply_router_weight_on_input": True, "has_bias": True}),
-        (17, {"num_experts": 8, "num_local_experts": 3, "placement": "map", "activation": "silu(limit=0.5)"}),
-    ],
-)
-def test_layer_rounds_where_the_reference_does(scheme: str, num_tokens: int, keywords: dict[str, Any]) -> None:
-    """A closer bound than conformance has: of a kernel from which only the order of sums differs."""
-    problem = make_problem(get_scheme(scheme), 130, 200, **{"dtype": "float16", **keywords})
-    error = run_layer(problem, conformance_weights(problem), num_tokens)
-    assert error < tolerance(problem.quant, "float16", num_tokens * 130, rounds_as_reference=True)
-
-
-# Slow: interpreted, 10 to 20 s a scheme; that the bound is close enough, test_faults shows of the reference.
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", NAMED)
-def test_planted_faults_show_against_the_closer_bound(scheme: str) -> None:
-    problem = make_problem(get_scheme(scheme), 130, 200, has_bias=True)
-    bound = tolerance(problem.quant, "bfloat16", 9 * 130, rounds_as_reference=True)
-    for name, faulty in plant_faults(conformance_weights(problem)):
-        # The bound of 4-bit activations is a tenth of the output and more, so faults are fewer times as large.
-        assert run_layer(problem, faulty, 9) > (2 if scheme == "nvfp4" else 3) * bound, name
 
 
 def test_permuted_weights_are_views_where_nothing_is_padded() -> None:
@@ -591,12 +541,6 @@ def test_one_static_scale_for_all_experts_is_shared() -> None:
     layer.apply(out, ExpertInputs(*call), permuted, *scratch)
     bound = tolerance(problem.quant, "bfloat16", 5 * 130, rounds_as_reference=True)
     assert relative_error(out, reference_experts(problem, weights, *call)) < bound
-
-
-def test_backend_refuses_what_overflows_its_offsets() -> None:
-    problem = make_problem(get_scheme("fp8_block128"), 32768, 40000)
-    (reason,) = TritonQuantizedExperts.unsupported_reasons(problem, SM90)
-    assert reason.startswith("requires fewer than 2**31")
 
 
 def test_config_rules_cover_every_number_of_rows() -> None:

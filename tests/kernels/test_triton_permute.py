@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
+from moereg.backends.triton_moe import TritonExperts
 from moereg.discovery import load_backends
 from moereg.experts import Experts
 from moereg.layouts import ALIGNMENT
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
 from moereg.quant import QuantScheme
+from moereg.testing.inputs import make_weights
 from moereg.tuning.inputs import random_weights
+from moereg.weights import ExpertWeights, PermutedWeights
 
 SM90 = Platform.from_name("cuda:sm90")
 
@@ -62,3 +66,26 @@ def test_permuted_weights_are_aligned(
         assert tensor.data_ptr() % ALIGNMENT == 0, name
         assert tensor.stride() == torch.empty(tensor.shape, device="meta").stride(), name
         assert torch.equal(tensor.view(torch.uint8), plain[name].view(torch.uint8)), name
+
+
+def permuted_layer(**keywords: Any) -> tuple[ExpertWeights, PermutedWeights]:
+    """Weights with biases, before and after; that they stay as they are, the kit checks."""
+    problem = MoEProblem(num_experts=4, top_k=2, has_bias=True, **keywords)
+    weights = make_weights(problem, torch.device("cpu"))
+    return weights, TritonExperts(problem, SM90).permute_weights(weights, problem)
+
+
+def test_views_are_kept_where_nothing_changes() -> None:
+    weights, permuted = permuted_layer(hidden_size=64, intermediate_size=128, activation="relu2")
+    assert permuted["w13"].data_ptr() == weights.w13.data_ptr()
+    assert permuted["w2"].data_ptr() == weights.w2.data_ptr()
+
+    weights, permuted = permuted_layer(hidden_size=72, intermediate_size=40)
+    assert permuted["w13"].shape == (4, 128, 128)
+    assert permuted["w2"].shape == (4, 72, 64)
+    assert torch.equal(permuted["w13"][:, 0:80:2, :72], weights.w13[:, :40])
+    assert torch.equal(permuted["w13"][:, 1:80:2, :72], weights.w13[:, 40:])
+    assert (permuted["w13"][:, 80:] == 0).all()
+    assert (permuted["w13"][:, :, 72:] == 0).all()
+    assert weights.w13_bias is not None
+    assert torch.equal(permuted["w13_bias"][:, 1:80:2], weights.w13_bias[:, 40:])

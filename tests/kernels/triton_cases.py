@@ -15,14 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.backends.triton_moe import TritonExperts
-from moereg.experts import ExpertInputs
-from moereg.facts import fact_reasons
 from moereg.kernels.rows.plan import RoutePlan, SortConfig, route_workspace_numel
 from moereg.kernels.rows.sort import sort_routes
 from moereg.platforms import Platform
 from moereg.problem import MoEProblem
-from moereg.weights import ExpertWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SM90 = Platform.from_name("cuda:sm90")
@@ -133,86 +129,6 @@ def assert_plans_equal(plan: RoutePlan, reference: RoutePlan) -> None:
             found = getattr(plan, field.name)
             assert found.numel() >= expected.numel(), field.name
             assert torch.equal(found[: expected.numel()], expected), field.name
-
-
-def make_weights(problem: MoEProblem) -> ExpertWeights:
-    """Weights of the local experts; gate and up differ in scale, so that a swap shows."""
-    experts, hidden, inner = problem.num_local_experts, problem.hidden_size, problem.intermediate_size
-    halves, dtype = problem.activation.num_halves, problem.torch_dtype
-    w13 = random(experts, halves * inner, hidden, dtype=dtype, scale=hidden**-0.5)
-    w13[:, :inner] *= 3
-    return ExpertWeights(
-        w13=w13,
-        w2=random(experts, hidden, inner, dtype=dtype, scale=inner**-0.5, seed=1),
-        w13_bias=random(experts, halves * inner, dtype=dtype, seed=2) if problem.has_bias else None,
-        w2_bias=random(experts, hidden, dtype=dtype, seed=3) if problem.has_bias else None,
-    )
-
-
-@dataclasses.dataclass
-class Layer:
-    """A layer with its inputs."""
-
-    problem: MoEProblem
-    num_tokens: int
-    kind: str = "random"
-
-    def __post_init__(self) -> None:
-        problem = self.problem
-        self.weights = make_weights(problem)
-        hidden, dtype = problem.hidden_size, problem.torch_dtype
-        self.hidden_states = rows_with_gaps(self.num_tokens, hidden, dtype)
-        self.topk_ids = route(self.kind, self.num_tokens, problem.top_k, problem.num_experts)
-        self.topk_weights = random(self.num_tokens, problem.top_k, dtype=FP32, seed=4).abs() + 0.1
-        self.expert_map = make_map(problem.num_experts, problem.num_local_experts)
-
-    @property
-    def inputs(self) -> ExpertInputs:
-        return ExpertInputs(self.hidden_states, self.topk_weights, self.topk_ids, expert_map=self.expert_map)
-
-    def run(self, weights: ExpertWeights | None = None) -> torch.Tensor:
-        """Runs the backend on poisoned buffers; checks that nothing around them is written and no input changes."""
-        experts = TritonExperts(self.problem, SM90)
-        assert fact_reasons(experts.facts, self.problem) == []
-        assert experts.unsupported_reasons(self.problem, SM90) == []
-        permuted = experts.permute_weights(weights or self.weights, self.problem)
-        shapes = experts.workspace_shapes(self.problem, self.num_tokens)
-        dtype = self.problem.torch_dtype
-        out = Guarded(self.num_tokens, self.problem.hidden_size, dtype=dtype)
-        workspaces = [Guarded(*shape, dtype=dtype) for shape in shapes]
-        before = self.hidden_states.clone(), self.topk_ids.clone(), self.topk_weights.clone()
-        experts.apply(out.tensor, self.inputs, permuted, *(workspace.tensor for workspace in workspaces))
-        for guarded in (out, *workspaces):
-            guarded.check()
-        after = self.hidden_states, self.topk_ids, self.topk_weights
-        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-        return out.tensor
-
-    def reference(self) -> torch.Tensor:
-        """The layer in fp32 from canonical weights, expert by expert."""
-        problem, weights = self.problem, self.weights
-        out = torch.zeros(self.num_tokens, problem.hidden_size, device=DEVICE)
-        for expert in range(problem.num_experts):
-            local = expert if self.expert_map is None else int(self.expert_map[expert])
-            tokens, choices = torch.where(self.topk_ids == expert)
-            if local < 0 or not tokens.numel():
-                continue
-            x, scale = self.hidden_states[tokens].float(), self.topk_weights[tokens, choices, None]
-            if problem.apply_router_weight_on_input:
-                x = x * scale
-            x = x @ weights.w13[local].float().T
-            if weights.w13_bias is not None:
-                x += weights.w13_bias[local].float()
-            y = problem.activation(x) @ weights.w2[local].float().T
-            if weights.w2_bias is not None:
-                y += weights.w2_bias[local].float()
-            out.index_add_(0, tokens, y if problem.apply_router_weight_on_input else y * scale)
-        return out
-
-    def check(self) -> None:
-        """Output against reference."""
-        error = relative_error(self.run(), self.reference())
-        assert error < bound(self.problem.torch_dtype, 3), error
 
 
 def make_problem(
