@@ -267,7 +267,6 @@ def test_kimi_k2_is_read_by_its_published_config(tmp_path: Path, is_nested: bool
 
 
 def _released(family: Family, model: Any, path: Path) -> dict[str, torch.Tensor]:
-    """The tensors that transformers writes, with the publisher's names."""
     released, _ = _save(family, model, path)
     return {name: tensor for file in released.glob("*.safetensors") for name, tensor in load_file(file).items()}
 

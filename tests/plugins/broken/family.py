@@ -63,7 +63,6 @@ def install(folder: Path, wheels: Sequence[Broken] = SIDE_BY_SIDE) -> Site:
 
 
 def ask(site: Site, lines: Sequence[list[str]], seconds: float = 500) -> list[Answer]:
-    """The answers of one interpreter to command lines."""
     process = subprocess.run(
         [sys.executable, "-m", "tests.plugins.broken.commands"],
         input=json.dumps(lines),
