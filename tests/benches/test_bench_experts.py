@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from benches.bench_experts import SampleClock
-
 ROOT = Path(__file__).parents[2]
 
 # Two more backends, and ceilings that take no time.
@@ -70,12 +68,3 @@ def test_backends_are_compared_and_a_wrong_one_has_no_number(tmp_path: Path) -> 
             assert facts[name] is not None
         assert "float32 unquantized" in entry["group"]
         assert entry["group"].endswith("1 tokens")
-
-
-def test_the_clock_moves_by_samples() -> None:
-    clock = SampleClock()
-    clock.load((3.0, 5.0))
-    clock.advance()
-    assert clock.seconds == pytest.approx(3e-6)
-    clock.advance()
-    assert clock.seconds == pytest.approx(8e-6)

@@ -35,7 +35,6 @@ def row(tokens: int, *results: dict[str, Any], default: str = "own", routing: st
 
 @pytest.fixture
 def stored(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes the files of the H200's board."""
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
 
     def write(*found: dict[str, Any], name: str = "board_h200.json", **head: Any) -> None:
@@ -130,15 +129,3 @@ def test_a_backend_whose_kernels_were_not_built_is_named_with_the_figure(stored:
     found = "\n".join(lines("failures"))
     assert "| builder | big unquantized | requires the kernels fp8, got kernels.so with bfloat16; run moereg" in found
     assert "other_shape" not in found
-
-
-def test_first_calls_of_a_file_that_compiled_ours_ahead_are_not_compared(stored: Any) -> None:
-    """Files of before do not say that `triton` was compiled ahead, which it was."""
-    one = row(1, result("triton", 100.0), result("other", 200.0), default="triton")
-    stored(one)
-    *_, other, ours, note = lines("first_use")
-    assert (other, ours) == ("| other | 3 | 12 | 12 |", "| triton | 3 | compiled ahead | compiled ahead |")
-    assert note.startswith("No backend is compared with one that was compiled ahead")
-    slow = {**result("triton", 100.0), "first_ms": 900.0}
-    stored(row(16, slow, result("other", 200.0), default="triton"), name="board_h200_first_use.json", compiled_ahead=[])
-    assert lines("first_use")[2:] == ["| other | 3 | 12 | 12 |", "| triton | 3 | 900 | 900 |"]

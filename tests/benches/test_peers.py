@@ -14,7 +14,6 @@ import pytest
 from benches import pictures, report, results_page
 from benches.board import compare, peers, rows
 from benches.board.compare import Comparison, Place, Timed
-from benches.board.layers import GPU_LAYERS
 
 HEAD = {"schema": 1, "device": "a GPU", "date": "2026-11-23", "layers": {}, "left_out": []}
 UNIFORM = Place("big", "bfloat16", "uniform", 64)
@@ -33,7 +32,6 @@ def row(*results: dict[str, Any], layer: str = "big", roofline_us: float = 50.0,
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """Where the stored results are."""
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
     return tmp_path
 
@@ -110,45 +108,6 @@ def test_rows_are_won_tied_or_lost(own: float | None, peer: float | None, outcom
 def test_a_short_roofline_has_a_margin(roofline: float | None, share: float | None) -> None:
     one = Comparison(UNIFORM, Timed("triton", 40.0, "p"), (), roofline)
     assert one.share == (pytest.approx(share) if share else None)
-
-
-@pytest.fixture
-def board(folder: pathlib.Path) -> pathlib.Path:
-    """Four rows of a layer that is planned, and one of a layer that is not."""
-    name = GPU_LAYERS[0].layer
-    return store(
-        folder,
-        row(result("triton", 10.0), result("other", 40.0), layer=name, tokens=16, roofline_us=5.0),
-        row(result("triton", 100.0), result("other", 100.0), layer=name),
-        row(result("triton", 100.0), result("fast", 25.0), layer=name, routing="zipf"),
-        row(result("triton", None), result("slow", 500.0), layer=name, routing="one_set"),
-        row(result("triton", 10.0), scheme="fp8_block128"),
-    )
-
-
-def test_groups(board: pathlib.Path) -> None:
-    head, _, *found = lines("peers_groups")
-    name = GPU_LAYERS[0].layer
-    assert head == "| group | n | ratio, mean | worst | rows | lost to | share, mean | missing |"
-    planned = sum(len(layer.points) for layer in GPU_LAYERS)
-    # 4 and 1; 15 of 10 us, since the roofline is short, and 50 of 100.
-    assert found[0].startswith(
-        f"| 16-bit weights, uniform | 2 | 2.00 | 1.00 ({name} bfloat16 T 64) | 1 won, 1 tied, 0 lost | - | 87% (2) | "
-    )
-    assert found[1].startswith(
-        f"| 16-bit weights, zipf and one_set | 1 (1 in which triton failed) | 0.25 | 0.25 ({name} bfloat16 zipf T 64) "
-        "| 0 won, 0 tied, 2 lost | fast 1, slow 1 | 50% (1) | "
-    )
-    assert (
-        "| 8-bit floats, uniform | 0 (1 without a peer) | - | - | 0 won, 0 tied, 0 lost | - | 500% (1) | "
-        in "\n".join(found)
-    )
-    (total,) = [line for line in found if line.startswith("| all |")]
-    assert total.endswith(f" | {planned - 4} |"), "the layer that is not planned makes nothing less missing"
-    rule = " ".join(found[found.index(total) + 1 :])
-    assert rule.startswith("10 us are added to a roofline below 20 us (1 rows), since a launch takes longer")
-    assert "0 rows have no share" in rule
-    assert rule.endswith("- `board_h200.json`: a GPU, commit unknown, 2026-11-23")
 
 
 def test_a_process_whose_ceilings_a_row_beats_has_no_shares_on_any_page(folder: pathlib.Path) -> None:

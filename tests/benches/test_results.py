@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benches import cpu_page, report, results_page
+from benches import report, results_page
 from benches.stored import load, quant_rows
 
 MEASURED = {
@@ -97,37 +97,6 @@ def test_shares_of_ceilings_that_a_row_beats_are_none(monkeypatch: pytest.Monkey
     assert lines[5:7] == [
         "- `int8`: time over fp8 worst 1.000.",
         "- `fp8`: share T 1-64 0.800; time over fp8 worst 1.000.",
-    ]
-
-
-def test_cpu_rows_stand_by_dtype_with_their_instruction_set(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    def row(dtype: str, ours: float, peer: float, share: float = 0.5) -> dict[str, Any]:
-        times = {"moereg": ours, "eager": peer, "grouped_mm": 2 * peer}
-        shares = {"flop_share": share, "bandwidth_share": 0.1}
-        return {"shape": "few", "dtype": dtype, "num_tokens": 1, "times_us": times, "ratio": peer / ours, **shares}
-
-    monkeypatch.setattr(cpu_page, "RESULTS", tmp_path)
-    with pytest.raises(FileNotFoundError):
-        cpu_page.summary_table()
-    old = [row("bfloat16", 1000.0, 1200.0), row("bfloat16", 1000.0, 800.0), row("float32", 1000.0, 2000.0, 1.5)]
-    head = {**MEASURED, "device": "a CPU", "threads": 2}
-    (tmp_path / "cpu_old.json").write_text(json.dumps({**head, "rows": old}), encoding="utf-8")
-    new = {**head, "instruction_set": "AVX2", "rows": [row("bfloat16", 1000.0, 1010.0)]}
-    (tmp_path / "cpu_avx2.json").write_text(json.dumps(new), encoding="utf-8")
-    assert cpu_page.summary_table().splitlines()[2:5] == [
-        "| a CPU, AVX2, 2 threads | bfloat16 | 0 won, 1 tied, 0 lost | 1.01 | 1.01 |",
-        "| a CPU, instruction set not stored, 2 threads | bfloat16 | 1 won, 0 tied, 1 lost | 0.98 | 0.80 |",
-        "| a CPU, instruction set not stored, 2 threads | float32 | 1 won, 0 tied, 0 lost | 2.00 | 2.00 |",
-    ]
-    (lost,) = cpu_page.losses_table().splitlines()[2:]
-    assert lost.endswith("| bfloat16 | few | 1 | 1.00 | 0.80 (eager) | 0.80 |")
-    assert [line.split(" | ")[-1] for line in cpu_page.rows_table().splitlines() if "few" in line] == [
-        "50% |",
-        "50% |",
-        "50% |",
-        "- |",
     ]
 
 

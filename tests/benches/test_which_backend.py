@@ -61,24 +61,3 @@ def test_an_emulation_is_chosen_after_every_kernel(verified_on_sm90: which_backe
     texts = [fit.text(sm90) for fit in found.fits("mxfp8", sm90, "standard")]
     assert texts[-1] == "**triton** ✓ (emulated)"
     assert len(texts) > 1
-
-
-def test_how_to_get_a_backend() -> None:
-    rows = dict(line.split(" | ", 1) for line in which_backend.backends_table().splitlines())
-    assert "| comes with moereg | " in rows["| `torch`"]
-    assert "| `pip install 'moereg[triton]'`, for `triton>=3.6`" in rows["| `triton`"]
-    assert "some classes need none of it" in rows["| `cutlass`"]
-    assert "| FlashInfer's cuTile kernels, which need no nvcc | " in f"| {rows['| `flashinfer_cutile`']}"
-    assert "| `pip install ./plugins/moereg-vllm`, with `vllm" in rows["| `marlin`"]
-    # It is on no package index, so that its name alone installs nothing.
-    command = "pip install ./plugins/moereg-aiter 'amd-aiter @ git+https://github.com/ROCm/aiter@v0.1.20'"
-    assert f"| `{command}`, with `amd-aiter<0.1.21,>=0.1.16` | " in rows["| `aiter`"]
-
-
-def test_what_no_class_of_a_backend_does() -> None:
-    header, _, *rows = (line.split(" | ") for line in which_backend.backends_table().splitlines())
-    lacks = {row[0]: row[header.index("does not do")] for row in rows}
-    assert lacks["| `triton`"] == "-"
-    assert "a clamped `swigluoai`" in lacks["| `sonic`"]
-    assert "CUDA graphs" in lacks["| `jax`"]
-    assert "biases" not in lacks["| `jax`"]

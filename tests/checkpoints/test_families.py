@@ -112,8 +112,9 @@ def test_a_layer_routes_like_the_model_in_16_bits(name: str, tmp_path: Path) -> 
     ids, weights = by_expert(*layer.route(expected.hidden_states))
     is_same = (ids == own_ids).all(dim=-1)
     assert is_same.sum() >= len(ids) - (2 if name in ROUNDED_SCORES else 0)
-    # transformers rounds the weights of some models to 16 bits, and of a few their scores before.
-    torch.testing.assert_close(weights[is_same], own_weights[is_same], rtol=2**-6, atol=2**-7)
+    # transformers rounds the weights of some models to 16 bits, and of a few their scores before; of these it does not.
+    rtol, atol = (1e-6, 1e-6) if name in ("deepseek_v2", "deepseek_v3") else (2**-6, 2**-7)
+    torch.testing.assert_close(weights[is_same], own_weights[is_same], rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(("name", "num_experts"), [("deepseek_v4", 256), ("lfm2_moe", 32), ("mistral4", 128)])
@@ -267,7 +268,6 @@ def test_kimi_k2_is_read_by_its_published_config(tmp_path: Path, is_nested: bool
 
 
 def _released(family: Family, model: Any, path: Path) -> dict[str, torch.Tensor]:
-    """The tensors that transformers writes, with the publisher's names."""
     released, _ = _save(family, model, path)
     return {name: tensor for file in released.glob("*.safetensors") for name, tensor in load_file(file).items()}
 

@@ -80,7 +80,6 @@ class Family:
         return self.make_of(self.config())
 
     def make_of(self, config: Any) -> Any:
-        """`make` from another config."""
         generator = torch.Generator().manual_seed(0)
         model = self.model_class(config).eval()
         with torch.no_grad():
@@ -92,14 +91,12 @@ class Family:
         return model
 
     def block(self, model: Any) -> Any:
-        """The module that holds router and experts."""
         layer = find_layers(model)[self.layer]
         names = ("mlp", "feed_forward", "block_sparse_moe", "mixer", "ffn")
         return next(block for name in names if hasattr(block := getattr(layer, name, None), "experts"))
 
 
 def has_entry(config: Any, name: str) -> bool:
-    """Whether a config has an entry of that name."""
     try:
         return hasattr(config, name)
     except Exception:  # An attribute that differs by layer cannot be asked for without one.
@@ -107,7 +104,6 @@ def has_entry(config: Any, name: str) -> bool:
 
 
 def find_layers(model: Any) -> Any:
-    """The list of layers of a language model."""
     for name in ("transformer.blocks", "model.language_model.layers", "model.layers", "layers"):
         found = model
         for part in name.split("."):

@@ -49,7 +49,6 @@ def numbers_of(problem: MoEProblem) -> ExpertWeights:
 
 
 def experts_of(weights: ExpertWeights, experts: tuple[int, ...] | range) -> ExpertWeights:
-    """The weights of some experts."""
     rows = {name: tensor[list(experts)] if tensor.dim() else tensor for name, tensor in weights.tensors().items()}
     return ExpertWeights.unchecked(rows, weights.scheme)
 
@@ -102,7 +101,6 @@ def errors_of(kernel: MoEKernel, one: MoEKernel, problem: MoEProblem, rank: int,
 
 
 def compared(rank: int, size: int, way: str | None = None, **changes: Any) -> dict[str, Any]:
-    """A layer over the group against the same layer on one rank."""
     problem = problem_of(**changes)
     weights = numbers_of(problem)
     one = make_kernel(dataclasses.replace(problem, activation_format="standard"), weights)

@@ -25,7 +25,6 @@ MOST_TOKENS = 16
 def layer_of(
     rank: int, size: int, way: str, num_batches: int = 1, **changes: Any
 ) -> tuple[MoEProblem, MoEKernel, MoEKernel]:
-    """The layer over the group and on one rank."""
     facts = {"num_experts": 16, "hidden_size": 512, "intermediate_size": 256, "top_k": 4, "max_num_tokens": MOST_TOKENS}
     problem = MoEProblem(**{**facts, **changes})
     device = torch.device("cuda", torch.cuda.current_device())

@@ -63,14 +63,6 @@ def test_another_implementation_gets_the_weights_back() -> None:
     assert model.model.layers[0].mlp.experts.down_proj.requires_grad
 
 
-def test_restore_gives_them_back() -> None:
-    model = tiny_model("llama4")
-    expected = logits_of(model)
-    prepare(model, free=True, progress=False)
-    restore(model)
-    assert torch.equal(logits_of(model), expected)
-
-
 @pytest.mark.parametrize("kind", ["between layers", "by name", "by memory"])
 def test_tied_experts_stay_tied(kind: str) -> None:
     model = tiny_model("mixtral")

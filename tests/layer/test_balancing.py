@@ -22,7 +22,6 @@ def zipf_loads(num_experts: int, seed: int) -> list[float]:
 
 
 def excess(placement: ExpertPlacement, loads: Any) -> float:
-    """The largest load of a rank over the mean."""
     found = rank_loads(placement, loads)
     return max(found) * len(found) / sum(found)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moereg.layouts import deinterleave_gate_up, interleave_gate_up, pad_columns, round_up
+from moereg.layouts import deinterleave_gate_up, interleave_gate_up, pad_columns
 
 SIZES = st.integers(1, 9)
 
@@ -66,13 +66,6 @@ def test_padding_adds_zeros_on_the_right(rows: int, columns: int, missing: int) 
 def test_padding_never_crops() -> None:
     with pytest.raises(ValueError, match="columns must be at least 8, got 5"):
         pad_columns(numbered(2, 8), 5)
-
-
-@given(size=st.integers(0, 10**6), multiple=st.integers(1, 4096))
-def test_round_up(size: int, multiple: int) -> None:
-    rounded = round_up(size, multiple)
-    assert rounded % multiple == 0
-    assert 0 <= rounded - size < multiple
 
 
 def test_a_dimension_that_is_not_there_is_refused() -> None:

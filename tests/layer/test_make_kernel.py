@@ -17,7 +17,7 @@ from moereg.reference import relative_error
 from moereg.selection import Selection
 from moereg.testing.inputs import make_inputs, make_weights
 from tests.layer.small_layers import CPU, INPUTS, build_refused, call, expected, kernel_of, problem_of, selection_of
-from tests.support.fakes import FakeExperts, PerRouteExperts
+from tests.support.fakes import FakeExperts
 
 
 def test_selection_has_to_be_this_problems() -> None:
@@ -40,12 +40,6 @@ def test_selection_has_to_be_registered_here() -> None:
 def test_weights_have_to_be_where_the_platform_is() -> None:
     weights = make_weights(problem_of(), CPU).to("meta")
     build_refused("needs weights on a cpu or cuda device, got meta; move the weights there", weights=weights)
-
-
-def test_prepare_finalize_can_be_given() -> None:
-    movement = StandardPrepareFinalize()
-    kernel = kernel_of(problem_of(), PerRouteExperts, prepare_finalize=movement)
-    assert torch.equal(call(kernel, INPUTS), call(kernel_of(problem_of(), PerRouteExperts), INPUTS))
 
 
 def test_layouts_have_to_match() -> None:

@@ -21,6 +21,8 @@ def test_published_configs() -> None:
     lite = {"model_type": "deepseek_v2", **sizes, "topk_method": "greedy", "routed_scaling_factor": 1.0}
     spec = RouterSpec(kind="grouped_softmax_topk", num_experts=64, top_k=6, fp32_logits=True)
     assert RouterSpec.from_config({**lite, "norm_topk_prob": False, "scoring_func": "softmax"}) == spec
+    olmoe = {"model_type": "olmoe", "num_experts": 64, "num_experts_per_tok": 8}
+    assert RouterSpec.from_config(olmoe) == RouterSpec(kind="softmax_topk", num_experts=64, top_k=8)
     v3 = {"model_type": "deepseek_v3", "n_routed_experts": 256, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5}
     found = RouterSpec.from_config({**v3, "topk_method": "noaux_tc", "n_group": 8, "topk_group": 4})
     assert (found.kind, found.num_groups, found.topk_groups) == ("grouped_sigmoid_topk", 8, 4)

@@ -49,8 +49,8 @@ def read_table(table: Path) -> tuple[Mutant, ...]:
     """The mutants of a file, which are written as hunks of a diff.
 
     `[file] tests` heads a block. A row of it is `name @ test`, with more tests behind it where they are needed; `::`
-    begins one in the block's file of tests. `~ old ~> new` follows, or, where that is longer than a line, those of
-    `old` with `-`, those of `new` with `+` and those of both with a space. `#` begins a comment.
+    begins one in the block's file of tests. `~ old ~> new` follows, or, where that is longer than a line, lines of
+    `old` with `-`, of `new` with `+` and of both with a space. `#` begins a comment.
     """
     file = home = ""
     rows: list[tuple[str, str, tuple[str, ...], list[str]]] = []

@@ -197,7 +197,6 @@ def _text(default: Any) -> str:
 
 
 def _parsed(parameters: str) -> dict[str, inspect.Parameter]:
-    """Parameters by name, from their text."""
     arguments = ast.parse(f"def f{parameters}: ...").body[0].args  # type: ignore[attr-defined]
     kinds = inspect.Parameter
     plain = [*arguments.posonlyargs, *arguments.args]

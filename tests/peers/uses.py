@@ -174,7 +174,6 @@ def _uses(nodes: list[ast.AST], bound: dict[str, str], file: str) -> Iterator[tu
 
 
 def _assigned(target: ast.expr) -> list[str]:
-    """Names that an assignment gives, in order."""
     return [
         node.id for node in (target.elts if isinstance(target, ast.Tuple) else [target]) if isinstance(node, ast.Name)
     ]

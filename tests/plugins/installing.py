@@ -27,7 +27,6 @@ class Site:
         self._pip("--no-deps", "--no-build-isolation", *sources)
 
     def install_from_index(self, *requirements: str) -> None:
-        """Installs packages with what they depend on."""
         self._pip(*requirements)
 
     def _pip(self, *arguments: Path | str) -> None:
@@ -50,7 +49,6 @@ class Site:
         )
 
     def moereg(self, line: str | Sequence[str], seconds: float = 240) -> subprocess.CompletedProcess[str]:
-        """Runs a command line of moereg."""
         return self.python("-m", "moereg", *(line.split() if isinstance(line, str) else line), seconds=seconds)
 
 
@@ -61,15 +59,7 @@ def write_wheel(
     entry_points: Mapping[str, Mapping[str, str]],
     version: str = "1.0",
 ) -> Path:
-    """A wheel as a build tool would write it, in a fraction of the time.
-
-    Args:
-        folder: To write to.
-        distribution: Its name, as pip spells it.
-        files: Contents by path in the wheel.
-        entry_points: Values by name, by group.
-        version: Its version.
-    """
+    """A wheel as a build tool would write it, in a fraction of the time: its files, and values by name by group."""
     stem = f"{distribution.replace('-', '_')}-{version}"
     points = [
         line

@@ -69,14 +69,6 @@ def test_restored_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
         assert relative_error(found, truth) < torch.finfo(dtype).eps
 
 
-def test_unquantized_weights_restore_to_themselves() -> None:
-    weights = make_weights()
-    w13, w2 = dequantize_weights(weights)
-    assert torch.equal(w13, weights.w13)
-    assert torch.equal(w2, weights.w2)
-    assert w13.data_ptr() != weights.w13.data_ptr()
-
-
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_blocks_of_rows_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = make_weights(hidden_size=300, intermediate_size=136)

@@ -31,13 +31,11 @@ class Command:
 
 
 def commands_of(page: Path) -> list[Command]:
-    """The commands of a page's console blocks, in order."""
     blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     return [command for block in blocks for command in commands_in(block)]
 
 
 def commands_in(block: str) -> list[Command]:
-    """The commands of one console block, in order."""
     found: list[Command] = []
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         line, *shown = part.rstrip("\n").split("\n")

@@ -41,7 +41,6 @@ def run_experts(
 def error_of(
     experts_class: type[Experts], problem: MoEProblem, platform: Platform, num_tokens: int = 24, routing: str = "skewed"
 ) -> float:
-    """The relative error of one call with random weights and inputs."""
     weights = make_weights(problem, CPU)
     inputs = make_inputs(problem, num_tokens, routing, CPU)
     expert_map = make_expert_map(problem, CPU)

@@ -35,7 +35,6 @@ class Imitation:
 
     @property
     def library(self) -> Library:
-        """In the place of FlashInfer."""
         return Library(self.fused_moe, self.workspace_bytes, ActivationType, None, Path("fused_moe_90.so"))
 
     def workspace_bytes(self, num_rows, hidden, intermediate, num_experts, top_k, *, x_dtype, weight_dtype, **_):

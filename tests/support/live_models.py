@@ -10,7 +10,6 @@ PROMPT: Final = torch.tensor([[3, 9, 27, 5, 15], [4, 16, 11, 44, 23]])
 
 
 def logits_of(model: Any, prompt: torch.Tensor = PROMPT) -> torch.Tensor:
-    """Of a call without gradients."""
     with torch.no_grad():
         found: torch.Tensor = model(prompt).logits
     return found

@@ -68,7 +68,6 @@ print(json.dumps(costs))
 
 
 def install_wheels(folder: Path, count: int) -> Path:
-    """A folder with that many wheels of one backend each."""
     folder.mkdir()
     for number in range(count):
         name = f"wheel_{number:02d}"

@@ -37,12 +37,10 @@ class Block:
 
     @property
     def name(self) -> str:
-        """Of a test about it."""
         return f"{self.page.name}:{self.line}"
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """All fenced blocks of a page, in order."""
     text = page.read_text()
     found = []
     for match in _BLOCK.finditer(text):

@@ -17,7 +17,6 @@ GROUP_SIZE = 32
 
 
 def main() -> None:
-    """Writes the directory."""
     model = Model(num_experts=2, hidden_size=64, intermediate_size=96, dtype=torch.float16)
     config = {
         "quant_method": "awq",

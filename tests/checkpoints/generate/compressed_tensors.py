@@ -79,7 +79,6 @@ def _compressed(matrix: torch.Tensor, scheme: QuantizationScheme, layout: str) -
 
 
 def main() -> None:
-    """Writes the directories."""
     for directory, (preset, layout, weights, activations) in CHECKPOINTS.items():
         has_wide_groups = "block" in directory or "w4afp8" in directory
         sizes = (128, 128) if has_wide_groups else (64, 96)

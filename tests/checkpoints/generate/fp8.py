@@ -15,7 +15,6 @@ from tests.checkpoints.generate.generating import Model, save
 
 
 def main() -> None:
-    """Writes the directory."""
     config = {
         "quant_method": "fp8",
         "fmt": "e4m3",

@@ -50,7 +50,6 @@ def _packed(matrix: torch.Tensor, settings: dict[str, Any]) -> tuple[dict[str, t
 
 
 def main() -> None:
-    """Writes the directories."""
     for directory, settings in CHECKPOINTS.items():
         model = Model(num_experts=2, hidden_size=64, intermediate_size=96, dtype=torch.float16)
         config = {"quant_method": "gptq", "bits": 4, "pack_dtype": "int32", "lm_head": False, **settings}

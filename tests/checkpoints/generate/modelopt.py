@@ -31,7 +31,6 @@ CHECKPOINTS: Final = {
 
 
 def _transformer(model: Model) -> Qwen3MoeForCausalLM:
-    """A whole model around the experts."""
     config = Qwen3MoeConfig(
         **model.config, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=64, intermediate_size=64
     )
@@ -58,7 +57,6 @@ def _dequantized(tensors: dict[str, torch.Tensor], module: str, matrix: torch.Te
 
 
 def main() -> None:
-    """Writes the directories."""
     for directory, recipe in CHECKPOINTS.items():
         model = Model(num_experts=2, hidden_size=64, intermediate_size=96, dtype=torch.bfloat16)
         transformer = _transformer(model)

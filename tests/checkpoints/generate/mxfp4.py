@@ -19,7 +19,6 @@ INTERMEDIATE: Final = 96
 
 
 def main() -> None:
-    """Writes the directory."""
     config = {
         "model_type": "gpt_oss",
         "num_hidden_layers": 1,

@@ -33,7 +33,6 @@ def _answer(line: list[str]) -> tuple[int, str, str]:
 
 
 def main() -> None:
-    """Answers all."""
     print(json.dumps([_answer(line) for line in json.load(sys.stdin)]))
 
 

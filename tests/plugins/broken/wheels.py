@@ -81,11 +81,9 @@ class Broken:
 
     @property
     def distribution(self) -> str:
-        """As pip names the wheel."""
         return f"broken-{self.name.replace('_', '-')}"
 
     def write(self, folder: Path) -> Path:
-        """The wheel, for pip to install."""
         module = f"broken_{self.name}"
         source = self.source.replace("@name@", self.name) if isinstance(self.source, str) else self.source
         files: dict[str, str | bytes] = {f"{module}/__init__.py": source}
