@@ -19,18 +19,18 @@ from packaging.requirements import Requirement
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from moereg.cli._layer import check_run_fits
-from moereg.discovery import current_platform
 from moereg.dispatch import explain_backends
 from moereg.errors import TooLargeError
-from moereg.problem import MoEProblem
-from moereg.selection import Decision, Selection
-from moereg.shapes import MODEL_SHAPES
-from moereg.testing.provenance import clocks, provenance
-from moereg.tolerances import layer_tolerance
+from moereg.evidence.provenance import clocks, provenance
+from moereg.numerics.tolerances import layer_tolerance
+from moereg.plugins.loader import current_platform
+from moereg.selection.result import Decision, Selection
+from moereg.spec.model_shapes import MODEL_SHAPES
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.compare import Comparison, Measurement
 from moereg.tuning.inputs import num_calls, random_calls, random_weights
 from moereg.tuning.roofline import Ceilings, measure_ceilings
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 PLATFORM = current_platform()
 DEVICE = torch.device(PLATFORM.device_type)

@@ -29,16 +29,16 @@ from typing import Any, Final
 import torch
 
 from moereg.dispatch import select_backend
-from moereg.layer import MoEKernel, make_kernel
+from moereg.evidence.provenance import clocks, provenance
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.numerics.reference import reference_experts
+from moereg.numerics.tolerances import tolerance
 from moereg.platforms import Platform, probe_platform
-from moereg.problem import MoEProblem
-from moereg.reference import reference_experts
-from moereg.shapes import get_shape
-from moereg.testing.provenance import clocks, provenance
-from moereg.tolerances import tolerance
+from moereg.spec.model_shapes import get_shape
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.compare import output_error
 from moereg.tuning.inputs import random_call, random_weights
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 MODELS: Final = ("qwen3-30b-a3b", "gpt-oss-120b", "mixtral-8x7b")
 NUM_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from moereg.discovery import current_platform, load_backends
+from moereg.plugins.loader import current_platform, load_backends
 from moereg.testing.cases import Case, default_device, runnable_platform
 from moereg.testing.inputs import make_weights
 from moereg.testing.problems import claimed_problems

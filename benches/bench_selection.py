@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import moereg
-from moereg.discovery import load_backends
 from moereg.platforms import Platform
+from moereg.plugins.loader import load_backends
 from moereg.registry import REGISTRY, register_moe_backend, registering_origin
 from tests.support.fakes import FakeExperts
 

@@ -22,18 +22,18 @@ from packaging.utils import canonicalize_name
 from benches.board import rows as board_rows
 from benches.markdown import table
 from benches.stored import SAME
-from moereg.decide import decide
-from moereg.digest import files_stay
-from moereg.discovery import load_backends
-from moereg.facts import Facts
+from moereg.evidence.code_digest import files_stay
+from moereg.evidence.ledger import Evidence, arch_name, evidence_of
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES
+from moereg.plugins.loader import load_backends
 from moereg.registration import collecting_with
 from moereg.registry import BUILTIN, BackendCell
-from moereg.request import Request
-from moereg.selection import Decision
-from moereg.testing.ledger import Evidence, arch_name, evidence_of
+from moereg.selection.decide import decide
+from moereg.selection.request import Request
+from moereg.selection.result import Decision
+from moereg.spec.facts import Facts
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES
 
 if sys.version_info >= (3, 11):
     import tomllib

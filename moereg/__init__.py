@@ -31,7 +31,7 @@ Errors and warnings
     `UnsupportedProblemError`. All warnings are a `MoeregWarning`, such as `PluginWarning`.
 
 `moereg.integrations.transformers` runs live models on these kernels, `moereg.routing` computes `topk_weights` and
-`topk_ids` as models do, `moereg.quantize` quantizes and restores weights, `moereg.shapes` has the sizes of known
+`topk_ids` as models do, `moereg.quantize` quantizes and restores weights, `moereg.spec.model_shapes` has the sizes of known
 models, and `moereg.testing` is the conformance kit.
 """
 
@@ -40,13 +40,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from moereg._aliases import resolve_former_names
 from moereg._version import __version__
 
 if TYPE_CHECKING:
-    from moereg.activations import Activation
-    from moereg.balancing import balance_experts
     from moereg.checkpoints import load_experts
-    from moereg.discovery import list_backends
     from moereg.dispatch import Selection, explain_backends, select_backend
     from moereg.errors import (
         ArgumentError,
@@ -64,16 +62,19 @@ if TYPE_CHECKING:
         UnknownNameError,
         UnsupportedProblemError,
     )
-    from moereg.expert_placement import ExpertPlacement
-    from moereg.layer import MoEKernel, make_kernel
-    from moereg.module import MoELayer
-    from moereg.movement import explain_movements, select_movement
+    from moereg.layer.factory import MoEKernel, make_kernel
+    from moereg.layer.movement import explain_movements, select_movement
+    from moereg.nn.module import MoELayer
     from moereg.platforms import Platform
+    from moereg.plugins.loader import list_backends
     from moereg.prepare_finalize import register_prepare_finalize
-    from moereg.problem import MoEProblem
-    from moereg.quant import QuantScheme
+    from moereg.prepare_finalize.eplb import balance_experts
+    from moereg.prepare_finalize.expert_placement import ExpertPlacement
     from moereg.registry import register_moe_backend
-    from moereg.weights import ExpertWeights
+    from moereg.spec.activations import Activation
+    from moereg.spec.problem import MoEProblem
+    from moereg.spec.quant_schemes import QuantScheme
+    from moereg.weights.permuted import ExpertWeights
 
 __all__ = [
     "Activation",
@@ -114,10 +115,10 @@ __all__ = [
 
 
 _HOMES: Final = {
-    "moereg.activations": ("Activation",),
-    "moereg.balancing": ("balance_experts",),
+    "moereg.spec.activations": ("Activation",),
+    "moereg.prepare_finalize.eplb": ("balance_experts",),
     "moereg.checkpoints": ("load_experts",),
-    "moereg.discovery": ("list_backends",),
+    "moereg.plugins.loader": ("list_backends",),
     "moereg.dispatch": (
         "Selection",
         "explain_backends",
@@ -139,21 +140,24 @@ _HOMES: Final = {
         "UnknownNameError",
         "UnsupportedProblemError",
     ),
-    "moereg.expert_placement": ("ExpertPlacement",),
-    "moereg.layer": (
+    "moereg.prepare_finalize.expert_placement": ("ExpertPlacement",),
+    "moereg.layer.factory": (
         "MoEKernel",
         "make_kernel",
     ),
-    "moereg.module": ("MoELayer",),
-    "moereg.movement": ("explain_movements", "select_movement"),
+    "moereg.nn.module": ("MoELayer",),
+    "moereg.layer.movement": ("explain_movements", "select_movement"),
     "moereg.platforms": ("Platform",),
     "moereg.prepare_finalize": ("register_prepare_finalize",),
-    "moereg.problem": ("MoEProblem",),
-    "moereg.quant": ("QuantScheme",),
+    "moereg.spec.problem": ("MoEProblem",),
+    "moereg.spec.quant_schemes": ("QuantScheme",),
     "moereg.registry": ("register_moe_backend",),
-    "moereg.weights": ("ExpertWeights",),
+    "moereg.weights.permuted": ("ExpertWeights",),
 }
 """Names are imported when they are first read: torch takes a second, and not every command needs it."""
+
+
+resolve_former_names()
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ Answers `--version` itself, and loads torch, which takes a second or two, only f
 import sys
 
 from moereg._version import __version__
-from moereg.python_process import leave_current_folder
+from moereg.runtime.python_process import leave_current_folder
 
 __all__ = ["main"]
 
@@ -19,7 +19,7 @@ def main() -> int:
             return 0
         except OSError:  # The command line knows what to say of streams that are closed or full.
             pass
-    from moereg.lazy_torch import load_torch_at_first_use
+    from moereg.runtime.lazy_torch import load_torch_at_first_use
 
     load_torch_at_first_use()
     from moereg.cli import main as run_command

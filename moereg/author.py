@@ -1,13 +1,12 @@
 """The names that the author of a backend or a platform imports. `moereg.testing` is the kit that checks a backend."""
 
-from moereg.discovery import list_backends, list_cells
 from moereg.dispatch import explain_backends
-from moereg.expert_placement import PlacementTables, token_turns
 from moereg.experts import ExpertInputs, Experts
-from moereg.facts import Facts
 from moereg.kernels.plain.device import local_expert_ids
-from moereg.layouts import deinterleave_gate_up, interleave_gate_up, pad_columns, round_up
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import layer_tolerance, tolerance
 from moereg.platforms import Platform, PlatformKind, PlatformRule
+from moereg.plugins.loader import list_backends, list_cells
 from moereg.prepare_finalize import (
     Group,
     GroupFacts,
@@ -19,14 +18,15 @@ from moereg.prepare_finalize import (
     PrepareFinalize,
     register_prepare_finalize,
 )
+from moereg.prepare_finalize.expert_placement import PlacementTables, token_turns
 from moereg.prepare_finalize.wire import PlainWire, Received, Wire, as_bytes
-from moereg.problem import MoEProblem
-from moereg.quant import QuantFormat, QuantScheme
 from moereg.quantize import dequantize_weights, quantize_weights
-from moereg.reference import reference_experts, relative_error
 from moereg.registry import API_VERSION, BackendCell, register_moe_backend
-from moereg.tolerances import layer_tolerance, tolerance
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.spec.facts import Facts
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantFormat, QuantScheme
+from moereg.weights.layouts import deinterleave_gate_up, interleave_gate_up, pad_columns, round_up
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 __all__ = [
     "API_VERSION",

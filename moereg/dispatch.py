@@ -1,6 +1,6 @@
 """Choosing a backend: what is loaded, the machine at hand and the environment are read here, once a selection.
 
-`moereg.decide` does the rest, out of arguments alone.
+`moereg.selection.decide` does the rest, out of arguments alone.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Hashable, Iterator
 from typing import Final
 
 from moereg.arguments import takes
-from moereg.decide import decide, evaluate, rank
-from moereg.discovery import load_backends, platform_of, plugin_statuses, read_platform
 from moereg.errors import MoeregWarning, UnsupportedProblemError
-from moereg.machine import PROBES, lacks
+from moereg.evidence.quarantine import read_quarantine
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quarantine import read_quarantine
-from moereg.reasons import Reason
+from moereg.plugins.loader import load_backends, platform_of, plugin_statuses, read_platform
 from moereg.registry import BUILTIN, BackendCell
-from moereg.request import Names, Request
-from moereg.selection import Decision, Selection
+from moereg.selection.decide import decide, evaluate, rank
+from moereg.selection.request import Names, Request
+from moereg.selection.requirements import PROBES, lacks
+from moereg.selection.result import Decision, Selection
+from moereg.spec.problem import MoEProblem
+from moereg.spec.reasons import Reason
 
 __all__ = [
     "Decision",

@@ -10,11 +10,11 @@ from typing import ClassVar, Final
 
 import torch
 
-from moereg.facts import Facts
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import QuantScheme
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.spec.facts import Facts
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 __all__ = ["INPUT_FORMS", "OUTPUT_FORMS", "BuildPlan", "ExpertInputs", "Experts", "Facts", "KernelBuilder"]
 

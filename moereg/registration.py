@@ -21,9 +21,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from moereg._version import __version__
 from moereg.errors import ArgumentError, RegistrationError, UnknownNameError, one_line, shown
 from moereg.experts import INPUT_FORMS, OUTPUT_FORMS, Experts
-from moereg.facts import Facts, check_facts
 from moereg.platforms import Platform, PlatformRule
-from moereg.quant import QUANT_SCHEMES, QuantScheme, get_scheme
+from moereg.spec.facts import Facts, check_facts
+from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme, get_scheme
 
 BUILTIN: Final = "builtin"
 """The origin of moereg's own cells."""

@@ -4,7 +4,7 @@ A cell is one claim of a class: what it computes, where, and with which priority
 between ranks (`moereg.prepare_finalize.cells`) are registered, kept and published by the same code.
 
 A registry of one's own is filled with `register_moe_backend(..., registry=mine)` and chosen from with
-`moereg.decide.decide(..., cells=mine.cells)`.
+`moereg.selection.decide.decide(..., cells=mine.cells)`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from typing_extensions import Unpack
 from moereg.arguments import check_instance
 from moereg.errors import RegistrationError
 from moereg.experts import Experts
-from moereg.facts import Facts, NarrowedFacts, disjoint_fact, narrow_facts
 from moereg.platforms import KINDS, Platform, PlatformKind, PlatformRule
-from moereg.quant import QuantScheme
 from moereg.registration import (
     BUILTIN,
     Probe,
@@ -33,6 +31,8 @@ from moereg.registration import (
     read_schemes,
     registering_origin,
 )
+from moereg.spec.facts import Facts, NarrowedFacts, disjoint_fact, narrow_facts
+from moereg.spec.quant_schemes import QuantScheme
 
 __all__ = [
     "API_VERSION",
@@ -287,7 +287,7 @@ def register_moe_backend(
         probes: Checks of the machine at hand for what versions cannot say.
         opt_in: Whether a request has to name the backend.
         tier: `kernel`, or `emulation` which never beats a kernel.
-        registry: Where to store; the one that `select_backend` reads by default. `moereg.decide.decide` chooses among
+        registry: Where to store; the one that `select_backend` reads by default. `moereg.selection.decide.decide` chooses among
             the cells of any.
         **narrowed: Fields of `Facts` that promise less here than in the class.
 

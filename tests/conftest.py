@@ -65,7 +65,7 @@ def one_thread() -> Iterator[None]:
 def cpu_features(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Call it with fields of `CpuFeatures` to answer as another CPU would; nothing that was answered so is kept."""
     from moereg.kernels.plain import cpu
-    from moereg.machine import PROBES
+    from moereg.selection.requirements import PROBES
 
     monkeypatch.setattr(PROBES, "_answers", {})
     here = cpu.features()
@@ -80,7 +80,7 @@ def cpu_features(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def isolated_registry() -> Iterator[BackendRegistry]:
     """The global registry with all backends loaded; a test's additions are gone afterwards."""
-    from moereg.discovery import load_backends
+    from moereg.plugins.loader import load_backends
     from moereg.prepare_finalize import MOVEMENTS
 
     load_backends()
@@ -94,7 +94,7 @@ def isolated_registry() -> Iterator[BackendRegistry]:
 def _registry_keeps_its_backends() -> Iterator[None]:
     """Backends are loaded once in a process: who puts back an older registry takes them from every later test."""
     yield
-    loader = getattr(sys.modules.get("moereg.discovery"), "_LOADER", None)
+    loader = getattr(sys.modules.get("moereg.plugins.loader"), "_LOADER", None)
     if loader is not None and loader._registry is REGISTRY and loader._statuses is not None:
         assert REGISTRY.by_name("torch"), "the test left the registry without the backends that it had loaded"
 
@@ -179,8 +179,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     import pathlib
 
-    from moereg.discovery import current_platform, load_backends
-    from moereg.testing.ledger import Verification, merge_ledger
+    from moereg.evidence.ledger import Verification, merge_ledger
+    from moereg.plugins.loader import current_platform, load_backends
 
     platform = current_platform()
     records = [

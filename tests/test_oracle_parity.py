@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 
-import moereg.decide
+import moereg.selection.decide
 from moereg.errors import MoeregError
-from moereg.machine import Probes
+from moereg.evidence.ledger import evidence_of, read_ledger
 from moereg.platforms import Platform
-from moereg.quant import QUANT_SCHEMES
-from moereg.reasons import Reason
 from moereg.registration import Probe
 from moereg.registry import BUILTIN, BackendCell
-from moereg.request import Request
-from moereg.selection import Decision, Selection
-from moereg.testing.ledger import evidence_of, read_ledger
+from moereg.selection.request import Request
+from moereg.selection.requirements import Probes
+from moereg.selection.result import Decision, Selection
+from moereg.spec.quant_schemes import QUANT_SCHEMES
+from moereg.spec.reasons import Reason
 from tests.oracle_parity.cells import OWN, PACKAGES, builtin_cells, parity_cells
 from tests.oracle_parity.oracles import ORACLES, Answer
 from tests.oracle_parity.rows import BRANCHES, DIFFERENCES, ROWS, Row
@@ -72,7 +72,7 @@ def choose(row: Row, cells: Sequence[BackendCell]) -> Selection:
     if row.named:  # A pattern gives those that are named beside it one place, in which they go by priority.
         words["prefer"] = ",".join(["*", *sorted({cell.name for cell in cells if cell.opt_in})])
     request = Request.resolve(problem.quant.name, **words, environ=environ, cells=cells)
-    return moereg.decide.decide(problem, row.machine(), request, cells, probes=OneFailing(row.failing))
+    return moereg.selection.decide.decide(problem, row.machine(), request, cells, probes=OneFailing(row.failing))
 
 
 def accepted(decisions: Iterable[Decision]) -> list[str]:
@@ -194,7 +194,7 @@ class Fit:
         """Whether the row fails with another cell, or none, in place of this one."""
         said, cells = self.said, (*self.others, *([mutant] if mutant else []))
         probes = OneFailing(self.row.failing)
-        decided = moereg.decide.decide(said.problem, said.platform, said.request, cells, probes=probes)
+        decided = moereg.selection.decide.decide(said.problem, said.platform, said.request, cells, probes=probes)
         return sees(self.row, decided.decisions)
 
 
@@ -275,7 +275,7 @@ def test_neighbors_that_change_places_fail_a_row(answered: Answered) -> None:
                 id(first): dataclasses.replace(first, priority=second.priority),
                 id(second): dataclasses.replace(second, priority=first.priority),
             }
-            mutated = moereg.decide.rank([swapped.get(id(each), each) for each in fitting], said.request)
+            mutated = moereg.selection.decide.rank([swapped.get(id(each), each) for each in fitting], said.request)
             if sees(row, mutated):
                 seen.add(pair)
             elif accepted(mutated) != accepted(fitting) and {first.backend, second.backend} <= TOLD:
@@ -295,7 +295,7 @@ def test_a_deleted_kind_of_reason_fails_a_row(code: str, answered: Answered) -> 
         return dataclasses.replace(decision, reasons=tuple(r for r in decision.reasons if r.code != code))
 
     assert any(
-        sees(row, moereg.decide.rank(map(without, said.decisions), said.request))
+        sees(row, moereg.selection.decide.rank(map(without, said.decisions), said.request))
         for row, said in answered
         if any(reason.code == code for decision in said.decisions for reason in decision.reasons)
     )
@@ -304,19 +304,23 @@ def test_a_deleted_kind_of_reason_fails_a_row(code: str, answered: Answered) -> 
 def without_tiers(decisions: Iterable[Decision], request: Request) -> tuple[Decision, ...]:
     """A ranking that takes an emulation for a kernel. What it ranks keeps its tier, which a row says."""
     of_one_tier = {dataclasses.replace(decision, tier="kernel"): decision for decision in decisions}
-    return tuple(of_one_tier[decision] for decision in moereg.decide.rank(of_one_tier, request))
+    return tuple(of_one_tier[decision] for decision in moereg.selection.decide.rank(of_one_tier, request))
 
 
 RANKINGS: dict[str, Callable[[Iterable[Decision], Request], tuple[Decision, ...]]] = {
     "tier": without_tiers,
-    "prefer": lambda decisions, request: moereg.decide.rank(decisions, dataclasses.replace(request, prefer=())),
-    "require": lambda decisions, request: moereg.decide.rank(decisions, dataclasses.replace(request, require=())),
+    "prefer": lambda decisions, request: moereg.selection.decide.rank(
+        decisions, dataclasses.replace(request, prefer=())
+    ),
+    "require": lambda decisions, request: moereg.selection.decide.rank(
+        decisions, dataclasses.replace(request, require=())
+    ),
 }
 
 
 @pytest.mark.parametrize("rule", RANKINGS)
 def test_a_deleted_rule_of_ranking_fails_a_row(rule: str, answered: Answered) -> None:
-    assert not any(sees(row, moereg.decide.rank(said.decisions, said.request)) for row, said in answered)
+    assert not any(sees(row, moereg.selection.decide.rank(said.decisions, said.request)) for row, said in answered)
     assert any(sees(row, RANKINGS[rule](said.decisions, said.request)) for row, said in answered)
 
 

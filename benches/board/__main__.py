@@ -33,9 +33,9 @@ from benches.board.layers import BoardLayer, layers_of
 from benches.board.measure import COMPILED_AHEAD, Limits, Lost, Marker, Wanted, measure_board, patterns
 from benches.board.store import Board
 from benches.stored import instruction_set
-from moereg.discovery import current_platform, load_backends
+from moereg.evidence.provenance import provenance
 from moereg.platforms import Platform
-from moereg.testing.provenance import provenance
+from moereg.plugins.loader import current_platform, load_backends
 from moereg.tuning.inputs import ROUTINGS
 from moereg.tuning.timing import ROUNDS, SECONDS
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from moereg.problem import MoEProblem
-from moereg.shapes import get_shape
+from moereg.spec.model_shapes import get_shape
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import ROUTINGS
 
 __all__ = ["CPU_LAYERS", "GPU_LAYERS", "BoardLayer", "Point", "layers_of"]

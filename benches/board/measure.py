@@ -20,20 +20,20 @@ import torch
 from benches.board.layers import BoardLayer, Point
 from benches.board.rows import compiled_ahead
 from benches.board.store import Board, Row
-from moereg.discovery import load_backends
 from moereg.dispatch import explain_backends
-from moereg.memory import format_bytes, free_memory_bytes
+from moereg.evidence.provenance import clocks
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform, torch_device
-from moereg.problem import MoEProblem
-from moereg.selection import Decision, Selection, nearest_by_backend
-from moereg.testing.provenance import clocks
-from moereg.tolerances import layer_tolerance
+from moereg.plugins.loader import load_backends
+from moereg.runtime.memory import format_bytes, free_memory_bytes
+from moereg.runtime.workspace import WORKSPACES
+from moereg.selection.result import Decision, Selection, nearest_by_backend
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.compare import Comparison, Measurement
 from moereg.tuning.inputs import random_calls, random_weights
 from moereg.tuning.roofline import Ceilings, expert_bytes, measure_ceilings
 from moereg.tuning.timing import ROUNDS, SECONDS
-from moereg.weights import ExpertWeights
-from moereg.workspace import WORKSPACES
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["COMPILED_AHEAD", "Limits", "Lost", "Marker", "Wanted", "measure_board"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
-from moereg.discovery import load_backends
+from moereg.plugins.loader import load_backends
 from moereg.registry import REGISTRY, BackendCell
 
 __all__ = ["UNTUNED", "register", "untuned"]

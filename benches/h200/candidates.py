@@ -18,9 +18,9 @@ import torch
 
 from moereg.kernels.gemm.config import GemmPair, GemvConfig, GemvPair, GroupedGemmConfig
 from moereg.kernels.hopper.config import HopperConfigRule
-from moereg.layer import MoEKernel
-from moereg.reference import relative_error
-from moereg.tolerances import tolerance
+from moereg.layer.factory import MoEKernel
+from moereg.numerics.reference import relative_error
+from moereg.numerics.tolerances import tolerance
 from moereg.tuning.inputs import Call
 from moereg.tuning.timing import ROUNDS, Run, kernel_runs, time_runs
 

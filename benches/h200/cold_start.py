@@ -26,10 +26,10 @@ def serve(quant: str) -> dict[str, Any]:
     import torch
 
     from moereg.kernels.launch.ahead import counted_compilations
-    from moereg.layer import make_kernel
-    from moereg.problem import MoEProblem
+    from moereg.layer.factory import make_kernel
     from moereg.routing import softmax_topk
-    from moereg.shapes import get_shape
+    from moereg.spec.model_shapes import get_shape
+    from moereg.spec.problem import MoEProblem
     from moereg.testing.inputs import make_weights
 
     problem = MoEProblem(**get_shape(MODEL).problem_keywords(), quant=quant, max_num_tokens=max(CALLED))
@@ -74,8 +74,8 @@ def main() -> int:
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     options = parser.parse_args()
-    from moereg.discovery import current_platform
-    from moereg.testing.provenance import provenance
+    from moereg.evidence.provenance import provenance
+    from moereg.plugins.loader import current_platform
 
     platform = current_platform()
     rows = []

@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from moereg.problem import MoEProblem
-from moereg.shapes import get_shape
+from moereg.spec.model_shapes import get_shape
+from moereg.spec.problem import MoEProblem
 
 LAYERS: Final = {
     "qwen3": ("qwen3-30b-a3b", "unquantized"),
@@ -237,8 +237,8 @@ def _line(row: dict[str, Any]) -> str:
 
 def document_of(rows: list[dict[str, Any]], lost: list[str], size: int) -> dict[str, Any]:
     """As `benches/results/h200_ep.json` has it: a bench a layer."""
-    from moereg.discovery import current_platform
-    from moereg.testing.provenance import clocks, provenance
+    from moereg.evidence.provenance import clocks, provenance
+    from moereg.plugins.loader import current_platform
 
     platform = current_platform()
     where = provenance(platform, ("torch", "triton"))

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from moereg.dispatch import explain_backends, select_backend
-from moereg.layer import make_kernel
+from moereg.evidence.provenance import clocks, provenance
+from moereg.layer.factory import make_kernel
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import tolerance
 from moereg.platforms import probe_platform
-from moereg.problem import MoEProblem
-from moereg.reference import reference_experts, relative_error
-from moereg.shapes import get_shape
-from moereg.testing.provenance import clocks, provenance
-from moereg.tolerances import tolerance
+from moereg.runtime.gc_pause import collecting_later
+from moereg.spec.model_shapes import get_shape
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import Call, random_call, random_weights
 from moereg.tuning.timing import time_runs
-from moereg.undisturbed import collecting_later
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 REPLAYS = 20
 ODD_SIZES = ((2880, 704), (2048, 1408), (2688, 1856), (511, 511))

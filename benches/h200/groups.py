@@ -21,15 +21,15 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from moereg.discovery import current_platform
-from moereg.layer import MoEKernel, make_kernel
+from moereg.evidence.provenance import clocks, provenance
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.plugins.loader import current_platform
 from moereg.prepare_finalize import GroupPrepareFinalize
-from moereg.problem import MoEProblem
 from moereg.routing import softmax_topk
+from moereg.runtime.gc_pause import collecting_later
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
-from moereg.testing.provenance import clocks, provenance
-from moereg.undisturbed import collecting_later
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 LAYERS: Final[dict[str, Any]] = {
     "qwen3-30b-a3b": {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 768, "top_k": 8},

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from moereg.discovery import current_platform
+from moereg.evidence.ledger import Verification, merge_ledger
+from moereg.plugins.loader import current_platform
 from moereg.testing.cases import is_imitated, runnable_platform
 from moereg.testing.check import CellName, Check
-from moereg.testing.ledger import Verification, merge_ledger
 from moereg.testing.outcomes import NO_TIME, Outcome, Report, Result
 from moereg.testing.suite import checks_of, run_check
 

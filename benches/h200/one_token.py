@@ -24,12 +24,12 @@ import triton.language as tl
 
 from benches.h200.table import check, make_call, make_weights
 from moereg.dispatch import select_backend
-from moereg.layer import make_kernel
+from moereg.evidence.provenance import clocks, provenance
+from moereg.layer.factory import make_kernel
+from moereg.numerics.tolerances import tolerance
 from moereg.platforms import probe_platform
-from moereg.problem import MoEProblem
-from moereg.shapes import get_shape
-from moereg.testing.provenance import clocks, provenance
-from moereg.tolerances import tolerance
+from moereg.spec.model_shapes import get_shape
+from moereg.spec.problem import MoEProblem
 from moereg.tuning import roofline
 from moereg.tuning.inputs import num_calls
 from moereg.tuning.timing import Run, capture, kernel_runs, time_runs

@@ -14,8 +14,8 @@ from moereg.backends._loaded import Call
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs
 from moereg.platforms import probe_platform
-from moereg.problem import MoEProblem
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
 @contextlib.contextmanager

@@ -37,19 +37,19 @@ from benches.h200.precompile import EmptyLayer, compiling_only
 from benches.h200.quant_configs import row_candidates, selecting, time_configs
 from benches.h200.table import WINDOW_SECONDS, make_call, make_weights
 from moereg.dispatch import select_backend
-from moereg.layer import MoEKernel, make_kernel
+from moereg.evidence.provenance import clocks, provenance
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import tolerance
 from moereg.platforms import probe_platform
-from moereg.problem import MoEProblem
-from moereg.quant import get_scheme
-from moereg.reference import reference_experts, relative_error
-from moereg.shapes import get_shape
-from moereg.testing.provenance import clocks, provenance
-from moereg.tolerances import tolerance
+from moereg.runtime.workspace import WORKSPACES
+from moereg.spec.model_shapes import get_shape
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import get_scheme
 from moereg.tuning import roofline
 from moereg.tuning.inputs import Call, num_calls
 from moereg.tuning.timing import Run, time_kernels, time_runs
-from moereg.weights import ExpertWeights
-from moereg.workspace import WORKSPACES
+from moereg.weights.permuted import ExpertWeights
 
 EIGHT_BIT: Final = ("fp8_block128", "fp8_channel_token", "int8_w8a8")
 # Models and numbers of tokens by scheme. Schemes of one model stand together, so that its unquantized layer is made

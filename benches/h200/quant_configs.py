@@ -15,8 +15,8 @@ from moereg.backends._triton import quantized
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
 from moereg.kernels.launch.device import max_shared_bytes
 from moereg.kernels.quantized.config import select_quantized_config
-from moereg.layer import MoEKernel
-from moereg.problem import MoEProblem
+from moereg.layer.factory import MoEKernel
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import Call
 
 # Inputs over which candidates are rotated beyond a few tokens, whose weights would stay in a cache; seconds of each.

@@ -33,16 +33,16 @@ from benches.h200.table import (
     time_us,
 )
 from moereg.dispatch import select_backend
+from moereg.evidence.provenance import clocks, provenance
 from moereg.kernels.sizes import WEIGHT_PAD
-from moereg.layer import make_kernel
-from moereg.layouts import round_up
+from moereg.layer.factory import make_kernel
+from moereg.numerics.tolerances import tolerance
 from moereg.platforms import probe_platform
-from moereg.problem import MoEProblem
-from moereg.shapes import get_shape
-from moereg.testing.provenance import clocks, provenance
-from moereg.tolerances import tolerance
+from moereg.runtime.workspace import WORKSPACES
+from moereg.spec.model_shapes import get_shape
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import ROUTINGS
-from moereg.workspace import WORKSPACES
+from moereg.weights.layouts import round_up
 
 NUM_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 SKEWED_TOKENS: Final = (16, 64, 256, 4096)

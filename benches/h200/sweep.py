@@ -46,19 +46,19 @@ from benches.h200.table import make_call, make_weights
 from moereg.backends._triton import ways
 from moereg.backends._triton.ways import MIN_HOPPER_ROWS
 from moereg.dispatch import select_backend
+from moereg.evidence.provenance import clocks, provenance
 from moereg.kernels.gemm import rules as gemm_rules
 from moereg.kernels.gemm.config import GemmPair, GemvPair
 from moereg.kernels.hopper import config as hopper_config
 from moereg.kernels.hopper.config import HopperConfigRule
 from moereg.kernels.launch.device import max_shared_bytes
 from moereg.kernels.sizes import SPREAD_HEAVY, WEIGHT_PAD
-from moereg.layer import MoEKernel, make_kernel
-from moereg.layouts import round_up
+from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.platforms import probe_platform
-from moereg.problem import MoEProblem
-from moereg.shapes import get_shape
-from moereg.testing.provenance import clocks, provenance
-from moereg.workspace import WORKSPACES
+from moereg.runtime.workspace import WORKSPACES
+from moereg.spec.model_shapes import get_shape
+from moereg.spec.problem import MoEProblem
+from moereg.weights.layouts import round_up
 
 MODELS: Final = ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b", "gpt-oss-120b", "sonic-120b", "glm-4.5-air")
 NUM_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096)

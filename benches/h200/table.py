@@ -23,18 +23,18 @@ import torch.nn.functional as F
 
 from benches.h200.leave_one_out import geomean
 from moereg.dispatch import select_backend
-from moereg.layer import MoEKernel, make_kernel
+from moereg.evidence.provenance import clocks, provenance
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.numerics.reference import reference_experts
+from moereg.numerics.tolerances import tolerance
 from moereg.platforms import probe_platform
-from moereg.problem import MoEProblem
-from moereg.reference import reference_experts
-from moereg.shapes import get_shape
-from moereg.testing.provenance import clocks, provenance
-from moereg.tolerances import tolerance
+from moereg.spec.model_shapes import get_shape
+from moereg.spec.problem import MoEProblem
 from moereg.tuning import roofline
 from moereg.tuning.compare import output_error
 from moereg.tuning.inputs import ROUTINGS, Call, num_calls, random_call, random_weights
 from moereg.tuning.timing import time_kernels, time_runs
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 # Seconds of replays for each row. Under full load the clock falls after about 0.1 s, and further by the second, each
 # GPU by its own measure: 8192^3 went from 798 TFLOP/s to 687 to 636 in two seconds.

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from benches.scale.routes import Share, shares
 from benches.stored import quant_rows
-from moereg.problem import MoEProblem
-from moereg.shapes import get_shape
+from moereg.spec.model_shapes import get_shape
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.roofline import expert_bytes
 
 __all__ = [

@@ -8,8 +8,8 @@ import math
 import random
 from collections.abc import Sequence
 
-from moereg.balancing import balance_experts
-from moereg.expert_placement import ExpertPlacement
+from moereg.prepare_finalize.eplb import balance_experts
+from moereg.prepare_finalize.expert_placement import ExpertPlacement
 
 __all__ = ["Share", "chosen", "num_replicas", "shares"]
 

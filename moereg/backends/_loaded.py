@@ -14,7 +14,7 @@ whose module imports its kernels at the top. The class says in `_load` where tha
             return plain.Standard(self)
 
 `_load` runs once per instance, when a layer makes it; deciding makes none. Its import is a plain statement, because
-the digest of a class's code (`moereg.digest`) follows import statements.
+the digest of a class's code (`moereg.evidence.code_digest`) follows import statements.
 
 A backend needs none of this: a class may also subclass `moereg.author.Experts` and do its work itself.
 """
@@ -28,9 +28,9 @@ import torch
 
 from moereg.experts import ExpertInputs, Experts
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import QuantScheme
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
 class Call(NamedTuple):

@@ -23,8 +23,8 @@ from moereg.backends._flashinfer.package import REQUIRES, can_be_imported, can_c
 from moereg.backends._loaded import Implementation, LoadedExperts
 from moereg.experts import Experts, Facts, KernelBuilder
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
 from moereg.registry import register_moe_backend
+from moereg.spec.problem import MoEProblem
 
 __all__ = [
     "FlashInferB12xExperts",

@@ -8,8 +8,8 @@ from typing import Final
 from moereg.backends._loaded import Implementation, LoadedExperts
 from moereg.experts import Facts
 from moereg.platforms import Platform
-from moereg.quant import QUANT_SCHEMES
 from moereg.registry import register_moe_backend
+from moereg.spec.quant_schemes import QUANT_SCHEMES
 
 __all__ = [
     "TorchBatchedExperts",

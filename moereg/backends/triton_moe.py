@@ -11,11 +11,11 @@ from typing import Final, TypeVar
 from moereg.backends._loaded import Implementation, LoadedExperts
 from moereg.experts import Experts, Facts
 from moereg.kernels.sizes import CODE_PAD, WEIGHT_PAD
-from moereg.layouts import round_up
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat
 from moereg.registry import register_moe_backend
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat
+from moereg.weights.layouts import round_up
 
 __all__ = [
     "TritonBatchedExperts",

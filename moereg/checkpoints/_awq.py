@@ -18,10 +18,10 @@ from moereg.checkpoints._formats import (
 )
 from moereg.checkpoints._patterns import Patterns
 from moereg.checkpoints._words import int4_scheme, word_bytes
-from moereg.config_entries import is_one_of, read_names
 from moereg.errors import CheckpointError, shown
-from moereg.quant import WHOLE, QuantScheme
 from moereg.quantize import pack_nibbles
+from moereg.routing.config_entries import is_one_of, read_names
+from moereg.spec.quant_schemes import WHOLE, QuantScheme
 
 __all__ = ["awq_formats"]
 

@@ -13,8 +13,8 @@ from moereg.checkpoints._formats import FLOATS, Projection, StoredTensor, as_is,
 from moereg.checkpoints._fp8 import block_tensors
 from moereg.checkpoints._words import canonical_zero_points, word_bytes
 from moereg.errors import CheckpointError
-from moereg.quant import WHOLE, QuantScheme
 from moereg.quantize import pack_nibbles
+from moereg.spec.quant_schemes import WHOLE, QuantScheme
 
 __all__ = ["LAYOUTS"]
 

@@ -9,7 +9,8 @@ from typing import Any, Final
 from moereg.checkpoints._compressed_layouts import LAYOUTS
 from moereg.checkpoints._formats import FormatOf, StorageFormat
 from moereg.checkpoints._patterns import Patterns
-from moereg.config_entries import (
+from moereg.errors import CheckpointError, shown
+from moereg.routing.config_entries import (
     is_one_of,
     read_choice,
     read_count,
@@ -19,8 +20,7 @@ from moereg.config_entries import (
     read_object,
     read_objects,
 )
-from moereg.errors import CheckpointError, shown
-from moereg.quant import QuantScheme, get_scheme
+from moereg.spec.quant_schemes import QuantScheme, get_scheme
 
 __all__ = ["compressed_tensors_formats"]
 

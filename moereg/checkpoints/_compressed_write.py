@@ -15,9 +15,9 @@ import torch
 from moereg.checkpoints._compressed_tensors import compressed_tensors_formats
 from moereg.checkpoints._formats import Projection, StorageFormat, StoredTensor
 from moereg.errors import CheckpointError
-from moereg.quant import TENSOR_ROLES, WHOLE, QuantFormat, QuantScheme, TensorRole
 from moereg.quantize import pack_nibbles, quantize_weights, unpack_nibbles
-from moereg.weights import ExpertWeights
+from moereg.spec.quant_schemes import TENSOR_ROLES, WHOLE, QuantFormat, QuantScheme, TensorRole
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["projection_rows", "quantization_config", "quantize_as_stored", "storage_of", "stored_tensors"]
 

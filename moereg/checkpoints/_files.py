@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 
 from moereg.checkpoints._rows import ShardRows
 from moereg.errors import CheckpointError, shown
-from moereg.memory import format_bytes
 from moereg.routing import language_config
+from moereg.runtime.memory import format_bytes
 
 __all__ = ["CheckpointFiles", "TensorHeader", "config_errors"]
 

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from moereg.errors import CheckpointError
-from moereg.quant import QuantScheme, TensorRole
+from moereg.spec.quant_schemes import QuantScheme, TensorRole
 
 __all__ = [
     "FLOATS",

@@ -11,10 +11,10 @@ import torch
 from moereg.checkpoints._formats import FLOATS, FormatOf, Projection, StorageFormat, StoredTensor, check_divides
 from moereg.checkpoints._patterns import Match, Patterns
 from moereg.checkpoints._words import canonical_zero_points, int4_scheme, word_bytes
-from moereg.config_entries import read_flag, read_name, read_objects
 from moereg.errors import CheckpointError, shown
-from moereg.quant import WHOLE, QuantScheme, TensorRole
 from moereg.quantize import unpack_nibbles
+from moereg.routing.config_entries import read_flag, read_name, read_objects
+from moereg.spec.quant_schemes import WHOLE, QuantScheme, TensorRole
 
 __all__ = ["gptq_formats"]
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from moereg.ambient import in_plain_torch
-from moereg.layer import MoEKernel, make_kernel
-from moereg.memory import format_bytes
-from moereg.problem import MoEProblem
+from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.routing import RouterSpec
-from moereg.selection import Selection
-from moereg.weights import ExpertWeights
+from moereg.runtime.memory import format_bytes
+from moereg.runtime.torch_state import in_plain_torch
+from moereg.selection.result import Selection
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["CheckpointLayer"]
 

@@ -16,8 +16,8 @@ from moereg.checkpoints._layer import CheckpointLayer
 from moereg.checkpoints._manifest import LayerManifest, list_layer
 from moereg.checkpoints._memory import check_fits
 from moereg.errors import ArgumentError, CheckpointError, shown
-from moereg.problem import MoEProblem
-from moereg.weights import ExpertWeights
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["load_experts"]
 

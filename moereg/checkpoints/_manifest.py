@@ -16,10 +16,10 @@ from moereg.checkpoints._models import MODEL_TYPES, FusedNames, ModelType
 from moereg.checkpoints._moe_layers import check_has_experts, find_model
 from moereg.checkpoints._parts import ExpertPart, LayerSizes, list_modules, list_parts
 from moereg.checkpoints._quantization import quantized_format
-from moereg.config_entries import is_one_of, read_count, read_object
 from moereg.errors import ArgumentError, CheckpointError, shown
-from moereg.problem import MoEProblem
 from moereg.routing import RouterSpec
+from moereg.routing.config_entries import is_one_of, read_count, read_object
+from moereg.spec.problem import MoEProblem
 
 __all__ = ["LayerManifest", "list_layer"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moereg.errors import TooLargeError
-from moereg.memory import format_bytes, free_memory_bytes
+from moereg.runtime.memory import format_bytes, free_memory_bytes
 
 __all__ = ["check_fits"]
 

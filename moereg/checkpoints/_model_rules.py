@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from moereg.activations import ACTIVATIONS, Activation
-from moereg.config_entries import (
+from moereg.errors import CheckpointError, shown
+from moereg.routing import BY_HAND
+from moereg.routing.config_entries import (
     MOST_LAYERS,
     is_one_of,
     read_count,
@@ -20,8 +21,7 @@ from moereg.config_entries import (
     read_number,
     read_object,
 )
-from moereg.errors import CheckpointError, shown
-from moereg.routing import BY_HAND
+from moereg.spec.activations import ACTIVATIONS, Activation
 
 __all__ = [
     "ActivationRule",

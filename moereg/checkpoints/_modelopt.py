@@ -16,9 +16,9 @@ from moereg.checkpoints._formats import (
     one_number,
 )
 from moereg.checkpoints._patterns import Patterns
-from moereg.config_entries import is_one_of, read_names
 from moereg.errors import CheckpointError, shown, unknown_name_message
-from moereg.quant import get_scheme
+from moereg.routing.config_entries import is_one_of, read_names
+from moereg.spec.quant_schemes import get_scheme
 
 __all__ = ["modelopt_formats"]
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from moereg.activations import ACTIVATIONS
 from moereg.checkpoints._model_rules import (
     ActivationRule,
     LayerRule,
@@ -29,7 +28,8 @@ from moereg.checkpoints._model_rules import (
     sparse_step_layers,
     step_layers,
 )
-from moereg.config_entries import read_names
+from moereg.routing.config_entries import read_names
+from moereg.spec.activations import ACTIVATIONS
 
 __all__ = ["MODEL_TYPES", "FusedNames", "ModelType"]
 

@@ -15,8 +15,8 @@ from moereg.checkpoints._formats import (
     check_divides,
 )
 from moereg.checkpoints._patterns import Patterns
-from moereg.config_entries import read_names
-from moereg.quant import get_scheme
+from moereg.routing.config_entries import read_names
+from moereg.spec.quant_schemes import get_scheme
 
 __all__ = ["mxfp4_formats"]
 

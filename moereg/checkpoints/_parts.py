@@ -9,9 +9,9 @@ import torch
 
 from moereg.checkpoints._formats import FLOATS, Convert, Projection, StorageFormat, as_is
 from moereg.checkpoints._models import FusedNames, ModelType
-from moereg.layouts import deinterleave_gate_up
-from moereg.quant import TensorRole, tensor_name
-from moereg.weight_checks import check_scale
+from moereg.spec.quant_schemes import TensorRole, tensor_name
+from moereg.weights.checks import check_scale
+from moereg.weights.layouts import deinterleave_gate_up
 
 __all__ = ["ExpertPart", "LayerSizes", "list_modules", "list_parts"]
 

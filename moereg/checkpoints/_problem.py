@@ -10,7 +10,7 @@ from moereg.checkpoints._files import CheckpointFiles
 from moereg.checkpoints._manifest import list_layer
 from moereg.checkpoints._moe_layers import moe_layer_indices
 from moereg.errors import RequestError
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 
 __all__ = ["moe_layers", "read_problem"]
 

@@ -30,10 +30,10 @@ from moereg.checkpoints._load import load_experts
 from moereg.checkpoints._manifest import LayerManifest, list_layer
 from moereg.checkpoints._moe_layers import find_model, moe_layer_indices
 from moereg.errors import CheckpointError, shown
-from moereg.memory import format_bytes
-from moereg.quant import QuantScheme, get_scheme
-from moereg.reference import calibrate_activation_scales
-from moereg.weights import ExpertWeights
+from moereg.numerics.reference import calibrate_activation_scales
+from moereg.runtime.memory import format_bytes
+from moereg.spec.quant_schemes import QuantScheme, get_scheme
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["SavedCheckpoint", "check_can_save", "quantize_layer", "save_quantized"]
 

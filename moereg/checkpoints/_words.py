@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import torch
 
-from moereg.config_entries import is_one_of
 from moereg.errors import CheckpointError, shown
-from moereg.quant import WHOLE, QuantScheme, get_scheme
 from moereg.quantize import pack_nibbles, unpack_nibbles
+from moereg.routing.config_entries import is_one_of
+from moereg.spec.quant_schemes import WHOLE, QuantScheme, get_scheme
 
 __all__ = ["canonical_zero_points", "int4_scheme", "word_bytes"]
 

@@ -39,7 +39,7 @@ from moereg.errors import (
     shown,
     unknown_name_message,
 )
-from moereg.waiting import Advance, waits_shown_by
+from moereg.runtime.progress import Advance, waits_shown_by
 
 __all__ = [
     "BAD_INPUT",

@@ -31,14 +31,14 @@ from moereg.cli._show import (
 )
 from moereg.dispatch import explain_backends
 from moereg.errors import UnknownNameError, unknown_name_message
+from moereg.evidence.provenance import provenance
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import BUILTIN
-from moereg.selection import SCHEMA, Decision, Selection, nearest_by_backend
-from moereg.testing.provenance import provenance
-from moereg.tolerances import layer_tolerance
+from moereg.selection.result import SCHEMA, Decision, Selection, nearest_by_backend
 from moereg.tuning.compare import Comparison, Measurement
 from moereg.tuning.inputs import ROUTINGS, num_calls, random_calls
 from moereg.tuning.roofline import Ceilings, measure_ceilings
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["BenchResult", "bench_layer", "check_routing", "parse_counts"]
 

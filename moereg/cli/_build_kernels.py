@@ -11,14 +11,14 @@ import torch
 
 from moereg.cli._options import UsageError
 from moereg.cli._progress import phase
-from moereg.discovery import current_platform, find_scheme, load_backends
 from moereg.errors import unknown_name_message
 from moereg.experts import BuildPlan, KernelBuilder
-from moereg.memory import free_memory_bytes
 from moereg.platforms import Platform
-from moereg.python_process import num_cores
-from moereg.selection import SCHEMA
-from moereg.waiting import duration
+from moereg.plugins.loader import current_platform, find_scheme, load_backends
+from moereg.runtime.memory import free_memory_bytes
+from moereg.runtime.progress import duration
+from moereg.runtime.python_process import num_cores
+from moereg.selection.result import SCHEMA
 
 __all__ = ["build_kernels"]
 

@@ -44,9 +44,9 @@ from moereg.cli._output import (
     print_error,
     print_json,
 )
-from moereg.digest import files_stay
 from moereg.errors import BackendError
-from moereg.selection import SCHEMA
+from moereg.evidence.code_digest import files_stay
+from moereg.selection.result import SCHEMA
 
 if TYPE_CHECKING:
     from moereg.cli._bench import BenchResult

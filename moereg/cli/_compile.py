@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from moereg.cli._options import ProblemFlags, Subject, UsageError
-from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import explain_backends
+from moereg.layer.warm_up import check_shipped, check_token_counts, compile_ahead
 from moereg.platforms import Platform
-from moereg.selection import SCHEMA
-from moereg.warm_up import check_shipped, check_token_counts, compile_ahead
+from moereg.plugins.loader import current_platform, load_backends
+from moereg.selection.result import SCHEMA
 
 __all__ = ["check_cache", "compile_layer", "parse_ranges"]
 

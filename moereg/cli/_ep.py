@@ -21,7 +21,6 @@ from typing import Any, Final
 
 from rich.text import Text
 
-from moereg.balancing import balance_experts
 from moereg.cli._bench import check_routing
 from moereg.cli._explain import selection_with_evidence
 from moereg.cli._layer import check_run_fits, platform_at_hand
@@ -30,12 +29,13 @@ from moereg.cli._output import console
 from moereg.cli._progress import phase
 from moereg.cli._show import format_us, machine, new_table, print_notices, show_selection
 from moereg.dispatch import explain_backends
-from moereg.movement import MovementSelection, explain_movements
+from moereg.evidence.provenance import clocks, provenance
+from moereg.layer.movement import MovementSelection, explain_movements
 from moereg.platforms import Platform, torch_device
 from moereg.prepare_finalize import GroupFacts
-from moereg.python_process import python_command
-from moereg.selection import SCHEMA, Selection
-from moereg.testing.provenance import clocks, provenance
+from moereg.prepare_finalize.eplb import balance_experts
+from moereg.runtime.python_process import python_command
+from moereg.selection.result import SCHEMA, Selection
 from moereg.tuning.inputs import num_calls
 from moereg.tuning.timing import SECONDS
 

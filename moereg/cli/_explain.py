@@ -21,12 +21,12 @@ from moereg.cli._show import (
     show_selection,
     source_of,
 )
-from moereg.discovery import load_backends
 from moereg.dispatch import explain_backends
 from moereg.errors import one_line
+from moereg.evidence.ledger import evidence_of
 from moereg.platforms import Platform
-from moereg.selection import SCHEMA, Decision, Selection, nearest_by_backend
-from moereg.testing.ledger import evidence_of
+from moereg.plugins.loader import load_backends
+from moereg.selection.result import SCHEMA, Decision, Selection, nearest_by_backend
 
 if TYPE_CHECKING:
     from moereg.integrations.transformers import LayerChoice

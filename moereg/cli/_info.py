@@ -13,20 +13,20 @@ from rich.text import Text
 from moereg._version import __version__
 from moereg.cli._output import console
 from moereg.cli._show import WIDE, machine, named_machine, new_table, print_notices, print_reasons, yes_no
-from moereg.discovery import current_platform, load_backends, load_movements, plugin_statuses
 from moereg.dispatch import machine_reasons
 from moereg.errors import PluginError
-from moereg.machine import PROBES, lacks
+from moereg.evidence.ledger import arch_name, evidence_of
+from moereg.evidence.quarantine import Quarantine, QuarantineRecord, quarantine_path, read_quarantine
 from moereg.platforms import Platform, platform_of_product, probe_platform
-from moereg.plugins import MOVEMENT_GROUP, PLATFORM_GROUP
+from moereg.plugins.loader import current_platform, load_backends, load_movements, plugin_statuses
+from moereg.plugins.status import MOVEMENT_GROUP, PLATFORM_GROUP
 from moereg.prepare_finalize import MovementCell
-from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
-from moereg.quarantine import Quarantine, QuarantineRecord, quarantine_path, read_quarantine
-from moereg.reasons import Reason
 from moereg.registry import BUILTIN, BackendCell
-from moereg.selection import SCHEMA
-from moereg.shapes import MODEL_SHAPES
-from moereg.testing.ledger import arch_name, evidence_of
+from moereg.selection.requirements import PROBES, lacks
+from moereg.selection.result import SCHEMA
+from moereg.spec.model_shapes import MODEL_SHAPES
+from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
+from moereg.spec.reasons import Reason
 
 __all__ = ["collect_info", "list_models", "list_schemes", "show_info", "show_models", "show_schemes"]
 

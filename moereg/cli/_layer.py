@@ -10,19 +10,19 @@ from typing import Final
 
 import torch
 
-from moereg.backend_calls import device_types
 from moereg.cli._options import UsageError
 from moereg.cli._progress import Advance
-from moereg.discovery import current_platform, load_backends
 from moereg.errors import TooLargeError
-from moereg.memory import format_bytes, free_memory_bytes
+from moereg.layer.backend_calls import device_types
 from moereg.platforms import Platform, probe_cpu, torch_device
-from moereg.problem import MoEProblem
+from moereg.plugins.loader import current_platform, load_backends
 from moereg.routing import softmax_topk
-from moereg.selection import Selection
+from moereg.runtime.memory import format_bytes, free_memory_bytes
+from moereg.selection.result import Selection
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import random_weights
 from moereg.tuning.roofline import expert_bytes
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = [
     "RoutedWeights",

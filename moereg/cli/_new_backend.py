@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from moereg._version import __version__
 from moereg.cli._options import UsageError
-from moereg.discovery import list_backends, list_cells
 from moereg.errors import RegistrationError, shown
+from moereg.plugins.loader import list_backends, list_cells
 from moereg.registration import check_name
-from moereg.selection import SCHEMA
+from moereg.selection.result import SCHEMA
 
 __all__ = ["show_wheel", "write_wheel"]
 

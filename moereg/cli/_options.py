@@ -12,15 +12,15 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import typer
 
-from moereg.activations import ACTIVATIONS, Activation
 from moereg.cli._output import only_results_on_stdout
-from moereg.discovery import find_scheme, list_backends
 from moereg.errors import MoeregError, one_line
 from moereg.platforms import PRODUCTS, platform_of_product
-from moereg.problem import DTYPES, MoEProblem
-from moereg.quant import QUANT_SCHEMES
-from moereg.selection import Selection
-from moereg.shapes import MODEL_SHAPES, get_shape
+from moereg.plugins.loader import find_scheme, list_backends
+from moereg.selection.result import Selection
+from moereg.spec.activations import ACTIVATIONS, Activation
+from moereg.spec.model_shapes import MODEL_SHAPES, get_shape
+from moereg.spec.problem import DTYPES, MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES
 
 __all__ = [
     "CheckpointOption",

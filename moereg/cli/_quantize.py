@@ -37,22 +37,22 @@ from moereg.cli._output import console
 from moereg.cli._plot import COLORS, FAINT, INK, STYLE, axis_us
 from moereg.cli._progress import phase
 from moereg.cli._show import format_us
-from moereg.discovery import find_scheme
 from moereg.dispatch import explain_backends
 from moereg.errors import TooLargeError, one_line, shown
-from moereg.memory import format_bytes, free_memory_bytes
+from moereg.evidence.provenance import provenance
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, QuantScheme, TensorRole, get_scheme
+from moereg.plugins.loader import find_scheme
 from moereg.quantize import dequantize_weights
-from moereg.reference import reference_experts, relative_error
-from moereg.selection import SCHEMA, Decision, Selection, nearest_by_backend
-from moereg.testing.provenance import provenance
-from moereg.tolerances import layer_tolerance
+from moereg.runtime.memory import format_bytes, free_memory_bytes
+from moereg.selection.result import SCHEMA, Decision, Selection, nearest_by_backend
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme, TensorRole, get_scheme
 from moereg.tuning.compare import Comparison, Measurement
 from moereg.tuning.inputs import Call, num_calls
 from moereg.tuning.roofline import expert_bytes
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,11 +7,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moereg.discovery import current_platform, list_cells, load_backends
-from moereg.problem import MoEProblem
-from moereg.quant import QuantScheme, get_scheme
-from moereg.quarantine import QuarantineRecord, change_quarantine, quarantine_path, record_keys
+from moereg.evidence.quarantine import QuarantineRecord, change_quarantine, quarantine_path, record_keys
+from moereg.plugins.loader import current_platform, list_cells, load_backends
 from moereg.registry import BackendCell
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.testing.check import CellName, Check
 from moereg.testing.outcomes import IMPORT, Outcome, Report
 

@@ -21,17 +21,17 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from moereg.balancing import balance_experts, count_routes
 from moereg.dispatch import EmulationWarning
 from moereg.errors import GroupError, MoeregError, described
-from moereg.expert_placement import ExpertPlacement, PlacementTables
-from moereg.layer import MoEKernel, make_kernel
-from moereg.memory import format_bytes
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.numerics.reference import reference_experts
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.prepare_finalize import AllGather, AllToAll, GroupPrepareFinalize, LowLatency
+from moereg.prepare_finalize.eplb import balance_experts, count_routes
+from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
 from moereg.prepare_finalize.wire import PlainWire, Wire
-from moereg.problem import MoEProblem
-from moereg.reference import reference_experts
-from moereg.tolerances import layer_tolerance
+from moereg.runtime.memory import format_bytes
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import Call, random_weights
 from moereg.tuning.over_ranks import (
     all_agree,
@@ -42,7 +42,7 @@ from moereg.tuning.over_ranks import (
     of_rank,
     time_over_ranks,
 )
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["NO_ROW", "Job", "run_rank"]
 

@@ -31,15 +31,15 @@ from moereg.cli._progress import phase
 from moereg.cli._show import format_us, machine, of_wheel, print_notices, show_selection, source_of, why_not
 from moereg.dispatch import EmulationWarning, select_backend
 from moereg.errors import BackendError, UnsupportedProblemError
-from moereg.memory import format_bytes
-from moereg.problem import MoEProblem
-from moereg.quant import get_scheme
-from moereg.reference import reference_experts, relative_error
-from moereg.selection import SCHEMA, Selection, nearest_by_backend
-from moereg.tolerances import layer_tolerance
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import layer_tolerance
+from moereg.runtime.memory import format_bytes
+from moereg.selection.result import SCHEMA, Selection, nearest_by_backend
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import get_scheme
 from moereg.tuning.compare import Comparison
 from moereg.tuning.inputs import Call
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["DEFAULT_TOKENS", "RunResult", "run_layer"]
 

@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from moereg.cli._output import console
-from moereg.memory import format_bytes
+from moereg.evidence.ledger import arch_name, evidence_of
 from moereg.platforms import Platform
 from moereg.registry import BUILTIN
-from moereg.selection import Decision, Selection, nearest_by_backend
-from moereg.testing.ledger import arch_name, evidence_of
+from moereg.runtime.memory import format_bytes
+from moereg.selection.result import Decision, Selection, nearest_by_backend
 
 __all__ = [
     "WIDE",

@@ -17,8 +17,8 @@ from moereg.cli._options import UsageError
 from moereg.cli._output import console
 from moereg.cli._progress import phase
 from moereg.errors import one_line
+from moereg.evidence.ledger import Verification, merge_ledger, read_ledger
 from moereg.testing.check import CellName, chosen_machine
-from moereg.testing.ledger import Verification, merge_ledger, read_ledger
 from moereg.testing.modules import import_modules, is_file_name
 from moereg.testing.outcomes import Outcome, Report, Result
 from moereg.testing.suite import verify

@@ -27,12 +27,12 @@ from moereg.errors import ArgumentError, one_line, shown
 from moereg.integrations._experts import memory, serving
 from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch
 from moereg.integrations._experts.calls import call
-from moereg.memory import format_bytes
-from moereg.one_expert import keeping_moves
+from moereg.layer.one_expert import keeping_moves
+from moereg.layer.warm_up import WarmUp, check_token_counts
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.selection import Selection
-from moereg.warm_up import WarmUp, check_token_counts
+from moereg.runtime.memory import format_bytes
+from moereg.selection.result import Selection
+from moereg.spec.problem import MoEProblem
 
 __all__ = ["LayerChoice", "PreparedModel", "explain_model", "prepare", "refresh", "register", "restore", "warm_up"]
 

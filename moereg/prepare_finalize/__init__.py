@@ -1,6 +1,5 @@
 """Token movement around the experts, chosen before the backend: its format is a fact of the problem."""
 
-from moereg.facts import MovementFacts
 from moereg.prepare_finalize.all_gather import AllGather
 from moereg.prepare_finalize.all_to_all import AllToAll, AllToAllSums
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize
@@ -10,7 +9,8 @@ from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.low_latency import LowLatency
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved, local_prepare_finalize
 from moereg.prepare_finalize.standard import StandardPrepareFinalize
-from moereg.problem import MoEProblem
+from moereg.spec.facts import MovementFacts
+from moereg.spec.problem import MoEProblem
 
 __all__ = [
     "MOVEMENTS",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from moereg.expert_placement import token_turns
-from moereg.facts import MovementFacts
 from moereg.prepare_finalize.base import Prepared
 from moereg.prepare_finalize.cells import register_prepare_finalize
+from moereg.prepare_finalize.expert_placement import token_turns
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
 from moereg.prepare_finalize.wire import as_bytes
-from moereg.problem import DTYPES, MoEProblem
+from moereg.spec.facts import MovementFacts
+from moereg.spec.problem import DTYPES, MoEProblem
 
 __all__ = ["AllGather"]
 

@@ -11,8 +11,6 @@ import torch
 from typing_extensions import Self
 
 from moereg.errors import ArgumentError
-from moereg.expert_placement import PlacementTables
-from moereg.facts import MovementFacts
 from moereg.prepare_finalize.base import Prepared, weighted_sum
 from moereg.prepare_finalize.batched import calls_kernels
 from moereg.prepare_finalize.cells import register_prepare_finalize
@@ -27,10 +25,12 @@ from moereg.prepare_finalize.exchange import (
     split_rows,
     unpack_tokens,
 )
+from moereg.prepare_finalize.expert_placement import PlacementTables
 from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
 from moereg.prepare_finalize.wire import Received, Wire
-from moereg.problem import DTYPES, MoEProblem
+from moereg.spec.facts import MovementFacts
+from moereg.spec.problem import DTYPES, MoEProblem
 
 __all__ = ["AllToAll", "AllToAllSums"]
 

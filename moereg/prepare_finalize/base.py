@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from moereg.experts import ExpertInputs
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 
 __all__ = ["PrepareFinalize", "Prepared", "weighted_sum"]
 

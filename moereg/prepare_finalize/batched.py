@@ -14,7 +14,7 @@ from moereg.errors import ArgumentError
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform, PlatformRule, probe_platform
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize, weighted_sum
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 
 __all__ = ["BatchedPrepareFinalize", "calls_kernels", "runs_kernels"]
 

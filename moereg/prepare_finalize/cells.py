@@ -10,11 +10,11 @@ from typing_extensions import Unpack
 
 from moereg.arguments import check_instance
 from moereg.errors import RegistrationError, shown
-from moereg.facts import MovementFacts, NarrowedMovementFacts, check_facts, narrow_facts
 from moereg.prepare_finalize.moving import GroupPrepareFinalize
-from moereg.problem import ACTIVATION_FORMATS
 from moereg.registration import Probe, Registration, check_class
 from moereg.registry import Cell, Registry
+from moereg.spec.facts import MovementFacts, NarrowedMovementFacts, check_facts, narrow_facts
+from moereg.spec.problem import ACTIVATION_FORMATS
 
 _METHODS: Final = ("__init__", "prepare", "finalize", "experts_problem_of", "unsupported_reasons")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from moereg.expert_placement import PlacementTables, token_turns
+from moereg.prepare_finalize.expert_placement import PlacementTables, token_turns
 from moereg.prepare_finalize.wire import as_bytes
 
 if TYPE_CHECKING:

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from moereg.expert_placement import PlacementTables, token_turns
 from moereg.experts import ExpertInputs
-from moereg.facts import MovementFacts
 from moereg.prepare_finalize.base import Prepared, weighted_sum
 from moereg.prepare_finalize.cells import register_prepare_finalize
+from moereg.prepare_finalize.expert_placement import PlacementTables, token_turns
 from moereg.prepare_finalize.group import Group
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
 from moereg.prepare_finalize.wire import Wire, as_bytes, as_stored
-from moereg.problem import DTYPES, MoEProblem
+from moereg.spec.facts import MovementFacts
+from moereg.spec.problem import DTYPES, MoEProblem
 
 __all__ = ["LowLatency"]
 

@@ -10,16 +10,16 @@ from typing import ClassVar
 import torch
 from typing_extensions import Self
 
-from moereg.expert_placement import PlacementTables
 from moereg.experts import ExpertInputs
-from moereg.facts import MovementFacts
 from moereg.platforms import Platform
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize
+from moereg.prepare_finalize.expert_placement import PlacementTables
 from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.standard import StandardPrepareFinalize
 from moereg.prepare_finalize.wire import Received, Wire
-from moereg.problem import MoEProblem
+from moereg.spec.facts import MovementFacts
+from moereg.spec.problem import MoEProblem
 
 __all__ = ["GroupPrepareFinalize", "Moved", "local_prepare_finalize"]
 

@@ -6,7 +6,7 @@ import torch
 
 from moereg.experts import ExpertInputs
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize, weighted_sum
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 
 __all__ = ["StandardPrepareFinalize"]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from moereg.prepare_finalize.batched import calls_kernels
-from moereg.problem import MoEProblem
-from moereg.quant import WHOLE, QuantScheme
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import WHOLE, QuantScheme
 
 if TYPE_CHECKING:
     from moereg.kernels.quantized.operands import RowFormat

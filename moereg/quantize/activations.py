@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from moereg.quant import WHOLE, QuantFormat, QuantScheme, get_scheme
 from moereg.quantize.formats import Quantized, element_of, restore, total_scale
 from moereg.quantize.groups import group_extrema
 from moereg.quantize.scales import choose_scale, global_scale
+from moereg.spec.quant_schemes import WHOLE, QuantFormat, QuantScheme, get_scheme
 
 __all__ = [
     "activation_scale",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moereg.quant import WHOLE
+from moereg.spec.quant_schemes import WHOLE
 
 __all__ = ["expand_groups", "group_extrema", "group_rows"]
 

@@ -7,12 +7,12 @@ from typing import Final
 
 import torch
 
-from moereg.ambient import in_plain_torch
-from moereg.quant import MATRICES, WHOLE, QuantFormat, QuantScheme, TensorRole, get_scheme, tensor_name
 from moereg.quantize.formats import Quantized, element_of, restore, spread_zero_points, total_scale
 from moereg.quantize.groups import group_extrema, group_rows
 from moereg.quantize.scales import choose_scale, global_scale
-from moereg.weights import ExpertWeights
+from moereg.runtime.torch_state import in_plain_torch
+from moereg.spec.quant_schemes import MATRICES, WHOLE, QuantFormat, QuantScheme, TensorRole, get_scheme, tensor_name
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["dequantize_rows", "dequantize_weights", "expert_matrix", "quantize_weights"]
 
@@ -65,7 +65,7 @@ def quantize_weights(
         elif row.required and row.name not in tensors:
             raise ValueError(
                 f"scheme {scheme.name} has static activation scales; pass {row.name}=..., "
-                "for example from moereg.reference.calibrate_activation_scales"
+                "for example from moereg.numerics.reference.calibrate_activation_scales"
             )
     for name in MATRICES:
         halves = weights.num_halves if separate_halves and name == "w13" else 1

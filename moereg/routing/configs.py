@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from moereg.arguments import check_mapping
-from moereg.config_entries import MOST_EXPERTS, read_choice, read_count, read_flag, read_number, read_object
 from moereg.errors import UnknownModelError
+from moereg.routing.config_entries import MOST_EXPERTS, read_choice, read_count, read_flag, read_number, read_object
 from moereg.routing.refused import unknown_model_message
 from moereg.routing.settings import (
     GROUPS,

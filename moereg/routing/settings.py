@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
-from moereg.config_entries import read_choice
+from moereg.routing.config_entries import read_choice
 
 __all__ = [
     "GROUPS",

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from moereg.evidence.ledger import Verification, merge_ledger, read_ledger
     from moereg.testing.cases import Case
     from moereg.testing.check import CellName
     from moereg.testing.checks import GuardedLayer
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from moereg.testing.guards import GuardedMemory, GuardedWorkspaces, guard_permuted, guard_weights
     from moereg.testing.inputs import ROUTINGS, Inputs, make_expert_map, make_inputs, make_weights
     from moereg.testing.interpreter import patch_interpreter
-    from moereg.testing.ledger import Verification, merge_ledger, read_ledger
     from moereg.testing.problems import claimed_problems, rejected_problems
     from moereg.testing.suite import (
         CHECK_SECONDS,

@@ -11,17 +11,17 @@ from typing import Final
 
 import torch
 
-from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import Decision, Selection, evaluate, machine_reasons
-from moereg.layer import MoEKernel, make_kernel
+from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.platforms import Platform, torch_device
-from moereg.problem import MoEProblem
-from moereg.quant import QuantScheme
+from moereg.plugins.loader import current_platform, load_backends
 from moereg.registry import BackendCell
-from moereg.request import Request
+from moereg.selection.request import Request
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing.inputs import ROUTINGS, make_expert_map, make_weights
 from moereg.testing.problems import accepted_problems, claimed_problems, served_schemes
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = [
     "GPU_TOKENS",

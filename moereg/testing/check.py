@@ -15,12 +15,12 @@ from typing import Any, Final
 
 import torch
 
-from moereg.discovery import current_platform, load_backends
 from moereg.errors import ArgumentError, described, stops_the_process
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import QuantScheme, get_scheme
+from moereg.plugins.loader import current_platform, load_backends
 from moereg.registry import BackendCell
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.testing import checks
 from moereg.testing.cases import Case, is_imitated, machine, runnable_platform, running_as
 from moereg.testing.deciding import check_deciding, watched_imports

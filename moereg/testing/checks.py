@@ -14,13 +14,15 @@ from collections.abc import Sequence
 import torch
 
 from moereg.dispatch import evaluate
-from moereg.layer import make_kernel
-from moereg.placement import resolve_expert_map
+from moereg.layer.expert_map import resolve_expert_map
+from moereg.layer.factory import make_kernel
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.prepare_finalize import local_prepare_finalize
-from moereg.quant import QuantScheme
-from moereg.reference import reference_experts, relative_error
 from moereg.registry import BackendCell
-from moereg.request import Request
+from moereg.runtime.gc_pause import collecting_later
+from moereg.selection.request import Request
+from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing.cases import Case, build, calls_of, fault_tokens, first_case, runnable_platform, select_cell
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.faults import plant_faults
@@ -34,9 +36,7 @@ from moereg.testing.guards import (
 )
 from moereg.testing.inputs import Inputs, make_expert_map, make_inputs, make_weights
 from moereg.testing.problems import rejected_problems
-from moereg.tolerances import layer_tolerance
-from moereg.undisturbed import collecting_later
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = [
     "GuardedLayer",

@@ -19,8 +19,8 @@ from packaging.requirements import Requirement
 
 from moereg.dispatch import Request, evaluate
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
 from moereg.registry import BackendCell
+from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import machine
 from moereg.testing.problems import claimed_problems, rejected_problems
 

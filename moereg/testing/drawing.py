@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from moereg.activations import ACTIVATIONS, Activation
-from moereg.discovery import load_backends
-from moereg.problem import MoEProblem
+from moereg.plugins.loader import load_backends
 from moereg.registry import BackendCell
+from moereg.spec.activations import ACTIVATIONS, Activation
+from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import Case, default_device, is_imitated, runnable_platform
 from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS

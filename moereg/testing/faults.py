@@ -12,9 +12,9 @@ from typing import Final
 
 import torch
 
-from moereg.quant import MATRICES
 from moereg.quantize import pack_nibbles
-from moereg.weights import ExpertWeights
+from moereg.spec.quant_schemes import MATRICES
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = [
     "FAULTS",

@@ -21,10 +21,10 @@ import torch
 
 from moereg.experts import ExpertInputs
 from moereg.prepare_finalize import Prepared, PrepareFinalize
-from moereg.problem import MoEProblem
-from moereg.quant import TENSOR_ROLES
-from moereg.weights import ExpertWeights, PerExpert, PermutedWeights
-from moereg.workspace import WORKSPACES
+from moereg.runtime.workspace import WORKSPACES
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import TENSOR_ROLES
+from moereg.weights.permuted import ExpertWeights, PerExpert, PermutedWeights
 
 __all__ = [
     "FILLS",

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from packaging.requirements import Requirement
 
-from moereg.discovery import current_platform, load_backends, plugin_statuses
 from moereg.errors import ArgumentError, UnknownBackendError, unknown_name_message
 from moereg.platforms import torch_device
-from moereg.plugins import BACKEND_GROUP, unusable
+from moereg.plugins.loader import current_platform, load_backends, plugin_statuses
+from moereg.plugins.status import BACKEND_GROUP, unusable
 from moereg.registry import BackendCell
 from moereg.testing import cases
 from moereg.testing.cases import is_imitated, runnable_platform, running_as
@@ -192,7 +192,7 @@ def _promises(cell: BackendCell, is_idle: bool, is_known: bool) -> Iterator[tupl
 
 
 def _scheme(name: str, values: dict[str, Any]) -> str | dict[str, Any]:
-    from moereg.quant import QUANT_SCHEMES
+    from moereg.spec.quant_schemes import QUANT_SCHEMES
 
     return name if name in QUANT_SCHEMES else values
 

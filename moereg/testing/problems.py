@@ -7,14 +7,14 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from moereg.activations import ACTIVATIONS
 from moereg.dispatch import evaluate
-from moereg.facts import Facts
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, QuantScheme
 from moereg.registry import BackendCell
-from moereg.request import Request
+from moereg.selection.request import Request
+from moereg.spec.activations import ACTIVATIONS
+from moereg.spec.facts import Facts
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme
 
 __all__ = [
     "accepted_neighbor",

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import IO, Any, Final
 
 from moereg.errors import MoeregError, described, one_line
-from moereg.memory import format_bytes
+from moereg.runtime.memory import format_bytes
 from moereg.testing.listing import list_suite
 from moereg.testing.outcomes import Outcome
 from moereg.testing.workers import Answer, Request, run_here

@@ -22,10 +22,10 @@ from typing import Any, Final, Generic, TypeVar
 import torch
 
 from moereg import errors
-from moereg.ambient import AmbientState
 from moereg.errors import ArgumentError, BackendError, MoeregError, described, one_line
-from moereg.memory import free_memory_bytes
-from moereg.python_process import python_command
+from moereg.runtime.memory import free_memory_bytes
+from moereg.runtime.python_process import python_command
+from moereg.runtime.torch_state import AmbientState
 from moereg.testing.check import Check
 from moereg.testing.outcomes import Outcome
 

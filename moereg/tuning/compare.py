@@ -17,14 +17,14 @@ from typing import Any, Final
 
 import torch
 
-from moereg.ambient import AmbientState
-from moereg.backend_calls import make_experts
 from moereg.errors import BackendError
-from moereg.layer import MoEKernel, make_kernel
-from moereg.problem import MoEProblem
-from moereg.quant import QuantScheme
-from moereg.reference import reference_experts, relative_error
-from moereg.selection import Decision, Selection
+from moereg.layer.backend_calls import make_experts
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.runtime.torch_state import AmbientState
+from moereg.selection.result import Decision, Selection
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
 from moereg.tuning.culprits import Culprits
 from moereg.tuning.inputs import Call
 from moereg.tuning.measurement import Measurement
@@ -32,12 +32,12 @@ from moereg.tuning.own_calls import OwnCalls
 from moereg.tuning.roofline import Ceilings, roofline_us, work_of
 from moereg.tuning.timing import ROUNDS, SECONDS, Timing, kernel_runs, time_kernels, time_runs, wait_for
 from moereg.tuning.watched import WatchedTensors
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["Comparison", "Measurement", "Phase", "Tolerance", "Watch", "output_error"]
 
 Tolerance = Callable[[MoEProblem, int, QuantScheme | str], float]
-"""The bound for a layer, a number of tokens and the computed scheme: `moereg.tolerances.layer_tolerance`."""
+"""The bound for a layer, a number of tokens and the computed scheme: `moereg.numerics.tolerances.layer_tolerance`."""
 
 Phase = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], object]]]
 """Shows that a long step is under way, given its name; yields a callback for (done, in all)."""

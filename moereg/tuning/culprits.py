@@ -10,9 +10,9 @@ from typing import Final
 
 import torch
 
-from moereg.backend_calls import named
 from moereg.errors import BackendError, described
-from moereg.selection import Decision, Selection
+from moereg.layer.backend_calls import named
+from moereg.selection.result import Decision, Selection
 from moereg.tuning.timing import wait_for
 
 __all__ = ["Culprits"]

@@ -8,10 +8,10 @@ from typing import Final, NamedTuple
 
 import torch
 
-from moereg.problem import MoEProblem
+from moereg.numerics.reference import calibrate_activation_scales
 from moereg.quantize import quantize_weights
-from moereg.reference import calibrate_activation_scales
-from moereg.weights import ExpertWeights
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["ROUTINGS", "Call", "num_calls", "random_call", "random_calls", "random_weights"]
 

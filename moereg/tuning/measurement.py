@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from moereg.selection import Decision
+from moereg.selection.result import Decision
 from moereg.tuning.timing import Timing
 
 __all__ = ["Measurement"]

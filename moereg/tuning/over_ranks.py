@@ -10,9 +10,9 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from moereg.expert_placement import PlacementTables, token_turns
-from moereg.layer import MoEKernel
-from moereg.problem import MoEProblem
+from moereg.layer.factory import MoEKernel
+from moereg.prepare_finalize.expert_placement import PlacementTables, token_turns
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import Call, num_calls, random_call
 from moereg.tuning.timing import Run, Timing, capture, wait_for
 

@@ -13,8 +13,8 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from moereg.memory import free_memory_bytes
-from moereg.problem import MoEProblem
+from moereg.runtime.memory import free_memory_bytes
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import Call
 from moereg.tuning.timing import Run, time_runs
 

@@ -16,9 +16,9 @@ from typing import Final, TypeVar
 
 import torch
 
-from moereg.layer import MoEKernel
+from moereg.layer.factory import MoEKernel
+from moereg.runtime.gc_pause import collecting_later
 from moereg.tuning.inputs import Call
-from moereg.undisturbed import collecting_later
 
 __all__ = ["ROUNDS", "SECONDS", "Run", "Timing", "capture", "kernel_runs", "time_kernels", "time_runs", "wait_for"]
 

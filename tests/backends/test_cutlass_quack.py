@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.activations import Activation
 from moereg.backends.cutlass_moe import QuackCodesExperts, QuackExperts
 from moereg.experts import Experts
-from moereg.layouts import deinterleave_gate_up
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
+from moereg.spec.activations import Activation
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_weights
 from moereg.testing.interpreter import patch_interpreter
-from moereg.tolerances import layer_tolerance
+from moereg.weights.layouts import deinterleave_gate_up
 from tests.support import quack_copy
 from tests.support.experts_run import CPU, error_of, run_experts
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moereg.activations import Activation
 from moereg.backends._cutlass.scales import row_scales
 from moereg.backends.cutlass_moe import TorchScaledGroupedExperts
 from moereg.kernels.plain import device
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
+from moereg.spec.activations import Activation
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_weights
-from moereg.tolerances import layer_tolerance
 from tests.support.experts_run import CPU, error_of, run_experts
 
 SM90 = Platform.from_name("cuda:sm90")

@@ -15,7 +15,7 @@ from moereg.backends._flashinfer import building, kernel_sets, loading, manifest
 from moereg.backends._flashinfer.manifest import Manifest
 from moereg.errors import ArgumentError
 from moereg.platforms import Platform
-from moereg.quant import get_scheme
+from moereg.spec.quant_schemes import get_scheme
 
 _HOPPER = Platform.from_name("cuda:sm90")
 

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from moereg.activations import Activation
 from moereg.backends import flashinfer_int4_moe, flashinfer_moe
 from moereg.backends._flashinfer import cutlass, cutlass_blocks
 from moereg.backends._flashinfer.tactics import UNTUNED
 from moereg.backends._flashinfer.timing import layer_key
 from moereg.experts import ExpertInputs
-from moereg.placement import resolve_expert_map
+from moereg.layer.expert_map import resolve_expert_map
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
 from moereg.quantize import quantize_weights
-from moereg.reference import reference_experts, relative_error
+from moereg.spec.activations import Activation
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
-from moereg.tolerances import layer_tolerance
 from tests.support.flashinfer_imitation import Imitation
 
 _CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from moereg.backends._flashinfer import claims, cutile, downloads, first_call
 from moereg.backends._flashinfer.cutile_sizes import Tile, Tiles, compiled_for
 from moereg.backends._flashinfer.scratch import aligned_result
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 from tests.support.tensors import unaligned
 
 B200 = Platform("cuda", "sm100", probed=True)

@@ -10,7 +10,7 @@ import pytest
 
 from moereg.backends._flashinfer import claims, tileiras
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 
 H200 = Platform.from_name("cuda:sm90")
 Install = Callable[..., Path]

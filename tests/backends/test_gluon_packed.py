@@ -19,13 +19,13 @@ from moereg.backends.triton_moe import TritonPackedExperts
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs
 from moereg.kernels.hopper.packed_config import PACKED_RULES
-from moereg.layer import make_kernel
-from moereg.problem import MoEProblem
-from moereg.reference import reference_experts, relative_error
+from moereg.layer.factory import make_kernel
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import tolerance
+from moereg.runtime.workspace import WORKSPACES
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
-from moereg.tolerances import tolerance
 from moereg.tuning.inputs import random_call
-from moereg.workspace import WORKSPACES
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 

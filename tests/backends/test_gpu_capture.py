@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from moereg.dispatch import select_backend
-from moereg.layer import make_kernel
-from moereg.module import MoELayer
-from moereg.problem import MoEProblem
-from moereg.reference import reference_experts, relative_error
+from moereg.layer.factory import make_kernel
+from moereg.nn.module import MoELayer
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import tolerance
+from moereg.runtime.workspace import WORKSPACES
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
-from moereg.tolerances import tolerance
 from moereg.tuning.inputs import random_call
 from moereg.tuning.timing import capture
-from moereg.weights import ExpertWeights
-from moereg.workspace import WORKSPACES
+from moereg.weights.permuted import ExpertWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

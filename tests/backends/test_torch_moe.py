@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moereg.activations import Activation
 from moereg.backends.cutlass_moe import TorchGroupedExperts
 from moereg.backends.torch_moe import (
     TorchBatchedExperts,
@@ -26,14 +25,15 @@ from moereg.backends.torch_moe import (
     TorchPackedExperts,
 )
 from moereg.experts import ExpertInputs, Experts
-from moereg.facts import fact_reasons
 from moereg.kernels.plain import device, host
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import ROUNDING_BOUNDS
 from moereg.platforms import Platform
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize
-from moereg.problem import MoEProblem
-from moereg.reference import reference_experts, relative_error
-from moereg.tolerances import ROUNDING_BOUNDS
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.spec.activations import Activation
+from moereg.spec.facts import fact_reasons
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 STANDARD = (TorchPackedExperts, TorchGroupedExperts, TorchDenseExperts)
 BATCHED = (TorchPackedBatchedExperts, TorchBatchedExperts)
@@ -409,8 +409,8 @@ def test_permute_needs_one_copy() -> None:
         from pathlib import Path
         from moereg.backends.torch_moe import TorchPackedExperts
         from moereg.platforms import Platform
-        from moereg.problem import MoEProblem
-        from moereg.weights import ExpertWeights
+        from moereg.spec.problem import MoEProblem
+        from moereg.weights.permuted import ExpertWeights
 
         def status(name):
             text = Path("/proc/self/status").read_text()

@@ -13,20 +13,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moereg.backends import torch_moe
 from moereg.backends.torch_moe import TorchInt8BatchedExperts, TorchInt8Experts
-from moereg.discovery import current_platform, load_backends
 from moereg.dispatch import EmulationWarning, Selection, explain_backends, select_backend
 from moereg.kernels.plain import cpu, host, quantized_mlp
-from moereg.layer import MoEKernel, make_kernel
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import tolerance
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, QuantScheme
+from moereg.plugins.loader import current_platform, load_backends
 from moereg.quantize import quantize_weights
 from moereg.quantize import weights as quantize_module
-from moereg.reference import reference_experts, relative_error
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme
 from moereg.testing.cases import Case, build
 from moereg.testing.inputs import Inputs, make_inputs, make_plain_weights, make_weights
-from moereg.tolerances import tolerance
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 SetFeatures = Callable[..., None]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moereg.dispatch import select_backend
 from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_batches
 from moereg.kernels.sizes import SPREAD_HEAVY
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 from moereg.testing.interpreter import patch_interpreter
 from tests.kernels.references import block_map_reference
 from tests.kernels.triton_cases import (

@@ -14,7 +14,7 @@ from moereg.backends.triton_moe import TritonQuantizedExperts
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform
 from moereg.prepare_finalize.wire import CodedWire
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import default_device
 from moereg.testing.inputs import make_inputs, make_weights
 from moereg.testing.interpreter import patch_interpreter

@@ -15,9 +15,9 @@ from moereg.kernels.quantized.emulate import SmallFloats, requantize_rows
 from moereg.kernels.rows.plan import RoutePlan, route_workspace_numel
 from moereg.kernels.rows.sort import sort_routes
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import get_scheme
 from moereg.quantize import dequantize_activations, quantize_activations, quantize_dequantize_activations
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import get_scheme
 from moereg.testing.cases import default_device
 from moereg.testing.interpreter import patch_interpreter
 

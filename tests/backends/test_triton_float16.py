@@ -11,13 +11,13 @@ import torch
 pytest.importorskip("triton")
 
 from moereg.dispatch import select_backend
-from moereg.layer import make_kernel
-from moereg.problem import MoEProblem
+from moereg.layer.factory import make_kernel
+from moereg.numerics.reference import calibrate_activation_scales, reference_experts, relative_error
+from moereg.numerics.tolerances import tolerance
 from moereg.quantize import quantize_weights
-from moereg.reference import calibrate_activation_scales, reference_experts, relative_error
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_plain_weights
 from moereg.testing.interpreter import patch_interpreter
-from moereg.tolerances import tolerance
 from tests.kernels.triton_cases import DEVICE, SM90, on_gpu
 
 LARGEST = 65504.0

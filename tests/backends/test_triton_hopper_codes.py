@@ -24,15 +24,15 @@ from moereg.kernels.hopper.config import select_quantized_rule
 from moereg.kernels.quantized.operands import QuantizedMatrices, QuantizedRows
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import GUARD_ROWS
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import tolerance
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme, get_scheme
-from moereg.reference import reference_experts, relative_error
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme, get_scheme
 from moereg.testing.cases import default_device
 from moereg.testing.inputs import make_expert_map, make_inputs, make_weights
 from moereg.testing.interpreter import patch_interpreter
-from moereg.tolerances import tolerance
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")

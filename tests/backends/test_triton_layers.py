@@ -19,17 +19,17 @@ pytest.importorskip("triton")
 from moereg.backends import triton_moe
 from moereg.dispatch import explain_backends, select_backend
 from moereg.experts import ExpertInputs
-from moereg.facts import fact_reasons
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import tolerance
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.reference import reference_experts, relative_error
+from moereg.spec.facts import fact_reasons
+from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import Case
 from moereg.testing.checks import GuardedLayer
 from moereg.testing.faults import plant_faults
 from moereg.testing.inputs import make_inputs, make_weights
 from moereg.testing.interpreter import patch_interpreter
-from moereg.tolerances import tolerance
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 from tests.backends.test_triton_quantized import DEVICE, MULTIPLIES_NVFP4, NAMED, SM90, bits, random
 from tests.kernels.triton_cases import Guarded, on_gpu
 

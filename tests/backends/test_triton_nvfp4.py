@@ -18,9 +18,9 @@ from moereg.backends.triton_moe import TritonQuantizedExperts
 from moereg.kernels.quantized.operands import Quantizer
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows
 from moereg.kernels.quantized.rows_batched import quantize_batched_rows
-from moereg.quant import get_scheme
+from moereg.numerics.reference import relative_error
 from moereg.quantize import Quantized, dequantize_activations, quantize_activations
-from moereg.reference import relative_error
+from moereg.spec.quant_schemes import get_scheme
 from moereg.testing.inputs import make_weights
 from moereg.testing.interpreter import patch_interpreter
 from tests.backends.test_triton_batched import make_plan as make_batches

@@ -22,17 +22,17 @@ from moereg.kernels.rows import reduce, sort
 from moereg.kernels.rows.plan import RoutePlan, SortConfig, max_num_blocks, route_workspace_numel
 from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import FLAG_WORDS
-from moereg.layer import MoEKernel, make_kernel
-from moereg.module import MoELayer
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.nn.module import MoELayer
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import tolerance
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.reference import reference_experts, relative_error
-from moereg.shapes import get_shape
+from moereg.spec.model_shapes import get_shape
+from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import default_device
 from moereg.testing.interpreter import patch_interpreter
-from moereg.tolerances import tolerance
 from moereg.tuning.inputs import random_call, random_weights
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")

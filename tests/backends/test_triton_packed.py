@@ -22,16 +22,16 @@ from moereg.kernels.gemm.rules import PACKED_RULES, select_config
 from moereg.kernels.gemm.single import down_single, share_slices
 from moereg.kernels.packed.weights import STEP, PackedMatrix
 from moereg.kernels.rows.direct import DirectRoutes
-from moereg.layouts import round_up
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import tolerance
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
 from moereg.quantize import dequantize_weights
-from moereg.reference import reference_experts, relative_error
+from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import default_device
 from moereg.testing.interpreter import patch_interpreter
-from moereg.tolerances import tolerance
 from moereg.tuning.inputs import random_weights
-from moereg.weights import ExpertWeights
+from moereg.weights.layouts import round_up
+from moereg.weights.permuted import ExpertWeights
 
 DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")

@@ -32,10 +32,9 @@ from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import route_workspace_numel
 from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD
-from moereg.layouts import round_up
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import tolerance
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import WHOLE, QuantFormat, QuantScheme, get_scheme
 from moereg.quantize import (
     Quantized,
     activation_scale,
@@ -45,12 +44,13 @@ from moereg.quantize import (
     quantize_activations,
     quantize_weights,
 )
-from moereg.reference import reference_experts, relative_error
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import WHOLE, QuantFormat, QuantScheme, get_scheme
 from moereg.testing.cases import default_device
 from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
 from moereg.testing.interpreter import patch_interpreter
-from moereg.tolerances import tolerance
-from moereg.weights import ExpertWeights
+from moereg.weights.layouts import round_up
+from moereg.weights.permuted import ExpertWeights
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
 pytestmark = [

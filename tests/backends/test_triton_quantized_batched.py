@@ -1,6 +1,6 @@
 """8-bit weights and activations in the batched format: interpreted on a CPU, compiled where there is a CUDA device.
 
-The layer is compared with `moereg.reference`: a row of the batched format is a token with one choice.
+The layer is compared with `moereg.numerics.reference`: a row of the batched format is a token with one choice.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from moereg.kernels.quantized.operands import QuantizedRows
 from moereg.kernels.quantized.rows_batched import quantize_batched_rows
 from moereg.kernels.rows.block_map import BlockMap
-from moereg.quant import QuantScheme, get_scheme
 from moereg.quantize import quantize_activations
+from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.testing.interpreter import patch_interpreter
 from tests.backends.test_triton_batched import make_plan
 from tests.backends.test_triton_layers import rows_that_count

@@ -21,7 +21,7 @@ from moereg.experts import ExpertInputs
 from moereg.platforms import probe_cpu
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from moereg.tuning.roofline import Ceilings
-from moereg.weights import PermutedWeights
+from moereg.weights.permuted import PermutedWeights
 from tests.support.fakes import FakeExperts, WrongExperts
 
 MEASURED_ON: dict[str, Any] = {

@@ -23,9 +23,9 @@ from benches.h200.table import check, roofline_us
 from moereg.backends._triton import quantized
 from moereg.kernels.gemm import rules
 from moereg.kernels.hopper import config as hopper_config
-from moereg.layer import make_kernel
+from moereg.layer.factory import make_kernel
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import random_call, random_weights
 from moereg.tuning.roofline import Ceilings
 

@@ -8,10 +8,10 @@ import pytest
 
 import moereg
 from benches import which_backend
-from moereg.discovery import load_backends
+from moereg.evidence.ledger import FILE_NAME, Evidence, read_ledger
 from moereg.platforms import Platform
+from moereg.plugins.loader import load_backends
 from moereg.registry import REGISTRY
-from moereg.testing.ledger import FILE_NAME, Evidence, read_ledger
 
 
 def test_every_wheel_of_the_tree_is_there_and_the_process_is_as_before() -> None:

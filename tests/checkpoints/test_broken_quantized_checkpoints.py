@@ -244,7 +244,7 @@ def test_run_says_the_same_and_exits_2(tmp_path: Path, name: str, capsys: pytest
 @pytest.mark.parametrize("name", BAD_NUMBERS)
 def test_numbers_are_checked_whatever_the_device(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on a GPU, where ExpertWeights does not look at values.
-    monkeypatch.setattr("moereg.canonical.checks_values", lambda device: False)
+    monkeypatch.setattr("moereg.weights.expert_weights.checks_values", lambda device: False)
     checkpoint, tensor, value, text = BAD_NUMBERS[name]
     with pytest.raises(CheckpointError, match=re.escape(text)):
         load_experts(changed(tmp_path, checkpoint, with_number(tensor, value)), 0)

@@ -10,7 +10,7 @@ import torch
 
 from moereg.checkpoints import _memory, load_experts, moe_layers, read_problem
 from moereg.errors import RequestError, TooLargeError
-from moereg.memory import free_memory_bytes
+from moereg.runtime.memory import free_memory_bytes
 from tests.checkpoints.small_checkpoint import CONFIG, EXPERTS, ROUTER, small_tensors, write_checkpoint
 
 

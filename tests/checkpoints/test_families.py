@@ -20,7 +20,7 @@ from moereg.checkpoints import load_experts, moe_layers
 from moereg.checkpoints._model_rules import count_layers
 from moereg.checkpoints._models import MODEL_TYPES
 from moereg.errors import CheckpointError, MoeregError
-from moereg.reference import relative_error
+from moereg.numerics.reference import relative_error
 from moereg.routing import REFUSED_MODEL_TYPES, RouterSpec
 from moereg.routing.configs import ROUTED_MODEL_TYPES
 from tests.checkpoints.families_run import by_expert, run_block

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 from moereg.checkpoints import load_experts, moe_layers, read_problem
 from moereg.cli import main
-from moereg.config_entries import MOST_EXPERTS, MOST_LAYERS
 from moereg.errors import CheckpointError
 from moereg.routing import RouterSpec
+from moereg.routing.config_entries import MOST_EXPERTS, MOST_LAYERS
 from tests.support.quantized_checkpoints import (
     BLOCK,
     CHECKPOINTS,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from moereg.checkpoints import load_experts, moe_layers
 from moereg.errors import CheckpointError
-from moereg.reference import reference_experts, relative_error
+from moereg.numerics.reference import reference_experts, relative_error
 from tests.checkpoints.families_run import run_block
 from tests.checkpoints.small_checkpoint import CONFIG, write_checkpoint
 from tests.checkpoints.tiny_families import FAMILIES

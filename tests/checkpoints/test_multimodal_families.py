@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moereg.checkpoints import load_experts, moe_layers
-from moereg.reference import relative_error
+from moereg.numerics.reference import relative_error
 from tests.checkpoints.families_run import by_expert, run_block
 from tests.checkpoints.small_checkpoint import CONFIG, small_tensors, write_checkpoint
 from tests.checkpoints.tiny_families import FAMILIES, MODELS, SIZES, has_entry

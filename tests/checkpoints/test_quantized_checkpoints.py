@@ -23,10 +23,10 @@ from moereg.checkpoints import CheckpointLayer, _files, _memory, load_experts, r
 from moereg.checkpoints._quantization import METHODS
 from moereg.cli import main
 from moereg.errors import CheckpointError, TooLargeError
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import tolerance
 from moereg.quantize import dequantize_weights, quantize_weights
-from moereg.reference import reference_experts, relative_error
-from moereg.tolerances import tolerance
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 from tests.support.quantized_checkpoints import (
     BLOCK,
     CHECKPOINTS,

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from moereg.checkpoints import check_can_save, load_experts, moe_layers, quantize_layer, save_quantized
 from moereg.errors import CheckpointError
-from moereg.quant import QUANT_SCHEMES, QuantScheme, get_scheme
+from moereg.numerics.reference import reference_experts, relative_error
 from moereg.quantize import dequantize_weights
-from moereg.reference import reference_experts, relative_error
-from moereg.weights import ExpertWeights
+from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme, get_scheme
+from moereg.weights.permuted import ExpertWeights
 from tests.checkpoints.small_checkpoint import CONFIG, EXPERTS, small_tensors, write_checkpoint
 from tests.checkpoints.tiny_families import FAMILIES, MODELS, has_entry
 from tests.support.quantized_checkpoints import CHECKPOINTS

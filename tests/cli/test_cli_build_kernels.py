@@ -10,7 +10,7 @@ from moereg.cli import main
 from moereg.errors import ArgumentError
 from moereg.experts import BuildPlan, KernelBuilder
 from moereg.registry import register_moe_backend
-from moereg.waiting import duration, long_wait, waits_shown_by
+from moereg.runtime.progress import duration, long_wait, waits_shown_by
 from tests.support.fakes import FakeExperts
 
 

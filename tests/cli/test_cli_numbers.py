@@ -18,10 +18,10 @@ from moereg.author import ExpertInputs, PermutedWeights
 from moereg.cli._bench import BenchResult
 from moereg.cli._run import RunResult
 from moereg.cli._show import format_us, format_us_range
-from moereg.discovery import current_platform
 from moereg.dispatch import Decision, Selection, explain_backends, machine_reasons
-from moereg.problem import MoEProblem
+from moereg.plugins.loader import current_platform
 from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.compare import Measurement
 from moereg.tuning.roofline import Ceilings
 from moereg.tuning.timing import Timing

@@ -47,7 +47,7 @@ PAIRS = [pair for pair in itertools.product(STREAMS, STREAMS) if "well" in pair 
 FORKS = """
 import json, os, sys, tempfile
 from moereg.cli import _bench, main
-from moereg.discovery import load_backends
+from moereg.plugins.loader import load_backends
 from moereg.tuning.roofline import Ceilings
 
 load_backends()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moereg.python_process import python_command
+from moereg.runtime.python_process import python_command
 from tests.cli.command import SIZES
 
 IMPORTED = ("numpy", "safetensors", "tempfile", "torch", "triton", "typing_extensions")

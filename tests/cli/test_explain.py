@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from moereg import cli
-from moereg.problem import MoEProblem
-from moereg.reasons import REASON_CODES
-from moereg.shapes import get_shape
-from moereg.testing import ledger
-from moereg.testing.ledger import Verification
+from moereg.evidence import ledger
+from moereg.evidence.ledger import Verification
+from moereg.spec.model_shapes import get_shape
+from moereg.spec.problem import MoEProblem
+from moereg.spec.reasons import REASON_CODES
 from tests.cli.command import SELECTION_KEYS, SIZES, Call, CallJson
 
 EXPLAIN_KEYS = [*SELECTION_KEYS, "verification"]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import moereg
-from moereg.discovery import current_platform, list_cells
+from moereg.evidence.quarantine import QuarantineRecord, change_quarantine
 from moereg.platforms import Platform
-from moereg.quarantine import QuarantineRecord, change_quarantine
+from moereg.plugins.loader import current_platform, list_cells
 from moereg.registry import BUILTIN, BackendRegistry, register_moe_backend
 from tests.cli.command import Call, CallJson
 from tests.support.fakes import FakeExperts

@@ -30,7 +30,7 @@ def test_what_only_shows_does_not_load_torch() -> None:
     _run(
         f"""
         import sys
-        from moereg.lazy_torch import load_torch_at_first_use
+        from moereg.runtime.lazy_torch import load_torch_at_first_use
         load_torch_at_first_use()
         from moereg.cli import main
         for line in {shows!r}:
@@ -44,7 +44,7 @@ def test_the_torch_of_a_first_use_is_torch() -> None:
     _run(
         """
         import importlib, sys, threading, types
-        from moereg.lazy_torch import load_torch_at_first_use
+        from moereg.runtime.lazy_torch import load_torch_at_first_use
         load_torch_at_first_use()
         import torch
         assert "torch.nn" not in sys.modules
@@ -68,7 +68,7 @@ def test_threads_that_use_it_first_at_once_get_torch() -> None:
     _run(
         """
         import threading
-        from moereg.lazy_torch import load_torch_at_first_use
+        from moereg.runtime.lazy_torch import load_torch_at_first_use
         load_torch_at_first_use()
         import torch
         found = []

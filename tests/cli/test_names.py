@@ -6,9 +6,9 @@ import pytest
 
 from moereg.dispatch import explain_backends
 from moereg.platforms import PRODUCTS, Platform, platform_of_product
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, SCHEMES_CALLED
-from moereg.shapes import MODEL_SHAPES
+from moereg.spec.model_shapes import MODEL_SHAPES
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES, SCHEMES_CALLED
 from tests.cli.command import Call, CallJson
 
 

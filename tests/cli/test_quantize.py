@@ -19,7 +19,7 @@ from moereg.checkpoints import load_experts
 from moereg.cli import _quantize
 from moereg.cli._options import ProblemFlags
 from moereg.cli._quantize import Question, compare_schemes, find_schemes, sketch
-from moereg.quant import QUANT_SCHEMES
+from moereg.spec.quant_schemes import QUANT_SCHEMES
 from moereg.tuning import compare
 from tests.cli.command import Call, CallJson
 from tests.support.quantized_checkpoints import CHECKPOINTS

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from moereg.cli._quarantine import lift_quarantine, quarantine_failures
-from moereg.discovery import current_platform, list_cells, load_backends
 from moereg.errors import UnknownBackendError
-from moereg.problem import MoEProblem
-from moereg.quarantine import read_quarantine
+from moereg.evidence.quarantine import read_quarantine
+from moereg.plugins.loader import current_platform, list_cells, load_backends
 from moereg.registry import BackendCell, BackendRegistry
+from moereg.spec.problem import MoEProblem
 from moereg.testing.check import CellName, Check
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.outcomes import IMPORT, Outcome, Report, Result

@@ -12,9 +12,9 @@ from moereg.author import ExpertInputs, PermutedWeights
 from moereg.cli import _layer
 from moereg.cli import _layer as cli_memory
 from moereg.cli._options import ProblemFlags
-from moereg.problem import MoEProblem
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.tolerances import layer_tolerance
+from moereg.spec.problem import MoEProblem
 from tests.cli.command import SIZES, Call, CallJson, check_run, strict_json
 from tests.support.fakes import FakeExperts, NanExperts, WrongExperts
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from moereg import cli
-from moereg.discovery import load_backends
+from moereg.evidence.ledger import read_ledger
+from moereg.plugins.loader import load_backends
 from moereg.registry import REGISTRY
-from moereg.testing.ledger import read_ledger
 from tests.cli.command import Call, CallJson, strict_json
 
 FILE = str(pathlib.Path(__file__).parents[1] / "kit" / "bad_backends.py")

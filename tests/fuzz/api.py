@@ -13,18 +13,18 @@ import torch
 
 import moereg
 from moereg import routing
-from moereg.activations import Activation
-from moereg.discovery import load_backends
 from moereg.dispatch import explain_backends
-from moereg.layer import make_kernel
+from moereg.layer.factory import make_kernel
 from moereg.platforms import Platform, PlatformKind, PlatformRule
-from moereg.problem import MoEProblem
-from moereg.quant import QuantFormat, QuantScheme, get_scheme
+from moereg.plugins.loader import load_backends
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.request import Request
-from moereg.selection import Decision, Selection
-from moereg.shapes import get_shape
-from moereg.weights import ExpertWeights
+from moereg.selection.request import Request
+from moereg.selection.result import Decision, Selection
+from moereg.spec.activations import Activation
+from moereg.spec.model_shapes import get_shape
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantFormat, QuantScheme, get_scheme
+from moereg.weights.permuted import ExpertWeights
 from tests.fuzz.area import Area, Case
 from tests.fuzz.contract import NOTHING, breach_of
 from tests.support.fakes import FakeExperts

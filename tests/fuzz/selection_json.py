@@ -9,8 +9,8 @@ import random
 from typing import Any, Final
 
 from moereg.dispatch import explain_backends
-from moereg.problem import MoEProblem
-from moereg.selection import Selection
+from moereg.selection.result import Selection
+from moereg.spec.problem import MoEProblem
 from tests.fuzz.area import Area, Case
 from tests.fuzz.contract import NOTHING, breach_of
 

@@ -16,16 +16,15 @@ import torch
 import torch.distributed as dist
 
 import moereg
-from moereg import overlap
-from moereg.discovery import load_backends
 from moereg.experts import ExpertInputs
-from moereg.layer import MoEKernel, make_kernel
-from moereg.prepare_finalize import Group, GroupPrepareFinalize
-from moereg.problem import MoEProblem
-from moereg.reference import reference_experts, relative_error
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.plugins.loader import load_backends
+from moereg.prepare_finalize import Group, GroupPrepareFinalize, overlap
 from moereg.registry import REGISTRY, register_moe_backend
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from tests.support.fakes import FakeExperts
 
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from moereg.experts import ExpertInputs
-from moereg.layer import MoEKernel, make_kernel
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.numerics.reference import relative_error
 from moereg.prepare_finalize import GroupPrepareFinalize
 from moereg.prepare_finalize.wire import CodedWire, PlainWire, as_bytes
-from moereg.problem import MoEProblem
-from moereg.reference import relative_error
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
 from tests.groups.cases import experts_of, share_of, tokens_of
 from tests.groups.move_cases import ring

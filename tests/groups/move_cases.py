@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 import moereg
-from moereg import expert_moves, moe_kernel
-from moereg.balancing import count_routes
-from moereg.layer import MoEKernel, make_kernel
-from moereg.problem import MoEProblem
+from moereg.layer import kernel as moe_kernel
+from moereg.layer import move_experts as expert_moves
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.prepare_finalize.eplb import count_routes
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 from tests.groups.cases import CPU, experts_of, problem_of, tokens_of
 
 
@@ -79,7 +80,7 @@ def _is_that_of(kernel: MoEKernel, weights: ExpertWeights, experts: tuple[int, .
     """Whether the weights are those of a kernel that was made with these experts."""
     held = experts_of(weights, experts)
     alone = dataclasses.replace(kernel.selection, problem=kernel.selection.problem)
-    fresh = moereg.backend_calls.permute(alone, kernel.experts, held)
+    fresh = moereg.layer.backend_calls.permute(alone, kernel.experts, held)
     pairs = zip(kernel.weights.flat(), fresh.flat(), strict=True)
     dense = ((mine.to_dense(), theirs.to_dense()) if mine.is_mkldnn else (mine, theirs) for mine, theirs in pairs)
     return all(torch.equal(_bytes(mine), _bytes(theirs)) for mine, theirs in dense)

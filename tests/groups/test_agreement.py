@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moereg.agreement import differences
+from moereg.prepare_finalize.ranks_agree import differences
 
 
 def test_ranks_that_say_the_same_differ_in_nothing() -> None:

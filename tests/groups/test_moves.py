@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from moereg.errors import ArgumentError
-from moereg.expert_moves import plan_moves
-from moereg.expert_placement import ExpertPlacement
+from moereg.layer.move_experts import plan_moves
+from moereg.prepare_finalize.expert_placement import ExpertPlacement
 from tests.groups.ranks import results_of
 
 MOVES = ("move_all_to_all", "move_all_gather", "move_low_latency", "move_int4", "canonical")

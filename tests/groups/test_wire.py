@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moereg.prepare_finalize.wire import CodedWire, PlainWire, join_columns, wire_scheme
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES
 from moereg.quantize import dequantize_activations, quantize_activations
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES
 from tests.support.tensors import split_columns
 
 CODED = ("fp8_channel_token", "fp8_block128", "mxfp8", "int8_w8a8")

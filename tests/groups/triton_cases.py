@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import moereg
 from moereg.kernels.quantized import rows_moved
 from moereg.kernels.rows import arrived, batches, exchanged, gathered, rooms
-from moereg.layer import make_kernel
+from moereg.layer.factory import make_kernel
+from moereg.numerics.reference import relative_error
 from moereg.prepare_finalize import AllToAll, BatchedPrepareFinalize, Group, GroupFacts, GroupPrepareFinalize
 from moereg.prepare_finalize.wire import CodedWire, PlainWire
-from moereg.reference import relative_error
 from moereg.testing.interpreter import patch_interpreter
 from tests.groups.cases import experts_of, numbers_of, numbers_of_tokens, problem_of, share_of, tokens_of
 from tests.groups.gpu_cases import seen_by_experts

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moereg.errors import ArgumentError
-from moereg.module import MoELayer
+from moereg.nn.module import MoELayer
 from tests.support.tiny_models import families, tiny_model
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moereg.activations import Activation
 from moereg.errors import ArgumentError
 from moereg.integrations._experts import serving
 from moereg.integrations._experts.activation import recognize
 from moereg.integrations.transformers import prepare
+from moereg.spec.activations import Activation
 from tests.support.live_models import logits_of
 from tests.support.tiny_models import tiny_model
 

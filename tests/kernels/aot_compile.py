@@ -55,7 +55,7 @@ from moereg.kernels.rows.rooms import FilledRooms, empty_rooms, fill_rooms, plac
 from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import FLAG_WORDS
 from moereg.prepare_finalize.exchange import RowLayout
-from moereg.quant import WHOLE, QuantFormat, get_scheme
+from moereg.spec.quant_schemes import WHOLE, QuantFormat, get_scheme
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),

@@ -12,8 +12,8 @@ import torch
 from moereg.backends.triton_moe import TritonEmulatedBatchedExperts, TritonEmulatedExperts
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.weights import ExpertWeights
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import ExpertWeights
 from tests.kernels.aot_compile import compile_targets, compiling_only, describe
 
 # tokens, scheme, hidden, intermediate, whether global scales are given, and what else the problem says; in the batched

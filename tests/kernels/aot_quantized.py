@@ -13,8 +13,8 @@ from moereg.backends._triton import quantized
 from moereg.backends.triton_moe import TritonQuantizedBatchedExperts, TritonQuantizedExperts
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.weights import ExpertWeights
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import ExpertWeights
 from tests.kernels.aot_compile import compile_targets, compiling_only, describe
 
 # tokens (rows an expert has room for), scheme, experts, top_k, hidden, intermediate, and what else the problem says

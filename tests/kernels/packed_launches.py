@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import sys
 
-from moereg.backend_calls import make_experts
 from moereg.dispatch import select_backend
 from moereg.kernels.launch.ahead import Target, become
-from moereg.problem import MoEProblem
-from moereg.warm_up.dummy import DummyLayer, empty_weights
-from moereg.warm_up.worker import _sweep
+from moereg.layer.backend_calls import make_experts
+from moereg.layer.warm_up.dummy import DummyLayer, empty_weights
+from moereg.layer.warm_up.worker import _sweep
+from moereg.spec.problem import MoEProblem
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from moereg.backends.cutlass_moe import QuackExperts
 from moereg.kernels.quack.epilogues import GateUp, down_epilogue, gate_up_epilogue
 from moereg.kernels.quack.products import grouped_product, select_config
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 
 ARCH, DUMP = sys.argv[1], Path(os.environ["CUTE_DSL_DUMP_DIR"])
 CODES, HALF = torch.float8_e4m3fn, torch.bfloat16

@@ -13,11 +13,11 @@ from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError
 from moereg.kernels.rows import batches
 from moereg.kernels.rows.batches import lay_out_batches, sum_batches
-from moereg.layer import make_kernel
+from moereg.layer.factory import make_kernel
 from moereg.platforms import Platform
 from moereg.prepare_finalize import BatchedPrepareFinalize
 from moereg.prepare_finalize import batched as module
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 from moereg.testing.guards import GuardedMemory
 from moereg.testing.interpreter import patch_interpreter
 from moereg.tuning.inputs import random_weights

@@ -7,10 +7,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from moereg.expert_placement import ExpertPlacement, PlacementTables
 from moereg.kernels.rows import arrived, exchanged
 from moereg.prepare_finalize import exchange
 from moereg.prepare_finalize.exchange import RowLayout, rounded_rows
+from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
 from moereg.testing.interpreter import patch_interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -23,11 +23,11 @@ from moereg.kernels.rows.plan import RoutePlan, route_workspace_numel
 from moereg.kernels.rows.reduce import reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import GUARD_ROWS
-from moereg.layer import make_kernel
-from moereg.problem import MoEProblem
-from moereg.reference import relative_error
-from moereg.weights import ExpertWeights
-from moereg.workspace import WORKSPACES
+from moereg.layer.factory import make_kernel
+from moereg.numerics.reference import relative_error
+from moereg.runtime.workspace import WORKSPACES
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import ExpertWeights
 from tests.kernels.references import (
     copy_rows_reference,
     down_reference,

@@ -11,14 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.expert_placement import ExpertPlacement, PlacementTables
 from moereg.kernels.launch import remembered
 from moereg.kernels.rows import gathered, rooms
 from moereg.prepare_finalize import GroupFacts, LowLatency
 from moereg.prepare_finalize.all_gather import _padded, _padded_in_triton
+from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
 from moereg.prepare_finalize.wire import CodedWire, PlainWire, as_bytes
-from moereg.problem import MoEProblem
-from moereg.quant import get_scheme
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import get_scheme
 from moereg.testing.interpreter import patch_interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -36,10 +36,10 @@ from moereg.kernels.hopper.packed_gemm import packed_format
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.sizes import GUARD_ROWS
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import WHOLE, get_scheme
 from moereg.quantize import dequantize_weights, quantize_weights
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import WHOLE, get_scheme
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
 class Words:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from moereg.dispatch import select_backend
 from moereg.kernels.plain import cpu, host, mlp
-from moereg.layer import make_kernel
-from moereg.problem import MoEProblem
+from moereg.layer.factory import make_kernel
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
 from moereg.tuning.inputs import random_calls
 

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 import moereg
 from moereg.kernels.plain import threads
 from moereg.kernels.plain.threads import are_even, run_tasks
-from moereg.layer import make_kernel
-from moereg.problem import MoEProblem
+from moereg.layer.factory import make_kernel
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
 from moereg.tuning.inputs import random_calls
 

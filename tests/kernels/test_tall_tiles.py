@@ -19,8 +19,8 @@ from moereg.kernels.gemm.grouped import num_programs
 from moereg.kernels.gemm.rules import CONFIG_RULES, select_config
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.plan import RoutePlan, max_num_blocks
-from moereg.problem import MoEProblem
-from moereg.reference import reference_experts, relative_error
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.spec.problem import MoEProblem
 from moereg.testing.interpreter import patch_interpreter
 from moereg.tuning.inputs import random_weights
 from tests.kernels.references import block_map_reference

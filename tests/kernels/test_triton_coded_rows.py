@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 from moereg.backends._triton.quantized import row_format
 from moereg.kernels.quantized.operands import QuantizedRows
 from moereg.kernels.quantized.rows_sorted import copy_coded_rows
-from moereg.quant import get_scheme
 from moereg.quantize import quantize_activations
+from moereg.spec.quant_schemes import get_scheme
 from moereg.testing.interpreter import patch_interpreter
 from tests.kernels.test_triton_quantize_sorted import DEVICE, raw, tokens
 

@@ -20,8 +20,8 @@ from moereg.experts import ExpertInputs, Experts
 from moereg.kernels.launch import replay
 from moereg.kernels.launch.replay import launch, recording
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
 BOX = "tensordesc<bf16[64,64],layout>"

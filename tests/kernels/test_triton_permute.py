@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from moereg.backends.triton_moe import TritonExperts
-from moereg.discovery import load_backends
 from moereg.experts import Experts
-from moereg.layouts import ALIGNMENT
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import QuantScheme
+from moereg.plugins.loader import load_backends
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing.inputs import make_weights
 from moereg.tuning.inputs import random_weights
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.layouts import ALIGNMENT
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 SM90 = Platform.from_name("cuda:sm90")
 

@@ -13,8 +13,8 @@ from moereg.kernels.quantized.operands import QuantizedRows, Quantizer, RowForma
 from moereg.kernels.quantized.rows import RouteIds, find_amax, quantize_rows
 from moereg.kernels.quantized.rows_sorted import quantize_to_sorted_rows
 from moereg.kernels.sizes import AMAX_PROGRAMS
-from moereg.quant import QUANT_SCHEMES
 from moereg.quantize import quantize_activations
+from moereg.spec.quant_schemes import QUANT_SCHEMES
 from moereg.testing.interpreter import patch_interpreter
 
 STATIC = QUANT_SCHEMES["fp8_tensor_static"]

@@ -18,7 +18,7 @@ import torch
 from moereg.kernels.rows.plan import RoutePlan, SortConfig, route_workspace_numel
 from moereg.kernels.rows.sort import sort_routes
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SM90 = Platform.from_name("cuda:sm90")

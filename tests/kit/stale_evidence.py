@@ -6,9 +6,9 @@ import dataclasses
 import datetime
 import pathlib
 
-from moereg.discovery import load_backends
+from moereg.evidence.ledger import cell_digest, evidence_of
+from moereg.plugins.loader import load_backends
 from moereg.registry import BUILTIN, BackendCell
-from moereg.testing.ledger import cell_digest, evidence_of
 
 LIST = pathlib.Path(__file__).with_name("stale_evidence.txt")
 

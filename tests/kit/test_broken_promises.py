@@ -22,11 +22,12 @@ import pytest
 import torch
 
 from moereg.author import ExpertInputs, ExpertWeights, Facts, MoEProblem, PermutedWeights, Platform
-from moereg.layer import make_kernel
-from moereg.moe_kernel import MoEKernel
-from moereg.quant import get_scheme
-from moereg.reference import reference_experts
+from moereg.layer.factory import make_kernel
+from moereg.layer.kernel import MoEKernel
+from moereg.numerics.reference import reference_experts
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
+from moereg.spec.quant_schemes import get_scheme
 from moereg.testing import checks, deciding
 from moereg.testing.cases import Case, first_case
 from moereg.testing.check import KINDS, CellName, Check
@@ -35,7 +36,6 @@ from moereg.testing.deciding import ImportWatch
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.guards import FILLS, FORMS, poisoned_empty
 from moereg.testing.inputs import ROUTINGS, make_inputs, make_weights
-from moereg.tolerances import layer_tolerance
 from tests.support.fakes import EVERYTHING, BatchedExperts, FakeExperts
 
 pytestmark = pytest.mark.usefixtures("one_thread")

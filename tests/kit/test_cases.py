@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.activations import ACTIVATIONS
 from moereg.author import Facts, MoEProblem, Platform
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
+from moereg.spec.activations import ACTIVATIONS
 from moereg.testing import cases, deciding, drawing, listing
 from moereg.testing.cases import GPU_TOKENS, TOKENS, Case, calls_of, fault_schemes, fault_tokens, first_case
 from moereg.testing.deciding import ImportWatch
@@ -260,7 +260,7 @@ def test_libraries_that_choosing_must_not_import(monkeypatch: pytest.MonkeyPatch
     assert deciding.kernel_libraries(cell) - deciding.KERNEL_LIBRARIES == {"big_kernels", "un_known"}
 
 
-@pytest.mark.parametrize(("importer", "is_told"), [("moereg.backends.mine", True), ("moereg.layer", False)])
+@pytest.mark.parametrize(("importer", "is_told"), [("moereg.backends.mine", True), ("moereg.layer.factory", False)])
 def test_a_built_in_class_is_told_of_what_backends_import_alone(
     importer: str, is_told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from moereg import digest
-from moereg.discovery import load_backends
+from moereg.evidence import code_digest as digest
+from moereg.evidence.ledger import cell_digest
 from moereg.platforms import Platform
+from moereg.plugins.loader import load_backends
 from moereg.registry import BUILTIN, BackendCell
-from moereg.testing.ledger import cell_digest
 from moereg.testing.problems import claimed_problems
 from tests.kit.test_ledger import EPYC, H200, builtin
 

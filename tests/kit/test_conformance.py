@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from moereg.discovery import list_backends
-from moereg.problem import MoEProblem
+from moereg.plugins.loader import list_backends
 from moereg.registry import BackendCell
+from moereg.spec.problem import MoEProblem
 from moereg.testing import cases, checks, listing, problems
 from moereg.testing.check import KINDS, Check
 from moereg.testing.interpreter import patch_interpreter

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from moereg import digest
-from moereg.digest import UNKNOWN, code_digest, module_file, root_package, source_digest
+from moereg.evidence import code_digest as digest
+from moereg.evidence.code_digest import UNKNOWN, code_digest, module_file, root_package, source_digest
 
 SOURCE = '''
 """A module."""
@@ -318,7 +318,7 @@ def test_a_namespace_is_no_package_of_one_distribution(tmp_path: pathlib.Path, m
     assert root_package("acme_ns.one.impl") == "acme_ns.one"
     assert root_package("acme_ns.two.impl") == "acme_ns.two"
     assert root_package("alone_x") == "alone_x"
-    assert root_package("moereg.digest") == "moereg"
+    assert root_package("moereg.evidence.code_digest") == "moereg"
     assert module_file("acme_ns.two.impl") == tmp_path / "two" / "acme_ns" / "two" / "impl.py"
     assert module_file("acme_ns") is None
     assert module_file("alone_x") == tmp_path / "alone_x.py"

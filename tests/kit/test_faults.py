@@ -8,14 +8,14 @@ from typing import Final
 import pytest
 import torch
 
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import tolerance
 from moereg.quantize import dequantize_weights, quantize_weights, unpack_nibbles
-from moereg.reference import reference_experts, relative_error
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES
 from moereg.testing import faults
 from moereg.testing.faults import FAULTS, plant_faults
 from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
-from moereg.tolerances import tolerance
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -11,8 +11,9 @@ import torch
 from moereg.author import ExpertInputs, ExpertWeights, PermutedWeights
 from moereg.platforms import Platform
 from moereg.prepare_finalize import local_prepare_finalize
-from moereg.problem import MoEProblem
 from moereg.registry import register_moe_backend
+from moereg.runtime.workspace import WORKSPACES
+from moereg.spec.problem import MoEProblem
 from moereg.testing import cases
 from moereg.testing.cases import Case
 from moereg.testing.checks import GuardedLayer, check_numbers
@@ -26,7 +27,6 @@ from moereg.testing.guards import (
     guard_weights,
 )
 from moereg.testing.inputs import make_inputs, make_weights
-from moereg.workspace import WORKSPACES
 from tests.support.fakes import FakeExperts
 
 CPU = torch.device("cpu")

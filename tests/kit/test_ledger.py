@@ -16,12 +16,8 @@ from typing import Any
 
 import pytest
 
-from moereg.discovery import load_backends
-from moereg.platforms import Platform, PlatformRule
-from moereg.plugins import PluginStatus
-from moereg.registry import REGISTRY, BackendCell, BackendRegistry, register_moe_backend, registering_origin
-from moereg.testing import ledger
-from moereg.testing.ledger import (
+from moereg.evidence import ledger
+from moereg.evidence.ledger import (
     LedgerWarning,
     Verification,
     arch_name,
@@ -30,6 +26,10 @@ from moereg.testing.ledger import (
     merge_ledger,
     read_ledger,
 )
+from moereg.platforms import Platform, PlatformRule
+from moereg.plugins.loader import load_backends
+from moereg.plugins.status import PluginStatus
+from moereg.registry import REGISTRY, BackendCell, BackendRegistry, register_moe_backend, registering_origin
 from tests import conftest
 from tests.support.fakes import FakeExperts
 
@@ -310,7 +310,7 @@ def conformance(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Conf
     """A session of pytest with --ledger on an H200, which has seen nothing yet."""
     for name, empty in (("_PASSED", {}), ("_FAILED", set()), ("_CRASHED", [])):
         monkeypatch.setattr(conftest, name, empty)
-    monkeypatch.setattr("moereg.discovery.current_platform", lambda: H200)
+    monkeypatch.setattr("moereg.plugins.loader.current_platform", lambda: H200)
     return Conformance(tmp_path / "ledger.json")
 
 
@@ -370,12 +370,12 @@ def test_nothing_of_moereg_starts_a_program() -> None:
     allowed |= {
         f"moereg/backends/_flashinfer/{name}.py": {"subprocess"} for name in ("building", "loading", "tileiras")
     }
-    # Kernels are compiled ahead by forks of a process that is this interpreter on `moereg.warm_up.worker`, by that name
+    # Kernels are compiled ahead by forks of a process that is this interpreter on `moereg.layer.warm_up.worker`, by that name
     # alone, and linked by the compiler that Triton would start itself.
     allowed |= {
         "moereg/kernels/launch/ahead.py": {"subprocess"},
-        "moereg/warm_up/ahead.py": {"subprocess"},
-        "moereg/warm_up/fan_out.py": {"fork"},
+        "moereg/layer/warm_up/ahead.py": {"subprocess"},
+        "moereg/layer/warm_up/fan_out.py": {"fork"},
     }
     # Ranks on this machine: this interpreter on moereg's own command.
     allowed |= {"moereg/cli/_ep.py": {"subprocess"}}

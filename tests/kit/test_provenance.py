@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from moereg import cli
+from moereg.evidence import provenance as module
+from moereg.evidence.provenance import clocks, provenance
 from moereg.platforms import Platform
-from moereg.testing import provenance as module
-from moereg.testing.provenance import clocks, provenance
 from moereg.tuning.roofline import Ceilings
 
 H200 = Platform("cuda", "sm90", "NVIDIA H200", versions={"torch": "2.13.0", "triton": "3.8.0"}, probed=True)

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
+from moereg.evidence import ledger
+from moereg.evidence.ledger import Verification, cell_digest
 from moereg.platforms import Platform
 from moereg.registry import BackendCell
-from moereg.testing import ledger
-from moereg.testing.ledger import Verification, cell_digest
 from tests.kit.stale_evidence import LIST, Line, disagreements, read_list, shipped, stale_cells
 
 H200 = Platform("cuda", "sm90", "NVIDIA H200", versions={}, probed=True)

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from moereg.activations import ACTIVATIONS
-from moereg.problem import MoEProblem
+from moereg.numerics.tolerances import layer_tolerance, tolerance
+from moereg.spec.activations import ACTIVATIONS
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import ROUTINGS, make_expert_map, make_inputs, make_plain_weights, make_weights
-from moereg.tolerances import layer_tolerance, tolerance
 
 CPU = torch.device("cpu")
 PROBLEM = MoEProblem(num_experts=6, hidden_size=64, intermediate_size=48, top_k=2)

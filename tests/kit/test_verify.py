@@ -15,9 +15,9 @@ import torch
 
 import moereg.testing
 from moereg.cli._verify import _verdict
-from moereg.discovery import load_backends
 from moereg.errors import ArgumentError, BackendError, UnknownBackendError, UnknownPlatformError
 from moereg.platforms import Platform
+from moereg.plugins.loader import load_backends
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from moereg.testing.cases import is_imitated, running_as
 from moereg.testing.check import KINDS, CellName, Check, chosen_machine

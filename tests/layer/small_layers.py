@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.discovery import current_platform
 from moereg.dispatch import evaluate
-from moereg.layer import MoEKernel, make_kernel
-from moereg.problem import MoEProblem
-from moereg.reference import reference_experts
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.numerics.reference import reference_experts
+from moereg.plugins.loader import current_platform
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.request import Request
-from moereg.selection import Selection
+from moereg.selection.request import Request
+from moereg.selection.result import Selection
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import Inputs, make_inputs, make_weights
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 from tests.support.fakes import BatchedExperts, FakeExperts, PerRouteExperts
 
 CPU = torch.device("cpu")

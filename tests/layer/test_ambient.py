@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from moereg import ambient, routing
-from moereg.ambient import AmbientState, fp32_is_exact, in_plain_torch, plain_torch
+from moereg import routing
 from moereg.checkpoints import load_experts
 from moereg.dispatch import select_backend
-from moereg.layer import MoEKernel, make_kernel
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.numerics.reference import calibrate_activation_scales, reference_experts
 from moereg.prepare_finalize import local_prepare_finalize
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES
 from moereg.quantize import dequantize_activations, dequantize_weights, quantize_activations, quantize_weights
-from moereg.reference import calibrate_activation_scales, reference_experts
+from moereg.runtime import torch_state as ambient
+from moereg.runtime.torch_state import AmbientState, fp32_is_exact, in_plain_torch, plain_torch
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES
 from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 from tests.layer.small_layers import CPU, copied
 from tests.support.quantized_checkpoints import CHECKPOINTS
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.balancing import balance_experts, count_routes, rank_loads
 from moereg.errors import ArgumentError
-from moereg.expert_placement import ExpertPlacement, PlacementTables, token_turns
-from moereg.problem import MoEProblem
+from moereg.prepare_finalize.eplb import balance_experts, count_routes, rank_loads
+from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables, token_turns
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import random_call
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from moereg.errors import ArgumentError
-from moereg.layer import MoEKernel
-from moereg.module import MoELayer
+from moereg.layer.factory import MoEKernel
+from moereg.nn.module import MoELayer
 from moereg.testing.inputs import Inputs, make_inputs, make_weights
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 from tests.layer.small_layers import CPU, FORMS, INPUTS, build_refused, call, kernel_of, problem_of
 
 

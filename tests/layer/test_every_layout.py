@@ -14,15 +14,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moereg import backend_calls
 from moereg.dispatch import explain_backends
 from moereg.errors import BackendError, LayoutNotInvertibleError
-from moereg.inversion import same_bits
-from moereg.one_expert import OneExpert
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES
+from moereg.layer import backend_calls
+from moereg.layer.one_expert import OneExpert
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES
 from moereg.testing.inputs import make_weights
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from moereg.weights.unpermute import same_bits
 from tests.layer.small_layers import CPU, problem_of, replaced
 
 PLATFORMS = ("cpu", "cuda:sm80", "cuda:sm90", "cuda:sm100", "cuda:sm120", "rocm:gfx942", "rocm:gfx950")

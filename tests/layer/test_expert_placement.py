@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moereg.errors import ArgumentError
-from moereg.expert_placement import ExpertPlacement, PlacementTables, token_turns
+from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables, token_turns
 
 CPU = torch.device("cpu")
 REPLICATED = ExpertPlacement(5, ((0, 1, 2), (3, 0, 4), (0, 4, 1)))

@@ -11,13 +11,13 @@ import torch
 
 from moereg.dispatch import select_backend
 from moereg.kernels.plain import mlp as torch_mlp
-from moereg.layer import make_kernel
-from moereg.problem import MoEProblem
+from moereg.layer.factory import make_kernel
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import tolerance
 from moereg.quantize import quantize_weights
-from moereg.reference import reference_experts, relative_error
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_plain_weights
-from moereg.tolerances import tolerance
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

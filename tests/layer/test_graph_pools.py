@@ -9,15 +9,15 @@ import weakref
 import pytest
 import torch
 
-from moereg import graph_pools, workspace
 from moereg.dispatch import select_backend
-from moereg.graph_pools import in_compiled_code, outside_pools
-from moereg.layer import make_kernel
-from moereg.module import MoELayer
-from moereg.moe_kernel import MoEKernel
-from moereg.problem import MoEProblem
+from moereg.layer.factory import make_kernel
+from moereg.layer.kernel import MoEKernel
+from moereg.nn.module import MoELayer
+from moereg.runtime import graph_pools, workspace
+from moereg.runtime.graph_pools import in_compiled_code, outside_pools
+from moereg.runtime.workspace import WorkspacePool
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_weights
-from moereg.workspace import WorkspacePool
 
 CUDA = torch.device("cuda:0")
 
@@ -114,7 +114,7 @@ def test_what_a_kernel_is_made_of_is_taken_outside(way: str, monkeypatch: pytest
         asked.append(type(made).__name__)
         return made
 
-    for user in ("moereg.layer", "moereg.moe_kernel"):
+    for user in ("moereg.layer.factory", "moereg.layer.kernel"):
         monkeypatch.setattr(f"{user}.outside_pools", outside)
     problem = MoEProblem(num_experts=4, hidden_size=32, intermediate_size=32, top_k=2, quant="int8_w8a16")
     device = torch.device("cpu")

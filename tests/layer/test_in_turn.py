@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from moereg.errors import BackendError
-from moereg.in_turn import InTurn
-from moereg.layer import MoEKernel
-from moereg.module import MoELayer
+from moereg.layer.factory import MoEKernel
+from moereg.layer.in_turn import InTurn
+from moereg.nn.module import MoELayer
 from moereg.testing.inputs import make_inputs, make_weights
-from moereg.weights import PermutedWeights
+from moereg.weights.permuted import PermutedWeights
 from tests.layer.small_layers import CPU, INPUTS, call, kernel_of, problem_of, replaced
 from tests.support.fakes import FakeExperts
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.reference import reference_experts, relative_error
+from moereg.numerics.reference import reference_experts, relative_error
 from moereg.testing.inputs import make_inputs, make_weights
 from tests.layer.small_layers import CPU, FORMS, call, expected, kernel_of, problem_of
 

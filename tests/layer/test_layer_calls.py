@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moereg.layer import MoEKernel
+from moereg.layer.factory import MoEKernel
 from moereg.tuning.inputs import random_call
 from tests.layer.small_layers import kernel_of, problem_of
 from tests.support.fakes import FakeExperts

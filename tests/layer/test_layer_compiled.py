@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 
-from moereg import compiled
-from moereg.layer import MoEKernel, make_kernel
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.runtime import torch_op as compiled
 from moereg.testing.inputs import make_inputs, make_weights
 from tests.layer.small_layers import CPU, INPUTS, call, kernel_of, problem_of, selection_of
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from moereg.dispatch import select_backend
-from moereg.layer import make_kernel
-from moereg.problem import MoEProblem
-from moereg.reference import relative_error
+from moereg.layer.factory import make_kernel
+from moereg.numerics.reference import relative_error
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_weights
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from tests.layer.small_layers import CPU, FORMS, INPUTS, call, copied, expected, kernel_of, problem_of, selection_of
 from tests.support.fakes import FakeExperts
 

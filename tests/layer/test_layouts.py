@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moereg.layouts import deinterleave_gate_up, interleave_gate_up, pad_columns
+from moereg.weights.layouts import deinterleave_gate_up, interleave_gate_up, pad_columns
 
 SIZES = st.integers(1, 9)
 

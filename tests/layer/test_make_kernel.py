@@ -11,10 +11,10 @@ import torch
 
 from moereg.dispatch import select_backend
 from moereg.errors import BackendError, LayoutMismatchError
-from moereg.layer import MoEKernel, make_kernel
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.numerics.reference import relative_error
 from moereg.prepare_finalize import StandardPrepareFinalize
-from moereg.reference import relative_error
-from moereg.selection import Selection
+from moereg.selection.result import Selection
 from moereg.testing.inputs import make_inputs, make_weights
 from tests.layer.small_layers import CPU, INPUTS, build_refused, call, expected, kernel_of, problem_of, selection_of
 from tests.support.fakes import FakeExperts

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from moereg import exported
 from moereg.checkpoints import load_experts
 from moereg.dispatch import platform_of
 from moereg.errors import ArgumentError, LayoutNotInvertibleError
-from moereg.inversion import same_bits
-from moereg.layer import make_kernel
-from moereg.module import MoELayer
-from moereg.reference import relative_error
+from moereg.layer.factory import make_kernel
+from moereg.nn import export_op as exported
+from moereg.nn.module import MoELayer
+from moereg.numerics.reference import relative_error
 from moereg.routing import RouterSpec
 from moereg.testing.inputs import make_weights
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
+from moereg.weights.unpermute import same_bits
 from tests.checkpoints.small_checkpoint import write_checkpoint
 from tests.layer.small_layers import CPU, copied, problem_of
 
@@ -260,7 +260,7 @@ def test_what_cannot_be_read_back_is_not_freed(monkeypatch: pytest.MonkeyPatch) 
         raise LayoutNotInvertibleError("folded")
 
     layer = layer_of(keep_canonical=False)
-    monkeypatch.setattr("moereg.weights.PermutedWeights.to_canonical", refuse)
+    monkeypatch.setattr("moereg.weights.permuted.PermutedWeights.to_canonical", refuse)
     with pytest.raises(LayoutNotInvertibleError, match="folded"):
         layer(tokens(layer))
     assert layer.w13 is not None

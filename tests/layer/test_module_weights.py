@@ -10,12 +10,13 @@ import weakref
 import pytest
 import torch
 
-from moereg import exported, moe_kernel
 from moereg.errors import ArgumentError
-from moereg.inversion import same_bits
-from moereg.module import MoELayer
-from moereg.module_state import has_shared_experts
+from moereg.layer import kernel as moe_kernel
+from moereg.nn import export_op as exported
+from moereg.nn.module import MoELayer
+from moereg.nn.state import has_shared_experts
 from moereg.testing.inputs import make_weights
+from moereg.weights.unpermute import same_bits
 from tests.layer.small_layers import CPU
 from tests.layer.test_module import KEEPS, ROUTER, layer_of, tokens
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from moereg import moe_kernel
 from moereg.dispatch import explain_backends
 from moereg.errors import ArgumentError, BackendError, LayoutNotInvertibleError
-from moereg.inversion import same_bits
-from moereg.layer import MoEKernel, make_kernel
-from moereg.problem import MoEProblem
+from moereg.layer import kernel as moe_kernel
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from moereg.weights.unpermute import same_bits
 from tests.layer.small_layers import CPU, INPUTS, call, copied, kernel_of, problem_of, replaced
 from tests.support.fakes import FakeExperts
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.weights import PermutedWeights
+from moereg.weights.permuted import PermutedWeights
 
 
 def numbered(*shape: int, start: int = 0) -> torch.Tensor:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from moereg.dispatch import select_backend
-from moereg.layer import make_kernel
+from moereg.layer.factory import make_kernel
+from moereg.numerics.reference import relative_error
+from moereg.numerics.tolerances import tolerance
 from moereg.prepare_finalize import BatchedPrepareFinalize
-from moereg.reference import relative_error
 from moereg.testing.inputs import make_inputs, make_weights
-from moereg.tolerances import tolerance
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 from tests.layer.small_layers import CPU, FORMS, build_refused, call, expected, kernel_of, problem_of
 
 

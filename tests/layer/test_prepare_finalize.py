@@ -7,7 +7,7 @@ import torch
 
 from moereg.kernels.plain.device import local_expert_ids
 from moereg.prepare_finalize import BatchedPrepareFinalize, StandardPrepareFinalize
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 
 
 def problem_of(**changes: object) -> MoEProblem:

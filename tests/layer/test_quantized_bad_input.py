@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from moereg.dispatch import select_backend
-from moereg.layer import make_kernel
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, TensorRow
+from moereg.layer.factory import make_kernel
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES, TensorRow
 from moereg.testing.inputs import make_weights
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 CPU: Final = torch.device("cpu")
 QUANTIZED: Final = tuple(name for name, scheme in QUANT_SCHEMES.items() if scheme.weight is not None)

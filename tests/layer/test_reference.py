@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
+from moereg.numerics.reference import (
+    ROUNDS_INTERMEDIATE,
+    calibrate_activation_scales,
+    reference_experts,
+    relative_error,
+    scheme_loss,
+)
+from moereg.numerics.tolerances import tolerance
 from moereg.quantize import (
     activation_scale,
     dequantize_weights,
@@ -18,16 +24,10 @@ from moereg.quantize import (
     quantize_weights,
     spans_tokens,
 )
-from moereg.reference import (
-    ROUNDS_INTERMEDIATE,
-    calibrate_activation_scales,
-    reference_experts,
-    relative_error,
-    scheme_loss,
-)
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
 from moereg.testing.inputs import Inputs, make_inputs, make_plain_weights, make_weights
-from moereg.tolerances import tolerance
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")

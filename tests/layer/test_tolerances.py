@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from moereg.errors import UnknownSchemeError
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, QuantFormat, QuantScheme
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import LARGEST_BOUND, layer_tolerance, tolerance
 from moereg.quantize import activation_scale, dequantize_weights, quantize_dequantize_activations, spans_tokens
-from moereg.reference import reference_experts, relative_error
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantFormat, QuantScheme
 from moereg.testing.cases import runnable_cells
 from moereg.testing.drawing import draw_layer, limits_of, redraw
 from moereg.testing.inputs import Inputs, make_inputs, make_weights
-from moereg.tolerances import LARGEST_BOUND, layer_tolerance, tolerance
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 CPU = torch.device("cpu")
 ROUNDING = [name for name, scheme in QUANT_SCHEMES.items() if scheme.activation is not None]

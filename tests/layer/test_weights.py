@@ -12,10 +12,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moereg.errors import UnknownSchemeError
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, TENSOR_ROLES, QuantFormat, QuantScheme
-from moereg.weight_checks import checks_values
-from moereg.weights import ExpertWeights
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES, TENSOR_ROLES, QuantFormat, QuantScheme
+from moereg.weights.checks import checks_values
+from moereg.weights.permuted import ExpertWeights
 
 E, H, I = 3, 64, 40  # noqa: E741
 

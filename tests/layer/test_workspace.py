@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from moereg import workspace
-from moereg.workspace import WorkspacePool
+from moereg.runtime import workspace
+from moereg.runtime.workspace import WorkspacePool
 
 CPU = torch.device("cpu")
 

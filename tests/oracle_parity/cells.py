@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from moereg.discovery import load_backends
+from moereg.plugins.loader import load_backends
 from moereg.registry import BUILTIN, REGISTRY, BackendCell, BackendRegistry, register_moe_backend, registering_origin
 from tests.support.fakes import FakeExperts
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 from tests.oracle_parity.cells import PACKAGES
 from tests.oracle_parity.oracles import Layer
 

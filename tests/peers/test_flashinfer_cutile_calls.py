@@ -15,7 +15,7 @@ from moereg.backends._flashinfer import claims, cutile
 from moereg.backends._loaded import Call
 from moereg.experts import Experts
 from moereg.platforms import Platform
-from moereg.quant import QuantScheme
+from moereg.spec.quant_schemes import QuantScheme
 
 pytestmark = pytest.mark.peers
 

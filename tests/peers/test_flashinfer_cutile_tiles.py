@@ -13,7 +13,7 @@ from moereg.backends import flashinfer_moe as page
 from moereg.backends._flashinfer import claims
 from moereg.experts import Experts
 from moereg.platforms import Platform
-from moereg.quant import QuantScheme
+from moereg.spec.quant_schemes import QuantScheme
 
 pytestmark = pytest.mark.peers
 

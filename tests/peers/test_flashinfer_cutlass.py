@@ -16,9 +16,9 @@ from moereg.backends._flashinfer.cutlass import Rows
 from moereg.backends._flashinfer.loading import Library
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import QuantFormat
 from moereg.quantize.formats import Quantized, restore
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantFormat
 from moereg.testing.inputs import make_inputs, make_weights
 from tests.support.flashinfer_imitation import ActivationType, Imitation
 

@@ -26,8 +26,8 @@ from moereg.author import (
 )
 from moereg.backends import flashinfer_moe as page
 from moereg.experts import Experts
+from moereg.numerics.reference import calibrate_activation_scales
 from moereg.platforms import Platform
-from moereg.reference import calibrate_activation_scales
 from moereg.testing.interpreter import patch_interpreter
 from tests.support.tensors import unaligned
 

@@ -28,14 +28,14 @@ from moereg.cli._quantize import QuantizeResult, Question, SchemeRow
 from moereg.cli._rank import NO_ROW
 from moereg.cli._run import RunResult
 from moereg.dispatch import explain_backends
-from moereg.movement import explain_movements
+from moereg.evidence.provenance import provenance
+from moereg.layer.movement import explain_movements
 from moereg.platforms import Platform
-from moereg.plugins import PluginStatus
+from moereg.plugins.status import PluginStatus
 from moereg.prepare_finalize import GroupFacts
-from moereg.problem import MoEProblem
-from moereg.quant import get_scheme
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import get_scheme
 from moereg.testing import CellName, Check, Outcome, Report, Result
-from moereg.testing.provenance import provenance
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -207,11 +207,11 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
 
 def test_what_does_not_exist_is_found() -> None:
     text = (
-        "`moereg/nowhere.py`, `moereg.nowhere`, `moereg.layer.nobody`, `moereg undo`, `make nothing`,\n"
-        "`moereg explain --sideways`, [there](nowhere.md), [here](#nowhere), `moereg/layer.py`, `moereg run --json`\n"
+        "`moereg/nowhere.py`, `moereg.nowhere`, `moereg.layer.factory.nobody`, `moereg undo`, `make nothing`,\n"
+        "`moereg explain --sideways`, [there](nowhere.md), [here](#nowhere), `moereg/layer/factory.py`, `moereg run --json`\n"
     )
     assert missing_paths(text) == ["moereg/nowhere.py"]
-    assert missing_modules(text) == ["moereg.layer.nobody", "moereg.nowhere"]
+    assert missing_modules(text) == ["moereg.layer.factory.nobody", "moereg.nowhere"]
     assert wrong_commands(text) == ["moereg undo", "make nothing", "moereg explain --sideways"]
     assert broken_links(text, ROOT) == ["nowhere.md", "#nowhere"]
     assert page_layers("```layers moereg\ncli    commands\na | b\n```\n", "moereg") == [{"cli"}, {"a", "b"}]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 from tests.support.console_blocks import ROOT, Environment, commands_of
 
 PAGE = ROOT / "docs" / "backend-authors.md"

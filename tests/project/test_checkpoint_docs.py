@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from moereg.checkpoints._models import MODEL_TYPES
-from moereg.reference import reference_experts, relative_error
+from moereg.numerics.reference import reference_experts, relative_error
 from moereg.routing import REFUSED_MODEL_TYPES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from moereg.discovery import load_backends
+from moereg.plugins.loader import load_backends
 from moereg.registry import BUILTIN
 
 try:

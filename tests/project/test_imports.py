@@ -23,7 +23,7 @@ loaded = [name for name in {HEAVY!r} if sys.modules.get(name)]
 problem = moereg.MoEProblem(num_experts=8, hidden_size=64, intermediate_size=64, top_k=2)
 winners = {{name: moereg.select_backend(problem, platform=name).backend for name in {PLATFORMS!r}}}
 winners["here"] = moereg.select_backend(problem).backend
-from moereg.quant import QUANT_SCHEMES
+from moereg.spec.quant_schemes import QUANT_SCHEMES
 for scheme in QUANT_SCHEMES:
     for name in {PLATFORMS!r}:
         problem = moereg.MoEProblem(num_experts=8, hidden_size=256, intermediate_size=256, top_k=2, quant=scheme)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from moereg.dispatch import explain_backends
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme, get_scheme
-from moereg.reference import scheme_loss
+from moereg.numerics.reference import scheme_loss
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme, get_scheme
 from moereg.tuning.inputs import random_call, random_weights
 from moereg.tuning.roofline import expert_bytes
 

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import pytest
 
-from moereg import cli, shapes
+from moereg import cli
+from moereg.spec import model_shapes as shapes
 from moereg.tuning.roofline import Ceilings
 from tests.support.console_blocks import Command, Environment, commands_in
 from tests.support.snippets import Block, blocks_of, small_models, write_layers

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from moereg.quant import WHOLE, QuantFormat
+from moereg.spec.quant_schemes import WHOLE, QuantFormat
 
 INF, NAN = math.inf, math.nan
 

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moereg.quant import WHOLE, QuantFormat
 from moereg.quantize import pack_nibbles, unpack_nibbles
 from moereg.quantize.formats import element_of
 from moereg.quantize.groups import expand_groups, group_extrema
 from moereg.quantize.scales import choose_scale, global_scale
+from moereg.spec.quant_schemes import WHOLE, QuantFormat
 from tests.quantize.quantized_values import INF, NAN, bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")

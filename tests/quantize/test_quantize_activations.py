@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
+from moereg.numerics.reference import relative_error
 from moereg.quantize import (
     activation_scale,
     dequantize_activations,
@@ -18,7 +18,7 @@ from moereg.quantize import (
     spans_tokens,
 )
 from moereg.quantize.formats import element_of
-from moereg.reference import relative_error
+from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
 from tests.quantize.quantized_values import INF, NAN, same, slow_dequantized
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -24,7 +24,6 @@ from torchao.quantization.quant_primitives import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat
 from moereg.quantize import (
     activation_scale,
     dequantize_weights,
@@ -34,7 +33,8 @@ from moereg.quantize import (
     unpack_nibbles,
 )
 from moereg.quantize.formats import element_of
-from moereg.weights import ExpertWeights
+from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat
+from moereg.weights.permuted import ExpertWeights
 from tests.quantize.quantized_values import bits
 
 ROWS, COLUMNS = 128, 256

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
+from moereg.numerics.reference import relative_error
 from moereg.quantize import dequantize_rows, dequantize_weights, expert_matrix, quantize_weights, row_blocks
 from moereg.quantize import weights as quantize_module
-from moereg.reference import relative_error
-from moereg.weights import ExpertWeights
+from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
+from moereg.weights.permuted import ExpertWeights
 from tests.quantize.quantized_values import INF, NAN, same, slow_dequantized
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -207,7 +207,7 @@ def test_peak_is_little_more_than_input_and_output() -> None:
         import torch
         from pathlib import Path
         from moereg.quantize import dequantize_weights, quantize_weights
-        from moereg.weights import ExpertWeights
+        from moereg.weights.permuted import ExpertWeights
 
         def status(name):
             text = Path("/proc/self/status").read_text()

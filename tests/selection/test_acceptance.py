@@ -78,7 +78,7 @@ def test_it_is_listed_and_selected(folder: Path) -> None:
     found = run(
         folder,
         """
-        from moereg.discovery import load_backends
+        from moereg.plugins.loader import load_backends
         from moereg.registry import BUILTIN
         biased = moereg.MoEProblem(**{**problem.to_dict(), "has_bias": True})
         print(json.dumps({
@@ -146,7 +146,7 @@ def test_it_passes_the_checks_of_every_file(folder: Path) -> None:
 
 def test_no_list_of_backends_is_kept_elsewhere() -> None:
     # Only their own modules in the package name the built-in backends.
-    from moereg.discovery import load_backends
+    from moereg.plugins.loader import load_backends
     from moereg.registry import BUILTIN
 
     classes = {cell.class_name for cell in load_backends().cells if cell.origin == BUILTIN}

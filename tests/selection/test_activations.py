@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 
-from moereg.activations import ACTIVATIONS, Activation
 from moereg.errors import UnknownNameError
+from moereg.spec.activations import ACTIVATIONS, Activation
 
 GATES = (-9.0, -1.5, 0.0, 0.75, 8.0)
 UPS = (-8.5, -0.5, 0.0, 1.25, 9.0)

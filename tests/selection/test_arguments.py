@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from moereg import routing
-from moereg.activations import Activation
 from moereg.arguments import takes
 from moereg.dispatch import explain_backends, select_backend
 from moereg.errors import ArgumentError, MoeregError, RequestError, UnknownNameError, shown
-from moereg.layer import make_kernel
+from moereg.layer.factory import make_kernel
 from moereg.platforms import Platform, PlatformKind, PlatformRule
-from moereg.problem import MoEProblem
-from moereg.quant import QuantFormat, QuantScheme, get_scheme
-from moereg.selection import Decision, Selection
-from moereg.weights import ExpertWeights
+from moereg.selection.result import Decision, Selection
+from moereg.spec.activations import Activation
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantFormat, QuantScheme, get_scheme
+from moereg.weights.permuted import ExpertWeights
 
 SIZES: dict[str, Any] = {"num_experts": 4, "hidden_size": 16, "intermediate_size": 8, "top_k": 2}
 PROBLEM = MoEProblem(**SIZES)

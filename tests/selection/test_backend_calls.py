@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from moereg import cli
-from moereg.backend_calls import make_experts
 from moereg.dispatch import Selection, select_backend
 from moereg.errors import BackendError, is_lack_of_memory, stops_the_process
-from moereg.layer import MoEKernel, make_kernel
-from moereg.problem import MoEProblem
+from moereg.layer.backend_calls import make_experts
+from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from tests.support.fakes import FakeExperts
 
 PROBLEM = MoEProblem(num_experts=4, hidden_size=16, intermediate_size=8, top_k=2)

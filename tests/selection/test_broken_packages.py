@@ -20,8 +20,8 @@ from moereg.dispatch import explain_backends, select_backend
 from moereg.errors import UnsupportedProblemError
 from moereg.platforms import Platform
 from moereg.platforms.probe import installed_versions
-from moereg.problem import MoEProblem
-from moereg.selection import Selection
+from moereg.selection.result import Selection
+from moereg.spec.problem import MoEProblem
 
 PROBLEM = MoEProblem(num_experts=4, hidden_size=256, intermediate_size=128, top_k=2)
 NAMES = ("cutlass", "flashinfer", "nvidia_cutlass_dsl", "quack")

@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 
-from moereg import discovery, dispatch, request, selection
-from moereg.decide import decide, evaluate
+from moereg import dispatch
 from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError, UnknownBackendError, UnknownSchemeError
-from moereg.layer import make_kernel
-from moereg.machine import Probes
+from moereg.layer.factory import make_kernel
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
+from moereg.plugins import loader as discovery
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend, registering_origin
-from moereg.request import Request
-from moereg.selection import Decision, Selection
+from moereg.selection import request
+from moereg.selection import result as selection
+from moereg.selection.decide import decide, evaluate
+from moereg.selection.request import Request
+from moereg.selection.requirements import Probes
+from moereg.selection.result import Decision, Selection
+from moereg.spec.problem import MoEProblem
 from tests.support.fakes import FakeExperts
 
 CPU = Platform("cpu", "x86_64", probed=True)

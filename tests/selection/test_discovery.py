@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 import moereg
-from moereg import discovery
-from moereg.discovery import _Loader
 from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError, MoeregError, PluginError
-from moereg.plugins import is_allowed
-from moereg.problem import MoEProblem
+from moereg.plugins import loader as discovery
+from moereg.plugins.loader import _Loader
+from moereg.plugins.status import is_allowed
 from moereg.registry import BackendRegistry
+from moereg.spec.problem import MoEProblem
 from tests.support.wheels import Wheels, backend, fresh_wheels, summary
 
 ROOT = Path(__file__).parents[2]

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from moereg import dispatch
-from moereg.activations import Activation
 from moereg.dispatch import EmulationWarning, explain_backends, select_backend
 from moereg.errors import RequestError, UnknownBackendError, UnknownSchemeError, UnsupportedProblemError
-from moereg.facts import Facts
-from moereg.machine import PROBES
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import QuantFormat, QuantScheme
-from moereg.reasons import CURES, REASON_CODES
 from moereg.registry import BackendRegistry, register_moe_backend, registering_origin
-from moereg.request import Request
-from moereg.selection import Decision, Selection, nearest_by_backend
+from moereg.selection.request import Request
+from moereg.selection.requirements import PROBES
+from moereg.selection.result import Decision, Selection, nearest_by_backend
+from moereg.spec.activations import Activation
+from moereg.spec.facts import Facts
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantFormat, QuantScheme
+from moereg.spec.reasons import CURES, REASON_CODES
 from tests.support.counting import calls_of
 from tests.support.fakes import EVERYTHING, FakeExperts
 

@@ -13,9 +13,9 @@ import pytest
 
 from moereg.dispatch import explain_backends, select_backend
 from moereg.errors import RequestError, UnknownBackendError, UnsupportedProblemError
-from moereg.facts import Facts
-from moereg.problem import MoEProblem
 from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.spec.facts import Facts
+from moereg.spec.problem import MoEProblem
 from tests.support.fakes import EVERYTHING, BatchedExperts, FakeExperts
 
 NO_CLAMP = dataclasses.replace(EVERYTHING, swiglu_limit=False)

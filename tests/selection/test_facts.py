@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from moereg.activations import Activation
 from moereg.errors import RegistrationError
-from moereg.facts import FACTS, Fact, Facts, NarrowedFacts, check_facts, fact_reasons, narrow_facts
-from moereg.problem import MoEProblem
-from moereg.reasons import REASON_CODES, Reason
 from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.spec.activations import Activation
+from moereg.spec.facts import FACTS, Fact, Facts, NarrowedFacts, check_facts, fact_reasons, narrow_facts
+from moereg.spec.problem import MoEProblem
+from moereg.spec.reasons import REASON_CODES, Reason
 from moereg.testing.drawing import Limits, draw_layer
 from moereg.testing.problems import claimed_problems, rejected_problems
 from tests.support.fakes import EVERYTHING, FakeExperts

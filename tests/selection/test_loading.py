@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from moereg import discovery
-from moereg.discovery import _Loader
 from moereg.dispatch import select_backend
 from moereg.errors import MoeregWarning, PluginError, PluginWarning, RegistrationError
-from moereg.plugins import BACKEND_GROUP, PluginStatus, unknown_names
+from moereg.plugins import loader as discovery
+from moereg.plugins.loader import _Loader
+from moereg.plugins.status import BACKEND_GROUP, PluginStatus, unknown_names
 from moereg.prepare_finalize import MOVEMENTS
-from moereg.problem import MoEProblem
 from moereg.registry import BackendRegistry
+from moereg.spec.problem import MoEProblem
 from tests.support.signals import ctrl_c_handled_by
 from tests.support.wheels import HEAD, Wheels, backend, cell, fresh_wheels, summary
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from moereg import discovery
-from moereg.discovery import _Loader
 from moereg.dispatch import select_backend
 from moereg.errors import MoeregWarning
-from moereg.problem import MoEProblem
+from moereg.plugins import loader as discovery
+from moereg.plugins.loader import _Loader
 from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.spec.problem import MoEProblem
 from tests.support.fakes import FakeExperts
 from tests.support.wheels import Wheels, backend, fresh_wheels
 

@@ -17,7 +17,7 @@ from moereg.errors import (
     UnknownNameError,
     UnsupportedProblemError,
 )
-from moereg.movement import MovementSelection, decide_movement, explain_movements, select_movement
+from moereg.layer.movement import MovementSelection, decide_movement, explain_movements, select_movement
 from moereg.platforms import Platform
 from moereg.prepare_finalize import (
     GroupFacts,
@@ -28,9 +28,9 @@ from moereg.prepare_finalize import (
     Prepared,
     register_prepare_finalize,
 )
-from moereg.problem import MoEProblem
 from moereg.registry import BackendRegistry
-from moereg.request import Request
+from moereg.selection.request import Request
+from moereg.spec.problem import MoEProblem
 from tests.support.wheels import Wheels, fresh_wheels
 
 H200 = Platform("cuda", "sm90", "NVIDIA H200", versions={"deep-ep": "1.1.0"}, probed=True)

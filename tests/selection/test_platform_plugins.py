@@ -14,7 +14,7 @@ import pytest
 
 from moereg.errors import RegistrationError, UnknownPlatformError, described
 from moereg.platforms import Platform, kinds, miss_kinds_of
-from moereg.plugins import LoadFailure, PluginStatus, failure_text, unusable
+from moereg.plugins.status import LoadFailure, PluginStatus, failure_text, unusable
 from moereg.registry import BackendRegistry
 from tests.support.wheels import Wheels, backend
 
@@ -43,7 +43,7 @@ PRELUDE = """
 import contextlib, io, json, sys, warnings
 import moereg
 from moereg.cli import main
-from moereg.discovery import current_platform, plugin_statuses
+from moereg.plugins.loader import current_platform, plugin_statuses
 from moereg.platforms import Platform
 
 problem = moereg.MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.activations import Activation
 from moereg.errors import UnknownNameError
-from moereg.problem import MoEProblem
-from moereg.quant import QuantFormat, QuantScheme
+from moereg.spec.activations import Activation
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantFormat, QuantScheme
 
 SIZES = {"num_experts": 8, "hidden_size": 64, "intermediate_size": 96, "top_k": 2}
 COUNTS = ("num_experts", "hidden_size", "intermediate_size", "top_k", "num_local_experts", "max_num_tokens")

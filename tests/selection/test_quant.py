@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moereg.errors import UnknownSchemeError
-from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme, TensorRow, get_scheme
+from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme, TensorRow, get_scheme
 
 # Sizes that no group divides, so that every ceil-division shows: H = 200, I = 72, E = 3.
 E, H, I = 3, 200, 72  # noqa: E741

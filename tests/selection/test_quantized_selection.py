@@ -11,18 +11,18 @@ from typing import Any, Final
 import pytest
 import torch
 
-from moereg.discovery import load_backends
 from moereg.dispatch import EmulationWarning, explain_backends, select_backend
 from moereg.errors import UnknownSchemeError, UnsupportedProblemError
-from moereg.facts import Facts
-from moereg.layer import make_kernel
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
-from moereg.reference import reference_experts, relative_error
+from moereg.layer.factory import make_kernel
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import tolerance
+from moereg.plugins.loader import load_backends
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.selection import Decision, Selection
+from moereg.selection.result import Decision, Selection
+from moereg.spec.facts import Facts
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
 from moereg.testing.inputs import make_inputs, make_weights
-from moereg.tolerances import tolerance
 from tests.support.fakes import EVERYTHING, FakeExperts
 
 PLATFORMS: Final = ("cuda:sm80", "cuda:sm90", "cuda:sm100", "rocm:gfx942", "cpu")

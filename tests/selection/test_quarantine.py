@@ -12,14 +12,10 @@ from typing import Any
 
 import pytest
 
-from moereg import quarantine
-from moereg.decide import decide
 from moereg.dispatch import explain_backends
 from moereg.errors import MoeregWarning
-from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import get_scheme
-from moereg.quarantine import (
+from moereg.evidence import quarantine
+from moereg.evidence.quarantine import (
     EMPTY,
     Quarantine,
     QuarantineError,
@@ -29,9 +25,13 @@ from moereg.quarantine import (
     quarantine_path,
     read_quarantine,
 )
+from moereg.platforms import Platform
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
-from moereg.request import Request
-from moereg.selection import Selection
+from moereg.selection.decide import decide
+from moereg.selection.request import Request
+from moereg.selection.result import Selection
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import get_scheme
 from tests.support.counting import calls_of
 from tests.support.fakes import FakeExperts
 

@@ -11,16 +11,16 @@ import pytest
 
 import moereg
 from moereg.author import Experts, Facts
-from moereg.discovery import load_backends
 from moereg.dispatch import evaluate
 from moereg.errors import RegistrationError
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform, PlatformRule
-from moereg.problem import MoEProblem
-from moereg.quant import QUANT_SCHEMES, QuantFormat, QuantScheme
+from moereg.plugins.loader import load_backends
 from moereg.registry import BUILTIN, BackendCell, BackendRegistry, register_moe_backend, registering_origin
-from moereg.request import Request
-from moereg.weights import PermutedWeights
+from moereg.selection.request import Request
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantFormat, QuantScheme
+from moereg.weights.permuted import PermutedWeights
 from tests.support.fakes import EVERYTHING, FakeExperts
 
 SM90, SM100 = Platform.from_name("cuda:sm90"), Platform.from_name("cuda:sm100")

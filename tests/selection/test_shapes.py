@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from moereg.errors import MoeregError, UnknownModelError
-from moereg.shapes import MODEL_SHAPES, MoEShape, get_shape
+from moereg.spec.model_shapes import MODEL_SHAPES, MoEShape, get_shape
 
 # Billions of parameters in the model's own name or model card, all of its layers included.
 PUBLISHED_PARAMETERS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moereg.errors import RegistrationError
-from moereg.plugins import scan
+from moereg.plugins.status import scan
 from moereg.registry import BackendRegistry, register_moe_backend
 from tests.support.fakes import FakeExperts
 from tests.support.wheels import Wheels, backend, fresh_wheels

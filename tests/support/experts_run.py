@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from moereg.experts import ExpertInputs, Experts
-from moereg.facts import fact_reasons
+from moereg.numerics.reference import reference_experts, relative_error
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.reference import reference_experts, relative_error
+from moereg.spec.facts import fact_reasons
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import Inputs, make_expert_map, make_inputs, make_weights
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,9 @@ import torch
 
 from moereg.author import ExpertInputs, Experts, ExpertWeights, Facts, PermutedWeights
 from moereg.kernels.plain.device import local_expert_ids
+from moereg.numerics.reference import reference_experts
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.reference import reference_experts
+from moereg.spec.problem import MoEProblem
 
 EVERYTHING = Facts(
     activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),

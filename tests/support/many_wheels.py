@@ -46,9 +46,10 @@ class Strangers(Experts):
 """
 MEASURE = """
 import json, time
-import moereg.author, moereg.layer
+import moereg.author, moereg.layer.factory
 import moereg.backends.torch_moe, moereg.backends.triton_moe
-from moereg import discovery, plugins
+from moereg.plugins import loader as discovery
+from moereg.plugins import status as plugins
 
 def spent(function, times=1):
     started = time.process_time()

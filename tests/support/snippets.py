@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from moereg.shapes import MODEL_SHAPES, MoEShape
+from moereg.spec.model_shapes import MODEL_SHAPES, MoEShape
 from tests.checkpoints.small_checkpoint import write_checkpoint
 
 if TYPE_CHECKING:

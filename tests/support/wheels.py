@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from moereg.discovery import _Loader
-from moereg.plugins import PluginStatus
+from moereg.plugins.loader import _Loader
+from moereg.plugins.status import PluginStatus
 from moereg.prepare_finalize import MOVEMENTS
 from moereg.registry import BackendCell, BackendRegistry
 

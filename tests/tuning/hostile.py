@@ -10,9 +10,9 @@ import torch
 
 from moereg.author import ExpertInputs, ExpertWeights, PermutedWeights
 from moereg.dispatch import explain_backends
-from moereg.problem import MoEProblem
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import register_moe_backend
-from moereg.tolerances import layer_tolerance
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.compare import Comparison, Measurement
 from moereg.tuning.inputs import random_calls, random_weights
 from moereg.tuning.roofline import Ceilings

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from moereg.dispatch import explain_backends
-from moereg.problem import MoEProblem
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.selection import Selection
-from moereg.tolerances import layer_tolerance
+from moereg.selection.result import Selection
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.compare import Comparison, Measurement, output_error
 from moereg.tuning.inputs import random_call, random_calls, random_weights
 from moereg.tuning.roofline import Ceilings
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from tests.support.fakes import BatchedExperts, FakeExperts, PerRouteExperts, WrongExperts
 
 CEILINGS = Ceilings(matmul_tflops=0.1, read_gbps=10.0, read_by="nothing")

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from moereg import cli
-from moereg.ambient import AmbientState
 from moereg.author import ExpertInputs, ExpertWeights, PermutedWeights
 from moereg.cli._layer import random_layer
 from moereg.dispatch import explain_backends
-from moereg.problem import MoEProblem
-from moereg.reference import reference_experts, relative_error
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.tolerances import layer_tolerance
+from moereg.runtime.torch_state import AmbientState
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.compare import Comparison
 from moereg.tuning.inputs import random_calls
 from tests.support.fakes import FakeExperts

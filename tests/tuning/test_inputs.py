@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moereg.layer import make_kernel
-from moereg.problem import MoEProblem
+from moereg.layer.factory import make_kernel
+from moereg.numerics.reference import relative_error
 from moereg.quantize import dequantize_weights
-from moereg.reference import relative_error
+from moereg.spec.problem import MoEProblem
 from moereg.tuning import inputs
 from moereg.tuning.inputs import ROUTINGS, num_calls, random_call, random_weights
 

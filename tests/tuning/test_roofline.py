@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 from moereg.tuning import roofline
 from moereg.tuning.inputs import Call
 from moereg.tuning.roofline import Ceilings, Traffic, expert_bytes, measure_ceilings, roofline_us, work_of

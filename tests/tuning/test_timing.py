@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from moereg.dispatch import select_backend
-from moereg.layer import MoEKernel, make_kernel
-from moereg.problem import MoEProblem
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.runtime.gc_pause import collecting_later
+from moereg.spec.problem import MoEProblem
 from moereg.tuning import timing
 from moereg.tuning.inputs import Call, random_call, random_weights
 from moereg.tuning.timing import Timing, time_kernels, time_runs
-from moereg.undisturbed import collecting_later
 
 CPU = torch.device("cpu")
 PROBLEM = MoEProblem(num_experts=4, hidden_size=16, intermediate_size=16, top_k=2)

@@ -20,11 +20,11 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
 
-from moereg.backend_calls import make_experts
 from moereg.dispatch import select_backend
 from moereg.kernels.launch.ahead import counted_compilations
-from moereg.problem import MoEProblem
-from moereg.warm_up.dummy import DummyLayer, empty_weights, moving_kernels
+from moereg.layer.backend_calls import make_experts
+from moereg.layer.warm_up.dummy import DummyLayer, empty_weights, moving_kernels
+from moereg.spec.problem import MoEProblem
 from tests.kernels.aot_compile import TARGETS, OfflineDriver, compiling_only
 
 

@@ -13,13 +13,13 @@ import sys
 
 os.environ.pop("TRITON_INTERPRET", None)
 
-from moereg.backend_calls import make_experts
 from moereg.dispatch import select_backend
 from moereg.kernels.launch.ahead import Target, become
+from moereg.layer.backend_calls import make_experts
+from moereg.layer.warm_up.dummy import DummyLayer, empty_weights
+from moereg.layer.warm_up.worker import _sweep
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.warm_up.dummy import DummyLayer, empty_weights
-from moereg.warm_up.worker import _sweep
+from moereg.spec.problem import MoEProblem
 
 
 def main() -> None:

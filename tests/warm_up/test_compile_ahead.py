@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from moereg.backend_calls import make_experts
 from moereg.cli import main
 from moereg.dispatch import select_backend
-from moereg.problem import MoEProblem
-from moereg.warm_up.ahead import ask
-from moereg.warm_up.dummy import MOVING_KERNELS, described, empty_weights
+from moereg.layer.backend_calls import make_experts
+from moereg.layer.warm_up.ahead import ask
+from moereg.layer.warm_up.dummy import MOVING_KERNELS, described, empty_weights
+from moereg.spec.problem import MoEProblem
 
 SCRIPT = Path(__file__).parent / "launch_offline.py"
 

@@ -13,22 +13,22 @@ import pytest
 import torch
 
 from moereg.author import ExpertInputs, PermutedWeights
-from moereg.backend_calls import make_experts
 from moereg.cli import main
 from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError, BackendError
 from moereg.kernels.launch import cache
-from moereg.layer import MoEKernel, make_kernel
+from moereg.layer.backend_calls import make_experts
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.layer.warm_up import ahead, check_token_counts, here, shipped
+from moereg.layer.warm_up.ahead import Ahead
+from moereg.layer.warm_up.counts import powers_of_two, shown_counts
+from moereg.layer.warm_up.dummy import DummyLayer, described, empty_weights, undescribed
+from moereg.layer.warm_up.fan_out import fan_out
+from moereg.layer.warm_up.result import CompiledVariant
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.selection import Selection
+from moereg.selection.result import Selection
+from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import random_weights
-from moereg.warm_up import ahead, check_token_counts, here, shipped
-from moereg.warm_up.ahead import Ahead
-from moereg.warm_up.counts import powers_of_two, shown_counts
-from moereg.warm_up.dummy import DummyLayer, described, empty_weights, undescribed
-from moereg.warm_up.fan_out import fan_out
-from moereg.warm_up.result import CompiledVariant
 from tests.layer.small_layers import kernel_of, problem_of
 from tests.support.fakes import FakeExperts
 

@@ -29,12 +29,12 @@ from moereg.kernels.rows.reduce import reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.rows.sorted_inputs import SortedInputs, sorted_inputs
 from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD
-from moereg.layouts import ALIGNMENT, aligned, interleave_gate_up, pad_columns, round_up
 from moereg.platforms import PlatformRule
-from moereg.quant import WHOLE
 from moereg.quantize import element_of
-from moereg.waiting import long_wait
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.runtime.progress import long_wait
+from moereg.spec.quant_schemes import WHOLE
+from moereg.weights.layouts import ALIGNMENT, aligned, interleave_gate_up, pad_columns, round_up
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 _BLOCK_M: Final = 128
 """Rows of the sort's tiles, which nothing here reads."""

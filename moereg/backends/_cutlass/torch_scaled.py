@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from moereg.backends._cutlass.scales import row_scales
 from moereg.backends._loaded import Call, Implementation
 from moereg.kernels.plain.device import device_chunk_tokens, local_expert_ids
-from moereg.layouts import aligned
 from moereg.quantize import quantize_activations
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.layouts import aligned
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
 class _Rows(NamedTuple):

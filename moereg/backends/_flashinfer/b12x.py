@@ -18,8 +18,8 @@ from moereg.backends._flashinfer.scales import one_scale
 from moereg.backends._flashinfer.scratch import Piece, aligned_result, carved, num_bytes
 from moereg.backends._loaded import Call, Implementation
 from moereg.kernels.rows.local import local_routes
-from moereg.layouts import aligned
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.layouts import aligned
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 _KEPT: Final = "nothing keeps them for the next process"
 _PACKED: Final = ("w13", "w13_scale", "w13_global_scale", "w2", "w2_scale", "w2_global_scale")

@@ -25,7 +25,7 @@ from moereg.backends._flashinfer.manifest import Manifest, ManifestError, read_m
 from moereg.errors import ArgumentError, MoeregError, unknown_name_message
 from moereg.experts import BuildPlan, KernelBuilder
 from moereg.platforms import Platform
-from moereg.quant import QuantScheme
+from moereg.spec.quant_schemes import QuantScheme
 
 __all__ = ["BuildError", "CutlassBuilder", "missing_symbols", "stub_source"]
 

@@ -10,12 +10,12 @@ from moereg.backends._flashinfer.downloads import has_generated_headers, has_gen
 from moereg.backends._flashinfer.package import REQUIRES, built_module, can_be_imported, has_compiler
 from moereg.backends._flashinfer.tileiras import CUDA_TILE, can_compile_tiles
 from moereg.experts import Experts
-from moereg.facts import Facts, NarrowedFacts
 from moereg.platforms import Platform
-from moereg.problem import MoEProblem
-from moereg.quant import WHOLE, QuantFormat, QuantScheme
 from moereg.registration import Probe
 from moereg.registry import register_moe_backend
+from moereg.spec.facts import Facts, NarrowedFacts
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import WHOLE, QuantFormat, QuantScheme
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

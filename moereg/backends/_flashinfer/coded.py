@@ -12,8 +12,8 @@ import torch
 from moereg.backends._flashinfer.scratch import Piece
 from moereg.kernels.quantized.operands import QuantizedRows, Quantizer, RowFormat
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows
-from moereg.quant import WHOLE, QuantFormat
 from moereg.quantize import element_of
+from moereg.spec.quant_schemes import WHOLE, QuantFormat
 
 __all__ = ["CodedTokens"]
 

@@ -17,7 +17,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from moereg.activations import Activation
 from moereg.backends._flashinfer.cutile_sizes import SORTED_ROUTES, Tile, Tiles, compiled_for
 from moereg.backends._flashinfer.first_call import first_call
 from moereg.backends._flashinfer.scales import one_scale
@@ -27,9 +26,10 @@ from moereg.backends._loaded import Call, Implementation
 from moereg.experts import Experts
 from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.rows.local import clear_dead_rows, copy_live_rows, own_routes
-from moereg.layouts import aligned
-from moereg.quant import QuantFormat
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.spec.activations import Activation
+from moereg.spec.quant_schemes import QuantFormat
+from moereg.weights.layouts import aligned
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 logger: Final = logging.getLogger("moereg")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
 
 __all__ = ["SORTED_ROUTES", "Tile", "Tiles", "compiled_for"]
 

@@ -14,15 +14,15 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
-from moereg.activations import Activation
 from moereg.backends._flashinfer import loading, tactics
 from moereg.backends._flashinfer.cutlass_layouts import arrange
 from moereg.backends._flashinfer.timing import CallTimer, layer_key
 from moereg.backends._loaded import Call, Implementation
 from moereg.experts import Experts
 from moereg.kernels.plain.device import local_expert_ids
-from moereg.layouts import ALIGNMENT, aligned, round_up
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.spec.activations import Activation
+from moereg.weights.layouts import ALIGNMENT, aligned, round_up
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 __all__ = ["Cutlass", "Pieces", "Plain", "Rows", "cut_from"]
 

@@ -11,8 +11,8 @@ from moereg.backends._flashinfer import package
 from moereg.backends._flashinfer.cutlass import Cutlass
 from moereg.backends._flashinfer.cutlass_layouts import arrange
 from moereg.backends._loaded import Call
-from moereg.waiting import long_wait
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.runtime.progress import long_wait
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 __all__ = ["Fp8Block"]
 

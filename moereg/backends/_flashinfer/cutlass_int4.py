@@ -16,7 +16,7 @@ from moereg.backends._flashinfer.cutlass import Pieces, Rows, cut_from
 from moereg.backends._flashinfer.cutlass_layouts import arrange, fold_scales
 from moereg.backends._flashinfer.cutlass_quantized import Fp8Tensor
 from moereg.backends._loaded import Call
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 __all__ = ["Int4W4A8", "interleave_int4"]
 

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch.nn.functional import pad
 
-from moereg.layouts import aligned, round_up
+from moereg.weights.layouts import aligned, round_up
 
 __all__ = ["arrange", "fold_scales", "interleave_fp4", "swizzle_scales"]
 

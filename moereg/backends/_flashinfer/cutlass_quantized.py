@@ -12,7 +12,7 @@ from moereg.backends._flashinfer.cutlass_layouts import arrange, fold_scales, in
 from moereg.backends._loaded import Call
 from moereg.experts import Experts
 from moereg.quantize import quantize_activations
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 __all__ = ["Fp8Tensor", "Mxfp4W4A16", "Mxfp8Activations", "Nvfp4"]
 

@@ -9,8 +9,8 @@ from typing import Final
 
 import torch
 
-from moereg.problem import MoEProblem
-from moereg.waiting import long_wait
+from moereg.runtime.progress import long_wait
+from moereg.spec.problem import MoEProblem
 
 __all__ = ["first_call"]
 

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 from moereg.backends._flashinfer import kernel_sets, package
 from moereg.backends._flashinfer.manifest import ManifestError, read_manifest
 from moereg.platforms import Platform
-from moereg.waiting import long_wait
+from moereg.runtime.progress import long_wait
 
 __all__ = ["BUILD_COMMAND", "KernelsProbe", "Library", "load", "reason_not_built", "specification"]
 

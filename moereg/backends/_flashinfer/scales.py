@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moereg.weights import ExpertWeights
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["one_for_all", "one_scale"]
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from moereg.kernels.sizes import WORKSPACE_ALIGNMENT
-from moereg.layouts import ALIGNMENT, round_up
+from moereg.weights.layouts import ALIGNMENT, round_up
 
 __all__ = ["Piece", "aligned_result", "carved", "carved_fields", "num_bytes", "pieces_of"]
 

@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 import filelock
 import platformdirs
 
-from moereg.waiting import long_wait
+from moereg.runtime.progress import long_wait
 
 __all__ = ["UNTUNED", "Pair", "TacticStore", "Timer", "Tuner", "bucket_of"]
 

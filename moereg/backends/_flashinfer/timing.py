@@ -12,9 +12,9 @@ import torch
 from moereg.backends._flashinfer import package
 from moereg.backends._flashinfer.tactics import Pair
 from moereg.platforms import Platform, probe_platform
-from moereg.problem import MoEProblem
-from moereg.quant import QuantScheme
-from moereg.undisturbed import collecting_later
+from moereg.runtime.gc_pause import collecting_later
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
 
 __all__ = ["CallTimer", "layer_key"]
 

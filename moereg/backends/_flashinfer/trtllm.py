@@ -11,9 +11,9 @@ from moereg.backends._flashinfer import shuffles
 from moereg.backends._flashinfer.scales import one_for_all, one_scale
 from moereg.backends._flashinfer.scratch import Piece
 from moereg.backends._flashinfer.trtllm_call import TrtLlm
-from moereg.layouts import aligned
-from moereg.quant import QuantFormat
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.spec.quant_schemes import QuantFormat
+from moereg.weights.layouts import aligned
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
 class Bfloat16(TrtLlm):

@@ -24,8 +24,8 @@ from moereg.backends._flashinfer.scratch import Piece, aligned_result, carved, n
 from moereg.backends._loaded import Call, Implementation
 from moereg.experts import Experts
 from moereg.kernels.rows.local import local_routes
-from moereg.layouts import aligned
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.layouts import aligned
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 _COMPILING_SECONDS: Final = 300.0
 """A guess: nvcc compiles the launcher, and kernels are downloaded."""

@@ -9,8 +9,8 @@ import torch
 from moereg.backends._loaded import Call, Implementation
 from moereg.backends._torch.calls import CANONICAL, HostBatchedImplementation, HostImplementation
 from moereg.kernels.plain import device, mlp
-from moereg.layouts import aligned
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.layouts import aligned
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 ONEDNN_FUSED: Final = "onednn_gate_up_down"
 ONEDNN: Final = "onednn_w13_w2"

@@ -24,7 +24,7 @@ from moereg.quantize import (
     row_blocks,
     spans_tokens,
 )
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
 class _Canonical(HostImplementation):

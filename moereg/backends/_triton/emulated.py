@@ -17,9 +17,9 @@ from moereg.kernels.quantized.emulate import SmallFloats, requantize_rows
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.rows.reduce import reduce_routes
 from moereg.kernels.sizes import WEIGHT_PAD
-from moereg.layouts import aligned, round_up
 from moereg.quantize import element_of
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.layouts import aligned, round_up
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 _SMALLEST_NORMAL: Final = {"float4_e2m1fn": 1.0, "float8_e4m3fn": 2.0**-6}
 

@@ -27,12 +27,12 @@ from moereg.kernels.packed.weights import BLOCK, PackedMatrix
 from moereg.kernels.rows.plan import max_num_blocks
 from moereg.kernels.rows.reduce import DEFAULT_REDUCE_CONFIG
 from moereg.kernels.sizes import FLAG_WORDS, GUARD_ROWS, WEIGHT_PAD
-from moereg.layouts import round_up
 from moereg.platforms import PlatformRule
-from moereg.problem import MoEProblem
-from moereg.quant import WHOLE, QuantFormat
 from moereg.quantize import Quantized, expert_matrix, unpack_nibbles
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import WHOLE, QuantFormat
+from moereg.weights.layouts import round_up
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 _MATRICES: Final = ("w13", "w2")
 _PARTS: Final = ("group_scale", "zero_point", "row_scale")

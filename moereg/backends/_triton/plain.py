@@ -15,9 +15,9 @@ from moereg.experts import Experts
 from moereg.kernels.gemm.rules import MIN_BLOCK_M
 from moereg.kernels.hopper import config as hopper
 from moereg.kernels.sizes import GUARD_ROWS, WEIGHT_PAD
-from moereg.layouts import aligned, interleave_gate_up, pad_columns, round_up
 from moereg.platforms import PlatformRule
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.weights.layouts import aligned, interleave_gate_up, pad_columns, round_up
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
 class Interleaved(Recorded):

@@ -26,11 +26,11 @@ from moereg.kernels.launch import device as limits
 from moereg.kernels.quantized.config import MIN_BLOCK_M, select_quantized_config
 from moereg.kernels.quantized.operands import QuantizedMatrices, RowFormat
 from moereg.kernels.sizes import CODE_PAD, GUARD_ROWS
-from moereg.layouts import aligned, pad_columns, round_up
 from moereg.platforms import PlatformRule
-from moereg.quant import WHOLE, QuantFormat
 from moereg.quantize import element_of
-from moereg.weights import ExpertWeights, PermutedWeights
+from moereg.spec.quant_schemes import WHOLE, QuantFormat
+from moereg.weights.layouts import aligned, pad_columns, round_up
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 _E8M0: Final = "float8_e8m0fnu"
 

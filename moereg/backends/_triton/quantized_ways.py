@@ -38,7 +38,7 @@ from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.rows.reduce import reduce_sorted_rows
 from moereg.kernels.sizes import GUARD_ROWS
-from moereg.quant import QuantFormat
+from moereg.spec.quant_schemes import QuantFormat
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -43,8 +43,8 @@ from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.rows.reduce import ReduceConfig, reduce_sorted_rows
 from moereg.kernels.sizes import GUARD_ROWS, WEIGHT_PAD
-from moereg.layouts import round_up
-from moereg.problem import MoEProblem
+from moereg.spec.problem import MoEProblem
+from moereg.weights.layouts import round_up
 
 Weights: TypeAlias = torch.Tensor | PackedMatrix
 

@@ -19,8 +19,8 @@ from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.rows.reduce import reduce_routes
 from moereg.kernels.rows.sort import sort_routes
-from moereg.problem import MoEProblem
-from moereg.weights import PermutedWeights
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import PermutedWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -11,9 +11,9 @@ import torch
 from moereg.kernels.rows.block_map import batch_workspace_numel
 from moereg.kernels.rows.plan import route_workspace_numel
 from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD, WORKSPACE_ALIGNMENT
-from moereg.layouts import round_up
-from moereg.problem import MoEProblem
-from moereg.quant import WHOLE, QuantFormat
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import WHOLE, QuantFormat
+from moereg.weights.layouts import round_up
 
 # As scales are stored; kernels read powers of two as bytes.
 _SCALE_DTYPES: Final = {"float8_e8m0fnu": torch.uint8, "float8_e4m3fn": torch.float8_e4m3fn}

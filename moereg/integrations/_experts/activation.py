@@ -8,8 +8,8 @@ from typing import Final
 
 import torch
 
-from moereg.activations import ACTIVATIONS, Activation
 from moereg.errors import ArgumentError, described
+from moereg.spec.activations import ACTIVATIONS, Activation
 
 __all__ = ["gate_function", "recognize"]
 

@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import torch
 
-from moereg.compiled import layer_of
-from moereg.graph_pools import in_compiled_code
 from moereg.integrations._experts.serving import ServedExperts, attach, refused, served
+from moereg.runtime.graph_pools import in_compiled_code
+from moereg.runtime.torch_op import layer_of
 
 __all__ = ["call"]
 

@@ -8,11 +8,11 @@ from typing import Any, Final
 
 import torch
 
-from moereg.activations import Activation
 from moereg.errors import ArgumentError
 from moereg.integrations._experts.activation import gate_function, recognize
-from moereg.problem import DTYPES, MoEProblem
-from moereg.weights import ExpertWeights
+from moereg.spec.activations import Activation
+from moereg.spec.problem import DTYPES, MoEProblem
+from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["LiveExperts", "read_experts"]
 

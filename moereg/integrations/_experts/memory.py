@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from moereg.errors import ArgumentError, MoeregError
 from moereg.integrations._experts.serving import NAMES, ServedExperts, owner_of, served
-from moereg.inversion import same_bits
+from moereg.weights.unpermute import same_bits
 
 __all__ = ["check_can_free", "held_bytes", "release", "shared_addresses"]
 

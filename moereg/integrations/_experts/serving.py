@@ -10,17 +10,17 @@ from typing import Any, Final
 
 import torch
 
-from moereg.compiled import new_handle
 from moereg.dispatch import Names, platform_of, select_backend
 from moereg.errors import ArgumentError, MoeregError, described
-from moereg.graph_pools import outside_pools
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
-from moereg.layer import MoEKernel, make_kernel
-from moereg.one_expert import read_all
-from moereg.problem import MoEProblem
-from moereg.selection import Selection
-from moereg.tensor_state import TensorState, are_elsewhere, check_counted, states_of
-from moereg.weights import ExpertWeights
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.layer.one_expert import read_all
+from moereg.runtime.graph_pools import outside_pools
+from moereg.runtime.torch_op import new_handle
+from moereg.selection.result import Selection
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import ExpertWeights
+from moereg.weights.versions import TensorState, are_elsewhere, check_counted, states_of
 
 __all__ = [
     "NAMES",

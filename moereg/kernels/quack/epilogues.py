@@ -29,7 +29,7 @@ _CUBIC: Final = 0.044715 * _LINEAR
 
 @dataclass(frozen=True, slots=True)
 class GateUp:
-    """The function between the two products, as `moereg.activations` describes it.
+    """The function between the two products, as `moereg.spec.activations` describes it.
 
     Attributes:
         activation: its name.

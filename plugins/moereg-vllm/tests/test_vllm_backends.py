@@ -20,7 +20,7 @@ from moereg.author import (
     explain_backends,
     list_cells,
 )
-from moereg.testing.ledger import Verification, evidence_of, merge_ledger
+from moereg.evidence.ledger import Verification, evidence_of, merge_ledger
 
 NAMES = ("deepgemm", "marlin", "triton_kernels", "vllm_cutlass", "vllm_triton")
 LAYER = {"num_experts": 8, "hidden_size": 1024, "intermediate_size": 256, "top_k": 2}
@@ -153,7 +153,7 @@ def test_the_ledger_is_of_this_code() -> None:
 
 
 def test_a_ledger_of_other_code_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moereg.testing.ledger.module_file", lambda module: tmp_path / "__init__.py")
+    monkeypatch.setattr("moereg.evidence.ledger.module_file", lambda module: tmp_path / "__init__.py")
     cells = own_cells()
     records = [Verification.of(cell, Platform.from_name(H200), 1) for cell in cells]
     merge_ledger(tmp_path / "moereg_ledger.json", records)

@@ -1,0 +1,1 @@
+"""Evidence: digests of code, the ledger of verified cells, and quarantined ones."""

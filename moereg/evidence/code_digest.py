@@ -1,0 +1,417 @@
+"""Digests of code: of the tokens of a module and of what it imports, so that comments and docstrings do not count.
+
+Nothing that is read is imported, and this module imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import io
+import json
+import pathlib
+import re
+import token
+import tokenize
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, NamedTuple
+
+__all__ = [
+    "LEDGER_NAME",
+    "UNKNOWN",
+    "class_digest",
+    "code_digest",
+    "files_stay",
+    "module_file",
+    "root_package",
+    "source_digest",
+]
+
+LEDGER_NAME: Final = "moereg_ledger.json"
+"""A package's own evidence, which is no code of it."""
+
+_PACKAGE: Final = __name__.partition(".")[0]
+# What moereg's own backends consist of. Wheels rely on the rest too, which is tested by itself.
+_OWN_CODE: Final = (f"{_PACKAGE}.backends.", f"{_PACKAGE}.kernels.", f"{_PACKAGE}.weights.layouts.")
+
+UNKNOWN: Final = "unknown"
+"""Stands for the digest of code that cannot be read."""
+
+_IGNORED: Final = frozenset({tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER})
+# Their text is only layout, and it differs between versions of Python.
+_LAYOUT: Final = frozenset({tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT})
+_STRING_STARTS: Final = ("FSTRING_START", "TSTRING_START")
+_STRING_ENDS: Final = ("FSTRING_END", "TSTRING_END")
+
+_FOUND: contextvars.ContextVar[dict[str, pathlib.Path | None] | None] = contextvars.ContextVar("found", default=None)
+"""Files of modules that were looked up inside `files_stay`."""
+
+_Position = tuple[int, int]
+"""Line from 1 on, column from 0 on, in characters."""
+
+
+@contextlib.contextmanager
+def files_stay() -> Iterator[None]:
+    """Looks up the file of each module once inside: for a listing of many cells, whose modules are mostly the same."""
+    token = _FOUND.set({})
+    try:
+        yield
+    finally:
+        _FOUND.reset(token)
+
+
+def class_digest(experts: type) -> str:
+    """A digest of the code that an experts class runs: the class, and what that names and imports.
+
+    For moereg's own classes only backends, kernels and layouts are followed, for a wheel's classes its package.
+
+    Returns:
+        Hexadecimal, or `UNKNOWN` where some of it cannot be read.
+    """
+    module = experts.__module__
+    root = root_package(module)
+
+    def counts(name: str) -> bool:
+        return f"{name}.".startswith(_OWN_CODE if root == _PACKAGE else f"{root}.")
+
+    return code_digest(module, counts, except_data=(LEDGER_NAME,), of=experts.__qualname__)
+
+
+def code_digest(
+    module: str, counts: Callable[[str], bool], except_data: Iterable[str] = (), of: str | None = None
+) -> str:
+    """A digest of a module and of what it imports, directly or not, anywhere in it.
+
+    Where a module imports names from another, only those names and what they need there count. The names of modules of
+    the same package and of moereg do not, so that code may move. JSON files beside the modules count too: they hold
+    launch configurations.
+
+    Args:
+        module: Its full name.
+        counts: Whether a module of that name is followed.
+        except_data: Names of JSON files that do not count.
+        of: A class of the module. Other classes, functions, constants and imports of the module count only if it names
+            them, directly or not.
+
+    Returns:
+        Hexadecimal, or `UNKNOWN` where one of the modules cannot be read.
+    """
+    pending: list[tuple[str, str | None]] = [(module, of)]
+    digests: dict[tuple[str, str | None], str] = {}
+    folders = set()
+    lines: set[str] = set()
+    taken: set[tuple[_Import, tuple[str, str | None]]] = set()
+    own = {_PACKAGE, module.partition(".")[0]}
+    while pending:
+        part = pending.pop()
+        if part in digests:
+            continue
+        name, only = part
+        file = module_file(name)
+        source = None if file is None else _read(file, only)
+        if file is None or source is None:
+            return UNKNOWN
+        digests[part] = source.digest
+        folders.add(file.parent)
+        package = name if file.stem == "__init__" else name.rpartition(".")[0]
+        for imported in source.imports:
+            followed = _followed(imported, package, counts)
+            # Without the names of its own modules and of moereg's: code that moves is the same code.
+            if imported.level or imported.module.partition(".")[0] in own:
+                imported = imported._replace(level=0, module="")
+            if followed is None:
+                lines.add(repr(tuple(imported)))
+            else:
+                pending.append(followed)
+                taken.add((imported, followed))
+    # What a name stands for: two modules may have different functions of one name.
+    lines.update(f"{tuple(imported)} {digests[followed]}" for imported, followed in taken)
+    found = sorted([*lines, *digests.values()])
+    data = (file for folder in folders for file in folder.glob("*.json") if file.name not in except_data)
+    found += sorted(f"{file.name} {_data_digest(file)}" for file in data)
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+
+
+def source_digest(source: bytes) -> str:
+    """A digest of a module's tokens.
+
+    The same for every version of Python that can read it, in any encoding. What is left out: comments, blank lines,
+    line breaks and indentation as such, and strings that are statements, which is what docstrings are.
+
+    Args:
+        source: As the file has it.
+
+    Raises:
+        SyntaxError, ValueError: It is not a module's.
+    """
+    return _text_digest(_text(source))
+
+
+def _text_digest(text: str) -> str:
+    return _tree_digest(text, _parsed(text))
+
+
+def _tree_digest(text: str, tree: ast.Module, imports: bool = True) -> str:
+    lines = text.split("\n")
+    left_out = [
+        (_position(lines, node.lineno, node.col_offset), _position(lines, node.end_lineno, node.end_col_offset))
+        for node in _statements(tree)
+        if (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str))
+        or (isinstance(node, (ast.Import, ast.ImportFrom)) and not imports)
+    ]
+    return hashlib.sha256(json.dumps(list(_tokens(text, lines, left_out))).encode()).hexdigest()
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Every statement, those inside others too. Expressions, of which there are ten times as many, hold none."""
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.stmt):
+            yield node
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = getattr(node, field, None)
+            if isinstance(inner, list):  # The body of a conditional expression or a lambda is no list.
+                pending += inner
+
+
+def _tokens(text: str, lines: list[str], left_out: list[tuple[_Position, _Position]]) -> Iterator[tuple[str, str]]:
+    ends = dict(left_out)
+    skipped_to: _Position = (0, 0)
+    is_behind_left_out = False
+    depth = 0
+    string_start: _Position = (0, 0)
+    for kind, string, start, end, _ in tokenize.generate_tokens(io.StringIO(text).readline):
+        name = token.tok_name[kind]
+        if start < skipped_to or kind in _IGNORED:
+            continue
+        if start in ends and kind not in _LAYOUT:
+            skipped_to, is_behind_left_out = ends[start], True
+            continue
+        if is_behind_left_out and (kind == tokenize.NEWLINE or string == ";"):
+            is_behind_left_out = False
+            continue
+        is_behind_left_out = False
+        # Up to Python 3.11 a formatted string is one token; later ones cut it into pieces.
+        if name in _STRING_STARTS:
+            string_start = start if depth == 0 else string_start
+            depth += 1
+        elif name in _STRING_ENDS:
+            depth -= 1
+            if depth == 0:
+                yield "STRING", _between(lines, string_start, end)
+        elif depth == 0:
+            yield name, "" if kind in _LAYOUT else string
+
+
+def _between(lines: list[str], start: _Position, end: _Position) -> str:
+    picked = lines[start[0] - 1 : end[0]]
+    picked[-1] = picked[-1][: end[1]]
+    picked[0] = picked[0][start[1] :]
+    return "\n".join(picked)
+
+
+def _position(lines: list[str], line: int | None, num_bytes: int | None) -> _Position:
+    """The position of a node, which counts its columns in bytes of UTF-8."""
+    assert line is not None and num_bytes is not None
+    return line, len(lines[line - 1].encode()[:num_bytes].decode())
+
+
+def _text(source: bytes) -> str:
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
+    return io.TextIOWrapper(io.BytesIO(source), encoding).read()  # One kind of line break, as Python reads modules.
+
+
+def _parsed(text: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # A digest need not warn of strange escapes.
+        return ast.parse(text)
+
+
+class _Import(NamedTuple):
+    """A name that an import statement defines; `name` is None where that is the module itself."""
+
+    level: int
+    module: str
+    name: str | None
+    alias: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """The part of a file that counts.
+
+    Attributes:
+        digest: Digest of its tokens.
+        imports: What it imports.
+    """
+
+    digest: str
+    imports: frozenset[_Import]
+
+
+def _read(file: pathlib.Path, only: str | None = None) -> _Source | None:
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return _read_once(file, only, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_once(file: pathlib.Path, only: str | None, _changed_ns: int, _num_bytes: int) -> _Source | None:
+    try:
+        source = file.read_bytes()
+        if file.suffix != ".py":
+            return _Source(hashlib.sha256(source).hexdigest(), frozenset())
+        text = _text(source) if only is None else _text_of(only, _text(source))
+        tree = _parsed(text)
+        imports: set[_Import] = set()
+        for node in _statements(tree):
+            if isinstance(node, ast.Import):
+                imports |= {_Import(0, alias.name, None, alias.asname) for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imports |= {_Import(node.level, node.module or "", alias.name, alias.asname) for alias in node.names}
+        return _Source(_tree_digest(text, tree, imports=False), frozenset(imports))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError, tokenize.TokenError):
+        return None  # It is broken, or of a later Python.
+
+
+def _text_of(name: str, text: str) -> str:
+    """The text of a module without the definitions and imports that one of its names does not need.
+
+    The class or function stays, and so do statements that do more than define names, and what these name.
+    """
+    statements = _parsed(text).body
+    definitions: dict[str, list[ast.stmt]] = {}
+    reached: list[ast.stmt] = []
+    for statement in statements:
+        defined = _defined(statement)
+        for each in defined:
+            definitions.setdefault(each, []).append(statement)
+        if not defined:
+            reached.append(statement)
+    if name not in definitions:
+        return text
+    reached += definitions.pop(name)
+    kept = set()
+    while reached:
+        statement = reached.pop()
+        kept |= _lines_of(statement)
+        for named in _names(statement):
+            reached += definitions.pop(named, [])
+    lines = text.split("\n")
+    dropped = set().union(*map(_lines_of, statements)) - kept
+    return "\n".join(line for number, line in enumerate(lines, 1) if number not in dropped)
+
+
+def _defined(statement: ast.stmt) -> list[str]:
+    """The class, plain function, constants or imports that a statement defines; none where it does anything else."""
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
+    if isinstance(statement, ast.ClassDef) or (isinstance(statement, ast.FunctionDef) and not statement.decorator_list):
+        return [statement.name]
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
+    names = [target.id for target in targets if isinstance(target, ast.Name)]
+    return names if len(names) == len(targets) else []
+
+
+def _lines_of(statement: ast.stmt) -> set[int]:
+    first = min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", []))])
+    assert statement.end_lineno is not None
+    return set(range(first, statement.end_lineno + 1))
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    """The names in code, words of its strings included; docstrings are left out."""
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"\w+", node.value)
+        pending += ast.iter_child_nodes(node)
+
+
+def _followed(imported: _Import, package: str, counts: Callable[[str], bool]) -> tuple[str, str | None] | None:
+    """The module that counts and that an import names, and what it takes of that: None for all of it.
+
+    Of `from a import b` that is all of `a.b` where it is a module. None for an import of anything that does not count.
+    """
+    base = imported.module
+    if imported.level:
+        parts = package.split(".")
+        base = ".".join([*parts[: len(parts) - imported.level + 1], *filter(None, [base])])
+    inner = f"{base}.{imported.name}"
+    if imported.name is not None and counts(inner) and module_file(inner) is not None:
+        return inner, None
+    return (base, imported.name) if counts(base) and module_file(base) is not None else None
+
+
+def module_file(module: str) -> pathlib.Path | None:
+    """The file of a module, or None where there is none. Imports nothing, since kernels would need their libraries."""
+    known = _FOUND.get()
+    if known is None:
+        return _look_up(module)
+    if module not in known:
+        known[module] = _look_up(module)
+    return known[module]
+
+
+def _look_up(module: str) -> pathlib.Path | None:
+    top, *parts = module.split(".")
+    if not all(part.isidentifier() for part in (top, *parts)):
+        return None
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):  # ValueError: a module that was started as a script has no spec.
+        return None
+    if spec is None:
+        return None
+    if spec.submodule_search_locations is None:
+        return pathlib.Path(spec.origin) if spec.origin and spec.has_location and not parts else None
+    for location in spec.submodule_search_locations:
+        path = pathlib.Path(location).joinpath(*parts)
+        candidates = [path / "__init__.py", *(path.with_name(path.name + suffix) for suffix in _SUFFIXES)]
+        for file in candidates if parts else candidates[:1]:
+            if file.is_file():
+                return file
+    return None
+
+
+_SUFFIXES: Final = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
+
+
+def root_package(module: str) -> str:
+    """The outermost package of a module that only one distribution has: `a.b` of `a.b.c` where `a` has no file."""
+    parts = module.split(".")
+    for number in range(1, len(parts)):
+        if module_file(".".join(parts[:number])) is not None:
+            return ".".join(parts[:number])
+    return module
+
+
+def _data_digest(file: pathlib.Path) -> str:
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return UNKNOWN
+    with contextlib.suppress(ValueError, RecursionError):
+        content = json.dumps(json.loads(content), sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()

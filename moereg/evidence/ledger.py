@@ -1,0 +1,348 @@
+"""The ledger: which cell was verified on which hardware, with which versions, and whether its code is still the same.
+
+A package's ledger is `moereg_ledger.json` at its top level, and it holds records of that package's cells alone; moereg
+ships its own. A record is evidence for the rule that matched when it was made and for the machine that it names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import pathlib
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from packaging.requirements import Requirement
+
+from moereg.errors import MoeregWarning
+from moereg.evidence.code_digest import LEDGER_NAME, UNKNOWN, class_digest, module_file, root_package
+from moereg.evidence.provenance import provenance
+from moereg.platforms import Platform, PlatformRule
+from moereg.plugins.loader import plugin_statuses
+from moereg.registry import BUILTIN, BackendCell
+from moereg.spec.facts import narrowed_text
+
+__all__ = [
+    "FILE_NAME",
+    "SCHEMA",
+    "Evidence",
+    "LedgerWarning",
+    "Verification",
+    "arch_name",
+    "cell_digest",
+    "evidence_of",
+    "merge_ledger",
+    "read_ledger",
+]
+
+FILE_NAME: Final = LEDGER_NAME
+SCHEMA: Final = 2
+
+_MOST_BYTES: Final = 16 << 20
+"""A record has about 500 bytes, and every command reads all of them."""
+
+_PACKAGE: Final = __name__.partition(".")[0]
+
+
+class LedgerWarning(MoeregWarning):
+    """A ledger that cannot be read; its cells count as not verified."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """One cell that passed its conformance cases on one machine.
+
+    Attributes:
+        backend, experts, tier: As the cell has them.
+        schemes: Names of the schemes that the cell computes.
+        rule: The one of the cell's rules that matched.
+        platform: Such as `cuda:sm90`.
+        device: Name that the driver gives.
+        versions: Versions of torch and of what the cell requires.
+        commit: Commit of moereg's code; empty where unknown, and for the cells of other distributions.
+        date: ISO date.
+        cases: Conformance tests that passed; none failed.
+        digest: `cell_digest` of the code.
+        facts: The facts that the cell narrows, as text, which tells cells on one rule apart; empty where it narrows
+            none, and in records that do not say.
+    """
+
+    backend: str
+    experts: str
+    schemes: tuple[str, ...]
+    rule: str
+    tier: str
+    platform: str
+    device: str
+    versions: dict[str, str]
+    commit: str
+    date: str
+    cases: int
+    digest: str
+    facts: str = ""
+
+    @classmethod
+    def of(cls, cell: BackendCell, platform: Platform, cases: int) -> Verification:
+        """A record for a cell that has just passed on the machine at hand.
+
+        Raises:
+            ValueError: None of its rules matches the machine, which imitated another at best.
+        """
+        rule = cell.rule_for(platform)
+        if rule is None:
+            rules = ", ".join(rule.text for rule in cell.rules)
+            raise ValueError(
+                f"a record of {cell.class_name} needs a platform in ({rules}), got {platform}; run it there"
+            )
+        found = provenance(platform, {"torch", *(Requirement(text).name for text in cell.requires)})
+        if cell.origin != BUILTIN:
+            # The commit is that of moereg's checkout, and says nothing of another distribution's code.
+            found["commit"] = ""
+        return cls(
+            backend=cell.name,
+            experts=cell.class_name,
+            schemes=tuple(scheme.name for scheme in cell.schemes),
+            rule=rule.text,
+            tier=cell.tier,
+            cases=cases,
+            digest=cell_digest(cell),
+            facts=_narrowed(cell),
+            **found,
+        )
+
+    @classmethod
+    def from_dict(cls, values: object) -> Verification:
+        """Reads a record of a ledger; unknown keys are ignored.
+
+        Raises:
+            ValueError: A key is missing, or its value is of another kind.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"a record must be an object, got {type(values).__name__}")
+        checked: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            if field.name not in values:
+                if field.default is not dataclasses.MISSING:
+                    continue
+                raise ValueError(f"a record must say its {field.name}")
+            checked[field.name] = _checked(field.name, values[field.name])
+        record = cls(**checked)
+        if not PlatformRule(record.rule).matches(Platform.from_name(record.platform)):
+            raise ValueError(f"rule {record.rule!r} does not match platform {record.platform!r}")
+        return record
+
+    def is_of(self, cell: BackendCell) -> bool:
+        """Whether it is evidence for a cell: of the same class and schemes, by the rule that would match there now."""
+        if (self.backend, self.experts, self.tier) != (cell.name, cell.class_name, cell.tier):
+            return False
+        rule = cell.rule_for(Platform.from_name(self.platform))
+        schemes = tuple(scheme.name for scheme in cell.schemes)
+        if rule is None or (self.rule, self.schemes) != (rule.text, schemes):
+            return False
+        return self.facts in ("", _narrowed(cell))
+
+    @property
+    def key(self) -> tuple[str, str, tuple[str, ...], str, str, str, str]:
+        """The subject of a record: a later one of the same cell on the same device replaces an earlier one."""
+        return (self.backend, self.experts, self.schemes, self.rule, self.platform, self.device, self.facts)
+
+
+def _narrowed(cell: BackendCell) -> str:
+    return narrowed_text(cell.facts, cell.experts.facts)
+
+
+def _checked(name: str, value: object) -> object:
+    if name == "cases":
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"cases must be an integer of at least 1, got {value!r}")
+        return value
+    if name == "versions":
+        if not isinstance(value, Mapping):
+            raise ValueError(f"versions must be an object of texts, got {value!r}")
+        return {_text("versions", key): _text(f"versions[{key!r}]", version) for key, version in value.items()}
+    if name == "schemes":
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"schemes must be a list of names, got {value!r}")
+        return tuple(_text("schemes", scheme) for scheme in value)
+    text = _text(name, value)
+    if name == "date":
+        datetime.date.fromisoformat(text)
+    return text
+
+
+def _text(name: str, value: object) -> str:
+    # A terminal would obey characters that do not print.
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError(f"{name} must be printable text, got {value!r}")
+    return value
+
+
+def cell_digest(cell: BackendCell) -> str:
+    """A digest of the code that a cell runs: its class, and what that names and imports."""
+    return class_digest(cell.experts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """The ledger's knowledge of a cell.
+
+    Attributes:
+        current: Records of the code as it is.
+        stale: Records of code that has changed since, or that cannot be read now.
+        missing: Platforms that the cell's rules name and no current record covers: `cuda:sm80` of `cuda:sm80+`; a rule
+            that names no architecture stands for itself.
+        is_readable: Whether the cell's code could be read; True where there are no records.
+    """
+
+    current: tuple[Verification, ...]
+    stale: tuple[Verification, ...]
+    missing: tuple[str, ...]
+    is_readable: bool = True
+
+    def on(self, platform: Platform) -> bool:
+        """Whether a current record is of this kind of platform."""
+        return any(record.platform == str(platform) for record in self.current)
+
+    def to_dict(self) -> dict[str, Any]:
+        """`verified`, a list of records with `stale`, and `not_verified`, a list of platforms."""
+        keys = ("rule", "platform", "device", "versions", "commit", "date", "cases")
+        return {
+            "verified": [
+                {**{key: getattr(record, key) for key in keys}, "stale": record in self.stale}
+                for record in (*self.current, *self.stale)
+            ],
+            "not_verified": list(self.missing),
+        }
+
+    def __str__(self) -> str:
+        """`on sm90 (NVIDIA H200, 2026-11-22); not on sm80, gfx942`, or `not verified` where there are no records."""
+        if not self.current and not self.stale:
+            return "not verified"
+        parts = []
+        if self.current:
+            parts.append(f"on {_machines(self.current)}")
+        if self.stale:
+            since = "before its code changed" if self.is_readable else "with code that cannot be read now,"
+            parts.append(f"{since} on {_machines(self.stale)}")
+        missing = [name for name in self.missing if not any(_covers(record.platform, name) for record in self.stale)]
+        if missing:
+            names = ["elsewhere" if name == "*" else arch_name(name) for name in missing]
+            parts.append(f"not {'' if names == ['elsewhere'] else 'on '}{', '.join(names)}")
+        return "; ".join(parts)
+
+
+def arch_name(platform: str) -> str:
+    """`sm90` of `cuda:sm90`; `cpu` of `cpu`; of a plugin's kind all of its name, since nobody knows its `g3`."""
+    kind, _, arch = platform.partition(":")
+    return arch if arch and kind in ("cpu", "cuda", "rocm") else platform
+
+
+def _machines(records: Sequence[Verification]) -> str:
+    return ", ".join(
+        f"{arch_name(record.platform)} ({', '.join(filter(None, [record.device, record.date]))})" for record in records
+    )
+
+
+def evidence_of(cell: BackendCell) -> Evidence:
+    """The knowledge that the ledger of a cell's own package has of it. Warns once of a ledger that cannot be read."""
+    records = [record for record in _own_records(cell) if record.is_of(cell)]
+    digest = cell_digest(cell) if records else UNKNOWN
+    is_current = [record.digest == digest != UNKNOWN for record in records]
+    current = tuple(record for record, holds in zip(records, is_current, strict=True) if holds)
+    stale = tuple(record for record, holds in zip(records, is_current, strict=True) if not holds)
+    named = [_named(rule) for rule in cell.rules]
+    missing = tuple(name for name in named if not any(_covers(record.platform, name) for record in current))
+    return Evidence(current, stale, missing, digest != UNKNOWN or not records)
+
+
+def _named(rule: PlatformRule) -> str:
+    base = rule.text.partition(",")[0]
+    return str(rule.instance or base) if ":" in base else base
+
+
+def _covers(platform: str, named: str) -> bool:
+    return named in (platform, platform.partition(":")[0])
+
+
+def _own_records(cell: BackendCell) -> tuple[Verification, ...]:
+    """The records that a cell's own distribution has; where it registered another's class, that one's do not count."""
+    root = root_package(cell.experts.__module__)
+    file = module_file(root)
+    if root not in _packages_of(cell.origin) or file is None or file.stem != "__init__":
+        return ()
+    path = file.parent / FILE_NAME
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return ()
+    except OSError:
+        return _records(path, cell.origin, 0, 0)
+    return _records(path, cell.origin, status.st_mtime_ns, status.st_size)
+
+
+def _packages_of(origin: str) -> set[str]:
+    if origin == BUILTIN:
+        return {_PACKAGE}
+    modules = {
+        status.value.partition(":")[0].strip()
+        for status in plugin_statuses()
+        if status.distribution.rpartition(" ")[0] == origin
+    }
+    # A module that is imported without being installed is its own origin.
+    return {root_package(module) for module in modules or {origin}}
+
+
+@functools.lru_cache(maxsize=256)
+def _records(path: pathlib.Path, origin: str, _changed_ns: int, _num_bytes: int) -> tuple[Verification, ...]:
+    try:
+        return read_ledger(path)
+    except ValueError as error:
+        warnings.warn(
+            f"the ledger of {origin}, {path}, cannot be used as evidence, and its cells count as not verified: "
+            f"{error}; reinstall {_PACKAGE if origin == BUILTIN else origin}, or remove the ledger",
+            LedgerWarning,
+            stacklevel=2,
+        )
+        return ()
+
+
+def read_ledger(path: pathlib.Path) -> tuple[Verification, ...]:
+    """The records of a ledger file.
+
+    Raises:
+        ValueError: It cannot be read, is not JSON, or does not hold records of this schema.
+    """
+    try:
+        size = path.stat().st_size
+        if size > _MOST_BYTES:
+            raise ValueError(f"it may have at most {_MOST_BYTES >> 20} MiB, got {size >> 20} MiB")
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"it must be readable JSON, got {type(error).__name__}: {error}") from error
+    if not isinstance(document, Mapping) or document.get("schema") != SCHEMA:
+        found = document.get("schema") if isinstance(document, Mapping) else type(document).__name__
+        raise ValueError(f"it must be an object of schema {SCHEMA}, got {found!r}")
+    if not isinstance(document.get("records"), list):
+        raise ValueError("its records must be a list")
+    records = []
+    for number, values in enumerate(document["records"]):
+        try:
+            records.append(Verification.from_dict(values))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"records[{number}]: {error}") from error
+    return tuple(records)
+
+
+def merge_ledger(path: pathlib.Path, records: Sequence[Verification]) -> None:
+    """Writes records into a ledger file; records of other cells and devices stay.
+
+    Raises:
+        ValueError: The file exists and is not a ledger.
+    """
+    known = {record.key: record for record in (*(read_ledger(path) if path.exists() else ()), *records)}
+    ordered = [known[key] for key in sorted(known)]
+    document = {"schema": SCHEMA, "records": [dataclasses.asdict(record) for record in ordered]}
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

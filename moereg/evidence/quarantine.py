@@ -1,0 +1,334 @@
+"""The quarantine: cells that failed the conformance kit on this machine, so that selection rejects them here.
+
+A file in the user's data directory holds the records; MOEREG_QUARANTINE names another file, or none where it is empty.
+A record holds for the code that failed: once a cell's code or the versions that it runs on are others, it says nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import stat
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from moereg.errors import MoeregError, MoeregWarning, described, one_line, shown
+from moereg.evidence.code_digest import class_digest
+from moereg.platforms import Platform, PlatformRule
+from moereg.registry import BackendCell
+from moereg.spec.facts import narrowed_text
+from moereg.spec.quant_schemes import QuantScheme
+from moereg.spec.reasons import Reason
+
+SCHEMA: Final = 1
+_VARIABLE: Final = "MOEREG_QUARANTINE"
+_MOST_BYTES: Final = 4 << 20
+_LONGEST_FAILURE: Final = 500
+_LONGEST_FACTS: Final = 4000
+_LOCK_SECONDS: Final = 10.0
+
+
+class QuarantineWarning(MoeregWarning):
+    """The quarantine's file cannot be used, so nothing is quarantined."""
+
+
+class QuarantineError(MoeregError, RuntimeError):
+    """The quarantine cannot be changed."""
+
+
+_Key = tuple[str, ...]
+_KEY: Final = ("backend", "experts", "rule", "scheme", "platform", "device", "facts")
+
+
+@dataclasses.dataclass(frozen=True)
+class QuarantineRecord:
+    """One scheme of a cell that failed on one machine.
+
+    Attributes:
+        backend, experts: As the cell has them.
+        rule: The one of the cell's rules that matched.
+        scheme: Name of the scheme that the cell computed.
+        platform: Such as `cuda:sm90`.
+        device: Name that the driver gives.
+        digest: `moereg.evidence.code_digest.class_digest` of the class.
+        versions: Versions of moereg, torch, the cell's distribution and what the cell requires.
+        failure: The check that failed and how, on one line.
+        date: ISO date.
+        facts: The facts that the cell narrows, as text, which tells cells on one rule apart; empty where it narrows
+            none.
+    """
+
+    backend: str
+    experts: str
+    rule: str
+    scheme: str
+    platform: str
+    device: str
+    digest: str
+    versions: Mapping[str, str] = dataclasses.field(hash=False)
+    failure: str
+    date: str
+    facts: str = ""
+
+    @classmethod
+    def of(cls, cell: BackendCell, scheme: QuantScheme, platform: Platform, failure: str) -> QuarantineRecord:
+        """A record of a cell that has just failed on the machine at hand.
+
+        Args:
+            cell: The cell.
+            scheme: What it computed.
+            platform: The machine, probed.
+            failure: The check and how it failed.
+
+        Raises:
+            ValueError: The platform is only named, or none of the cell's rules matches it.
+        """
+        rule = cell.rule_for(platform)
+        if rule is None or not platform.probed:
+            raise ValueError(
+                f"only what failed on the machine at hand can be quarantined, got {cell.class_name} "
+                f"({cell.rules_text}) on {platform}; verify it there"
+            )
+        return cls(
+            **dict(zip(_KEY, _key(cell, scheme, rule, platform), strict=True)),
+            digest=class_digest(cell.experts),
+            versions=_versions(cell, platform),
+            failure=one_line(failure, _LONGEST_FAILURE),
+            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        )
+
+    @classmethod
+    def from_dict(cls, values: object) -> QuarantineRecord:
+        """Reads a record; unknown keys are ignored.
+
+        Raises:
+            ValueError: A key is missing, or its value is of another kind.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"a record must be an object, got {shown(values)}")
+        checked: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            if field.name == "facts" and field.name not in values:
+                continue
+            value = values.get(field.name)
+            texts = [*value, *value.values()] if field.name == "versions" and isinstance(value, Mapping) else [value]
+            # A terminal would obey characters that do not print.
+            if not all(isinstance(text, str) and text.isprintable() for text in texts):
+                raise ValueError(f"{field.name} of a record must be printable text, got {shown(value)}")
+            checked[field.name] = value
+        if not isinstance(checked["versions"], Mapping):
+            raise ValueError(f"versions of a record must be an object, got {shown(checked['versions'])}")
+        return cls(**checked)
+
+    @property
+    def key(self) -> _Key:
+        """The subject of a record: a later one of the same cell, scheme and device replaces an earlier one."""
+        return tuple(getattr(self, name) for name in _KEY)
+
+    @property
+    def reason(self) -> Reason:
+        """As a decision says it."""
+        text = (
+            f"requires that it passes the conformance kit on this machine, got a failure on {self.date}: {self.failure}"
+        )
+        return Reason("quarantined", text)
+
+    def is_from(self, platform: Platform) -> bool:
+        """Whether it failed on that machine."""
+        return (self.platform, self.device) == (str(platform), one_line(platform.device_name))
+
+    def holds(self, cell: BackendCell, platform: Platform) -> bool:
+        """Whether the cell's code and its versions are still those that failed."""
+        return self.versions == _versions(cell, platform) and self.digest == _digest_once(cell.experts)
+
+
+def _key(cell: BackendCell, scheme: QuantScheme, rule: PlatformRule, platform: Platform) -> _Key:
+    # A problem may spell a scheme of the cell by another name. A driver's and a plugin's names may hold any character.
+    alike = (known for known in cell.schemes if (known.weight, known.activation) == (scheme.weight, scheme.activation))
+    own = next(alike, scheme)
+    names = (cell.name, cell.class_name, rule.text, own.name, str(platform), platform.device_name)
+    return (*map(one_line, names), one_line(narrowed_text(cell.facts, cell.experts.facts), _LONGEST_FACTS))
+
+
+def record_keys(cell: BackendCell, platform: Platform, scheme: QuantScheme | None = None) -> frozenset[_Key]:
+    """The keys of all records that a cell could have on a machine, for one scheme where it is given."""
+    rule = cell.rule_for(platform)
+    schemes = cell.schemes if scheme is None else (scheme,)
+    return frozenset() if rule is None else frozenset(_key(cell, each, rule, platform) for each in schemes)
+
+
+def _versions(cell: BackendCell, platform: Platform) -> dict[str, str]:
+    names = {"moereg", "torch", cell.origin, *(Requirement(text).name for text in cell.requires)}
+    found = {canonicalize_name(name) for name in names}
+    return {name: one_line(platform.versions[name]) for name in sorted(found) if name in platform.versions}
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest_once(experts: type) -> str:
+    """The digest of the code that this process loaded, or nearly: it is read when it is first asked for."""
+    return class_digest(experts)
+
+
+class Quarantine:
+    """The records that selection respects. Immutable.
+
+    Attributes:
+        records: In the order of the file.
+    """
+
+    def __init__(self, records: Iterable[QuarantineRecord] = ()) -> None:
+        self.records = tuple(records)
+        self._by_key = {record.key: record for record in self.records}
+
+    def record(
+        self, cell: BackendCell, scheme: QuantScheme | None, rule: PlatformRule | None, platform: Platform
+    ) -> QuarantineRecord | None:
+        """The record by which a cell is rejected for a scheme, or None. A named platform is nobody's machine."""
+        if not self._by_key or scheme is None or rule is None or not platform.probed:
+            return None
+        found = self._by_key.get(_key(cell, scheme, rule, platform))
+        return found if found is not None and found.holds(cell, platform) else None
+
+    def of_cell(self, cell: BackendCell, platform: Platform) -> tuple[QuarantineRecord, ...]:
+        """The records by which a cell is rejected, one for each scheme."""
+        rule = cell.rule_for(platform)
+        return tuple(filter(None, (self.record(cell, scheme, rule, platform) for scheme in cell.schemes)))
+
+
+EMPTY: Final = Quarantine()
+"""Nothing is quarantined."""
+
+
+def quarantine_path() -> Path | None:
+    """The quarantine's file, whether or not it exists; None where MOEREG_QUARANTINE is empty."""
+    named = os.environ.get(_VARIABLE)
+    if named is not None:
+        return Path(named) if named else None
+    return _default_path(os.environ.get("XDG_DATA_HOME"), os.environ.get("HOME"))
+
+
+@functools.lru_cache(maxsize=4)
+def _default_path(_data_home: str | None, _home: str | None) -> Path:
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("moereg", appauthor=False)) / "quarantine.json"
+
+
+def read_quarantine() -> Quarantine:
+    """Current quarantine: the file is read once in a process, and again when it has changed.
+
+    A file that cannot be used is a `QuarantineWarning`, once, and nothing is quarantined then.
+    """
+    path = quarantine_path()
+    if path is None:
+        return EMPTY
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return EMPTY
+    except (OSError, ValueError):
+        return _read_once(path, 0, 0, 0)
+    return _read_once(path, status.st_mtime_ns, status.st_size, status.st_ino)
+
+
+@functools.lru_cache(maxsize=16)
+def _read_once(path: Path, _changed_ns: int, _num_bytes: int, _inode: int) -> Quarantine:
+    try:
+        return Quarantine(_read(path))
+    except ValueError as error:
+        warnings.warn(
+            f"the quarantine {shown(str(path))} cannot be used: {error}; "
+            f"delete it, or name another file in {_VARIABLE}",
+            QuarantineWarning,
+            stacklevel=4,
+        )
+        return EMPTY
+
+
+def _read(path: Path) -> tuple[QuarantineRecord, ...]:
+    """The records of a file; none where there is no file.
+
+    Raises:
+        ValueError: It cannot be read, others may write to it, or it does not hold records of this schema.
+    """
+    try:
+        # A pipe would otherwise wait for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+                raise ValueError(f"it must be a file of at most {_MOST_BYTES} bytes")
+            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise ValueError("it must belong to this user or to root, and nobody else may write to it")
+            document = json.loads(file.read().decode("utf-8"))
+    except FileNotFoundError:
+        return ()
+    except (OSError, RecursionError) as error:
+        raise ValueError(f"it must be readable, got {described(error)}") from error
+    if not isinstance(document, Mapping) or document.get("schema") != SCHEMA:
+        raise ValueError(f"it must be an object of schema {SCHEMA}, got {shown(document)}")
+    records = document.get("records")
+    if not isinstance(records, list):
+        raise ValueError(f"its records must be a list, got {shown(records)}")
+    return tuple(QuarantineRecord.from_dict(values) for values in records)
+
+
+def change_quarantine(
+    add: Iterable[QuarantineRecord] = (), lift: Callable[[QuarantineRecord], bool] | None = None
+) -> tuple[QuarantineRecord, ...]:
+    """Lifts records, then adds others, in one step: a reader sees the file before or after, and writers take turns.
+
+    Args:
+        add: Records; each replaces one of the same key.
+        lift: Whether a record is lifted; none is where None.
+
+    Returns:
+        The records that were lifted.
+
+    Raises:
+        QuarantineError: The quarantine is switched off, or its file cannot be read or written.
+    """
+    import filelock
+
+    named = quarantine_path()
+    if named is None:
+        raise QuarantineError(f"{_VARIABLE} must name a file, got an empty name, which switches the quarantine off")
+    try:
+        path = Path(os.path.realpath(named))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with filelock.FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
+            before = _read(path)
+            lifted = tuple(record for record in before if lift is not None and lift(record))
+            kept = (record for record in before if record not in lifted)
+            records = {record.key: record for record in (*kept, *add)}
+            _write(path, records.values())
+    except (OSError, ValueError) as error:
+        raise QuarantineError(
+            f"the quarantine {shown(str(named))} must be readable and writable, got {described(error)}; delete it, or "
+            f"name another file in {_VARIABLE}"
+        ) from error
+    return lifted
+
+
+def _write(path: Path, records: Iterable[QuarantineRecord]) -> None:
+    document = {"schema": SCHEMA, "records": [dataclasses.asdict(record) for record in records]}
+    handle, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(json.dumps(document, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

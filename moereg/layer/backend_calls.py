@@ -1,0 +1,219 @@
+"""Calls a backend's own code while a layer is built and run, and names the backend in what it raises."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import operator
+from typing import Final, NoReturn
+
+import torch
+
+from moereg.errors import (
+    BackendError,
+    MoeregError,
+    RegistrationError,
+    described,
+    is_lack_of_memory,
+    shown,
+    stops_the_process,
+)
+from moereg.experts import Experts
+from moereg.platforms import KINDS, is_device_type
+from moereg.runtime.torch_state import plain_torch
+from moereg.selection.result import Decision, Selection
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
+
+__all__ = ["device_types", "lacking_workspaces", "make_experts", "named", "permute", "raise_named", "workspace_shapes"]
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+
+_MOST_ELEMENTS: Final = 2**48
+"""Most elements of a workspace: more than any device addresses. Asking for more is a bug, not a lack of memory."""
+
+
+def make_experts(selection: Selection, decision: Decision) -> Experts:
+    """The experts class of a candidate whose cell is registered here, made for the selection's problem.
+
+    Raises:
+        BackendError: It raised.
+    """
+    assert decision.cell is not None
+    try:
+        chosen, computes = decision.cell.experts, decision.scheme
+        if _takes_computes(chosen):
+            return chosen(problem=selection.problem, platform=selection.platform, computes=computes)
+        experts = chosen(problem=selection.problem, platform=selection.platform)
+        if computes is not None:
+            experts.computes = computes
+        return experts
+    except BaseException as error:
+        raise_named(selection, "__init__", error)
+
+
+@functools.lru_cache(maxsize=256)
+def _takes_computes(experts: type[Experts]) -> bool:
+    parameters = inspect.signature(experts.__init__).parameters
+    return any(name == "computes" or each.kind is each.VAR_KEYWORD for name, each in parameters.items())
+
+
+def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> PermutedWeights:
+    """The weights in a layout that the experts read.
+
+    Raises:
+        BackendError: The method raised, or did not return a `PermutedWeights` with tensors on the weights' device and a
+            declared layout.
+        ValueError: The experts do not run where the weights are.
+    """
+    _check_device(selection, experts, weights.w13.device)
+    try:
+        # Tensors of inference mode could not be reloaded outside it.
+        with plain_torch(), torch.inference_mode(False):
+            permuted: object = experts.permute_weights(weights=weights.contiguous(), problem=selection.problem)
+    except Exception as error:
+        if (lack := _lacking_copy(selection, weights, error)) is not error:
+            raise lack from error
+        raise_named(selection, "permute_weights", error)
+    except BaseException as error:
+        raise_named(selection, "permute_weights", error)
+    if not isinstance(permuted, PermutedWeights):
+        raise _backend_error(selection, "permute_weights", "returned no PermutedWeights from", shown(permuted))
+    if permuted.layout not in experts.layouts:
+        found = f"{shown(permuted.layout)}, and its class declares {', '.join(experts.layouts)}"
+        raise _backend_error(selection, "permute_weights", "returned an undeclared layout from", found)
+    try:
+        device = permuted.device
+    except (StopIteration, AttributeError, TypeError):
+        raise _backend_error(selection, "permute_weights", "returned no tensors from", shown(permuted)) from None
+    if device != weights.w13.device:
+        found = f"{device}, and the weights are on {weights.w13.device}"
+        raise _backend_error(selection, "permute_weights", "returned tensors of another device from", found)
+    return permuted
+
+
+def device_types(selection: Selection, experts: Experts | type[Experts]) -> tuple[str, ...]:
+    """Torch's names of the devices whose tensors the experts read on the selection's platform.
+
+    Raises:
+        BackendError: The method raised, or returned something else, such as a name that torch does not know.
+    """
+    platform = selection.platform
+    try:
+        found: object = experts.device_types(platform=platform)
+    except BaseException as error:
+        raise_named(selection, "device_types", error)
+    if not isinstance(found, (tuple, list)) or not found or not all(isinstance(name, str) for name in found):
+        raise _backend_error(selection, "device_types", "returned no tuple of names of devices from", shown(found))
+    for name in found:
+        # The device of the platform itself may need an extension of torch, and its error says so.
+        if name != platform.device_type and not is_device_type(name):
+            raise _backend_error(selection, "device_types", "named a device that torch does not know in", shown(name))
+    return tuple(map(str.__str__, found))
+
+
+def _check_device(selection: Selection, experts: Experts, device: torch.device) -> None:
+    allowed = device_types(selection, experts)
+    if device.type not in allowed:
+        raise ValueError(
+            f"{type(experts).__name__} for {selection.platform} needs weights on a {' or '.join(allowed)} device, "
+            f"got {device}; move the weights there or select for the platform of {device} (kinds: {', '.join(KINDS)})"
+        )
+
+
+def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) -> Shapes:
+    """Shapes of the two workspaces for a call.
+
+    Raises:
+        BackendError: The method raised, or returned no two shapes.
+    """
+    try:
+        shapes: object = experts.workspace_shapes(problem=selection.problem, num_tokens=num_tokens)
+    except BaseException as error:
+        raise_named(selection, "workspace_shapes", error)
+    if isinstance(shapes, (tuple, list)) and len(shapes) == 2:
+        try:
+            first, second = (tuple(map(operator.index, shape)) for shape in shapes)
+        except TypeError:
+            pass
+        else:
+            if min((*first, *second, 0)) == 0 and max(map(_extent, (first, second))) <= _MOST_ELEMENTS:
+                return first, second
+    raise _backend_error(selection, "workspace_shapes", "returned no two shapes from", shown(shapes))
+
+
+def lacking_workspaces(selection: Selection, shapes: Shapes, error: Exception) -> Exception:
+    """The lack of memory for a backend's workspaces with its name: a larger machine is no cure for an absurd shape."""
+    winner = selection.winner
+    if winner is None:
+        return error
+    return _lacking(
+        error,
+        f"backend {winner.backend!r} of {winner.provider} asked for workspaces {shapes[0]} and {shapes[1]}: if that is "
+        f"absurd, do without it (--deny {winner.backend}) and report it to its authors{_instead(selection)}",
+    )
+
+
+def _lacking_copy(selection: Selection, weights: ExpertWeights, error: Exception) -> Exception:
+    """The lack of memory for weights in a backend's order, which are about one more copy, with its name."""
+    winner = selection.winner
+    if winner is None:
+        return error
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors().values())
+    return _lacking(
+        error,
+        f"backend {winner.backend!r} of {winner.provider} was permuting {num_bytes / 2**30:.1f} GiB of weights and "
+        f"needs about that much again: free memory, load fewer layers before it, or do without it (--deny "
+        f"{winner.backend}){_instead(selection)}",
+    )
+
+
+def _lacking(error: Exception, text: str) -> Exception:
+    """An error of the same type that also says a text, if it is a lack of memory; else the error itself."""
+    if not is_lack_of_memory(error):
+        return error
+    try:
+        return type(error)(f"{error} ({text})")
+    except Exception:  # An allocator's own type may take other arguments.
+        return error
+
+
+def _instead(selection: Selection) -> str:
+    """A clause that names the backends that would do instead, or nothing."""
+    return f"; {selection.instead} would do instead" if selection.instead else ""
+
+
+def _extent(shape: tuple[int, ...]) -> int:
+    # Also for an empty tensor: torch refuses sizes that are too large even beside a zero.
+    return math.prod(max(size, 1) for size in shape)
+
+
+def raise_named(selection: Selection, step: str, error: BaseException) -> NoReturn:
+    """Raises the exception of one of the chosen backend's methods under its name, as `named` makes it."""
+    raise named(selection, step, error)
+
+
+def named(selection: Selection, step: str, error: BaseException) -> BaseException:
+    """The exception of one of the chosen backend's methods under its name: a `BackendError`.
+
+    Lack of memory and requests to stop the process pass unchanged, since the backend did not cause them; so do errors
+    that name a backend already. A registration that was refused names the one that it came from.
+    """
+    is_told = isinstance(error, MoeregError) and not isinstance(error, RegistrationError)
+    if is_told or is_lack_of_memory(error) or stops_the_process(error):
+        return error
+    found = _backend_error(selection, step, "raised in", described(error))
+    found.__cause__ = error
+    return found
+
+
+def _backend_error(selection: Selection, step: str, fault: str, found: str) -> BackendError:
+    winner = selection.winner
+    assert winner is not None
+    name, origin = winner.backend, winner.origin
+    return BackendError(
+        f"backend {name!r} of {origin} {fault} {winner.experts}.{step}: {found}; do without it (--deny {name}, or "
+        f"deny={name!r} in code) and report it to its authors{_instead(selection)}",
+        name,
+        origin,
+    )

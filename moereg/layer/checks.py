@@ -1,0 +1,193 @@
+"""Checks of one call of a layer: shapes, dtypes and devices always, values where that is cheap."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+
+from moereg.errors import ArgumentError
+from moereg.spec.problem import MoEProblem
+from moereg.weights.checks import DEBUG_VARIABLE, checks_values
+
+__all__ = ["check_call", "check_expert_map", "check_no_alias", "check_no_transform", "check_tensor", "check_values"]
+
+_FEW_ROUTES: Final = 64
+"""Routes of a call up to which Python's own comparisons are faster than torch's calls."""
+
+
+def check_call(
+    problem: MoEProblem,
+    device: torch.device,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor | None,
+) -> None:
+    """Checks what tensors have while code is compiled, too: shapes, dtypes and devices.
+
+    Args:
+        problem: The layer.
+        device: The weights'.
+        hidden_states: [T,H] in the problem's dtype.
+        topk_weights: [T,K] fp32.
+        topk_ids: [T,K] int32 or int64.
+        out: [T,H] in the problem's dtype, or None.
+
+    Raises:
+        ValueError: A tensor is not that, requires grad, or there are more tokens than the problem says.
+    """
+    # `check_tensor` rejects non-tensors.
+    is_tensor = isinstance(hidden_states, torch.Tensor)
+    num_tokens = hidden_states.shape[0] if is_tensor and hidden_states.dim() else 0
+    if is_tensor and hidden_states.dim() > 2:
+        raise ValueError(
+            f"hidden_states must be [T,H], got {list(hidden_states.shape)}; flatten batch and sequence with "
+            f".reshape(-1, {problem.hidden_size}), as moereg.MoELayer does by itself"
+        )
+    rows = (num_tokens, problem.hidden_size)
+    routes = (num_tokens, problem.top_k)
+    dtype = problem.torch_dtype
+    check_tensor("hidden_states", hidden_states, rows, (dtype,), device)
+    check_tensor("topk_weights", topk_weights, routes, (torch.float32,), device)
+    check_tensor("topk_ids", topk_ids, routes, (torch.int32, torch.int64), device)
+    if out is not None:
+        check_tensor("out", out, rows, (dtype,), device)
+    if torch.is_grad_enabled() and (hidden_states.requires_grad or topk_weights.requires_grad):
+        raise ValueError("moereg is for inference: inputs must not require grad; call it under torch.no_grad()")
+    if problem.max_num_tokens is not None and num_tokens > problem.max_num_tokens:
+        raise ValueError(f"the problem says max_num_tokens={problem.max_num_tokens}, got {num_tokens} tokens")
+
+
+def check_values(
+    problem: MoEProblem,
+    device: torch.device,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+) -> None:
+    """Checks the values of a call's routing on a CPU, and on a GPU with MOEREG_DEBUG=1, where it waits for the device.
+
+    Raises:
+        ValueError: A weight is not finite, a token names an expert twice, or the map is out of range.
+    """
+    if checks_values(device):
+        _check_routing(topk_weights, topk_ids, problem)
+        if expert_map is not None:
+            check_expert_map(expert_map, problem)
+
+
+def check_no_alias(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Checks that `out` shares no byte with an input.
+
+    Raises:
+        ValueError: It does.
+    """
+    start = out.data_ptr()
+    end = start + out.nbytes
+    for tensor in inputs:
+        address = tensor.data_ptr()
+        # Without storage, as on a meta device, a tensor has no address.
+        if address and address < end and start < address + tensor.nbytes:
+            raise ValueError(
+                "out must not alias an input: it is overwritten while inputs are read; pass another tensor"
+            )
+
+
+def check_no_transform(error: Exception) -> None:
+    """Checks that a call did not fail for the tensors that torch.func passes instead of ones with memory.
+
+    Args:
+        error: What it raised; asking before would cost each call.
+
+    Raises:
+        ArgumentError: It ran inside `torch.vmap` or another transform.
+    """
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None:
+        raise ArgumentError(
+            "moereg's kernels read memory, which tensors of torch.func's transforms do not have, got a call inside of "
+            f"{transform.key().name.lower()}; call the layer outside of it, on the whole batch: a MoELayer takes "
+            "hidden_states [..., H]"
+        ) from error
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> None:
+    """Checks a tensor that a caller gave.
+
+    Args:
+        name: The argument's.
+        tensor: The argument.
+        shape: Expected shape.
+        dtypes: Accepted dtypes.
+        device: Device of the weights.
+
+    Raises:
+        ValueError: The argument is not a tensor, is not contiguous, or has another shape, dtype or device.
+    """
+    # A call comes through here up to four times, so a right tensor passes on plain comparisons.
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} must be {allowed}, got {str(tensor.dtype).removeprefix('torch.')}; convert it")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got layout {tensor.layout}; call .to_dense()")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}; call .contiguous()")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on the weights' device {device}, got {tensor.device}; move it")
+
+
+def _is_plainly_right(topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int) -> bool:
+    """Whether every weight is finite and no token names an expert twice; without torch's calls."""
+    if not all(map(math.isfinite, topk_weights.flatten().tolist())):
+        return False
+    for ids in topk_ids.tolist():
+        experts = [expert for expert in ids if 0 <= expert < num_experts]
+        if len(set(experts)) != len(experts):
+            return False
+    return True
+
+
+def _check_routing(topk_weights: torch.Tensor, topk_ids: torch.Tensor, problem: MoEProblem) -> None:
+    # Calls of torch cost more than a few comparisons do: a twelfth of one token's time in a small layer.
+    if topk_ids.numel() <= _FEW_ROUTES and _is_plainly_right(topk_weights, topk_ids, problem.num_experts):
+        return
+    if not torch.isfinite(topk_weights).all():
+        token, slot = torch.nonzero(~torch.isfinite(topk_weights))[0].tolist()
+        raise ValueError(
+            f"topk_weights must be finite, got {topk_weights[token, slot].item()} at token {token}, slot {slot}; "
+            f"look at the router (on a GPU this is checked with {DEBUG_VARIABLE}=1 only)"
+        )
+    if problem.top_k == 1:
+        return
+    ordered = topk_ids.sort(dim=1).values
+    known = (ordered[:, 1:] >= 0) & (ordered[:, 1:] < problem.num_experts)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & known
+    if twice.any():
+        token = int(torch.nonzero(twice)[0, 0])
+        raise ValueError(
+            f"topk_ids of one token must be distinct, got {topk_ids[token].tolist()} at token {token}; "
+            f"add the two weights up instead (on a GPU this is checked with {DEBUG_VARIABLE}=1 only)"
+        )
+
+
+def check_expert_map(expert_map: torch.Tensor, problem: MoEProblem) -> None:
+    """Checks the values of an expert map; waits for a GPU.
+
+    Raises:
+        ValueError: One is out of range.
+    """
+    wrong = (expert_map < -1) | (expert_map >= problem.num_local_experts)
+    if wrong.any():
+        expert = int(torch.nonzero(wrong)[0, 0])
+        raise ValueError(
+            f"expert_map must hold local experts in [0, {problem.num_local_experts}) or -1, got "
+            f"{int(expert_map[expert])} for expert {expert}; give experts of other ranks -1"
+        )

@@ -1,0 +1,148 @@
+"""make_kernel: a layer ready to run, on one rank or over a group of them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from moereg.arguments import check_count, check_flag, takes
+from moereg.dispatch import Selection, select_backend
+from moereg.errors import ArgumentError
+from moereg.layer import backend_calls
+from moereg.layer.expert_map import resolve_expert_map
+from moereg.layer.kernel import MoEKernel
+from moereg.layer.one_expert import OneExpert
+from moereg.layer.plan import Asked, Movement, local_movement, plan_layer, winner_of
+from moereg.layer.warm_up import use_shipped_kernels
+from moereg.prepare_finalize import PrepareFinalize
+from moereg.prepare_finalize.expert_placement import ExpertPlacement
+from moereg.prepare_finalize.ranks_agree import agree
+from moereg.runtime.graph_pools import outside_pools
+from moereg.runtime.torch_state import plain_torch
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import ExpertWeights
+from moereg.weights.versions import CopiedFrom
+
+__all__ = ["MoEKernel", "make_kernel"]
+
+
+@takes(
+    problem=(MoEProblem, "make one with MoEProblem(...)"),
+    weights=(ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)"),
+    selection=(Selection, "make one with select_backend(problem)"),
+)
+def make_kernel(
+    problem: MoEProblem,
+    weights: ExpertWeights,
+    selection: Selection | None = None,
+    prepare_finalize: Movement = None,
+    ep_rank: int = 0,
+    expert_map: torch.Tensor | None = None,
+    group: Any = None,
+    own_weights: bool = False,
+    expert_placement: ExpertPlacement | None = None,
+    num_batches: int = 1,
+) -> MoEKernel:
+    """Permutes weights for the selected backend and returns the layer, ready to run.
+
+    Args:
+        problem: The layer.
+        weights: Canonical weights of this rank's experts, of any strides. Not kept, and never written into unless
+            `reload` is told to. But a contiguous tensor that the backend's layout leaves unchanged is shared: the
+            kernel reads it where it is, and sees what its owner writes there.
+        selection: From `select_backend`; made here if None.
+        prepare_finalize: Token movement. Beside a group a name such as `all_gather`, several, or a selection of
+            `select_movement`; the way that fits best if None. Without a group, and for partial sums that the caller
+            adds up, an object such as `StandardPrepareFinalize()`; the one of the problem's format if None.
+        ep_rank: Which slice of the experts this rank holds, if placement is `contiguous`.
+        expert_map: [num_experts] int32, local expert or -1, if placement is `map`; kept, update it in place. Several
+            experts may share one local expert. Values are checked here, and after an update as those of routing are.
+        group: torch.distributed process group. Each of its ranks makes the kernel, with its own share of the experts,
+            and calls it as often as the others, with its own tokens, which may be none. A problem whose experts are all
+            local means an equal share for each rank.
+        own_weights: Whether to copy tensors that would be shared: for kernels that are reloaded or updated after
+            graphs were captured, or whose canonical weights change.
+        expert_placement: Which rank of the group holds which experts, replicas included; equal slices in order of ranks
+            if None.
+        num_batches: Parts of a call over a group; with 2, one part's tokens move while the other is multiplied, which
+            pays where both take long. Each part has room for its share of `max_num_tokens`.
+
+    Returns:
+        The kernel. Its output is the whole sum; without communication this rank's part of it.
+
+    Raises:
+        UnsupportedProblemError: Nothing fits.
+        BackendError: The backend's own code raised; names it and its distribution.
+        RanksDifferError: Ranks of the group have other problems, versions or choices, or one could not make its
+            kernel; each of them raises.
+        GroupError: A rank of the group has ended, calls a layer, or did not come within its time limit; or another
+            thread uses the group.
+        ValueError: Weights, expert_map or ep_rank do not belong to the problem, or the selection was made for another
+            problem.
+
+    Example:
+        >>> import torch
+        >>> problem = moereg.MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2, dtype="float32")
+        >>> weights = moereg.ExpertWeights(w13=torch.randn(8, 2 * 32, 64), w2=torch.randn(8, 64, 32))
+        >>> kernel = moereg.make_kernel(problem, weights, moereg.select_backend(problem, platform="cpu"))
+        >>> isinstance(kernel, moereg.MoEKernel)
+        True
+        >>> topk_weights, topk_ids = moereg.routing.softmax_topk(torch.randn(5, 8), top_k=2, renormalize=True)
+        >>> kernel(torch.randn(5, 64), topk_weights, topk_ids).shape
+        torch.Size([5, 64])
+    """
+    check_flag("own_weights", own_weights)
+    check_count("num_batches", num_batches)
+    check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # `resolve_expert_map` checks its range.
+    device = weights.w13.device
+    if group is not None:
+        movement = Asked(prepare_finalize, expert_map, expert_placement, ep_rank, num_batches)
+        plan = plan_layer(problem, weights, group, selection, movement)
+        parts = plan.selection, plan.prepare_finalize, plan.expert_map
+        kernel, error = None, None
+        try:
+            kernel = _build(plan.problem, weights, *parts, own_weights)
+        except Exception as raised:
+            error = raised
+        agree(plan.group, "whether the kernel was made", {}, error)
+        assert kernel is not None
+        return kernel
+    if expert_placement is not None or num_batches != 1:
+        named = "num_batches" if expert_placement is None else "expert_placement"
+        raise ArgumentError(f"{named} needs the group of ranks that tokens move between, got none; pass group=...")
+    prepare_finalize = local_movement(problem, prepare_finalize)
+    expert_map = outside_pools(lambda: resolve_expert_map(problem, ep_rank, expert_map, device), device)
+    weights.check_against(problem)
+    if selection is None:
+        selection = select_backend(problem)
+    winner_of(selection, problem)
+    return _build(problem, weights, selection, prepare_finalize, expert_map, own_weights)
+
+
+def _build(
+    problem: MoEProblem,
+    weights: ExpertWeights,
+    selection: Selection,
+    prepare_finalize: PrepareFinalize,
+    expert_map: torch.Tensor | None,
+    own_weights: bool,
+) -> MoEKernel:
+    """Permutes the weights for a selection that has a winner."""
+    winner = selection.winner
+    assert winner is not None
+    use_shipped_kernels(selection.platform)
+
+    def made() -> MoEKernel:
+        experts = backend_calls.make_experts(selection, winner)
+        permuted = backend_calls.permute(selection, experts, weights).with_reader(OneExpert(selection, winner, weights))
+        borrowed = permuted.shared_with(weights)
+        if own_weights:
+            with plain_torch(), torch.inference_mode(False):
+                permuted, borrowed = permuted.with_own(borrowed), frozenset()
+        kernel = MoEKernel(problem, selection, experts, permuted, prepare_finalize, expert_map, borrowed)
+        kernel.copied = CopiedFrom(repr(kernel), permuted.copied_from(weights))
+        return kernel
+
+    return outside_pools(made, weights.w13.device)

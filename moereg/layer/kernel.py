@@ -1,0 +1,429 @@
+"""MoEKernel: prepare, experts and finalize on permuted weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from threading import get_ident
+from typing import Any, NoReturn
+
+import torch
+
+from moereg.arguments import check_flag, check_instance
+from moereg.dispatch import Selection
+from moereg.errors import ArgumentError, LayoutMismatchError
+from moereg.experts import Experts
+from moereg.layer import backend_calls
+from moereg.layer.checks import check_call, check_no_alias, check_no_transform, check_values
+from moereg.layer.in_turn import InTurn
+from moereg.layer.move_experts import exchange_experts
+from moereg.layer.one_expert import OneExpert
+from moereg.layer.warm_up import WarmUp, warm_up
+from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize
+from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
+from moereg.prepare_finalize.overlap import Tokens, run_over_group
+from moereg.prepare_finalize.ranks_agree import MOVING
+from moereg.runtime.graph_pools import outside_pools
+from moereg.runtime.torch_op import new_handle, run_compiled
+from moereg.runtime.torch_state import fp32_is_exact, plain_torch
+from moereg.runtime.workspace import WORKSPACES
+from moereg.spec.problem import MoEProblem
+from moereg.weights.expert_weights import check_expert
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from moereg.weights.versions import CopiedFrom
+
+__all__ = ["MoEKernel"]
+
+
+class MoEKernel:
+    """One layer, ready to run. Serves one stream at a time.
+
+    Make one with `make_kernel`. Threads may share it: `reload`, `update_expert` and `move_experts` wait for calls that
+    have begun, and calls for them. On a GPU that orders only what is queued: write weights on the stream of the calls,
+    or let one stream wait for the other.
+
+    Attributes:
+        problem: The layer.
+        selection: How the backend was chosen; its problem is the layer as the experts see it, which differs from
+            `problem` where tokens come from other ranks.
+        experts: The chosen class, made for this layer.
+        weights: What it runs on; the canonical weights are not kept.
+        expert_map: [num_experts] int32 on the weights' device, local expert or -1; update it in place. None where all
+            experts are local.
+        copied: Warns if an optimizer trains weights that this kernel has copies of; None where its owner reloads it.
+        in_turn: Keeps calls and writes apart.
+        cure: What to do where a captured graph reads memory that a reload may not write into; its owner may know.
+    """
+
+    copied: CopiedFrom | None = None
+    cure: str = "make the kernel with own_weights=True, or say write_shared=True to write there"
+
+    def __init__(
+        self,
+        problem: MoEProblem,
+        selection: Selection,
+        experts: Experts,
+        weights: PermutedWeights,
+        prepare_finalize: PrepareFinalize,
+        expert_map: torch.Tensor | None,
+        borrowed: frozenset[str] = frozenset(),
+    ) -> None:
+        if weights.layout not in experts.layouts:
+            raise LayoutMismatchError(
+                f"{type(experts).__name__} reads layouts {', '.join(experts.layouts)}, got {weights.layout!r}; "
+                "permute the weights with the same class"
+            )
+        self.problem = problem
+        self.selection = selection
+        self.experts = experts
+        self.weights = weights
+        self.expert_map = expert_map
+        self.prepare_finalize = prepare_finalize
+        self.in_turn = InTurn()
+        self._experts_problem = selection.problem
+        self._communicates = prepare_finalize.communicates
+        self._device = weights.device
+        # Names of permuted tensors in memory that is the caller's, too. A captured graph holds their addresses.
+        self._borrowed = borrowed
+        self._is_captured = False
+        # Devices without autocast, such as meta, raise when they are asked.
+        self._autocast_type = weights.device.type if torch.amp.is_autocast_available(weights.device.type) else "cpu"
+        # The question costs 2 us. On a GPU only layers that may multiply in fp32 ask it: float16 ones do where gates
+        # leave its range.
+        self._needs_exact_fp32 = self._device.type == "cpu" or problem.torch_dtype != torch.bfloat16
+        self._workspace_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._handle = new_handle(self)
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs the layer. No host synchronization on a GPU; T = 0 works.
+
+        Args:
+            hidden_states: [T,H] in the problem's dtype, contiguous.
+            topk_weights: [T,K] fp32.
+            topk_ids: [T,K] int32 (int64 is converted), global experts, distinct within a token; ids outside
+                [0, num_experts) or not mapped add nothing.
+            out: [T,H] to overwrite, contiguous, aliasing no input; a new tensor where None.
+
+        Returns:
+            `out`: the sum over this rank's experts.
+
+        Raises:
+            BackendError: The backend's own code raised; names it and its distribution.
+            GroupError: Ranks of the group call other layers, another thread of this process calls one, or a rank has
+                ended or stalled.
+            ValueError: A shape, dtype or device is wrong, or `out` aliases an input; on CPU, or on a GPU with
+                MOEREG_DEBUG=1, also NaN in topk_weights, an expert named twice by a token, or a value of expert_map out
+                of range. Compiled code makes the same checks when it runs.
+        """
+        check_call(self.problem, self._device, hidden_states, topk_weights, topk_ids, out)
+        is_own = out is None
+        if out is None:
+            out = torch.empty_like(hidden_states)
+        if not self._communicates and hidden_states.shape[0] == 0:
+            return out
+        if torch.compiler.is_compiling():
+            run_compiled(hidden_states, topk_weights, topk_ids, out, self._handle)
+        else:
+            self.check_and_run(hidden_states, topk_weights, topk_ids, out, is_own)
+        return out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoEKernel:
+        # Compiled code finds a kernel by its handle, so a copy needs its own.
+        weights, expert_map = copy.deepcopy((self.weights, self.expert_map), memo)
+        moves = self.prepare_finalize
+        if isinstance(moves, GroupPrepareFinalize):
+            knows_places = self.expert_map is moves.tables.expert_map
+            moves = moves.copied()
+            if knows_places:
+                # A copy's experts move alone.
+                moves.tables = PlacementTables(moves.tables.placement, moves.group.rank, self._device)
+                expert_map = moves.tables.expert_map
+        # What lies in the caller's memory lies in that of the caller's copy, where both are copied together.
+        parts = self.problem, self.selection, self.experts, weights, moves, expert_map
+        return MoEKernel(*parts, self._borrowed)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a MoEKernel holds weights in one machine's layout and is not pickled; "
+            "send the problem and Selection.to_dict(), and make it there"
+        )
+
+    def warm_up(self, token_counts: Iterable[int] | None = None, *, jobs: int | None = None) -> WarmUp:
+        """Compiles all that calls launch on all cores, loads it and records launches, so that no later call waits.
+
+        Args:
+            token_counts: Numbers of tokens that calls will have, such as `range(1, 8193)` or the sizes of CUDA graphs;
+                1 to the problem's `max_num_tokens` where None, to 16,384 where that is None too.
+            jobs: Compilers at once; as many as cores and memory allow where None.
+
+        Returns:
+            What was compiled. [docs/cold-start.md](docs/cold-start.md) says which calls may still compile something.
+
+        Raises:
+            ArgumentError: A number is negative, Triton's cache cannot be written, or another Triton filled it.
+            BackendError: A kernel did not compile, or a call failed.
+        """
+        moves = self.prepare_finalize
+        local = moves.local if isinstance(moves, GroupPrepareFinalize) else moves
+        return warm_up(self.selection, self.experts, self.weights, self.expert_map, token_counts, jobs, local)
+
+    def reload(self, weights: ExpertWeights, *, write_shared: bool = False) -> None:
+        """Permutes other weights of the same problem into the same storage, so that captured graphs see them.
+
+        A tensor that the layout leaves unchanged may be the one that `make_kernel` was given, and not the kernel's to
+        write into. The kernel then makes a copy of its own first. A graph that was captured before would go on reading
+        the old one, so that is refused; a kernel of `make_kernel(..., own_weights=True)` has copies from the start.
+
+        Args:
+            weights: Of this problem, on the kernel's device; they are read only.
+            write_shared: Whether tensors that `make_kernel` was given are written into. Whoever else reads them sees
+                the new numbers, other kernels of the same weights included.
+
+        Raises:
+            ArgumentError: A captured graph reads tensors that are not the kernel's, and `write_shared` is not set.
+            ValueError: The weights are not this problem's or on another device.
+        """
+        check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
+        check_flag("write_shared", write_shared)
+        weights.check_against(self.problem)
+        with self.in_turn.alone():
+            permuted = backend_calls.permute(self.selection, self.experts, weights)
+            # What is shared with these very weights is up to date.
+            others = frozenset[str]() if write_shared else self.weights.elsewhere(self._borrowed, permuted)
+            self._check_may_write(others)
+            self._own(others)
+            # Inference mode may write into tensors of either kind; outside it, tensors made inside may not be written
+            # into.
+            with plain_torch(), torch.inference_mode():
+                self.weights.copy_from(permuted)
+        if self.copied is not None:
+            self.copied.tensors(self.weights.copied_from(weights))
+
+    def update_expert(self, expert: int, weights: ExpertWeights, *, write_shared: bool = False) -> None:
+        """Replaces one expert in the same storage, so that captured graphs see it; the others keep their bits.
+
+        The backend permutes that expert alone. The first update of a shape also permutes two made-up experts, to see
+        that the layout keeps experts apart.
+
+        Args:
+            expert: Local expert, a row of the canonical weights. Where experts move between ranks, update `expert_map`
+                in place as well.
+            weights: Of that expert alone, E = 1, with the layer's tensors, on the kernel's device; they are read only.
+            write_shared: As in `reload`.
+
+        Raises:
+            ArgumentError: There is no such expert, the weights are not one expert of this layer, or as in `reload`.
+            BackendError: The backend's layout does not keep experts apart, or its code raised.
+        """
+        check_expert(expert, self.problem.num_local_experts)
+        reader = self.weights.reader
+        if not isinstance(reader, OneExpert):
+            raise ArgumentError("update_expert needs a kernel that make_kernel made; reload the whole layer")
+        check_flag("write_shared", write_shared)
+        others = frozenset[str]() if write_shared else self._borrowed
+        self._check_may_write(others)
+        rows = reader.rows_for(self.weights, weights)
+        with self.in_turn.alone():
+            self._own(others)
+            with plain_torch(), torch.inference_mode():
+                self.weights.write_expert(expert, rows)
+
+    @property
+    def expert_placement(self) -> ExpertPlacement | None:
+        """The placement of experts on the ranks of the group; None without a group."""
+        moves = self.prepare_finalize
+        return moves.tables.placement if isinstance(moves, GroupPrepareFinalize) else None
+
+    def move_experts(self, placement: ExpertPlacement, *, write_shared: bool = False) -> int:
+        """Moves experts between the ranks of the group, in the same storage, so that captured graphs see it.
+
+        Every rank calls it, between two calls of the layer. Ranks hold as many experts as before. Experts travel in the
+        backend's layout, or as canonical weights where that layout cannot be copied between ranks. Nothing is written
+        before everything has arrived, which takes the memory of the experts that arrive twice.
+
+        Args:
+            placement: Where experts are to be: `balance_experts(..., before=kernel.expert_placement)` makes one.
+            write_shared: As in `reload`.
+
+        Returns:
+            How many of this rank's experts are others than before.
+
+        Raises:
+            ArgumentError: The kernel was made without `expert_placement`, the placement has other sizes, or as in
+                `reload`.
+            RanksDifferError: Ranks were given different placements, or one of them could not go on; none has moved.
+            GroupError: A rank of the group has ended, or did not come within its time limit.
+            LayoutNotInvertibleError: The layout neither can be copied nor keeps the canonical numbers.
+        """
+        moves, others = self.prepare_finalize, frozenset[str]() if write_shared is True else self._borrowed
+        if not isinstance(moves, GroupPrepareFinalize) or self.expert_map is not moves.tables.expert_map:
+            raise ArgumentError(
+                "move_experts needs a kernel that knows where all experts are; pass group and expert_placement to "
+                "make_kernel, which may be ExpertPlacement.contiguous(num_experts, num_ranks)"
+            )
+        error: Exception | None = None
+        try:
+            check_flag("write_shared", write_shared)
+            check_instance("placement", placement, ExpertPlacement, "make one with balance_experts(...)")
+            self._check_may_write(others)
+        except Exception as raised:
+            error = raised
+        # A call between the exchange and the writes would meet ranks that have written already.
+        with moves.group.alone(MOVING.act):
+            arrived = exchange_experts(moves.group, self.weights, moves.tables.placement, placement, error)
+            with self.in_turn.alone():
+                if arrived.places:
+                    self._own(others)
+                with plain_torch(), torch.inference_mode():
+                    arrived.write(self.weights)
+                moves.tables.update(placement)
+        return len(arrived.places)
+
+    def _check_may_write(self, names: frozenset[str]) -> None:
+        if names and self._is_captured:
+            shown = ", ".join(sorted(names))
+            raise ArgumentError(
+                f"this kernel reads {shown} where make_kernel was given them, and so does a captured graph; {self.cure}"
+            )
+
+    def _own(self, names: frozenset[str]) -> None:
+        if names:
+            # Copies that are made in inference mode could not be written into outside it.
+            with plain_torch(), torch.inference_mode(False):
+                self.weights = outside_pools(lambda: self.weights.with_own(names), self._device)
+            self._borrowed -= names
+
+    def check_and_run(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        out: torch.Tensor,
+        is_own: bool = False,
+    ) -> None:
+        """Runs a call whose shapes and dtypes were checked, as compiled code does.
+
+        Checks addresses and values, which tensors do not have while code is compiled.
+
+        Args:
+            hidden_states: [T,H], T at least 1 unless tokens come from other ranks.
+            topk_weights: [T,K] fp32.
+            topk_ids: [T,K] int32 or int64.
+            out: [T,H], overwritten.
+            is_own: Whether `out` is a new tensor, which nothing aliases.
+        """
+        thread = get_ident()
+        try:
+            self.in_turn.begin(thread)
+            if not is_own:
+                check_no_alias(out, (hidden_states, topk_weights, topk_ids))
+            check_values(self.problem, self._device, topk_weights, topk_ids, self.expert_map)
+            if self._borrowed and not self._is_captured:
+                self._is_captured = _may_be_captured(self._device)
+            self._run(hidden_states, topk_weights, topk_ids, out)
+        except RuntimeError as error:
+            check_no_transform(error)
+            raise
+        finally:
+            self.in_turn.end(thread)
+
+    def _run(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        if torch.is_autocast_enabled(self._autocast_type) or (self._needs_exact_fp32 and not fp32_is_exact()):
+            # `plain_torch` costs 10 us, so it is entered only where it is needed.
+            with plain_torch():
+                self._run_plainly(hidden_states, topk_weights, topk_ids, out)
+        elif torch.is_grad_enabled():
+            # The common case, at 2 us. Weights may be parameters, and permuted weights views of them.
+            with torch.no_grad():
+                self._run_plainly(hidden_states, topk_weights, topk_ids, out)
+        else:
+            self._run_plainly(hidden_states, topk_weights, topk_ids, out)
+
+    def _run_plainly(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        problem = self._experts_problem
+        if topk_ids.dtype != torch.int32:
+            # Clamp first: an id beyond 32 bits must stay out of range, not wrap around into it.
+            topk_ids = topk_ids.clamp(-1, problem.num_experts).to(torch.int32)
+        moves = self.prepare_finalize
+        if isinstance(moves, GroupPrepareFinalize):
+            tokens = Tokens(hidden_states, topk_weights, topk_ids)
+            run_over_group(moves, tokens, out, self.expert_map, self._multiply)
+            return
+        prepared = moves.prepare(hidden_states, topk_weights, topk_ids, problem, self.expert_map)
+        expert_out = self._multiply(prepared, out)
+        if expert_out is not out:
+            moves.finalize(out, expert_out, prepared, problem)
+
+    def _multiply(self, prepared: Prepared, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Runs the experts.
+
+        Args:
+            prepared: Their inputs; without rows they are not called.
+            out: [T,H] to write to where they reduce, with scratch for other forms; new memory where None.
+
+        Returns:
+            What they wrote, in their output form.
+        """
+        problem, experts = self._experts_problem, self.experts
+        if prepared.num_tokens == 0:
+            return torch.empty((0, problem.hidden_size), dtype=experts.rows_dtype, device=self._device)
+        shapes = self._workspace_shapes.get(prepared.num_tokens)
+        if shapes is None:
+            shapes = backend_calls.workspace_shapes(self.selection, experts, prepared.num_tokens)
+            self._workspace_shapes[prepared.num_tokens] = shapes
+        rows: tuple[int, ...] = (prepared.num_tokens, problem.hidden_size)
+        if experts.output_form == "per_expert":
+            rows = (problem.num_local_experts, *rows)
+        elif experts.output_form == "per_route":
+            rows = (*prepared.inputs.topk_ids.shape, problem.hidden_size)
+        if out is None:
+            # Its results may leave on another stream while these experts run again.
+            out = torch.empty(rows, dtype=experts.rows_dtype, device=self._device)
+            workspace13, workspace2 = self._scratch(shapes)
+        elif experts.output_form == "reduced":
+            workspace13, workspace2 = self._scratch(shapes)
+        else:
+            # All scratch has the problem's dtype.
+            width = problem.hidden_size * experts.rows_dtype.itemsize // problem.torch_dtype.itemsize
+            workspace13, workspace2, out = self._scratch(shapes, (*rows[:-1], width))
+            out = out.view(experts.rows_dtype)
+        try:
+            experts.apply(
+                out=out,
+                inputs=prepared.inputs,
+                weights=self.weights,
+                workspace13=workspace13,
+                workspace2=workspace2,
+            )
+        except BaseException as error:
+            backend_calls.raise_named(self.selection, "apply", error)
+        return out
+
+    def _scratch(self, shapes: backend_calls.Shapes, *others: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        try:
+            return WORKSPACES.take((*shapes, *others), self.problem.torch_dtype, self._device)
+        except Exception as error:
+            named = backend_calls.lacking_workspaces(self.selection, shapes, error)
+            if named is error:
+                raise
+            raise named from error
+
+    def __repr__(self) -> str:
+        winner = self.selection.winner
+        name = winner.backend if winner else "none"
+        return f"MoEKernel({name}, {self.problem}, {self.weights.num_bytes / 2**20:.0f} MiB on {self._device})"
+
+
+def _may_be_captured(device: torch.device) -> bool:
+    """Whether a graph is being captured, or cannot be ruled out: only `torch.cuda` is asked."""
+    return device.type not in ("cpu", "meta") and (device.type != "cuda" or torch.cuda.is_current_stream_capturing())

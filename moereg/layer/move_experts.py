@@ -1,0 +1,260 @@
+"""Experts that move between the ranks of a group, between calls and in the same storage.
+
+What a rank needs comes from a rank that has it: as the rows of the backend's layout, which are copied as they are, or,
+where a layout keeps tensors that cannot be copied or that ranks have differently, as canonical weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import torch
+
+from moereg.errors import ArgumentError
+from moereg.layer.one_expert import OneExpert
+from moereg.prepare_finalize import Group
+from moereg.prepare_finalize.expert_placement import ExpertPlacement
+from moereg.prepare_finalize.ranks_agree import MOVING, agree
+from moereg.runtime.torch_state import plain_torch
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
+
+__all__ = ["ExpertMove", "IncomingExperts", "check_movable", "exchange_experts", "plan_moves"]
+
+_DOING: Final = "experts that move"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertMove:
+    """One local expert that is replaced.
+
+    Attributes:
+        expert: Of the layer.
+        source_rank, source_place: Who sends it, and its local expert there.
+        target_rank, target_place: Who gets it, and the local expert that it becomes.
+    """
+
+    expert: int
+    source_rank: int
+    source_place: int
+    target_rank: int
+    target_place: int
+
+
+def plan_moves(before: ExpertPlacement, after: ExpertPlacement) -> tuple[ExpertMove, ...]:
+    """Plans which experts go from which rank to which; the same on every rank.
+
+    A rank that has an expert already copies it. Otherwise it comes from the holder that has sent the fewest so far.
+
+    Args:
+        before: Where experts are.
+        after: Where they are to be, in as many places on each rank.
+
+    Raises:
+        ArgumentError: The new placement has other sizes.
+    """
+    check_movable(before, after)
+    holders: dict[int, list[tuple[int, int]]] = {}
+    for rank, experts in enumerate(before.experts_of_rank):
+        for place, expert in enumerate(experts):
+            holders.setdefault(expert, []).append((rank, place))
+    sent = [0] * before.num_ranks
+    moves = []
+    for target, (old, new) in enumerate(zip(before.experts_of_rank, after.experts_of_rank, strict=True)):
+        for target_place, (was, expert) in enumerate(zip(old, new, strict=True)):
+            if was == expert:
+                continue
+            rank, place = min(holders[expert], key=lambda holder: (holder[0] != target, sent[holder[0]], holder[0]))
+            sent[rank] += rank != target
+            moves.append(ExpertMove(expert, rank, place, target, target_place))
+    return tuple(moves)
+
+
+def check_movable(before: ExpertPlacement, after: ExpertPlacement) -> None:
+    """Checks that experts can move from one placement to the other.
+
+    Raises:
+        ArgumentError: The layer, the group or the number of experts on a rank would be another one.
+    """
+    if (after.num_experts, after.num_ranks) != (before.num_experts, before.num_ranks):
+        raise ArgumentError(f"experts must stay in their layer and group, {before}, got {after}")
+    for rank, (old, new) in enumerate(zip(before.experts_of_rank, after.experts_of_rank, strict=True)):
+        if len(old) != len(new):
+            raise ArgumentError(
+                f"a rank must keep its number of experts, whose memory it has, got {len(new)} for {len(old)} on rank "
+                f"{rank}; make the kernel with more replicas"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class IncomingExperts:
+    """Experts that a rank has received and not yet written.
+
+    Attributes:
+        places: Local experts that are replaced.
+        rows: For each of them, by name, its row of every per-expert tensor.
+    """
+
+    places: tuple[int, ...]
+    rows: tuple[Mapping[str, torch.Tensor], ...]
+
+    def write(self, weights: PermutedWeights) -> None:
+        """Writes the rows into the storage of the weights; opaque tensors are replaced."""
+        for place, rows in zip(self.places, self.rows, strict=True):
+            for name, value in weights.per_expert.items():
+                row = rows[name]
+                if isinstance(value, list) and value[place].layout != torch.strided:
+                    value[place] = row
+                else:
+                    value[place].copy_(row)
+
+
+def exchange_experts(
+    group: Group,
+    weights: PermutedWeights,
+    before: ExpertPlacement,
+    after: ExpertPlacement,
+    error: Exception | None = None,
+) -> IncomingExperts:
+    """Exchanges experts with all ranks of a group; each of them has to call it. Nothing is written.
+
+    Takes the memory of the experts that arrive twice, and of one tensor of those that leave.
+
+    Args:
+        group: The ranks.
+        weights: This rank's, of a kernel that `make_kernel` made.
+        before: Where experts are.
+        after: Where they are to be.
+        error: Why this rank cannot go on, if it cannot: all ranks raise then.
+
+    Raises:
+        RanksDifferError: Ranks were given different placements, or another one could not go on.
+        GroupError: A rank has ended, or did not come within the group's time limit.
+        MoeregError: This rank could not go on.
+    """
+    # Threads that call layers of the group stay out from the first exchange to the last.
+    with group.alone(MOVING.act):
+        return _exchange_experts(group, weights, before, after, error)
+
+
+def _exchange_experts(
+    group: Group, weights: PermutedWeights, before: ExpertPlacement, after: ExpertPlacement, error: Exception | None
+) -> IncomingExperts:
+    reader, moves, said, copied_as = weights.reader, tuple[ExpertMove, ...](), dict[str, str](), None
+    if error is None:
+        try:
+            moves = plan_moves(before, after)
+            if not isinstance(reader, OneExpert):
+                raise ArgumentError("experts move between kernels that make_kernel made; make one with it")
+            said = {"placement before": before.digest, "new placement": after.digest, "layout": weights.layout}
+            copied_as = _copied_as(weights)
+        except Exception as raised:
+            error = raised
+    copied = agree(group, _DOING, said, error, copied_as, MOVING)
+    assert isinstance(reader, OneExpert)
+    if not moves:
+        return IncomingExperts((), ())
+    with plain_torch(), torch.inference_mode():
+        if copied[0] is not None and len(set(copied)) == 1:
+            return _exchange_rows(group, weights, moves)
+        return _exchange_canonical(group, weights, moves, reader)
+
+
+def _copied_as(weights: PermutedWeights) -> str | None:
+    """A layout's fingerprint, equal on ranks that can copy rows from each other; None where rows cannot be copied."""
+    if any(tensor.layout != torch.strided for tensor in weights.flat()):
+        return None
+    digest = hashlib.sha256()
+    for name, value in sorted(weights.per_expert.items()):
+        digest.update(repr((name, tuple(value[0].shape), value[0].dtype)).encode())
+    for name, tensor in sorted(weights.shared.items()):
+        digest.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
+        digest.update(_as_bytes(tensor).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _exchange_rows(group: Group, weights: PermutedWeights, moves: Sequence[ExpertMove]) -> IncomingExperts:
+    mine, theirs = _of_rank(group, moves)
+    rows: list[dict[str, torch.Tensor]] = [{} for _ in theirs]
+    for name, value in sorted(weights.per_expert.items()):
+        sent = [value[move.source_place] for move in mine]
+        like = value[0]
+        for place, row in enumerate(_exchange(group, moves, sent, tuple(like.shape), like.dtype, like.device)):
+            rows[place][name] = row
+    return IncomingExperts(tuple(move.target_place for move in theirs), tuple(rows))
+
+
+def _exchange_canonical(
+    group: Group, weights: PermutedWeights, moves: Sequence[ExpertMove], reader: OneExpert
+) -> IncomingExperts:
+    mine, theirs = _of_rank(group, moves)
+    sent: dict[int, dict[str, torch.Tensor]] = {}
+    error: Exception | None = None
+    try:
+        for place in dict.fromkeys(move.source_place for move in mine):
+            sent[place] = weights.to_canonical(place).tensors()
+    except Exception as raised:
+        error = raised
+    agree(
+        group,
+        "reading experts that move",
+        {"tensors": str(sorted(reader.specs.items()))},
+        error,
+        together=MOVING,
+    )
+    found: list[dict[str, torch.Tensor]] = [{} for _ in theirs]
+    for name, (shape, dtype) in sorted(reader.specs.items()):
+        own = [sent[move.source_place][name] for move in mine]
+        for place, tensor in enumerate(_exchange(group, moves, own, shape, dtype, weights.device)):
+            found[place][name] = tensor
+    del sent
+    rows: list[Mapping[str, torch.Tensor]] = []
+    try:
+        for tensors in found:
+            permuted = reader.rows_for(weights, ExpertWeights.unchecked(tensors, reader.quant))
+            rows.append({name: value[0] for name, value in permuted.per_expert.items()})
+            tensors.clear()
+    except Exception as raised:
+        error = raised
+    # Nobody has written anything yet: either all ranks go on or none.
+    agree(group, "permuting experts that moved", {}, error, together=MOVING)
+    return IncomingExperts(tuple(move.target_place for move in theirs), tuple(rows))
+
+
+def _of_rank(group: Group, moves: Sequence[ExpertMove]) -> tuple[list[ExpertMove], list[ExpertMove]]:
+    """Experts that this rank sends, by target, and receives, by source; copies within a rank are in both."""
+    mine = [move for move in moves if move.source_rank == group.rank]
+    theirs = [move for move in moves if move.target_rank == group.rank]
+    # Moves are in order of targets. Within a pair of ranks both sides have the same order.
+    return mine, sorted(theirs, key=lambda move: move.source_rank)
+
+
+def _exchange(
+    group: Group,
+    moves: Sequence[ExpertMove],
+    sent: Sequence[torch.Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[torch.Tensor]:
+    """One tensor of each expert that moves, as bytes: not every backend of torch.distributed moves every dtype."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    out_rows, sent_rows = [0] * group.size, [0] * group.size
+    for move in moves:
+        if move.target_rank == group.rank:
+            out_rows[move.source_rank] += 1
+        if move.source_rank == group.rank:
+            sent_rows[move.target_rank] += 1
+    leaving = torch.empty((len(sent), num_bytes), dtype=torch.uint8, device=device)
+    for row, tensor in zip(leaving, sent, strict=True):
+        row.copy_(_as_bytes(tensor))
+    arriving = torch.empty((sum(out_rows), num_bytes), dtype=torch.uint8, device=device)
+    group.all_to_all(arriving, leaving, _DOING, out_rows, sent_rows)
+    return (row.view(dtype).view(shape) for row in arriving)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)

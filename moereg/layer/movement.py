@@ -1,0 +1,303 @@
+"""Choosing how tokens move between ranks: before the backend, as that is chosen, and with the same words.
+
+`decide_movement` is pure but for probes: problem, group, platform, request and cells come in as arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from moereg.arguments import takes
+from moereg.errors import ArgumentError, UnsupportedProblemError, shown
+from moereg.platforms import Platform
+from moereg.plugins.loader import load_movements, read_platform
+from moereg.prepare_finalize import GroupFacts, MovementCell
+from moereg.selection.decide import reasons_against
+from moereg.selection.request import Request, WayNames
+from moereg.selection.requirements import PROBES, Probes, assumptions
+from moereg.selection.result import Choice, Verdict
+from moereg.spec.facts import fact_reasons
+from moereg.spec.problem import MoEProblem
+from moereg.spec.reasons import CURES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MovementDecision(Verdict):
+    """The verdict on one candidate: a way with one activation format. Further attributes are those of `Verdict`.
+
+    Attributes:
+        name: The way's.
+        activation_format: The format that the experts would see.
+        predicted: Whether its priority was predicted and not measured.
+        cell: Where it was registered.
+    """
+
+    name: str
+    activation_format: str
+    cell: MovementCell = dataclasses.field(compare=False, repr=False)
+    predicted: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON shows it."""
+        return {
+            "way": self.name,
+            "activation_format": self.activation_format,
+            "rule": self.rule,
+            "accepted": self.accepted,
+            "priority": self.priority,
+            "predicted": self.predicted,
+            **self.shared_fields(),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MovementSelection(Choice[MovementDecision]):
+    """The outcome for one problem, group and platform.
+
+    Attributes:
+        problem: The layer as the caller sees it, with this rank's experts.
+        platform: The machine.
+        request: The resolved request.
+        decisions: Every candidate, best first, rejected after accepted.
+        group: The ranks.
+    """
+
+    group: GroupFacts
+
+    @property
+    def accepted(self) -> tuple[MovementDecision, ...]:
+        """All that fit, best first. If no backend serves the first one's format, the next is tried."""
+        return tuple(decision for decision in self.decisions if decision.accepted)
+
+    def experts_problem(self, decision: MovementDecision) -> MoEProblem:
+        """The layer as the experts of a rank see it, for `select_backend`."""
+        return decision.cell.movement.experts_problem_of(
+            problem=self.problem, group=self.group, activation_format=decision.activation_format
+        )
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing fits."""
+        lines = [f"no way of moving tokens fits {self.problem} on {self.group}, {self.platform}"]
+        nearest = min(self.decisions, key=lambda decision: len(decision.reasons), default=None)
+        if nearest is not None and len(nearest.reasons) == 1:
+            reason = nearest.reasons[0]
+            lines[0] += f"; nearest is {nearest.name}: {reason.text} ({CURES[reason.code]})"
+        for decision, formats in self._lines():
+            lines.append(f"  {decision.name} ({formats}): {'; '.join(each.text for each in decision.reasons)}")
+        return "\n".join(lines)
+
+    def table(self) -> str:
+        """The decision table as plain text, one way per line, best first, and its reasons below.
+
+        A way has several lines where reasons or classes of its formats differ. Of several cells for one format the best
+        is shown.
+        """
+        lines = [f"group     {self.group}"]
+        for decision, formats in self._lines():
+            rank = "predicted priority" if decision.predicted else "priority"
+            about = f"{decision.name} ({formats}{decision.of_wheel}, {decision.rule}, {rank} {decision.priority})"
+            lines += decision.rows(about, decision is self.winner)
+        return "\n".join(lines)
+
+    def _lines(self) -> list[tuple[MovementDecision, str]]:
+        """The best decision for each way and format, with the formats of those that say the same of one way."""
+        best: dict[tuple[str, str], MovementDecision] = {}
+        for decision in self.decisions:
+            best.setdefault((decision.name, decision.activation_format), decision)
+        together: dict[object, list[MovementDecision]] = {}
+        for decision in best.values():
+            same = decision.name, decision.cell.movement, decision.rule, decision.priority, decision.reasons
+            together.setdefault(same, []).append(decision)
+        return [(alike[0], " or ".join(each.activation_format for each in alike)) for alike in together.values()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "group": dataclasses.asdict(self.group),
+            "request": self.request.to_dict(),
+            "selected": self.winner.name if self.winner else None,
+            "decisions": [decision.to_dict() for decision in self.decisions],
+        }
+
+
+def decide_movement(
+    problem: MoEProblem,
+    group: GroupFacts,
+    platform: Platform,
+    request: Request,
+    cells: Iterable[MovementCell],
+    probes: Probes = PROBES,
+) -> MovementSelection:
+    """Chooses among cells, of any registry.
+
+    Args:
+        problem: The layer, with this rank's experts.
+        group: The ranks.
+        platform: What it is to run on; probes run only where it is probed.
+        request: Resolved.
+        cells: Candidates.
+        probes: Keeps the answers of probes.
+    """
+    decisions = [decision for cell in cells for decision in _judge(cell, problem, group, platform, request, probes)]
+
+    def order(decision: MovementDecision) -> tuple[object, ...]:
+        wish = request.wish(decision.name)
+        # The problem's own format goes first within a way: somebody may have asked for it.
+        other_format = decision.activation_format != problem.activation_format
+        return (
+            len(decision.reasons),
+            wish.required,
+            wish.preferred,
+            -decision.priority,
+            decision.name,
+            other_format,
+            decision.activation_format,
+        )
+
+    decisions.sort(key=order)
+    return MovementSelection(
+        problem=problem, group=group, platform=platform, request=request, decisions=tuple(decisions)
+    )
+
+
+def _judge(
+    cell: MovementCell,
+    problem: MoEProblem,
+    group: GroupFacts,
+    platform: Platform,
+    request: Request,
+    probes: Probes,
+) -> Iterable[MovementDecision]:
+    """A decision for each format of a cell; what speaks against one speaks against the others."""
+    rule = cell.rule_for(platform)
+
+    def ask() -> object:
+        return cell.movement.unsupported_reasons(problem=problem, group=group, platform=platform)
+
+    # Facts ask for attributes of the problem, of the group, and for the number of ranks.
+    asked = types.SimpleNamespace(**vars(problem), group=group, num_ranks=group.size)
+    facts = fact_reasons(cell.facts, asked)
+    reasons = reasons_against(cell, rule, platform, request, probes, facts, ask)
+    for activation_format in cell.formats:
+        yield MovementDecision(
+            name=cell.name,
+            activation_format=activation_format,
+            rule=rule.text if rule else cell.rules_text,
+            priority=cell.priority,
+            origin=cell.origin,
+            origin_version=cell.origin_version,
+            reasons=tuple(reasons),
+            assumes=assumptions(cell, platform),
+            cell=cell,
+            predicted=cell.predicted,
+        )
+
+
+@takes(problem=(MoEProblem, "make one with MoEProblem(...)"))
+def explain_movements(
+    problem: MoEProblem,
+    group: GroupFacts,
+    platform: Platform | str | None = None,
+    require: WayNames = None,
+    prefer: WayNames = None,
+    deny: WayNames = None,
+) -> MovementSelection:
+    """As `select_movement`, but returns a selection without a winner if nothing fits. No group is needed.
+
+    Args:
+        problem, group, platform, require, prefer, deny: As in `select_movement`.
+
+    Returns:
+        The selection; its `winner` is None if nothing fits.
+
+    Raises:
+        ArgumentError: The problem, group or platform is something else, or the ranks do not divide the experts.
+        RequestError: A name is both required and denied, or something is not a name.
+        UnknownNameError: A way or platform is not known.
+
+    Example:
+        >>> problem = moereg.MoEProblem(
+        ...     num_experts=256, hidden_size=7168, intermediate_size=2048, top_k=8, quant="fp8_block128"
+        ... )
+        >>> group = moereg.prepare_finalize.GroupFacts(8)
+        >>> selection = moereg.explain_movements(problem, group, platform="cuda:sm90")
+        >>> selection.winner.name, selection.problem.num_local_experts
+        ('all_to_all', 32)
+    """
+    cells = load_movements().cells
+    if not isinstance(group, GroupFacts):
+        raise ArgumentError(f"group must be GroupFacts, such as GroupFacts(8), got {shown(group)}")
+    platform = read_platform(platform)
+    known = {cell.name for cell in cells}
+    request = Request.resolve_ways(require, prefer, deny, environ=os.environ, known=known)
+    return decide_movement(problem_of_rank(problem, group.size), group, platform, request, cells)
+
+
+def select_movement(
+    problem: MoEProblem,
+    group: GroupFacts,
+    platform: Platform | str | None = None,
+    require: WayNames = None,
+    prefer: WayNames = None,
+    deny: WayNames = None,
+) -> MovementSelection:
+    """Chooses how tokens move between ranks, for `make_kernel(prepare_finalize=...)`. No communication, no device.
+
+    Args:
+        problem: The layer. Where it says that all experts are local, each rank gets an equal share of them.
+        group: The ranks, such as `GroupFacts(8)`.
+        platform: A value, a name such as `cuda:sm90`, or None for the machine at hand.
+        require: One of these ways, tried in this order, or an error. MOEREG_EP_REQUIRE means the same.
+        prefer: These go first. MOEREG_EP_PREFER means the same.
+        deny: None of these. MOEREG_EP_DENY adds to it.
+
+    Returns:
+        The selection, with a winner.
+
+    Raises:
+        UnsupportedProblemError: Nothing fits; carries the selection and says every way's reasons.
+        ArgumentError, RequestError, UnknownNameError: As `explain_movements`.
+
+    Example:
+        >>> problem = moereg.MoEProblem(
+        ...     num_experts=64, hidden_size=2048, intermediate_size=1408, top_k=6, graph_capture=True, max_num_tokens=64
+        ... )
+        >>> group = moereg.prepare_finalize.GroupFacts(2)
+        >>> movement = moereg.select_movement(problem, group, platform="cuda:sm90")
+        >>> movement.winner.name
+        'all_gather'
+        >>> seen = movement.experts_problem(movement.winner)
+        >>> moereg.select_backend(seen, platform="cuda:sm90", require="triton").backend
+        'triton'
+    """
+    selection = explain_movements(problem, group, platform, require, prefer, deny)
+    if selection.winner is None:
+        raise UnsupportedProblemError(selection.refusal, selection)
+    return selection
+
+
+def problem_of_rank(problem: MoEProblem, size: int) -> MoEProblem:
+    """The layer with this rank's experts: an equal share where the problem says that all are local.
+
+    Raises:
+        ArgumentError: The ranks do not divide the experts, and no map says who holds what.
+    """
+    if problem.placement == "map":
+        return problem
+    if problem.num_experts % size:
+        raise ArgumentError(
+            f"a group's ranks must divide the experts where no map says who holds what, got {problem.num_experts} "
+            f"experts on {size} ranks; pass expert_placement to make_kernel"
+        )
+    share = problem.num_experts // size
+    if problem.num_local_experts not in (share, problem.num_experts):
+        raise ArgumentError(
+            f"num_local_experts must be {share}, an equal share of {problem.num_experts} experts on {size} ranks, got "
+            f"{problem.num_local_experts}; leave it out, or pass expert_placement to make_kernel"
+        )
+    return dataclasses.replace(problem, num_local_experts=share)

@@ -1,0 +1,237 @@
+"""One expert of a layer: read back from permuted weights as canonical ones, and permuted alone to replace it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Hashable, Iterator
+from typing import Final
+
+import torch
+
+from moereg.arguments import check_instance
+from moereg.errors import ArgumentError, BackendError
+from moereg.experts import Experts
+from moereg.layer import backend_calls
+from moereg.selection.result import Decision, Selection
+from moereg.spec.quant_schemes import TENSOR_ROLES, QuantScheme
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from moereg.weights.unpermute import Moves, TensorSpecs, drawn_expert, expert_rows, find_moves, read_back, same_bits
+
+__all__ = ["OneExpert", "keeping_moves", "read_all"]
+
+_MOST_PLANS: Final = 2
+"""Layouts and shapes whose moves are kept. They take a quarter of an expert's bytes where 16 bytes move together, twice
+its bytes for 16-bit numbers that part, 4 times for 8-bit ones, 8 times for 4-bit ones, and 32 times for single bits."""
+
+_PLANS: Final[collections.OrderedDict[Hashable, dict[str, Moves]]] = collections.OrderedDict()
+_APART: Final[set[Hashable]] = set()
+"""Layouts and shapes in which an expert was seen to be permuted without regard to others."""
+
+_LOCK: Final = threading.Lock()
+_readers = 0
+"""How many `keeping_moves` there are."""
+
+
+class OneExpert:
+    """Permutes and reads back single experts of one layer, whose backend and canonical tensors it knows.
+
+    Holds no weights, so that it does not keep them.
+    """
+
+    def __init__(self, selection: Selection, winner: Decision, weights: ExpertWeights) -> None:
+        """Notes shapes and dtypes of the layer's canonical weights; calls nothing."""
+        self._selection = selection
+        self._winner = winner
+        self._quant = weights.scheme
+        self._device = weights.w13.device
+        self._specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            name: ((1, *tensor.shape[1:]) if tensor.dim() else (), tensor.dtype)
+            for name, tensor in weights.tensors().items()
+        }
+        cell = winner.cell
+        assert cell is not None
+        self._key: Hashable = (
+            cell.experts,
+            winner.scheme,
+            selection.problem,
+            str(selection.platform),
+            tuple(self._specs.items()),
+            str(self._device),
+        )
+
+    @property
+    def specs(self) -> TensorSpecs:
+        """Shapes and dtypes of the canonical tensors of one expert, by field of `ExpertWeights`."""
+        return self._specs
+
+    @property
+    def quant(self) -> QuantScheme:
+        """The scheme of the canonical weights."""
+        return self._quant
+
+    @property
+    def backend(self) -> str:
+        """The backend whose layout it knows."""
+        return self._winner.backend
+
+    def read(self, permuted: PermutedWeights, expert: int) -> ExpertWeights:
+        """One expert as canonical weights, E = 1.
+
+        Raises:
+            LayoutNotInvertibleError: The layout does not keep the canonical numbers.
+        """
+        rows = expert_rows(permuted, expert)
+        tensors = read_back(self.permute, self._specs, self._quant, self._moves(permuted.layout), rows)
+        return ExpertWeights.unchecked(tensors, self._quant)
+
+    def rows_for(self, permuted: PermutedWeights, weights: ExpertWeights) -> PermutedWeights:
+        """The rows of a new expert, to be written into `permuted`.
+
+        Args:
+            permuted: The layer's.
+            weights: Of the new expert alone, E = 1.
+
+        Raises:
+            ArgumentError: The weights are not one expert of the layer, or need other shared tensors than the layer has.
+            BackendError: The backend permutes experts together, or its code raised.
+        """
+        check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
+        self._check(weights)
+        rows = self.permute(weights)
+        if rows.layout != permuted.layout:
+            raise self._refusal(f"gives one expert the layout {rows.layout!r}, and the layer has {permuted.layout!r}")
+        self._check_apart()
+        for name, tensor in permuted.shared.items():
+            if name not in rows.shared or not same_bits(rows.shared[name], tensor):
+                raise ArgumentError(
+                    f"layout {permuted.layout!r} has {name!r} in common for all experts, and the new expert's differs; "
+                    "reload the whole layer"
+                )
+        return rows
+
+    def permute(self, weights: ExpertWeights) -> PermutedWeights:
+        """Some experts, up to as many as the layer has, in the backend's layout."""
+        selection, experts = self._experts(weights.num_experts)
+        return backend_calls.permute(selection, experts, weights)
+
+    def _experts(self, num_experts: int) -> tuple[Selection, Experts]:
+        problem = dataclasses.replace(self._selection.problem, num_local_experts=num_experts)
+        selection = dataclasses.replace(self._selection, problem=problem)
+        return selection, backend_calls.make_experts(selection, self._winner)
+
+    def _moves(self, layout: str) -> dict[str, Moves]:
+        key = (self._key, layout)
+        with _LOCK:
+            if key in _PLANS:
+                _PLANS.move_to_end(key)
+                return _PLANS[key]
+        moves = find_moves(self.permute, self._specs, self._quant, self._device)
+        with _LOCK:
+            _PLANS[key] = moves
+            while len(_PLANS) > _MOST_PLANS:
+                _PLANS.popitem(last=False)
+        return moves
+
+    def _check(self, weights: ExpertWeights) -> None:
+        problem = dataclasses.replace(self._selection.problem, num_local_experts=1)
+        weights.check_against(problem)
+        if weights.w13.device != self._device:
+            raise ArgumentError(f"the new expert must be on {self._device}, got {weights.w13.device}; move it")
+        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.tensors().items()}
+        if found != self._specs:
+            raise ArgumentError(
+                f"the new expert must have the layer's tensors, {_listed(self._specs)}, got {_listed(found)}; "
+                "convert them"
+            )
+
+    def _check_apart(self) -> None:
+        """Permutes two experts beside each other: the rows of both have to be those of each alone."""
+        if self._selection.problem.num_local_experts == 1 or self._key in _APART:
+            return
+        # Not the caller's numbers: zeros, as those of an expert that was pruned, would show nothing.
+        one = drawn_expert(self._specs, self._device)
+        for name, tensor in one.items():
+            if TENSOR_ROLES[name] in ("scale", "scale_2") and tensor.dim() == 2:
+                tensor[:, 1:] = tensor[:, :1]  # Some backends take only equal ones of gate and up.
+        other = {name: _changed(tensor) for name, tensor in one.items()}
+        pair = {name: _stacked(tensor, other[name]) for name, tensor in one.items()}
+        try:
+            both = self.permute(ExpertWeights.unchecked(pair, self._quant))
+        except BackendError as error:
+            raise self._refusal("does not take every expert beside another one") from error
+        for expert, tensors in enumerate((one, other)):
+            alone = self.permute(ExpertWeights.unchecked(tensors, self._quant))
+            mine, theirs = expert_rows(both, expert), expert_rows(alone, 0)
+            same = mine.keys() == theirs.keys() and all(same_bits(mine[name], theirs[name]) for name in mine)
+            if not same or not all(same_bits(both.shared[name], alone.shared[name]) for name in both.shared):
+                raise self._refusal("permutes an expert in another way beside others than alone")
+        _APART.add(self._key)
+
+    def _refusal(self, fault: str) -> BackendError:
+        winner = self._winner
+        return BackendError(
+            f"backend {winner.backend!r} {fault}, so one expert cannot be replaced; reload the whole layer",
+            winner.backend,
+            winner.origin,
+        )
+
+
+@contextlib.contextmanager
+def keeping_moves() -> Iterator[None]:
+    """For many experts: finds a layout's moves once, and gives their memory back at the end, or that of the outermost.
+
+    Without it, the moves of the last layouts stay for the next expert that is read back.
+    """
+    global _readers
+    with _LOCK:
+        _readers += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _readers -= 1
+            if not _readers:
+                _PLANS.clear()
+
+
+def read_all(permuted: PermutedWeights) -> ExpertWeights:
+    """All experts of a kernel's weights as new canonical ones, read back one by one.
+
+    Raises:
+        LayoutNotInvertibleError: The layout does not keep the canonical numbers.
+    """
+    stacked: dict[str, torch.Tensor] = {}
+    with keeping_moves():
+        for expert in range(permuted.num_experts):
+            one = permuted.to_canonical(expert)
+            for name, value in one.tensors().items():
+                if name not in stacked:
+                    stacked[name] = value.new_empty(permuted.num_experts, *value.shape[1:]) if value.dim() else value
+                if value.dim():
+                    stacked[name][expert] = value[0]
+    return ExpertWeights.unchecked(stacked, one.scheme)
+
+
+def _changed(tensor: torch.Tensor) -> torch.Tensor:
+    """Another expert's valid tensor: rows change places, and floats are halved, so that no maximum is the same."""
+    if not tensor.dim():
+        return tensor
+    moved = _plain(tensor).roll(1, dims=min(1, tensor.dim() - 1)).view(tensor.dtype)
+    return (moved.float() / 2).to(tensor.dtype) if tensor.is_floating_point() else moved
+
+
+def _stacked(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.cat((_plain(one), _plain(other))).view(one.dtype) if one.dim() else one
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """8-bit floats, for which torch lacks operations, as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _listed(specs: TensorSpecs) -> str:
+    parts = (f"{name} {list(shape)} {str(dtype).removeprefix('torch.')}" for name, (shape, dtype) in specs.items())
+    return ", ".join(parts)

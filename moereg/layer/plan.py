@@ -1,0 +1,278 @@
+"""A layer over the ranks of a group: who holds what, how tokens move and which backend runs, agreed by all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from moereg._version import __version__
+from moereg.arguments import check_instance
+from moereg.dispatch import platform_of, select_backend
+from moereg.errors import ArgumentError, UnsupportedProblemError
+from moereg.evidence.code_digest import class_digest
+from moereg.layer.expert_map import resolve_expert_map
+from moereg.layer.movement import MovementDecision, MovementSelection, problem_of_rank, select_movement
+from moereg.prepare_finalize import Group, GroupPrepareFinalize, PrepareFinalize, resolve_prepare_finalize
+from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
+from moereg.prepare_finalize.ranks_agree import agree
+from moereg.prepare_finalize.wire import CodedWire, PlainWire, Wire, wire_scheme
+from moereg.selection.request import WayNames
+from moereg.selection.result import Decision, Selection
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import ExpertWeights
+
+__all__ = ["Asked", "Movement", "Plan", "local_movement", "plan_layer", "winner_of"]
+
+Movement = PrepareFinalize | MovementSelection | WayNames
+"""Names of ways, a selection among them, or an object that moves tokens; None for the way that fits best."""
+
+_OF_ONE_RANK: Final = ("num_local_experts", "max_num_tokens")
+"""Fields of a problem in which ranks may differ."""
+
+
+class Asked(NamedTuple):
+    """Arguments of `make_kernel` beside the group, by name."""
+
+    prepare_finalize: Movement
+    expert_map: torch.Tensor | None
+    expert_placement: ExpertPlacement | None
+    ep_rank: int
+    num_batches: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The plan that all ranks agreed on, as this rank sees it.
+
+    Attributes:
+        problem: The layer with this rank's experts; calls bring this rank's tokens.
+        selection: The backend, for the problem that the experts see.
+        prepare_finalize: Moves the tokens.
+        expert_map: [num_experts] int32 or None, as the experts are called.
+        group: The ranks.
+    """
+
+    problem: MoEProblem
+    selection: Selection
+    prepare_finalize: PrepareFinalize
+    expert_map: torch.Tensor | None
+    group: Group
+
+
+def plan_layer(
+    problem: MoEProblem, weights: ExpertWeights, process_group: Any, selection: Selection | None, asked: Asked
+) -> Plan:
+    """Plans a layer with all ranks of a group; each of them has to call it. Arguments as in `make_kernel`.
+
+    Ranks exchange twice, whatever happens on one of them: first what they were given, then what they chose.
+
+    Raises:
+        RanksDifferError: Ranks differ, or another one could not go on.
+        GroupError: A rank has ended or did not come within the group's time limit.
+        MoeregError: This rank could not go on.
+    """
+    device = weights.w13.device
+    group = Group(process_group, device)
+    placement: ExpertPlacement | None = None
+    error: Exception | None = None
+    try:
+        problem, placement = _placed(problem, group, asked)
+        weights.check_against(problem)
+    except Exception as raised:
+        error = raised
+    expert_map, num_batches = asked.expert_map, asked.num_batches
+    said = {"moereg": __version__, "torch": torch.__version__, "device": device.type, **_common_fields(problem)}
+    said["num_batches"] = num_batches
+    own = None if expert_map is None or placement is not None or error else expert_map.tolist()
+    known = agree(group, "what they were given", said, error, (own, group.num_layers))
+    maps = [mapping for mapping, _ in known]
+    # One more than any rank has: a rank may have counted a layer that others gave up.
+    number = 1 + max(made for _, made in known)
+    group.add_layer(number, f"E{problem.num_experts} H{problem.hidden_size} I{problem.intermediate_size}")
+    plan, said = None, {}
+    try:
+        if placement is None:
+            placement = _placement_of(maps, problem.num_experts)
+        # A call brings as many tokens at once as a part of it has.
+        most = problem.max_num_tokens
+        part = dataclasses.replace(problem, max_num_tokens=None if most is None else -(-most // num_batches))
+        plan, said = _chosen(part, group, placement, device, selection, asked.prepare_finalize)
+        plan = dataclasses.replace(plan, problem=problem)
+        if isinstance(plan.prepare_finalize, GroupPrepareFinalize):
+            plan.prepare_finalize.num_batches = num_batches
+            plan.prepare_finalize.layer_number = number
+    except Exception as raised:
+        error = raised
+    agree(group, "what they chose", said, error)
+    assert plan is not None
+    return plan
+
+
+def _placed(problem: MoEProblem, group: Group, asked: Asked) -> tuple[MoEProblem, ExpertPlacement | None]:
+    """The problem with this rank's experts, and where all are; None where the ranks' maps say it together."""
+    ep_rank, expert_map, placement = asked.ep_rank, asked.expert_map, asked.expert_placement
+    if ep_rank not in (0, group.rank):
+        raise ArgumentError(f"ep_rank must be this process's rank in the group, {group.rank}, got {ep_rank}")
+    if placement is not None:
+        check_instance("expert_placement", placement, ExpertPlacement, "make one with ExpertPlacement(...)")
+        if expert_map is not None:
+            raise ArgumentError("expert_placement says what expert_map says, got both; leave expert_map out")
+        if (placement.num_experts, placement.num_ranks) != (problem.num_experts, group.size):
+            raise ArgumentError(
+                f"expert_placement must be of {problem.num_experts} experts on {group.size} ranks, got {placement}"
+            )
+        held = len(placement.experts_of_rank[group.rank])
+        return dataclasses.replace(problem, num_local_experts=held, placement="map"), placement
+    if expert_map is None:
+        if problem.placement == "map":
+            raise ArgumentError("placement 'map' needs expert_placement or expert_map beside the group, got neither")
+        return problem_of_rank(problem, group.size), ExpertPlacement.contiguous(problem.num_experts, group.size)
+    resolve_expert_map(problem, 0, expert_map, expert_map.device)
+    held_by = [local for local in expert_map.tolist() if local >= 0]
+    if sorted(held_by) != list(range(problem.num_local_experts)):
+        raise ArgumentError(
+            f"expert_map must name each of {problem.num_local_experts} local experts once beside a group, got "
+            f"{sorted(held_by)}"
+        )
+    return problem, None
+
+
+def _placement_of(maps: Sequence[list[int]], num_experts: int) -> ExpertPlacement:
+    """The placement that the ranks' maps say together."""
+    ranks = [
+        tuple(sorted((expert for expert in range(num_experts) if mapping[expert] >= 0), key=mapping.__getitem__))
+        for mapping in maps
+    ]
+    return ExpertPlacement(num_experts, tuple(ranks))
+
+
+def _common_fields(problem: MoEProblem) -> dict[str, Any]:
+    return {name: value for name, value in problem.to_dict().items() if name not in _OF_ONE_RANK}
+
+
+def _chosen(
+    problem: MoEProblem,
+    group: Group,
+    placement: ExpertPlacement,
+    device: torch.device,
+    selection: Selection | None,
+    movement: Movement,
+) -> tuple[Plan, dict[str, Any]]:
+    """This rank's plan, and what has to be equal on all ranks."""
+    if isinstance(movement, PrepareFinalize):
+        seen = movement.experts_problem if isinstance(movement, GroupPrepareFinalize) else problem
+        moves: PrepareFinalize = movement
+        if not isinstance(movement, GroupPrepareFinalize):
+            moves = resolve_prepare_finalize(problem, movement)
+        selection = selection or select_backend(seen, platform_of(device))
+        winner = winner_of(selection, seen)
+        expert_map = resolve_expert_map(problem, group.rank, None, device) if problem.placement != "map" else None
+        if isinstance(movement, GroupPrepareFinalize) or problem.placement == "map":
+            tables = movement.tables if isinstance(movement, GroupPrepareFinalize) else None
+            tables = tables or PlacementTables(placement, group.rank, device)
+            expert_map = tables.expert_map
+        plan = Plan(problem, selection, moves, expert_map, group)
+        return plan, {"way": moves.name, **_kernel_fields(selection, winner), "placement": placement.digest}
+    if not isinstance(movement, MovementSelection):
+        movement = select_movement(problem, group.facts, platform_of(device), require=movement)
+    elif (movement.problem, movement.group) != (problem, group.facts):
+        raise ArgumentError(
+            f"the ways were judged for {movement.problem} on {movement.group}, got {problem} on {group.facts}; "
+            "judge them again"
+        )
+    decision, selection = _first_with_backend(movement, selection)
+    winner = winner_of(selection, selection.problem)
+    tables = PlacementTables(placement, group.rank, device)
+    wire = _wire(problem, selection, winner)
+    moves = decision.cell.movement(
+        problem=problem, experts_problem=selection.problem, group=group, tables=tables, wire=wire
+    )
+    expert_map = tables.expert_map
+    if problem.placement == "contiguous":
+        expert_map = resolve_expert_map(problem, group.rank if problem.is_expert_parallel else 0, None, device)
+    said = {
+        "way": decision.name,
+        "activation format": decision.activation_format,
+        "wire": wire.name,
+        "way's code": f"{decision.cell.provider} {class_digest(decision.cell.movement)}",
+        **_kernel_fields(selection, winner),
+        "placement": placement.digest,
+    }
+    if decision.cell.facts.max_num_tokens:
+        said["max_num_tokens"] = problem.max_num_tokens
+    return Plan(problem, selection, moves, expert_map, group), said
+
+
+def local_movement(problem: MoEProblem, movement: Movement) -> PrepareFinalize:
+    """Token movement without a group: the caller's object, or the local one of the problem's format.
+
+    Raises:
+        ValueError: It is something else, or of another format.
+    """
+    if movement is not None and not isinstance(movement, PrepareFinalize):
+        cure = "leave it out for the one of the format; names of ways need a group"
+        check_instance("prepare_finalize", movement, PrepareFinalize, cure)
+    assert movement is None or isinstance(movement, PrepareFinalize)
+    return resolve_prepare_finalize(problem, movement)
+
+
+def _first_with_backend(movement: MovementSelection, selection: Selection | None) -> tuple[MovementDecision, Selection]:
+    """The best way whose format a backend serves, with that backend."""
+    if movement.winner is None:
+        raise UnsupportedProblemError(movement.refusal, movement)
+    refused: list[UnsupportedProblemError] = []
+    for decision in movement.accepted:
+        seen = movement.experts_problem(decision)
+        if selection is not None:
+            if selection.problem == seen:
+                return decision, selection
+            continue
+        try:
+            return decision, select_backend(seen, movement.platform)
+        except UnsupportedProblemError as error:
+            refused.append(error)
+    if selection is None:
+        raise refused[0]
+    seen = movement.experts_problem(movement.winner)
+    raise ArgumentError(
+        f"the selection was made for {selection.problem}, and the experts behind {movement.winner.name} see {seen}; "
+        "select for that: select_movement(...).experts_problem(...)"
+    )
+
+
+def winner_of(selection: Selection, problem: MoEProblem) -> Decision:
+    """The winner of a selection that was made for the problem.
+
+    Raises:
+        ArgumentError: It was made for another one, or names no backend that is registered here.
+    """
+    if selection.problem != problem:
+        raise ArgumentError(f"the selection was made for {selection.problem}, got {problem}; select again")
+    if selection.winner is None or selection.winner.cell is None:
+        raise ArgumentError(
+            f"the selection has no backend that is registered here (it names {selection.backend!r}); select again"
+        )
+    return selection.winner
+
+
+def _wire(problem: MoEProblem, selection: Selection, winner: Decision) -> Wire:
+    scheme = winner.scheme
+    if scheme is None or wire_scheme(scheme, problem) is None:
+        return PlainWire(problem)
+    assert winner.cell is not None
+    takes_codes = winner.cell.experts.input_form == "quantized" and selection.problem.activation_format == "standard"
+    return CodedWire(problem, scheme, keeps_codes=takes_codes)
+
+
+def _kernel_fields(selection: Selection, winner: Decision) -> dict[str, Any]:
+    assert winner.cell is not None
+    return {
+        "backend": winner.backend,
+        "experts": winner.experts,
+        "computes": winner.computes,
+        "code": f"{winner.provider} {class_digest(winner.cell.experts)}",
+        "platform": str(selection.platform),
+    }

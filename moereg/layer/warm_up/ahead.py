@@ -1,0 +1,244 @@
+"""Compiling in another process, on all cores."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from moereg import errors
+from moereg.errors import ArgumentError, BackendError, one_line
+from moereg.layer.warm_up.counts import shown_counts
+from moereg.layer.warm_up.result import CompiledVariant, WarmUp
+from moereg.layer.warm_up.shipped import use_folder
+from moereg.runtime.memory import free_memory_bytes
+from moereg.runtime.progress import long_wait
+from moereg.runtime.python_process import num_cores, python_command
+from moereg.selection.result import Selection
+from moereg.spec.problem import MoEProblem
+
+__all__ = ["Ahead", "compile_ahead", "num_compilers"]
+
+_SECONDS_EACH: Final = 3.0
+"""Mean seconds for a kernel on one core."""
+
+_COMPILER_BYTES: Final = 1 << 30
+"""Most memory that one compiler takes beside what all share."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """Kernels compiled by another process.
+
+    Attributes:
+        kernels: In Triton's cache now.
+        counts: Numbers of tokens whose calls launch all of them.
+        fault: Why nothing could be compiled ahead; None where it could.
+        facts: What the keys in the cache depend on.
+        notes: Lines for the user.
+    """
+
+    kernels: tuple[CompiledVariant, ...]
+    counts: tuple[int, ...]
+    fault: str | None
+    facts: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def num_compilers(jobs: int | None = None) -> int:
+    """Compilers to run at once: as many as asked for, or one a core where memory holds them."""
+    if jobs is not None:
+        return jobs
+    free = free_memory_bytes(torch.device("cpu"))
+    return max(1, num_cores() if free is None else min(num_cores(), free // _COMPILER_BYTES))
+
+
+def compile_ahead(
+    selection: Selection, counts: Sequence[int], folder: Path | None = None, jobs: int | None = None
+) -> WarmUp:
+    """Compiles what a layer launches on the platform that was selected for, which need not be this machine.
+
+    Args:
+        selection: With a winner.
+        counts: Numbers of tokens, ascending.
+        folder: To compile into, and to ship; Triton's own cache where None.
+        jobs: Compilers at once; as many as cores and memory allow where None.
+
+    Returns:
+        What was compiled; no kernels and the reason as a note where the backend compiles nothing ahead.
+
+    Raises:
+        ArgumentError: Nothing can be compiled here for that platform, or the folder cannot be written or holds what
+            another compiler made.
+        BackendError: A kernel did not compile.
+    """
+    start = time.monotonic()
+    winner = selection.winner
+    assert winner is not None
+    _check_compiler(selection)
+    with use_folder(selection.platform, folder) as shipped:
+        found = ask(selection, counts, num_compilers(jobs), has_map=_has_map(selection.problem))
+        notes = found.notes
+        if found.fault is not None:
+            notes = (
+                f"backend {winner.backend!r} compiles nothing ahead: {found.fault}; require one that does, such as "
+                "--require triton",
+            )
+        elif folder is not None:
+            shipped.add(selection, counts, found.facts, len(found.kernels))
+        taken = time.monotonic() - start
+        return WarmUp(winner.backend, tuple(counts), found.kernels, 0, taken, shipped.folder, notes)
+
+
+def _has_map(problem: MoEProblem) -> bool:
+    return problem.is_expert_parallel or problem.placement == "map"
+
+
+def _check_compiler(selection: Selection) -> None:
+    platform = selection.platform
+    if importlib.util.find_spec("triton") is None:
+        raise ArgumentError(f"compiling for {platform} needs Triton here; pip install triton")
+    from moereg.kernels.launch.ahead import Target
+
+    if Target.of(platform.kind, platform.arch) is None:
+        raise ArgumentError(
+            f"kernels can be compiled for {', '.join(Target.known())}, got {platform}; name one of these"
+        )
+
+
+def ask(
+    selection: Selection,
+    counts: Sequence[int],
+    jobs: int,
+    *,
+    has_map: bool,
+    weights: dict[str, Any] | None = None,
+    shared_bytes: int | None = None,
+) -> Ahead:
+    """Has another process compile, into Triton's cache of this one.
+
+    Args:
+        selection: With a winner.
+        counts: Numbers of tokens, ascending.
+        jobs: Compilers at once.
+        has_map: Whether calls have an expert map.
+        weights: As `described` says; all that a checkpoint may hold where None.
+        shared_bytes: Most shared memory of a program, as a device that is there says.
+
+    Raises:
+        BackendError: A kernel did not compile.
+        MoeregError: As the process says.
+    """
+    winner = selection.winner
+    assert winner is not None
+    request = {
+        "selection": selection.to_dict(),
+        "counts": _ranges(counts),
+        "jobs": jobs,
+        "has_map": has_map,
+        "weights": weights,
+        "shared_bytes": shared_bytes,
+    }
+    what = f"compiling {{}} kernels of {winner.backend} for {shown_counts(counts)}"
+    answer = _run(request, what, jobs)
+    failed = [kernel for kernel in answer["kernels"] if "error" in kernel]
+    if failed:
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        raise BackendError(
+            f"backend {winner.backend!r} of {winner.provider}: {failed[0]['name']} did not compile for "
+            f"{selection.platform}{more}: {one_line(failed[0]['error'])}; do without it (--deny {winner.backend}) and "
+            "report it to its authors",
+            winner.backend,
+            winner.origin,
+        )
+    lack = answer.get("lack")
+    return Ahead(
+        tuple(CompiledVariant(**kernel) for kernel in answer["kernels"]),
+        tuple(answer["counts"]),
+        answer["fault"],
+        answer.get("facts", {}),
+        () if lack is None else (lack,),
+    )
+
+
+def _run(request: dict[str, Any], what: str, jobs: int) -> dict[str, Any]:
+    from moereg.kernels.launch import cache
+
+    environment = {
+        **os.environ,
+        "TRITON_CACHE_DIR": str(cache.cache_folder()),
+        # It has no device, whatever the machine has, and no threads, so that it can fork.
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    # A process that interprets kernels cannot compile them.
+    environment.pop("TRITON_INTERPRET", None)
+    with tempfile.TemporaryFile() as errors_there, contextlib.ExitStack() as stack:
+        process = subprocess.Popen(
+            python_command("moereg.layer.warm_up.worker"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors_there,
+            env=environment,
+            start_new_session=True,
+        )
+        stack.callback(_end, process)
+        assert process.stdin is not None and process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(request).encode())
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        advance = None
+        for line in process.stdout:
+            values = json.loads(line)
+            if "result" in values:
+                return dict(values["result"])
+            if "error" in values:
+                raise getattr(errors, values["error"], ArgumentError)(values["message"])
+            if not values["compiled"]:
+                continue  # What the cache has takes no time.
+            if advance is None:
+                seconds = values["total"] * _SECONDS_EACH / jobs
+                avoid = "moereg compile does it ahead, on any machine"
+                advance = stack.enter_context(long_wait(what.format(values["total"]), seconds, avoid))
+            advance(values["done"], values["total"])
+        code = process.wait()
+        errors_there.seek(0)
+        last = collections.deque(errors_there.read().decode(errors="replace").splitlines(), maxlen=1)
+        raise ArgumentError(
+            f"the process that compiles ended with {code}: {one_line(''.join(last)) or 'it said nothing'}; "
+            "look at the memory of this machine, and try fewer jobs"
+        )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the process with its forks, which are of its session."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def _ranges(counts: Sequence[int]) -> list[list[int]]:
+    """Ascending numbers as ranges, both ends included."""
+    found: list[list[int]] = []
+    for count in counts:
+        if found and count == found[-1][1] + 1:
+            found[-1][1] = count
+        else:
+            found.append([count, count])
+    return found

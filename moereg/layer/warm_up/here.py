@@ -1,0 +1,165 @@
+"""Warming up a layer on the machine that it runs on."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from moereg.arguments import check_count
+from moereg.errors import ArgumentError
+from moereg.experts import Experts
+from moereg.layer import backend_calls
+from moereg.layer.warm_up.ahead import Ahead, ask, num_compilers
+from moereg.layer.warm_up.counts import check_token_counts, powers_of_two
+from moereg.layer.warm_up.dummy import DummyLayer, described
+from moereg.layer.warm_up.result import CompiledVariant, WarmUp
+from moereg.layer.warm_up.shipped import check_shipped
+from moereg.prepare_finalize import BatchedPrepareFinalize, PrepareFinalize
+from moereg.runtime.progress import logger
+from moereg.runtime.torch_state import plain_torch
+from moereg.runtime.workspace import WORKSPACES
+from moereg.selection.result import Selection
+from moereg.weights.permuted import PermutedWeights
+
+__all__ = ["warm_up"]
+
+_MOST_RECORDED: Final = 128
+"""Up to so many numbers of tokens that a caller names are called, so that their launches are recorded."""
+
+_HOSTS: Final = ("cpu", "meta")
+
+_DONE: Final[dict[str, Ahead]] = {}
+"""Kernels compiled in this process, by request: a model has many layers of one kind."""
+
+
+def warm_up(
+    selection: Selection,
+    experts: Experts,
+    weights: PermutedWeights,
+    expert_map: torch.Tensor | None,
+    token_counts: Iterable[int] | None,
+    jobs: int | None,
+    moves: PrepareFinalize | None = None,
+) -> WarmUp:
+    """Compiles all that calls of a layer launch, loads it, and records launches; see `MoEKernel.warm_up`.
+
+    Args:
+        selection: How the backend was chosen.
+        experts: The class, made for the layer.
+        weights: What it reads, on the layer's device.
+        expert_map: The layer's.
+        token_counts: As callers say.
+        jobs: Compilers at once.
+        moves: What lays tokens out on this rank; called where that may launch kernels of ours.
+    """
+    start = time.monotonic()
+    winner = selection.winner
+    assert winner is not None
+    counts = check_token_counts(token_counts, selection.problem.max_num_tokens)
+    if jobs is not None:
+        check_count("jobs", jobs)
+    device = weights.device
+    if device.type in _HOSTS:
+        note = f"backend {winner.backend!r} compiles nothing on {device.type}"
+        return WarmUp(winner.backend, counts, seconds=time.monotonic() - start, notes=(note,))
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ArgumentError("warm_up must come before a CUDA graph is captured; call it ahead of the capture")
+    found = _ahead(selection, weights, expert_map is not None, counts, num_compilers(jobs))
+    if found.fault is None:
+        named = counts if token_counts is not None and len(counts) <= _MOST_RECORDED else ()
+        to_run = tuple(sorted({*found.counts, *named}))
+    else:
+        to_run = counts if token_counts is not None else powers_of_two(counts[0], counts[-1])
+    layer = DummyLayer(
+        experts,
+        weights,
+        expert_map,
+        lambda *what: WORKSPACES.take(tuple(what[0]), *what[1:]),
+        moves if isinstance(moves, BatchedPrepareFinalize) else None,
+    )
+    num_compiled = _run(selection, layer, to_run, counts_compilations=found.fault is None)
+    notes = found.notes
+    if found.fault is not None:
+        notes += (f"backend {winner.backend!r} compiles nothing ahead ({found.fault}), so it ran instead",)
+    elif num_compiled:
+        notes += (f"{num_compiled} kernels were compiled while calls were made, which the list of launches lacked",)
+        logger.warning("warm_up of %s: %s", winner.backend, notes[-1])
+    taken = time.monotonic() - start
+    return WarmUp(winner.backend, counts, found.kernels, len(to_run), taken, _cache_of(found), notes)
+
+
+def _cache_of(found: Ahead) -> Path | None:
+    if found.fault is not None:
+        return None
+    from moereg.kernels.launch import cache
+
+    return cache.cache_folder()
+
+
+def _ahead(selection: Selection, weights: PermutedWeights, has_map: bool, counts: tuple[int, ...], jobs: int) -> Ahead:
+    """Compiles what can be compiled without the device."""
+    description = described(weights)
+    if importlib.util.find_spec("triton") is None or description is None:
+        return Ahead((), (), "Triton is not installed" if description else "experts lie apart in memory", {})
+    from moereg.kernels.launch import cache
+    from moereg.kernels.launch.ahead import Target
+
+    platform, device = selection.platform, weights.device
+    shared_bytes = _shared_bytes(device)
+    if Target.of(platform.kind, platform.arch, shared_bytes) is None:
+        return Ahead((), (), f"Triton's kernels are not compiled ahead for {platform}", {})
+    folder = cache.cache_folder()
+    # A shipped folder may be read-only and whole. What it lacks would be named by the compiler.
+    if check_shipped(folder, platform, shared_bytes) is None and (fault := cache.writing_fault(folder)) is not None:
+        raise ArgumentError(
+            f"kernels are compiled into a folder that can be written, got {folder} ({fault}); "
+            "set TRITON_CACHE_DIR to one that can"
+        )
+    asked: list[Any] = [selection.to_dict(), counts[0], counts[-1], hash(counts), has_map, description, str(folder)]
+    key = json.dumps(asked)
+    if key not in _DONE:
+        found = ask(selection, counts, jobs, has_map=has_map, weights=description, shared_bytes=shared_bytes)
+        there = tuple(CompiledVariant(kernel.name, 0.0, was_there=True) for kernel in found.kernels)
+        _DONE[key] = Ahead(there, found.counts, found.fault, found.facts, found.notes)
+        return found
+    return _DONE[key]
+
+
+def _shared_bytes(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    # Not every build of torch tells.
+    return getattr(properties, "shared_memory_per_block_optin", None)
+
+
+def _run(selection: Selection, layer: DummyLayer, counts: tuple[int, ...], *, counts_compilations: bool) -> int:
+    """Makes calls on the device; returns how many kernels Triton compiled meanwhile."""
+    device = layer.weights.device
+    try:
+        with plain_torch(), torch.no_grad():
+            if not counts_compilations:
+                _call(layer, counts)
+                return 0
+            from moereg.kernels.launch.ahead import counted_compilations
+
+            with counted_compilations() as count:
+                _call(layer, counts)
+            return count.compiled
+    except BaseException as error:
+        backend_calls.raise_named(selection, "apply", error)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _call(layer: DummyLayer, counts: tuple[int, ...]) -> None:
+    # The largest first, so that scratch is allocated once.
+    for count in reversed(counts):
+        layer.call(count)

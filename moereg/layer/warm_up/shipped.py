@@ -1,0 +1,141 @@
+"""Folders of kernels that were compiled ahead, maybe on another machine: checked against this one before they serve."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from moereg._version import __version__
+from moereg.errors import ArgumentError
+from moereg.platforms import Platform
+from moereg.selection.result import Selection
+
+__all__ = ["Folder", "check_shipped", "use_folder", "use_shipped_kernels"]
+
+_VARIABLE: Final = "MOEREG_KERNEL_CACHE"
+
+_USED: Final[set[tuple[str, str]]] = set()
+"""Folders of the variable that this process uses, each with the platform that it was checked for."""
+
+
+@dataclasses.dataclass
+class Folder:
+    """Folder that kernels are compiled into.
+
+    Attributes:
+        folder: Triton's cache meanwhile.
+        layers: What the note says of it.
+    """
+
+    folder: Path
+    layers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def add(self, selection: Selection, counts: Sequence[int], facts: Mapping[str, str], num_kernels: int) -> None:
+        """Notes what was compiled for a layer."""
+        from moereg.kernels.launch import cache
+
+        layer = {
+            "problem": selection.problem.to_dict(),
+            "platform": str(selection.platform),
+            "backend": selection.backend,
+            "token_counts": {"number": len(counts), "least": counts[0], "most": counts[-1]},
+            "num_kernels": num_kernels,
+            "moereg": __version__,
+            "facts": dict(facts),
+        }
+        if layer not in self.layers:
+            self.layers.append(layer)
+        cache.write_note(self.folder, self.layers)
+
+
+@contextlib.contextmanager
+def use_folder(platform: Platform, folder: Path | None) -> Iterator[Folder]:
+    """Has Triton keep its cache in a folder meanwhile.
+
+    Args:
+        platform: That is compiled for.
+        folder: The folder, which is made if it is not there; Triton's own where None.
+
+    Raises:
+        ArgumentError: It cannot be written, or holds what another compiler made.
+    """
+    from moereg.kernels.launch import cache
+
+    place = cache.cache_folder() if folder is None else folder.expanduser().absolute()
+    if (fault := cache.writing_fault(place)) is not None:
+        option = "name another one" if folder is not None else "set TRITON_CACHE_DIR to one that can"
+        raise ArgumentError(f"kernels are compiled into a folder that can be written, got {place} ({fault}); {option}")
+    if folder is None:
+        yield Folder(place)
+        return
+    note = cache.read_note(place)
+    layers = [] if note is None else list(note["layers"])
+    if note is not None and any(layer["platform"] == str(platform) for layer in layers):
+        check_shipped(place, platform)
+    before = os.environ.get("TRITON_CACHE_DIR")
+    cache.use(place)
+    try:
+        yield Folder(place, layers)
+    finally:
+        if before is None:
+            del os.environ["TRITON_CACHE_DIR"]
+        else:
+            os.environ["TRITON_CACHE_DIR"] = before
+
+
+def check_shipped(folder: Path, platform: Platform, shared_bytes: int | None = None) -> dict[str, Any] | None:
+    """Checks a folder that `moereg compile` has filled, and makes it this machine's own where it was moved.
+
+    Args:
+        folder: The folder.
+        platform: That its kernels shall run on, with the Triton of this process.
+        shared_bytes: As a device that is there says.
+
+    Returns:
+        Its note, or None where there is none: a cache of Triton's own.
+
+    Raises:
+        ArgumentError: Triton would compile everything again, or would not find it.
+    """
+    from moereg.kernels.launch import cache
+    from moereg.kernels.launch.ahead import Target
+
+    note = cache.read_note(folder)
+    if note is None:
+        return None
+    target = Target.of(platform.kind, platform.arch, shared_bytes)
+    if target is None:
+        raise ArgumentError(f"kernels can be compiled for {', '.join(Target.known())}, got {platform}")
+    cache.check_facts(folder, note, cache.compiler_facts(target), str(platform))
+    cache.move_in(folder, note)
+    return note
+
+
+def use_shipped_kernels(platform: Platform) -> None:
+    """Has Triton read the kernels of the folder that `MOEREG_KERNEL_CACHE` names, once it is known to serve here.
+
+    Does nothing where the variable is not set, or for a platform that Triton does not compile for.
+
+    Raises:
+        ArgumentError: Triton would compile everything again, or would not find it.
+    """
+    name = os.environ.get(_VARIABLE)
+    if not name or (name, str(platform)) in _USED or platform.kind not in ("cuda", "rocm"):
+        return
+    folder = Path(name).expanduser().absolute()
+    if importlib.util.find_spec("triton") is None:
+        raise ArgumentError(f"{_VARIABLE}={name} needs Triton, which is not installed; leave it unset")
+    if check_shipped(folder, platform) is None:
+        raise ArgumentError(
+            f"{_VARIABLE} must name a folder that `moereg compile --cache` has filled, got {name}; leave it unset "
+            "for Triton's own cache"
+        )
+    from moereg.kernels.launch import cache
+
+    cache.use(folder)
+    _USED.add((name, str(platform)))

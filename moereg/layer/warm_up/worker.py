@@ -1,0 +1,206 @@
+"""`python -m moereg.layer.warm_up.worker`: compiles all that calls of a layer launch, on a machine that need not have a GPU.
+
+Started by `moereg.layer.warm_up.ahead`. It reads one request from standard input, as JSON, and answers on standard output, a
+line of JSON for each piece of progress and one with the result. It makes itself a process for the device that is
+compiled for, with launches that only ask, and forks once everything is imported:
+
+1. Forks run the launch code at every number of tokens. A number adds something where its launches are others than those
+   of all numbers before.
+2. The process runs these numbers again, so that it holds the variants, and forks compile one after another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from moereg.errors import ArgumentError, MoeregError, described
+from moereg.experts import Experts
+from moereg.kernels.launch import cache
+from moereg.kernels.launch.ahead import HostBuilder, Launches, Target, Variant, become
+from moereg.layer import backend_calls
+from moereg.layer.warm_up.dummy import MOVING_KERNELS, DummyLayer, empty_weights, moving_kernels, undescribed
+from moereg.layer.warm_up.fan_out import fan_out
+from moereg.selection.result import Selection
+from moereg.weights.permuted import PermutedWeights
+
+__all__ = ["main"]
+
+_BLOCK: Final = 64
+"""Numbers of tokens that a fork takes at once."""
+
+_MOST_BLOCKS: Final = 4096
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sweep:
+    """The launches of a layer.
+
+    Attributes:
+        variants: By digest, the first first.
+        counts: Numbers of tokens, one for each list of launches.
+        fault: Why the launch code does not run without a device; None where it does.
+    """
+
+    variants: dict[str, Variant]
+    counts: list[int]
+    fault: str | None = None
+
+
+def main() -> None:
+    """Answers the request on standard input."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # Plugins may print.
+
+    def tell(values: dict[str, Any]) -> None:
+        print(json.dumps(values), file=answers, flush=True)
+
+    try:
+        tell({"result": _answer(json.load(sys.stdin), tell)})
+    except MoeregError as error:
+        tell({"error": type(error).__name__, "message": str(error)})
+
+
+def _answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    selection = Selection.from_dict(request["selection"])
+    platform, winner = selection.platform, selection.winner
+    target = Target.of(platform.kind, platform.arch, request["shared_bytes"])
+    if target is None or winner is None or winner.cell is None:
+        return {"kernels": [], "counts": [], "fault": "its class is not registered in a process of its own"}
+    try:
+        launches = become(target)
+    except ValueError as error:
+        raise ArgumentError(f"{error}; compile where it has one") from None
+    experts = backend_calls.make_experts(selection, winner)
+    described = request["weights"]
+    weights = [undescribed(described)] if described else list(_empty_weights(experts))
+    expert_map = torch.empty(selection.problem.num_experts, dtype=torch.int32, device="meta")
+    asked_map = expert_map if request["has_map"] else None
+    moves = moving_kernels(selection.problem, platform)
+    layers = [DummyLayer(experts, each, asked_map, moves=moves) for each in weights]
+    counts = [count for first, last in request["counts"] for count in range(first, last + 1)]
+    found = _sweep(layers, launches, counts, request["jobs"])
+    # Those that move tokens serve every backend, also one that runs none of its own.
+    if found.fault is not None or all(variant.name.startswith(MOVING_KERNELS) for variant in found.variants.values()):
+        return {"kernels": [], "counts": [], "fault": found.fault or "it launches no Triton kernels"}
+    # Reads Triton's own files, once for all forks.
+    facts = cache.compiler_facts(target)
+    with _locked(cache.cache_folder()):
+        kernels, lack = _compile(target, list(found.variants.values()), request["jobs"], tell)
+    return {
+        "kernels": kernels,
+        "counts": found.counts,
+        "fault": None,
+        "lack": lack,
+        "facts": facts,
+    }
+
+
+def _empty_weights(experts: Experts) -> Iterator[PermutedWeights]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield from empty_weights(experts)
+
+
+def _sweep(layers: Sequence[DummyLayer], launches: Launches, counts: Sequence[int], jobs: int) -> _Sweep:
+    """Runs the launch code at every number of tokens."""
+
+    def launched(count: int) -> list[list[Variant]]:
+        found = []
+        for layer in layers:
+            with torch.no_grad():
+                layer.call(count)
+            found.append(launches.take())
+        return found
+
+    try:
+        launched(counts[0])
+    except Exception as error:  # A backend's launch code may do anything that needs the device.
+        return _Sweep({}, [], f"its calls need the device: {described(error)}")
+    size = max(_BLOCK, -(-len(counts) // _MOST_BLOCKS))
+    # Interleaved, since calls of more tokens may launch more.
+    num_blocks = -(-len(counts) // size)
+
+    def block(number: int) -> dict[str, Any]:
+        first: dict[str, int] = {}
+        try:
+            for count in counts[number::num_blocks]:
+                digests = json.dumps([[variant.digest for variant in lot] for lot in launched(count)])
+                first.setdefault(digests, count)
+        except Exception as error:
+            return {"fault": f"its calls need the device: {described(error)}"}
+        return {"counts": first}
+
+    first: dict[str, int] = {}
+    for _, answer in fan_out(num_blocks, block, jobs):
+        if answer is None:
+            return _Sweep({}, [], "its launch code ended the process")
+        if "fault" in answer:
+            return _Sweep({}, [], answer["fault"])
+        for digests, count in answer["counts"].items():
+            first[digests] = min(count, first.get(digests, count))
+    found = sorted(first.values())
+    variants = {variant.digest: variant for count in found for lot in launched(count) for variant in lot}
+    return _Sweep(variants, found)
+
+
+def _compile(target: Target, variants: list[Variant], jobs: int, tell: Tell) -> tuple[list[dict[str, Any]], str | None]:
+    """Compiles all of them, those that take long first."""
+    variants = sorted(variants, key=lambda variant: -variant.effort)
+    host = HostBuilder(target)
+
+    def one(number: int) -> dict[str, Any]:
+        # ptxas and LLVM write about what they do to the standard streams.
+        with contextlib.redirect_stdout(io.StringIO()):
+            if number == len(variants):
+                host.build_binding()
+                return {"lack": host.lack}
+            variant = variants[number]
+            try:
+                compiled, was_there, seconds = variant.compile()
+                host.build_launcher(compiled)
+            except Exception as error:
+                return {"name": variant.name, "error": described(error)}
+        return {"name": variant.name, "seconds": seconds, "was_there": was_there, "lack": host.lack}
+
+    kernels: list[dict[str, Any]] = []
+    lacks: list[str] = []
+    for number, answer in fan_out(len(variants) + 1, one, jobs):
+        if answer is not None and (lack := answer.pop("lack", None)):
+            lacks.append(lack)
+        if number == len(variants):
+            continue
+        kernels.append(answer or {"name": variants[number].name, "error": "its compiler ended the process"})
+        num_compiled = sum(not kernel.get("was_there", False) for kernel in kernels)
+        tell({"total": len(variants), "done": len(kernels), "compiled": num_compiled})
+    host.close()
+    return kernels, next(iter(lacks), None)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time compiles into a folder: ranks of one engine find what the first has compiled."""
+    try:
+        import fcntl
+
+        lock = (folder / "moereg_compiling.lock").open("w")
+    except (ImportError, OSError):  # A folder that cannot be written may still hold everything.
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    main()

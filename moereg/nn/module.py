@@ -1,0 +1,413 @@
+"""MoELayer: routed experts as a torch module, with their router where they have one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from moereg.arguments import check_count, check_device, check_flag, check_instance
+from moereg.checkpoints import CheckpointLayer, load_experts
+from moereg.dispatch import Names, Selection, platform_of, select_backend
+from moereg.errors import ArgumentError
+from moereg.layer.checks import check_call, check_no_transform
+from moereg.layer.expert_map import resolve_expert_map
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.layer.one_expert import keeping_moves
+from moereg.nn.export_op import run_exported
+from moereg.nn.state import CanonicalModule, experts_of, has_shared_experts, router_tensors, zeros_for
+from moereg.routing import RouterSpec
+from moereg.runtime.graph_pools import outside_pools
+from moereg.runtime.torch_op import is_exporting, new_handle, run_compiled
+from moereg.runtime.torch_state import in_plain_torch
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import TENSOR_ROLES
+from moereg.weights.permuted import ExpertWeights
+
+__all__ = ["MoELayer"]
+
+
+class MoELayer(CanonicalModule):
+    """The routed experts of one layer as a module, and the router that feeds them where there is one.
+
+    Its parameters, which need no gradient, are the canonical tensors by the names of `ExpertWeights`: `w13` [E,2I,H]
+    with gate rows first, `w2` [E,H,I], scales and biases; and `router_weight` [E,H], `router_bias` [E] and
+    `correction_bias` [E]. `state_dict` holds these on every machine, whatever layout its kernel reads. The kernel is
+    made at the first call, or by `prepare`, and follows `.to()`, `load_state_dict`, steps of torch's optimizers and
+    parameters that are replaced or written into. What is written through `parameter.data` or a raw pointer, of which
+    torch knows nothing, is seen after `refresh()`.
+
+    With `keep_canonical=False` the experts' parameters are freed once the kernel is made, and `state_dict`, `.to()`
+    and copies read them back from it.
+
+    It may stand in `nn.Sequential` if it has a router, be copied, pickled, compiled and exported. An exported program
+    holds the parameters and makes its kernel where it runs, after `import moereg.nn.module`, from copies that go with its
+    parameters; one of a layer whose parameters were freed runs in this process only.
+
+    Args:
+        problem: The layer.
+        weights: Canonical weights of this rank's experts; they become the parameters and are not copied. Zeros
+            where None, for `load_state_dict`.
+        router: How the layer routes where a call names no experts.
+        router_weight: [E,H], all experts, in the problem's dtype; zeros where None and there is a router.
+        router_bias: [E] in the problem's dtype, or None.
+        correction_bias: [E] fp32; given exactly where the router has one, or zeros.
+        ep_rank: As `make_kernel` takes it.
+        expert_map: As `make_kernel` takes it.
+        keep_canonical: Whether the parameters stay after a kernel was made of them.
+        device: Of the zeros; torch's default where None. `meta` takes no memory.
+        require: As `select_backend` takes it.
+        prefer: As `select_backend` takes it.
+        deny: As `select_backend` takes it.
+
+    Raises:
+        ArgumentError: Weights or router do not belong to the problem.
+
+    Attributes:
+        problem: The layer, in the dtype that its parameters have now.
+        router: How it routes, or None.
+        expert_map: Buffer [num_experts] int32, local expert or -1, where placement is `map`; update it in place. Not in
+            `state_dict`, since each rank has another.
+        has_shared_experts: Whether the layer of the checkpoint, or the live module, also has shared experts, which are
+            not in this one.
+
+    Example:
+        >>> import torch
+        >>> problem = moereg.MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2, dtype="float32")
+        >>> router = moereg.routing.RouterSpec(kind="softmax_topk", num_experts=8, top_k=2, renormalize=True)
+        >>> layer = moereg.MoELayer(problem, router=router)
+        >>> sorted(layer.state_dict())
+        ['router_weight', 'w13', 'w2']
+        >>> layer(torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 64])
+    """
+
+    def __init__(
+        self,
+        problem: MoEProblem,
+        weights: ExpertWeights | None = None,
+        *,
+        router: RouterSpec | None = None,
+        router_weight: torch.Tensor | None = None,
+        router_bias: torch.Tensor | None = None,
+        correction_bias: torch.Tensor | None = None,
+        ep_rank: int = 0,
+        expert_map: torch.Tensor | None = None,
+        keep_canonical: bool = True,
+        device: torch.device | str | None = None,
+        require: Names = None,
+        prefer: Names = None,
+        deny: Names = None,
+    ) -> None:
+        """Makes the layer; no kernel yet."""
+        super().__init__()
+        check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
+        check_flag("keep_canonical", keep_canonical)
+        self.problem: MoEProblem = problem
+        self.router = router
+        self.ep_rank = check_count("ep_rank", ep_rank, minimum=0)
+        self.keep_canonical = keep_canonical
+        self.has_shared_experts = False
+        if weights is not None:
+            check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
+        if device is not None:
+            device = check_device("device", device)
+        self._wishes = {"require": require, "prefer": prefer, "deny": deny}
+        if weights is None:
+            place = torch.get_default_device() if device is None else device
+            weights = ExpertWeights.unchecked(zeros_for(problem, place), problem.quant)
+        elif device is not None:
+            weights = weights.to(device)
+        weights.check_against(problem)
+        place = weights.w13.device
+        for name in TENSOR_ROLES:
+            self._set(name, weights.tensors().get(name))
+        given = {"router_weight": router_weight, "router_bias": router_bias, "correction_bias": correction_bias}
+        routing = router_tensors(problem, router, given, place)
+        for name in given:
+            self._set(name, routing.get(name))
+        resolved = resolve_expert_map(problem, ep_rank, expert_map, place)
+        self.register_buffer("expert_map", resolved if problem.placement == "map" else None, persistent=False)
+        self._handle = new_handle(self)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        layer: int,
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        *,
+        num_local_experts: int | None = None,
+        ep_rank: int = 0,
+        **keywords: Any,
+    ) -> MoELayer:
+        """One layer of a checkpoint: its routed experts and their router.
+
+        Shared experts, which take every token, are not in it; `has_shared_experts` says whether the model has some.
+
+        Args:
+            path: Checkpoint directory.
+            layer: Index in the whole model.
+            dtype: Dtype to load in, or to run quantized experts in; the checkpoint's where None.
+            device: Where to load to.
+            num_local_experts: Experts of this rank; all where None.
+            ep_rank: Which experts: those from `ep_rank * num_local_experts` on.
+            **keywords: `keep_canonical`, `require`, `prefer` and `deny`.
+
+        Raises:
+            CheckpointError: The layer cannot be read; the message says why.
+        """
+        loaded = load_experts(path, layer, dtype, device, num_local_experts=num_local_experts, ep_rank=ep_rank)
+        return cls.from_loaded(loaded, **keywords)
+
+    @classmethod
+    def from_loaded(cls, loaded: CheckpointLayer, **keywords: Any) -> MoELayer:
+        """A layer that `load_experts` read; its tensors become the parameters.
+
+        Args:
+            loaded: From `load_experts`.
+            **keywords: `keep_canonical`, `require`, `prefer` and `deny`.
+        """
+        made = cls(
+            loaded.problem,
+            loaded.weights,
+            router=loaded.router,
+            router_weight=loaded.router_weight,
+            router_bias=loaded.router_bias,
+            correction_bias=loaded.correction_bias,
+            ep_rank=loaded.ep_rank,
+            **keywords,
+        )
+        made.has_shared_experts = getattr(loaded, "has_shared_experts", False)
+        return made
+
+    @classmethod
+    def from_module(
+        cls, module: torch.nn.Module, *, top_k: int | None = None, dtype: torch.dtype | None = None, **keywords: Any
+    ) -> MoELayer:
+        """The routed experts of a live module of transformers, such as `model.model.layers[3].mlp`.
+
+        The module's memory becomes the parameters where its layout is canonical; elsewhere they are copies. Its router
+        stays where it is, unless `router` and `router_weight` say the same.
+
+        Args:
+            module: Holds the experts of one layer.
+            top_k: Experts a token; what the module or its config says where None.
+            dtype: Of hidden states, where quantized weights do not say it; bfloat16 where None.
+            **keywords: As the constructor takes them.
+
+        Raises:
+            ArgumentError: The module has no experts or those of several layers, or moereg cannot compute them.
+        """
+        made = cls(*experts_of(module, top_k, dtype), **keywords)
+        made.has_shared_experts = has_shared_experts(module)
+        return made
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor | None = None,
+        topk_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs the experts.
+
+        Args:
+            hidden_states: [..., H] in the problem's dtype, of any strides.
+            topk_weights: [..., K] or [T,K], fp32, bf16 or fp16; the layer's router chooses where None.
+            topk_ids: The same shape, int32 or int64, global experts; given exactly where `topk_weights` is.
+
+        Returns:
+            [..., H]: the sum over this rank's experts.
+
+        Raises:
+            ValueError: A shape, dtype or device is wrong, the layer has no router and no experts were named, or
+                something requires a gradient.
+        """
+        check_instance("hidden_states", hidden_states, torch.Tensor, "pass [..., H]")
+        self._check_trains_not()
+        hidden_size = self.problem.hidden_size
+        if not hidden_states.dim() or hidden_states.shape[-1] != hidden_size:
+            raise ArgumentError(f"hidden_states must be [..., {hidden_size}], got {list(hidden_states.shape)}")
+        rows = hidden_states.reshape(-1, hidden_size).contiguous()
+        if (topk_weights is None) != (topk_ids is None):
+            raise ArgumentError("topk_weights and topk_ids go together; pass both, or none for the layer's router")
+        if topk_weights is None or topk_ids is None:
+            topk_weights, topk_ids = self.route(rows)
+        else:
+            topk_weights = self._flat(topk_weights, "topk_weights", hidden_states)
+            topk_ids = self._flat(topk_ids, "topk_ids", hidden_states)
+            if topk_ids.dtype.is_floating_point and not topk_weights.dtype.is_floating_point:
+                raise ArgumentError("topk_weights come before topk_ids, got them the other way round; exchange the two")
+        if topk_weights.dtype in (torch.bfloat16, torch.float16):
+            topk_weights = topk_weights.float()
+        if torch.compiler.is_compiling():
+            check_call(self.problem, hidden_states.device, rows, topk_weights, topk_ids, None)
+            out = torch.empty_like(rows)
+            if is_exporting() and not self._is_freed:
+                held = {
+                    name: tensor
+                    for name, tensor in self._parameters.items()
+                    if name in TENSOR_ROLES and tensor is not None
+                }
+                expert_map = self._buffers["expert_map"]
+                tensors = held if expert_map is None else {**held, "expert_map": expert_map}
+                run_exported(
+                    rows, topk_weights, topk_ids, out, tensors, self.problem, ep_rank=self.ep_rank, **self._wishes
+                )
+            elif rows.shape[0]:
+                run_compiled(rows, topk_weights, topk_ids, out, self._handle)
+        else:
+            try:
+                kernel = self.prepare()
+            except RuntimeError as error:
+                check_no_transform(error)
+                raise
+            out = kernel(rows, topk_weights, topk_ids)
+        return out.view(hidden_states.shape)
+
+    @in_plain_torch
+    def route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chooses experts as the model's router does, logits in the dtype that the model computes them in.
+
+        Args:
+            hidden_states: [T,H] in the problem's dtype, on the layer's device.
+
+        Returns:
+            topk_weights [T,K] fp32 and topk_ids [T,K] int32, global experts.
+
+        Raises:
+            ArgumentError: The layer has no router.
+        """
+        if self.router is None:
+            raise ArgumentError(
+                "this MoELayer has no router; pass topk_weights and topk_ids, or make it with router=..."
+            )
+        weight, router_bias = self._parameters["router_weight"], self._parameters["router_bias"]
+        assert weight is not None
+        dtype = torch.float32 if self.router.fp32_logits else weight.dtype
+        bias = None if router_bias is None else router_bias.to(dtype)
+        logits = torch.nn.functional.linear(hidden_states.to(dtype), weight.to(dtype), bias)
+        return self.router.route(logits, self._parameters["correction_bias"])
+
+    def prepare(self, selection: Selection | None = None, *, refresh: bool = False) -> MoEKernel:
+        """Makes the kernel, or brings it up to date with parameters that were written into or replaced.
+
+        Args:
+            selection: Of this problem, for this one kernel; chosen on the layer's device by its wishes where None.
+            refresh: Whether to read the parameters again though torch counted no write into them, as `refresh` does.
+
+        Returns:
+            The kernel. `.to()` drops it.
+
+        Raises:
+            UnsupportedProblemError: Nothing fits.
+            ArgumentError: The parameters are on meta, or on a device that this machine's platform has not; where they
+                are to be freed, also that the kernel's layout cannot be read back.
+        """
+        if self._kernel is not None and selection is None:
+            if self._is_freed:
+                return self._kernel
+            state = self._state(checks=not refresh)
+            if refresh or state != self._seen:
+                # In place, so that captured graphs see it.
+                self._kernel.reload(self._checked_weights())
+                self._seen = state
+            return self._kernel
+        outside_pools(self._thaw, self._device)
+        weights = self.weights
+        if weights.w13.device.type == "meta":
+            raise ArgumentError(
+                "the parameters of this MoELayer are on meta and hold nothing; load_state_dict(..., assign=True), or "
+                "to_empty(device=...) and load_state_dict"
+            )
+        weights = self._checked_weights()
+        if selection is None:
+            selection = select_backend(self.problem, platform_of(weights.w13.device), **self._wishes)
+        place = self._buffers["expert_map"]
+        kernel = make_kernel(self.problem, weights, selection, ep_rank=self.ep_rank, expert_map=place)
+        kernel.copied = None  # Later calls of this function reload it.
+        kernel.cure = (
+            "write into the parameters instead of replacing them (load_state_dict without assign=True), or drop the "
+            "kernel with layer.to(layer.w13.device) and capture again"
+        )
+        if not self.keep_canonical:
+            with keeping_moves():
+                kernel.weights.to_canonical(0)  # Raises where nothing could be read back.
+            self._free()
+        self._kernel, self._seen = kernel, self._state()
+        return kernel
+
+    def refresh(self) -> None:
+        """Reads all parameters again, after writes that torch does not count.
+
+        Those are writes through `parameter.data` or a raw pointer, and by replayed CUDA graphs. Captured graphs of this
+        layer see them.
+        """
+        if self._kernel is not None:
+            self.prepare(refresh=True)
+
+    def update_expert(self, expert: int, weights: ExpertWeights) -> None:
+        """Replaces one expert in parameters and kernel, in place.
+
+        Args:
+            expert: Local expert.
+            weights: Of that expert alone, E = 1, on the layer's device.
+
+        Raises:
+            ValueError: As `MoEKernel.update_expert`.
+        """
+        kernel = self.prepare()
+        with kernel.in_turn.alone():
+            # The memory that the kernel shares is that of the parameters.
+            kernel.update_expert(expert, weights, write_shared=True)
+            if not self._is_freed:
+                with torch.no_grad():
+                    for name, tensor in weights.tensors().items():
+                        parameter = self._parameters[name]
+                        assert parameter is not None
+                        if parameter.dim():
+                            parameter[expert].copy_(tensor[0])
+                self._seen = self._state()
+
+    def check_and_run(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Runs a call of compiled code, whose shapes and dtypes were checked.
+
+        Args:
+            hidden_states: [T,H], T at least 1.
+            topk_weights: [T,K] fp32.
+            topk_ids: [T,K] int32 or int64.
+            out: [T,H], overwritten.
+        """
+        self.prepare()(hidden_states, topk_weights, topk_ids, out)
+
+    def extra_repr(self) -> str:
+        """The problem, the backend and the router, for `repr`."""
+        backend = "no kernel yet" if self._kernel is None else str(self._kernel.selection.backend)
+        router = "no router" if self.router is None else self.router.kind
+        return f"{self.problem}, {router}, {backend}{', canonical weights freed' if self._is_freed else ''}"
+
+    def _flat(self, routes: torch.Tensor, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
+        check_instance(name, routes, torch.Tensor, "pass [..., K]")
+        if not routes.dim() or routes.shape[-1] != self.problem.top_k:
+            raise ArgumentError(f"{name} must be [..., {self.problem.top_k}], got {list(routes.shape)}")
+        # [T,K] serves hidden states of any leading sizes; `check_call` compares T.
+        if routes.dim() != 2 and routes.shape[:-1] != hidden_states.shape[:-1]:
+            wanted = [*hidden_states.shape[:-1], self.problem.top_k]
+            raise ArgumentError(
+                f"{name} must be {wanted}, as hidden_states are {list(hidden_states.shape)}, or [T,K], got "
+                f"{list(routes.shape)}; a route belongs to the token at its place"
+            )
+        return routes.reshape(-1, self.problem.top_k).contiguous()
+
+    def _check_trains_not(self) -> None:
+        if torch.is_grad_enabled() and any(
+            each is not None and each.requires_grad for each in self._parameters.values()
+        ):
+            raise ArgumentError(
+                "moereg is for inference and computes no gradients; call it under torch.no_grad(), or "
+                "layer.requires_grad_(False)"
+            )

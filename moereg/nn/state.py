@@ -1,0 +1,340 @@
+"""State of a MoELayer: parameters, the router's tensors, and experts read back from its kernel."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from typing_extensions import Self
+
+from moereg.arguments import check_count, check_instance
+from moereg.errors import ArgumentError
+from moereg.layer.factory import MoEKernel
+from moereg.layer.one_expert import read_all
+from moereg.routing import RouterSpec
+from moereg.runtime.torch_op import new_handle
+from moereg.spec.problem import DTYPES, MoEProblem
+from moereg.spec.quant_schemes import TENSOR_ROLES
+from moereg.weights.permuted import ExpertWeights
+from moereg.weights.versions import TensorState, check_counted, states_of
+
+__all__ = [
+    "CanonicalModule",
+    "experts_of",
+    "has_shared_experts",
+    "router_tensors",
+    "zeros_for",
+]
+
+
+class CanonicalModule(torch.nn.Module):
+    """A module whose parameters are canonical weights, or in whose kernel they are where the parameters were freed.
+
+    Attributes:
+        problem: The layer, in the dtype that its parameters have now.
+    """
+
+    problem: MoEProblem
+    _handle: torch.Tensor
+    # _seen: Of the parameters that the kernel was made of; None where it has to be brought up to date.
+    # _freed: The parameters as they were, on meta, by name.
+
+    def __init__(self) -> None:
+        """Without parameters."""
+        super().__init__()
+        self._kernel: MoEKernel | None = None
+        self._seen: tuple[TensorState, ...] | None = None
+        self._freed: dict[str, torch.Tensor] = {}
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """Canonical weights: views of the parameters, or new ones out of the kernel where they were freed."""
+        if self._is_freed:
+            assert self._kernel is not None
+            return read_all(self._kernel.weights)
+        tensors = {name: self._parameters.get(name) for name in TENSOR_ROLES}
+        held = {name: value.detach() for name, value in tensors.items() if value is not None}
+        return ExpertWeights.unchecked(held, self.problem.quant)
+
+    def _checked_weights(self) -> ExpertWeights:
+        """The same, whose values were checked where that is cheap: parameters may be anything by now."""
+        weights = self.weights
+        return ExpertWeights(**weights.tensors(), quant=weights.scheme)
+
+    def __delattr__(self, name: str) -> None:
+        """As torch's; but parameters stay: `torch.nn.utils.parametrize` would put something else in their place."""
+        if name in self._parameters:
+            raise ArgumentError(
+                f"a MoELayer keeps its own parameters, got one that takes {name} away, as parametrizations do; write "
+                f"the numbers into {name}, whose writes the kernel follows"
+            )
+        super().__delattr__(name)
+
+    def _set(self, name: str, tensor: torch.Tensor | None) -> None:
+        self.register_parameter(name, None if tensor is None else _as_parameter(tensor))
+
+    def _count_writes(self) -> None:
+        """Makes parameters that came out of inference mode ordinary ones, which count versions, of the same memory."""
+        self._seen = None  # What was written until now was not counted.
+        for name in TENSOR_ROLES:
+            tensor = self._parameters[name]
+            if tensor is not None and tensor.is_inference():
+                self._set(name, tensor)
+
+    @property
+    def _is_freed(self) -> bool:
+        return self._parameters["w13"] is None
+
+    def _free(self) -> None:
+        """Gives the parameters' memory back; the kernel holds the experts from now on."""
+        for name, tensor in self.weights.tensors().items():
+            self._freed[name] = torch.empty_like(tensor, device="meta")
+            self._set(name, None)
+
+    def _state(self, checks: bool = False) -> tuple[TensorState, ...]:
+        state = states_of(tensor for name in TENSOR_ROLES if (tensor := self._parameters[name]) is not None)
+        if checks and self._seen is not None:
+            check_counted(self._seen, state, "call layer.refresh() after such writes")
+        return state
+
+    def _thaw(self) -> None:
+        """Gives freed parameters back, and drops the kernel that held them."""
+        if self._is_freed:
+            for name, tensor in self.weights.tensors().items():
+                self._set(name, tensor)
+            self._freed = {}
+        self._kernel = None
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        dtype = fn(torch.empty(0, dtype=self.problem.torch_dtype, device=self._device)).dtype
+        if str(dtype).removeprefix("torch.") not in DTYPES:
+            raise ArgumentError(f"a MoELayer computes in {', '.join(DTYPES)}, got {dtype}")
+        self._thaw()
+        is_plain = self.problem.quant.weight is None
+        keep = {
+            id(tensor)
+            for name, tensor in self._parameters.items()
+            if name == "correction_bias" or (name in TENSOR_ROLES and not (is_plain or TENSOR_ROLES[name] == "bias"))
+        }
+
+        def apply(tensor: torch.Tensor) -> torch.Tensor:
+            return _as_bytes(fn, tensor) if id(tensor) in keep else fn(tensor)
+
+        super()._apply(apply, recurse)  # type: ignore[no-untyped-call]
+        self._count_writes()
+        self.problem = dataclasses.replace(self.problem, dtype=str(dtype).removeprefix("torch."))
+        return self
+
+    @property
+    def _device(self) -> torch.device:
+        if self._is_freed:
+            assert self._kernel is not None
+            return self._kernel.weights.device
+        w13 = self._parameters["w13"]
+        assert w13 is not None
+        return w13.device
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._is_freed:
+            destination.update({prefix + name: tensor for name, tensor in self.weights.tensors().items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        others: tuple[Any, ...] = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if self._is_freed:
+            given = {name: state_dict[prefix + name] for name in self._freed if prefix + name in state_dict}
+            missing_keys += [prefix + name for name in self._freed if strict and name not in given]
+            try:
+                self._load_freed(given, prefix)
+            except ValueError as error:
+                error_msgs.append(str(error))
+            taken = {prefix + name for name in given}
+            state_dict = {key: value for key, value in state_dict.items() if key not in taken}
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        self._count_writes()
+
+    def _load_freed(self, given: Mapping[str, torch.Tensor], prefix: str) -> None:
+        """Loads experts whose parameters were freed into their kernel, as torch loads parameters: dtypes may differ."""
+        for name, value in given.items():
+            wanted = self._freed[name].shape
+            if value.shape != wanted:
+                raise ArgumentError(f"{prefix}{name} must be {list(wanted)}, got {list(value.shape)}")
+        if given:
+            assert self._kernel is not None
+            device = self._device
+            tensors = {name: value.detach().to(device, self._freed[name].dtype) for name, value in given.items()}
+            if len(tensors) < len(self._freed):
+                tensors = {**self.weights.tensors(), **tensors}
+            # In place, so that captured graphs see it; the kernel's memory was that of the parameters.
+            self._kernel.reload(ExpertWeights(**tensors, quant=self.problem.quant), write_shared=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State of copies and pickles: canonical tensors and no kernel, which belongs to this machine."""
+        state = {**self.__dict__, "_kernel": None, "_seen": None, "_freed": {}}
+        del state["_handle"]
+        if self._is_freed:
+            read = {name: _as_parameter(tensor) for name, tensor in self.weights.tensors().items()}
+            state["_parameters"] = {**self._parameters, **read}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = new_handle(self)
+
+    @abc.abstractmethod
+    def check_and_run(
+        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """As `MoEKernel.check_and_run`."""
+
+
+def router_tensors(
+    problem: MoEProblem,
+    router: RouterSpec | None,
+    given: Mapping[str, torch.Tensor | None],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """The router's tensors by name, on the device; zeros for those that it needs and nobody gave.
+
+    Args:
+        problem: The layer.
+        router: How it routes, or None.
+        given: `router_weight`, `router_bias` and `correction_bias`, as the caller has them.
+        device: Of the weights.
+
+    Raises:
+        ArgumentError: The router is not the problem's, or a tensor is not the router's.
+    """
+    held = {name: tensor for name, tensor in given.items() if tensor is not None}
+    if router is None:
+        if held:
+            raise ArgumentError(f"{sorted(held)[0]} needs router=..., which says how it is used")
+        return {}
+    check_instance("router", router, RouterSpec, "make one with RouterSpec(...), or take load_experts(...).router")
+    sizes = (problem.num_experts, problem.top_k, problem.apply_router_weight_on_input)
+    if (router.num_experts, router.top_k, router.apply_router_weight_on_input) != sizes:
+        raise ArgumentError(f"router must be of the problem, {problem}, got {router}")
+    needs_correction = {"correction_bias"} if router.has_correction_bias else set()
+    if "correction_bias" in held and not needs_correction:
+        raise ArgumentError("this router takes no correction_bias; leave it out, or say has_correction_bias=True")
+    rows = {
+        "router_weight": (
+            (problem.num_experts, problem.hidden_size),
+            torch.float32 if router.fp32_weight else problem.torch_dtype,
+        ),
+        "router_bias": ((problem.num_experts,), problem.torch_dtype),
+        "correction_bias": ((problem.num_experts,), torch.float32),
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (shape, dtype) in rows.items():
+        if name in held:
+            check_instance(name, held[name], torch.Tensor, f"pass {list(shape)}")
+            if (tuple(held[name].shape), held[name].dtype) != (shape, dtype):
+                found = f"{list(held[name].shape)} {held[name].dtype}"
+                raise ArgumentError(f"{name} must be {list(shape)} {dtype}, got {found}; convert it")
+            tensors[name] = held[name].to(device)
+        elif name in {"router_weight"} | needs_correction:
+            tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
+    return tensors
+
+
+def _as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    """The same memory as a parameter that needs no gradient, and that counts what is written into it."""
+    if tensor.is_inference():
+        with torch.inference_mode(False):
+            place = tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+            tensor = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*place)
+    return torch.nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+_SHARED: Final = re.compile(r"(^|\.)shared_(experts?|mlp)$")
+"""How transformers names what every token passes beside the routed experts."""
+
+
+def has_shared_experts(module: torch.nn.Module) -> bool:
+    """Whether a live module of transformers also holds experts that take every token."""
+    return any(_SHARED.search(name) for name, _ in module.named_modules())
+
+
+def experts_of(
+    module: torch.nn.Module, top_k: int | None, dtype: torch.dtype | None
+) -> tuple[MoEProblem, ExpertWeights]:
+    """Problem and canonical weights of a live module of transformers; views where nothing moves.
+
+    Args:
+        module: Holds the experts of one layer.
+        top_k: Experts a token; what the module or its config says where None.
+        dtype: Of hidden states, where quantized weights do not say it; bfloat16 where None.
+
+    Raises:
+        ArgumentError: The module has no experts or those of several layers, or moereg cannot compute them.
+    """
+    from moereg.integrations._experts.blocks import find_experts
+    from moereg.integrations._experts.serving import check_servable, served
+
+    check_instance("module", module, torch.nn.Module, "pass one such as model.model.layers[3].mlp")
+    if top_k is not None:
+        check_count("top_k", top_k)
+    name = type(module).__name__
+    found = find_experts(module)
+    if len(found) != 1:
+        raise ArgumentError(
+            f"from_module takes a module with the experts of one layer, got {name} with {len(found)}; pass one layer's"
+        )
+    each = found[0]
+    top_k = top_k or each.top_k
+    try:
+        if each.live is None:
+            raise ArgumentError(str(each.refusal))
+        if each.block is not None and each.block is not each.module:
+            raise ArgumentError(f"{type(each.block).__name__} does more with its experts than call them")
+        if (known := served(each.module)) is not None and known.released:
+            raise ArgumentError(
+                "its weights were freed; moereg.integrations.transformers.restore(model) brings them back"
+            )
+        check_servable(each.module, each.live)
+        if top_k is None:
+            raise ArgumentError("nothing says how many experts a token has; pass top_k")
+    except ArgumentError as error:
+        raise ArgumentError(f"no MoELayer can be made of {name}: {error}") from error
+    return each.live.problem(top_k, dtype or torch.bfloat16), each.live.canonical(each.module)
+
+
+def zeros_for(problem: MoEProblem, device: torch.device) -> dict[str, torch.Tensor]:
+    """Canonical tensors of experts that output zeros; static activation scales are 1, since 0 is none."""
+    rows = problem.quant.tensor_rows(
+        problem.num_local_experts,
+        problem.hidden_size,
+        problem.intermediate_size,
+        problem.activation.num_halves,
+        problem.has_bias,
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    for row in rows:
+        dtype = problem.torch_dtype if row.dtype is None else row.dtype
+        if row.required:
+            # 8-bit floats, which torch cannot always fill, by their bytes.
+            tensor = torch.zeros(math.prod(row.shapes[0]) * dtype.itemsize, dtype=torch.uint8, device=device)
+            tensors[row.name] = tensor.view(dtype).view(row.shapes[0])
+            if row.role == "activation_scale":
+                tensors[row.name].fill_(1.0)
+    return tensors
+
+
+def _as_bytes(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Applies a function of `nn.Module._apply` to a tensor whose dtype must stay: torch may take codes for floats."""
+    return fn(tensor.detach().reshape(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,120 @@
+"""A call over a group: tokens in, experts, results home; in two parts, one moves while the other is multiplied."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import torch
+
+from moereg.prepare_finalize import GroupPrepareFinalize, Moved, Prepared
+from moereg.weights.checks import checks_values
+
+__all__ = ["Tokens", "run_over_group"]
+
+
+class Tokens(NamedTuple):
+    """The arguments of a call, which travel together."""
+
+    hidden_states: torch.Tensor
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
+
+_STREAMS: Final[dict[torch.device, torch.cuda.Stream]] = {}
+"""A stream for movement on each GPU: layers run one after another, and so does what they move."""
+
+_LOCK: Final = threading.Lock()
+
+
+def run_over_group(
+    moves: GroupPrepareFinalize,
+    tokens: Tokens,
+    out: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    multiply: Callable[[Prepared], torch.Tensor],
+) -> None:
+    """Runs a call that all ranks make together, cut into `moves.num_batches` parts of nearly equal numbers of tokens.
+
+    That ranks call the same layer is checked on a CPU in each call. On a GPU the host would have to wait for the other
+    hosts, so it is checked in the layer's first call and where a call is captured, and with MOEREG_DEBUG=1 in each one
+    that is not a graph's replay. A way whose host waits for counts sends the layer's number with them, in every call.
+
+    Every rank runs as many parts, also without tokens. On a GPU several parts move on a stream of their own: the second
+    one's tokens arrive while the first is multiplied, and the first one's results leave while the second is.
+
+    Args:
+        moves: Prepares and finalizes; the experts' problem is its own.
+        tokens: [T,H], [T,K] and [T,K].
+        out: [T,H], overwritten.
+        expert_map: As the experts are called.
+        multiply: Runs the experts on what arrived, on the current stream; returns what they wrote.
+
+    Raises:
+        GroupError: Ranks call different layers, another thread uses the group, or a rank has ended or stalled.
+    """
+    with moves.group.alone(moves.calling):
+        is_captured = out.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not moves.has_met or is_captured or checks_values(out.device):
+            moves.group.call_together(moves.layer_number)
+            moves.has_met = True
+        _run_parts(moves, tokens, out, expert_map, multiply)
+
+
+def _run_parts(
+    moves: GroupPrepareFinalize,
+    tokens: Tokens,
+    out: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    multiply: Callable[[Prepared], torch.Tensor],
+) -> None:
+    problem, count = moves.experts_problem, moves.num_batches
+    if count == 1 or out.device.type != "cuda":
+        for part, rows in _parts(tokens, out, count):
+            prepared = moves.prepare(*part, problem, expert_map)
+            moves.finalize(rows, multiply(prepared), prepared, problem)
+        return
+    main, moving = torch.cuda.current_stream(out.device), _stream(out.device)
+    parts = _parts(tokens, out, count)
+
+    def arrive(part: Tokens) -> tuple[Moved, torch.cuda.Event]:
+        with torch.cuda.stream(moving):
+            prepared = moves.prepare(*part, problem, expert_map)
+            return prepared, moving.record_event()
+
+    moving.wait_stream(main)
+    # Everything that a stream made and the other reads lives until both have met again.
+    alive: list[object] = []
+    prepared, arrived = arrive(parts[0][0])
+    for place, (_, rows) in enumerate(parts):
+        main.wait_event(arrived)
+        expert_out = multiply(prepared)
+        multiplied = main.record_event()
+        alive += [prepared, expert_out]
+        current: Prepared = prepared
+        if place + 1 < count:
+            prepared, arrived = arrive(parts[place + 1][0])
+        with torch.cuda.stream(moving):
+            moving.wait_event(multiplied)
+            moves.finalize(rows, expert_out, current, problem)
+    main.wait_stream(moving)
+    del alive
+
+
+def _parts(tokens: Tokens, out: torch.Tensor, count: int) -> list[tuple[Tokens, torch.Tensor]]:
+    """The tokens of each part and the rows of its results; the first parts are the larger ones."""
+    num_tokens = out.shape[0]
+    ends = [-(-num_tokens * place // count) for place in range(count + 1)]
+    parts = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
+    return [(Tokens(*(tensor[part] for tensor in tokens)), out[part]) for part in parts]
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    with _LOCK:
+        if device not in _STREAMS:
+            # Movement is short, and the next products wait for it: it goes first where both could start. NCCL keeps
+            # streams of its own, whose priority is the process group's.
+            _STREAMS[device] = torch.cuda.Stream(device, priority=-1)
+        return _STREAMS[device]

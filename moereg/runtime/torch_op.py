@@ -1,0 +1,101 @@
+"""The torch op by which compiled and exported code runs a layer that stays outside it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import weakref
+from typing import Any, Final
+
+import torch
+
+from moereg.runtime.graph_pools import in_compiled_code
+
+__all__ = ["is_exporting", "layer_of", "new_handle", "run_compiled"]
+
+
+# Another process counts from another number on, so that code which was exported there finds no layer of this one.
+_HANDLES: Final = itertools.count(random.SystemRandom().getrandbits(62))
+_LAYERS: Final[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
+
+_LIBRARY: Final = torch.library.Library("moereg", "DEF")
+_LIBRARY.define(
+    "moe_layer(Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor(a!) out, Tensor handle) -> ()",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+
+
+def is_exporting() -> bool:
+    """Whether code is compiled for `torch.export`, not for this process: `torch.compiler.is_exporting`.
+
+    Dynamo of torch 2.11 takes that one for true in every compilation, so what it returns is read where it is.
+    """
+    return bool(torch.compiler._is_exporting_flag)
+
+
+def new_handle(layer: object) -> torch.Tensor:
+    """A number by which compiled code finds a layer, which it does not keep alive.
+
+    Args:
+        layer: For `run_compiled` one whose `check_and_run` checks addresses and values, which tensors do not have while
+            code is compiled, and writes `out`.
+
+    Returns:
+        [] int64. A tensor, since compiled code treats a number as a constant: each layer would compile its caller
+        again. It is on the CPU whatever the default device is, since each call of compiled code reads it.
+    """
+    number = next(_HANDLES)
+    _LAYERS[number] = layer
+    return torch.tensor(number, device="cpu")
+
+
+def layer_of(handle: torch.Tensor) -> Any:
+    """The layer that a handle was made for.
+
+    Raises:
+        RuntimeError: It is gone, or of another process.
+    """
+    layer = _LAYERS.get(int(handle))  # The handle is on the CPU, so nothing waits for a device.
+    if layer is None:
+        raise RuntimeError(
+            f"the MoE layer of compiled code (handle {int(handle)}) is gone; keep a reference to it, and export again "
+            "in another process"
+        )
+    return layer
+
+
+def run_compiled(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor,
+    handle: torch.Tensor,
+) -> None:
+    """Runs a layer where its caller is being compiled: one opaque op that writes `out`."""
+    torch.ops.moereg.moe_layer(hidden_states, topk_weights, topk_ids, out, handle)
+
+
+def _moe_layer(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor,
+    handle: torch.Tensor,
+) -> None:
+    layer = layer_of(handle)
+    with in_compiled_code():
+        layer.check_and_run(hidden_states, topk_weights, topk_ids, out)
+
+
+def _moe_layer_fake(
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor,
+    handle: torch.Tensor,
+) -> None:
+    return None
+
+
+_LIBRARY.impl("moe_layer", _moe_layer, "CompositeExplicitAutograd")
+torch.library.register_fake("moereg::moe_layer", _moe_layer_fake, lib=_LIBRARY)

@@ -1,0 +1,160 @@
+"""Scratch memory shared by all layers: one buffer per device and stream, or thread where there are none."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import torch
+
+from moereg.runtime.graph_pools import outside_pools
+
+__all__ = ["WORKSPACES", "WorkspacePool"]
+
+_ALIGNMENT: Final = 256
+
+_MAX_REQUESTS: Final = 4096
+"""Requests whose tensors are kept: different numbers of tokens times different layers."""
+
+_Shapes = tuple[tuple[int, ...], ...]
+
+
+class _Scratch:
+    """One buffer and the tensors cut from it, by request. Cutting takes 15 us of a call, and calls repeat."""
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+        self._views: dict[tuple[_Shapes, torch.dtype], tuple[torch.Tensor, ...]] = {}
+
+    def take(self, shapes: _Shapes, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+        tensors = self._views.get((shapes, dtype))
+        if tensors is not None:
+            return tensors
+        num_bytes = _num_bytes(shapes, dtype)
+        # Tensors made in inference mode could not be written outside it, where the next call may be.
+        with torch.inference_mode(False):
+            if self._buffer is None or self._buffer.numel() < num_bytes:
+                self.release()  # The old one goes back to the allocator before the larger one is asked for.
+                self._buffer = outside_pools(lambda: _allocate(num_bytes, device), device)
+            if len(self._views) >= _MAX_REQUESTS:
+                self._views.clear()
+            tensors = self._views[shapes, dtype] = _cut(self._buffer, shapes, dtype)
+        return tensors
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._buffer is None else self._buffer.numel()
+
+    def release(self) -> None:
+        self._views.clear()
+        self._buffer = None
+
+
+class _PerThread(threading.local):
+    """The scratch of one thread, by device; it ends with the thread."""
+
+    def __init__(self) -> None:
+        self.scratch: dict[torch.device, _Scratch] = {}
+
+
+class WorkspacePool:
+    """Hands out scratch that is valid until the next request on the same device and stream (without CUDA: thread).
+
+    Work on one stream runs in order, so the layers of a model share one buffer that grows to the largest need. While a
+    CUDA graph is captured the scratch comes from the graph's own memory pool instead: the graph keeps it alive, layers
+    of one graph reuse it, and eager calls never touch it.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, int], _Scratch] = {}
+        self._thread = _PerThread()
+        self._all: weakref.WeakSet[_Scratch] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._source: Callable[[_Shapes, torch.dtype, torch.device], tuple[torch.Tensor, ...]] | None = None
+
+    @contextlib.contextmanager
+    def answered_by(
+        self, take: Callable[[_Shapes, torch.dtype, torch.device], tuple[torch.Tensor, ...]]
+    ) -> Iterator[None]:
+        """Has another function answer every request meanwhile: the conformance kit lays guard bands around scratch.
+
+        Args:
+            take: As the method of that name.
+        """
+        previous, self._source = self._source, take
+        try:
+            yield
+        finally:
+            self._source = previous
+
+    def take(self, shapes: _Shapes, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Uninitialized tensors of the shapes, 256-byte aligned, not overlapping.
+
+        Args:
+            shapes: One for each tensor.
+            dtype: Dtype of all of them.
+            device: Where to allocate.
+        """
+        if self._source is not None:
+            return self._source(shapes, dtype, device)
+        if device.type != "cuda":
+            own = self._thread.scratch.get(device)
+            if own is None:
+                own = self._thread.scratch[device] = self._new()
+            return own.take(shapes, dtype, device)
+        if torch.cuda.is_current_stream_capturing():
+            return _cut(_allocate(_num_bytes(shapes, dtype), device), shapes, dtype)
+        owner = (device, torch.cuda.current_stream(device).cuda_stream)
+        scratch = self._streams.get(owner)
+        if scratch is None:
+            scratch = self._streams.setdefault(owner, self._new())
+        return scratch.take(shapes, dtype, device)
+
+    def _new(self) -> _Scratch:
+        with self._lock:
+            scratch = _Scratch()
+            self._all.add(scratch)
+            return scratch
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held in all buffers."""
+        with self._lock:
+            return sum(scratch.num_bytes for scratch in self._all)
+
+    def release(self) -> None:
+        """Gives all buffers back to the allocator; the next call allocates again."""
+        with self._lock:
+            for scratch in self._all:
+                scratch.release()
+
+
+def _num_bytes(shapes: _Shapes, dtype: torch.dtype) -> int:
+    return sum(_aligned_bytes(shape, dtype) for shape in shapes)
+
+
+def _aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _cut(buffer: torch.Tensor, shapes: _Shapes, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    tensors, start = [], 0
+    for shape in shapes:
+        flat = buffer[start : start + math.prod(shape) * dtype.itemsize]
+        tensors.append(flat.view(dtype).view(shape))
+        start += _aligned_bytes(shape, dtype)
+    return tuple(tensors)
+
+
+def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+    # The allocators of torch align to 512 bytes on GPUs and 64 on CPUs; one alignment of slack covers the latter.
+    raw = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8, device=device)
+    start = -raw.data_ptr() % _ALIGNMENT
+    return raw[start : start + num_bytes]
+
+
+WORKSPACES: Final = WorkspacePool()

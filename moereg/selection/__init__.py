@@ -1,0 +1,25 @@
+"""Requests, requirements, decisions and selections: deciding on arguments alone."""
+
+from __future__ import annotations
+
+from moereg.selection.result import (
+    SCHEMA,
+    SOURCES,
+    Candidate,
+    Choice,
+    Decision,
+    Selection,
+    Verdict,
+    nearest_by_backend,
+)
+
+__all__ = [
+    "SCHEMA",
+    "SOURCES",
+    "Candidate",
+    "Choice",
+    "Decision",
+    "Selection",
+    "Verdict",
+    "nearest_by_backend",
+]

@@ -1,0 +1,235 @@
+"""Deciding: judge every candidate, rank what is accepted, say why.
+
+Pure except for the cached answers of probes: problem, platform, request and cells come in as arguments, and nothing is
+looked up. Names no backend, architecture or scheme.
+
+    decide                  the cells of a registry, best first, with every reason
+      _eligible             candidates: cells that read the weights, by their most specific rule
+      _judge                every reason against one candidate
+        reasons_against     those that a way to move tokens between ranks can have too
+      rank                  accepted before rejected, wishes before priorities
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from moereg.errors import described, shown, stops_the_process
+from moereg.evidence.quarantine import EMPTY, Quarantine
+from moereg.platforms import Platform, PlatformRule
+from moereg.registry import BUILTIN, BackendCell, Cell
+from moereg.selection.request import Request
+from moereg.selection.requirements import PROBES, Probes, assumptions, clause, lacks
+from moereg.selection.result import Candidate, Decision, Selection
+from moereg.spec.facts import fact_reasons
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
+from moereg.spec.reasons import Reason
+
+
+def decide(
+    problem: MoEProblem,
+    platform: Platform,
+    request: Request,
+    cells: Iterable[BackendCell],
+    probes: Probes = PROBES,
+    quarantine: Quarantine = EMPTY,
+) -> Selection:
+    """Chooses among cells: those of `BackendRegistry.cells`, whichever registry they were registered in.
+
+    Args:
+        problem: The layer.
+        platform: What it is to run on; probes run only where it is probed.
+        request: Resolved for the problem's scheme.
+        cells: Candidates.
+        probes: Keeps the answers of probes.
+        quarantine: What failed the conformance kit on the machine that `platform` is.
+
+    Returns:
+        The selection, without a winner where nothing fits.
+    """
+    cells = tuple(cells)
+    candidates = _eligible(cells, problem, platform)
+    decisions = rank(
+        (_judge(candidate, problem, platform, request, probes, quarantine) for candidate in candidates), request
+    )
+    source = None
+    if decisions and decisions[0].accepted:
+        is_preferred = request.wish(decisions[0].backend).preferred < math.inf
+        source = "required" if request.require else "preferred" if is_preferred else "priority"
+    notices = (*request.notices, *_outranking(decisions, cells))
+    return Selection(problem, platform, request, decisions, source, notices)
+
+
+def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request: Request) -> Decision:
+    """Every reason against one cell, whatever other cells there are and whatever is quarantined."""
+    candidate = Candidate(cell, cell.scheme_for(problem.quant), cell.rule_for(platform))
+    return _judge(candidate, problem, platform, request, PROBES, EMPTY)
+
+
+def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platform) -> Iterator[Candidate]:
+    """Candidates that read the problem's weights; for a backend without any, all of its cells.
+
+    If several cells of one experts class and scheme match the platform, only the one with the most specific rule is a
+    candidate. Among equally specific ones, keep those whose facts match the problem; if none do, keep all.
+    """
+    computes = [(cell, cell.scheme_for(problem.quant)) for cell in cells]
+    readers = {cell.name for cell, scheme in computes if scheme is not None}
+    alike: dict[tuple[str, type, str], list[tuple[int, Candidate]]] = {}
+    for cell, scheme in computes:
+        if scheme is None and cell.name in readers:
+            continue
+        candidate = Candidate(cell, scheme, rule := cell.rule_for(platform))
+        if scheme is None or rule is None:
+            yield candidate
+        else:
+            alike.setdefault((cell.name, cell.experts, scheme.name), []).append((rule.specificity, candidate))
+    for group in alike.values():
+        most = max(specificity for specificity, _ in group)
+        best = [candidate for specificity, candidate in group if specificity == most]
+        if len(best) > 1:
+            best = [each for each in best if not fact_reasons(each.cell.facts, problem)] or best
+        yield from best
+
+
+def _judge(
+    candidate: Candidate,
+    problem: MoEProblem,
+    platform: Platform,
+    request: Request,
+    probes: Probes,
+    quarantine: Quarantine,
+) -> Decision:
+    """Every reason against one candidate."""
+    cell, scheme, rule = candidate.cell, candidate.scheme, candidate.rule
+    failed = quarantine.record(cell, scheme, rule, platform)
+    facts = [
+        *([] if failed is None else [failed.reason]),
+        *fact_reasons(cell.facts, problem),
+        *_precision_reasons(scheme, problem),
+    ]
+
+    def ask() -> object:
+        return cell.experts.unsupported_reasons(problem=problem, platform=platform)
+
+    reasons = [
+        *_scheme_reasons(cell, scheme, problem),
+        *reasons_against(cell, rule, platform, request, probes, facts, ask),
+    ]
+    return Decision(
+        backend=cell.name,
+        experts=cell.class_name,
+        rule=rule.text if rule else cell.rules_text,
+        computes=(scheme or cell.schemes[0]).name,
+        priority=cell.priority,
+        tier=cell.tier,
+        origin=cell.origin,
+        origin_version=cell.origin_version,
+        reasons=tuple(reasons),
+        assumes=assumptions(cell, platform),
+        candidate=candidate,
+    )
+
+
+def _scheme_reasons(cell: BackendCell, scheme: QuantScheme | None, problem: MoEProblem) -> Iterable[Reason]:
+    if scheme is not None:
+        return
+    of_these_weights = [known.name for known in cell.schemes if known.weight == problem.quant.weight]
+    rule_text = f"weights in ({', '.join(known.name for known in cell.schemes)})"
+    if of_these_weights:
+        rule_text = f"activations as in ({', '.join(of_these_weights)})"
+    yield Reason("quant_scheme", f"requires {rule_text}, got {problem.quant.description}")
+
+
+def _precision_reasons(scheme: QuantScheme | None, problem: MoEProblem) -> Iterable[Reason]:
+    if scheme is not None and problem.exact_activations and scheme.activation != problem.quant.activation:
+        yield Reason("precision", f"requires activations as {problem.quant.name} has them, got {scheme.name} instead")
+
+
+def reasons_against(
+    cell: Cell,
+    rule: PlatformRule | None,
+    platform: Platform,
+    request: Request,
+    probes: Probes,
+    facts: Iterable[Reason],
+    ask: Callable[[], object],
+) -> list[Reason]:
+    """Every reason against a cell of any kind: the machine, the request, its facts, then its class's own predicate.
+
+    Args:
+        cell: A backend's, or that of a way to move tokens.
+        rule: Its rule for the platform, if any.
+        platform, request, probes: As in `decide`.
+        facts: The reasons out of what the class declares.
+        ask: Calls the predicate.
+    """
+    wish = request.wish(cell.name)
+    # Denying a wheel's backend keeps its code out of the choice.
+    is_asked = cell.origin == BUILTIN or not wish.is_denied
+    reasons = lacks(cell, rule, platform, probes if is_asked else None)
+    if wish.is_denied:
+        reasons.append(Reason("denied", f"denied by the request ({', '.join(request.deny)})"))
+    if request.require and wish.required == math.inf:
+        required = ", ".join(request.require)
+        reasons.append(Reason("not_required", f"requires a {cell.requested_as} in ({required}), got {cell.name}"))
+    if cell.opt_in and not wish.is_named:
+        reasons.append(Reason("opt_in", "is opt-in: name it in require or prefer"))
+    reasons.extend(facts)
+    if not is_asked:
+        return reasons
+    try:
+        texts = ask()
+        if not isinstance(texts, Iterable) or isinstance(texts, (str, bytes, Mapping)):
+            raise TypeError(f"it has to return a list of texts, got {shown(texts)}")
+        for text in texts:
+            if not isinstance(text, str):
+                raise TypeError(f"it has to return a list of texts, got one with {shown(text)}")
+            reasons.append(Reason("backend", clause(text)))
+    except BaseException as error:  # A predicate that raises is a bug of that backend, not of the dispatcher.
+        if stops_the_process(error):
+            raise
+        reasons.append(Reason("predicate_error", f"its {cell.predicate} raised {described(error)}"))
+    return reasons
+
+
+def _outranking(decisions: Sequence[Decision], cells: Sequence[BackendCell]) -> list[str]:
+    """A line for each backend of another distribution that fits with a priority above every built-in cell's."""
+    highest = max((cell.priority for cell in cells if cell.origin == BUILTIN), default=None)
+    if highest is None:
+        return []
+    above: dict[str, str] = {}
+    for decision in decisions:
+        if decision.accepted and decision.origin != BUILTIN and decision.priority > highest:
+            line = (
+                f"backend {decision.backend!r} of {decision.provider} has priority {decision.priority}, above every "
+                f"built-in backend's (at most {highest}): it goes first wherever it fits; --deny {decision.backend} "
+                "does without it"
+            )
+            above.setdefault(decision.backend, line)
+    return list(above.values())
+
+
+def rank(decisions: Iterable[Decision], request: Request) -> tuple[Decision, ...]:
+    """Best first.
+
+    Accepted before rejected; kernels before emulation; preferred names in their order, then required ones in theirs;
+    then priority, name, class. Rejected ones by the number of reasons, nearest to fitting first.
+    """
+
+    def key(decision: Decision) -> tuple[Any, ...]:
+        wish = request.wish(decision.backend)
+        return (
+            len(decision.reasons),
+            decision.tier != "kernel",
+            wish.preferred,
+            wish.required,
+            -decision.priority,
+            decision.backend,
+            decision.experts,
+            decision.rule,
+        )
+
+    return tuple(sorted(decisions, key=key))

@@ -1,0 +1,441 @@
+"""The outcome of selecting: a decision for every candidate, as data, as a table and as an error text."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, Generic, TypeVar
+
+from moereg.arguments import (
+    check_count,
+    check_field,
+    check_flag,
+    check_list,
+    check_mapping,
+    check_one_of,
+    check_optional,
+    check_text,
+    within,
+)
+from moereg.errors import ArgumentError, described, shown
+from moereg.platforms import Platform, PlatformRule
+from moereg.plugins.loader import load_backends
+from moereg.registration import HIGHEST_PRIORITY, TIERS
+from moereg.registry import BUILTIN, BackendCell, provider
+from moereg.selection.request import Request
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
+from moereg.spec.reasons import CURES, REASON_CODES, Reason
+
+__all__ = ["SCHEMA", "SOURCES", "Candidate", "Choice", "Decision", "Selection", "Verdict", "nearest_by_backend"]
+
+SCHEMA: Final = 1
+"""Version of all JSON that moereg writes."""
+
+SOURCES: Final = ("required", "preferred", "measured", "priority")
+"""Why a candidate may win."""
+
+_PLATFORM_SOURCES: Final = ("probed", "named")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A cell with the scheme that it would compute and the rule by which it may run. Resolved once a selection.
+
+    Attributes:
+        cell: The cell.
+        scheme: What it computes for the problem's weights; None if it cannot read them.
+        rule: The most specific of its rules that match the platform; None if none does.
+    """
+
+    cell: BackendCell
+    scheme: QuantScheme | None
+    rule: PlatformRule | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Verdict on one candidate, a backend or a way to move tokens.
+
+    Attributes:
+        rule: The platform rule that matched, or all of the cell's if none did.
+        priority, origin, origin_version: The cell's.
+        reasons: Every reason against it; empty means accepted, exactly one means one change away.
+        assumes: For a named platform: requirements that are assumed to be met.
+    """
+
+    rule: str
+    priority: int
+    origin: str
+    origin_version: str = ""
+    reasons: tuple[Reason, ...] = ()
+    assumes: tuple[str, ...] = ()
+
+    @property
+    def accepted(self) -> bool:
+        """Whether nothing speaks against it."""
+        return not self.reasons
+
+    @property
+    def provider(self) -> str:
+        """The distribution with its version that it comes from, or `builtin`."""
+        return provider(self.origin, self.origin_version)
+
+    @property
+    def of_wheel(self) -> str:
+        """` of` the distribution that it comes from, for texts; empty for moereg's own."""
+        return "" if self.origin == BUILTIN else f" of {self.provider}"
+
+    def shared_fields(self) -> dict[str, Any]:
+        """The end of `to_dict` of every kind."""
+        return {
+            "origin": self.origin,
+            "origin_version": self.origin_version,
+            "assumes": list(self.assumes),
+            "reasons": [{"code": reason.code, "text": reason.text} for reason in self.reasons],
+        }
+
+    def rows(self, about: str, is_chosen: bool) -> list[str]:
+        """Its rows of a decision table: what it is about, and each reason below."""
+        mark = "chosen" if is_chosen else "fits" if self.accepted else "rejected"
+        return [f"{mark:9} {about}", *(f"{'':10}- {reason.text} [{reason.code}]" for reason in self.reasons)]
+
+
+V = TypeVar("V", bound=Verdict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(Generic[V]):
+    """Common part of selections of backends and of ways to move tokens."""
+
+    problem: MoEProblem
+    platform: Platform
+    request: Request
+    decisions: tuple[V, ...] = dataclasses.field(repr=False)
+
+    @property
+    def winner(self) -> V | None:
+        """The chosen candidate, or None if nothing fits."""
+        return self.decisions[0] if self.decisions and self.decisions[0].accepted else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """`to_dict` as one line of JSON."""
+        return json.dumps(self.to_dict(), allow_nan=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision(Verdict):
+    """The verdict on one backend's candidate. Further attributes are those of `Verdict`.
+
+    Attributes:
+        backend: Its name.
+        experts: Name of the experts class.
+        computes: Scheme that it would compute.
+        tier: The cell's.
+        candidate: The cell with what it computes and why it may run; None if JSON was read on a machine without it.
+    """
+
+    backend: str
+    experts: str
+    computes: str
+    tier: str
+    candidate: Candidate | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @property
+    def cell(self) -> BackendCell | None:
+        """The candidate's cell."""
+        return None if self.candidate is None else self.candidate.cell
+
+    @property
+    def scheme(self) -> QuantScheme | None:
+        """The candidate's scheme: `computes` as a value."""
+        return None if self.candidate is None else self.candidate.scheme
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `moereg explain --json` shows it."""
+        return {
+            "backend": self.backend,
+            "experts": self.experts,
+            "rule": self.rule,
+            "computes": self.computes,
+            "accepted": self.accepted,
+            "priority": self.priority,
+            "tier": self.tier,
+            **self.shared_fields(),
+        }
+
+    @classmethod
+    def from_dict(
+        cls, values: Mapping[str, Any], name: str = "", cells: Iterable[BackendCell] | None = None
+    ) -> Decision:
+        """Inverse of `to_dict`.
+
+        Args:
+            values: The fields; others than those of `to_dict` are left for later versions.
+            name: Path of the mapping in a larger one, for errors.
+            cells: Where the candidate is looked up; all that are installed where None.
+
+        Raises:
+            ArgumentError: A field is missing or is not what `to_dict` writes.
+        """
+        check_mapping(name or "a decision", values)
+        field = functools.partial(check_field, name, values)
+        decision = cls(
+            backend=field("backend", check_text),
+            experts=field("experts", check_text),
+            rule=field("rule", check_text),
+            computes=field("computes", check_text),
+            priority=field("priority", lambda path, value: check_count(path, value, -HIGHEST_PRIORITY)),
+            tier=field("tier", lambda path, value: check_one_of(path, value, TIERS)),
+            origin=field("origin", check_text),
+            origin_version=field("origin_version", check_text) if "origin_version" in values else "",
+            reasons=field("reasons", lambda path, value: check_list(path, value, _check_reason)),
+            assumes=field("assumes", lambda path, value: check_list(path, value, check_text)),
+        )
+        if field("accepted", check_flag) is not decision.accepted:
+            rule = f"accepted must be {decision.accepted} with {len(decision.reasons)} reasons"
+            raise ArgumentError(f"{name}{'.' * bool(name)}{rule}, got {values['accepted']}")
+        cells = load_backends().cells if cells is None else cells
+        return dataclasses.replace(decision, candidate=_candidate(decision, cells))
+
+
+def _check_reason(path: str, value: object) -> Reason:
+    values = check_mapping(path, value)
+    code = check_field(path, values, "code", lambda name, found: check_one_of(name, found, REASON_CODES))
+    return Reason(code, check_field(path, values, "text", check_text))
+
+
+def _candidate(decision: Decision, cells: Iterable[BackendCell]) -> Candidate | None:
+    """The candidate of a decision, if its cell is among these."""
+    codes = {reason.code for reason in decision.reasons}
+    # Cells of one class and rule differ in their facts, which a decision does not say, and so in priority.
+    for cell in sorted(cells, key=lambda cell: cell.priority != decision.priority):
+        schemes = {scheme.name: scheme for scheme in cell.schemes}
+        rules = {rule.text: rule for rule in cell.rules}
+        if (
+            (cell.name, cell.class_name) == (decision.backend, decision.experts)
+            and decision.computes in schemes
+            and decision.rule in {cell.rules_text, *rules}
+        ):
+            # If none fits, a decision names the cell's rules or first scheme instead; its candidate has None there.
+            scheme = None if "quant_scheme" in codes else schemes[decision.computes]
+            rule = None if "platform" in codes else rules.get(decision.rule)
+            return Candidate(cell, scheme, rule)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection(Choice[Decision]):
+    """The outcome for one problem on one platform.
+
+    Attributes:
+        problem: The layer that was asked about.
+        platform: The platform that was asked about; `platform.probed` says whether it is the machine at hand.
+        request: The resolved request.
+        decisions: Every candidate, best first, rejected after accepted, nearest to fitting first.
+        source: Why the first one won, one of `SOURCES`; None if nothing fits.
+        notices: What else a user may want to know, one line each: names in the environment that mean nothing here,
+            backends of other distributions whose priority is above every built-in's.
+    """
+
+    source: str | None
+    notices: tuple[str, ...] = ()
+
+    @property
+    def backend(self) -> str | None:
+        """Name of the chosen backend."""
+        return self.winner.backend if self.winner else None
+
+    @property
+    def alternatives(self) -> tuple[str, ...]:
+        """The other backends that fit, or that only a request for others rules out: accepted first, best first."""
+        return self._spared({"not_required"})
+
+    @property
+    def instead(self) -> str:
+        """`triton or torch`, the alternatives; where there are none, `require='aiter'` for backends that are opt-in."""
+        return " or ".join(self.alternatives or map("require={!r}".format, self._spared({"not_required", "opt_in"})))
+
+    def _spared(self, codes: set[str]) -> tuple[str, ...]:
+        names = [one.backend for one in self.decisions if {reason.code for reason in one.reasons} <= codes]
+        return tuple(dict.fromkeys(name for name in names if name != self.backend))
+
+    @property
+    def plan(self) -> tuple[tuple[int | None, Decision], ...]:
+        """(most tokens, candidate) ranges; one open range unless measured."""
+        return ((None, self.winner),) if self.winner else ()
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on ranks that would run the same kernel for the same layer; a hexadecimal digest."""
+        problem = self.problem.to_dict()
+        # Ranks may hold different numbers of experts, and must agree on everything else.
+        for field in ("num_local_experts", "max_num_tokens"):
+            problem.pop(field, None)
+        winner = self.winner
+        # Two versions of a wheel may have different kernels under one name.
+        chosen = winner and (winner.backend, winner.experts, winner.computes, winner.origin, winner.origin_version)
+        text = json.dumps([problem, str(self.platform), chosen], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing fits: the problem, the cheapest cure, then each backend's reasons, nearest first."""
+        lines = [f"no backend fits {self.problem} on {self.platform}"]
+        nearest = nearest_by_backend(self.decisions)
+        if nearest and all(any(reason.code == "quant_scheme" for reason in decision.reasons) for decision in nearest):
+            lines[0] += "; no backend computes this scheme: use a checkpoint of one that is named below"
+        elif nearest and len(nearest[0].reasons) == 1:
+            reason = nearest[0].reasons[0]
+            lines[0] += f"; nearest is {nearest[0].backend}: {reason.text} ({CURES[reason.code]})"
+        if self.request.require and self.instead:
+            lines[0] += f"; {'without the request, ' if self.alternatives else ''}{self.instead} would do"
+        for decision in nearest:
+            reasons = "; ".join(reason.text for reason in decision.reasons)
+            lines.append(f"  {decision.backend} ({decision.experts}{decision.of_wheel}): {reasons}")
+        return "\n".join(lines if nearest else [*lines, "  no backend is registered"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `moereg explain --json` prints it."""
+        return {
+            "schema": SCHEMA,
+            "problem": self.problem.to_dict(),
+            "platform": str(self.platform),
+            "platform_source": "probed" if self.platform.probed else "named",
+            "request": self.request.to_dict(),
+            "selected": self.backend,
+            "source": self.source,
+            "decisions": [decision.to_dict() for decision in self.decisions],
+            "notices": list(self.notices),
+            "platform_claimed_by": self.platform.claimed_by or None,
+        }
+
+    @classmethod
+    def from_json(cls, text: str | bytes, cells: Iterable[BackendCell] | None = None) -> Selection:
+        """Inverse of `to_json`.
+
+        Args:
+            text: The JSON.
+            cells: As in `from_dict`.
+
+        Raises:
+            ArgumentError: The text is no JSON, or `from_dict` refuses it.
+        """
+        if not isinstance(text, (str, bytes, bytearray)):
+            raise ArgumentError(f"a selection's JSON must be a text, got {shown(text)}")
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:  # Integers of thousands of digits raise it too.
+            raise ArgumentError(f"a selection's JSON cannot be read: {described(error)}; write it again") from None
+        return cls.from_dict(values, cells)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], cells: Iterable[BackendCell] | None = None) -> Selection:
+        """Inverse of `to_dict`. A probed platform comes back as its name, marked probed.
+
+        Unknown fields of the selection and of its decisions are ignored; unknown fields of its problem or request are
+        refused. Cells may be left out here, since a user who reads a file back has none at hand.
+
+        Args:
+            values: The fields.
+            cells: Where the candidates are looked up; all that are installed where None.
+
+        Raises:
+            ArgumentError: A field is missing, has another type, or contradicts another; the message has its path.
+            UnknownNameError: A scheme, platform, code or tier is not known here.
+        """
+        check_mapping("a selection", values)
+        field = functools.partial(check_field, "", values)
+        schema = values.get("schema")
+        if isinstance(schema, bool) or not isinstance(schema, int) or schema != SCHEMA:
+            raise ArgumentError(f"a selection must have schema {SCHEMA}, got {shown(schema)}; write it again")
+        # Plugins may bring the kind of machine that the platform's name says.
+        cells = load_backends().cells if cells is None else tuple(cells)
+
+        def read(path: str, value: object) -> Decision:
+            return Decision.from_dict(check_mapping(path, value), path, cells)
+
+        platform = within("platform", Platform.from_name, field("platform", check_text))
+        is_probed = field("platform_source", lambda path, found: check_one_of(path, found, _PLATFORM_SOURCES))
+        claimed_by = field("platform_claimed_by", check_optional(check_text)) if "platform_claimed_by" in values else ""
+        selection = cls(
+            problem=within("problem", MoEProblem.from_dict, field("problem", check_mapping)),
+            platform=dataclasses.replace(platform, probed=is_probed == "probed", claimed_by=claimed_by or ""),
+            request=_read_request(field("request", check_mapping)),
+            decisions=field("decisions", lambda path, found: check_list(path, found, read)),
+            source=field("source", check_optional(lambda path, found: check_one_of(path, found, SOURCES))),
+            notices=field("notices", lambda at, got: check_list(at, got, check_text)) if "notices" in values else (),
+        )
+        if (selection.source is None) is not (selection.winner is None):
+            raise ArgumentError(
+                f"source must be set if and only if the first decision is accepted, got "
+                f"{shown(selection.source)} with {shown(selection.backend)}"
+            )
+        for place, decision in enumerate(selection.decisions):
+            scheme = decision.scheme
+            if decision.accepted and scheme is not None and not scheme.serves(selection.problem.quant):
+                raise ArgumentError(
+                    f"decisions[{place}].computes must be a scheme that serves {selection.problem.quant.name}, got "
+                    f"{shown(decision.computes)}"
+                )
+        if field("selected", check_optional(check_text)) != selection.backend:
+            raise ArgumentError(
+                f"selected must be the first accepted decision's backend, {shown(selection.backend)}, got "
+                f"{shown(values['selected'])}"
+            )
+        return selection
+
+    def table(self) -> str:
+        """The decision table as plain text, one candidate per line and its reasons below."""
+        lines = [f"problem   {self.problem}", f"platform  {self.platform}"]
+        for decision in nearest_by_backend(self.decisions):
+            facts = f"{decision.rule}, computes {decision.computes}, priority {decision.priority}"
+            about = f"{decision.backend} ({decision.experts}{decision.of_wheel}, {facts})"
+            lines += decision.rows(about, decision is self.winner)
+        return "\n".join([*lines, *(f"note      {notice}" for notice in self.notices)])
+
+
+def _read_request(values: Mapping[str, Any]) -> Request:
+    words = ("require", "prefer", "deny")
+    for word in values:
+        within("request", check_one_of, "field of a request", word, words)
+    names = functools.partial(check_list, check=check_text)
+    return Request(**{word: check_field("request", values, word, names) for word in words})
+
+
+def nearest_by_backend(decisions: Sequence[Decision]) -> tuple[Decision, ...]:
+    """Every accepted candidate, and the nearest one of each backend that has none.
+
+    The nearest has the fewest reasons; among equals it is one that another request would cure, not another machine.
+    Packages and probes count last, since cells of other machines were not asked for them.
+    If a backend cannot read the weights, list every cell rejected only for that: together they say what it reads.
+    """
+    nearest: dict[str, Decision] = {}
+    for decision in decisions:
+        best = nearest.setdefault(decision.backend, decision)
+        if _distance(decision) < _distance(best):
+            nearest[decision.backend] = decision
+
+    def is_shown(decision: Decision) -> bool:
+        first = nearest[decision.backend]
+        return decision.accepted or decision is first or (_reads_others(first) and _reads_others(decision))
+
+    return tuple(filter(is_shown, decisions))
+
+
+def _distance(decision: Decision) -> tuple[int, bool, int]:
+    codes = [reason.code for reason in decision.reasons]
+    return sum(code not in ("package", "probe") for code in codes), "platform" in codes, len(codes)
+
+
+def _reads_others(decision: Decision) -> bool:
+    codes = {reason.code for reason in decision.reasons}
+    # The class's own reasons are about formats that it cannot read.
+    return "quant_scheme" in codes and codes <= {"quant_scheme", "backend"}

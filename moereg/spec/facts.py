@@ -1,0 +1,419 @@
+"""Facts: what a class of experts, or a way to move tokens between ranks, declares that it can do.
+
+Each field is one row. Its `Fact` says how a value is checked at registration, whether a decorator's value narrows it,
+and which reasons it gives against a problem. A new fact is a new field here, and its keyword in `NarrowedFacts`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final, TypedDict, TypeVar
+
+from moereg.errors import RegistrationError, shown, unknown_name_message
+from moereg.spec.activations import ACTIVATIONS
+from moereg.spec.problem import ACTIVATION_FORMATS, DTYPES, HELD_EXPERTS, PLACEMENTS, MoEProblem
+from moereg.spec.reasons import Reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact(abc.ABC):
+    """How one fact is read: a row of the table that a class of facts is.
+
+    `asked` is the problem, and for a way to move tokens the group too.
+
+    Attributes:
+        code: Of its reasons.
+    """
+
+    code: str
+
+    @property
+    def widest(self) -> Any:
+        """The value that gives no reason against any problem."""
+        return None
+
+    @abc.abstractmethod
+    def fault(self, name: str, value: Any) -> str | None:
+        """The fault in a value from a class or decorator, if any."""
+
+    @abc.abstractmethod
+    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
+        """Why a class with that value, which is not the widest, cannot serve what is asked."""
+
+    def is_narrower(self, value: Any, wider: Any) -> bool:
+        """Whether a value promises no more than another."""
+        return wider is None or (value is not None and bool(value <= wider))
+
+    def stored(self, value: Any) -> Any:
+        """A decorator's value as `Facts` keeps it."""
+        return value
+
+    def are_disjoint(self, one: Any, other: Any) -> bool:
+        """Whether no problem can be served with either of two values."""
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names(Fact):
+    """The names that are served.
+
+    Attributes:
+        known: All there are; None where any may come.
+        wanted: Attribute of the problem that has its own, where not the code's.
+        rule: Beginning of the reason, where not the code.
+    """
+
+    known: Collection[str] | None
+    wanted: str = ""
+    rule: str = ""
+
+    @property
+    def widest(self) -> Any:
+        return None if self.known is None else frozenset(self.known)
+
+    def fault(self, name: str, value: Any) -> str | None:
+        if not isinstance(value, frozenset):
+            return f"{name} must be a frozenset of names, got {shown(value)}"
+        unknown = [] if self.known is None else sorted(map(str, value - set(self.known)))
+        return unknown_name_message(f"name in {name}", unknown[0], self.known or ()) if unknown else None
+
+    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
+        if (wanted := operator.attrgetter(self.wanted or self.code)(asked)) not in value:
+            rule, names = self.rule or f"{self.code.replace('_', ' ')} in", ", ".join(sorted(value)) or "none"
+            yield Reason(self.code, f"requires {rule} ({names}), got {wanted}")
+
+    def are_disjoint(self, one: Any, other: Any) -> bool:
+        return not one & other
+
+    def stored(self, value: Any) -> Any:
+        is_names = isinstance(value, (set, tuple, list)) and set(map(type, value)) <= {str}
+        return frozenset(value) if is_names else value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flag(Fact):
+    """Whether something is served. `lack` is the clause against a problem that asks for it; None against others.
+
+    A need, such as that the problem says a size, is one whose widest value is False: more of it is narrower.
+    """
+
+    lack: Callable[[Any], str | None]
+    is_need: bool = False
+
+    @property
+    def widest(self) -> Any:
+        return not self.is_need
+
+    def fault(self, name: str, value: Any) -> str | None:
+        return None if isinstance(value, bool) else f"{name} must be True or False, got {shown(value)}"
+
+    def is_narrower(self, value: Any, wider: Any) -> bool:
+        return wider is self.widest or value is wider
+
+    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
+        if (lack := self.lack(asked)) is not None:
+            yield Reason(self.code, lack)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Divisors(Fact):
+    """Divisors that sizes of the problem must be multiples of."""
+
+    sizes: tuple[str, ...]
+
+    @property
+    def widest(self) -> Any:
+        return {}
+
+    def fault(self, name: str, value: Any) -> str | None:
+        if not isinstance(value, Mapping):
+            return f"{name} must map problem fields to divisors, got {shown(value)}"
+        for size, divisor in value.items():
+            if size not in self.sizes:
+                return unknown_name_message(f"size in {name}", size, self.sizes)
+            if not _is_count(divisor):
+                return f"{name}[{size!r}] must be an integer of at least 1, got {shown(divisor)}"
+        return None
+
+    def is_narrower(self, value: Any, wider: Any) -> bool:
+        # A larger divisor that the class's divides rejects more sizes.
+        return all(value.get(size, 1) % divisor == 0 for size, divisor in wider.items())
+
+    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
+        for size, divisor in sorted(value.items()):
+            if (found := getattr(asked, size)) % divisor:
+                yield Reason(self.code, f"requires {size} % {divisor} == 0, got {found}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Limit(Fact):
+    """The most that a count of the problem may be, or None. `rule` is how the reason says it, where not as `<=`."""
+
+    count: str
+    rule: str = ""
+
+    def fault(self, name: str, value: Any) -> str | None:
+        is_limit = value is None or _is_count(value)
+        return None if is_limit else f"{name} must be None or an integer of at least 1, got {shown(value)}"
+
+    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
+        count = getattr(asked, self.count)
+        # A problem that does not say how many tokens may come can have too many.
+        if count is None or count > value:
+            rule = (self.rule or f"{self.count} <= {{}}").format(value)
+            yield Reason(self.code, f"requires {rule}, got {count}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+class _Sizes(Fact):
+    """The only hidden sizes that are served, or None."""
+
+    def fault(self, name: str, value: Any) -> str | None:
+        is_fine = value is None or (isinstance(value, frozenset) and all(isinstance(size, int) for size in value))
+        return None if is_fine else f"{name} must be None or a frozenset of integers, got {shown(value)}"
+
+    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
+        if asked.hidden_size not in value:
+            sizes = ", ".join(map(str, sorted(value)))
+            yield Reason(self.code, f"requires hidden_size in ({sizes}), got {asked.hidden_size}")
+
+    def stored(self, value: Any) -> Any:
+        return frozenset(value) if isinstance(value, (set, tuple, list)) else value
+
+
+def _other_scalars(problem: MoEProblem) -> str | None:
+    activation, standard = problem.activation, ACTIVATIONS[problem.activation.name]
+    if (activation.alpha, activation.beta) == (standard.alpha, standard.beta):
+        return None
+    return f"requires alpha={standard.alpha:g} and beta={standard.beta:g}, got {activation}"
+
+
+def _clamp(problem: MoEProblem) -> str | None:
+    limit = problem.activation.limit
+    return None if limit is None else f"does not apply the swiglu clamp, got limit {limit}"
+
+
+def _lacks_room(asked: Any) -> str | None:
+    if asked.max_num_tokens is not None:
+        return None
+    return "requires max_num_tokens in the problem, for which it makes room, got None"
+
+
+def _row(fact: Fact, default: object) -> Any:
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=dict, hash=False, metadata={"fact": fact})
+    return dataclasses.field(default=default, metadata={"fact": fact})
+
+
+def _flag(code: str, lack: str, field: str = "") -> Any:
+    """The row of a flag that nothing has by default. The problem asks for it by a field, where not the code's."""
+    field = field or code
+    return _row(_Flag(code, lambda asked: f"{lack}, got {field}=True" if getattr(asked, field) else None), False)
+
+
+_SIZES: Final = ("num_experts", "num_local_experts", "hidden_size", "intermediate_size", "top_k")
+
+
+@dataclasses.dataclass(frozen=True)
+class DeclaredFacts:
+    """A table of facts, whose fields are rows."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was worked out from the fields holds functions, which do not pickle, and is worked out again.
+        return {name: value for name, value in vars(self).items() if name != "binding"}
+
+    @functools.cached_property
+    def binding(self) -> tuple[tuple[Fact, Any], ...]:
+        """The facts that can reject a problem, each with its value. Every cell of every selection is asked for them."""
+        values = ((fact, getattr(self, name)) for name, fact in rows(type(self)))
+        return tuple((fact, value) for fact, value in values if value != fact.widest)
+
+
+F = TypeVar("F", bound=DeclaredFacts)
+
+
+def rows(kind: type[DeclaredFacts]) -> tuple[tuple[str, Fact], ...]:
+    """Every fact of a table with its field's name, in the order in which reasons are given."""
+    return tuple((field.name, field.metadata["fact"]) for field in dataclasses.fields(kind))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts(DeclaredFacts):
+    """The capabilities of an experts class. A capability that is not declared is refused.
+
+    Attributes:
+        activations: Names.
+        activation_scalars: Whether alpha and beta may differ from the activation's standard ones.
+        swiglu_limit: Whether the clamp is applied. `swigluoai` has one.
+        bias: Whether w13_bias and w2_bias are applied.
+        dtypes: Names of the dtypes of hidden states and output.
+        activation_formats: `standard`, `batched`.
+        placements: `contiguous`, `map`.
+        held_experts: `all` where this rank holds every expert, `some` where other ranks hold the rest. Both unless a
+            decorator narrows it, for instance to rank a backend lower under expert parallelism.
+        router_weight_on_input: Whether routing weights can scale the input.
+        requires_multiple: Problem field to divisor; other sizes are rejected.
+        max_experts: Most local experts, or None.
+        max_num_tokens: Most tokens of a call, or None.
+        graph_capture: Whether `apply` can be captured in a CUDA graph.
+        deterministic: Whether equal inputs give equal bits.
+    """
+
+    activations: frozenset[str] = _row(_Names("activation", ACTIVATIONS, "activation.name"), frozenset())
+    activation_scalars: bool = _row(_Flag("activation", _other_scalars), False)
+    swiglu_limit: bool = _row(_Flag("swiglu_limit", _clamp), False)
+    bias: bool = _flag("bias", "does not apply biases", "has_bias")
+    dtypes: frozenset[str] = _row(_Names("dtype", DTYPES), frozenset())
+    activation_formats: frozenset[str] = _row(_Names("activation_format", ACTIVATION_FORMATS), frozenset())
+    placements: frozenset[str] = _row(_Names("placement", PLACEMENTS), frozenset())
+    held_experts: frozenset[str] = _row(
+        _Names("placement", HELD_EXPERTS, "held_experts", "experts held by this rank in"), frozenset(HELD_EXPERTS)
+    )
+    router_weight_on_input: bool = _flag(
+        "router_weight_on_input", "does not scale inputs by the routing weight", "apply_router_weight_on_input"
+    )
+    requires_multiple: Mapping[str, int] = _row(_Divisors("alignment", _SIZES), {})
+    max_experts: int | None = _row(_Limit("size", "num_local_experts"), None)
+    max_num_tokens: int | None = _row(_Limit("size", "max_num_tokens"), None)
+    graph_capture: bool = _flag("graph_capture", "cannot be captured in a CUDA graph")
+    deterministic: bool = _flag("deterministic", "does not give the same bits each time")
+
+
+FACTS: Final = rows(Facts)
+
+
+class NarrowedFacts(TypedDict, total=False):
+    """Facts that a decorator may give: as in `Facts`, but any collection of names."""
+
+    activations: Collection[str]
+    activation_scalars: bool
+    swiglu_limit: bool
+    bias: bool
+    dtypes: Collection[str]
+    activation_formats: Collection[str]
+    placements: Collection[str]
+    held_experts: Collection[str]
+    router_weight_on_input: bool
+    requires_multiple: Mapping[str, int]
+    max_experts: int | None
+    max_num_tokens: int | None
+    graph_capture: bool
+    deterministic: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MovementFacts(DeclaredFacts):
+    """The capabilities of a way of moving tokens. A capability that is not declared is refused.
+
+    Attributes:
+        transports: Device and torch.distributed backend, such as `cuda:nccl` and `cpu:gloo`.
+        max_group_size: Most ranks, or None.
+        dtypes: Names of the dtypes of hidden states.
+        graph_capture: Whether a call waits for nothing on the host, so that a CUDA graph can capture it.
+        deterministic: Whether equal inputs give equal bits.
+        router_weight_on_input: Whether routing weights reach the experts, to scale inputs.
+        max_num_tokens: Whether room is made for `max_num_tokens` of the problem, which has to say it then.
+        max_top_k: Most experts a token, or None.
+        hidden_sizes: The only hidden sizes that are served, or None.
+    """
+
+    transports: frozenset[str] = _row(_Names("group", None, "group.transport", "a group over"), frozenset())
+    max_group_size: int | None = _row(_Limit("group", "num_ranks", "at most {} ranks"), None)
+    dtypes: frozenset[str] = _row(_Names("dtype", DTYPES), frozenset())
+    graph_capture: bool = _flag("graph_capture", "waits for counts on the host")
+    deterministic: bool = _flag("deterministic", "does not give the same bits each time")
+    router_weight_on_input: bool = _flag(
+        "router_weight_on_input", "does not send routing weights", "apply_router_weight_on_input"
+    )
+    max_num_tokens: bool = _row(_Flag("size", _lacks_room, is_need=True), False)
+    max_top_k: int | None = _row(_Limit("size", "top_k"), None)
+    hidden_sizes: frozenset[int] | None = _row(_Sizes("alignment"), None)
+
+
+class NarrowedMovementFacts(TypedDict, total=False):
+    """Facts that a decorator may give: as in `MovementFacts`, but any collection of names."""
+
+    transports: Collection[str]
+    dtypes: Collection[str]
+    graph_capture: bool
+    deterministic: bool
+    router_weight_on_input: bool
+    max_num_tokens: bool
+    max_group_size: int | None
+    max_top_k: int | None
+    hidden_sizes: Collection[int] | None
+
+
+def check_facts(facts: DeclaredFacts, who: str) -> None:
+    """Checks every fact, so that evaluating a cell cannot fail.
+
+    Args:
+        facts: Of a class.
+        who: Its name and class, for the error.
+
+    Raises:
+        RegistrationError: One is not what it must be.
+    """
+    for name, fact in rows(type(facts)):
+        if fault := fact.fault(name, getattr(facts, name)):
+            raise RegistrationError(f"{who}: {fault}")
+
+
+def narrow_facts(facts: F, narrowed: Mapping[str, Any], who: str) -> F:
+    """The facts of one rectangle.
+
+    Args:
+        facts: Of the class, checked.
+        narrowed: What the decorator says instead.
+        who: Its name and class, for errors.
+
+    Raises:
+        RegistrationError: A fact is unknown, has a value of another kind, or promises more than the class.
+    """
+    known = dict(rows(type(facts)))
+    changes: dict[str, Any] = {}
+    for name, value in narrowed.items():
+        if name not in known:
+            raise RegistrationError(f"{who}: unknown fact {name!r} (known: {', '.join(sorted(known))})")
+        fact, wider = known[name], getattr(facts, name)
+        value = fact.stored(value)
+        if fault := fact.fault(name, value):
+            raise RegistrationError(f"{who}: {fault}")
+        if not fact.is_narrower(value, wider):
+            raise RegistrationError(
+                f"{who}: a decorator may narrow the class's facts, never widen them; "
+                f"{name}={shown(value)} against {shown(wider)}"
+            )
+        changes[name] = value
+    return dataclasses.replace(facts, **changes)
+
+
+def disjoint_fact(one: Facts, other: Facts) -> str | None:
+    """The name of a fact by which no problem fits both; None if some problem may."""
+    return next((name for name, fact in FACTS if fact.are_disjoint(getattr(one, name), getattr(other, name))), None)
+
+
+def fact_reasons(facts: DeclaredFacts, asked: object) -> list[Reason]:
+    """Every fact in what is asked that the class does not declare."""
+    reasons: list[Reason] = []
+    for fact, value in facts.binding:
+        reasons += fact.reasons(value, asked)
+    return reasons
+
+
+def narrowed_text(facts: Facts, of_class: Facts) -> str:
+    """The facts of a cell that differ from its class's, such as `activations=silu`; empty where none does."""
+    found = []
+    for field in dataclasses.fields(facts):
+        value = getattr(facts, field.name)
+        if value != getattr(of_class, field.name):
+            text = ",".join(sorted(value)) if isinstance(value, frozenset) else str(value)
+            found.append(f"{field.name}={text}")
+    return "; ".join(found)

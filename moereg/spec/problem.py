@@ -1,0 +1,218 @@
+"""MoEProblem: the facts about a layer that are known when it is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from moereg.arguments import check_count, check_flag, check_mapping, check_one_of
+from moereg.errors import ArgumentError, shown
+from moereg.spec.activations import ACTIVATIONS, Activation
+from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme, get_scheme
+
+__all__ = ["ACTIVATION_FORMATS", "DTYPES", "HELD_EXPERTS", "PLACEMENTS", "MoEProblem"]
+
+DTYPES: Final = ("bfloat16", "float16", "float32")
+_DTYPE_ALIASES: Final = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+ACTIVATION_FORMATS: Final = ("standard", "batched")
+PLACEMENTS: Final = ("contiguous", "map")
+HELD_EXPERTS: Final = ("all", "some")
+_REQUIRED: Final = ("num_experts", "hidden_size", "intermediate_size", "top_k")
+_FLAGS: Final = ("has_bias", "apply_router_weight_on_input", "graph_capture", "deterministic", "exact_activations")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEProblem:
+    """One Mixture-of-Experts layer as one rank sees it.
+
+    Tensor-parallel sharding is the caller's: sizes are this rank's.
+    Names are accepted for values everywhere: `dtype="bfloat16"` or `torch.bfloat16`, `quant="unquantized"` or a
+    `QuantScheme`, `activation="silu"` or an `Activation`.
+
+    Attributes:
+        num_experts: Experts of the whole layer; topk_ids are in [0, num_experts).
+        hidden_size: H.
+        intermediate_size: I.
+        top_k: K, experts per token.
+        dtype: Name of the dtype of hidden states, output and 16/32-bit weights.
+        quant: What the checkpoint's weights hold.
+        activation: What happens between the two matmuls.
+        has_bias: Whether both matmuls have a bias.
+        activation_format: `standard` [T,H] or `batched` [E,max_T,H] as the experts see it.
+        num_local_experts: Experts on this rank; all where None.
+        placement: `contiguous` local experts, or any, through an expert `map`.
+        apply_router_weight_on_input: The routing weight scales the expert's input instead of its output.
+        graph_capture: The kernel has to be capturable in a CUDA graph.
+        deterministic: The kernel has to give the same bits each time.
+        exact_activations: Rejects kernels that keep activations at 16 bits where the scheme quantizes them.
+        max_num_tokens: Most tokens a call will have, where known. Not part of a tuning key.
+
+    Raises:
+        ArgumentError: A value of another type, a count below 1, top_k above num_experts, or another contradiction.
+        UnknownNameError: An unknown dtype, scheme, activation, format or placement.
+
+    Example:
+        >>> problem = moereg.MoEProblem(
+        ...     num_experts=128, hidden_size=2048, intermediate_size=768, top_k=8, quant="fp8_block128"
+        ... )
+        >>> print(problem)
+        E128 H2048 I768 k8 bfloat16 fp8_block128 silu
+        >>> moereg.MoEProblem.from_dict(problem.to_dict()) == problem
+        True
+    """
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+    dtype: str = "bfloat16"
+    quant: QuantScheme = QUANT_SCHEMES["unquantized"]
+    activation: Activation = ACTIVATIONS["silu"]
+    has_bias: bool = False
+    activation_format: str = "standard"
+    num_local_experts: int = None  # type: ignore[assignment]  # resolved to num_experts below
+    placement: str = "contiguous"
+    apply_router_weight_on_input: bool = False
+    graph_capture: bool = False
+    deterministic: bool = False
+    exact_activations: bool = False
+    max_num_tokens: int | None = None
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        top_k: int,
+        dtype: str | torch.dtype = "bfloat16",
+        quant: str | QuantScheme = "unquantized",
+        activation: str | Activation = "silu",
+        has_bias: bool = False,
+        activation_format: str = "standard",
+        num_local_experts: int | None = None,
+        placement: str = "contiguous",
+        apply_router_weight_on_input: bool = False,
+        graph_capture: bool = False,
+        deterministic: bool = False,
+        exact_activations: bool = False,
+        max_num_tokens: int | None = None,
+    ) -> None:
+        values = {
+            "num_experts": num_experts,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "top_k": top_k,
+            "dtype": _dtype_name(dtype),
+            "quant": get_scheme(quant),
+            "activation": Activation.from_name(activation) if isinstance(activation, str) else activation,
+            "has_bias": has_bias,
+            "activation_format": check_one_of("activation format", activation_format, ACTIVATION_FORMATS),
+            "num_local_experts": num_experts if num_local_experts is None else num_local_experts,
+            "placement": check_one_of("placement", placement, PLACEMENTS),
+            "apply_router_weight_on_input": apply_router_weight_on_input,
+            "graph_capture": graph_capture,
+            "deterministic": deterministic,
+            "exact_activations": exact_activations,
+            "max_num_tokens": max_num_tokens,
+        }
+        for field, value in values.items():
+            object.__setattr__(self, field, value)
+        self._check()
+
+    def _check(self) -> None:
+        for field in (*_REQUIRED, "num_local_experts"):
+            check_count(field, getattr(self, field))
+        if self.max_num_tokens is not None:
+            check_count("max_num_tokens", self.max_num_tokens)
+        for field in _FLAGS:
+            check_flag(field, getattr(self, field))
+        if not isinstance(self.activation, Activation):
+            raise ArgumentError(f"activation must be a name or an Activation, got {shown(self.activation)}")
+        if self.top_k > self.num_experts:
+            raise ArgumentError(
+                f"top_k must be at most num_experts: a token takes each expert once at most, "
+                f"got top_k={self.top_k}, num_experts={self.num_experts}"
+            )
+        if self.num_local_experts > self.num_experts:
+            raise ArgumentError(
+                f"num_local_experts must be at most num_experts, "
+                f"got num_local_experts={self.num_local_experts}, num_experts={self.num_experts}"
+            )
+        if self.apply_router_weight_on_input and self.top_k != 1:
+            raise ArgumentError(
+                f"apply_router_weight_on_input requires top_k = 1: an input has one routing weight, "
+                f"got top_k={self.top_k}"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch spells it."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def is_expert_parallel(self) -> bool:
+        """Whether other ranks hold experts of this layer."""
+        return self.num_local_experts != self.num_experts
+
+    @property
+    def held_experts(self) -> str:
+        """`all` or `some`: the experts of the layer that this rank holds."""
+        return "some" if self.is_expert_parallel else "all"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The constructor's keywords as strings and numbers; `MoEProblem.from_dict` reads them back.
+
+        Fields that are None are left out. A scheme that is not one of moereg's own cannot be found by name, so it is
+        written as a mapping.
+        """
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {name: value for name, value in fields.items() if value is not None}
+        known = self.quant == QUANT_SCHEMES.get(self.quant.name)
+        values["quant"] = self.quant.name if known else dataclasses.asdict(self.quant)
+        values["activation"] = str(self.activation)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MoEProblem:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ArgumentError: A field is missing, is not known, or is not what the constructor takes.
+        """
+        keywords = dict(check_mapping("a problem", values))
+        for name in _REQUIRED:
+            if name not in keywords:
+                raise ArgumentError(f"{name} is required, got an object with {shown(sorted(keywords))}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in keywords:
+            check_one_of("field of a problem", name, tuple(known))
+        if isinstance(quant := keywords.get("quant"), Mapping):
+            keywords["quant"] = QuantScheme.from_dict(quant)
+        return cls(**keywords)
+
+    def __str__(self) -> str:
+        text = (
+            f"E{self.num_experts} H{self.hidden_size} I{self.intermediate_size} k{self.top_k} "
+            f"{self.dtype} {self.quant.name} {self.activation}"
+        )
+        flags = [name for name in _FLAGS if getattr(self, name)]
+        if self.activation_format != "standard":
+            flags.append(self.activation_format)
+        if self.is_expert_parallel:
+            flags.append(f"{self.num_local_experts} local experts")
+        if self.placement != "contiguous":
+            flags.append(f"placement {self.placement}")
+        return ", ".join([text, *flags])
+
+
+def _dtype_name(dtype: object) -> str:
+    # A name first: reading torch.dtype loads torch, where a command has not needed it before.
+    if not isinstance(dtype, str) and not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"dtype must be a torch dtype or its name, got {shown(dtype)}")
+    name = str(dtype).removeprefix("torch.")
+    return check_one_of("dtype", _DTYPE_ALIASES.get(name, name), DTYPES)

@@ -1,0 +1,374 @@
+"""Quantization schemes as values: what the weights hold, what the activations are, which tensors that takes.
+
+Cells say who supports a scheme. A backend or plugin may construct further values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final, Literal, get_args
+
+import torch
+
+from moereg.arguments import check_flag, check_mapping, check_one_of, check_text, within
+from moereg.errors import ArgumentError, UnknownSchemeError, shown, unknown_name_message
+
+__all__ = [
+    "MATRICES",
+    "QUANT_SCHEMES",
+    "SCHEMES_CALLED",
+    "TENSOR_ROLES",
+    "WHOLE",
+    "QuantFormat",
+    "QuantScheme",
+    "TensorRole",
+    "TensorRow",
+    "get_scheme",
+    "tensor_name",
+]
+
+WHOLE: Final = -1
+"""Group extent that means the whole dimension."""
+
+_PACKED: Final = ("uint4", "float4_e2m1fn")
+_INTEGERS: Final = ("int8", "uint8")
+_USUAL_FLOATS: Final = ("float32", "float8_e4m3fn", "float8_e8m0fnu")
+"""Those of moereg's own schemes, for which torch, which takes a second to load, need not be asked."""
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantFormat:
+    """How one operand of a matmul is stored.
+
+    Attributes:
+        dtype: Element type: a torch dtype's name, or `uint4` / `float4_e2m1fn`, stored two to a byte, low nibble first
+            along the reduced dimension.
+        group: (rows, columns) that share one scale; `WHOLE` for all of a dimension. Columns run along the reduced one.
+        scale_dtype: Torch dtype's name of the scales.
+        global_scale: Whether a second fp32 scale multiplies all groups of an expert.
+        symmetric: False where groups have a zero point.
+        static: For activations: scales come with the checkpoint instead of from the data.
+
+    Raises:
+        ArgumentError: The dtype is not a 4-bit or 8-bit type, the scale's dtype is not a float of torch, a group has no
+            extent, or zero points or a global scale do not fit the group's extent.
+    """
+
+    dtype: str
+    group: tuple[int, int]
+    scale_dtype: str = "float32"
+    global_scale: bool = False
+    symmetric: bool = True
+    static: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("global_scale", "symmetric", "static"):
+            check_flag(f"{field} of a QuantFormat", getattr(self, field))
+        if not isinstance(self.dtype, str) or (
+            self.dtype not in (*_PACKED, *_INTEGERS) and not (_is_float(self.dtype) and "float8" in self.dtype)
+        ):
+            raise ArgumentError(
+                f"dtype of a QuantFormat must be one of {', '.join((*_PACKED, *_INTEGERS))} or an 8-bit float of "
+                f"torch, got {shown(self.dtype)}; store the codes in one of these"
+            )
+        if not _is_float(self.scale_dtype):
+            raise ArgumentError(
+                f"scale_dtype of a QuantFormat must name a float dtype of torch, got {shown(self.scale_dtype)}; scales "
+                "of another meaning are converted by the loader"
+            )
+        if not (isinstance(self.group, tuple) and len(self.group) == 2 and all(map(_is_extent, self.group))):
+            raise ArgumentError(
+                "group of a QuantFormat must be (rows, columns), each an integer of at least 1 or WHOLE (-1), got "
+                f"{shown(self.group)}; give the extents that share a scale"
+            )
+        if not self.symmetric and self.group == (WHOLE, WHOLE):
+            raise ArgumentError(
+                "zero points of a QuantFormat belong to groups of a matrix, got one group for all of it; give groups, "
+                "such as (1, WHOLE) for rows, or symmetric=True"
+            )
+        if self.global_scale and self.group[0] != 1:
+            raise ArgumentError(
+                f"a global scale of a QuantFormat multiplies scales of groups within a row, got group {self.group!r}; "
+                "give groups of 1 row, or multiply the two scales of a checkpoint"
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> QuantFormat:
+        """Inverse of `dataclasses.asdict`, where JSON has made a list of the group.
+
+        Raises:
+            ArgumentError: A field is missing, unknown, or refused by the constructor.
+        """
+        keywords = dict(_known_fields(cls, "a QuantFormat", values, required=("dtype", "group")))
+        if isinstance(keywords["group"], list):
+            keywords["group"] = tuple(keywords["group"])
+        return cls(**keywords)
+
+    def __str__(self) -> str:
+        rows, columns = ("all" if extent == WHOLE else extent for extent in self.group)
+        parts = [f"{self.dtype} in groups of {rows} x {columns}", f"{self.scale_dtype} scales"]
+        parts += ["a global scale"] * self.global_scale
+        parts += ["zero points"] * (not self.symmetric)
+        parts += ["static"] * self.static
+        return ", ".join(parts)
+
+    @property
+    def bits(self) -> int:
+        """Bits of one element."""
+        return 4 if self.dtype in _PACKED else 8
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Torch dtype of the stored tensor."""
+        storage: torch.dtype = torch.uint8 if self.bits == 4 else getattr(torch, self.dtype)
+        return storage
+
+    def packed_columns(self, columns: int) -> int:
+        """Stored columns of a row with that many elements."""
+        return -(-columns * self.bits // 8)
+
+    def scale_shape(self, num_experts: int, rows: int, columns: int) -> tuple[int, ...]:
+        """Shape of the scales of an [E, rows, columns] operand; groups are ceil-divided, one per tensor is [E]."""
+        if self.group == (WHOLE, WHOLE):
+            return (num_experts,)
+        counts = [
+            1 if extent == WHOLE else -(-size // extent)
+            for size, extent in zip((rows, columns), self.group, strict=True)
+        ]
+        return (num_experts, *counts)
+
+
+def _is_float(name: object) -> bool:
+    if name in _USUAL_FLOATS:
+        return True
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+def _is_extent(extent: object) -> bool:
+    return isinstance(extent, int) and not isinstance(extent, bool) and (1 <= extent < 2**63 or extent == WHOLE)
+
+
+def _known_fields(
+    kind: type[QuantFormat] | type[QuantScheme], name: str, values: Mapping[str, Any], required: tuple[str, ...]
+) -> Mapping[str, Any]:
+    known = tuple(field.name for field in dataclasses.fields(kind))
+    for field in check_mapping(name, values):
+        check_one_of(f"field of {name}", field, known)
+    for field in required:
+        if field not in values:
+            raise ArgumentError(f"{field} of {name} is required, got an object with {shown(sorted(values))}")
+    return values
+
+
+MATRICES: Final = ("w13", "w2")
+"""The two expert matrices of a layer, by field of `ExpertWeights`."""
+
+TensorRole = Literal["weight", "bias", "scale", "scale_2", "activation_scale", "zero_point"]
+"""The role of a tensor beside its matrix."""
+
+
+def tensor_name(matrix: str, role: TensorRole) -> str:
+    """Field of `ExpertWeights` that holds a matrix's tensor of some role: `w13`, `w13_scale`, `a13_scale`."""
+    if role == "weight":
+        return matrix
+    if role == "activation_scale":
+        return f"a{matrix.removeprefix('w')}_scale"
+    return f"{matrix}_{role}"
+
+
+TENSOR_ROLES: Final[Mapping[str, TensorRole]] = {
+    tensor_name(matrix, role): role for role in get_args(TensorRole) for matrix in MATRICES
+}
+"""The role of every tensor of `ExpertWeights`, by field and in the fields' order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorRow:
+    """One tensor that a scheme needs: its dtype and the shapes that are accepted.
+
+    Attributes:
+        matrix: `w13` or `w2`.
+        role: What the tensor is to that matrix.
+        dtype: Torch dtype, or None for the problem's.
+        shapes: Accepted shapes, the usual one first.
+        required: False if the tensor may be absent.
+    """
+
+    matrix: str
+    role: TensorRole
+    dtype: torch.dtype | None
+    shapes: tuple[tuple[int, ...], ...]
+    required: bool = True
+
+    @property
+    def name(self) -> str:
+        """Field of `ExpertWeights`."""
+        return tensor_name(self.matrix, self.role)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantScheme:
+    """A weight format and an activation format; None means 16 or 32 bits, the problem's dtype.
+
+    Attributes:
+        name: How requests and tables spell it.
+        weight: Format of w13 and w2.
+        activation: Format that the hidden states and the intermediate are rounded to.
+
+    Raises:
+        ArgumentError: The name is not printable text, or a format is not a QuantFormat.
+
+    Example:
+        >>> from moereg.spec.quant_schemes import get_scheme
+        >>> scheme = get_scheme("int4_w4a16_g128")
+        >>> scheme.weight.dtype, scheme.weight.group, scheme.activation
+        ('uint4', (1, 128), None)
+    """
+
+    name: str
+    weight: QuantFormat | None = None
+    activation: QuantFormat | None = None
+
+    def __post_init__(self) -> None:
+        if not check_text("name of a QuantScheme", self.name):
+            raise ArgumentError("name of a QuantScheme must not be empty, got ''; requests and tables spell it")
+        for side in ("weight", "activation"):
+            if not isinstance(fmt := getattr(self, side), (QuantFormat, type(None))):
+                raise ArgumentError(f"{side} of a QuantScheme must be a QuantFormat or None, got {shown(fmt)}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> QuantScheme:
+        """Inverse of `dataclasses.asdict`.
+
+        Raises:
+            ArgumentError: A field is missing, unknown, or refused by the constructor.
+        """
+        keywords = dict(_known_fields(cls, "a QuantScheme", values, required=("name",)))
+        for side in ("weight", "activation"):
+            if keywords.get(side) is not None:
+                keywords[side] = within(side, QuantFormat.from_dict, keywords[side])
+        return cls(**keywords)
+
+    @property
+    def description(self) -> str:
+        """The name; for a scheme that is not one of moereg's own, also its formats."""
+        if self == QUANT_SCHEMES.get(self.name):
+            return self.name
+        weight, activation = (
+            "the problem's dtype" if fmt is None else str(fmt) for fmt in (self.weight, self.activation)
+        )
+        return f"{self.name} (weights {weight}; activations {activation})"
+
+    def serves(self, checkpoint: QuantScheme) -> bool:
+        """Whether a kernel that computes this scheme can run weights of `checkpoint`.
+
+        The weight format has to be the checkpoint's; activations the same, or left at 16 bits.
+        """
+        return self.weight == checkpoint.weight and self.activation in (None, checkpoint.activation)
+
+    def tensor_rows(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, num_halves: int, has_bias: bool
+    ) -> tuple[TensorRow, ...]:
+        """Tensors that weights of this scheme consist of.
+
+        Args:
+            num_experts: E, experts on this rank.
+            hidden_size: H.
+            intermediate_size: I.
+            num_halves: 2 where the activation is gated, else 1.
+            has_bias: Whether both matmuls have a bias.
+        """
+        sizes = {
+            "w13": (num_halves * intermediate_size, hidden_size),
+            "w2": (hidden_size, intermediate_size),
+        }
+        rows: list[TensorRow] = []
+        for matrix, (size_n, size_k) in sizes.items():
+            if has_bias:
+                rows.append(TensorRow(matrix, "bias", None, ((num_experts, size_n),)))
+            if self.weight is None:
+                rows.append(TensorRow(matrix, "weight", None, ((num_experts, size_n, size_k),)))
+                continue
+            fmt = self.weight
+            packed_shape = (num_experts, size_n, fmt.packed_columns(size_k))
+            rows.append(TensorRow(matrix, "weight", fmt.storage_dtype, (packed_shape,)))
+            scale_shape = fmt.scale_shape(num_experts, size_n, size_k)
+            halves = ((num_experts, num_halves),) if matrix == "w13" else ()
+            per_half = halves if scale_shape == (num_experts,) else ()
+            rows.append(TensorRow(matrix, "scale", getattr(torch, fmt.scale_dtype), (scale_shape, *per_half)))
+            if fmt.global_scale:
+                rows.append(TensorRow(matrix, "scale_2", torch.float32, ((num_experts,), *halves)))
+            if not fmt.symmetric:
+                zero_shape = (num_experts, scale_shape[1], fmt.packed_columns(scale_shape[2]))
+                rows.append(TensorRow(matrix, "zero_point", torch.uint8, (zero_shape,)))
+            if self.activation is not None and (self.activation.static or self.activation.global_scale):
+                shapes = ((num_experts,), ())
+                is_static = self.activation.static
+                rows.append(TensorRow(matrix, "activation_scale", torch.float32, shapes, required=is_static))
+        return tuple(rows)
+
+
+def get_scheme(name: str | QuantScheme) -> QuantScheme:
+    """The scheme of that name; a value is returned as it is.
+
+    Raises:
+        ArgumentError: It is neither.
+        UnknownSchemeError: No scheme has that name.
+    """
+    if isinstance(name, QuantScheme):
+        return name
+    if not isinstance(name, str):
+        raise ArgumentError(f"quant must be a scheme's name or a QuantScheme, got {shown(name)}")
+    try:
+        return QUANT_SCHEMES[name]
+    except KeyError:
+        raise UnknownSchemeError(unknown_name_message("quant scheme", name, QUANT_SCHEMES, SCHEMES_CALLED)) from None
+
+
+def _known_schemes() -> dict[str, QuantScheme]:
+    fp8_tensor = QuantFormat("float8_e4m3fn", (WHOLE, WHOLE))
+    fp8_channel = QuantFormat("float8_e4m3fn", (1, WHOLE))
+    mxfp8 = QuantFormat("float8_e4m3fn", (1, 32), scale_dtype="float8_e8m0fnu")
+    nvfp4 = QuantFormat("float4_e2m1fn", (1, 16), scale_dtype="float8_e4m3fn", global_scale=True)
+    mxfp4 = QuantFormat("float4_e2m1fn", (1, 32), scale_dtype="float8_e8m0fnu")
+    int8_channel = QuantFormat("int8", (1, WHOLE))
+    schemes = [
+        QuantScheme("unquantized"),
+        QuantScheme("fp8_tensor_static", fp8_tensor, dataclasses.replace(fp8_tensor, static=True)),
+        QuantScheme("fp8_tensor_dynamic", fp8_tensor, fp8_tensor),
+        QuantScheme("fp8_channel_token", fp8_channel, fp8_channel),
+        QuantScheme("fp8_block128", QuantFormat("float8_e4m3fn", (128, 128)), QuantFormat("float8_e4m3fn", (1, 128))),
+        QuantScheme("mxfp8", mxfp8, mxfp8),
+        QuantScheme("nvfp4", nvfp4, nvfp4),
+        QuantScheme("nvfp4_w4a16", nvfp4),
+        QuantScheme("mxfp4_w4a16", mxfp4),
+        QuantScheme("mxfp4_mxfp8", mxfp4, mxfp8),
+        QuantScheme("int8_w8a8", int8_channel, int8_channel),
+        QuantScheme("int8_w8a16", int8_channel),
+    ]
+    for group in (32, 64, 128, WHOLE):
+        suffix = "all" if group == WHOLE else str(group)
+        for symmetric in (True, False):
+            name = f"int4_w4a16_g{suffix}" + ("" if symmetric else "_zp")
+            schemes.append(QuantScheme(name, QuantFormat("uint4", (1, group), symmetric=symmetric)))
+    # W4AFP8: as FlashInfer and TensorRT-LLM compute it, and as compressed-tensors does.
+    int4 = QuantFormat("uint4", (1, 128))
+    schemes.append(QuantScheme("int4_w4a8_g128", int4, dataclasses.replace(fp8_tensor, static=True)))
+    schemes.append(QuantScheme("int4_w4a8_g128_token", int4, fp8_channel))
+    return {scheme.name: scheme for scheme in schemes}
+
+
+QUANT_SCHEMES: Final[dict[str, QuantScheme]] = _known_schemes()
+
+SCHEMES_CALLED: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "fp32", "float32", "none"), ("unquantized",)),
+    "mxfp4": ("mxfp4_w4a16",),
+    "gptq": ("int4_w4a16_g128",),
+    "awq": ("int4_w4a16_g128_zp",),
+    "int4": ("int4_w4a16_g128", "int4_w4a16_g128_zp", "int4_w4a16_g32", "int4_w4a16_g64"),
+    "w4a16": ("int4_w4a16_g128", "mxfp4_w4a16", "nvfp4_w4a16"),
+    **dict.fromkeys(("w4a8", "w4afp8", "w4a8_awq"), ("int4_w4a8_g128", "int4_w4a8_g128_token")),
+}
+"""Other names for schemes, with the schemes that they usually mean, for errors about unknown names."""

@@ -1,0 +1,184 @@
+"""Detects tensors that were replaced or written since they were last read."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from moereg.errors import ArgumentError, MoeregWarning
+from moereg.weights.checks import DEBUG_VARIABLE
+
+__all__ = ["CopiedFrom", "OldWeightsWarning", "TensorState", "are_elsewhere", "check_counted", "states_of"]
+
+_WORDS: Final = 2**18
+"""Bytes that are summed at a time: as 8-byte numbers they take 8 times as much."""
+
+
+_STEPPED: Final[dict[int, tuple[StorageWeakRef, int]]] = {}
+"""For memory that an optimizer wrote into: which step of all optimizers of the process was the last. Fused optimizers
+raise no version."""
+
+_step = 0
+"""Steps of all optimizers since the first question."""
+
+_asked: dict[int, int] = {}
+"""By address, what `_last_step` answered since the last step: it costs 0.4 us a tensor, and a layer has up to eight."""
+
+_most = 1024
+"""How many entries `_STEPPED` may have before those of memory that is gone are dropped."""
+
+
+class OldWeightsWarning(MoeregWarning):
+    """An optimizer trains tensors of which a bare kernel has a permuted copy."""
+
+
+class TensorState(NamedTuple):
+    """Address of a tensor, and the number of writes that torch counted.
+
+    Writes through `tensor.data` or a raw pointer, and those into tensors that were made in inference mode, count no
+    versions.
+
+    Attributes:
+        step: The last step of an optimizer that may have written it; 0 for none.
+        contents: With MOEREG_DEBUG=1 a number that other bytes change; None elsewhere, and while a graph is captured.
+    """
+
+    address: int
+    version: int
+    dtype: torch.dtype
+    device: torch.device
+    step: int = 0
+    contents: int | None = None
+
+
+def states_of(tensors: Iterable[torch.Tensor]) -> tuple[TensorState, ...]:
+    """States of tensors, which change when these are replaced or written into."""
+    _follow_optimizers()
+    reads = os.environ.get(DEBUG_VARIABLE) == "1" and not (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
+    return tuple(
+        TensorState(
+            (address := tensor.data_ptr()),
+            -1 if tensor.is_inference() else tensor._version,
+            tensor.dtype,
+            tensor.device,
+            _last_step(tensor) if (known := _asked.get(address)) is None else known,
+            _contents(tensor) if reads else None,
+        )
+        for tensor in tensors
+    )
+
+
+def are_elsewhere(before: tuple[TensorState, ...], now: tuple[TensorState, ...]) -> bool:
+    """Whether tensors were replaced, instead of written into."""
+    places = [[(state.address, state.dtype, state.device) for state in states] for states in (before, now)]
+    return places[0] != places[1]
+
+
+def check_counted(before: tuple[TensorState, ...], now: tuple[TensorState, ...], cure: str) -> None:
+    """Checks, with MOEREG_DEBUG=1, that torch counted what was written.
+
+    Raises:
+        ArgumentError: Something was written that a kernel will not see.
+    """
+    for one, other in zip(before, now, strict=False):
+        is_read = one.contents is not None and other.contents is not None
+        if is_read and one.contents != other.contents and one[:-1] == other[:-1]:
+            raise ArgumentError(
+                "weights of this layer were written in a way that torch does not count, through .data, a raw pointer "
+                f"or in inference mode, so its kernel may have the old ones; {cure}"
+            )
+
+
+class CopiedFrom:
+    """The source memory of a bare kernel's copied weights.
+
+    Only its caller can bring such a kernel up to date. The first step of an optimizer on that memory, while this object
+    lives, is one `OldWeightsWarning`.
+    """
+
+    def __init__(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Begins to watch.
+
+        Args:
+            name: What to call the kernel.
+            tensors: Canonical tensors of which the kernel has copies.
+        """
+        self.name = name
+        self.tensors(tensors)
+        _WATCHED.add(self)
+        _follow_optimizers()
+
+    def tensors(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Takes note that these were copied instead of those before."""
+        self.memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+
+_WATCHED: Final[weakref.WeakSet[CopiedFrom]] = weakref.WeakSet()
+
+
+@functools.cache
+def _follow_optimizers() -> None:
+    """Has torch call `_note_step` from now on: a process that makes no layer has no hook."""
+    # A step that raises half way has written some of its parameters, and comes to no post hook.
+    register_optimizer_step_pre_hook(_note_step)
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Notes the memory of all that an optimizer holds."""
+    global _step, _asked, _most
+    _step += 1
+    stepped = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            try:
+                storage = parameter.untyped_storage()
+            except RuntimeError:  # Sparse tensors have none.
+                continue
+            stepped.add(storage._cdata)
+            known = _STEPPED.get(storage._cdata)
+            # While there is a weak reference to memory that is gone, no other gets its number.
+            _STEPPED[storage._cdata] = (StorageWeakRef(storage) if known is None else known[0], _step)
+    _asked = {}  # Not emptied: another thread may be about to note an answer from before this step.
+    if len(_STEPPED) > _most:
+        for number in [number for number, (memory, _) in _STEPPED.items() if memory.expired()]:
+            del _STEPPED[number]
+        _most = max(_most, 2 * len(_STEPPED))
+    for copied in [each for each in _WATCHED if any(memory.cdata in stepped for memory in each.memory)]:
+        _WATCHED.discard(copied)
+        warnings.warn(
+            f"{type(optimizer).__name__} trains weights of which {copied.name} has a permuted copy, and goes on with "
+            "the old ones; call kernel.reload(weights) after each step, or use a MoELayer: it follows its parameters",
+            OldWeightsWarning,
+            stacklevel=2,
+        )
+
+
+def _last_step(tensor: torch.Tensor) -> int:
+    asked, step = _asked, _step
+    # An optimizer may hold another copy of what is trained, such as one in fp32, and write it back in its own way.
+    if not (tensor.requires_grad or tensor.grad is not None):
+        found = _STEPPED.get(tensor.untyped_storage()._cdata)
+        step = 0 if found is None else found[1]
+    asked[tensor.data_ptr()] = step
+    return step
+
+
+def _contents(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    # A plain sum stays the same where rows change places.
+    factors = torch.arange(1, _WORDS + 1, device=tensor.device) * 0x9E3779B97F4A7C1 | 1
+    total = 0
+    for place, piece in enumerate(flat.split(_WORDS)):
+        total += (2 * place + 1) * int((piece * factors[: len(piece)]).sum())
+    return total
