@@ -31,8 +31,8 @@ Errors and warnings
     `UnsupportedProblemError`. All warnings are a `MoeregWarning`, such as `PluginWarning`.
 
 `moereg.integrations.transformers` runs live models on these kernels, `moereg.routing` computes `topk_weights` and
-`topk_ids` as models do, `moereg.quantize` quantizes and restores weights, `moereg.spec.model_shapes` has the sizes of known
-models, and `moereg.testing` is the conformance kit.
+`topk_ids` as models do, `moereg.quantize` quantizes and restores weights, `moereg.spec.model_shapes` has the sizes of
+known models, and `moereg.testing` is the conformance kit.
 """
 
 from __future__ import annotations

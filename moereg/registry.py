@@ -287,8 +287,8 @@ def register_moe_backend(
         probes: Checks of the machine at hand for what versions cannot say.
         opt_in: Whether a request has to name the backend.
         tier: `kernel`, or `emulation` which never beats a kernel.
-        registry: Where to store; the one that `select_backend` reads by default. `moereg.selection.decide.decide` chooses among
-            the cells of any.
+        registry: Where to store; the one that `select_backend` reads by default. `moereg.selection.decide.decide`
+            chooses among the cells of any.
         **narrowed: Fields of `Facts` that promise less here than in the class.
 
     Returns:

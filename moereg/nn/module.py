@@ -42,8 +42,8 @@ class MoELayer(CanonicalModule):
     and copies read them back from it.
 
     It may stand in `nn.Sequential` if it has a router, be copied, pickled, compiled and exported. An exported program
-    holds the parameters and makes its kernel where it runs, after `import moereg.nn.module`, from copies that go with its
-    parameters; one of a layer whose parameters were freed runs in this process only.
+    holds the parameters and makes its kernel where it runs, after `import moereg.nn.module`, from copies that go with
+    its parameters; one of a layer whose parameters were freed runs in this process only.
 
     Args:
         problem: The layer.

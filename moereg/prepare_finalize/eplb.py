@@ -47,7 +47,7 @@ def balance_experts(
     """A placement on which the ranks have loads as equal as a greedy method makes them. The same loads give the same.
 
     Args:
-        loads: [num_experts], counted routes or any other work of each expert; `moereg.prepare_finalize.eplb.count_routes` counts.
+        loads: [num_experts], routes that `count_routes` counted, or any other work of each expert.
         num_ranks: Ranks of the group.
         num_replicas: Experts of all ranks beyond one for each of the layer.
         before: Where experts are now: ranks and local places are given so that many of them stay.

@@ -370,8 +370,8 @@ def test_nothing_of_moereg_starts_a_program() -> None:
     allowed |= {
         f"moereg/backends/_flashinfer/{name}.py": {"subprocess"} for name in ("building", "loading", "tileiras")
     }
-    # Kernels are compiled ahead by forks of a process that is this interpreter on `moereg.layer.warm_up.worker`, by that name
-    # alone, and linked by the compiler that Triton would start itself.
+    # Kernels are compiled ahead by forks of a process that is this interpreter on `moereg.layer.warm_up.worker`, by
+    # that name alone, and linked by the compiler that Triton would start itself.
     allowed |= {
         "moereg/kernels/launch/ahead.py": {"subprocess"},
         "moereg/layer/warm_up/ahead.py": {"subprocess"},

@@ -208,7 +208,7 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
 def test_what_does_not_exist_is_found() -> None:
     text = (
         "`moereg/nowhere.py`, `moereg.nowhere`, `moereg.layer.factory.nobody`, `moereg undo`, `make nothing`,\n"
-        "`moereg explain --sideways`, [there](nowhere.md), [here](#nowhere), `moereg/layer/factory.py`, `moereg run --json`\n"
+        "`moereg explain --sideways`, [there](nowhere.md), [here](#nowhere), `moereg/errors.py`, `moereg run --json`\n"
     )
     assert missing_paths(text) == ["moereg/nowhere.py"]
     assert missing_modules(text) == ["moereg.layer.factory.nobody", "moereg.nowhere"]

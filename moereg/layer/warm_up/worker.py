@@ -1,8 +1,8 @@
-"""`python -m moereg.layer.warm_up.worker`: compiles all that calls of a layer launch, on a machine that need not have a GPU.
+"""`python -m moereg.layer.warm_up.worker`: compiles all that calls of a layer launch, where no GPU has to be.
 
-Started by `moereg.layer.warm_up.ahead`. It reads one request from standard input, as JSON, and answers on standard output, a
-line of JSON for each piece of progress and one with the result. It makes itself a process for the device that is
-compiled for, with launches that only ask, and forks once everything is imported:
+Started by `moereg.layer.warm_up.ahead`. It reads one request from standard input, as JSON, and answers on standard
+output, a line of JSON for each piece of progress and one with the result. It makes itself a process for the device
+that is compiled for, with launches that only ask, and forks once everything is imported:
 
 1. Forks run the launch code at every number of tokens. A number adds something where its launches are others than those
    of all numbers before.

@@ -105,8 +105,8 @@ class AiterExperts(Experts):
     held_experts=("all",),
 )
 # gfx942's own float ends at 240 and not at 448. With dynamic scales it rounds activations to other numbers than the
-# scheme's: an imitation had 1.1 to 1.2 times the error that `moereg.numerics.tolerances` allows. Static scales keep the numbers
-# up to the scheme's largest; what is beyond it is clamped at 480 times the scale and not at 448.
+# scheme's: an imitation had 1.1 to 1.2 times the error that `moereg.numerics.tolerances` allows. Static scales keep the
+# numbers up to the scheme's largest; what is beyond it is clamped at 480 times the scale and not at 448.
 @register_moe_backend(
     name="aiter",
     priority=55,
