@@ -1,6 +1,6 @@
 """Cells, the registries that hold them, and the decorator for backends: validate first, then store.
 
-A cell is one claim of a class: what it computes, where, and with which priority. Backends and ways to move tokens
+A cell is one claim of a class: what it computes, where, and with which priority. Backends and token dispatchers
 between ranks (`moereg.prepare_finalize.cells`) are registered, kept and published by the same code.
 
 A registry of one's own is filled with `register_moe_backend(..., registry=mine)` and chosen from with

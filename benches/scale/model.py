@@ -75,7 +75,7 @@ LAYERS: Final = (
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way of moving tokens.
+    """A token dispatcher.
 
     Attributes:
         name: As moereg registers it, with the wire, the transport or the variant where that differs.

@@ -315,7 +315,7 @@ def load_backends() -> BackendRegistry:
 
 
 def load_movements() -> MovementRegistry:
-    """Imports every built-in way of moving tokens and every plugin, the first time it is called.
+    """Imports every built-in token dispatcher and every plugin, the first time it is called.
 
     Returns:
         The global registry.

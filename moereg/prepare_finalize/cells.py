@@ -1,4 +1,4 @@
-"""Ways to move tokens between ranks as `moereg.registry` keeps them, and the decorator that registers one."""
+"""Token dispatchers as `moereg.registry` keeps them, and the decorator that registers one."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class MovementCell(Cell):
 
 
 class MovementRegistry(Registry[MovementCell]):
-    """Cells of ways to move tokens."""
+    """Cells of token dispatchers."""
 
     kind = MovementCell
 
@@ -79,7 +79,7 @@ def register_prepare_finalize(
     registry: MovementRegistry | None = None,
     **narrowed: Unpack[NarrowedMovementFacts],
 ) -> Callable[[M], M]:
-    """Registers a way to move tokens for activation formats x platforms. Stack one decorator per rectangle.
+    """Registers a token dispatcher for activation formats x platforms. Stack one decorator per rectangle.
 
     Args:
         name: As requests spell it: lower case, digits and underscores.

@@ -6,7 +6,7 @@ looked up. Names no backend, architecture or scheme.
     decide                  the cells of a registry, best first, with every reason
       _eligible             candidates: cells that read the weights, by their most specific rule
       _judge                every reason against one candidate
-        reasons_against     those that a way to move tokens between ranks can have too
+        reasons_against     those that a token dispatcher can have too
       rank                  accepted before rejected, wishes before priorities
 """
 
@@ -160,7 +160,7 @@ def reasons_against(
     """Every reason against a cell of any kind: the machine, the request, its facts, then its class's own predicate.
 
     Args:
-        cell: A backend's, or that of a way to move tokens.
+        cell: A backend's, or that of a token dispatcher.
         rule: Its rule for the platform, if any.
         platform, request, probes: As in `decide`.
         facts: The reasons out of what the class declares.

@@ -29,7 +29,7 @@ Names = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None
 `{"nvfp4": "triton"}`."""
 
 WayNames = str | Sequence[str] | None
-"""`"all_to_all"`, `("low_latency", "all_gather")`, `"all_*"`: ways to move tokens between ranks."""
+"""`"all_to_all"`, `("low_latency", "all_gather")`, `"all_*"`: token dispatchers."""
 
 
 class Wish(NamedTuple):
@@ -140,7 +140,7 @@ class Request:
         environ: Mapping[str, str],
         known: Iterable[str],
     ) -> Request:
-        """As `resolve`, for ways to move tokens between ranks, which know no schemes.
+        """As `resolve`, for token dispatchers, which know no schemes.
 
         Args:
             require, prefer, deny: As in `explain_movements`.

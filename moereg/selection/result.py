@@ -58,7 +58,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Verdict on one candidate, a backend or a way to move tokens.
+    """Verdict on one candidate, a backend or a token dispatcher.
 
     Attributes:
         rule: The platform rule that matched, or all of the cell's if none did.
@@ -109,7 +109,7 @@ V = TypeVar("V", bound=Verdict)
 
 @dataclasses.dataclass(frozen=True)
 class Choice(Generic[V]):
-    """Common part of selections of backends and of ways to move tokens."""
+    """Common part of selections of backends and of token dispatchers."""
 
     problem: MoEProblem
     platform: Platform

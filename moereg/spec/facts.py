@@ -1,4 +1,4 @@
-"""Facts: what a class of experts, or a way to move tokens between ranks, declares that it can do.
+"""Facts: what a class of experts, or a token dispatcher, declares that it can do.
 
 Each field is one row. Its `Fact` says how a value is checked at registration, whether a decorator's value narrows it,
 and which reasons it gives against a problem. A new fact is a new field here, and its keyword in `NarrowedFacts`.
@@ -23,7 +23,7 @@ from moereg.spec.reasons import Reason
 class Fact(abc.ABC):
     """How one fact is read: a row of the table that a class of facts is.
 
-    `asked` is the problem, and for a way to move tokens the group too.
+    `asked` is the problem, and for a token dispatcher the group too.
 
     Attributes:
         code: Of its reasons.
@@ -310,7 +310,7 @@ class NarrowedFacts(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MovementFacts(DeclaredFacts):
-    """The capabilities of a way of moving tokens. A capability that is not declared is refused.
+    """The capabilities of a token dispatcher. A capability that is not declared is refused.
 
     Attributes:
         transports: Device and torch.distributed backend, such as `cuda:nccl` and `cpu:gloo`.

@@ -1,4 +1,4 @@
-"""Ways of moving tokens: registered, judged with every reason, ranked and asked for by name."""
+"""Token dispatchers: registered, judged with every reason, ranked and asked for by name."""
 
 from __future__ import annotations
 
