@@ -74,6 +74,7 @@ def test_the_comparison_sees_swapped_halves_and_dropped_biases(tmp_path: Path) -
         ({"model_type": "llama4_text", "interleave_moe_layer_step": 2}, (1,)),
         ({"model_type": "step3p5", "num_hidden_layers": 5}, (3, 4)),
         ({"decoder_sparse_step": 3, "mlp_only_layers": None}, (2,)),
+        ({"model_type": "jamba", "expert_layer_period": 2, "expert_layer_offset": 1}, (1,)),
     ],
 )
 def test_moe_layers_that_models_made_by_transformers_do_not_show(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moereg.prepare_finalize.wire import CodedWire, PlainWire, join_columns, wire_scheme
+from moereg.prepare_finalize.wire import CodedWire, PlainWire, as_bytes, join_columns, wire_scheme
 from moereg.quantize import dequantize_activations, quantize_activations
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES
@@ -17,6 +17,13 @@ CODED = ("fp8_channel_token", "fp8_block128", "mxfp8", "int8_w8a8")
 def problem_of(**changes: object) -> MoEProblem:
     facts = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 128, "top_k": 2, **changes}
     return MoEProblem(**facts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_columns_of_any_strides_become_bytes(rows: int) -> None:
+    # One element counts as contiguous whatever its strides are.
+    column = torch.arange(6.0).view(2, 3)[:rows, 1:2].as_strided((rows, 1), (3, 2), 1)
+    assert as_bytes(column).view(torch.float32).tolist() == [[1.0], [4.0]][:rows]
 
 
 def test_what_can_travel_as_codes() -> None:

@@ -14,6 +14,7 @@ import torch
 from moereg.errors import ArgumentError, RequestError, UnsupportedProblemError
 from moereg.integrations._experts import serving
 from moereg.integrations.transformers import prepare, register, restore
+from moereg.layer import MoEKernel
 from tests.support.live_models import PROMPT, close, eager, logits_of
 from tests.support.tiny_models import needs, tiny_model
 
@@ -131,13 +132,26 @@ def test_one_expert_of_a_rank_takes_tokens_of_three_routes() -> None:
 
 
 def test_writes_into_parameters_and_other_parameters_are_followed() -> None:
-    model = tiny_model("mixtral")
+    # Frozen: what requires a gradient is read again at each step anyway.
+    model = tiny_model("mixtral").requires_grad_(False)
     prepare(model, progress=False)
     before = logits_of(model)
     other = tiny_model("mixtral", seed=1)
-    model.load_state_dict(other.state_dict())
+    with torch.no_grad():  # `load_state_dict` would tell by itself.
+        for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.copy_(value)
     kernels = [kernel for layer in model.model.layers for kernel in serving.served(layer.mlp.experts).kernels.values()]
-    assert close(logits_of(model), eager(other))
+    reloaded: list[MoEKernel] = []
+    with pytest.MonkeyPatch.context() as patched:  # A kernel that shares the parameters would be right without.
+        reload = MoEKernel.reload
+
+        def noting(kernel: MoEKernel, *args: Any, **keywords: Any) -> None:
+            reloaded.append(kernel)
+            reload(kernel, *args, **keywords)
+
+        patched.setattr(MoEKernel, "reload", noting)
+        assert close(logits_of(model), eager(other))
+    assert reloaded == kernels
     assert not close(logits_of(model), before, 1e-3)
     after = [kernel for layer in model.model.layers for kernel in serving.served(layer.mlp.experts).kernels.values()]
     assert [id(kernel) for kernel in after] == [id(kernel) for kernel in kernels]  # Captured graphs see it.
@@ -145,7 +159,7 @@ def test_writes_into_parameters_and_other_parameters_are_followed() -> None:
         patched.setattr(type(after[0]), "reload", None)
         logits_of(model)
     experts = model.model.layers[0].mlp.experts
-    experts.down_proj = torch.nn.Parameter(experts.down_proj.detach() * 2)
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.detach() * 2, requires_grad=False)
     found = logits_of(model)
     assert close(found, eager(model))
     model.set_experts_implementation("moereg")

@@ -114,6 +114,8 @@ def test_bad_construction(changes: dict[str, Any], text: str) -> None:
     ("scheme", "changes", "text"),
     [
         ("nvfp4", {"w13_scale": None}, "scheme nvfp4 needs w13_scale of shape [3, 80, 4], got none"),
+        ("nvfp4", {"w2_scale_2": zeros(E, dtype=torch.uint8)}, "w2_scale_2 must be torch.float32 in scheme nvfp4, got "
+            "torch.uint8; convert it"),
         ("nvfp4", {"w2_scale_2": zeros(E)}, "w2_scale_2 must be torch.float32 in scheme nvfp4, got torch.bfloat16; co"),
         (
             "mxfp4_w4a16",

@@ -101,7 +101,7 @@ def _top_k(model: torch.nn.Module, name: str) -> int | None:
     """Experts a token, from the block around the experts, its router, or a config."""
     module = model.get_submodule(name)
     block = model.get_submodule(name.rpartition(".")[0])
-    sources: list[Any] = [block, *block.children()] if block is not model or "." in name else []
+    sources: list[Any] = [block, *block.children()] if "." in name else []
     configs = [getattr(each, "config", None) for each in (module, block, model)]
     for config in configs:
         sources += [config, getattr(config, "text_config", None), getattr(config, "ffn_config", None)]

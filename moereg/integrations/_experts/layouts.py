@@ -97,7 +97,7 @@ def _parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(f"{name} must be a tensor, got {type(value).__name__}")
     kind = type(value.data)
-    if type(value).__name__ == "DTensor" or kind.__name__ == "DTensor":
+    if kind.__name__ == "DTensor":
         raise ArgumentError(
             f"{name} is sharded over devices (a DTensor); give each rank whole experts as plain tensors, or load the "
             "model onto one device"
