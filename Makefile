@@ -64,7 +64,7 @@ test-machines: $(VENV)/.test-stamp
 	@echo '== old, two threads'
 	$(OLD) OMP_NUM_THREADS=2 $(ON_CPUS) $(CPU_TESTS)
 	@echo '== vnni, one thread, in an order drawn anew'
-	OMP_NUM_THREADS=1 $(ON_CPUS) $(CPU_TESTS) $(CPU_KIT) --vnni -p randomly --randomly-dont-reset-seed
+	env -u ATEN_CPU_CAPABILITY -u ONEDNN_MAX_CPU_ISA OMP_NUM_THREADS=1 $(ON_CPUS) $(CPU_TESTS) $(CPU_KIT) --vnni -p randomly --randomly-dont-reset-seed
 
 test-peers: $(VENV)/.peers-stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'peers and not gpu' $(PYTEST_ARGS)
