@@ -213,9 +213,8 @@ def test_every_scheme_travels() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [3, 4])
-def test_more_ranks(num_ranks: int) -> None:
-    results = results_of(num_ranks, *EQUAL, *NEAR, *REFUSED)
+def test_three_ranks() -> None:
+    results = results_of(3, *EQUAL, *NEAR, *REFUSED)
     for result in results:
         assert all(value_of(result, name)["equal"] for name in EQUAL)
         assert all(value_of(result, name)["error"] < 6e-3 for name in NEAR)
