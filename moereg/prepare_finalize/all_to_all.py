@@ -116,6 +116,14 @@ class AllToAll(GroupPrepareFinalize):
         with torch.cuda.device_of(hidden_states):
             return self._prepare(hidden_states, topk_weights, topk_ids, problem, expert_map)
 
+    @property
+    def _weights_travel(self) -> bool:
+        """Whether experts apply routing weights, and not the rank that a token came from.
+
+        float16 rows do not come home unweighted: they may be beyond its range, though the weighted ones are not.
+        """
+        return self.sums or self.problem.apply_router_weight_on_input or self.problem.dtype == "float16"
+
     def _prepare(
         self,
         hidden_states: torch.Tensor,
@@ -125,8 +133,7 @@ class AllToAll(GroupPrepareFinalize):
         expert_map: torch.Tensor | None,
     ) -> _Routed:
         device, top_k = hidden_states.device, topk_ids.shape[1]
-        on_input = topk_weights if self.problem.apply_router_weight_on_input else None
-        weights_out = topk_weights if self.sums else on_input
+        weights_out = topk_weights if self._weights_travel else None
         layout = row_layout(top_k, weights_out is not None, self.wire.widths)
         # Leaving, then arriving, side by side: the host reads both at once.
         counts = torch.empty((2, self.group.size, 2), dtype=torch.int64, device=device)
@@ -217,7 +224,7 @@ class AllToAll(GroupPrepareFinalize):
         home = results.new_empty((most, results.shape[1]))
         back = first_rows(home, num_back)
         self.group.all_to_all(back, results, "results", list(prepared.rows_sent), list(prepared.rows_received))
-        is_weighted = self.sums or self.problem.apply_router_weight_on_input
+        is_weighted = self._weights_travel
         if self.in_triton:
             from moereg.kernels.rows.batches import sum_batches  # Loads Triton.
 

@@ -85,8 +85,9 @@ def test_tokens_in_8_bits_change_no_more_than_a_rounding(two_ranks: list[dict[st
 def test_results_beyond_the_range_of_float16_travel_in_fp32(two_ranks: list[dict[str, Any]]) -> None:
     for result in two_ranks:
         errors = value_of(result, "float16_beyond_its_range")
-        assert len(errors) == 8
-        assert all(error < 1e-3 for error in errors.values()), errors
+        assert len(errors) == 16
+        # One rounding of the results is 2e-4. Rows that were rounded before they were weighted are 4.7e-4 and more.
+        assert all(error < 3e-4 for error in errors.values()), errors
 
 
 def test_what_is_chosen_and_how_tokens_travel(two_ranks: list[dict[str, Any]]) -> None:
