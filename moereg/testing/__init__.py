@@ -66,24 +66,24 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "cases": ("Case",),
-    "check": ("CellName",),
-    "checks": ("GuardedLayer",),
-    "drawing": ("DrawnLayer", "draw_layer"),
-    "faults": ("FAULTS", "plant_faults"),
-    "guards": ("GuardedMemory", "GuardedWorkspaces", "guard_permuted", "guard_weights"),
-    "inputs": ("ROUTINGS", "Inputs", "make_expert_map", "make_inputs", "make_weights"),
-    "interpreter": ("patch_interpreter",),
-    "ledger": ("Verification", "merge_ledger", "read_ledger"),
-    "problems": ("claimed_problems", "rejected_problems"),
-    "suite": ("CHECK_SECONDS", "Check", "Outcome", "Report", "Result", "checks_of", "run_check", "verify"),
+    "testing.cases": ("Case",),
+    "testing.check": ("CellName",),
+    "testing.checks": ("GuardedLayer",),
+    "testing.drawing": ("DrawnLayer", "draw_layer"),
+    "testing.faults": ("FAULTS", "plant_faults"),
+    "testing.guards": ("GuardedMemory", "GuardedWorkspaces", "guard_permuted", "guard_weights"),
+    "testing.inputs": ("ROUTINGS", "Inputs", "make_expert_map", "make_inputs", "make_weights"),
+    "testing.interpreter": ("patch_interpreter",),
+    "evidence.ledger": ("Verification", "merge_ledger", "read_ledger"),
+    "testing.problems": ("claimed_problems", "rejected_problems"),
+    "testing.suite": ("CHECK_SECONDS", "Check", "Outcome", "Report", "Result", "checks_of", "run_check", "verify"),
 }
 
 
 def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
-            return getattr(importlib.import_module(f"moereg.testing.{module}"), name)
+            return getattr(importlib.import_module(f"moereg.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,6 +1,7 @@
 """Calls of functions in a worker process, where a crash or a hang is an outcome, or in this one.
 
 A `Request` goes to the worker process (`moereg.testing.worker`), which forks a child for it; an `Answer` comes back.
+pytest leaves the messages of this module's assertions as they are: PYTEST_DONT_REWRITE.
 """
 
 from __future__ import annotations
@@ -93,10 +94,7 @@ class Answer(Generic[_T]):
 
 
 def run_here(check: Check) -> Outcome:
-    """Runs a check in this process.
-
-    pytest leaves the messages of its assertions as they are: PYTEST_DONT_REWRITE.
-    """
+    """Runs a check in this process."""
     state = AmbientState.now()
     try:
         try:
@@ -186,7 +184,7 @@ class Worker:
         environment = {**os.environ, _VARIABLE: "1"}
         if _is_interpreting():
             environment.setdefault("TRITON_INTERPRET", "1")
-        self._pipe, there = multiprocessing.Pipe()
+        pipe, there = multiprocessing.Pipe()
         self._process = subprocess.Popen(
             python_command("moereg.testing.worker", str(there.fileno())),
             stdin=subprocess.DEVNULL,
@@ -196,17 +194,22 @@ class Worker:
             start_new_session=True,  # Ctrl-C is for this process, which ends the other.
         )
         there.close()
+        self._pipe = pipe
         atexit.register(self.stop)
-        self._receive(self._pipe, _START_SECONDS)
-        return self._pipe
+        self._receive(pipe, _START_SECONDS)
+        return pipe
 
     def _receive(self, pipe: Connection[Request, Answer[Any]], seconds: float) -> Answer[Any]:
-        is_there = pipe.poll(seconds)
+        is_there = False
         try:
+            is_there = pipe.poll(seconds)
             if is_there:
                 return pipe.recv()
         except (EOFError, OSError):
             pass
+        except BaseException:
+            self.stop()  # Else the next request would get the answer to this one.
+            raise
         self.stop()
         raise RuntimeError(f"the worker process {'ended' if is_there else 'does not answer'}")
 

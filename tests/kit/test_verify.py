@@ -7,6 +7,7 @@ import pathlib
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,6 +95,21 @@ def test_a_broken_promise_is_an_outcome_of_one_line(name: str, worker: Worker, m
     assert message in outcome.message
     assert "\n" not in outcome.message
     assert run_check(checks("good", "permute")[0]).status == "passed"
+
+
+@pytest.mark.slow
+def test_an_answer_that_nobody_waited_for_is_none_to_the_next_question(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(connection: Connection, timeout: float) -> bool:
+        raise KeyboardInterrupt
+
+    assert worker.ask(max, 1, 2).value == 2
+    with monkeypatch.context() as patched:
+        patched.setattr(Connection, "poll", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.ask(max, 3, 4)
+    assert worker.ask(max, 5, 6).value == 6
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import re
 from typing import Any
@@ -48,6 +49,17 @@ def refused(text: str, registry: BackendRegistry | None = None, **changes: Any) 
     with pytest.raises(RegistrationError, match=re.escape(text)):
         register(registry, **changes)
     assert registry.cells == before
+
+
+def test_a_name_is_a_plain_string() -> None:
+    """The kit's processes read it where the class of an enum is not."""
+
+    class Name(str, enum.Enum):
+        MINE = "mine"
+
+    registry = BackendRegistry()
+    register(registry, name=Name.MINE)
+    assert [(cell.name, type(cell.name)) for cell in registry.cells] == [("mine", str)]
 
 
 def test_stacked_decorators_are_rectangles() -> None:
