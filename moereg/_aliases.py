@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from collections.abc import Sequence
@@ -105,6 +106,15 @@ class _FormerNames:
         former = module.__spec__
         assert former is not None
         module.__spec__ = self._specs.pop(former.name)
+
+    def get_code(self, name: str) -> types.CodeType | None:
+        """The code of `python -m` with a former name."""
+        present = _present_name(name)
+        assert present is not None
+        spec = importlib.util.find_spec(present)
+        loader: Any = spec.loader if spec is not None else None
+        code: types.CodeType | None = loader.get_code(present)
+        return code
 
 
 def resolve_former_names() -> None:

@@ -38,6 +38,11 @@ def test_what_was_pickled_under_a_former_name_is_read() -> None:
     assert pickle.loads(old) == problem
 
 
+def test_a_former_name_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "moereg.python_process"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_name_that_never_was_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         importlib.import_module("moereg.no_such_module")
