@@ -136,7 +136,7 @@ class Registration:
         check_name(name, self.who)
         _check_rank(priority, opt_in, self.who)
         return {
-            "name": "".join(name),  # A plain string, if it was an enum's: processes read it that lack its class.
+            "name": "".join(name),  # Plain even if it was an enum's: other processes read it without that class.
             "priority": priority,
             "rules": _read_rules(platforms, self.who),
             "requires": _read_requirements(requires, self.who),

@@ -224,16 +224,15 @@ class AllToAll(GroupPrepareFinalize):
         home = results.new_empty((most, results.shape[1]))
         back = first_rows(home, num_back)
         self.group.all_to_all(back, results, "results", list(prepared.rows_sent), list(prepared.rows_received))
-        is_weighted = self._weights_travel
         if self.in_triton:
             from moereg.kernels.rows.batches import sum_batches  # Loads Triton.
 
             with torch.cuda.device_of(out):
-                sum_batches(out, home.unsqueeze(0), row, None if is_weighted else prepared.topk_weights)
+                sum_batches(out, home.unsqueeze(0), row, None if self._weights_travel else prepared.topk_weights)
         elif num_back == 0:
             out.zero_()
         else:
-            weighted_sum(out, home[row.clamp(min=0)], prepared.topk_weights, row >= 0, is_weighted)
+            weighted_sum(out, home[row.clamp(min=0)], prepared.topk_weights, row >= 0, self._weights_travel)
 
 
 # A row back from each rank, not each route: the fastest at prefill from 8 ranks on, by docs/scale.md. Not measured.
