@@ -36,6 +36,7 @@ __all__ = [
     "FlashInferCutlassBlockExperts",
     "FlashInferCutlassExperts",
     "FlashInferCutlassFp8Experts",
+    "FlashInferCutlassInt4Experts",
     "FlashInferCutlassMxfp8Experts",
     "FlashInferCutlassNvfp4Experts",
     "FlashInferCutlassPackedExperts",
@@ -177,6 +178,32 @@ class FlashInferCutlassPackedExperts(_CutlassExperts):
         from moereg.backends._flashinfer import cutlass_quantized
 
         return cutlass_quantized.Mxfp4W4A16(self)
+
+
+# Behind kernels that keep activations at 16 bits until a machine has measured it.
+@_cutlass("int4_w4a8_g128", "int4_w4a8_g128", "cuda:sm90", priority=48, dtypes=("bfloat16",))
+class FlashInferCutlassInt4Experts(_CutlassExperts):
+    """4-bit integers in groups of 128 and static e4m3 activations, standard format. Group scales become bf16."""
+
+    facts = dataclasses.replace(
+        _CUTLASS,
+        activations=_CUTLASS.activations - {"swigluoai"},
+        dtypes=_BFLOAT16,  # Clamp and beta make swigluoai.
+    )
+    layouts = ("flashinfer_hopper_int4_up_gate_pad128",)
+
+    @classmethod
+    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
+        """A clamp or beta of any activation: scales of the intermediate go into the up rows, which neither follows."""
+        activation = problem.activation
+        if activation.limit is None and not activation.beta:
+            return []
+        return [f"requires no clamp and beta=0, since scales of the intermediate go into up rows, got {activation}"]
+
+    def _load(self) -> Implementation:
+        from moereg.backends._flashinfer import cutlass_int4
+
+        return cutlass_int4.Int4W4A8(self)
 
 
 @_cutlass("mxfp4_mxfp8", "mxfp4_mxfp8", "cuda:sm100f", "cuda:sm120f")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moereg.backends import flashinfer_int4_moe, flashinfer_moe
+from moereg.backends import flashinfer_moe
 from moereg.backends._flashinfer import cutlass, cutlass_blocks
 from moereg.backends._flashinfer.tactics import UNTUNED
 from moereg.backends._flashinfer.timing import layer_key
@@ -32,7 +32,7 @@ _CLASSES = {
     "mxfp4_mxfp8": flashinfer_moe.FlashInferCutlassMxfp8Experts,
     "mxfp8": flashinfer_moe.FlashInferCutlassMxfp8Experts,
     "nvfp4": flashinfer_moe.FlashInferCutlassNvfp4Experts,
-    "int4_w4a8_g128": flashinfer_int4_moe.FlashInferCutlassInt4Experts,
+    "int4_w4a8_g128": flashinfer_moe.FlashInferCutlassInt4Experts,
 }
 
 

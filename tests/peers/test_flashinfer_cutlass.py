@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from moereg.backends import flashinfer_int4_moe, flashinfer_moe
+from moereg.backends import flashinfer_moe
 from moereg.backends._flashinfer import cutlass_int4, more_sets, package
 from moereg.backends._flashinfer.cutlass import Rows
 from moereg.backends._flashinfer.loading import Library
@@ -31,7 +31,7 @@ _CLASSES = {
     "mxfp4_w4a16": flashinfer_moe.FlashInferCutlassPackedExperts,
     "mxfp4_mxfp8": flashinfer_moe.FlashInferCutlassMxfp8Experts,
     "nvfp4": flashinfer_moe.FlashInferCutlassNvfp4Experts,
-    "int4_w4a8_g128": flashinfer_int4_moe.FlashInferCutlassInt4Experts,
+    "int4_w4a8_g128": flashinfer_moe.FlashInferCutlassInt4Experts,
 }
 _PACKED = ("mxfp4_w4a16", "int4_w4a8_g128")
 
