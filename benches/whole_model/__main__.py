@@ -33,7 +33,7 @@ import torch
 from benches.whole_model.measure import OURS, QUANTIZED, WholeModel, forget
 from benches.whole_model.models import CONTEXT, MODELS, Case, Model, cases_of
 from benches.whole_model.page import summary
-from moereg.errors import one_line
+from moereg.errors import is_lack_of_memory, one_line
 from moereg.evidence.provenance import clocks, provenance
 from moereg.integrations.transformers import restore
 from moereg.platforms import probe_platform
@@ -56,9 +56,13 @@ def run(spec: Model, device: torch.device, record: dict[str, Any], save: Callabl
     names = whole.names
     theirs = [name for name in names if name not in (OURS, QUANTIZED)]
     groups = [names]
+    whole.prepare(free=True)
+    restore(whole.model)
     try:
         whole.prepare()
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
+        if not is_lack_of_memory(error):
+            raise
         # Copies of all weights do not fit beside them: moereg comes last, and frees what it has read.
         forget(error)
         restore(whole.model)
@@ -66,28 +70,40 @@ def run(spec: Model, device: torch.device, record: dict[str, Any], save: Callabl
         groups = [theirs, [name for name in names if name not in theirs]]
     record["in_turns"] = len(groups) == 1
     whole.count_experts()
+    cases = cases_of(spec, device, options.compile)
     for number, group in enumerate(groups, 1):
         whole.names, whole.deadline = list(group), start + options.seconds * number / len(groups)
         if OURS in group and not record["in_turns"]:
             whole.prepare(free=True)
         whole.check()
         save()
-        for case in cases_of(spec, device, options.compile):
+        for case in [case for case in cases if case.mode != "compiled"]:
             whole.measure(case, options.case_seconds)
             save()
             print(f"after {time.monotonic() - start:.0f} s", flush=True)
             if case.phase == "decode" and case.mode == "eager" and not whole.is_late:
                 whole.profile(case)
-    if record["in_turns"] and not whole.is_late:
-        whole.prepare(free=True)
-        restore(whole.model)
-        # What others lacked may be what moereg's kernels took.
-        lacking = [row for row in record["rows"] if row["implementation"] in theirs and "out of memory" in row.values()]
-        record["rows"] = [row for row in record["rows"] if row not in lacking]
-        whole.names = list(dict.fromkeys(row["implementation"] for row in lacking))
-        for case in dict.fromkeys(Case(*(row[name] for name in Case.__annotations__)) for row in lacking):
+    if record["in_turns"]:
+        _retry(whole, theirs, options.case_seconds)
+        save()
+        for case in [case for case in cases if case.mode == "compiled"]:
             whole.measure(case, options.case_seconds)
-    save()
+            save()
+
+
+def _retry(whole: WholeModel, theirs: Sequence[str], seconds: float) -> None:
+    """Measures again, without moereg's kernels, what others had no memory for: the kernels may have taken it."""
+    rows = whole.record["rows"]
+    lacking = [row for row in rows if row["implementation"] in theirs and row.get("outcome") == "out of memory"]
+    if not lacking or whole.is_late:
+        return
+    whole.record["rows"] = [row for row in rows if row not in lacking]
+    restore(whole.model)
+    names, whole.names = whole.names, list(dict.fromkeys(row["implementation"] for row in lacking))
+    for case in dict.fromkeys(Case(*(row[name] for name in Case.__annotations__)) for row in lacking):
+        whole.measure(case, seconds)
+    whole.names = names
+    whole.prepare()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ import torch
 
 from benches.whole_model.models import CONTEXT, EAGER, Case, Model, make_model
 from moereg.dispatch import select_backend
-from moereg.errors import one_line
+from moereg.errors import is_lack_of_memory, one_line
 from moereg.integrations._experts import serving
 from moereg.integrations._experts.blocks import find_experts
 from moereg.integrations._experts.layouts import read_experts
@@ -447,13 +447,14 @@ def _top(profiler: cProfile.Profile, calls: int, most: int = 30) -> list[list[An
 
 
 def _outcome(error: Exception) -> str:
-    return "out of memory" if isinstance(error, torch.OutOfMemoryError) else one_line(str(error))[:200]
+    return "out of memory" if is_lack_of_memory(error) else one_line(str(error))[:200]
 
 
-def forget(error: Exception | None = None) -> None:
-    """Gives back what a case took; the frames of an error hold its tensors."""
-    if error is not None:
+def forget(error: BaseException | None = None) -> None:
+    """Gives back what a case took; the frames of an error, and of those that led to it, hold its tensors."""
+    while error is not None:
         traceback.clear_frames(error.__traceback__)
+        error = error.__context__
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -168,7 +168,14 @@ def functions_table(record: Mapping[str, Any], batch: int | None = None) -> str:
     return table(["batch", "function", "calls a layer", "own us", "us with what it calls"], lines)
 
 
+def picture() -> str:
+    """The line that shows the picture, once there is one."""
+    names = ", ".join(record["model"] for record in records())
+    return f"![Speed of {names} with each experts implementation over that with grouped_mm](whole_models.svg)"
+
+
 TABLES: Final[dict[str, Callable[[], str]]] = {
+    "whole_models_picture": picture,
     "whole_models": speeds_table,
     "whole_models_calls": calls_table,
     "whole_models_checks": checks_table,
