@@ -21,12 +21,14 @@ from benches.board import peers
 from benches.board import rows as board_rows
 from benches.scale import page as scale
 from benches.scale.picture import draw_scale
+from benches.whole_model import page as whole_models
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PICTURE = DOCS / "h200.svg"
 SCALE_PICTURE = DOCS / "scale.svg"
 BOARD_PICTURE = DOCS / "board_h200.svg"
+WHOLE_MODELS_PICTURE = DOCS / "whole_models.svg"
 
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
     **results_page.TABLES,
@@ -35,6 +37,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     **board.TABLES,
     **which_backend.TABLES,
     **scale.TABLES,
+    **whole_models.TABLES,
 }
 
 _TABLE: Final = re.compile(r"<!-- table (\w+) -->.*?<!-- end -->", re.DOTALL)
@@ -91,6 +94,8 @@ def main() -> int:
         pictures.draw_peers(PICTURE, peers.groups_of(peers.board_comparisons()))
     with contextlib.suppress(FileNotFoundError):
         pictures.draw_board(board_rows.rows_of("h200"), BOARD_PICTURE)
+    with contextlib.suppress(FileNotFoundError):
+        whole_models.draw_whole_models(WHOLE_MODELS_PICTURE, whole_models.records())
     return 0
 
 

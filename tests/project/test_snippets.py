@@ -44,6 +44,10 @@ INSTEAD: Final = {
     "moereg compile --model qwen3-30b-a3b --quant fp8_block128 --platform cuda:sm90 --cache kernels": (
         "moereg compile --model qwen3-30b-a3b --platform cuda:sm90 --cache kernels --tokens 1"
     ),
+    # Needs a GPU with room for 30 billion parameters; tests/benches/test_whole_model.py runs a tiny model.
+    "python -m benches.whole_model --model qwen3-30b-a3b --json benches/results/whole_model_qwen3-30b-a3b.json": (
+        "python -m benches.whole_model --help"
+    ),
     # Writes into the tree; tests/benches/test_results.py compares what it would write.
     "python -m benches.report": "python -m benches.report --help",
     # One check of one backend is a second, all of them a minute.

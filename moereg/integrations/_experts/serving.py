@@ -269,6 +269,8 @@ class ServedExperts:
         ids = topk_ids.reshape(rows.shape[0], topk_ids.shape[-1])
         if kernel.problem.is_expert_parallel:
             ids = torch.where(ids < live.num_experts, ids, -1)
+        # Routers count experts, so nothing wraps around here, and the kernel need not clamp: a launch less.
+        ids = ids.to(torch.int32)
         weights = topk_weights.detach().reshape(ids.shape).to(torch.float32).contiguous()
         out = kernel(rows, weights, ids.contiguous())
         return out.reshape(hidden_states.shape).to(hidden_states.dtype)

@@ -1,0 +1,1 @@
+"""Whole models of transformers on moereg and on transformers' own experts: `python -m benches.whole_model`."""

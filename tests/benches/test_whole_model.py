@@ -1,0 +1,150 @@
+"""The bench of whole models: it runs on a CPU, catches wrong experts, and its page says what the file says."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from benches.whole_model import __main__ as whole_model
+from benches.whole_model import page
+from benches.whole_model.measure import QUANTIZED, WholeModel
+from benches.whole_model.models import MODELS, Case, cases_of
+
+CPU = torch.device("cpu")
+
+
+def run(folder: pathlib.Path, *options: str, model: str = "tiny") -> tuple[int, dict[str, Any]]:
+    file = folder / "whole_model_tiny.json"
+    arguments = ["--model", model, "--device", "cpu", "--case-seconds", "0.01", "--json", str(file), *options]
+    code = whole_model.main(arguments)
+    return code, json.loads(file.read_text(encoding="utf-8"))
+
+
+def test_a_tiny_model_is_measured_once_its_logits_are_right(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, record = run(tmp_path)
+    assert code == 0
+    assert {name for name, check in record["checks"].items() if check["passed"]} >= {"eager", "moereg"}
+    cases = cases_of(MODELS["tiny"], CPU, compiles=False)
+    rows = {(row["phase"], row["batch"], row["implementation"]): row for row in record["rows"]}
+    for case in cases:
+        row = rows[case.phase, case.batch, "moereg"]
+        tokens = case.batch * (case.tokens if case.phase == "prefill" else 1)
+        assert row["tokens_per_s"] == pytest.approx(tokens / row["ms"] * 1e3)
+    assert [row["batch"] for row in record["host"] if "functions" in row] == [1, 2]
+    assert record["prepare_free"]["bytes_after"] <= record["prepare"]["bytes_after"]
+    assert record["control"]["norm"] > 2 * record["bound"]
+    shown = capsys.readouterr().out
+    assert shown.rstrip().splitlines()[-1].startswith("| tiny | prefill 2 x 16 |")
+    # What the file has is not measured again.
+    code, again = run(tmp_path, "--resume")
+    assert (code, again["rows"], again["host"]) == (0, record["rows"], record["host"])
+    # Nothing starts when the time is up.
+    code, late = run(tmp_path, "--seconds", "0")
+    assert (code, late["rows"]) == (0, [])
+    assert {"phase": "decode", "batch": 2, "why": "out of time"}.items() <= late["left_out"][-1].items()
+
+
+def test_quantized_weights_stand_for_the_same_model(tmp_path: pathlib.Path) -> None:
+    code, record = run(tmp_path, model="tiny-gpt-oss-20b")
+    assert code == 0
+    assert record["checks"][QUANTIZED]["passed"]
+    assert record["quantized"]["scheme"] == "mxfp4_w4a16"
+    assert {row["implementation"] for row in record["rows"] if "ms" in row} >= {"eager", "moereg", QUANTIZED}
+
+
+@pytest.mark.parametrize("name", ["tiny-olmoe-1b-7b", "tiny-mixtral-8x7b"])
+def test_other_models_have_the_same_logits(name: str) -> None:
+    record: dict[str, Any] = {}
+    with torch.no_grad():
+        whole = WholeModel(MODELS[name], CPU, record, deadline=float("inf"))
+        whole.prepare()
+        whole.check()
+    assert all(check["passed"] for check in record["checks"].values() if "outcome" not in check)
+    assert {parameter.dtype for parameter in whole.model.parameters()} == {torch.bfloat16}
+
+
+def test_what_is_wrong_or_fails_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def swapped(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return ALL_EXPERTS_FUNCTIONS["moereg"](module, hidden, (ids + 1) % module.num_experts, weights)
+
+    def lacking(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    record: dict[str, Any] = {"rows": [], "left_out": []}
+    functions = {"swapped": swapped, "lacking": lacking}
+    with torch.no_grad():
+        whole = WholeModel(MODELS["tiny"], CPU, record, deadline=float("inf"))
+        whole.prepare()
+        for name, function in functions.items():
+            monkeypatch.setitem(type(ALL_EXPERTS_FUNCTIONS)._global_mapping, name, function)
+        whole.names = ["eager", "swapped", "lacking"]
+        whole.check()
+        assert whole.names == ["eager", "lacking"]
+        whole.names = ["eager", "swapped", "lacking"]
+        whole.measure(Case("prefill", "eager", 1, 16), seconds=0.01)
+    outcomes = {row["implementation"]: row.get("outcome") for row in record["rows"]}
+    assert outcomes == {"eager": None, "swapped": "wrong logits", "lacking": "out of memory"}
+    assert [row["implementation"] for row in record["rows"] if "ms" in row] == ["eager"]
+
+
+def stored() -> dict[str, Any]:
+    """A file as a GPU would write it."""
+
+    def row(name: str, phase: str, mode: str, ms: float | None, batch: int = 1, tokens: int = 512) -> dict[str, Any]:
+        found: dict[str, Any] = {"implementation": name, "phase": phase, "mode": mode, "batch": batch, "tokens": tokens}
+        if ms is None:
+            return {**found, "outcome": "out of memory"}
+        return {**found, "ms": ms, "tokens_per_s": 1e3 / ms * (tokens if phase == "prefill" else batch)}
+
+    check = {"norm": 0.01, "max": 0.02, "same_token": 0.98}
+    return {
+        "device": "NVIDIA H200",
+        "versions": {"torch": "2.11.0"},
+        "commit": "0123456789abcdef",
+        "date": "2026-11-24",
+        "model": "qwen3-30b-a3b",
+        "parameters": 30.5e9,
+        "weights_bytes": 61e9,
+        "layers": 48,
+        "bound": 0.02,
+        "control": check,
+        "checks": {"eager": {**check, "to_eager": check}, "batched_mm": {"outcome": "out of memory", "passed": False}},
+        "prepare": {"seconds": 8.8, "warm_up_seconds": 10.0, "bytes_after": 99e9},
+        "prepare_free": {"seconds": 1.0, "warm_up_seconds": 0.0, "bytes_after": 61.1e9},
+        "host": [{"implementation": "moereg", "batch": 1, "step_ms": 90.0, "experts_us": 100.0}],
+        "left_out": [],
+        "rows": [
+            row("grouped_mm", "decode", "graph", 13.0),
+            row("batched_mm", "decode", "graph", 12.0),
+            row("moereg", "decode", "graph", 10.0),
+            row("grouped_mm", "prefill", "eager", 100.0),
+            row("batched_mm", "prefill", "eager", None),
+            row("moereg", "prefill", "eager", 64.0),
+            row("moereg", "decode", "compiled", 11.0),
+        ],
+    }
+
+
+def test_the_page_has_tokens_a_second_and_who_is_faster(tmp_path: pathlib.Path) -> None:
+    found = [stored()]
+    decode, prefill = page.speeds_table(found).splitlines()[2:]
+    assert decode == "| qwen3-30b-a3b | decode, batch 1 | 83 | 77 | **100** | 1.20 |"
+    assert prefill == "| qwen3-30b-a3b | prefill 1 x 512 | out of memory | 5,120 | **8,000** | 1.56 |"
+    assert "| decode, batch 1, torch.compile | - | - | **91** |  |" in page.calls_table(found)
+    assert "| 61.0 GB | 99.0 GB | 61.1 GB | - |" in page.memory_table(found)
+    assert "| qwen3-30b-a3b | 1 | moereg | 90.0 | 4.8 | 100 |" in page.host_table(found)
+    assert "| qwen3-30b-a3b | batched_mm | out of memory |" in page.checks_table(found)
+    page.draw_whole_models(tmp_path / "picture.svg", found)
+    assert (tmp_path / "picture.svg").read_text(encoding="utf-8").count("<path") > 10
+    (tmp_path / "whole_model_x.json").write_text(json.dumps(found[0]), encoding="utf-8")
+    assert page.records(tmp_path) == found
