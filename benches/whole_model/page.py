@@ -189,7 +189,12 @@ def summary(found: Sequence[Mapping[str, Any]]) -> str:
     complete = [record for record in found if "checks" in record and "layers" in record]
     parts = [make(complete) for make in (checks_table, memory_table, host_table, calls_table, speeds_table)]
     failed = [f"{record['model']} failed: {record['failed']}" for record in found if "failed" in record]
-    left = [f"{record['model']} left out: {row}" for record in found for row in record["left_out"]]
+    late: dict[str, list[str]] = {}
+    for record in found:
+        for row in record["left_out"]:
+            case = f"{record['model']} {_case(row['phase'], row['mode'], row['batch'], row['tokens'])} {row['mode']}"
+            late.setdefault(f"{row['why']}: {case}", []).append(row["implementation"])
+    left = ["\n".join(f"{case}: {', '.join(names)}" for case, names in late.items())] if late else []
     return "\n\n".join([*(functions_table(record, 1) for record in complete), *left, *parts, *failed])
 
 
