@@ -85,10 +85,9 @@ class Decoding:
         cache = Cache(layers=layers)
         cache.early_initialization(case.batch, config.num_key_value_heads, head_dim, model.dtype, device)
         generator = torch.Generator(device).manual_seed(case.batch)
-        for layer in layers:
-            layer.keys.normal_(generator=generator)
-            layer.values.normal_(generator=generator)
-            layer.cumulative_length.fill_(case.tokens)
+        context = torch.randint(config.vocab_size, (case.batch, case.tokens), device=device, generator=generator)
+        # A prompt's own keys and values: after random ones a layer's rounding decides which experts the next one takes.
+        model(input_ids=context, past_key_values=cache, use_cache=True, logits_to_keep=1)
         ids = torch.randint(config.vocab_size, (case.batch, 1), device=device, generator=generator)
         positions = torch.full((1, 1), case.tokens, device=device)
         # As `generate` does, since masks are not made inside of a graph.
@@ -291,7 +290,7 @@ class WholeModel:
                 continue
             try:
                 if case.phase == "decode" and decoding is None:
-                    decoding = Decoding(self.model, case, self.device)
+                    decoding = self._decoding(case)
                 runs[name], logits = self._ready(case, name, decoding, row)
             except Exception as error:
                 row["outcome"] = _outcome(error)
@@ -322,6 +321,11 @@ class WholeModel:
                     "tokens_per_s": tokens / timing.median_us * 1e6,
                 }
         return made
+
+    def _decoding(self, case: Case) -> Decoding:
+        # Its prompt is up to 32,768 tokens, which batched_mm has no memory for.
+        self.use(next((name for name in ("grouped_mm", EAGER) if name in self.names), OURS))
+        return Decoding(self.model, case, self.device)
 
     def _ready(
         self, case: Case, name: str, decoding: Decoding | None, row: dict[str, Any]
@@ -368,11 +372,12 @@ class WholeModel:
     def count_experts(self) -> None:
         """How many experts have tokens in a layer, in the mean over layers."""
         found: list[int] = []
-        self.use(EAGER)
-        with hooked(self.experts, forward_pre_hook=lambda module, inputs: found.append(inputs[1].unique().numel())):
-            for batch in self.spec.decode:
-                del found[:]
-                Decoding(self.model, Case("decode", "eager", batch, CONTEXT), self.device).step()
+        for batch in self.spec.decode:
+            decoding = self._decoding(Case("decode", "eager", batch, CONTEXT))
+            self.use(EAGER)
+            del found[:]
+            with hooked(self.experts, forward_pre_hook=lambda module, inputs: found.append(inputs[1].unique().numel())):
+                decoding.step()
                 self.record.setdefault("active_experts", {})[str(batch)] = statistics.mean(found)
 
     def profile(self, case: Case, steps: int = 5) -> None:
@@ -382,7 +387,7 @@ class WholeModel:
             case: Whose implementations have been measured.
             steps: That are timed.
         """
-        decoding = Decoding(self.model, case, self.device)
+        decoding = self._decoding(case)
         rows = self.record.setdefault("host", [])
         known = {row["implementation"] for row in rows if row["batch"] == case.batch}
         shown = dataclasses.asdict(case)
