@@ -258,7 +258,9 @@ def headline() -> str:
     outcomes = [page.counted([one.outcome for one in found]) for found in (board, wheels)]
     device = _first_of_board()["device"]
     text = f"Each row was measured in one process on an {device}, each kernel only after its output was checked; less "
-    text += f"than 3 % is a tie. Over the board's {len(board)} rows the fastest other kernel takes {ratios[0]:.2f} times "
+    text += (
+        f"than 3 % is a tie. Over the board's {len(board)} rows the fastest other kernel takes {ratios[0]:.2f} times "
+    )
     text += f"as long as moereg's `{OWN}` (geometric mean; {outcomes[0]}), and over another {len(wheels)} rows the "
     text += f"fastest wheel takes {ratios[1]:.2f} times as long ({outcomes[1]})."
     of_itself = sum(one.outcome == "lost" for one in page.rows_of("h200")) - sum(one.outcome == "lost" for one in board)
@@ -281,7 +283,9 @@ def _shards_text() -> str:
             behind = 1 / min(one.ratio or math.inf for one in many)
             lost = sum(one.outcome == "lost" for one in many)
             parts.append(f"{label} is faster in {lost} of {len(many)} rows, by up to {behind:.2f} times")
-    text = f"The board has no tensor-parallel shards. On fp8 shards with 16 tokens or more, {', and '.join(parts)}; with "
+    text = (
+        f"The board has no tensor-parallel shards. On fp8 shards with 16 tokens or more, {', and '.join(parts)}; with "
+    )
     text += f"fewer tokens `{OWN}` is faster. These rows predate `{OWN}`'s Hopper kernels for per-tensor scales."
     return wrapped(text) if parts else ""
 
