@@ -272,7 +272,7 @@ def floors_table() -> str:
 
 
 def ways_table() -> str:
-    """What each dispatcher sends."""
+    """Each dispatcher with what it sends."""
     return table(
         ["dispatcher", "captured", "sends"],
         [[f"`{way.name}`", "yes" if way.captured else "no: the host reads sizes", way.note] for way in WAYS],
