@@ -102,7 +102,9 @@ def busy_table() -> str:
             rows.append([f"{row['shape']} {row['dtype']}", str(row["num_tokens"]), *times, *ratios])
         labels = ("ours" if peer == _OURS else peer for peer in _NAMES)
         header = ["layer", "T", *(f"{label} ms, mean" for label in labels), "ratio of means", "of medians"]
-        beside = f"{document['neighbors']} process beside it, {document['rounds']} rounds. {_where(name, document)}"
+        beside = (
+            f"{document['neighbors']} process running beside it, {document['rounds']} rounds. {_where(name, document)}"
+        )
         parts.append(f"{table(header, rows)}\n\n{beside}")
     return "\n\n".join(parts)
 

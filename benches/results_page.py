@@ -73,7 +73,7 @@ def _h200_summary(document: dict[str, Any]) -> str:
     )
     if "read_stream_tbps" in ceilings:
         lines.append(
-            f"Not divided by: {ceilings['matmul_cold_tflops']:.0f} TFLOP/s over the first 0.15 s and "
+            f"Measured but not used for shares: {ceilings['matmul_cold_tflops']:.0f} TFLOP/s over the first 0.15 s and "
             f"{ceilings['read_stream_tbps']:.2f} TB/s by the fastest known reader."
         )
     lines.append(_where(document))
@@ -202,7 +202,7 @@ def sweep_table() -> str:
     skipped = sum(len(row["skipped"]) for row in document["rows"])
     alone = [f"{row['model']} T {row['tokens']}" for row in found if row["ratio"] is None]
     summary = (
-        f"{timed} candidates timed, {skipped} skipped for want of shared memory; "
+        f"{timed} candidates timed, {skipped} skipped for lack of shared memory; "
         f"worst {leave_one_out.worst(found):.3f}, bound {document['bound']}."
     )
     if alone:
@@ -213,7 +213,7 @@ def sweep_table() -> str:
 def quant_table() -> str:
     """The triton backend in quantized schemes on an H200."""
     tables = [_quant_table(document) for document in (_load("h200_quant.json"), *earlier_rows(RESULTS))]
-    return "\n\nRows of an earlier commit that were not measured again:\n\n".join(tables)
+    return "\n\nRows from an earlier commit, not measured again:\n\n".join(tables)
 
 
 def _quant_table(document: dict[str, Any]) -> str:
@@ -280,7 +280,7 @@ def peers_fp8_table() -> str:
             rows.append([*head, f"{row['time_us']:.1f} ({row['kernel_us']:.1f})", f"{ratio:.2f}", errors])
     header = ["layer", "routing", "T", "triton us", "peer", "its us (without preparing)", "ratio", "errors"]
     where = f"{_where(document)} {document['method'][0].upper()}{document['method'][1:]}."
-    lacking = table(["layer", "routing", "T", "peer", "no time, since"], missing)
+    lacking = table(["layer", "routing", "T", "peer", "why it has no time"], missing)
     return f"{table(header, rows)}\n\n{where}\n\n{lacking}"
 
 

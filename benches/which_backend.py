@@ -274,9 +274,7 @@ def backends_table() -> str:
                 ranks(name),
             ]
         )
-    return table(
-        ["backend", "what it is", "how to get it", "chosen for", "does not do", "verified on", "on the board"], rows
-    )
+    return table(["backend", "what it is", "how to get it", "chosen for", "lacks", "verified on", "on the board"], rows)
 
 
 def _chosen_where(found: World, name: str) -> str:
@@ -295,7 +293,7 @@ def _chosen_where(found: World, name: str) -> str:
             count = "all schemes" if len(schemes) == len(QUANT_SCHEMES) else f"{len(schemes)} schemes"
             parts.setdefault(f"`{schemes[0]}`" if len(schemes) == 1 else count, []).append(arch_name(str(platform)))
     text = "; ".join(f"{what} on {', '.join(archs)}" for what, archs in parts.items())
-    return f"{text}{', once installed' if is_wheel else ''}" if text else "where a request names it"
+    return f"{text}{', once installed' if is_wheel else ''}" if text else "on request only"
 
 
 # What a layer may ask for, and how it is called where none of a backend's cells has it.
@@ -309,7 +307,7 @@ _ASKED: Final[tuple[tuple[str, Callable[[Facts], bool]], ...]] = (
     ("float32", lambda facts: "float32" in facts.dtypes),
     ("router weights on the input", lambda facts: facts.router_weight_on_input),
     ("CUDA graphs", lambda facts: facts.graph_capture),
-    ("equal bits each time", lambda facts: facts.deterministic),
+    ("bitwise reproducibility", lambda facts: facts.deterministic),
 )
 
 
@@ -341,7 +339,7 @@ def _install(cells: Sequence[BackendCell], projects: Mapping[str, Mapping[str, A
         chosen.append(best)
     command = f"`pip install 'moereg[{','.join(sorted(chosen))}]'`" if chosen else ""
     left = f"`pip install {' '.join(sorted(missing))}`" if missing else ""
-    alone = "; some classes need none of it" if any(not cell.requires for cell in cells) else ""
+    alone = "; some classes do without" if any(not cell.requires for cell in cells) else ""
     return f"{' and '.join(filter(None, (command, left)))}, for {needs}{alone}"
 
 

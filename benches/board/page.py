@@ -74,7 +74,7 @@ def absent_text(board: str) -> str:
     if not parts:
         return ""
     text = "; ".join(f"{name} in {', '.join(words)}" for name, words in sorted(parts.items()))
-    return wrapped(f"Missing from rows in which they could have been: {text}.")
+    return wrapped(f"Missing from rows that they could have joined: {text}.")
 
 
 def _unlike_text(rows: Sequence[Standing]) -> str:
@@ -84,7 +84,7 @@ def _unlike_text(rows: Sequence[Standing]) -> str:
         if own is not None and own.p10_us and own.p90_us and own.p90_us > _UNLIKE * own.p10_us:
             low, high = number(own.p10_us), number(own.p90_us)
             parts.append(f"{one.layer} {one.routing} T {one.tokens} ({low} to {high} us from p10 to p90)")
-    return wrapped(f"Medians over unlike calls, whose ratio says little: {', '.join(parts)}.") if parts else ""
+    return wrapped(f"Calls varied too much for their ratio to mean much: {', '.join(parts)}.") if parts else ""
 
 
 def summary_table(board: str) -> str:
@@ -216,7 +216,7 @@ def first_use_table(board: str) -> str:
     filled = table(["backend", "longest permute ms", "longest first call ms", "median first call ms"], rows)
     if all(first.values()):
         return filled
-    return f"{filled}\n\nNo backend is compared with one that was compiled ahead: no stored run measured both alike."
+    return f"{filled}\n\nDo not compare with a backend that was compiled ahead: no stored run measured both alike."
 
 
 def variants_table(board: str) -> str:
@@ -243,7 +243,7 @@ def _where(document: Row) -> str:
     is_cpu = document.get("platform") == "cpu"
     instructions = f" ({document.get('instruction_set', 'instruction set not stored')})" if is_cpu else ""
     if exceeds_ceilings(document):
-        note = f" A row exceeds one of them, which was measured too low, so no shares are given.{note}"
+        note = f" A row exceeds one of them, so it was measured too low and no shares are given.{note}"
     where = f"{document['device']}{instructions} with {versions} at commit {document['commit'][:12] or 'unknown'}"
     return (
         f"Measured on {where}, {document['date']}, in {document['seconds']:.0f} s. "

@@ -209,7 +209,7 @@ def missing_table(missing: Sequence[Place]) -> str:
     """The planned rows that no file has, by layer."""
     total = len(compare.planned(GPU_LAYERS))
     if not missing:
-        return f"None of the {total} rows that are planned."
+        return f"None of the {total} planned rows."
     by_layer: dict[tuple[str, str], dict[str, list[int]]] = {}
     for place in missing:
         by_layer.setdefault((place.layer, place.scheme), {}).setdefault(place.routing, []).append(place.tokens)
@@ -217,7 +217,7 @@ def missing_table(missing: Sequence[Place]) -> str:
         [*key, "; ".join(f"{routing} {', '.join(map(str, tokens))}" for routing, tokens in lines_of.items())]
         for key, lines_of in by_layer.items()
     ]
-    return f"{len(missing)} of the {total} rows that are planned.\n\n{table(['layer', 'scheme', 'rows'], lines)}"
+    return f"{len(missing)} of the {total} planned rows.\n\n{table(['layer', 'scheme', 'rows'], lines)}"
 
 
 def summary_table(found: Sequence[Comparison], missing: Sequence[Place], document: dict[str, Any]) -> str:
@@ -228,13 +228,13 @@ def summary_table(found: Sequence[Comparison], missing: Sequence[Place], documen
         _, mean, worst, *_ = _judgment(own)
         lines.append([name, mean, worst.partition(" ")[0], page.counted([one.outcome for one in own])])
     peers = sorted({peer.name.partition(" (")[0] for one in found for peer in one.peers})
-    filled = table(["group", "time of the fastest other / ours, mean", "worst", "rows"], lines)
+    filled = table(["group", "fastest other's time / ours, mean", "worst", "rows"], lines)
     total = len(compare.planned(GPU_LAYERS))
     files = rows.documents("h200")
     dates = collections.Counter(str(files[one.own.process.partition(":")[0]]["date"]) for one in found)
     counted = " and ".join(f"{count} on {date}" for date, count in sorted(dates.items(), reverse=True))
-    text = f"Others are {', '.join(f'`{name}`' for name in peers)}. {document['device']}; of the {total} planned rows "
-    text += f"{total - len(missing)} are measured: {counted}, each with moereg as it was then."
+    text = f"The others are {', '.join(f'`{name}`' for name in peers)}. Measured on {document['device']}: "
+    text += f"{total - len(missing)} of {total} planned rows, {counted}, each with that day's moereg."
     return "\n\n".join(filter(None, (filled, wrapped(text), vllm_text(found))))
 
 
@@ -247,8 +247,8 @@ def vllm_text(found: Iterable[Comparison]) -> str:
     rows_of = [one for one in found if kind_of(one.place.scheme) == _KINDS[0]]
     bare = [one for one in rows_of if one.place.layer not in _VLLM_CONFIGURED]
     layers = ", ".join(dict.fromkeys(one.place.layer for one in bare))
-    text = f"vLLM ships no configuration for the H200 for {len(bare)} of the {len(rows_of)} 16-bit rows ({layers}): "
-    return wrapped(f"{text}there `vllm_triton` runs with its heuristics as shipped.") if bare else ""
+    text = f"vLLM ships no H200 configuration for {len(bare)} of the {len(rows_of)} 16-bit rows ({layers}); "
+    return wrapped(f"{text}`vllm_triton` runs these with its default heuristics.") if bare else ""
 
 
 def headline() -> str:
@@ -257,13 +257,15 @@ def headline() -> str:
     ratios = [geometric_mean([one.ratio for one in found if one.ratio]) for found in (board, wheels)]
     outcomes = [page.counted([one.outcome for one in found]) for found in (board, wheels)]
     device = _first_of_board()["device"]
-    text = f"Each row was measured in one process on an {device}; a kernel is timed only after its output was checked, "
-    text += f"and less than 3 % is a tie. The fastest other kernel of a row takes {ratios[0]:.2f} times the time of "
-    text += f"moereg's `{OWN}` in the geometric mean over the board's {len(board)} rows ({outcomes[0]}), and the "
-    text += f"fastest wheel of a row {ratios[1]:.2f} times over another {len(wheels)} ({outcomes[1]})."
+    text = f"Each row was measured in one process on an {device}, each kernel only after its output was checked; less "
+    text += (
+        f"than 3 % is a tie. Over the board's {len(board)} rows the fastest other kernel takes {ratios[0]:.2f} times "
+    )
+    text += f"as long as moereg's `{OWN}` (geometric mean; {outcomes[0]}), and over another {len(wheels)} rows the "
+    text += f"fastest wheel takes {ratios[1]:.2f} times as long ({outcomes[1]})."
     of_itself = sum(one.outcome == "lost" for one in page.rows_of("h200")) - sum(one.outcome == "lost" for one in board)
     if of_itself:
-        text += f" The board counts {of_itself} more as lost, to another class of `{OWN}`."
+        text += f" The board counts {of_itself} more lost, to another class of `{OWN}`."
     return "\n\n".join(filter(None, (wrapped(text), _shards_text(), page.absent_text("h200"))))
 
 
@@ -280,10 +282,11 @@ def _shards_text() -> str:
         if many:
             behind = 1 / min(one.ratio or math.inf for one in many)
             lost = sum(one.outcome == "lost" for one in many)
-            parts.append(f"{label} is faster in {lost} of {len(many)} rows from 16 tokens on, up to {behind:.2f} times")
-    text = f"The board has no shards of tensor parallelism. On fp8 shards {', and '.join(parts)}; with fewer tokens "
-    text += f"`{OWN}` is faster. That was before `{OWN}`'s Hopper kernels for scales of whole tensors, and was not "
-    text += "measured again."
+            parts.append(f"{label} is faster in {lost} of {len(many)} rows, by up to {behind:.2f} times")
+    text = (
+        f"The board has no tensor-parallel shards. On fp8 shards with 16 tokens or more, {', and '.join(parts)}; with "
+    )
+    text += f"fewer tokens `{OWN}` is faster. These rows predate `{OWN}`'s Hopper kernels for per-tensor scales."
     return wrapped(text) if parts else ""
 
 
@@ -328,7 +331,7 @@ def _sources() -> str:
     commit = _first_of_board().get("commit")
     return "\n".join(
         f"- `{name}`: {document['device']}, commit {str(document.get('commit') or 'unknown')[:12]}, {document['date']}"
-        + ("" if document.get("commit") == commit else "; its rows count where later ones have none")
+        + ("" if document.get("commit") == commit else "; used where no later file has the row")
         for name, document in files
     )
 

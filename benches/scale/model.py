@@ -99,12 +99,12 @@ class Way:
 
 
 WAYS: Final = (
-    Way("all_to_all", False, "a token once to each rank that has one of its experts; back a row for each route"),
-    Way("all_to_all, fp8", False, "the same with tokens in 8 bits; rows come back in 16"),
-    Way("all_to_all, sums", False, "`all_to_all_sums`: as the first, but back one row from each rank, summed there"),
-    Way("all_gather", True, "all tokens to all ranks; back a reduce-scatter of sums"),
+    Way("all_to_all", False, "each token once to each rank with one of its experts; one row per route back"),
+    Way("all_to_all, fp8", False, "the same with tokens in 8 bits, rows back in 16"),
+    Way("all_to_all, sums", False, "`all_to_all_sums`: as the first, but one row per rank back, summed there"),
+    Way("all_gather", True, "all tokens to all ranks; a reduce-scatter of sums back"),
     Way("all_gather, fp8", True, "the same with tokens in 8 bits; sums in 16"),
-    Way("low_latency", True, "over NCCL: room for T tokens of each rank at each expert, filled or not, both times"),
+    Way("low_latency", True, "over NCCL: T slots per rank at each expert, filled or not, both ways"),
 )
 
 

@@ -50,19 +50,19 @@ def links_table() -> str:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     where = f"{document['device']}, {document['link']}, {versions}, {document['date']}. {document['note']}"
     assumed = [
-        ["`host_us`", f"{ASSUMED.host_us:g} us", "of a collective's measured time, what a captured one does not take"],
+        ["`host_us`", f"{ASSUMED.host_us:g} us", "the part of a collective's measured time that capturing saves"],
         [
             "`eager_us`",
             f"{ASSUMED.eager_us:g} us",
-            "host time of an eager call, beyond the device's: the median of what `all_to_all` took at 1 and 64 tokens",
+            "host time of an eager call beyond the device's: the median of `all_to_all` at 1 and 64 tokens",
         ],
         ["`hop_us`", f"{ASSUMED.hop_us:g} us", "each rank beyond two in a ring (all_gather, reduce_scatter)"],
         ["`gather_us`", f"{ASSUMED.gather_us:g} us", "kernels around the experts with `all_gather`"],
-        ["`sort_us`", f"{ASSUMED.sort_us:g} us", "sorting and counting routes with the other ways"],
-        ["`pass_rate`", f"{ASSUMED.pass_rate:g}", "copies and sums of rows, as a share of the reading rate"],
-        ["`gpus_per_host`", f"{ASSUMED.gpus_per_host}", "ranks that NVLink joins, each at the rate of two"],
+        ["`sort_us`", f"{ASSUMED.sort_us:g} us", "sorting and counting routes with the other dispatchers"],
+        ["`pass_rate`", f"{ASSUMED.pass_rate:g}", "copying and summing rows, as a share of the read rate"],
+        ["`gpus_per_host`", f"{ASSUMED.gpus_per_host}", "ranks joined by NVLink, each at the rate of two"],
         ["`network_rate`", f"{ASSUMED.network_rate / 1e3:g} GB/s", "of one rank's 400 Gb/s adapter"],
-        ["`network_us`", f"{ASSUMED.network_us:g} us", "more than NVLink takes before the first byte"],
+        ["`network_us`", f"{ASSUMED.network_us:g} us", "latency beyond NVLink's"],
     ]
     measured = table(["KiB", *(f"{name} us" for name in names)], rows)
     return f"{measured}\n\n{where}\n\n{table(['assumed', 'value', 'what'], assumed)}"
@@ -167,7 +167,15 @@ def predictions_table() -> str:
                         *(_measured_cells(found, total)),
                     ]
                 )
-    header = ["layer", "T a rank", "way", "experts alone us", "bare collectives us", "predicted us", "over alone"]
+    header = [
+        "layer",
+        "T per rank",
+        "dispatcher",
+        "experts alone us",
+        "bare collectives us",
+        "predicted us",
+        "over alone",
+    ]
     return table([*header, "measured us", "over alone", "measured / predicted", "commit"], lines)
 
 
@@ -220,7 +228,7 @@ def halves_table() -> str:
                 found = measured.get((layer.model, layer.quant, f"{way.name}, 2 parts", tokens))
                 line = [layer.name, f"{tokens:,}", way.name, f"{whole.total_us:,.0f}", f"{total:,.0f}"]
                 lines.append([*line, f"{total / kernel:.2f}", *_measured_cells(found, total)])
-    header = ["layer", "T a rank", "way", "predicted whole us", "in two parts us", "over alone"]
+    header = ["layer", "T per rank", "dispatcher", "predicted whole us", "in two parts us", "over alone"]
     return table([*header, "measured us", "over alone", "measured / predicted", "commit"], lines)
 
 
@@ -236,7 +244,7 @@ def one_rank_table() -> str:
     lines = [[*key, *(cells[count] for count in tokens)] for key, cells in found.items()]
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     where = f"{document['device']}, {versions}, commit {document['commit'][:7]}, {document['date']}."
-    return f"{table(['layer', 'way', 'timed as', *(f'T {count}' for count in tokens)], lines)}\n\n{where}"
+    return f"{table(['layer', 'dispatcher', 'timed as', *(f'T {count}' for count in tokens)], lines)}\n\n{where}"
 
 
 def floors_table() -> str:
@@ -260,13 +268,13 @@ def floors_table() -> str:
                 "not measured" if over is None else f"{over:.2f}, {way}",
             ]
         )
-    return table(["layer", "best way", "predicted over alone", "at most", "measured"], lines)
+    return table(["layer", "best dispatcher", "predicted over alone", "at most", "measured"], lines)
 
 
 def ways_table() -> str:
-    """Bytes that each way sends."""
+    """Each dispatcher with what it sends."""
     return table(
-        ["way", "captured", "sends"],
+        ["dispatcher", "captured", "sends"],
         [[f"`{way.name}`", "yes" if way.captured else "no: the host reads sizes", way.note] for way in WAYS],
     )
 

@@ -1,4 +1,4 @@
-"""`cutlass`: CUTLASS through libraries that others keep, on GPUs of NVIDIA from Hopper on.
+"""`cutlass`: CUTLASS through third-party libraries, on NVIDIA GPUs from Hopper on.
 
 QuACK's kernels, written in CuTe DSL, gather rows and apply the activation themselves; they are compiled at their first
 use, in seconds and without nvcc. torch's grouped matmuls are CUTLASS inside PyTorch: they need no package.

@@ -1,4 +1,4 @@
-"""`triton`: Triton kernels and, on Hopper, Gluon ones; GPUs of NVIDIA and AMD."""
+"""`triton`: Triton kernels and, on Hopper, Gluon ones, for NVIDIA and AMD GPUs."""
 
 from __future__ import annotations
 

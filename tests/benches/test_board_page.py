@@ -89,7 +89,7 @@ def test_ceilings_that_a_row_exceeds_are_none(stored: Any) -> None:
     *_, first, second, where = lines("rows")
     assert first == "| uniform | 1 | 100.0 | **50.0** | 100.0% |"
     assert second == "| uniform | 16 | **100.0** | - | - |"
-    assert "A row exceeds one of them, which was measured too low" in where
+    assert "A row exceeds one of them, so it was measured too low" in where
     stored(row(1, result("own", 100.0), {**beyond, "share": 1.02}))
     assert "(102%)" in lines("rows")[3]
 

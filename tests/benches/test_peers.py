@@ -74,7 +74,7 @@ def test_rows_of_an_earlier_commit_count_where_the_board_has_none(folder: pathli
     assert {one.place.tokens: one.ratio for one in peers.board_comparisons()} == {64: 1.2, 1: 0.5, 16: 2.0}
     assert {one.tokens: one.entries["triton"].time_us for one in rows.rows_of("h200")} == {64: 100.0, 1: 20.0, 16: 30.0}
     sources = [line for line in lines("peers_groups") if line.startswith("- `board")]
-    assert [line.endswith("; its rows count where later ones have none") for line in sources] == [False, True, True]
+    assert [line.endswith("; used where no later file has the row") for line in sources] == [False, True, True]
 
 
 def test_ours_is_what_a_user_gets_and_variants_are_no_peers(folder: pathlib.Path) -> None:
@@ -144,10 +144,10 @@ def test_the_headline_counts_ties_and_names_what_the_rows_lack(folder: pathlib.P
     bench("big", "h200_wheels.json", ("triton", 1, 10.0), ("wheel", 1, 20.0))
     bench("big TP8", "h200_peers_fp8.json", *((one, 16, time) for one, time in (("triton", 100.0), ("hpc_ops", 80.0))))
     text = " ".join(" ".join(lines("headline")).split())
-    assert "1.11 times the time of moereg's `triton`" in text
-    assert "(1 won, 1 tied, 0 lost)" in text
-    assert "the fastest wheel of a row 2.00 times over another 1 (1 won, 0 tied, 0 lost)" in text
-    assert "HPC-Ops is faster in 1 of 1 rows from 16 tokens on, up to 1.25 times" in text
+    assert "1.11 times as long as moereg's `triton`" in text
+    assert "(geometric mean; 1 won, 1 tied, 0 lost)" in text
+    assert "over another 1 rows the fastest wheel takes 2.00 times as long (1 won, 0 tied, 0 lost)" in text
+    assert "with 16 tokens or more, HPC-Ops is faster in 1 of 1 rows, by up to 1.25 times" in text
     assert "`builder` in 3 rows (unquantized; its kernels were not built)" in text
     assert "`other` in 1 row (unquantized; not in that process)" in text
 

@@ -122,7 +122,7 @@ def test_rows_of_a_scheme_are_those_of_the_newest_file_that_has_them(
     monkeypatch.setattr(results_page, "RESULTS", tmp_path)
     page = report.render("<!-- table quant --><!-- end -->")
     assert re.findall(r"\| int4 \| big \| (\d+) \| ([\d.]+)", page) == [("1", "10.0"), ("16", "20.0"), ("64", "30.0")]
-    assert page.count("Rows of an earlier commit") == 2
+    assert page.count("Rows from an earlier commit") == 2
     assert re.findall(r"- `int4`: (.*)\.", page) == ["share_mean 10.000"]
     assert re.findall(r"Left out: (.*)\.", page) == ["int8 big T 1", "int8 big T 1", "int8 big T 16"]
 

@@ -104,7 +104,7 @@ def runs(scheme: str, activation_formats: tuple[str, ...], platforms: tuple[str,
 
 def test_what_is_stored() -> None:
     header, *rows = table("| scheme | weights | scales of the weights |")
-    assert header[-2:] == ["bits a weight", "bytes of an expert"]
+    assert header[-2:] == ["bits per weight", "bytes per expert"]
     assert rows == [stored(QUANT_SCHEMES[name]) for name in QUANTIZED]
 
 

@@ -1,4 +1,4 @@
-"""`deepgemm`: DeepGEMM's grouped GEMM of 8-bit floats with 128 x 128 scales, as vLLM calls it."""
+"""`deepgemm`: DeepGEMM's grouped GEMM for 8-bit floats with 128 x 128 scales, as vLLM calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`triton_kernels`: Triton's own library of matmuls for gpt-oss, of which vLLM brings a copy along."""
+"""`triton_kernels`: Triton's own matmul library for gpt-oss, in the copy that vLLM ships."""
 
 from __future__ import annotations
 

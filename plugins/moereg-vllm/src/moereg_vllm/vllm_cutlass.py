@@ -1,4 +1,4 @@
-"""`vllm_cutlass`: vLLM's CUTLASS grouped GEMM of 8-bit floats with a scale for each row and each token."""
+"""`vllm_cutlass`: vLLM's CUTLASS grouped GEMM for 8-bit floats with per-row and per-token scales."""
 
 from __future__ import annotations
 
