@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import copy
 import dataclasses
 from typing import ClassVar
@@ -118,54 +117,8 @@ class GroupPrepareFinalize(PrepareFinalize):
         """Every reason that `facts` cannot express; empty means supported. As `Experts.unsupported_reasons`."""
         return []
 
-    @abc.abstractmethod
-    def prepare(
-        self,
-        hidden_states: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        problem: MoEProblem,
-        expert_map: torch.Tensor | None,
-    ) -> Moved:
-        """Sends this rank's tokens to their experts and makes the inputs of this rank's experts.
-
-        Args:
-            hidden_states: [T,H]; T may be 0.
-            topk_weights: [T,K] fp32.
-            topk_ids: [T,K] int32, experts of the layer.
-            problem: `experts_problem`.
-            expert_map: [num_experts] int32 or None.
-
-        Raises:
-            GroupError: A rank has ended or stalled.
-        """
-
-    @abc.abstractmethod
-    def finalize(
-        self,
-        out: torch.Tensor,
-        expert_out: torch.Tensor,
-        prepared: Prepared,
-        problem: MoEProblem,
-    ) -> None:
-        """Sends results home and sums there.
-
-        Args:
-            out: [T,H], overwritten.
-            expert_out: What the experts wrote: [rows,H] where they reduce, else [rows,K,H] or [E,max_T,H].
-            prepared: What `prepare` returned.
-            problem: `experts_problem`.
-
-        Raises:
-            GroupError: A rank has ended or stalled.
-        """
-
     def laid_out(
-        self,
-        received: Received,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
+        self, received: Received, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None
     ) -> Moved:
         """The inputs of this rank's experts, out of tokens that arrived and their routes to it.
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from moereg.prepare_finalize import GroupPrepareFinalize, Moved, Prepared
+from moereg.prepare_finalize import GroupPrepareFinalize, Prepared
 from moereg.weights.checks import checks_values
 
 __all__ = ["Tokens", "run_over_group"]
@@ -79,7 +79,7 @@ def _run_parts(
     main, moving = torch.cuda.current_stream(out.device), _stream(out.device)
     parts = _parts(tokens, out, count)
 
-    def arrive(part: Tokens) -> tuple[Moved, torch.cuda.Event]:
+    def arrive(part: Tokens) -> tuple[Prepared, torch.cuda.Event]:
         with torch.cuda.stream(moving):
             prepared = moves.prepare(*part, problem, expert_map)
             return prepared, moving.record_event()
@@ -93,7 +93,7 @@ def _run_parts(
         expert_out = multiply(prepared)
         multiplied = main.record_event()
         alive += [prepared, expert_out]
-        current: Prepared = prepared
+        current = prepared
         if place + 1 < count:
             prepared, arrived = arrive(parts[place + 1][0])
         with torch.cuda.stream(moving):

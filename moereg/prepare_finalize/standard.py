@@ -29,15 +29,10 @@ class StandardPrepareFinalize(PrepareFinalize):
             ExpertInputs(hidden_states, topk_weights, topk_ids, expert_map=expert_map), hidden_states.shape[0]
         )
 
-    def finalize(
-        self,
-        out: torch.Tensor,
-        expert_out: torch.Tensor,
-        prepared: Prepared,
-        problem: MoEProblem,
-    ) -> None:
+    def finalize(self, out: torch.Tensor, expert_out: torch.Tensor, prepared: Prepared, problem: MoEProblem) -> None:
         from moereg.kernels.plain.device import local_expert_ids  # Loads torch, which choosing does without.
 
         inputs = prepared.inputs
         local = local_expert_ids(inputs.topk_ids, problem.num_local_experts, inputs.expert_map)
-        weighted_sum(out, expert_out, inputs.topk_weights, local >= 0, problem.apply_router_weight_on_input)
+        weights = None if problem.apply_router_weight_on_input else inputs.topk_weights
+        weighted_sum(out, expert_out, weights, local >= 0)

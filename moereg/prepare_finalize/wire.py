@@ -22,7 +22,6 @@ __all__ = [
     "Wire",
     "as_bytes",
     "as_stored",
-    "join_columns",
     "wire_scheme",
 ]
 
@@ -232,8 +231,3 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous() or tensor.stride(-1) != 1:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.view(torch.uint8)
-
-
-def join_columns(columns: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """One row of bytes a token, [n, sum of widths], so that a token takes one exchange."""
-    return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
