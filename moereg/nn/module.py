@@ -374,14 +374,7 @@ class MoELayer(CanonicalModule):
     def check_and_run(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Runs a call of compiled code, whose shapes and dtypes were checked.
-
-        Args:
-            hidden_states: [T,H], T at least 1.
-            topk_weights: [T,K] fp32.
-            topk_ids: [T,K] int32 or int64.
-            out: [T,H], overwritten.
-        """
+        """Runs a call of compiled code, whose shapes and dtypes were checked; as `MoEKernel.check_and_run`."""
         self.prepare()(hidden_states, topk_weights, topk_ids, out)
 
     def extra_repr(self) -> str:

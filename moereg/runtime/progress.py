@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Final
 
-__all__ = ["Advance", "duration", "long_wait", "waits_shown_by"]
-
 logger: Final = logging.getLogger("moereg")
 
 Advance = Callable[[int, int], None]
