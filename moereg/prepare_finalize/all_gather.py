@@ -12,8 +12,6 @@ from moereg.prepare_finalize.wire import as_bytes
 from moereg.spec.facts import MovementFacts
 from moereg.spec.problem import DTYPES, MoEProblem
 
-__all__ = ["AllGather"]
-
 
 # The fastest on up to 16 ranks, or within a fifth of it, by docs/scale.md: on few ranks a token goes to most of them
 # anyway, and a graph holds the call. Predicted, but for two ranks.

@@ -32,8 +32,6 @@ from moereg.prepare_finalize.wire import Received, Wire
 from moereg.spec.facts import MovementFacts
 from moereg.spec.problem import DTYPES, MoEProblem
 
-__all__ = ["AllToAll", "AllToAllSums"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Routed(Moved):

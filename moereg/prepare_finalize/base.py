@@ -11,8 +11,6 @@ import torch
 from moereg.experts import ExpertInputs
 from moereg.spec.problem import MoEProblem
 
-__all__ = ["PrepareFinalize", "Prepared", "sum_routes", "weighted_sum"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:

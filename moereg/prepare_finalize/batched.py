@@ -16,8 +16,6 @@ from moereg.platforms import Platform, PlatformRule, probe_platform
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize, sum_routes
 from moereg.spec.problem import MoEProblem
 
-__all__ = ["BatchedPrepareFinalize", "calls_kernels", "runs_kernels"]
-
 
 class BatchedPrepareFinalize(PrepareFinalize):
     """Gives each expert its own rows; max_T is T, since a token takes an expert once at most.

@@ -101,16 +101,8 @@ def rank_loads(placement: ExpertPlacement, loads: Sequence[float] | torch.Tensor
         loads: [num_experts].
     """
     own = loads.tolist() if isinstance(loads, torch.Tensor) else loads
-    holders = _num_holders(placement)
+    holders = [len(placement.ranks_of_expert(expert)) for expert in range(placement.num_experts)]
     return [sum(own[expert] / holders[expert] for expert in experts) for experts in placement.experts_of_rank]
-
-
-def _num_holders(placement: ExpertPlacement) -> list[int]:
-    counts = [0] * placement.num_experts
-    for experts in placement.experts_of_rank:
-        for expert in experts:
-            counts[expert] += 1
-    return counts
 
 
 def _replicas(loads: Sequence[float], num_ranks: int, num_replicas: int) -> list[int]:

@@ -15,8 +15,6 @@ import torch
 from moereg.arguments import check_count, check_instance
 from moereg.errors import ArgumentError, GroupError, described, stops_the_process
 
-__all__ = ["Group", "GroupFacts", "by_rank"]
-
 _GATHERS_OF_SEVERAL: Final = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 """Methods of a process group, by the newest name first: torch shards parameters by them, and does not document them."""
 

@@ -17,8 +17,7 @@ from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
 from moereg.prepare_finalize.wire import Wire, as_bytes, as_stored
 from moereg.spec.facts import MovementFacts
 from moereg.spec.problem import DTYPES, MoEProblem
-
-__all__ = ["LowLatency"]
+from moereg.weights.layouts import ALIGNMENT, round_up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +116,7 @@ class LowLatency(GroupPrepareFinalize):
             end = share + math.prod(shape) * kind.itemsize
             pieces.append(_Piece(share, end, shape, kind))
             # Kernels read 16 bytes at once.
-            share = -(-end // 16) * 16
+            share = round_up(end, ALIGNMENT)
         return pieces, share
 
     def _rooms(self, buffer: torch.Tensor) -> _Rooms:

@@ -20,8 +20,6 @@ from moereg.prepare_finalize.wire import Received, Wire
 from moereg.spec.facts import MovementFacts
 from moereg.spec.problem import MoEProblem
 
-__all__ = ["GroupPrepareFinalize", "Moved", "local_prepare_finalize"]
-
 
 def local_prepare_finalize(activation_format: str) -> PrepareFinalize:
     """The one without communication for an activation format."""

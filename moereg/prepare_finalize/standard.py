@@ -8,8 +8,6 @@ from moereg.experts import ExpertInputs
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize, weighted_sum
 from moereg.spec.problem import MoEProblem
 
-__all__ = ["StandardPrepareFinalize"]
-
 
 class StandardPrepareFinalize(PrepareFinalize):
     """Hands the caller's tensors to the experts unchanged."""

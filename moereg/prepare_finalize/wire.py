@@ -15,16 +15,6 @@ from moereg.spec.quant_schemes import WHOLE, QuantScheme
 if TYPE_CHECKING:
     from moereg.kernels.quantized.operands import RowFormat
 
-__all__ = [
-    "CodedWire",
-    "PlainWire",
-    "Received",
-    "Wire",
-    "as_bytes",
-    "as_stored",
-    "wire_scheme",
-]
-
 
 class Received(NamedTuple):
     """Tokens that arrived.

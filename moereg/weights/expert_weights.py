@@ -16,8 +16,6 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import MATRICES, TENSOR_ROLES, QuantScheme, TensorRole, get_scheme, tensor_name
 from moereg.weights.checks import check_row, check_scale, check_zero_points, checks_values
 
-__all__ = ["ExpertWeights", "check_expert"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ExpertWeights:

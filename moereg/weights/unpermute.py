@@ -18,8 +18,6 @@ from moereg.errors import LayoutNotInvertibleError
 from moereg.spec.quant_schemes import TENSOR_ROLES, QuantScheme, tensor_name
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
-__all__ = ["Moves", "Permute", "TensorSpecs", "drawn_expert", "expert_rows", "find_moves", "read_back", "same_bits"]
-
 Permute = Callable[[ExpertWeights], PermutedWeights]
 """Permutes the weights of one expert."""
 
@@ -127,9 +125,7 @@ def read_back(
     """Canonical tensors [1, ...] that permute to these rows bit for bit.
 
     Args:
-        permute: As in `find_moves`.
-        specs: As in `find_moves`.
-        quant: As in `find_moves`.
+        permute, specs, quant: As in `find_moves`.
         moves: What `find_moves` found.
         rows: An expert's permuted rows, as `expert_rows` gives them.
 
@@ -248,12 +244,7 @@ def _is_in_runs(units: torch.Tensor, run: int) -> bool:
 
 
 def drawn_expert(specs: TensorSpecs, device: torch.device) -> dict[str, torch.Tensor]:
-    """Canonical tensors of a made-up expert, whose numbers are finite, normal and differ.
-
-    Args:
-        specs: The expert's canonical tensors.
-        device: Where to make them.
-    """
+    """Canonical tensors of a made-up expert, whose numbers are finite, normal and differ."""
     tensors: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in specs.items():
         numbers = _numbers(name, dtype)
