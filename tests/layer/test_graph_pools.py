@@ -1,6 +1,5 @@
 """What outlives a call of compiled code is not allocated where the call allocates: `torch.cuda` is made up here."""
 
-import contextlib
 import contextvars
 import gc
 import threading
@@ -18,29 +17,9 @@ from moereg.runtime.graph_pools import in_compiled_code, outside_pools
 from moereg.runtime.workspace import WorkspacePool
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_weights
+from tests.layer.small_layers import CPU, Cuda
 
 CUDA = torch.device("cuda:0")
-
-
-class Cuda:
-    """`torch.cuda` as far as it is asked.
-
-    Attributes:
-        streams: Entered, by the name of the thread.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cuda_stream = 7
-        self.is_capturing = False
-        self.streams: list[tuple[str, object]] = []
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
-        monkeypatch.setattr(torch.cuda, "stream", self.stream)
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        self.streams.append((threading.current_thread().name, stream))
-        yield
 
 
 @pytest.fixture
@@ -56,7 +35,7 @@ def test_only_compiled_code_on_a_gpu_needs_another_thread(cuda: Cuda) -> None:
     here = _thread()
     assert outside_pools(_thread, CUDA) == here
     with in_compiled_code():
-        assert outside_pools(_thread, torch.device("cpu")) == here
+        assert outside_pools(_thread, CPU) == here
         with in_compiled_code():
             pass
         assert outside_pools(_thread, CUDA) != here
@@ -104,8 +83,7 @@ def test_scratch_that_stays_is_taken_outside(cuda: Cuda, monkeypatch: pytest.Mon
     assert [name == _thread() for name in threads] == [False, False, True]
 
 
-@pytest.mark.parametrize("way", ["kernel", "copies of a reload"])
-def test_what_a_kernel_is_made_of_is_taken_outside(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kernel_is_made_of_is_taken_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer may make its kernel when compiled code first runs it."""
     asked = []
 
@@ -117,16 +95,13 @@ def test_what_a_kernel_is_made_of_is_taken_outside(way: str, monkeypatch: pytest
     for user in ("moereg.layer.factory", "moereg.layer.kernel"):
         monkeypatch.setattr(f"{user}.outside_pools", outside)
     problem = MoEProblem(num_experts=4, hidden_size=32, intermediate_size=32, top_k=2, quant="int8_w8a16")
-    device = torch.device("cpu")
-    kernel = make_kernel(problem, make_weights(problem, device), select_backend(problem, "cpu"))
-    if way == "kernel":
-        assert asked == ["NoneType", "MoEKernel"]  # The map of experts, of which there is none, and the rest.
-        return
+    kernel = make_kernel(problem, make_weights(problem, CPU), select_backend(problem, "cpu"))
+    assert asked == ["NoneType", "MoEKernel"]  # The map of experts, of which there is none, and the rest.
     assert kernel._borrowed
-    kernel.reload(make_weights(problem, device, seed=1))
+    kernel.reload(make_weights(problem, CPU, seed=1))
     assert asked[2:] == ["PermutedWeights"]
     assert not kernel._borrowed
-    call = make_inputs(problem, 3, "uniform", device)
+    call = make_inputs(problem, 3, "uniform", CPU)
     assert kernel(call.hidden_states, call.topk_weights, call.topk_ids).isfinite().all()
 
 
@@ -140,14 +115,14 @@ def _layer(monkeypatch: pytest.MonkeyPatch, seen: list[int]) -> MoELayer:
         inner(self, *arguments)
 
     monkeypatch.setattr(MoEKernel, "check_and_run", noting)
-    return MoELayer(problem, make_weights(problem, torch.device("cpu")))
+    return MoELayer(problem, make_weights(problem, CPU))
 
 
 @pytest.mark.parametrize("way", ["called", "compiled", "exported"])
 def test_ops_of_compiled_code_say_that_they_are(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     layer = _layer(monkeypatch, seen)
-    call = make_inputs(layer.problem, 3, "uniform", torch.device("cpu"))
+    call = make_inputs(layer.problem, 3, "uniform", CPU)
     arguments = (call.hidden_states, call.topk_weights, call.topk_ids)
     torch._dynamo.reset()
     ways = {

@@ -19,7 +19,7 @@ from moereg.numerics.reference import relative_error
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_weights
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
-from tests.layer.small_layers import CPU, FORMS, INPUTS, call, copied, expected, kernel_of, problem_of, selection_of
+from tests.layer.small_layers import CPU, FORMS, INPUTS, call, copied, expected, kernel_of, problem_for, problem_of
 from tests.support.fakes import FakeExperts
 
 
@@ -99,11 +99,9 @@ def test_reload_reads_views_of_its_own_storage() -> None:
 
 def test_inference_mode_may_come_and_go() -> None:
     """Tensors made inside it serve outside, and the other way around."""
-    problem = problem_of()
-    weights, other = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
+    weights, other = make_weights(problem_of(), CPU), make_weights(problem_of(), CPU, seed=1)
     for form in FORMS:
-        changes = {"activation_format": "batched"} if form == "per_expert" else {}
-        here = dataclasses.replace(problem, **changes)
+        here = problem_for(form)
         wanted = [call(kernel_of(here, FORMS[form], value), INPUTS) for value in (weights, other)]
         for inside in (True, False):
             with torch.inference_mode(inside):
@@ -130,6 +128,9 @@ def test_a_copy_of_the_default_backend(dtype: str) -> None:
     kernel.reload(other)
     twin.reload(weights)
     assert torch.equal(call(kernel, inputs), after)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *arguments: twin(*arguments), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids), before)
     with pytest.raises(TypeError, match="is not pickled"):
         pickle.dumps(twin)
 
@@ -184,18 +185,3 @@ def test_kernels_share_one_workspace() -> None:
     assert torch.equal(call(one, INPUTS), first)
     assert len(set(seen)) == 1
     assert seen[0][0] != seen[0][1]
-
-
-def test_a_deep_copy_is_a_kernel_of_its_own() -> None:
-    problem = problem_of()
-    kernel = make_kernel(problem, make_weights(problem, CPU), selection_of(problem))
-    inputs = make_inputs(problem, 5, "uniform", CPU)
-    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    before = kernel(*arguments)
-    twin = copy.deepcopy(kernel)
-    twin.reload(make_weights(problem, CPU, seed=3), write_shared=True)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda *arguments: twin(*arguments), fullgraph=True, backend="eager")
-    assert torch.equal(compiled(*arguments), twin(*arguments))
-    assert not torch.equal(twin(*arguments), before)
-    assert torch.equal(kernel(*arguments), before)

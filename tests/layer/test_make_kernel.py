@@ -20,26 +20,22 @@ from tests.layer.small_layers import CPU, INPUTS, build_refused, call, expected,
 from tests.support.fakes import FakeExperts
 
 
-def test_selection_has_to_be_this_problems() -> None:
-    other = selection_of(problem_of(top_k=3))
-    build_refused(
-        "the selection was made for E8 H16 I12 k3 float32 unquantized silu, got E8 H16 I12 k2", selection=other
-    )
-
-
-def test_selection_has_to_be_registered_here() -> None:
+def test_what_belongs_to_something_else_is_refused() -> None:
     selection = selection_of(problem_of())
-    values = selection.to_dict()
-    build_refused(
-        "the selection has no backend that is registered here (it names 'fake'); select again",
-        selection=Selection.from_dict(values),
-    )
-    build_refused("(it names None); select again", selection=dataclasses.replace(selection, decisions=(), source=None))
-
-
-def test_weights_have_to_be_where_the_platform_is() -> None:
-    weights = make_weights(problem_of(), CPU).to("meta")
-    build_refused("needs weights on a cpu or cuda device, got meta; move the weights there", weights=weights)
+    absent, none = Selection.from_dict(selection.to_dict()), dataclasses.replace(selection, decisions=(), source=None)
+    for arguments, text in (
+        (
+            {"selection": selection_of(problem_of(top_k=3))},
+            "the selection was made for E8 H16 I12 k3 float32 unquantize",
+        ),
+        ({"selection": absent}, "the selection has no backend that is registered here (it names 'fake'); select again"),
+        ({"selection": none}, "(it names None); select again"),
+        (
+            {"weights": make_weights(problem_of(), CPU).to("meta")},
+            "needs weights on a cpu or cuda device, got meta; move",
+        ),
+    ):
+        build_refused(text, **arguments)
 
 
 def test_layouts_have_to_match() -> None:

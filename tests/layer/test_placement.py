@@ -15,16 +15,15 @@ from moereg.numerics.tolerances import tolerance
 from moereg.prepare_finalize import BatchedPrepareFinalize
 from moereg.testing.inputs import make_inputs, make_weights
 from moereg.weights.permuted import ExpertWeights
-from tests.layer.small_layers import CPU, FORMS, build_refused, call, expected, kernel_of, problem_of
+from tests.layer.small_layers import CPU, FORMS, build_refused, call, expected, kernel_of, problem_for, problem_of
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_contiguous_ranks_sum_to_the_whole(form: str) -> None:
-    activation_format = "batched" if form == "per_expert" else "standard"
-    whole = problem_of(activation_format=activation_format)
+    whole = problem_for(form)
     weights = make_weights(whole, CPU)
     inputs = make_inputs(whole, 9, "unmapped", CPU)
-    part = problem_of(activation_format=activation_format, num_local_experts=2)
+    part = problem_for(form, num_local_experts=2)
     parts = []
     for rank in range(4):
         local = ExpertWeights(w13=weights.w13[2 * rank : 2 * rank + 2], w2=weights.w2[2 * rank : 2 * rank + 2])
@@ -35,8 +34,7 @@ def test_contiguous_ranks_sum_to_the_whole(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_expert_map_is_updated_in_place(form: str) -> None:
-    activation_format = "batched" if form == "per_expert" else "standard"
-    problem = problem_of(num_local_experts=3, placement="map", activation_format=activation_format)
+    problem = problem_for(form, num_local_experts=3, placement="map")
     weights = make_weights(problem, CPU)
     expert_map = torch.tensor([2, -1, -1, 0, -1, 1, -1, -1], dtype=torch.int32)
     kernel = kernel_of(problem, FORMS[form], weights, expert_map=expert_map)
@@ -71,16 +69,6 @@ def test_expert_map_is_updated_in_place(form: str) -> None:
 )  # fmt: skip
 def test_placement_is_checked(problem: dict[str, Any], arguments: dict[str, Any], text: str) -> None:
     build_refused(text, problem_of(**problem), **arguments)
-
-
-def test_the_contiguous_map() -> None:
-    problem = problem_of(num_local_experts=3, num_experts=9)
-    maps = [kernel_of(problem, ep_rank=rank).expert_map for rank in range(3)]
-    assert [value.tolist() for value in maps if value is not None] == [
-        [0, 1, 2, -1, -1, -1, -1, -1, -1],
-        [-1, -1, -1, 0, 1, 2, -1, -1, -1],
-        [-1, -1, -1, -1, -1, -1, 0, 1, 2],
-    ]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

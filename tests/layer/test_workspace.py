@@ -9,8 +9,7 @@ import torch
 
 from moereg.runtime import workspace
 from moereg.runtime.workspace import WorkspacePool
-
-CPU = torch.device("cpu")
+from tests.layer.small_layers import CPU, Cuda
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -66,19 +65,14 @@ def test_what_inference_mode_took_is_written_outside_it() -> None:
     assert tensor.zero_().sum() == 0
 
 
-class Cuda:
-    """Just enough of torch.cuda to take scratch on a machine without it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cuda_stream = 7
-        self.is_capturing = False
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
-        monkeypatch.setattr(workspace, "_allocate", lambda num_bytes, device: torch.empty(num_bytes, dtype=torch.uint8))
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    monkeypatch.setattr(workspace, "_allocate", lambda num_bytes, device: torch.empty(num_bytes, dtype=torch.uint8))
+    return Cuda(monkeypatch)
 
 
-def test_streams_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, pool = Cuda(monkeypatch), WorkspacePool()
+def test_streams_do_not_share(cuda: Cuda) -> None:
+    pool = WorkspacePool()
     found = []
     for device, stream in (("cuda:0", 7), ("cuda:0", 8), ("cuda:1", 7), ("cuda:0", 7)):
         cuda.cuda_stream = stream
@@ -87,9 +81,9 @@ def test_streams_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(found)) == 3
 
 
-def test_a_captured_graph_has_scratch_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_graph_has_scratch_of_its_own(cuda: Cuda) -> None:
     """Replays write to it at any time, also after the shared buffer has grown and its memory serves others."""
-    cuda, pool = Cuda(monkeypatch), WorkspacePool()
+    pool = WorkspacePool()
     device = torch.device("cuda:0")
     (eager,) = pool.take(((64,),), torch.float32, device)
     cuda.is_capturing = True
