@@ -59,6 +59,7 @@ FORMER_NAMES: Final = {
     "moereg.tolerances": "moereg.numerics.tolerances",
     "moereg.undisturbed": "moereg.runtime.gc_pause",
     "moereg.waiting": "moereg.runtime.progress",
+    "moereg.prepare_finalize.standard": "moereg.prepare_finalize.base",
     "moereg.routing.settings": "moereg.routing.configs",
     "moereg.routing.sizes": "moereg.routing.topk",
     "moereg.layer.warm_up.counts": "moereg.layer.warm_up.result",

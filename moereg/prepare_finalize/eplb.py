@@ -17,8 +17,6 @@ from moereg.arguments import check_count, check_instance, check_list, check_numb
 from moereg.errors import ArgumentError
 from moereg.prepare_finalize.expert_placement import ExpertPlacement
 
-__all__ = ["balance_experts", "count_routes", "rank_loads"]
-
 
 def count_routes(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """How many routes each expert got. No host synchronization; may be captured, so that counts can be added up.

@@ -106,8 +106,7 @@ def pack_tokens(
     """Copies tokens to the rows that travel; waits for the device.
 
     Args:
-        placed: Of the routes: `Placed`, whoever made it.
-        topk_ids: [T,K] int32.
+        placed, topk_ids: Of the routes: `Placed`, whoever made it, and [T,K] int32.
         topk_weights: [T,K] fp32 where they travel.
         columns: [T,bytes] uint8 each.
         layout: Of a row.

@@ -12,8 +12,6 @@ import torch
 from moereg.arguments import check_count, check_field, check_instance, check_list, check_mapping
 from moereg.errors import ArgumentError
 
-__all__ = ["ExpertPlacement", "PlacementTables", "token_turns"]
-
 
 @dataclasses.dataclass(frozen=True)
 class ExpertPlacement:

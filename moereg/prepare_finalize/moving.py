@@ -11,11 +11,10 @@ from typing_extensions import Self
 
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform
-from moereg.prepare_finalize.base import Prepared, PrepareFinalize
+from moereg.prepare_finalize.base import Prepared, PrepareFinalize, StandardPrepareFinalize
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize
 from moereg.prepare_finalize.expert_placement import PlacementTables
 from moereg.prepare_finalize.group import Group, GroupFacts
-from moereg.prepare_finalize.standard import StandardPrepareFinalize
 from moereg.prepare_finalize.wire import Received, Wire
 from moereg.spec.facts import MovementFacts
 from moereg.spec.problem import MoEProblem
@@ -48,9 +47,9 @@ class GroupPrepareFinalize(PrepareFinalize):
         facts: What it can do.
         name: As requests spell it; the decorator sets it.
         problem: The layer as the caller sees it: its tokens are this rank's.
-        experts_problem: The layer as the experts see it.
+        experts_problem: The layer as the experts see it, by `experts_problem_of`.
         group: The ranks.
-        tables: Which rank holds which expert.
+        tables: Which rank holds which expert, on the weights' device.
         wire: How tokens travel.
         num_batches: Parts into which a call is cut, so that one moves while another is multiplied.
         layer_number: Of the layer among those made over the group, from 1; the same on all ranks.
@@ -66,15 +65,7 @@ class GroupPrepareFinalize(PrepareFinalize):
     def __init__(
         self, problem: MoEProblem, experts_problem: MoEProblem, group: Group, tables: PlacementTables, wire: Wire
     ) -> None:
-        """Keeps what calls need; no communication.
-
-        Args:
-            problem: The layer as the caller sees it.
-            experts_problem: What `experts_problem_of` made of it.
-            group: The ranks.
-            tables: Which rank holds which expert, on the weights' device.
-            wire: How tokens travel.
-        """
+        """Keeps what calls need, by the names of attributes; no communication."""
         self.problem = problem
         self.experts_problem = experts_problem
         self.group = group

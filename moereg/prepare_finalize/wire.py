@@ -142,7 +142,7 @@ class CodedWire(Wire):
         if num_tokens == 0 or self.calls_kernels(hidden_states):
             columns = tuple(hidden_states.new_empty((num_tokens, width), dtype=torch.uint8) for width in self.widths)
             typed = zip(columns, self.dtypes, strict=True)
-            self._quantize(tuple(column.view(dtype).unsqueeze(0) for column, dtype in typed), hidden_states, None)
+            self.spread(tuple(column.view(dtype).unsqueeze(0) for column, dtype in typed), hidden_states, None)
             return columns
         found = quantize_activations(hidden_states, self._scheme)
         return as_bytes(found.q), as_bytes(found.scale.reshape(len(found.q), -1))
@@ -164,13 +164,9 @@ class CodedWire(Wire):
         return Received(restored.to(self._dtype))
 
     def spread(
-        self, columns: tuple[torch.Tensor, ...], hidden_states: torch.Tensor, row_of_route: torch.Tensor
-    ) -> None:
-        self._quantize(columns, hidden_states, row_of_route)
-
-    def _quantize(
         self, columns: tuple[torch.Tensor, ...], hidden_states: torch.Tensor, row_of_route: torch.Tensor | None
     ) -> None:
+        """As `Wire.spread`; row by row where no route is named."""
         if hidden_states.shape[0] == 0:
             return
         from moereg.kernels.quantized.rows_moved import quantize_tokens  # Loads Triton, which may not be there.

@@ -42,7 +42,8 @@ def read_count(
     value = _find(config, names)
     value = default if value is None else value
     if type(value) is not int or not minimum <= value <= maximum:
-        rule = f"be a whole number of at least {minimum}" if not _exceeds(value, maximum) else f"be at most {maximum}"
+        exceeds = type(value) is int and value > maximum
+        rule = f"be at most {maximum}" if exceeds else f"be a whole number of at least {minimum}"
         raise _error(config, names, rule, value)
     return value
 
@@ -153,10 +154,6 @@ def read_objects(config: Mapping[str, Any], name: str) -> Mapping[str, Mapping[s
 
 def _find(config: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((config[name] for name in names if config.get(name) is not None), None)
-
-
-def _exceeds(value: Any, maximum: int) -> bool:
-    return type(value) is int and value > maximum
 
 
 def _error(

@@ -112,10 +112,11 @@ def find_moves(permute: Permute, specs: TensorSpecs, quant: QuantScheme, device:
     Raises:
         LayoutNotInvertibleError: A tensor's numbers are not moved but computed with, or are not kept.
     """
-    base = {
-        name: _filled(shape, dtype, torch.tensor(_numbers(name, dtype).base, device=device))
-        for name, (shape, dtype) in specs.items()
-    }
+    base = {}
+    for name, (shape, dtype) in specs.items():
+        numbers = _numbers(name, dtype)
+        units = torch.full((math.prod(shape),), numbers.base, dtype=_UNITS[numbers.bits], device=device)
+        base[name] = _joined(units, numbers.bits, shape, dtype)
     return {name: _moves_of(permute, base, quant, name) for name in base}
 
 
@@ -356,8 +357,3 @@ def _joined(units: torch.Tensor, bits: int, shape: tuple[int, ...], dtype: torch
         low, high = units.view(-1, 2).unbind(1)
         units = low | high << 4
     return units.view(dtype).view(shape)
-
-
-def _filled(shape: tuple[int, ...], dtype: torch.dtype, pattern: torch.Tensor) -> torch.Tensor:
-    bits = 8 * dtype.itemsize
-    return _joined(pattern.to(_UNITS[bits]).repeat(math.prod(shape)), bits, shape, dtype)
