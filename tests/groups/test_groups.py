@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import pytest
 
+from moereg.prepare_finalize.ranks_agree import differences
 from tests.groups.ranks import results_of, value_of
 
 EQUAL: Final = (
@@ -73,7 +74,7 @@ CALLS: Final = (
     *("layers_in_other_order", "layers_in_other_order_by_counts", "two_threads", "as_on_a_gpu"),
     "float16_beyond_its_range",
 )
-CASES: Final = (*EQUAL, *NEAR, *REFUSED, *ONE_FAILS, *CALLS)
+CASES: Final = (*EQUAL, *NEAR, "refusals", *CALLS)
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +114,13 @@ def test_what_is_chosen_and_how_tokens_travel(two_ranks: list[dict[str, Any]]) -
 @pytest.mark.parametrize("name", REFUSED)
 def test_ranks_that_cannot_go_together_all_say_so(two_ranks: list[dict[str, Any]], name: str) -> None:
     for result in two_ranks:
-        assert re.match(REFUSED[name], value_of(result, name)), value_of(result, name)
+        text = value_of(result, "refusals")[name]
+        assert re.match(REFUSED[name], text), text
 
 
 @pytest.mark.parametrize("name", ONE_FAILS)
 def test_a_rank_that_fails_keeps_nobody_waiting(two_ranks: list[dict[str, Any]], name: str) -> None:
-    own, other = (value_of(result, name) for result in two_ranks)
+    own, other = (value_of(result, "refusals")[name] for result in two_ranks)
     assert re.match(ONE_FAILS[name], own), own
     assert other.startswith("RanksDifferError: all ranks must make the kernel, and rank 1 could; rank 0 ("), other
     assert re.search(ONE_FAILS[name], other), other
@@ -165,6 +167,20 @@ def test_where_a_host_must_not_wait_a_layer_is_checked_once(two_ranks: list[dict
         assert found["checked"] == 3
         # What all have read is not kept.
         assert found["keys"] == [False, False, True, False]
+
+
+def test_ranks_that_say_the_same_differ_in_nothing() -> None:
+    assert differences([{"moereg": "1.0", "top_k": 2}] * 4) == []
+
+
+def test_who_differs_and_in_what() -> None:
+    said = [{"moereg": "1.0", "code": "builtin ab"} for _ in range(6)]
+    said[2]["moereg"], said[5]["moereg"] = "1.1", "1.2"
+    del said[0]["code"]
+    assert differences(said) == [
+        "moereg 1.0 on ranks 0-1 and 3-4, 1.1 on rank 2, 1.2 on rank 5",
+        "code nothing on rank 0, builtin ab on ranks 1-5",
+    ]
 
 
 @pytest.mark.slow
@@ -214,8 +230,8 @@ def test_every_scheme_travels() -> None:
 
 @pytest.mark.slow
 def test_three_ranks() -> None:
-    results = results_of(3, *EQUAL, *NEAR, *REFUSED)
+    results = results_of(3, *EQUAL, *NEAR, "refusals")
     for result in results:
         assert all(value_of(result, name)["equal"] for name in EQUAL)
         assert all(value_of(result, name)["error"] < 6e-3 for name in NEAR)
-        assert "Error: " in result["other_problems"]
+        assert all("Error: " in text for text in value_of(result, "refusals").values())
