@@ -52,19 +52,7 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 def read_router(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads how a model routes.
-
-    Args:
-        config: The parsed `config.json`; its `model_type` decides how the rest is read. Multimodal models nest the
-            language model's.
-
-    Returns:
-        Keywords of `RouterSpec`.
-
-    Raises:
-        UnknownModelError: The model type is missing, not known, or refused.
-        CheckpointError: A size is missing, or the file asks for a routing that the model type does not define.
-    """
+    """The keywords of `RouterSpec` that a parsed `config.json` says; errors as of `RouterSpec.from_config`."""
     config = language_config(check_mapping("config", config))
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _READERS:

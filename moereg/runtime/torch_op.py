@@ -47,11 +47,7 @@ def new_handle(layer: object) -> torch.Tensor:
 
 
 def layer_of(handle: torch.Tensor) -> Any:
-    """The layer that a handle was made for.
-
-    Raises:
-        RuntimeError: It is gone, or of another process.
-    """
+    """The layer that a handle was made for, unless it is gone or of another process."""
     layer = _LAYERS.get(int(handle))  # The handle is on the CPU, so nothing waits for a device.
     if layer is None:
         raise RuntimeError(

@@ -272,11 +272,7 @@ class ExpertWeights:
 
 
 def check_expert(expert: int, num_experts: int) -> None:
-    """Checks the index of a local expert.
-
-    Raises:
-        ArgumentError: It is not an integer in [0, num_experts).
-    """
+    """Checks that a local expert is an integer in [0, num_experts)."""
     check_count("expert", expert, minimum=-sys.maxsize)
     if not 0 <= expert < num_experts:
         raise ArgumentError(f"expert must be a local expert in [0, {num_experts}), got {expert}; count this rank's")
