@@ -380,7 +380,11 @@ class MoELayer(CanonicalModule):
     def check_and_run(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Runs a call of compiled code, whose shapes and dtypes were checked; as `MoEKernel.check_and_run`."""
+        """Runs a call of compiled code, whose shapes and dtypes were checked.
+
+        Args:
+            hidden_states, topk_weights, topk_ids, out: As `MoEKernel.check_and_run` takes them.
+        """
         self.prepare()(hidden_states, topk_weights, topk_ids, out)
 
     def extra_repr(self) -> str:
