@@ -1,4 +1,7 @@
-"""Checks of what callers pass, in one wording: rule, value found, cure. The name may be a path into a mapping."""
+"""Checks of what callers pass, in one wording: rule, value found, cure. The name may be a path into a mapping.
+
+What is not as a check's first line says is an `ArgumentError`, and a name that is not known an `UnknownNameError`.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,6 @@ import torch
 
 from moereg.errors import ArgumentError, MoeregError, UnknownNameError, shown, unknown_name_message
 
-__all__ = [
-    "check_count",
-    "check_device",
-    "check_field",
-    "check_flag",
-    "check_instance",
-    "check_list",
-    "check_mapping",
-    "check_number",
-    "check_one_of",
-    "check_optional",
-    "check_text",
-    "takes",
-    "within",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -36,11 +23,7 @@ _LARGEST: Final = 2**63 - 1
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> int:
-    """A whole number that a tensor's size could be; True is none.
-
-    Raises:
-        ArgumentError: The value is not an integer, below the minimum or beyond 64 bits.
-    """
+    """A whole number, from the minimum on, that a tensor's size could be: in 64 bits; True is none."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(f"{name} must be an integer, got {shown(value)}")
     if value < minimum:
@@ -51,11 +34,7 @@ def check_count(name: str, value: object, minimum: int = 1) -> int:
 
 
 def check_number(name: str, value: object) -> float:
-    """A finite number; True is none.
-
-    Raises:
-        ArgumentError: The value is not a finite number.
-    """
+    """A finite number; True is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ArgumentError(f"{name} must be a finite number, got {shown(value)}")
     try:
@@ -68,22 +47,14 @@ def check_number(name: str, value: object) -> float:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """True or False.
-
-    Raises:
-        ArgumentError: The value is not a bool; 1 and "false" are none.
-    """
+    """True or False; 1 and "false" are neither."""
     if not isinstance(value, bool):
         raise ArgumentError(f"{name} must be True or False, got {shown(value)}")
     return value
 
 
 def check_text(name: str, value: object) -> str:
-    """A text that can be printed on a line.
-
-    Raises:
-        ArgumentError: The value is not text, or holds control characters.
-    """
+    """A text that can be printed on a line, without control characters."""
     if not isinstance(value, str):
         raise ArgumentError(f"{name} must be a text, got {shown(value)}")
     if not value.isprintable():
@@ -92,12 +63,7 @@ def check_text(name: str, value: object) -> str:
 
 
 def check_one_of(name: str, value: object, known: tuple[str, ...]) -> str:
-    """One of the known names.
-
-    Raises:
-        ArgumentError: The value is not text.
-        UnknownNameError: The name is not known.
-    """
+    """One of the known names."""
     if not isinstance(value, str):
         raise ArgumentError(f"{name} must be a text, one of {', '.join(known)}, got {shown(value)}")
     if value not in known:
@@ -106,17 +72,7 @@ def check_one_of(name: str, value: object, known: tuple[str, ...]) -> str:
 
 
 def check_instance(name: str, value: object, kind: type[object], cure: str) -> None:
-    """A value of a class.
-
-    Args:
-        name: Name of the argument.
-        value: What was passed.
-        kind: The class.
-        cure: Where to get one.
-
-    Raises:
-        ArgumentError: The value is not an instance of that class.
-    """
+    """A value of a class; `cure` says where to get one."""
     if not isinstance(value, kind):
         # "An" for the classes that start with a vowel's sound.
         article = "an" if kind.__name__[0] in "AEIO" else "a"
@@ -154,11 +110,7 @@ def takes(**kinds: tuple[type[object], str]) -> Callable[[Callable[P, T]], Calla
 
 
 def check_device(name: str, value: object) -> torch.device:
-    """A device or its name; the machine need not have it.
-
-    Raises:
-        ArgumentError: The value names no device.
-    """
+    """A device or its name; the machine need not have it."""
     try:
         return torch.device(value)  # type: ignore[call-overload,no-any-return]
     except (RuntimeError, TypeError, ValueError):
@@ -171,22 +123,14 @@ def check_optional(check: Callable[[str, object], T]) -> Callable[[str, object],
 
 
 def check_list(name: str, value: object, check: Callable[[str, object], T]) -> tuple[T, ...]:
-    """A list, or tuple, of values of one kind.
-
-    Raises:
-        ArgumentError: The value is not a list, or an item of it fails the check.
-    """
+    """A list, or tuple, of values that pass a check."""
     if not isinstance(value, (list, tuple)):
         raise ArgumentError(f"{name} must be a list, got {shown(value)}")
     return tuple(check(f"{name}[{place}]", item) for place, item in enumerate(value))
 
 
 def check_mapping(name: str, value: object) -> Mapping[str, Any]:
-    """A mapping with texts for keys.
-
-    Raises:
-        ArgumentError: The value is not a mapping with text keys.
-    """
+    """A mapping with texts for keys."""
     if not isinstance(value, Mapping):
         raise ArgumentError(f"{name} must be an object, got {shown(value)}")
     for key in value:
@@ -196,11 +140,7 @@ def check_mapping(name: str, value: object) -> Mapping[str, Any]:
 
 
 def check_field(name: str, values: Mapping[str, Any], field: str, check: Callable[[str, object], T]) -> T:
-    """A field of a mapping, under the path of both; the mapping's own name may be empty.
-
-    Raises:
-        ArgumentError: It is missing, or not as the check wants it.
-    """
+    """A field that a mapping must have, checked under the path of both; the mapping's own name may be empty."""
     path = f"{name}.{field}" if name else field
     if field not in values:
         raise ArgumentError(f"{path} is required, got an object with {shown(sorted(values))}")

@@ -25,8 +25,6 @@ from moereg.runtime.torch_state import plain_torch
 from moereg.selection.result import Decision, Selection
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
-__all__ = ["device_types", "lacking_workspaces", "make_experts", "named", "permute", "raise_named", "workspace_shapes"]
-
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 _MOST_ELEMENTS: Final = 2**48
@@ -71,11 +69,9 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
         # Tensors of inference mode could not be reloaded outside it.
         with plain_torch(), torch.inference_mode(False):
             permuted: object = experts.permute_weights(weights=weights.contiguous(), problem=selection.problem)
-    except Exception as error:
+    except BaseException as error:
         if (lack := _lacking_copy(selection, weights, error)) is not error:
             raise lack from error
-        raise_named(selection, "permute_weights", error)
-    except BaseException as error:
         raise_named(selection, "permute_weights", error)
     if not isinstance(permuted, PermutedWeights):
         raise _backend_error(selection, "permute_weights", "returned no PermutedWeights from", shown(permuted))
@@ -142,7 +138,7 @@ def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) ->
     raise _backend_error(selection, "workspace_shapes", "returned no two shapes from", shown(shapes))
 
 
-def lacking_workspaces(selection: Selection, shapes: Shapes, error: Exception) -> Exception:
+def lacking_workspaces(selection: Selection, shapes: Shapes, error: BaseException) -> BaseException:
     """The lack of memory for a backend's workspaces with its name: a larger machine is no cure for an absurd shape."""
     winner = selection.winner
     if winner is None:
@@ -154,7 +150,7 @@ def lacking_workspaces(selection: Selection, shapes: Shapes, error: Exception) -
     )
 
 
-def _lacking_copy(selection: Selection, weights: ExpertWeights, error: Exception) -> Exception:
+def _lacking_copy(selection: Selection, weights: ExpertWeights, error: BaseException) -> BaseException:
     """The lack of memory for weights in a backend's order, which are about one more copy, with its name."""
     winner = selection.winner
     if winner is None:
@@ -168,7 +164,7 @@ def _lacking_copy(selection: Selection, weights: ExpertWeights, error: Exception
     )
 
 
-def _lacking(error: Exception, text: str) -> Exception:
+def _lacking(error: BaseException, text: str) -> BaseException:
     """An error of the same type that also says a text, if it is a lack of memory; else the error itself."""
     if not is_lack_of_memory(error):
         return error

@@ -1,4 +1,7 @@
-"""Checks of one call of a layer: shapes, dtypes and devices always, values where that is cheap."""
+"""Checks of one call of a layer: shapes, dtypes and devices always, values where that is cheap.
+
+Each raises a ValueError that names the tensor, the rule and the cure.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ import torch
 from moereg.errors import ArgumentError
 from moereg.spec.problem import MoEProblem
 from moereg.weights.checks import DEBUG_VARIABLE, checks_values
-
-__all__ = ["check_call", "check_expert_map", "check_no_alias", "check_no_transform", "check_tensor", "check_values"]
 
 _FEW_ROUTES: Final = 64
 """Routes of a call up to which Python's own comparisons are faster than torch's calls."""
@@ -25,19 +26,7 @@ def check_call(
     topk_ids: torch.Tensor,
     out: torch.Tensor | None,
 ) -> None:
-    """Checks what tensors have while code is compiled, too: shapes, dtypes and devices.
-
-    Args:
-        problem: The layer.
-        device: The weights'.
-        hidden_states: [T,H] in the problem's dtype.
-        topk_weights: [T,K] fp32.
-        topk_ids: [T,K] int32 or int64.
-        out: [T,H] in the problem's dtype, or None.
-
-    Raises:
-        ValueError: A tensor is not that, requires grad, or there are more tokens than the problem says.
-    """
+    """Checks what tensors have while code is compiled, too: shapes, dtypes and devices, as `MoEKernel` takes them."""
     # `check_tensor` rejects non-tensors.
     is_tensor = isinstance(hidden_states, torch.Tensor)
     num_tokens = hidden_states.shape[0] if is_tensor and hidden_states.dim() else 0
@@ -67,11 +56,7 @@ def check_values(
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
 ) -> None:
-    """Checks the values of a call's routing on a CPU, and on a GPU with MOEREG_DEBUG=1, where it waits for the device.
-
-    Raises:
-        ValueError: A weight is not finite, a token names an expert twice, or the map is out of range.
-    """
+    """Checks the values of a call's routing on a CPU, and with MOEREG_DEBUG=1 on a GPU, for which it waits."""
     if checks_values(device):
         _check_routing(topk_weights, topk_ids, problem)
         if expert_map is not None:
@@ -79,11 +64,7 @@ def check_values(
 
 
 def check_no_alias(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
-    """Checks that `out` shares no byte with an input.
-
-    Raises:
-        ValueError: It does.
-    """
+    """Checks that `out` shares no byte with an input."""
     start = out.data_ptr()
     end = start + out.nbytes
     for tensor in inputs:
@@ -98,11 +79,7 @@ def check_no_alias(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
 def check_no_transform(error: Exception) -> None:
     """Checks that a call did not fail for the tensors that torch.func passes instead of ones with memory.
 
-    Args:
-        error: What it raised; asking before would cost each call.
-
-    Raises:
-        ArgumentError: It ran inside `torch.vmap` or another transform.
+    It is given what the call raised: asking before would cost each call.
     """
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None:
@@ -116,18 +93,7 @@ def check_no_transform(error: Exception) -> None:
 def check_tensor(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
-    """Checks a tensor that a caller gave.
-
-    Args:
-        name: The argument's.
-        tensor: The argument.
-        shape: Expected shape.
-        dtypes: Accepted dtypes.
-        device: Device of the weights.
-
-    Raises:
-        ValueError: The argument is not a tensor, is not contiguous, or has another shape, dtype or device.
-    """
+    """Checks a tensor that a caller gave under a name."""
     # A call comes through here up to four times, so a right tensor passes on plain comparisons.
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it")
@@ -179,11 +145,7 @@ def _check_routing(topk_weights: torch.Tensor, topk_ids: torch.Tensor, problem: 
 
 
 def check_expert_map(expert_map: torch.Tensor, problem: MoEProblem) -> None:
-    """Checks the values of an expert map; waits for a GPU.
-
-    Raises:
-        ValueError: One is out of range.
-    """
+    """Checks the values of an expert map; waits for a GPU."""
     wrong = (expert_map < -1) | (expert_map >= problem.num_local_experts)
     if wrong.any():
         expert = int(torch.nonzero(wrong)[0, 0])

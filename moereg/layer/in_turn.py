@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-__all__ = ["InTurn"]
-
 _POLL_SECONDS: Final = 1e-4
 
 

@@ -32,8 +32,6 @@ from moereg.weights.expert_weights import check_expert
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from moereg.weights.versions import CopiedFrom
 
-__all__ = ["MoEKernel"]
-
 
 class MoEKernel:
     """One layer, ready to run. Serves one stream at a time.
@@ -312,10 +310,7 @@ class MoEKernel:
         Checks addresses and values, which tensors do not have while code is compiled.
 
         Args:
-            hidden_states: [T,H], T at least 1 unless tokens come from other ranks.
-            topk_weights: [T,K] fp32.
-            topk_ids: [T,K] int32 or int64.
-            out: [T,H], overwritten.
+            hidden_states, topk_weights, topk_ids, out: As in a call; T at least 1 unless tokens come from other ranks.
             is_own: Whether `out` is a new tensor, which nothing aliases.
         """
         thread = get_ident()

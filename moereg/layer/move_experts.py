@@ -22,8 +22,6 @@ from moereg.prepare_finalize.ranks_agree import MOVING, agree
 from moereg.runtime.torch_state import plain_torch
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
-__all__ = ["ExpertMove", "IncomingExperts", "check_movable", "exchange_experts", "plan_moves"]
-
 _DOING: Final = "experts that move"
 
 
@@ -54,9 +52,16 @@ def plan_moves(before: ExpertPlacement, after: ExpertPlacement) -> tuple[ExpertM
         after: Where they are to be, in as many places on each rank.
 
     Raises:
-        ArgumentError: The new placement has other sizes.
+        ArgumentError: The layer, the group or the number of experts on a rank would be another one.
     """
-    check_movable(before, after)
+    if (after.num_experts, after.num_ranks) != (before.num_experts, before.num_ranks):
+        raise ArgumentError(f"experts must stay in their layer and group, {before}, got {after}")
+    for rank, (old, new) in enumerate(zip(before.experts_of_rank, after.experts_of_rank, strict=True)):
+        if len(old) != len(new):
+            raise ArgumentError(
+                f"a rank must keep its number of experts, whose memory it has, got {len(new)} for {len(old)} on rank "
+                f"{rank}; make the kernel with more replicas"
+            )
     holders: dict[int, list[tuple[int, int]]] = {}
     for rank, experts in enumerate(before.experts_of_rank):
         for place, expert in enumerate(experts):
@@ -71,22 +76,6 @@ def plan_moves(before: ExpertPlacement, after: ExpertPlacement) -> tuple[ExpertM
             sent[rank] += rank != target
             moves.append(ExpertMove(expert, rank, place, target, target_place))
     return tuple(moves)
-
-
-def check_movable(before: ExpertPlacement, after: ExpertPlacement) -> None:
-    """Checks that experts can move from one placement to the other.
-
-    Raises:
-        ArgumentError: The layer, the group or the number of experts on a rank would be another one.
-    """
-    if (after.num_experts, after.num_ranks) != (before.num_experts, before.num_ranks):
-        raise ArgumentError(f"experts must stay in their layer and group, {before}, got {after}")
-    for rank, (old, new) in enumerate(zip(before.experts_of_rank, after.experts_of_rank, strict=True)):
-        if len(old) != len(new):
-            raise ArgumentError(
-                f"a rank must keep its number of experts, whose memory it has, got {len(new)} for {len(old)} on rank "
-                f"{rank}; make the kernel with more replicas"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,13 +110,13 @@ def exchange_experts(
 ) -> IncomingExperts:
     """Exchanges experts with all ranks of a group; each of them has to call it. Nothing is written.
 
-    Takes the memory of the experts that arrive twice, and of one tensor of those that leave.
+    Takes the memory of the experts that arrive twice, and of one tensor of those that leave. The caller keeps threads
+    that call layers of the group out.
 
     Args:
         group: The ranks.
         weights: This rank's, of a kernel that `make_kernel` made.
-        before: Where experts are.
-        after: Where they are to be.
+        before, after: As in `plan_moves`.
         error: Why this rank cannot go on, if it cannot: all ranks raise then.
 
     Raises:
@@ -135,14 +124,6 @@ def exchange_experts(
         GroupError: A rank has ended, or did not come within the group's time limit.
         MoeregError: This rank could not go on.
     """
-    # Threads that call layers of the group stay out from the first exchange to the last.
-    with group.alone(MOVING.act):
-        return _exchange_experts(group, weights, before, after, error)
-
-
-def _exchange_experts(
-    group: Group, weights: PermutedWeights, before: ExpertPlacement, after: ExpertPlacement, error: Exception | None
-) -> IncomingExperts:
     reader, moves, said, copied_as = weights.reader, tuple[ExpertMove, ...](), dict[str, str](), None
     if error is None:
         try:
@@ -198,13 +179,8 @@ def _exchange_canonical(
             sent[place] = weights.to_canonical(place).tensors()
     except Exception as raised:
         error = raised
-    agree(
-        group,
-        "reading experts that move",
-        {"tensors": str(sorted(reader.specs.items()))},
-        error,
-        together=MOVING,
-    )
+    said = {"tensors": str(sorted(reader.specs.items()))}
+    agree(group, "reading experts that move", said, error, together=MOVING)
     found: list[dict[str, torch.Tensor]] = [{} for _ in theirs]
     for name, (shape, dtype) in sorted(reader.specs.items()):
         own = [sent[move.source_place][name] for move in mine]

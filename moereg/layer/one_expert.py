@@ -13,14 +13,11 @@ import torch
 
 from moereg.arguments import check_instance
 from moereg.errors import ArgumentError, BackendError
-from moereg.experts import Experts
 from moereg.layer import backend_calls
 from moereg.selection.result import Decision, Selection
-from moereg.spec.quant_schemes import TENSOR_ROLES, QuantScheme
+from moereg.spec.quant_schemes import TENSOR_ROLES
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from moereg.weights.unpermute import Moves, TensorSpecs, drawn_expert, expert_rows, find_moves, read_back, same_bits
-
-__all__ = ["OneExpert", "keeping_moves", "read_all"]
 
 _MOST_PLANS: Final = 2
 """Layouts and shapes whose moves are kept. They take a quarter of an expert's bytes where 16 bytes move together, twice
@@ -39,15 +36,21 @@ class OneExpert:
     """Permutes and reads back single experts of one layer, whose backend and canonical tensors it knows.
 
     Holds no weights, so that it does not keep them.
+
+    Attributes:
+        specs: Shapes and dtypes of the canonical tensors of one expert, by field of `ExpertWeights`.
+        quant: The scheme of the canonical weights.
+        backend: The backend whose layout it knows.
     """
 
     def __init__(self, selection: Selection, winner: Decision, weights: ExpertWeights) -> None:
         """Notes shapes and dtypes of the layer's canonical weights; calls nothing."""
         self._selection = selection
         self._winner = winner
-        self._quant = weights.scheme
+        self.backend = winner.backend
+        self.quant = weights.scheme
         self._device = weights.w13.device
-        self._specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        self.specs: TensorSpecs = {
             name: ((1, *tensor.shape[1:]) if tensor.dim() else (), tensor.dtype)
             for name, tensor in weights.tensors().items()
         }
@@ -58,24 +61,9 @@ class OneExpert:
             winner.scheme,
             selection.problem,
             str(selection.platform),
-            tuple(self._specs.items()),
+            tuple(self.specs.items()),
             str(self._device),
         )
-
-    @property
-    def specs(self) -> TensorSpecs:
-        """Shapes and dtypes of the canonical tensors of one expert, by field of `ExpertWeights`."""
-        return self._specs
-
-    @property
-    def quant(self) -> QuantScheme:
-        """The scheme of the canonical weights."""
-        return self._quant
-
-    @property
-    def backend(self) -> str:
-        """The backend whose layout it knows."""
-        return self._winner.backend
 
     def read(self, permuted: PermutedWeights, expert: int) -> ExpertWeights:
         """One expert as canonical weights, E = 1.
@@ -84,8 +72,8 @@ class OneExpert:
             LayoutNotInvertibleError: The layout does not keep the canonical numbers.
         """
         rows = expert_rows(permuted, expert)
-        tensors = read_back(self.permute, self._specs, self._quant, self._moves(permuted.layout), rows)
-        return ExpertWeights.unchecked(tensors, self._quant)
+        tensors = read_back(self.permute, self.specs, self.quant, self._moves(permuted.layout), rows)
+        return ExpertWeights.unchecked(tensors, self.quant)
 
     def rows_for(self, permuted: PermutedWeights, weights: ExpertWeights) -> PermutedWeights:
         """The rows of a new expert, to be written into `permuted`.
@@ -114,13 +102,9 @@ class OneExpert:
 
     def permute(self, weights: ExpertWeights) -> PermutedWeights:
         """Some experts, up to as many as the layer has, in the backend's layout."""
-        selection, experts = self._experts(weights.num_experts)
-        return backend_calls.permute(selection, experts, weights)
-
-    def _experts(self, num_experts: int) -> tuple[Selection, Experts]:
-        problem = dataclasses.replace(self._selection.problem, num_local_experts=num_experts)
+        problem = dataclasses.replace(self._selection.problem, num_local_experts=weights.num_experts)
         selection = dataclasses.replace(self._selection, problem=problem)
-        return selection, backend_calls.make_experts(selection, self._winner)
+        return backend_calls.permute(selection, backend_calls.make_experts(selection, self._winner), weights)
 
     def _moves(self, layout: str) -> dict[str, Moves]:
         key = (self._key, layout)
@@ -128,7 +112,7 @@ class OneExpert:
             if key in _PLANS:
                 _PLANS.move_to_end(key)
                 return _PLANS[key]
-        moves = find_moves(self.permute, self._specs, self._quant, self._device)
+        moves = find_moves(self.permute, self.specs, self.quant, self._device)
         with _LOCK:
             _PLANS[key] = moves
             while len(_PLANS) > _MOST_PLANS:
@@ -141,9 +125,9 @@ class OneExpert:
         if weights.w13.device != self._device:
             raise ArgumentError(f"the new expert must be on {self._device}, got {weights.w13.device}; move it")
         found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.tensors().items()}
-        if found != self._specs:
+        if found != self.specs:
             raise ArgumentError(
-                f"the new expert must have the layer's tensors, {_listed(self._specs)}, got {_listed(found)}; "
+                f"the new expert must have the layer's tensors, {_listed(self.specs)}, got {_listed(found)}; "
                 "convert them"
             )
 
@@ -152,18 +136,18 @@ class OneExpert:
         if self._selection.problem.num_local_experts == 1 or self._key in _APART:
             return
         # Not the caller's numbers: zeros, as those of an expert that was pruned, would show nothing.
-        one = drawn_expert(self._specs, self._device)
+        one = drawn_expert(self.specs, self._device)
         for name, tensor in one.items():
             if TENSOR_ROLES[name] in ("scale", "scale_2") and tensor.dim() == 2:
                 tensor[:, 1:] = tensor[:, :1]  # Some backends take only equal ones of gate and up.
         other = {name: _changed(tensor) for name, tensor in one.items()}
         pair = {name: _stacked(tensor, other[name]) for name, tensor in one.items()}
         try:
-            both = self.permute(ExpertWeights.unchecked(pair, self._quant))
+            both = self.permute(ExpertWeights.unchecked(pair, self.quant))
         except BackendError as error:
             raise self._refusal("does not take every expert beside another one") from error
         for expert, tensors in enumerate((one, other)):
-            alone = self.permute(ExpertWeights.unchecked(tensors, self._quant))
+            alone = self.permute(ExpertWeights.unchecked(tensors, self.quant))
             mine, theirs = expert_rows(both, expert), expert_rows(alone, 0)
             same = mine.keys() == theirs.keys() and all(same_bits(mine[name], theirs[name]) for name in mine)
             if not same or not all(same_bits(both.shared[name], alone.shared[name]) for name in both.shared):

@@ -24,8 +24,6 @@ from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["Asked", "Movement", "Plan", "local_movement", "plan_layer", "winner_of"]
-
 Movement = PrepareFinalize | MovementSelection | WayNames
 """Names of ways, a selection among them, or an object that moves tokens; None for the way that fits best."""
 

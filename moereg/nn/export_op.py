@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 import weakref
@@ -18,24 +17,9 @@ from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 from moereg.weights.versions import TensorState, check_counted, states_of
 
-__all__ = ["run_exported"]
-
-
-@dataclasses.dataclass
-class _Layer:
-    """The kernel of a layer of a program.
-
-    Attributes:
-        kernel: Has its own weights, so that it does not keep the program's alive.
-        seen: State of the tensors that the kernel was made of.
-    """
-
-    kernel: MoEKernel
-    seen: tuple[TensorState, ...]
-
-
-_LAYERS: Final[dict[tuple[str, tuple[int, ...]], _Layer]] = {}
-"""By what a program says of a layer and the addresses of its tensors; gone with the first of these tensors."""
+_LAYERS: Final[dict[tuple[str, tuple[int, ...]], tuple[MoEKernel, tuple[TensorState, ...]]]] = {}
+"""By what a program says of a layer and the addresses of its tensors: the kernel, and the state of the tensors that it
+was made of. It has its own weights, so it does not keep the program's alive, and is gone with the first of them."""
 _LOCK: Final = threading.Lock()
 
 _LIBRARY: Final = torch.library.Library("moereg", "FRAGMENT")
@@ -58,10 +42,7 @@ def run_exported(
     """Runs a layer where its caller is being exported: one opaque op that writes `out`.
 
     Args:
-        hidden_states: [T,H].
-        topk_weights: [T,K] fp32.
-        topk_ids: [T,K] int32 or int64.
-        out: [T,H].
+        hidden_states, topk_weights, topk_ids, out: As `MoEKernel` takes them.
         tensors: Canonical weights by field, and `expert_map` where placement is `map`.
         problem: The layer.
         **keywords: `ep_rank`, `require`, `prefer` and `deny`. Collections that JSON lacks, such as sets, become lists.
@@ -76,20 +57,14 @@ def _said_of(layer: dict[str, Any]) -> str:
     return json.dumps(layer, default=list)
 
 
-def _exported_layer(
-    hidden_states: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    out: torch.Tensor,
-    tensors: list[torch.Tensor],
-    layer: str,
-) -> None:
-    if not hidden_states.shape[0]:
+def _exported_layer(*arguments: Any) -> None:
+    *call, tensors, layer = arguments
+    if not len(call[0]):
         return
     with in_compiled_code():
         with _LOCK:
             kernel = _kernel_of(tensors, layer)
-        kernel.check_and_run(hidden_states, topk_weights, topk_ids, out)
+        kernel.check_and_run(*call)
 
 
 def _kernel_of(tensors: list[torch.Tensor], layer: str) -> MoEKernel:
@@ -97,43 +72,31 @@ def _kernel_of(tensors: list[torch.Tensor], layer: str) -> MoEKernel:
     said = json.loads(layer)
     held = dict(zip(said.pop("tensors"), tensors, strict=True))
     expert_map = held.pop("expert_map", None)
-    found, seen = _LAYERS.get(key), states_of(held.values())
-    if found is not None:
-        check_counted(found.seen, seen, "call torch.autograd.graph.increment_version(tensor) after such writes")
-    if found is not None and found.seen == seen:
-        return found.kernel
+    (kernel, before), seen = _LAYERS.get(key, (None, ())), states_of(held.values())
+    check_counted(before, seen, "call torch.autograd.graph.increment_version(tensor) after such writes")
+    if kernel is not None and before == seen:
+        return kernel
     problem = MoEProblem.from_dict(said.pop("problem"))
     weights = ExpertWeights(**held, quant=problem.quant)
-    if found is not None:
-        found.kernel.reload(weights)
-        found.seen = seen
-        return found.kernel
+    if kernel is not None:
+        kernel.reload(weights)
+        _LAYERS[key] = kernel, seen
+        return kernel
     ep_rank = said.pop("ep_rank")
     selection = select_backend(problem, platform_of(weights.w13.device), **said)
     kernel = make_kernel(problem, weights, selection, ep_rank=ep_rank, expert_map=expert_map, own_weights=True)
     kernel.copied = None
-    made = _LAYERS[key] = _Layer(kernel, seen)
+    _LAYERS[key] = kernel, seen
     for tensor in held.values():
-        weakref.finalize(tensor.untyped_storage(), _drop, key, weakref.ref(made)).atexit = False
+        weakref.finalize(tensor.untyped_storage(), _drop, key, weakref.ref(kernel)).atexit = False
     return kernel
 
 
-def _drop(key: tuple[str, tuple[int, ...]], layer: weakref.ref[_Layer]) -> None:
+def _drop(key: tuple[str, tuple[int, ...]], kernel: weakref.ref[MoEKernel]) -> None:
     # Without the lock: memory may be given back at any moment, while this thread holds it too.
-    if _LAYERS.get(key) is layer():
+    if _LAYERS.get(key, (None, ()))[0] is kernel():
         _LAYERS.pop(key, None)
 
 
-def _exported_layer_fake(
-    hidden_states: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    out: torch.Tensor,
-    tensors: list[torch.Tensor],
-    layer: str,
-) -> None:
-    return None
-
-
 _LIBRARY.impl("exported_layer", _exported_layer, "CompositeExplicitAutograd")
-torch.library.register_fake("moereg::exported_layer", _exported_layer_fake, lib=_LIBRARY)
+torch.library.register_fake("moereg::exported_layer", lambda *arguments: None, lib=_LIBRARY)

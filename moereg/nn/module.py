@@ -226,7 +226,13 @@ class MoELayer(CanonicalModule):
                 something requires a gradient.
         """
         check_instance("hidden_states", hidden_states, torch.Tensor, "pass [..., H]")
-        self._check_trains_not()
+        if torch.is_grad_enabled() and any(
+            each is not None and each.requires_grad for each in self._parameters.values()
+        ):
+            raise ArgumentError(
+                "moereg is for inference and computes no gradients; call it under torch.no_grad(), or "
+                "layer.requires_grad_(False)"
+            )
         hidden_size = self.problem.hidden_size
         if not hidden_states.dim() or hidden_states.shape[-1] != hidden_size:
             raise ArgumentError(f"hidden_states must be [..., {hidden_size}], got {list(hidden_states.shape)}")
@@ -377,10 +383,7 @@ class MoELayer(CanonicalModule):
         """Runs a call of compiled code, whose shapes and dtypes were checked.
 
         Args:
-            hidden_states: [T,H], T at least 1.
-            topk_weights: [T,K] fp32.
-            topk_ids: [T,K] int32 or int64.
-            out: [T,H], overwritten.
+            hidden_states, topk_weights, topk_ids, out: As `MoEKernel.check_and_run` takes them.
         """
         self.prepare()(hidden_states, topk_weights, topk_ids, out)
 
@@ -402,12 +405,3 @@ class MoELayer(CanonicalModule):
                 f"{list(routes.shape)}; a route belongs to the token at its place"
             )
         return routes.reshape(-1, self.problem.top_k).contiguous()
-
-    def _check_trains_not(self) -> None:
-        if torch.is_grad_enabled() and any(
-            each is not None and each.requires_grad for each in self._parameters.values()
-        ):
-            raise ArgumentError(
-                "moereg is for inference and computes no gradients; call it under torch.no_grad(), or "
-                "layer.requires_grad_(False)"
-            )

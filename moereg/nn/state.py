@@ -23,14 +23,6 @@ from moereg.spec.quant_schemes import TENSOR_ROLES
 from moereg.weights.permuted import ExpertWeights
 from moereg.weights.versions import TensorState, check_counted, states_of
 
-__all__ = [
-    "CanonicalModule",
-    "experts_of",
-    "has_shared_experts",
-    "router_tensors",
-    "zeros_for",
-]
-
 
 class CanonicalModule(torch.nn.Module):
     """A module whose parameters are canonical weights, or in whose kernel they are where the parameters were freed.
@@ -210,12 +202,6 @@ def router_tensors(
 ) -> dict[str, torch.Tensor]:
     """The router's tensors by name, on the device; zeros for those that it needs and nobody gave.
 
-    Args:
-        problem: The layer.
-        router: How it routes, or None.
-        given: `router_weight`, `router_bias` and `correction_bias`, as the caller has them.
-        device: Of the weights.
-
     Raises:
         ArgumentError: The router is not the problem's, or a tensor is not the router's.
     """
@@ -275,13 +261,7 @@ def experts_of(
 ) -> tuple[MoEProblem, ExpertWeights]:
     """Problem and canonical weights of a live module of transformers; views where nothing moves.
 
-    Args:
-        module: Holds the experts of one layer.
-        top_k: Experts a token; what the module or its config says where None.
-        dtype: Of hidden states, where quantized weights do not say it; bfloat16 where None.
-
-    Raises:
-        ArgumentError: The module has no experts or those of several layers, or moereg cannot compute them.
+    Arguments and errors are those of `MoELayer.from_module`.
     """
     from moereg.integrations._experts.blocks import find_experts
     from moereg.integrations._experts.serving import check_servable, served

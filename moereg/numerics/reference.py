@@ -30,14 +30,6 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = [
-    "ROUNDS_INTERMEDIATE",
-    "calibrate_activation_scales",
-    "reference_experts",
-    "relative_error",
-    "scheme_loss",
-]
-
 ROUNDS_INTERMEDIATE: Final = True
 """Whether the intermediate is rounded to the problem's dtype before it is quantized.
 

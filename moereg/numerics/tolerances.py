@@ -98,8 +98,6 @@ from moereg.quantize import element_of
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantFormat, QuantScheme, get_scheme
 
-__all__ = ["FEW_ELEMENTS", "LARGEST_BOUND", "ROUNDING_BOUNDS", "layer_tolerance", "tolerance"]
-
 FEW_ELEMENTS: Final = 64
 """From this size on, the size of an output does not change what 16-bit roundings may cost."""
 

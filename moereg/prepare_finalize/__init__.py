@@ -2,13 +2,12 @@
 
 from moereg.prepare_finalize.all_gather import AllGather
 from moereg.prepare_finalize.all_to_all import AllToAll, AllToAllSums
-from moereg.prepare_finalize.base import Prepared, PrepareFinalize
+from moereg.prepare_finalize.base import Prepared, PrepareFinalize, StandardPrepareFinalize
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize
 from moereg.prepare_finalize.cells import MOVEMENTS, MovementCell, MovementRegistry, register_prepare_finalize
 from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.low_latency import LowLatency
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved, local_prepare_finalize
-from moereg.prepare_finalize.standard import StandardPrepareFinalize
 from moereg.spec.facts import MovementFacts
 from moereg.spec.problem import MoEProblem
 

@@ -12,8 +12,6 @@ from moereg.prepare_finalize.wire import as_bytes
 from moereg.spec.facts import MovementFacts
 from moereg.spec.problem import DTYPES, MoEProblem
 
-__all__ = ["AllGather"]
-
 
 # The fastest on up to 16 ranks, or within a fifth of it, by docs/scale.md: on few ranks a token goes to most of them
 # anyway, and a graph holds the call. Predicted, but for two ranks.
@@ -52,38 +50,31 @@ class AllGather(GroupPrepareFinalize):
         assert most is not None
         in_triton = self.wire.calls_kernels(hidden_states)
         if hidden_states.shape[0] < most:
-            pad = _padded_in_triton if in_triton else _padded
-            hidden_states, topk_weights, topk_ids = pad(hidden_states, topk_weights, topk_ids, most)
+            tokens = hidden_states, topk_weights, topk_ids
+            hidden_states, topk_weights, topk_ids = _padded(*tokens, most, in_triton)
         # Each column on its own, from where it is to where it is read: nothing is joined, split or copied.
         sent = (*self.wire.encode(hidden_states), as_bytes(topk_weights), as_bytes(topk_ids))
         rows = tuple(part.new_empty((most * self.group.size, part.shape[1])) for part in sent)
         self.group.all_gather_columns(rows, sent, "tokens")
-        *tokens, weight_bytes, id_bytes = rows
-        received = self.wire.decode(tuple(tokens))
+        *columns, weight_bytes, id_bytes = rows
+        received = self.wire.decode(tuple(columns))
         weights, ids = weight_bytes.view(torch.float32), id_bytes.view(torch.int32)
         if self.problem.placement == "map":
             # Of the ranks that hold an expert, one takes the route; all of them work out the same one.
-            ids = self._own_routes_in_triton(ids) if in_triton else self._own_routes(ids, most)
+            ids = self._own_routes(ids, most, in_triton)
         return self.laid_out(received, weights, ids, expert_map)
 
-    def _own_routes(self, ids: torch.Tensor, most: int) -> torch.Tensor:
-        turns = torch.cat([token_turns(most, rank, ids.device) for rank in range(self.group.size)])
-        return torch.where(self.tables.ranks_of(ids, turns) == self.group.rank, ids, -1)
-
-    def _own_routes_in_triton(self, ids: torch.Tensor) -> torch.Tensor:
+    def _own_routes(self, ids: torch.Tensor, most: int, in_triton: bool) -> torch.Tensor:
+        if not in_triton:
+            turns = torch.cat([token_turns(most, rank, ids.device) for rank in range(self.group.size)])
+            return torch.where(self.tables.ranks_of(ids, turns) == self.group.rank, ids, -1)
         from moereg.kernels.rows.gathered import keep_own_routes  # Loads Triton, which may not be there.
 
         with torch.cuda.device_of(ids):
             keep_own_routes(ids, self.tables.num_holders, self.tables.holders, self.group.rank)
         return ids
 
-    def finalize(
-        self,
-        out: torch.Tensor,
-        expert_out: torch.Tensor,
-        prepared: Prepared,
-        problem: MoEProblem,
-    ) -> None:
+    def finalize(self, out: torch.Tensor, expert_out: torch.Tensor, prepared: Prepared, problem: MoEProblem) -> None:
         sums = self.reduced(expert_out, prepared)
         most = sums.shape[0] // self.group.size
         if not self.problem.deterministic:
@@ -109,17 +100,13 @@ class AllGather(GroupPrepareFinalize):
 
 
 def _padded(
-    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, most: int
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, most: int, in_triton: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Zeros behind the tokens, then ids of -1: rows of no token add nothing."""
-    behind = (0, 0, 0, most - len(hidden_states))
-    pad = torch.nn.functional.pad
-    return pad(hidden_states, behind), pad(topk_weights, behind), pad(topk_ids, behind, value=-1)
-
-
-def _padded_in_triton(
-    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, most: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if not in_triton:
+        behind = (0, 0, 0, most - len(hidden_states))
+        pad = torch.nn.functional.pad
+        return pad(hidden_states, behind), pad(topk_weights, behind), pad(topk_ids, behind, value=-1)
     from moereg.kernels.rows.gathered import pad_tokens
 
     with torch.cuda.device_of(hidden_states):

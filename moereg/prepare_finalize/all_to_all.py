@@ -11,7 +11,7 @@ import torch
 from typing_extensions import Self
 
 from moereg.errors import ArgumentError
-from moereg.prepare_finalize.base import Prepared, weighted_sum
+from moereg.prepare_finalize.base import Prepared, sum_routes
 from moereg.prepare_finalize.batched import calls_kernels
 from moereg.prepare_finalize.cells import register_prepare_finalize
 from moereg.prepare_finalize.exchange import (
@@ -32,10 +32,8 @@ from moereg.prepare_finalize.wire import Received, Wire
 from moereg.spec.facts import MovementFacts
 from moereg.spec.problem import DTYPES, MoEProblem
 
-__all__ = ["AllToAll", "AllToAllSums"]
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Routed(Moved):
     """The result of prepare.
 
@@ -46,10 +44,10 @@ class _Routed(Moved):
         rows_received: Results that go to each rank.
     """
 
-    topk_weights: torch.Tensor = None  # type: ignore[assignment]  # behind fields with defaults
-    home_row: torch.Tensor = None  # type: ignore[assignment]
-    rows_sent: tuple[int, ...] = ()
-    rows_received: tuple[int, ...] = ()
+    topk_weights: torch.Tensor
+    home_row: torch.Tensor
+    rows_sent: list[int]
+    rows_received: list[int]
 
 
 # The fastest at prefill on many hosts, by docs/scale.md; at decode the host's time decides against it. Predicted.
@@ -114,7 +112,52 @@ class AllToAll(GroupPrepareFinalize):
     ) -> Moved:
         _refuse_capture(hidden_states.device)
         with torch.cuda.device_of(hidden_states):
-            return self._prepare(hidden_states, topk_weights, topk_ids, problem, expert_map)
+            device, top_k = hidden_states.device, topk_ids.shape[1]
+            weights_out = topk_weights if self._weights_travel else None
+            layout = row_layout(top_k, weights_out is not None, self.wire.widths)
+            # Leaving, then arriving, side by side: the host reads both at once.
+            counts = torch.empty((2, self.group.size, 2), dtype=torch.int64, device=device)
+            leaving, arriving = counts.unbind()
+            placed: tuple[torch.Tensor, torch.Tensor]
+            if self.in_triton:
+                from moereg.kernels.rows.exchanged import place_routes as place_in_triton  # Loads Triton.
+
+                holders = self.tables.num_holders, self.tables.holders, self.tables.rank
+                placed = place_in_triton(topk_ids, *holders, leaving, self._stamp)
+            else:
+                placed = place_routes(topk_ids, self.tables)
+                leaving.copy_(placed.counts)[:, :1] += self._stamp
+            self.group.all_to_all(arriving, leaving, "counts of tokens")
+            read = _reading(counts)
+            # While the device counts and the host waits for it, tokens are packed.
+            columns = self.wire.encode(hidden_states)
+            if self.in_triton:
+                from moereg.kernels.rows.exchanged import pack_tokens as pack_in_triton
+
+                sent, home_row = pack_in_triton(placed, topk_ids, weights_out, columns, layout.words, self.sums)
+            else:
+                sent, home_row = pack_tokens(placed, topk_ids, weights_out, columns, layout, self.sums)
+            # The only wait for the device.
+            out, back = read()
+            # Before a token leaves.
+            self.group.check_called([pair[0] // STAMP for pair in back])
+            tokens_out, routes_out = [pair[0] % STAMP for pair in out], [pair[1] for pair in out]
+            tokens_in, routes_in = [pair[0] % STAMP for pair in back], [pair[1] for pair in back]
+            # Few sizes, so that launches are found recorded: by the kernels here, and by those of the experts.
+            num_rows = sum(tokens_in)
+            if self.in_triton:
+                num_rows = rounded_rows(num_rows, problem.max_num_tokens if self.sums else None)
+            rows = sent.new_empty((num_rows, layout.row_bytes))
+            arrived, leaves = first_rows(rows, sum(tokens_in)), first_rows(sent, sum(tokens_out))
+            self.group.all_to_all(arrived, leaves, "tokens", tokens_in, tokens_out)
+            received, weights, ids = self._received(rows, arriving, sum(routes_in), layout, problem)
+            return _Routed(
+                **vars(self.laid_out(received, weights, ids, expert_map)),
+                topk_weights=topk_weights,
+                home_row=home_row,
+                rows_sent=tokens_out if self.sums else routes_out,
+                rows_received=tokens_in if self.sums else routes_in,
+            )
 
     @property
     def _weights_travel(self) -> bool:
@@ -123,67 +166,6 @@ class AllToAll(GroupPrepareFinalize):
         float16 rows do not come home unweighted: they may be beyond its range, though the weighted ones are not.
         """
         return self.sums or self.problem.apply_router_weight_on_input or self.problem.dtype == "float16"
-
-    def _prepare(
-        self,
-        hidden_states: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        problem: MoEProblem,
-        expert_map: torch.Tensor | None,
-    ) -> _Routed:
-        device, top_k = hidden_states.device, topk_ids.shape[1]
-        weights_out = topk_weights if self._weights_travel else None
-        layout = row_layout(top_k, weights_out is not None, self.wire.widths)
-        # Leaving, then arriving, side by side: the host reads both at once.
-        counts = torch.empty((2, self.group.size, 2), dtype=torch.int64, device=device)
-        leaving, arriving = counts.unbind()
-        placed: tuple[torch.Tensor, torch.Tensor]
-        if self.in_triton:
-            from moereg.kernels.rows.exchanged import place_routes as place_in_triton  # Loads Triton.
-
-            tables = self.tables
-            placed = place_in_triton(topk_ids, tables.num_holders, tables.holders, tables.rank, leaving, self._stamp)
-        else:
-            placed = place_routes(topk_ids, self.tables)
-            leaving.copy_(placed.counts)[:, :1] += self._stamp
-        self.group.all_to_all(arriving, leaving, "counts of tokens")
-        read = _reading(counts)
-        # While the device counts and the host waits for it, tokens are packed.
-        columns = self.wire.encode(hidden_states)
-        if self.in_triton:
-            from moereg.kernels.rows.exchanged import pack_tokens as pack_in_triton
-
-            sent, home_row = pack_in_triton(placed, topk_ids, weights_out, columns, layout.words, self.sums)
-        else:
-            sent, home_row = pack_tokens(placed, topk_ids, weights_out, columns, layout, self.sums)
-        # The only wait for the device.
-        out, back = read()
-        # Before a token leaves.
-        self.group.check_called([pair[0] // STAMP for pair in back])
-        tokens_out, routes_out = [pair[0] % STAMP for pair in out], [pair[1] for pair in out]
-        tokens_in, routes_in = [pair[0] % STAMP for pair in back], [pair[1] for pair in back]
-        # Few sizes, so that launches are found recorded: by the kernels here, and by those of the experts.
-        rows = sent.new_empty((self._rows_of(sum(tokens_in), problem), layout.row_bytes))
-        arrived, leaves = first_rows(rows, sum(tokens_in)), first_rows(sent, sum(tokens_out))
-        self.group.all_to_all(arrived, leaves, "tokens", tokens_in, tokens_out)
-        received, weights, ids = self._received(rows, arriving, sum(routes_in), layout, problem)
-        laid_out = self.laid_out(received, weights, ids, expert_map)
-        return _Routed(
-            laid_out.inputs,
-            laid_out.num_tokens,
-            laid_out.row_of_route,
-            laid_out.local,
-            topk_weights=topk_weights,
-            home_row=home_row,
-            rows_sent=tuple(tokens_out if self.sums else routes_out),
-            rows_received=tuple(tokens_in if self.sums else routes_in),
-        )
-
-    def _rows_of(self, count: int, problem: MoEProblem) -> int:
-        if not self.in_triton:
-            return count
-        return rounded_rows(count, problem.max_num_tokens if self.sums else None)
 
     def _received(
         self, rows: torch.Tensor, arriving: torch.Tensor, num_routes: int, layout: RowLayout, problem: MoEProblem
@@ -207,32 +189,18 @@ class AllToAll(GroupPrepareFinalize):
                 self._ones = torch.ones((count, 1), device=self.group.device)
         return first_rows(self._ones, count)
 
-    def finalize(
-        self,
-        out: torch.Tensor,
-        expert_out: torch.Tensor,
-        prepared: Prepared,
-        problem: MoEProblem,
-    ) -> None:
+    def finalize(self, out: torch.Tensor, expert_out: torch.Tensor, prepared: Prepared, problem: MoEProblem) -> None:
         assert isinstance(prepared, _Routed)
         # Behind the results are those of rows that filled up.
-        num_sent, num_back = sum(prepared.rows_received), sum(prepared.rows_sent)
-        results = first_rows(self.reduced(expert_out, prepared), num_sent)
+        results = first_rows(self.reduced(expert_out, prepared), sum(prepared.rows_received))
         row = prepared.home_row
         # One size for all calls of as many tokens, whether or not all routes go somewhere.
         most = row.shape[0] * min(row.shape[1], self.group.size) if self.sums else row.numel()
         home = results.new_empty((most, results.shape[1]))
-        back = first_rows(home, num_back)
-        self.group.all_to_all(back, results, "results", list(prepared.rows_sent), list(prepared.rows_received))
-        if self.in_triton:
-            from moereg.kernels.rows.batches import sum_batches  # Loads Triton.
-
-            with torch.cuda.device_of(out):
-                sum_batches(out, home.unsqueeze(0), row, None if self._weights_travel else prepared.topk_weights)
-        elif num_back == 0:
-            out.zero_()
-        else:
-            weighted_sum(out, home[row.clamp(min=0)], prepared.topk_weights, row >= 0, self._weights_travel)
+        back = first_rows(home, sum(prepared.rows_sent))
+        self.group.all_to_all(back, results, "results", prepared.rows_sent, prepared.rows_received)
+        weights = None if self._weights_travel else prepared.topk_weights
+        sum_routes(out, home.unsqueeze(0), row, weights, self.in_triton)
 
 
 # A row back from each rank, not each route: the fastest at prefill from 8 ranks on, by docs/scale.md. Not measured.

@@ -1,4 +1,4 @@
-"""The interface between the caller's tokens and the experts."""
+"""The interface between the caller's tokens and the experts, and tokens that stay as they come."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 
 from moereg.experts import ExpertInputs
 from moereg.spec.problem import MoEProblem
-
-__all__ = ["PrepareFinalize", "Prepared", "weighted_sum"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,41 +45,36 @@ class PrepareFinalize(abc.ABC):
         problem: MoEProblem,
         expert_map: torch.Tensor | None,
     ) -> Prepared:
-        """Makes the experts' inputs.
+        """Makes the experts' inputs, out of this rank's tokens and, in a group, of those that arrive.
 
         Args:
-            hidden_states: [T,H].
+            hidden_states: [T,H]; in a group T may be 0.
             topk_weights: [T,K] fp32.
-            topk_ids: [T,K] int32, global.
-            problem: The layer.
+            topk_ids: [T,K] int32, experts of the whole layer.
+            problem: The layer as its experts see it.
             expert_map: [num_experts] int32 or None.
+
+        Raises:
+            GroupError: A rank has ended or stalled.
         """
 
     @abc.abstractmethod
-    def finalize(
-        self,
-        out: torch.Tensor,
-        expert_out: torch.Tensor,
-        prepared: Prepared,
-        problem: MoEProblem,
-    ) -> None:
-        """Weights and sums the experts' rows into `out` [T,H], in fp32, slots in order.
+    def finalize(self, out: torch.Tensor, expert_out: torch.Tensor, prepared: Prepared, problem: MoEProblem) -> None:
+        """Weights and sums the experts' rows into `out` [T,H], in fp32, slots in order; in a group at home.
 
         Args:
             out: [T,H], overwritten.
-            expert_out: [T,K,H] (standard) or [E,max_T,H] (batched); rows of no route are undefined.
+            expert_out: [T,K,H] (standard) or [E,max_T,H] (batched); rows of no route are undefined. In a group also
+                [rows,H], where the experts reduce.
             prepared: What `prepare` returned.
-            problem: The layer; where routing weights scaled the inputs already, rows are summed as they are.
+            problem: As in `prepare`; where routing weights scaled the inputs already, rows are summed as they are.
+
+        Raises:
+            GroupError: A rank has ended or stalled.
         """
 
 
-def weighted_sum(
-    out: torch.Tensor,
-    rows: torch.Tensor,
-    topk_weights: torch.Tensor,
-    valid: torch.Tensor,
-    apply_router_weight_on_input: bool,
-) -> None:
+def weighted_sum(out: torch.Tensor, rows: torch.Tensor, topk_weights: torch.Tensor | None, valid: torch.Tensor) -> None:
     """Sums the rows of each token's routes in fp32, times their weights.
 
     Rows and weights that are not valid may hold NaN, so they are masked.
@@ -89,9 +82,61 @@ def weighted_sum(
     Args:
         out: [T,H], overwritten.
         rows: [T,K,H].
-        topk_weights: [T,K] fp32.
+        topk_weights: [T,K] fp32; None where they were applied before.
         valid: [T,K] bool.
-        apply_router_weight_on_input: The weights scaled the inputs already, so rows are summed as they are.
     """
-    values = rows.float() if apply_router_weight_on_input else rows.float() * topk_weights.unsqueeze(-1)
+    values = rows.float() if topk_weights is None else rows.float() * topk_weights.unsqueeze(-1)
     out.copy_(torch.where(valid.unsqueeze(-1), values, 0.0).sum(dim=1))
+
+
+def sum_routes(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    row_of_route: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    in_triton: bool,
+) -> None:
+    """`weighted_sum` of rows that lie anywhere.
+
+    Args:
+        out: [T,H], overwritten.
+        rows: [groups, rows, H].
+        row_of_route: [T,K], row among those of all groups, -1 for none.
+        topk_weights: As in `weighted_sum`.
+        in_triton: Whether Triton does it, in one launch.
+    """
+    if not in_triton:
+        flat = rows.flatten(0, 1)
+        weighted_sum(out, flat[row_of_route.clamp(min=0)], topk_weights, row_of_route >= 0)
+        return
+    from moereg.kernels.rows.batches import sum_batches  # Loads Triton, which may not be there.
+
+    with torch.cuda.device_of(out):
+        sum_batches(out, rows, row_of_route, topk_weights)
+
+
+class StandardPrepareFinalize(PrepareFinalize):
+    """No communication: hands the caller's tensors [T,H] to the experts unchanged."""
+
+    name = "standard"
+    activation_format = "standard"
+
+    def prepare(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        problem: MoEProblem,
+        expert_map: torch.Tensor | None,
+    ) -> Prepared:
+        return Prepared(
+            ExpertInputs(hidden_states, topk_weights, topk_ids, expert_map=expert_map), hidden_states.shape[0]
+        )
+
+    def finalize(self, out: torch.Tensor, expert_out: torch.Tensor, prepared: Prepared, problem: MoEProblem) -> None:
+        from moereg.kernels.plain.device import local_expert_ids  # Loads torch, which choosing does without.
+
+        inputs = prepared.inputs
+        local = local_expert_ids(inputs.topk_ids, problem.num_local_experts, inputs.expert_map)
+        weights = None if problem.apply_router_weight_on_input else inputs.topk_weights
+        weighted_sum(out, expert_out, weights, local >= 0)

@@ -13,10 +13,8 @@ from packaging.version import InvalidVersion, Version
 from moereg.errors import ArgumentError
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform, PlatformRule, probe_platform
-from moereg.prepare_finalize.base import Prepared, PrepareFinalize, weighted_sum
+from moereg.prepare_finalize.base import Prepared, PrepareFinalize, sum_routes
 from moereg.spec.problem import MoEProblem
-
-__all__ = ["BatchedPrepareFinalize", "calls_kernels", "runs_kernels"]
 
 
 class BatchedPrepareFinalize(PrepareFinalize):
@@ -40,9 +38,6 @@ class BatchedPrepareFinalize(PrepareFinalize):
         """
         self._in_triton = in_triton
 
-    def _calls_kernels(self, tensor: torch.Tensor) -> bool:
-        return calls_kernels(self._in_triton, tensor.device.type)
-
     def prepare(
         self,
         hidden_states: torch.Tensor,
@@ -51,7 +46,7 @@ class BatchedPrepareFinalize(PrepareFinalize):
         problem: MoEProblem,
         expert_map: torch.Tensor | None,
     ) -> Prepared:
-        if self._calls_kernels(hidden_states):
+        if calls_kernels(self._in_triton, hidden_states.device.type):
             from moereg.kernels.rows.batches import lay_out_batches  # Loads Triton, which may not be there.
 
             with torch.cuda.device_of(hidden_states):
@@ -87,33 +82,15 @@ class BatchedPrepareFinalize(PrepareFinalize):
         row_of_route = torch.empty_like(row)
         row_of_route[order] = torch.where(kept, row, -1)
         counts = (first[1:] - first[:-1]).to(torch.int32)
-        inputs = ExpertInputs(
-            hidden_states=rows[:surplus].view(num_local_experts, num_tokens, hidden_size),
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            expert_num_tokens=counts,
-            expert_map=expert_map,
-        )
+        of_experts = rows[:surplus].view(num_local_experts, num_tokens, hidden_size)
+        inputs = ExpertInputs(of_experts, topk_weights, topk_ids, counts, expert_map)
         return Prepared(inputs, num_tokens, row_of_route.view(num_tokens, num_slots))
 
-    def finalize(
-        self,
-        out: torch.Tensor,
-        expert_out: torch.Tensor,
-        prepared: Prepared,
-        problem: MoEProblem,
-    ) -> None:
-        row = prepared.row_of_route
-        assert row is not None
-        if self._calls_kernels(expert_out):
-            from moereg.kernels.rows.batches import sum_batches
-
-            with torch.cuda.device_of(expert_out):
-                weights = None if problem.apply_router_weight_on_input else prepared.inputs.topk_weights
-                sum_batches(out, expert_out, row, weights)
-            return
-        rows = expert_out.flatten(0, 1)[row.clamp(min=0)]
-        weighted_sum(out, rows, prepared.inputs.topk_weights, row >= 0, problem.apply_router_weight_on_input)
+    def finalize(self, out: torch.Tensor, expert_out: torch.Tensor, prepared: Prepared, problem: MoEProblem) -> None:
+        assert prepared.row_of_route is not None
+        weights = None if problem.apply_router_weight_on_input else prepared.inputs.topk_weights
+        in_triton = calls_kernels(self._in_triton, expert_out.device.type)
+        sum_routes(out, expert_out, prepared.row_of_route, weights, in_triton)
 
 
 def calls_kernels(in_triton: bool | None, device_type: str, dtype: torch.dtype | None = None) -> bool:
@@ -130,7 +107,11 @@ def calls_kernels(in_triton: bool | None, device_type: str, dtype: torch.dtype |
     if in_triton is None:
         return _device_runs_kernels(device_type, is_float8=dtype is not None and dtype.is_floating_point)
     if in_triton:
-        _check_triton(device_type)
+        # Triton's own error does not say who asked for it.
+        if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ArgumentError("in_triton=True needs a GPU that Triton knows, got tokens on cpu; pass None")
+        if not _has_triton():
+            raise ArgumentError("in_triton=True needs Triton, got a Python without it; install triton or pass None")
     return in_triton
 
 
@@ -145,14 +126,6 @@ def runs_kernels(platform: Platform) -> bool:
     Elsewhere torch does: older GPUs are none of Triton's, and on AMD's nobody has run these kernels.
     """
     return _RULE.matches(platform)
-
-
-def _check_triton(device_type: str) -> None:
-    """Refuses what would be Triton's own error, which does not say who asked for it."""
-    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ArgumentError("in_triton=True needs a GPU that Triton knows, got tokens on cpu; pass None")
-    if not _has_triton():
-        raise ArgumentError("in_triton=True needs Triton, got a Python without it; install triton or pass None")
 
 
 @functools.cache

@@ -17,8 +17,6 @@ from moereg.arguments import check_count, check_instance, check_list, check_numb
 from moereg.errors import ArgumentError
 from moereg.prepare_finalize.expert_placement import ExpertPlacement
 
-__all__ = ["balance_experts", "count_routes", "rank_loads"]
-
 
 def count_routes(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     """How many routes each expert got. No host synchronization; may be captured, so that counts can be added up.
@@ -101,16 +99,8 @@ def rank_loads(placement: ExpertPlacement, loads: Sequence[float] | torch.Tensor
         loads: [num_experts].
     """
     own = loads.tolist() if isinstance(loads, torch.Tensor) else loads
-    holders = _num_holders(placement)
+    holders = [len(placement.ranks_of_expert(expert)) for expert in range(placement.num_experts)]
     return [sum(own[expert] / holders[expert] for expert in experts) for experts in placement.experts_of_rank]
-
-
-def _num_holders(placement: ExpertPlacement) -> list[int]:
-    counts = [0] * placement.num_experts
-    for experts in placement.experts_of_rank:
-        for expert in experts:
-            counts[expert] += 1
-    return counts
 
 
 def _replicas(loads: Sequence[float], num_ranks: int, num_replicas: int) -> list[int]:

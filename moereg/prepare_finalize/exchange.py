@@ -14,28 +14,13 @@ import torch
 
 from moereg.prepare_finalize.expert_placement import PlacementTables, token_turns
 from moereg.prepare_finalize.wire import as_bytes
+from moereg.weights.layouts import ALIGNMENT, round_up
 
 if TYPE_CHECKING:
     from moereg.kernels.rows.exchanged import RowWords
 
-__all__ = [
-    "STAMP",
-    "Placed",
-    "RowLayout",
-    "first_rows",
-    "pack_tokens",
-    "place_routes",
-    "rounded_rows",
-    "row_layout",
-    "split_rows",
-    "unpack_tokens",
-]
-
 STAMP: Final = 2**32
 """Times the number of the layer that a rank calls, added to its counts of tokens: these are below."""
-
-_ALIGNMENT: Final = 16
-"""Bytes of the widest load."""
 
 _WORD: Final = 4
 """Bytes of an id, a place or a weight."""
@@ -63,14 +48,14 @@ class RowLayout:
         """Offset of each column, in bytes."""
         starts, end = [], _WORD * (self.top_k + 1 + self.has_weights * self.top_k)
         for width in self.widths:
-            starts.append(_aligned(end))
+            starts.append(round_up(end, ALIGNMENT))
             end = starts[-1] + width
         return tuple(starts)
 
     @functools.cached_property
     def row_bytes(self) -> int:
         """Size of the whole row."""
-        return _aligned(self.starts[-1] + self.widths[-1])
+        return round_up(self.starts[-1] + self.widths[-1], ALIGNMENT)
 
     @functools.cached_property
     def words(self) -> RowWords:
@@ -86,10 +71,6 @@ row_layout: Final = functools.cache(RowLayout)
 """`RowLayout`, made once for all calls of layers alike."""
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
 class Placed(NamedTuple):
     """As `PlacedRoutes` of the kernels: [R,2] tokens and routes to each rank; [3,T,K] rank, row and place of routes."""
 
@@ -98,12 +79,7 @@ class Placed(NamedTuple):
 
 
 def place_routes(topk_ids: torch.Tensor, tables: PlacementTables) -> Placed:
-    """Counts what goes to each rank, and places it.
-
-    Args:
-        topk_ids: [T,K] int32.
-        tables: Which rank holds which expert.
-    """
+    """Counts what goes to each rank, and places it."""
     (num_tokens, top_k), size = topk_ids.shape, tables.placement.num_ranks
     rank = tables.ranks_of(topk_ids, token_turns(num_tokens, tables.rank, topk_ids.device))
     goes = (rank.unsqueeze(2) == torch.arange(size, device=rank.device)).to(torch.int32)  # [T,K,R]
@@ -130,8 +106,7 @@ def pack_tokens(
     """Copies tokens to the rows that travel; waits for the device.
 
     Args:
-        placed: Of the routes: `Placed`, whoever made it.
-        topk_ids: [T,K] int32.
+        placed, topk_ids: Of the routes: `Placed`, whoever made it, and [T,K] int32.
         topk_weights: [T,K] fp32 where they travel.
         columns: [T,bytes] uint8 each.
         layout: Of a row.
@@ -167,11 +142,7 @@ def pack_tokens(
 def unpack_tokens(
     received: torch.Tensor, layout: RowLayout
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]:
-    """Makes a token of each route that arrived; waits for the device.
-
-    Args:
-        received: [rows, bytes of a row] uint8.
-        layout: Of a row.
+    """Makes a token of each route that arrived in rows [rows, bytes of a row] uint8; waits for the device.
 
     Returns:
         Columns, [routes,bytes] uint8 each; ids, [routes,1] int32; weights, [routes,1] fp32, where they travelled.
@@ -190,11 +161,7 @@ def unpack_tokens(
 def split_rows(
     received: torch.Tensor, layout: RowLayout
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
-    """Takes tokens that arrived with their weights out of their rows.
-
-    Args:
-        received: [rows, bytes of a row] uint8.
-        layout: Of a row.
+    """Takes tokens that arrived with their weights out of their rows [rows, bytes of a row] uint8.
 
     Returns:
         Columns, [rows,bytes] uint8 each; ids, [rows,K] int32, -1 for routes to other ranks; weights, [rows,K] fp32.

@@ -12,8 +12,6 @@ import torch
 from moereg.arguments import check_count, check_field, check_instance, check_list, check_mapping
 from moereg.errors import ArgumentError
 
-__all__ = ["ExpertPlacement", "PlacementTables", "token_turns"]
-
 
 @dataclasses.dataclass(frozen=True)
 class ExpertPlacement:
@@ -158,13 +156,7 @@ class PlacementTables:
     """
 
     def __init__(self, placement: ExpertPlacement, rank: int, device: torch.device) -> None:
-        """Makes the tensors.
-
-        Args:
-            placement: Of the group.
-            rank: In the group.
-            device: The weights'.
-        """
+        """Makes the tensors on the weights' device."""
         check_instance("placement", placement, ExpertPlacement, "make one with ExpertPlacement(...)")
         check_count("rank", rank, minimum=0)
         if rank >= placement.num_ranks:
@@ -196,14 +188,7 @@ class PlacementTables:
         return torch.where(known, self.holders[experts, replica.long()], -1)
 
     def update(self, placement: ExpertPlacement) -> None:
-        """Writes another placement of the same sizes into the same tensors.
-
-        Raises:
-            ArgumentError: It has other experts or ranks.
-        """
-        mine = self.placement
-        if (placement.num_experts, placement.num_ranks) != (mine.num_experts, mine.num_ranks):
-            raise ArgumentError(f"the new placement must have the old one's sizes, {mine}, got {placement}")
+        """Writes another placement of the same sizes into the same tensors."""
         with torch.inference_mode():
             mine_now = self.expert_map, self.num_holders, self.holders, self.expert_maps
             for old, new in zip(mine_now, _tensors(placement, self.rank), strict=True):
@@ -212,13 +197,7 @@ class PlacementTables:
 
 
 def token_turns(num_tokens: int, home_rank: int, device: torch.device) -> torch.Tensor:
-    """[T] int32: a token's place in its rank's call plus that rank, so that single tokens of many ranks spread, too.
-
-    Args:
-        num_tokens: T of the call.
-        home_rank: The rank whose call it is.
-        device: Where to make it.
-    """
+    """[T] int32: a token's place in its rank's call plus that rank, so that single tokens of many ranks spread, too."""
     return torch.arange(home_rank, home_rank + num_tokens, dtype=torch.int32, device=device)
 
 
@@ -228,11 +207,8 @@ def _experts(name: str, value: object) -> tuple[int, ...]:
 
 def _tensors(placement: ExpertPlacement, rank: int) -> tuple[torch.Tensor, ...]:
     """`expert_map`, `num_holders`, `holders` and `expert_maps` on the CPU."""
-    holders: list[list[int]] = [[] for _ in range(placement.num_experts)]
-    for holder, experts in enumerate(placement.experts_of_rank):
-        for expert in experts:
-            holders[expert].append(holder)
-    padded = [ranks + [-1] * (placement.num_ranks - len(ranks)) for ranks in holders]
+    holders = [placement.ranks_of_expert(expert) for expert in range(placement.num_experts)]
+    padded = [[*ranks, *[-1] * (placement.num_ranks - len(ranks))] for ranks in holders]
     return (
         torch.tensor(placement.expert_map(rank), dtype=torch.int32),
         torch.tensor([len(ranks) for ranks in holders], dtype=torch.int32),

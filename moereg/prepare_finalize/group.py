@@ -15,8 +15,6 @@ import torch
 from moereg.arguments import check_count, check_instance
 from moereg.errors import ArgumentError, GroupError, described, stops_the_process
 
-__all__ = ["Group", "GroupFacts", "by_rank"]
-
 _GATHERS_OF_SEVERAL: Final = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 """Methods of a process group, by the newest name first: torch shards parameters by them, and does not document them."""
 
@@ -249,16 +247,7 @@ class Group:
             _newest("all_gather_single", "all_gather_into_tensor")(out, sent, group=self.process_group)
 
     def all_gather_columns(self, outs: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], doing: str) -> None:
-        """`all_gather` of several tensors as one exchange: NCCL's launches one kernel for all of them.
-
-        Args:
-            outs: [rows of all ranks, ...] each, overwritten.
-            sent: [rows, ...] of the same dtypes, contiguous.
-            doing: What is exchanged, for the error.
-
-        Raises:
-            GroupError: As `all_to_all`.
-        """
+        """`all_gather` of several contiguous tensors as one exchange: NCCL's launches one kernel for all of them."""
         gather = next(filter(None, (getattr(self.process_group, name, None) for name in _GATHERS_OF_SEVERAL)), None)
         options = getattr(torch.distributed.distributed_c10d, "AllgatherOptions", None)
         if gather is None or options is None:

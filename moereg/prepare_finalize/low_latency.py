@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from moereg.experts import ExpertInputs
-from moereg.prepare_finalize.base import Prepared, weighted_sum
+from moereg.prepare_finalize.base import Prepared, sum_routes
 from moereg.prepare_finalize.cells import register_prepare_finalize
 from moereg.prepare_finalize.expert_placement import PlacementTables, token_turns
 from moereg.prepare_finalize.group import Group
@@ -17,23 +17,20 @@ from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
 from moereg.prepare_finalize.wire import Wire, as_bytes, as_stored
 from moereg.spec.facts import MovementFacts
 from moereg.spec.problem import DTYPES, MoEProblem
+from moereg.weights.layouts import ALIGNMENT, round_up
 
-__all__ = ["LowLatency"]
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Placed(Moved):
-    """The result of prepare.
+    """The result of prepare; its inputs have the routes of this rank's own tokens.
 
     Attributes:
-        topk_weights: [T,K] fp32, of this rank's own tokens.
         home_row: [T,K] int64 or int32, where the result of each route comes back to, -1 where it goes nowhere.
         counts: [ranks,E] int32, rows that came from each rank for each expert.
     """
 
-    topk_weights: torch.Tensor = None  # type: ignore[assignment]  # behind fields with defaults
-    home_row: torch.Tensor = None  # type: ignore[assignment]
-    counts: torch.Tensor = None  # type: ignore[assignment]
+    home_row: torch.Tensor
+    counts: torch.Tensor
 
 
 class _Piece(NamedTuple):
@@ -104,16 +101,8 @@ class LowLatency(GroupPrepareFinalize):
         self.group.all_to_all(arrived, sent, "tokens")
         empty = self._empty_in_triton if in_triton else self._empty
         hidden, num_rows, counts = empty(self._rooms(arrived))
-        inputs = ExpertInputs(
-            hidden_states=hidden,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            expert_num_tokens=num_rows,
-            expert_map=expert_map,
-        )
-        return _Placed(
-            inputs, self.group.size * self._room, topk_weights=topk_weights, home_row=home_row, counts=counts
-        )
+        inputs = ExpertInputs(hidden, topk_weights, topk_ids, num_rows, expert_map)
+        return _Placed(inputs, self.group.size * self._room, home_row=home_row, counts=counts)
 
     def _layout(self) -> tuple[list[_Piece], int]:
         """Layout of what each rank is sent: counts of its rooms, then their rows, column by column."""
@@ -127,7 +116,7 @@ class LowLatency(GroupPrepareFinalize):
             end = share + math.prod(shape) * kind.itemsize
             pieces.append(_Piece(share, end, shape, kind))
             # Kernels read 16 bytes at once.
-            share = -(-end // 16) * 16
+            share = round_up(end, ALIGNMENT)
         return pieces, share
 
     def _rooms(self, buffer: torch.Tensor) -> _Rooms:
@@ -216,13 +205,7 @@ class LowLatency(GroupPrepareFinalize):
             empty_rooms(hidden, num_rows, counts, filled)
         return hidden, num_rows, counts
 
-    def finalize(
-        self,
-        out: torch.Tensor,
-        expert_out: torch.Tensor,
-        prepared: Prepared,
-        problem: MoEProblem,
-    ) -> None:
+    def finalize(self, out: torch.Tensor, expert_out: torch.Tensor, prepared: Prepared, problem: MoEProblem) -> None:
         assert isinstance(prepared, _Placed)
         rows = self._most_experts * self._room
         results = expert_out.new_empty((self.group.size, rows, expert_out.shape[-1]))
@@ -236,15 +219,8 @@ class LowLatency(GroupPrepareFinalize):
             self._send_back(results, expert_out, prepared.counts)
         home = torch.empty_like(results)
         self.group.all_to_all(home, results, "results")
-        on_input = self.problem.apply_router_weight_on_input
-        if in_triton:
-            from moereg.kernels.rows.batches import sum_batches
-
-            with torch.cuda.device_of(out):
-                sum_batches(out, home, prepared.home_row, None if on_input else prepared.topk_weights)
-            return
-        row = prepared.home_row
-        weighted_sum(out, home.flatten(0, 1)[row.clamp(min=0)], prepared.topk_weights, row >= 0, on_input)
+        weights = None if self.problem.apply_router_weight_on_input else prepared.inputs.topk_weights
+        sum_routes(out, home, prepared.home_row, weights, in_triton)
 
     def _send_back(self, results: torch.Tensor, expert_out: torch.Tensor, counts: torch.Tensor) -> None:
         """Writes the experts' rows to the rooms that their tokens came from."""

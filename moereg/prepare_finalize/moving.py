@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import copy
 import dataclasses
 from typing import ClassVar
@@ -12,16 +11,13 @@ from typing_extensions import Self
 
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform
-from moereg.prepare_finalize.base import Prepared, PrepareFinalize
+from moereg.prepare_finalize.base import Prepared, PrepareFinalize, StandardPrepareFinalize
 from moereg.prepare_finalize.batched import BatchedPrepareFinalize
 from moereg.prepare_finalize.expert_placement import PlacementTables
 from moereg.prepare_finalize.group import Group, GroupFacts
-from moereg.prepare_finalize.standard import StandardPrepareFinalize
 from moereg.prepare_finalize.wire import Received, Wire
 from moereg.spec.facts import MovementFacts
 from moereg.spec.problem import MoEProblem
-
-__all__ = ["GroupPrepareFinalize", "Moved", "local_prepare_finalize"]
 
 
 def local_prepare_finalize(activation_format: str) -> PrepareFinalize:
@@ -51,9 +47,9 @@ class GroupPrepareFinalize(PrepareFinalize):
         facts: What it can do.
         name: As requests spell it; the decorator sets it.
         problem: The layer as the caller sees it: its tokens are this rank's.
-        experts_problem: The layer as the experts see it.
+        experts_problem: The layer as the experts see it, by `experts_problem_of`.
         group: The ranks.
-        tables: Which rank holds which expert.
+        tables: Which rank holds which expert, on the weights' device.
         wire: How tokens travel.
         num_batches: Parts into which a call is cut, so that one moves while another is multiplied.
         layer_number: Of the layer among those made over the group, from 1; the same on all ranks.
@@ -69,15 +65,7 @@ class GroupPrepareFinalize(PrepareFinalize):
     def __init__(
         self, problem: MoEProblem, experts_problem: MoEProblem, group: Group, tables: PlacementTables, wire: Wire
     ) -> None:
-        """Keeps what calls need; no communication.
-
-        Args:
-            problem: The layer as the caller sees it.
-            experts_problem: What `experts_problem_of` made of it.
-            group: The ranks.
-            tables: Which rank holds which expert, on the weights' device.
-            wire: How tokens travel.
-        """
+        """Keeps what calls need, by the names of attributes; no communication."""
         self.problem = problem
         self.experts_problem = experts_problem
         self.group = group
@@ -118,54 +106,8 @@ class GroupPrepareFinalize(PrepareFinalize):
         """Every reason that `facts` cannot express; empty means supported. As `Experts.unsupported_reasons`."""
         return []
 
-    @abc.abstractmethod
-    def prepare(
-        self,
-        hidden_states: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        problem: MoEProblem,
-        expert_map: torch.Tensor | None,
-    ) -> Moved:
-        """Sends this rank's tokens to their experts and makes the inputs of this rank's experts.
-
-        Args:
-            hidden_states: [T,H]; T may be 0.
-            topk_weights: [T,K] fp32.
-            topk_ids: [T,K] int32, experts of the layer.
-            problem: `experts_problem`.
-            expert_map: [num_experts] int32 or None.
-
-        Raises:
-            GroupError: A rank has ended or stalled.
-        """
-
-    @abc.abstractmethod
-    def finalize(
-        self,
-        out: torch.Tensor,
-        expert_out: torch.Tensor,
-        prepared: Prepared,
-        problem: MoEProblem,
-    ) -> None:
-        """Sends results home and sums there.
-
-        Args:
-            out: [T,H], overwritten.
-            expert_out: What the experts wrote: [rows,H] where they reduce, else [rows,K,H] or [E,max_T,H].
-            prepared: What `prepare` returned.
-            problem: `experts_problem`.
-
-        Raises:
-            GroupError: A rank has ended or stalled.
-        """
-
     def laid_out(
-        self,
-        received: Received,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
+        self, received: Received, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None
     ) -> Moved:
         """The inputs of this rank's experts, out of tokens that arrived and their routes to it.
 

@@ -9,10 +9,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from moereg.prepare_finalize import GroupPrepareFinalize, Moved, Prepared
+from moereg.prepare_finalize import GroupPrepareFinalize, Prepared
 from moereg.weights.checks import checks_values
-
-__all__ = ["Tokens", "run_over_group"]
 
 
 class Tokens(NamedTuple):
@@ -60,26 +58,25 @@ def run_over_group(
         if not moves.has_met or is_captured or checks_values(out.device):
             moves.group.call_together(moves.layer_number)
             moves.has_met = True
-        _run_parts(moves, tokens, out, expert_map, multiply)
+        parts = _parts(tokens, out, moves.num_batches)
+        if len(parts) > 1 and out.device.type == "cuda":
+            _overlap(moves, parts, expert_map, multiply)
+            return
+        for part, rows in parts:
+            prepared = moves.prepare(*part, moves.experts_problem, expert_map)
+            moves.finalize(rows, multiply(prepared), prepared, moves.experts_problem)
 
 
-def _run_parts(
+def _overlap(
     moves: GroupPrepareFinalize,
-    tokens: Tokens,
-    out: torch.Tensor,
+    parts: list[tuple[Tokens, torch.Tensor]],
     expert_map: torch.Tensor | None,
     multiply: Callable[[Prepared], torch.Tensor],
 ) -> None:
-    problem, count = moves.experts_problem, moves.num_batches
-    if count == 1 or out.device.type != "cuda":
-        for part, rows in _parts(tokens, out, count):
-            prepared = moves.prepare(*part, problem, expert_map)
-            moves.finalize(rows, multiply(prepared), prepared, problem)
-        return
-    main, moving = torch.cuda.current_stream(out.device), _stream(out.device)
-    parts = _parts(tokens, out, count)
+    device, problem = parts[0][1].device, moves.experts_problem
+    main, moving = torch.cuda.current_stream(device), _stream(device)
 
-    def arrive(part: Tokens) -> tuple[Moved, torch.cuda.Event]:
+    def arrive(part: Tokens) -> tuple[Prepared, torch.cuda.Event]:
         with torch.cuda.stream(moving):
             prepared = moves.prepare(*part, problem, expert_map)
             return prepared, moving.record_event()
@@ -93,8 +90,8 @@ def _run_parts(
         expert_out = multiply(prepared)
         multiplied = main.record_event()
         alive += [prepared, expert_out]
-        current: Prepared = prepared
-        if place + 1 < count:
+        current = prepared
+        if place + 1 < len(parts):
             prepared, arrived = arrive(parts[place + 1][0])
         with torch.cuda.stream(moving):
             moving.wait_event(multiplied)

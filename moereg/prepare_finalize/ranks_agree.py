@@ -10,9 +10,6 @@ from moereg.errors import RanksDifferError, described
 from moereg.prepare_finalize import Group
 from moereg.prepare_finalize.group import by_rank
 
-__all__ = ["MAKING", "MOVING", "Together", "agree", "differences"]
-
-
 _NO_LAYER: Final = 0
 """Instead of a layer's number: a rank makes a kernel or moves experts. Layers count from 1."""
 

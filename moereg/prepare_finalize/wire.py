@@ -15,17 +15,6 @@ from moereg.spec.quant_schemes import WHOLE, QuantScheme
 if TYPE_CHECKING:
     from moereg.kernels.quantized.operands import RowFormat
 
-__all__ = [
-    "CodedWire",
-    "PlainWire",
-    "Received",
-    "Wire",
-    "as_bytes",
-    "as_stored",
-    "join_columns",
-    "wire_scheme",
-]
-
 
 class Received(NamedTuple):
     """Tokens that arrived.
@@ -153,7 +142,7 @@ class CodedWire(Wire):
         if num_tokens == 0 or self.calls_kernels(hidden_states):
             columns = tuple(hidden_states.new_empty((num_tokens, width), dtype=torch.uint8) for width in self.widths)
             typed = zip(columns, self.dtypes, strict=True)
-            self._quantize(tuple(column.view(dtype).unsqueeze(0) for column, dtype in typed), hidden_states, None)
+            self.spread(tuple(column.view(dtype).unsqueeze(0) for column, dtype in typed), hidden_states, None)
             return columns
         found = quantize_activations(hidden_states, self._scheme)
         return as_bytes(found.q), as_bytes(found.scale.reshape(len(found.q), -1))
@@ -175,13 +164,9 @@ class CodedWire(Wire):
         return Received(restored.to(self._dtype))
 
     def spread(
-        self, columns: tuple[torch.Tensor, ...], hidden_states: torch.Tensor, row_of_route: torch.Tensor
-    ) -> None:
-        self._quantize(columns, hidden_states, row_of_route)
-
-    def _quantize(
         self, columns: tuple[torch.Tensor, ...], hidden_states: torch.Tensor, row_of_route: torch.Tensor | None
     ) -> None:
+        """As `Wire.spread`; row by row where no route is named."""
         if hidden_states.shape[0] == 0:
             return
         from moereg.kernels.quantized.rows_moved import quantize_tokens  # Loads Triton, which may not be there.
@@ -232,8 +217,3 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous() or tensor.stride(-1) != 1:
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.view(torch.uint8)
-
-
-def join_columns(columns: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """One row of bytes a token, [n, sum of widths], so that a token takes one exchange."""
-    return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)

@@ -3,6 +3,9 @@
 Nothing is converted: the model's publisher did not write "false" or 1.9 where a flag or a count belongs, and guessing a
 value would give wrong numbers without an error. Bounds are ten times or more above what published models have, so that
 a small file cannot ask for hours or for all memory.
+
+Functions take the parsed file and an entry's name. What is missing, of another type or out of range is a
+`CheckpointError`; null is as good as absent.
 """
 
 from __future__ import annotations
@@ -11,22 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from moereg.errors import CheckpointError, shown
-
-__all__ = [
-    "LARGEST_SIZE",
-    "MOST_EXPERTS",
-    "MOST_LAYERS",
-    "is_one_of",
-    "read_choice",
-    "read_count",
-    "read_flag",
-    "read_indices",
-    "read_name",
-    "read_names",
-    "read_number",
-    "read_object",
-    "read_objects",
-]
 
 LARGEST_SIZE: Final = 2**20
 """Largest hidden or intermediate size; published ones are up to 53,248."""
@@ -48,32 +35,21 @@ def read_count(
     Args:
         config: The parsed file.
         *names: Spellings of the entry; releases and re-saved files use different ones.
-        default: Value of an absent or null entry; None if the entry is required.
+        default: Value of an absent entry; None if the entry is required.
         minimum: Smallest value that makes sense.
         maximum: Largest value that is accepted.
-
-    Raises:
-        CheckpointError: The entry is missing, not a whole number, or out of range.
     """
     value = _find(config, names)
     value = default if value is None else value
     if type(value) is not int or not minimum <= value <= maximum:
-        rule = f"be a whole number of at least {minimum}" if not _exceeds(value, maximum) else f"be at most {maximum}"
+        exceeds = type(value) is int and value > maximum
+        rule = f"be at most {maximum}" if exceeds else f"be a whole number of at least {minimum}"
         raise _error(config, names, rule, value)
     return value
 
 
 def read_number(config: Mapping[str, Any], *names: str, default: float | None = None) -> float:
-    """A finite number.
-
-    Args:
-        config: The parsed file.
-        *names: Spellings of the entry.
-        default: Value of an absent or null entry; None if the entry is required.
-
-    Raises:
-        CheckpointError: The entry is missing, no number, not finite or out of range.
-    """
+    """A finite number; arguments as in `read_count`."""
     value = _find(config, names)
     value = default if value is None else value
     if (
@@ -86,16 +62,7 @@ def read_number(config: Mapping[str, Any], *names: str, default: float | None = 
 
 
 def read_flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """True or false.
-
-    Args:
-        config: The parsed file.
-        name: Name of the entry.
-        default: Meant where it is absent or null.
-
-    Raises:
-        CheckpointError: The entry is not a bool, such as "false" or 0.
-    """
+    """True or false, and neither "false" nor 0."""
     value = config.get(name)
     value = default if value is None else value
     if type(value) is not bool:
@@ -110,11 +77,8 @@ def read_choice(config: Mapping[str, Any], name: str, choices: Sequence[Any], de
         config: The parsed file.
         name: Name of the entry.
         choices: Accepted.
-        default: Meant where it is absent or null.
+        default: Meant where it is absent.
         cure: What to do about another value.
-
-    Raises:
-        CheckpointError: The entry has another value.
     """
     value = config.get(name)
     value = default if value is None else value
@@ -137,11 +101,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def read_indices(config: Mapping[str, Any], name: str) -> frozenset[int] | None:
-    """An optional list of layer indices.
-
-    Raises:
-        CheckpointError: The entry is not a list of layer indices, or lists more layers than a model has.
-    """
+    """An optional list of indices of layers, no more than a model has."""
     value = config.get(name)
     if value is None:
         return None
@@ -155,11 +115,7 @@ def read_indices(config: Mapping[str, Any], name: str) -> frozenset[int] | None:
 
 
 def read_name(config: Mapping[str, Any], name: str) -> str | None:
-    """An optional text.
-
-    Raises:
-        CheckpointError: The entry has another type.
-    """
+    """An optional text."""
     value = config.get(name)
     if value is not None and not isinstance(value, str):
         raise _error(config, (name,), "be a name", value)
@@ -167,11 +123,7 @@ def read_name(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def read_names(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """An optional list of names.
-
-    Raises:
-        CheckpointError: The entry has another type.
-    """
+    """An optional list of names."""
     value = config.get(name)
     if value is None:
         return ()
@@ -181,11 +133,7 @@ def read_names(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def read_object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An optional JSON object; empty where it is absent or null.
-
-    Raises:
-        CheckpointError: The entry has another type.
-    """
+    """An optional JSON object; empty where it is absent."""
     value = config.get(name)
     if value is None:
         return {}
@@ -195,11 +143,7 @@ def read_object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def read_objects(config: Mapping[str, Any], name: str) -> Mapping[str, Mapping[str, Any]]:
-    """An optional JSON object of objects; empty where it is absent or null.
-
-    Raises:
-        CheckpointError: The entry has another type.
-    """
+    """An optional JSON object of objects; empty where it is absent."""
     value = config.get(name)
     if value is None:
         return {}
@@ -210,10 +154,6 @@ def read_objects(config: Mapping[str, Any], name: str) -> Mapping[str, Mapping[s
 
 def _find(config: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((config[name] for name in names if config.get(name) is not None), None)
-
-
-def _exceeds(value: Any, maximum: int) -> bool:
-    return type(value) is int and value > maximum
 
 
 def _error(

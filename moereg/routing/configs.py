@@ -6,26 +6,13 @@ meaning is not known is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from moereg.arguments import check_mapping
 from moereg.errors import UnknownModelError
 from moereg.routing.config_entries import MOST_EXPERTS, read_choice, read_count, read_flag, read_number, read_object
 from moereg.routing.refused import unknown_model_message
-from moereg.routing.settings import (
-    GROUPS,
-    NEUTRAL,
-    RARE,
-    RENORMALIZE,
-    SCALINGS,
-    require_choice,
-    require_neutral,
-    require_nothing_else,
-    require_scoring,
-)
-
-__all__ = ["ROUTED_MODEL_TYPES", "language_config", "read_router"]
 
 _Keywords = dict[str, Any]
 _Reader = Callable[[Mapping[str, Any]], _Keywords]
@@ -33,21 +20,39 @@ _Reader = Callable[[Mapping[str, Any]], _Keywords]
 _NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 
+# Publishers' names of the function that makes scores of logits.
+_SCORING: Final = (
+    "scoring_func",
+    "score_func",
+    "score_function",
+    "moe_router_activation_func",
+    "moe_router_activation",
+)
+# Of whether chosen weights are divided by their sum.
+_RENORMALIZE: Final = ("norm_topk_prob", "moe_renormalize", "route_norm")
+_GROUPS: Final = ("n_group", "num_expert_group", "num_expert_groups", "topk_group", "num_limited_groups")
+_SCALINGS: Final = (
+    "routed_scaling_factor",
+    "moe_routed_scaling_factor",
+    "moe_router_scaling_factor",
+    "router_scaling_factor",
+    "route_scale",
+)
+_RARE: Final = ("moe_apply_router_weight_on_input", "moe_router_logit_softcapping", "zero_expert_num")
+"""Settings of one family."""
+# Settings of some routers, with the values that change nothing where a model type does not read them: some publishers
+# write them for a router that has none.
+_NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(_GROUPS, (1, 0, False)),
+    **dict.fromkeys(_SCALINGS, (1.0, 1, False)),
+    "moe_apply_router_weight_on_input": (False,),
+    "moe_router_logit_softcapping": (0.0, 0),
+    "zero_expert_num": (0,),
+}
+
 
 def read_router(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads how a model routes.
-
-    Args:
-        config: The parsed `config.json`; its `model_type` decides how the rest is read. Multimodal models nest the
-            language model's.
-
-    Returns:
-        Keywords of `RouterSpec`.
-
-    Raises:
-        UnknownModelError: The model type is missing, not known, or refused.
-        CheckpointError: A size is missing, or the file asks for a routing that the model type does not define.
-    """
+    """The keywords of `RouterSpec` that a parsed `config.json` says; errors as of `RouterSpec.from_config`."""
     config = language_config(check_mapping("config", config))
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _READERS:
@@ -61,6 +66,52 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         nested = config.get(key)
         config = nested if isinstance(nested, dict) else config
     return config
+
+
+def _require_choice(config: Mapping[str, Any], name: str, choices: tuple[Any, ...], default: Any) -> Any:
+    """Reads an optional entry and refuses values whose meaning is not defined for the model type; see `read_choice`."""
+    return read_choice(
+        config, name, choices, default, cure="build the RouterSpec by hand if the model really routes so"
+    )
+
+
+def _require_scoring(config: Mapping[str, Any], *choices: str) -> None:
+    """Refuses other functions that make scores of logits, by every name that publishers have for the entry."""
+    for name in _SCORING:
+        _require_choice(config, name, choices, choices[0])
+
+
+def _require_nothing_else(
+    config: Mapping[str, Any],
+    *,
+    scoring: str | None = None,
+    method: str = "greedy",
+    renormalizes: bool | None = None,
+    reads: Collection[str] = (),
+) -> None:
+    """Refuses settings of other model types' routers, but for values that say what this one does anyway.
+
+    Args:
+        config: The parsed file.
+        scoring: Publishers' name of the scores; None where the reader looks at it.
+        method: Publishers' name of the choice.
+        renormalizes: Whether chosen weights are divided by their sum; None where the reader looks at it.
+        reads: Entries that the reader looks at.
+    """
+    if scoring is not None:
+        _require_scoring(config, scoring)
+        _require_choice(config, "expert_selection_fn", (scoring,), scoring)
+    _require_choice(config, "topk_method", (method,), method)
+    if renormalizes is not None:
+        for name in _RENORMALIZE:
+            _require_choice(config, name, (renormalizes,), renormalizes)
+    _require_neutral(config, *(name for name in _NEUTRAL if name not in reads))
+
+
+def _require_neutral(config: Mapping[str, Any], *names: str) -> None:
+    """Refuses settings, some of `_NEUTRAL`, that change something."""
+    for name in names:
+        _require_choice(config, name, _NEUTRAL[name], _NEUTRAL[name][0])
 
 
 def _read_sizes(config: Mapping[str, Any]) -> _Keywords:
@@ -111,8 +162,8 @@ def _softmax_topk(renormalize: bool | None = None, default: bool = False, *, fp3
             normalizes = read_flag(config, "norm_topk_prob", default)
         else:
             # Some publishers write what the model does anyway; the contrary would be another model.
-            normalizes = require_choice(config, "norm_topk_prob", (renormalize,), renormalize)
-        require_nothing_else(config, scoring="softmax", renormalizes=normalizes)
+            normalizes = _require_choice(config, "norm_topk_prob", (renormalize,), renormalize)
+        _require_nothing_else(config, scoring="softmax", renormalizes=normalizes)
         return dict(kind="softmax_topk", renormalize=normalizes, fp32_logits=fp32_logits, **_read_sizes(config))
 
     return read
@@ -143,20 +194,20 @@ def _sigmoid_topk(
     """
 
     def read(config: Mapping[str, Any]) -> _Keywords:
-        require_scoring(config, *scorings)
-        require_choice(config, "topk_method", ("noaux_tc",), "noaux_tc")
+        _require_scoring(config, *scorings)
+        _require_choice(config, "topk_method", ("noaux_tc",), "noaux_tc")
         choices = (True, False) if reads_renormalize else (renormalize,)
         normalizes = renormalize
-        for name in RENORMALIZE:
-            normalizes = require_choice(config, name, choices, normalizes)
+        for name in _RENORMALIZE:
+            normalizes = _require_choice(config, name, choices, normalizes)
         if groups is None:
-            for name in GROUPS:
-                require_choice(config, name, (1, 0), 1)
-        require_neutral(config, *RARE)
+            for name in _GROUPS:
+                _require_choice(config, name, (1, 0), 1)
+        _require_neutral(config, *_RARE)
         factor = read_number(config, scaling, default=scaling_factor)
-        for name in SCALINGS:
+        for name in _SCALINGS:
             if name != scaling:
-                require_choice(config, name, (*NEUTRAL[name], factor), 1.0)
+                _require_choice(config, name, (*_NEUTRAL[name], factor), 1.0)
         return dict(
             kind="grouped_sigmoid_topk",
             renormalize=normalizes,
@@ -171,20 +222,30 @@ def _sigmoid_topk(
     return read
 
 
-def _topk_softmax(*, fp32_logits: bool = False) -> _Reader:
+def _router(
+    kind: str, *, scoring: str, method: str = "greedy", renormalizes: bool | None = None, **fields: Any
+) -> _Reader:
+    """A router whose file may say nothing else.
+
+    Args:
+        kind, **fields: Of the `RouterSpec`; a function of the config where that says it.
+        scoring, method, renormalizes: As `_require_nothing_else` takes them.
+    """
+
     def read(config: Mapping[str, Any]) -> _Keywords:
-        require_nothing_else(config, scoring="softmax", renormalizes=True)
-        return dict(kind="topk_softmax", fp32_logits=fp32_logits, **_read_sizes(config))
+        _require_nothing_else(config, scoring=scoring, method=method, renormalizes=renormalizes)
+        said = {name: value(config) if callable(value) else value for name, value in fields.items()}
+        return dict(kind=kind, **said, **_read_sizes(config))
 
     return read
 
 
 def _deepseek_v2_router(config: Mapping[str, Any]) -> _Keywords:
-    require_scoring(config, "softmax")
-    require_neutral(config, *RARE)
+    _require_scoring(config, "softmax")
+    _require_neutral(config, *_RARE)
     # Published files all say false; implementations disagree on what true would mean together with the scaling factor.
-    require_choice(config, "norm_topk_prob", (False,), False)
-    method = require_choice(config, "topk_method", ("greedy", "group_limited_greedy"), "greedy")
+    _require_choice(config, "norm_topk_prob", (False,), False)
+    method = _require_choice(config, "topk_method", ("greedy", "group_limited_greedy"), "greedy")
     # Files with greedy may carry group counts that the model never reads.
     is_grouped = method == "group_limited_greedy"
     return dict(
@@ -198,13 +259,13 @@ def _deepseek_v2_router(config: Mapping[str, Any]) -> _Keywords:
 
 def _mistral_router(config: Mapping[str, Any]) -> _Keywords:
     # Mistral Large 4 always normalizes, with a router in fp32, and its config class has no flag for it.
-    require_scoring(config, "softmax")
-    require_neutral(config, *RARE)
+    _require_scoring(config, "softmax")
+    _require_neutral(config, *_RARE)
     is_large = config.get("model_type") == "mistral_large4_text"
     choices = (True,) if is_large else (True, False)
     return dict(
         kind="grouped_softmax_topk",
-        renormalize=require_choice(config, "norm_topk_prob", choices, True),
+        renormalize=_require_choice(config, "norm_topk_prob", choices, True),
         scored_experts=2,
         scaling_factor=read_number(config, "routed_scaling_factor", default=1.0),
         rounds_scores=not is_large,
@@ -217,39 +278,21 @@ def _mistral_router(config: Mapping[str, Any]) -> _Keywords:
 
 def _axk2_router(config: Mapping[str, Any]) -> _Keywords:
     # Experts of other groups get the score 0 there and beat negative biased scores; none is released with groups.
-    cure = "build the RouterSpec by hand if the model really routes so"
-    read_choice(config, "n_group", (1,), 1, cure=cure)
-    read_choice(config, "topk_group", (1,), 1, cure=cure)
+    _require_choice(config, "n_group", (1,), 1)
+    _require_choice(config, "topk_group", (1,), 1)
     return _sigmoid_topk(scaling_factor=2.5)(config)
 
 
 def _cohere2_router(config: Mapping[str, Any]) -> _Keywords:
-    scoring = require_choice(config, "expert_selection_fn", ("softmax", "sigmoid"), "softmax")
-    require_nothing_else(config, scoring=scoring)
+    scoring = _require_choice(config, "expert_selection_fn", ("softmax", "sigmoid"), "softmax")
+    _require_nothing_else(config, scoring=scoring)
     if scoring == "softmax":
         return dict(kind="topk_softmax", **_read_sizes(config))
     return dict(kind="topk_sigmoid", renormalize=read_flag(config, "norm_topk_prob", True), **_read_sizes(config))
 
 
-def _flint_router(config: Mapping[str, Any]) -> _Keywords:
-    renormalize = read_flag(config, "norm_topk_prob", True)
-    require_nothing_else(config, scoring="sigmoid")
-    return dict(kind="topk_sigmoid", renormalize=renormalize, fp32_logits=True, fp32_weight=True, **_read_sizes(config))
-
-
-def _kolibri_router(config: Mapping[str, Any]) -> _Keywords:
-    require_nothing_else(config, scoring="sigmoid", method="noaux_tc")
-    return dict(
-        kind="topk_sigmoid",
-        renormalize=read_flag(config, "norm_topk_prob"),
-        has_correction_bias=True,
-        fp32_logits=True,
-        **_read_sizes(config),
-    )
-
-
 def _laguna_router(config: Mapping[str, Any]) -> _Keywords:
-    require_choice(config, "moe_apply_router_weight_on_input", (False,), False)
+    _require_choice(config, "moe_apply_router_weight_on_input", (False,), False)
     read = _sigmoid_topk(
         scaling="moe_routed_scaling_factor", reads_renormalize=False, groups=None, epsilon=0.0, fp32_logits=False
     )
@@ -262,24 +305,12 @@ def _lfm2_router(config: Mapping[str, Any]) -> _Keywords:
     return dict(read(config), has_correction_bias=read_flag(config, "use_expert_bias", True), rounds_scores=True)
 
 
-def _ernie_router(config: Mapping[str, Any]) -> _Keywords:
-    require_nothing_else(config, scoring="softmax", method="noaux_tc", renormalizes=True)
-    return dict(
-        kind="biased_softmax_topk",
-        smallest_sum=read_number(config, "moe_norm_min", default=1e-12),
-        has_correction_bias=True,
-        fp32_logits=True,
-        fp32_weight=True,
-        **_read_sizes(config),
-    )
-
-
 def _deepseek_v4_router(config: Mapping[str, Any]) -> _Keywords:
-    require_choice(config, "norm_topk_prob", (True,), True)
-    if require_choice(config, "scoring_func", ("sqrtsoftplus", "sigmoid"), "sqrtsoftplus") == "sigmoid":
+    _require_choice(config, "norm_topk_prob", (True,), True)
+    if _require_choice(config, "scoring_func", ("sqrtsoftplus", "sigmoid"), "sqrtsoftplus") == "sigmoid":
         read = _sigmoid_topk(scaling_factor=1.5, reads_renormalize=False, groups=None, fp32_logits=False)
         return dict(read(config), rounds_scores=True)
-    require_nothing_else(config, scoring="sqrtsoftplus", method="noaux_tc", reads=("routed_scaling_factor",))
+    _require_nothing_else(config, scoring="sqrtsoftplus", method="noaux_tc", reads=("routed_scaling_factor",))
     return dict(
         kind="sqrtsoftplus_topk",
         scaling_factor=read_number(config, "routed_scaling_factor", default=1.5),
@@ -289,34 +320,24 @@ def _deepseek_v4_router(config: Mapping[str, Any]) -> _Keywords:
     )
 
 
-def _phimoe_router(config: Mapping[str, Any]) -> _Keywords:
-    require_nothing_else(config, scoring="softmax", renormalizes=False)
-    jitter = read_number(config, "router_jitter_noise", default=0.01)
-    return dict(kind="sparsemixer", jitter=jitter, **_read_sizes(config))
-
-
 def _dbrx_router(config: Mapping[str, Any]) -> _Keywords:
     ffn = {"model_type": "dbrx", **read_object(config, "ffn_config")}
     for entries in (config, ffn):
-        require_nothing_else(entries, scoring="softmax")
+        _require_nothing_else(entries, scoring="softmax")
     # The norm that weights are divided by: of weights, which are positive, the first is their sum.
     norm = ffn.get("moe_normalize_expert_weights", 1.0)
     if norm is not None:
-        require_choice(ffn, "moe_normalize_expert_weights", (1.0, 1), 1.0)
+        _require_choice(ffn, "moe_normalize_expert_weights", (1.0, 1), 1.0)
     return dict(kind="softmax_topk", renormalize=norm is not None, rounds_scores=True, **_read_sizes(ffn))
 
 
-def _llama4_router(config: Mapping[str, Any]) -> _Keywords:
-    require_nothing_else(config, scoring="sigmoid", renormalizes=False)
-    return dict(kind="llama4_topk", **_read_sizes(config))
-
-
 _DEEPSEEK_V3: Final = _sigmoid_topk(scaling_factor=2.5, groups=(8, 4))
+_TOPK_SOFTMAX: Final = _router("topk_softmax", scoring="softmax", renormalizes=True)
 _MINIMAX_M2: Final = _sigmoid_topk(reads_renormalize=False, groups=None, epsilon=0.0, fp32_logits=False)
 
 _READERS: Final[Mapping[str, _Reader]] = {
     "afmoe": _sigmoid_topk(scaling="route_scale", reads_renormalize=False, groups=None, fp32_logits=False),
-    "aria_text": _topk_softmax(),
+    "aria_text": _TOPK_SOFTMAX,
     "axk1": _DEEPSEEK_V3,
     "axk2": _axk2_router,
     "bailing_hybrid": _DEEPSEEK_V3,
@@ -332,21 +353,36 @@ _READERS: Final[Mapping[str, _Reader]] = {
     "dots1": _sigmoid_topk(renormalize=False, scorings=("sigmoid", "noaux_tc")),
     "dots3_note": _sigmoid_topk(),
     "dots3_note_text": _sigmoid_topk(),
-    "ernie4_5_moe": _ernie_router,
+    "ernie4_5_moe": _router(
+        "biased_softmax_topk",
+        scoring="softmax",
+        method="noaux_tc",
+        renormalizes=True,
+        smallest_sum=lambda config: read_number(config, "moe_norm_min", default=1e-12),
+        has_correction_bias=True,
+        fp32_logits=True,
+        fp32_weight=True,
+    ),
     "exaone_moe": _sigmoid_topk(scaling_factor=2.5),
     "flex_olmo": _softmax_topk(),
-    "flint": _flint_router,
+    "flint": _router(
+        "topk_sigmoid",
+        scoring="sigmoid",
+        renormalize=lambda config: read_flag(config, "norm_topk_prob", True),
+        fp32_logits=True,
+        fp32_weight=True,
+    ),
     "glm4_moe": _sigmoid_topk(),
     "glm4_moe_lite": _sigmoid_topk(scaling_factor=1.8),
     "glm4v_moe_text": _sigmoid_topk(),
     "glm5_next": _sigmoid_topk(scaling_factor=2.5),
     "glm5_next_text": _sigmoid_topk(scaling_factor=2.5),
     "glm_moe_dsa": _sigmoid_topk(scaling_factor=2.5),
-    "gpt_oss": _topk_softmax(),
-    "granitemoe": _topk_softmax(),
-    "granitemoe_swa": _topk_softmax(),
-    "granitemoehybrid": _topk_softmax(),
-    "granitemoeshared": _topk_softmax(),
+    "gpt_oss": _TOPK_SOFTMAX,
+    "granitemoe": _TOPK_SOFTMAX,
+    "granitemoe_swa": _TOPK_SOFTMAX,
+    "granitemoehybrid": _TOPK_SOFTMAX,
+    "granitemoeshared": _TOPK_SOFTMAX,
     "hunyuan_v1_moe": lambda config: dict(_softmax_topk(True, fp32_logits=True)(config), fp32_weight=True),
     "hy_v3": _sigmoid_topk(scaling="router_scaling_factor", scaling_factor=2.826, reads_renormalize=False, groups=None),
     "hy_v4": _sigmoid_topk(scaling_factor=2.827),
@@ -354,10 +390,17 @@ _READERS: Final[Mapping[str, _Reader]] = {
     # Kimi-K2 is DeepSeek-V3 under its publisher's own name.
     "kimi_k2": _DEEPSEEK_V3,
     "kimi_linear": _sigmoid_topk(scaling_factor=2.446),
-    "kolibri1": _kolibri_router,
+    "kolibri1": _router(
+        "topk_sigmoid",
+        scoring="sigmoid",
+        method="noaux_tc",
+        renormalize=lambda config: read_flag(config, "norm_topk_prob"),
+        has_correction_bias=True,
+        fp32_logits=True,
+    ),
     "laguna": _laguna_router,
     "lfm2_moe": _lfm2_router,
-    "llama4_text": _llama4_router,
+    "llama4_text": _router("llama4_topk", scoring="sigmoid", renormalizes=False),
     "mellum": _softmax_topk(default=True),
     "mimo_v2_flash": _sigmoid_topk(),
     "minimax": _softmax_topk(True),
@@ -370,8 +413,13 @@ _READERS: Final[Mapping[str, _Reader]] = {
     "mixtral": _softmax_topk(True),
     "nemotron_h": _sigmoid_topk(),
     "olmoe": _softmax_topk(),
-    "openai_privacy_filter": _topk_softmax(fp32_logits=True),
-    "phimoe": _phimoe_router,
+    "openai_privacy_filter": _router("topk_softmax", scoring="softmax", renormalizes=True, fp32_logits=True),
+    "phimoe": _router(
+        "sparsemixer",
+        scoring="softmax",
+        renormalizes=False,
+        jitter=lambda config: read_number(config, "router_jitter_noise", default=0.01),
+    ),
     "qwen2_moe": _softmax_topk(),
     "qwen3_5_moe_text": _softmax_topk(True),
     "qwen3_moe": _softmax_topk(),

@@ -8,41 +8,33 @@ from typing import Final
 
 from moereg.errors import shown
 
-__all__ = ["BY_HAND", "REFUSED_MODEL_TYPES", "unknown_model_message"]
-
 BY_HAND: Final = (
     "give moereg.make_kernel your own moereg.ExpertWeights, and its kernel the model's routing "
     "(docs/checkpoints.md shows how)"
 )
 
-_GEMMA4: Final = "its router reads the residual with a norm of its own, and its experts read another norm of it"
-_INKLING: Final = "its routing weights are normalized together with those of its shared experts"
-_INKLING2: Final = "its activation caps gate and up with tanh, which no Activation does"
-_MUSE: Final = "its experts are between two projections, and each ends with a norm"
-_ERNIE_VL: Final = "each layer has two sets of experts, for text and for images, and the kind of a token decides"
-_CAPACITY: Final = "its experts take a limited number of tokens and drop the rest"
+_REFUSED: Final[Mapping[str, tuple[str, ...]]] = {
+    "its router reads the residual with a norm of its own, and its experts read another norm of it": (
+        *("diffusion_gemma", "diffusion_gemma_text", "gemma4", "gemma4_text"),
+    ),
+    "its experts are single rows that a product of keys retrieves, not matrices": ("doge",),
+    "each layer has two sets of experts, for text and for images, and the kind of a token decides": (
+        *("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
+    ),
+    "its routing weights are normalized together with those of its shared experts": (
+        "inkling_mm_model",
+        "inkling_text",
+    ),
+    "its activation caps gate and up with tanh, which no Activation does": ("inkling2", "inkling2_text"),
+    "a bias is added to the sum of its experts, and its attention has experts too": ("jetmoe",),
+    "its router also chooses experts without weights, which return their input": ("longcat_flash",),
+    "its experts are between two projections, and each ends with a norm": ("muse_spark", "muse_spark_text"),
+    "its experts take a limited number of tokens and drop the rest": ("nllb-moe", "switch_transformers"),
+    "its router is an MLP that also reads the router's state of the layer before": ("zaya",),
+}
 
 REFUSED_MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "diffusion_gemma": _GEMMA4,
-        "diffusion_gemma_text": _GEMMA4,
-        "doge": "its experts are single rows that a product of keys retrieves, not matrices",
-        "ernie4_5_vl_moe": _ERNIE_VL,
-        "ernie4_5_vl_moe_text": _ERNIE_VL,
-        "gemma4": _GEMMA4,
-        "gemma4_text": _GEMMA4,
-        "inkling_mm_model": _INKLING,
-        "inkling_text": _INKLING,
-        "inkling2": _INKLING2,
-        "inkling2_text": _INKLING2,
-        "jetmoe": "a bias is added to the sum of its experts, and its attention has experts too",
-        "longcat_flash": "its router also chooses experts without weights, which return their input",
-        "muse_spark": _MUSE,
-        "muse_spark_text": _MUSE,
-        "nllb-moe": _CAPACITY,
-        "switch_transformers": _CAPACITY,
-        "zaya": "its router is an MLP that also reads the router's state of the layer before",
-    }
+    {model_type: reason for reason, model_types in _REFUSED.items() for model_type in model_types}
 )
 """Reasons, by model type."""
 

@@ -9,21 +9,8 @@ from typing import Any, Final
 import torch
 
 from moereg.arguments import check_count, check_flag, check_instance, check_number, check_one_of
+from moereg.routing import topk
 from moereg.routing.configs import read_router
-from moereg.routing.sizes import check_group_score, check_groups, check_top_k, check_two_experts
-from moereg.routing.topk import (
-    biased_softmax_topk,
-    grouped_sigmoid_topk,
-    grouped_softmax_topk,
-    llama4_topk,
-    softmax_topk,
-    sparsemixer,
-    sqrtsoftplus_topk,
-    topk_sigmoid,
-    topk_softmax,
-)
-
-__all__ = ["RouterSpec"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,25 +31,25 @@ class _RouterKind:
 
 
 _ROUTER_KINDS: Final[Mapping[str, _RouterKind]] = {
-    "softmax_topk": _RouterKind(softmax_topk, ("renormalize", "rounds_scores")),
-    "topk_softmax": _RouterKind(topk_softmax),
-    "topk_sigmoid": _RouterKind(topk_sigmoid, ("renormalize",), takes_correction_bias=True),
-    "biased_softmax_topk": _RouterKind(biased_softmax_topk, ("smallest_sum",), takes_correction_bias=True),
+    "softmax_topk": _RouterKind(topk.softmax_topk, ("renormalize", "rounds_scores")),
+    "topk_softmax": _RouterKind(topk.topk_softmax),
+    "topk_sigmoid": _RouterKind(topk.topk_sigmoid, ("renormalize",), takes_correction_bias=True),
+    "biased_softmax_topk": _RouterKind(topk.biased_softmax_topk, ("smallest_sum",), takes_correction_bias=True),
     "sqrtsoftplus_topk": _RouterKind(
-        sqrtsoftplus_topk, ("scaling_factor", "rounds_scores"), takes_correction_bias=True
+        topk.sqrtsoftplus_topk, ("scaling_factor", "rounds_scores"), takes_correction_bias=True
     ),
-    "sparsemixer": _RouterKind(sparsemixer, ("jitter",), check_top_k=check_two_experts),
+    "sparsemixer": _RouterKind(topk.sparsemixer, ("jitter",), check_top_k=topk.check_two_experts),
     "grouped_sigmoid_topk": _RouterKind(
-        grouped_sigmoid_topk,
+        topk.grouped_sigmoid_topk,
         ("num_groups", "topk_groups", "renormalize", "scaling_factor", "epsilon", "logit_softcap", "rounds_scores"),
         takes_correction_bias=True,
         scored_experts=2,
     ),
     "grouped_softmax_topk": _RouterKind(
-        grouped_softmax_topk,
+        topk.grouped_softmax_topk,
         ("num_groups", "topk_groups", "scaling_factor", "renormalize", "scored_experts", "rounds_scores"),
     ),
-    "llama4_topk": _RouterKind(llama4_topk, apply_router_weight_on_input=True),
+    "llama4_topk": _RouterKind(topk.llama4_topk, apply_router_weight_on_input=True),
 }
 
 
@@ -123,11 +110,11 @@ class RouterSpec:
         for name in ("scaling_factor", "epsilon", "logit_softcap", "smallest_sum", "jitter"):
             check_number(name, getattr(self, name))
         check_count("scored_experts", self.scored_experts)
-        check_top_k(self.num_experts, self.top_k)
-        check_groups(self.num_experts, self.top_k, self.num_groups, self.topk_groups)
+        topk.check_top_k(self.num_experts, self.top_k)
+        topk.check_groups(self.num_experts, self.top_k, self.num_groups, self.topk_groups)
         kind = _ROUTER_KINDS[self.kind]
         if self.num_groups > 1:
-            check_group_score(self.num_experts, self.num_groups, kind.scored_experts or self.scored_experts)
+            topk.check_group_score(self.num_experts, self.num_groups, kind.scored_experts or self.scored_experts)
         # An option that is silently ignored would be wrong numbers.
         for field in dataclasses.fields(self):
             if (

@@ -8,25 +8,10 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
-__all__ = ["collecting_later"]
+_LOCK: Final = threading.Lock()
 
-
-class _Captures:
-    """Bodies of `collecting_later` that run, in all threads.
-
-    Attributes:
-        lock: Held while the others change.
-        running: How many there are.
-        was_enabled: Whether Python collected before the first of them.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.running = 0
-        self.was_enabled = False
-
-
-_CAPTURES: Final = _Captures()
+_RUNNING: Final[list[bool]] = []
+"""For each body of `collecting_later` that runs, in all threads: whether Python collected before the first of them."""
 
 
 @contextlib.contextmanager
@@ -37,15 +22,13 @@ def collecting_later() -> Iterator[None]:
     the capture fails with `cudaErrorStreamCaptureInvalidated`. `torch.cuda.graph` collects beforehand where
     TORCH_CUDAGRAPH_GC says so, which takes longer than most captures, and prevents nothing during one.
     """
-    with _CAPTURES.lock:
-        if not _CAPTURES.running:
-            _CAPTURES.was_enabled = gc.isenabled()
-            gc.disable()
-        _CAPTURES.running += 1
+    with _LOCK:
+        _RUNNING.append(_RUNNING[-1] if _RUNNING else gc.isenabled())
+        gc.disable()
     try:
         yield
     finally:
-        with _CAPTURES.lock:
-            _CAPTURES.running -= 1
-            if not _CAPTURES.running and _CAPTURES.was_enabled:
+        with _LOCK:
+            was_enabled = _RUNNING.pop()
+            if was_enabled and not _RUNNING:
                 gc.enable()

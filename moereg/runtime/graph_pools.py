@@ -15,8 +15,6 @@ from typing import Final, TypeVar
 
 import torch
 
-__all__ = ["in_compiled_code", "outside_pools"]
-
 T = TypeVar("T")
 
 

@@ -11,8 +11,6 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["load_torch_at_first_use"]
-
 _LOCK = threading.RLock()
 
 

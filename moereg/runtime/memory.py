@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["format_bytes", "free_memory_bytes"]
-
 
 def free_memory_bytes(device: torch.device) -> int | None:
     """Bytes that an allocation on the device could get; None if this machine does not report them."""

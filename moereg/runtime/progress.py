@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Final
 
-__all__ = ["Advance", "duration", "long_wait", "waits_shown_by"]
-
 logger: Final = logging.getLogger("moereg")
 
 Advance = Callable[[int, int], None]
@@ -54,12 +52,8 @@ def long_wait(what: str, seconds: float | None, avoid: str) -> Iterator[Advance]
     level = logging.WARNING if seconds is None or seconds >= _WARNED_SECONDS else logging.INFO
     logger.log(level, "%s takes %s; %s", what, time, avoid)
     shown = _SHOWING[-1](f"{what} (about {duration(seconds)})" if seconds else what) if _SHOWING else None
-    with shown if shown is not None else contextlib.nullcontext(_nowhere) as advance:
+    with shown if shown is not None else contextlib.nullcontext(lambda done, total: None) as advance:
         yield advance
-
-
-def _nowhere(done: int, total: int) -> None:
-    return None
 
 
 def duration(seconds: float) -> str:

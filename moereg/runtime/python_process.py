@@ -6,8 +6,6 @@ import contextlib
 import os
 import sys
 
-__all__ = ["leave_current_folder", "num_cores", "python_command"]
-
 
 def leave_current_folder() -> None:
     """Takes the current folder out of where this process imports from: `python -m` puts it first."""

@@ -11,9 +11,6 @@ import torch
 
 from moereg.runtime.graph_pools import in_compiled_code
 
-__all__ = ["is_exporting", "layer_of", "new_handle", "run_compiled"]
-
-
 # Another process counts from another number on, so that code which was exported there finds no layer of this one.
 _HANDLES: Final = itertools.count(random.SystemRandom().getrandbits(62))
 _LAYERS: Final[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
@@ -50,11 +47,7 @@ def new_handle(layer: object) -> torch.Tensor:
 
 
 def layer_of(handle: torch.Tensor) -> Any:
-    """The layer that a handle was made for.
-
-    Raises:
-        RuntimeError: It is gone, or of another process.
-    """
+    """The layer that a handle was made for, unless it is gone or of another process."""
     layer = _LAYERS.get(int(handle))  # The handle is on the CPU, so nothing waits for a device.
     if layer is None:
         raise RuntimeError(
@@ -64,38 +57,17 @@ def layer_of(handle: torch.Tensor) -> Any:
     return layer
 
 
-def run_compiled(
-    hidden_states: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    out: torch.Tensor,
-    handle: torch.Tensor,
-) -> None:
-    """Runs a layer where its caller is being compiled: one opaque op that writes `out`."""
-    torch.ops.moereg.moe_layer(hidden_states, topk_weights, topk_ids, out, handle)
+def run_compiled(*call_and_handle: torch.Tensor) -> None:
+    """Runs a layer where its caller is being compiled: one opaque op that writes `out`; arguments as in its schema."""
+    torch.ops.moereg.moe_layer(*call_and_handle)
 
 
-def _moe_layer(
-    hidden_states: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    out: torch.Tensor,
-    handle: torch.Tensor,
-) -> None:
+def _moe_layer(*call_and_handle: torch.Tensor) -> None:
+    *call, handle = call_and_handle
     layer = layer_of(handle)
     with in_compiled_code():
-        layer.check_and_run(hidden_states, topk_weights, topk_ids, out)
-
-
-def _moe_layer_fake(
-    hidden_states: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    out: torch.Tensor,
-    handle: torch.Tensor,
-) -> None:
-    return None
+        layer.check_and_run(*call)
 
 
 _LIBRARY.impl("moe_layer", _moe_layer, "CompositeExplicitAutograd")
-torch.library.register_fake("moereg::moe_layer", _moe_layer_fake, lib=_LIBRARY)
+torch.library.register_fake("moereg::moe_layer", lambda *call_and_handle: None, lib=_LIBRARY)

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["AmbientState", "fp32_is_exact", "in_plain_torch", "plain_torch"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -13,8 +13,6 @@ import torch
 
 from moereg.runtime.graph_pools import outside_pools
 
-__all__ = ["WORKSPACES", "WorkspacePool"]
-
 _ALIGNMENT: Final = 256
 
 _MAX_REQUESTS: Final = 4096
@@ -80,11 +78,7 @@ class WorkspacePool:
     def answered_by(
         self, take: Callable[[_Shapes, torch.dtype, torch.device], tuple[torch.Tensor, ...]]
     ) -> Iterator[None]:
-        """Has another function answer every request meanwhile: the conformance kit lays guard bands around scratch.
-
-        Args:
-            take: As the method of that name.
-        """
+        """Has another `take` answer every request meanwhile: the conformance kit lays guard bands around scratch."""
         previous, self._source = self._source, take
         try:
             yield
@@ -92,13 +86,7 @@ class WorkspacePool:
             self._source = previous
 
     def take(self, shapes: _Shapes, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Uninitialized tensors of the shapes, 256-byte aligned, not overlapping.
-
-        Args:
-            shapes: One for each tensor.
-            dtype: Dtype of all of them.
-            device: Where to allocate.
-        """
+        """Uninitialized tensors of the shapes, 256-byte aligned, not overlapping."""
         if self._source is not None:
             return self._source(shapes, dtype, device)
         if device.type != "cuda":

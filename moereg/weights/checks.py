@@ -1,4 +1,7 @@
-"""Checks of canonical tensors: shapes and dtypes by the scheme's rows, values where that is cheap."""
+"""Checks of canonical tensors: shapes and dtypes by the scheme's rows, values where that is cheap.
+
+Each raises a ValueError that names the tensor, the rule and the cure.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,6 @@ import torch
 
 from moereg.spec.quant_schemes import TENSOR_ROLES, WHOLE, QuantFormat, QuantScheme, TensorRow
 
-__all__ = ["DEBUG_VARIABLE", "check_row", "check_scale", "check_zero_points", "checks_values"]
-
 DEBUG_VARIABLE: Final = "MOEREG_DEBUG"
 
 
@@ -20,11 +21,7 @@ def checks_values(device: torch.device) -> bool:
 
 
 def check_row(row: TensorRow, tensor: torch.Tensor | None, scheme: QuantScheme) -> None:
-    """Checks a tensor against its row.
-
-    Raises:
-        ValueError: It is missing, or of another shape or dtype.
-    """
+    """Checks a tensor against its row."""
     if tensor is None:
         if row.required:
             raise ValueError(f"scheme {scheme.name} needs {row.name} of shape {_shapes(row)}, got none")
@@ -73,15 +70,7 @@ _LARGEST_FINITE_CODE: Final = {"torch.float8_e4m3fn": 0x7E, "torch.float8_e8m0fn
 
 
 def check_scale(name: str, scale: torch.Tensor) -> None:
-    """Checks the values of a scale.
-
-    Args:
-        name: Field of `ExpertWeights` that it is for.
-        scale: The whole scale or a part, in any float type.
-
-    Raises:
-        ValueError: A scale is negative or not finite, or a static activation scale is zero.
-    """
+    """Checks that values of a scale, or a part of it, are finite and not negative, those of activations positive."""
     # One max over the codes clears them all without an fp32 copy.
     largest = _LARGEST_FINITE_CODE.get(str(scale.dtype))
     if largest is not None and int(scale.view(torch.uint8).max()) <= largest:
@@ -100,11 +89,7 @@ def check_scale(name: str, scale: torch.Tensor) -> None:
 
 
 def check_zero_points(name: str, packed: torch.Tensor, num_groups: int) -> None:
-    """Checks 4-bit zero points: any nibble is in range, so what can be seen is one where no group is.
-
-    Raises:
-        ValueError: There is one.
-    """
+    """Checks 4-bit zero points: any nibble is in range, so what can be seen is one where no group is."""
     if num_groups % 2 == 0:
         return
     spare = packed[..., -1] >> 4

@@ -16,8 +16,6 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import MATRICES, TENSOR_ROLES, QuantScheme, TensorRole, get_scheme, tensor_name
 from moereg.weights.checks import check_row, check_scale, check_zero_points, checks_values
 
-__all__ = ["ExpertWeights", "check_expert"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ExpertWeights:
@@ -274,11 +272,7 @@ class ExpertWeights:
 
 
 def check_expert(expert: int, num_experts: int) -> None:
-    """Checks the index of a local expert.
-
-    Raises:
-        ArgumentError: It is not an integer in [0, num_experts).
-    """
+    """Checks that a local expert is an integer in [0, num_experts)."""
     check_count("expert", expert, minimum=-sys.maxsize)
     if not 0 <= expert < num_experts:
         raise ArgumentError(f"expert must be a local expert in [0, {num_experts}), got {expert}; count this rank's")

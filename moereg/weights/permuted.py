@@ -136,9 +136,7 @@ class PermutedWeights:
 
     def copied_from(self, weights: ExpertWeights) -> list[torch.Tensor]:
         """The canonical tensors in whose memory none of these lie."""
-        tensors = (*self.per_expert.values(), *self.shared.values())
-        flat = [each for value in tensors for each in (value if isinstance(value, list) else [value])]
-        held = {_memory(tensor) for tensor in flat if tensor.layout == torch.strided}
+        held = {_memory(tensor) for tensor in self.flat() if tensor.layout == torch.strided}
         return [tensor for tensor in weights.tensors().values() if _memory(tensor) not in held]
 
     def elsewhere(self, names: Collection[str], other: PermutedWeights) -> frozenset[str]:
@@ -152,16 +150,11 @@ class PermutedWeights:
         def of(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: _copied(value) if name in names else value for name, value in values.items()}
 
-        own = copy.copy(self)
-        object.__setattr__(own, "per_expert", of(self.per_expert))
-        object.__setattr__(own, "shared", of(self.shared))
-        return own
+        return dataclasses.replace(self, per_expert=of(self.per_expert), shared=of(self.shared))
 
     def with_reader(self, reader: CanonicalReader) -> PermutedWeights:
         """The same tensors, whose experts `reader` can read back."""
-        known = copy.copy(self)
-        object.__setattr__(known, "reader", reader)
-        return known
+        return dataclasses.replace(self, reader=reader)
 
     def write_expert(self, expert: int, other: PermutedWeights) -> None:
         """Writes the only expert of other weights into this one's storage; opaque tensors are replaced.

@@ -18,8 +18,6 @@ from moereg.errors import LayoutNotInvertibleError
 from moereg.spec.quant_schemes import TENSOR_ROLES, QuantScheme, tensor_name
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
-__all__ = ["Moves", "Permute", "TensorSpecs", "drawn_expert", "expert_rows", "find_moves", "read_back", "same_bits"]
-
 Permute = Callable[[ExpertWeights], PermutedWeights]
 """Permutes the weights of one expert."""
 
@@ -114,10 +112,11 @@ def find_moves(permute: Permute, specs: TensorSpecs, quant: QuantScheme, device:
     Raises:
         LayoutNotInvertibleError: A tensor's numbers are not moved but computed with, or are not kept.
     """
-    base = {
-        name: _filled(shape, dtype, torch.tensor(_numbers(name, dtype).base, device=device))
-        for name, (shape, dtype) in specs.items()
-    }
+    base = {}
+    for name, (shape, dtype) in specs.items():
+        numbers = _numbers(name, dtype)
+        units = torch.full((math.prod(shape),), numbers.base, dtype=_UNITS[numbers.bits], device=device)
+        base[name] = _joined(units, numbers.bits, shape, dtype)
     return {name: _moves_of(permute, base, quant, name) for name in base}
 
 
@@ -127,9 +126,7 @@ def read_back(
     """Canonical tensors [1, ...] that permute to these rows bit for bit.
 
     Args:
-        permute: As in `find_moves`.
-        specs: As in `find_moves`.
-        quant: As in `find_moves`.
+        permute, specs, quant: As in `find_moves`.
         moves: What `find_moves` found.
         rows: An expert's permuted rows, as `expert_rows` gives them.
 
@@ -248,12 +245,7 @@ def _is_in_runs(units: torch.Tensor, run: int) -> bool:
 
 
 def drawn_expert(specs: TensorSpecs, device: torch.device) -> dict[str, torch.Tensor]:
-    """Canonical tensors of a made-up expert, whose numbers are finite, normal and differ.
-
-    Args:
-        specs: The expert's canonical tensors.
-        device: Where to make them.
-    """
+    """Canonical tensors of a made-up expert, whose numbers are finite, normal and differ."""
     tensors: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in specs.items():
         numbers = _numbers(name, dtype)
@@ -365,8 +357,3 @@ def _joined(units: torch.Tensor, bits: int, shape: tuple[int, ...], dtype: torch
         low, high = units.view(-1, 2).unbind(1)
         units = low | high << 4
     return units.view(dtype).view(shape)
-
-
-def _filled(shape: tuple[int, ...], dtype: torch.dtype, pattern: torch.Tensor) -> torch.Tensor:
-    bits = 8 * dtype.itemsize
-    return _joined(pattern.to(_UNITS[bits]).repeat(math.prod(shape)), bits, shape, dtype)

@@ -16,8 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from moereg.errors import ArgumentError, MoeregWarning
 from moereg.weights.checks import DEBUG_VARIABLE
 
-__all__ = ["CopiedFrom", "OldWeightsWarning", "TensorState", "are_elsewhere", "check_counted", "states_of"]
-
 _WORDS: Final = 2**18
 """Bytes that are summed at a time: as 8-byte numbers they take 8 times as much."""
 
@@ -107,12 +105,7 @@ class CopiedFrom:
     """
 
     def __init__(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Begins to watch.
-
-        Args:
-            name: What to call the kernel.
-            tensors: Canonical tensors of which the kernel has copies.
-        """
+        """Begins to watch the canonical tensors of which the kernel of that name has copies."""
         self.name = name
         self.tensors(tensors)
         _WATCHED.add(self)

@@ -264,30 +264,20 @@ def error_of_making(rank: int, size: int, problem: MoEProblem, **arguments: Any)
     return "made"
 
 
-def other_problems(rank: int, size: int) -> str:
-    return error_of_making(rank, size, problem_of(top_k=2 + rank % 2))
-
-
-def other_ways(rank: int, size: int) -> str:
-    return error_of_making(rank, size, problem_of(), prepare_finalize="all_to_all" if rank else "all_gather")
-
-
-def other_rooms(rank: int, size: int) -> str:
-    problem = problem_of(max_num_tokens=MOST_TOKENS + rank)
-    return error_of_making(rank, size, problem, prepare_finalize="all_gather")
-
-
-def one_cannot(rank: int, size: int) -> str:
-    """The weights of rank 0 are not those of its problem."""
-    return error_of_making(rank, size, problem_of(intermediate_size=32 if rank else 64))
-
-
-def one_finds_no_way(rank: int, size: int) -> str:
-    return error_of_making(rank, size, problem_of(), prepare_finalize="all_gather" if rank else "no_such_way")
-
-
-def other_numbers_of_parts(rank: int, size: int) -> str:
-    return error_of_making(rank, size, problem_of(), num_batches=1 + rank)
+def refusals(rank: int, size: int) -> dict[str, str]:
+    """What ranks say that cannot make a layer together, or of which the first cannot."""
+    asked: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "other_problems": ({"top_k": 2 + rank % 2}, {}),
+        "other_ways": ({}, {"prepare_finalize": "all_to_all" if rank else "all_gather"}),
+        "other_rooms": ({"max_num_tokens": MOST_TOKENS + rank}, {"prepare_finalize": "all_gather"}),
+        "other_numbers_of_parts": ({}, {"num_batches": 1 + rank}),
+        "experts_that_do_not_divide": ({"num_experts": 13}, {}),
+        "capture_with_counts": ({"graph_capture": True}, {"prepare_finalize": "all_to_all"}),
+        # The weights of rank 0 are not those of its problem.
+        "one_cannot": ({"intermediate_size": 32 if rank else 64}, {}),
+        "one_finds_no_way": ({}, {"prepare_finalize": "all_gather" if rank else "no_such_way"}),
+    }
+    return {name: error_of_making(rank, size, problem_of(**facts), **rest) for name, (facts, rest) in asked.items()}
 
 
 def error_of_calling(kernel: MoEKernel, rank: int) -> str:
@@ -379,11 +369,3 @@ def as_on_a_gpu(rank: int, size: int) -> dict[str, Any]:
     dist.barrier()
     keys = [store.check([f"moereg/{place}/{rank}"]) for place in range(4)]
     return {"texts": texts, "checked": gathered.call_count, "keys": keys}
-
-
-def experts_that_do_not_divide(rank: int, size: int) -> str:
-    return error_of_making(rank, size, problem_of(num_experts=13))
-
-
-def capture_with_counts(rank: int, size: int) -> str:
-    return error_of_making(rank, size, problem_of(graph_capture=True), prepare_finalize="all_to_all")

@@ -20,13 +20,13 @@ from tests.groups.cases import experts_of, share_of, tokens_of
 from tests.groups.move_cases import ring
 
 MOST_TOKENS = 16
+FACTS = {"num_experts": 16, "hidden_size": 512, "intermediate_size": 256, "top_k": 4, "max_num_tokens": MOST_TOKENS}
 
 
 def layer_of(
     rank: int, size: int, way: str, num_batches: int = 1, **changes: Any
 ) -> tuple[MoEProblem, MoEKernel, MoEKernel]:
-    facts = {"num_experts": 16, "hidden_size": 512, "intermediate_size": 256, "top_k": 4, "max_num_tokens": MOST_TOKENS}
-    problem = MoEProblem(**{**facts, **changes})
+    problem = MoEProblem(**{**FACTS, **changes})
     device = torch.device("cuda", torch.cuda.current_device())
     weights = make_weights(problem, device)
     own = share_of(weights, rank, size)
@@ -52,10 +52,8 @@ def compared(rank: int, size: int, way: str, **changes: Any) -> dict[str, Any]:
     return {"error": worst, "backend": kernel.selection.backend, "way": kernel.prepare_finalize.name}
 
 
-def captured(rank: int, size: int, way: str, **changes: Any) -> dict[str, Any]:
-    """Nothing waits for the host, and a graph computes what comes into its inputs later."""
-    problem, kernel, one = layer_of(rank, size, way, graph_capture=True, **changes)
-    inputs = inputs_of(problem, rank, MOST_TOKENS)
+def graph_of(kernel: MoEKernel, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.cuda.CUDAGraph]:
+    """What a graph of a call writes, and the graph; nothing in the call waits for the host."""
     out = torch.empty_like(inputs[0])
     for _ in range(3):
         kernel(*inputs, out=out)
@@ -68,6 +66,14 @@ def captured(rank: int, size: int, way: str, **changes: Any) -> dict[str, Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         kernel(*inputs, out=out)
+    return out, graph
+
+
+def captured(rank: int, size: int, way: str, **changes: Any) -> dict[str, Any]:
+    """Nothing waits for the host, and a graph computes what comes into its inputs later."""
+    problem, kernel, one = layer_of(rank, size, way, graph_capture=True, **changes)
+    inputs = inputs_of(problem, rank, MOST_TOKENS)
+    out, graph = graph_of(kernel, inputs)
     worst = 0.0
     for turn in range(1, 4):
         for old, new in zip(inputs, inputs_of(problem, rank + 10 * turn, MOST_TOKENS), strict=True):
@@ -81,8 +87,7 @@ def captured(rank: int, size: int, way: str, **changes: Any) -> dict[str, Any]:
 
 def experts_that_move(rank: int, size: int) -> dict[str, Any]:
     """A graph that was captured before experts moved goes on with those that came."""
-    facts = {"num_experts": 16, "hidden_size": 512, "intermediate_size": 256, "top_k": 4, "max_num_tokens": MOST_TOKENS}
-    problem = MoEProblem(**facts, graph_capture=True)
+    problem = MoEProblem(**FACTS, graph_capture=True)
     device = torch.device("cuda", torch.cuda.current_device())
     weights = make_weights(problem, device)
     extra = 1 if size > 1 else 0
@@ -93,12 +98,7 @@ def experts_that_move(rank: int, size: int) -> dict[str, Any]:
     )
     one = make_kernel(dataclasses.replace(problem, graph_capture=False), weights)
     inputs = inputs_of(problem, rank, MOST_TOKENS)
-    out = torch.empty_like(inputs[0])
-    for _ in range(3):
-        kernel(*inputs, out=out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        kernel(*inputs, out=out)
+    out, graph = graph_of(kernel, inputs)
     worst = 0.0
     for placement in (after, before):
         assert kernel.move_experts(placement) == 16 // size + extra

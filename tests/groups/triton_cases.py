@@ -17,10 +17,10 @@ from moereg.kernels.quantized import rows_moved
 from moereg.kernels.rows import arrived, batches, exchanged, gathered, rooms
 from moereg.layer.factory import make_kernel
 from moereg.numerics.reference import relative_error
-from moereg.prepare_finalize import AllToAll, BatchedPrepareFinalize, Group, GroupFacts, GroupPrepareFinalize
+from moereg.prepare_finalize import BatchedPrepareFinalize, Group, GroupFacts, GroupPrepareFinalize
 from moereg.prepare_finalize.wire import CodedWire, PlainWire
 from moereg.testing.interpreter import patch_interpreter
-from tests.groups.cases import experts_of, numbers_of, numbers_of_tokens, problem_of, share_of, tokens_of
+from tests.groups.cases import experts_of, numbers_of, problem_of, share_of, tokens_of
 from tests.groups.gpu_cases import seen_by_experts
 
 
@@ -62,94 +62,9 @@ def codes_reach_triton(rank: int, size: int) -> dict[str, Any]:
     return {"equal": equal, "error": worst}
 
 
-class Operators(TorchDispatchMode):
-    """Counts torch's operators, those of torch.distributed apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def _name_of(kernel: Any) -> str:
     name: str = kernel.__name__
     return name.strip("_").removesuffix("_kernel")
-
-
-def routes_in_triton(rank: int, size: int) -> dict[str, Any]:
-    """What Triton's kernels send and lay out gives the bits of torch's, and ranks of both kinds understand each other.
-
-    Also how much of it there is: launches and operators of torch in a call, without the experts.
-    """
-    patch_interpreter()
-    launched: list[str] = []
-
-    def count(module: Any, function: str) -> None:
-        launches = getattr(module, function)
-
-        def counted(what: Any, *arguments: Any, **options: Any) -> None:
-            launched.append(what if isinstance(what, str) else _name_of(what))
-            # A GPU replays what was recorded, with none of the interpreter's operators.
-            with _disable_current_modes():
-                launches(what, *arguments, **options)
-
-        setattr(module, function, counted)
-
-    for function in ("launch_again", "launch_remembered"):
-        count(exchanged, function)
-    count(arrived, "launch_remembered")
-    count(batches, "launch_again")
-    found: dict[str, Any] = {}
-    layers: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "batched": {"activation_format": "batched"},
-        "on_input": {"top_k": 1, "apply_router_weight_on_input": True},
-        "fp8": {"dtype": "bfloat16", "quant": "fp8_block128", "intermediate_size": 128},
-        "sums": {},
-        "sums_fp8": {"dtype": "bfloat16", "quant": "fp8_block128", "intermediate_size": 128},
-    }
-    for name, changes in layers.items():
-        problem = problem_of(**changes)
-        weights = numbers_of(problem)
-        kernel = make_kernel(
-            problem,
-            share_of(weights, rank, size),
-            group=dist.group.WORLD,
-            prepare_finalize="all_to_all_sums" if "sums" in name else "all_to_all",
-        )
-        moves = kernel.prepare_finalize
-        assert isinstance(moves, AllToAll)
-        assert not moves.in_triton
-        worst = 0.0
-        for num_tokens in numbers_of_tokens(rank, size):
-            inputs = tokens_of(problem, rank, num_tokens)
-            results = []
-            for in_triton in (False, True, rank == 0):
-                moves.wire.in_triton = in_triton
-                results.append(kernel(*inputs))
-            worst = max(worst, *(float((result - results[0]).abs().max()) for result in results if len(result)), 0.0)
-        found[name] = worst
-        if name != "plain":
-            continue
-        moves.wire.in_triton = True
-        tokens = tokens_of(problem, rank, 5)
-        moves.prepare(*tokens, moves.experts_problem, kernel.expert_map)
-        launched.clear()
-        with Operators() as operators:
-            prepared = moves.prepare(*tokens, moves.experts_problem, kernel.expert_map)
-            rows = prepared.inputs.hidden_states
-            moves.finalize(torch.empty_like(tokens[0]), rows, prepared, moves.experts_problem)
-        names = [each for each in operators.names if not each.startswith("c10d.")]
-        # What only says how memory is to be read takes the host less than what computes.
-        views = ("view", "unbind", "slice", "unsqueeze", "detach", "empty")
-        found["launches"] = list(launched)
-        found["views"] = sum(any(word in each for word in views) for each in names)
-        found["computing"] = [each for each in names if not any(word in each for word in views)]
-        found["collectives"] = len(operators.names) - len(names)
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +96,12 @@ WAYS: Final = {
     "low_latency_int8": Way(
         "low_latency", changes={**CODED, "quant": "int8_w8a8", "exact_activations": True, "hidden_size": 72}
     ),
+    "all_to_all": Way("all_to_all"),
+    "all_to_all_batched": Way("all_to_all", fewer=True, changes={"activation_format": "batched"}),
+    "all_to_all_on_input": Way("all_to_all", changes={"top_k": 1, "apply_router_weight_on_input": True}),
+    "all_to_all_fp8": Way("all_to_all", fewer=True, changes={**CODED, "quant": "fp8_block128"}),
+    "all_to_all_sums": Way("all_to_all_sums", fewer=True),
+    "all_to_all_sums_fp8": Way("all_to_all_sums", changes={**CODED, "quant": "fp8_block128"}),
 }
 """What ranks do with the tokens of a call, in torch and in Triton."""
 
@@ -188,6 +109,7 @@ VIEWS: Final = frozenset(
     (
         *("view", "slice", "split", "split_with_sizes", "unsqueeze", "_unsafe_view", "select", "empty", "new_empty"),
         *("empty_like", "detach", "alias", "as_strided", "t", "transpose", "expand", "reshape", "empty_strided"),
+        "unbind",
     )
 )
 """Operators that launch nothing."""
@@ -213,7 +135,7 @@ def noted(seen: list[str]) -> Iterator[None]:
 
     def noting(run: Any, name: str | None) -> Any:
         def run_and_note(*given: Any, **options: Any) -> None:
-            seen.append(name or _name_of(given[0]))
+            seen.append(name or (given[0] if isinstance(given[0], str) else _name_of(given[0])))
             with _disable_current_modes():
                 run(*given, **options)
 
@@ -221,8 +143,11 @@ def noted(seen: list[str]) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(batches, "launch", noting(batches.launch, None)))
-        for module in (rooms, gathered, rows_moved, batches):
+        for module in (rooms, gathered, rows_moved, batches, exchanged):
             stack.enter_context(mock.patch.object(module, "launch_again", noting(module.launch_again, None)))
+        for module in (exchanged, arrived):
+            launch = noting(module.launch_remembered, None)
+            stack.enter_context(mock.patch.object(module, "launch_remembered", launch))
         for exchange in ("all_gather", "all_gather_columns", "all_to_all", "reduce_scatter"):
             method = noting(getattr(Group, exchange), exchange)
             stack.enter_context(mock.patch.object(Group, exchange, method))
@@ -231,7 +156,7 @@ def noted(seen: list[str]) -> Iterator[None]:
 
 
 def moved(rank: int, size: int, way: Way) -> dict[str, Any]:
-    """A way in torch and in Triton, from the same tokens."""
+    """A way in torch, in Triton and in both by rank, from the same tokens."""
     patch_interpreter()
     problem = problem_of(**{"num_experts": 6, "hidden_size": 72, "max_num_tokens": 3, **way.changes})
     weights = numbers_of(problem)
@@ -254,16 +179,17 @@ def moved(rank: int, size: int, way: Way) -> dict[str, Any]:
     for num_tokens in (1 + rank, 0) if way.fewer else (3,):
         inputs = tuple(tensor[:num_tokens] for tensor in tokens_of(problem, rank, 3))
         found = []
-        for in_triton in (False, True):
+        for in_triton in (False, rank == 0, True):
             moves.wire.in_triton = in_triton
             out = kernel(*inputs)
             prepared = moves.prepare(*inputs, moves.experts_problem, kernel.expert_map)
             moves.finalize(torch.empty_like(out), kernel._multiply(prepared), prepared, moves.experts_problem)
             found.append((out, *seen_by_experts(prepared.inputs)))
-        equal = equal and all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        equal = equal and all(torch.equal(mine[0], each) for mine in zip(*found, strict=True) for each in mine)
     seen: list[str] = []
     if way.fewer:
         inputs = tuple(tensor[:2] for tensor in tokens_of(problem, rank, 3))
+        kernel(*inputs)  # What grows with the number of rows has grown.
     if moves.activation_format == "batched":
         moves.local = BatchedPrepareFinalize(in_triton=True)
     out = torch.empty_like(inputs[0])

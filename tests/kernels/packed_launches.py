@@ -28,9 +28,8 @@ def main() -> None:
     launches = become(target)
     experts = make_experts(selection, selection.winner)
     layers = [DummyLayer(experts, weights) for weights in empty_weights(experts)]
-    found = _sweep(layers, launches, [int(count) for count in counts.split(",")], jobs=1)
-    names = [variant.name for variant in found.variants.values()]
-    print(json.dumps({"counts": found.counts, "names": names, "fault": found.fault}))
+    found, variants = _sweep(layers, launches, [int(count) for count in counts.split(",")], jobs=1)
+    print(json.dumps({"counts": found, "names": [variant.name for variant in variants]}))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import triton.language as tl
 from moereg.kernels.launch import remembered
 from moereg.kernels.rows import gathered, rooms
 from moereg.prepare_finalize import GroupFacts, LowLatency
-from moereg.prepare_finalize.all_gather import _padded, _padded_in_triton
+from moereg.prepare_finalize.all_gather import _padded
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
 from moereg.prepare_finalize.wire import CodedWire, PlainWire, as_bytes
 from moereg.spec.problem import MoEProblem
@@ -167,7 +167,7 @@ def test_tokens_are_filled_up(num_tokens: int, monkeypatch: pytest.MonkeyPatch) 
     problem = problem_of()
     ids = ids_of([0, 1, 2], [2, 3, -1])[:num_tokens]
     given = tokens_of(problem, num_tokens, 0), torch.rand(num_tokens, 3, device=DEVICE), ids
-    for one, other in zip(_padded(*given, 5), _padded_in_triton(*given, 5), strict=True):
+    for one, other in zip(_padded(*given, 5, False), _padded(*given, 5, True), strict=True):
         assert torch.equal(one, other)
 
 

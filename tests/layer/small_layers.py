@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +31,11 @@ FORMS = {"reduced": FakeExperts, "per_route": PerRouteExperts, "per_expert": Bat
 def problem_of(**changes: Any) -> MoEProblem:
     facts = {"num_experts": 8, "hidden_size": 16, "intermediate_size": 12, "top_k": 2, "dtype": "float32"}
     return MoEProblem(**{**facts, **changes})
+
+
+def problem_for(form: str, **changes: Any) -> MoEProblem:
+    """A problem in the activation format of experts with that output form."""
+    return problem_of(activation_format="batched" if form == "per_expert" else "standard", **changes)
 
 
 def selection_of(problem: MoEProblem, experts: type[FakeExperts] = FakeExperts, name: str = "fake") -> Selection:
@@ -82,3 +90,24 @@ def build_refused(text: str, problem: MoEProblem | None = None, **changes: Any) 
     keywords = {"weights": make_weights(problem, CPU), "selection": selection_of(problem), **changes}
     with pytest.raises(ValueError, match=re.escape(text)):
         make_kernel(problem, **keywords)
+
+
+class Cuda:
+    """Stands for `torch.cuda`, as far as it is asked.
+
+    Attributes:
+        streams: Entered, by the name of the thread.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.cuda_stream = 7
+        self.is_capturing = False
+        self.streams: list[tuple[str, object]] = []
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+
+    @contextlib.contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        self.streams.append((threading.current_thread().name, stream))
+        yield

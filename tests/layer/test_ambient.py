@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from moereg import routing
 from moereg.checkpoints import load_experts
 from moereg.dispatch import select_backend
 from moereg.layer.factory import MoEKernel, make_kernel
@@ -26,6 +25,7 @@ from moereg.spec.quant_schemes import QUANT_SCHEMES
 from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
 from moereg.weights.permuted import ExpertWeights
 from tests.layer.small_layers import CPU, copied
+from tests.layer.test_routing import ROUTERS, route
 from tests.support.quantized_checkpoints import CHECKPOINTS
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
@@ -163,24 +163,15 @@ def test_layers(scheme: str, changes: dict[str, Any]) -> None:
             assert same(found, wanted[name]), (state, name)
 
 
-def test_routing() -> None:
-    logits = torch.randn(9, 16, generator=torch.Generator().manual_seed(0))
-    bias = torch.linspace(-1, 1, 16)
-    ways: list[Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = [
-        lambda logits: routing.softmax_topk(logits, 4, True),
-        lambda logits: routing.topk_softmax(logits, 4),
-        lambda logits: routing.grouped_sigmoid_topk(logits, 4, 4, 2, bias, True, 2.5),
-        lambda logits: routing.grouped_softmax_topk(logits, 4, 4, 2, 2.0),
-        lambda logits: routing.llama4_topk(logits, 1),
-    ]
-    for way in ways:
-        for dtype in (torch.float32, torch.bfloat16):
-            given = logits.to(dtype)
-            wanted = list(way(given))
-            for state, enter in STATES.items():
-                with enter():
-                    found = list(way(given))
-                assert same(found, wanted), state
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routing(name: str) -> None:
+    logits = torch.randn(9, 8, generator=torch.Generator().manual_seed(0))
+    for given in (logits, logits.bfloat16()):
+        wanted = list(route(name, given))
+        for state, enter in STATES.items():
+            with enter():
+                found = list(route(name, given))
+            assert same(found, wanted), state
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq_asymmetric", "mxfp4", "ct_nvfp4"])

@@ -1,4 +1,4 @@
-"""The refusals of a layer's call."""
+"""What a layer refuses at each call, and asks of its experts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from moereg.errors import ArgumentError
 from moereg.layer.factory import MoEKernel
 from moereg.nn.module import MoELayer
 from moereg.testing.inputs import Inputs, make_inputs, make_weights
+from moereg.tuning.inputs import random_call
 from moereg.weights.permuted import ExpertWeights
 from tests.layer.small_layers import CPU, FORMS, INPUTS, build_refused, call, kernel_of, problem_of
+from tests.support.fakes import FakeExperts
 
 
 def refuse(kernel: MoEKernel, inputs: Inputs, text: str, **changes: Any) -> None:
@@ -44,28 +46,21 @@ def refuse(kernel: MoEKernel, inputs: Inputs, text: str, **changes: Any) -> None
         ("topk_ids", torch.zeros(4, 2).short(), "topk_ids must be int32 or int64, got int16; convert it"),
         ("topk_ids", torch.zeros(4, 2, dtype=torch.int32, device="meta"),
             "topk_ids must be on the weights' device cpu, got meta; move it"),
-        (
-            "topk_weights",
-            torch.tensor([[1, 1], [1, 1], [1, float("nan")], [1, 1]]),
-            "topk_weights must be finite, got nan at token 2, slot 1; look at the router (on a GPU this is checked "
-            "with MOEREG_DEBUG=1 only)",
-        ),
-        (
-            "topk_weights",
-            torch.tensor([[1, 1], [1, 1], [1, 1], [float("inf"), 1]]),
-            "topk_weights must be finite, got inf at token 3, slot 0; look at the router (on a GPU this is checked "
-            "with MOEREG_DEBUG=1 only)",
-        ),
-        (
-            "topk_ids",
-            torch.tensor([[0, 1], [5, 5], [2, 3], [4, 4]]),
-            "topk_ids of one token must be distinct, got [5, 5] at token 1; add the two weights up instead (on a GPU "
-            "this is checked with MOEREG_DEBUG=1 only)",
-        ),
+        ("topk_weights", torch.tensor([[1, 1], [1, 1], [1, float("nan")], [1, 1]]),
+            "topk_weights must be finite, got nan at token 2, slot 1; look at the router (on a GPU this is checked wi"),
+        ("topk_ids", torch.tensor([[0, 1], [5, 5], [2, 3], [4, 4]]),
+            "topk_ids of one token must be distinct, got [5, 5] at token 1; add the two weights up instead (on a GPU"),
+        ("out", torch.zeros(5, 16), "out must have shape [4, 16], got [5, 16]"),
+        ("out", torch.zeros(4, 16).bfloat16(), "out must be float32, got bfloat16; convert it"),
+        ("out", torch.zeros(16, 4).T, "out must be contiguous, got strides [1, 4]; call .contiguous()"),
+        ("out", torch.zeros(4, 16, device="meta"), "out must be on the weights' device cpu, got meta; move it"),
     ],
 )  # fmt: skip
 def test_bad_inputs(field: str, value: Any, text: str) -> None:
-    refuse(kernel_of(problem_of()), dataclasses.replace(INPUTS, **{field: value}), text)
+    if field == "out":
+        refuse(kernel_of(problem_of()), INPUTS, text, out=value)
+    else:
+        refuse(kernel_of(problem_of()), dataclasses.replace(INPUTS, **{field: value}), text)
 
 
 def test_unmapped_ids_may_repeat() -> None:
@@ -73,19 +68,6 @@ def test_unmapped_ids_may_repeat() -> None:
     out = call(kernel_of(problem_of()), dataclasses.replace(INPUTS, topk_ids=ids))
     assert not out[:3].any()
     assert out[3].any()
-
-
-@pytest.mark.parametrize(
-    ("out", "text"),
-    [
-        (torch.zeros(5, 16), "out must have shape [4, 16], got [5, 16]"),
-        (torch.zeros(4, 16).bfloat16(), "out must be float32, got bfloat16; convert it"),
-        (torch.zeros(16, 4).T, "out must be contiguous, got strides [1, 4]; call .contiguous()"),
-        (torch.zeros(4, 16, device="meta"), "out must be on the weights' device cpu, got meta; move it"),
-    ],
-)
-def test_bad_out(out: torch.Tensor, text: str) -> None:
-    refuse(kernel_of(problem_of()), INPUTS, text, out=out)
 
 
 def test_out_aliases_no_input() -> None:
@@ -172,3 +154,54 @@ def test_vmap_over_weights_is_the_same_error() -> None:
 
     with pytest.raises(ArgumentError, match="got a call inside of vmap"):
         torch.vmap(call)(torch.stack([layer.w13, layer.w13]))
+
+
+class NotingExperts(FakeExperts):
+    """Records the shapes of its arguments."""
+
+    called: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
+
+    def apply(self, out, inputs, weights, workspace13, workspace2):  # type: ignore[no-untyped-def]
+        self.called.append((len(inputs.hidden_states), tuple(workspace13.shape), tuple(workspace2.shape)))
+        out.zero_()
+
+
+@pytest.fixture
+def kernel() -> MoEKernel:
+    NotingExperts.called = []
+    return kernel_of(problem_of(), NotingExperts)
+
+
+def run(kernel: MoEKernel, num_tokens: int) -> torch.Tensor:
+    return kernel(*random_call(problem_of(), num_tokens, "uniform", torch.Generator().manual_seed(1)))
+
+
+def test_workspaces_are_of_this_calls_tokens(kernel: MoEKernel) -> None:
+    for num_tokens in (2, 7, 1, 7):
+        run(kernel, num_tokens)
+    assert NotingExperts.called == [(tokens, (tokens, 12), (tokens, 16)) for tokens in (2, 7, 1, 7)]
+
+
+def test_experts_are_not_called_for_no_tokens(kernel: MoEKernel) -> None:
+    assert run(kernel, 0).shape == (0, 16)
+    assert NotingExperts.called == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("num_tokens", [3, 100])  # Few routes are checked in another way than many.
+def test_any_weight_that_is_not_finite_is_refused(kernel: MoEKernel, num_tokens: int, value: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden_states, topk_weights, topk_ids = random_call(problem_of(), num_tokens, "uniform", generator)
+    topk_weights[1, 1] = value
+    with pytest.raises(ValueError, match=r"must be finite, got .* at token 1, slot 1"):
+        kernel(hidden_states, topk_weights, topk_ids)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 100])
+@pytest.mark.parametrize("expert", range(8))
+def test_any_expert_named_twice_is_refused(kernel: MoEKernel, expert: int, num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden_states, topk_weights, topk_ids = random_call(problem_of(), num_tokens, "uniform", generator)
+    topk_ids[1] = expert
+    with pytest.raises(ValueError, match="distinct"):
+        kernel(hidden_states, topk_weights, topk_ids)

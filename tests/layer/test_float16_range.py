@@ -39,16 +39,7 @@ def extreme_weights(problem: MoEProblem) -> ExpertWeights:
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai", "relu2"])
 @pytest.mark.parametrize("quant", ["unquantized", "int8_w8a16", "int4_w4a16_g32"])
 def test_every_class_on_a_cpu(quant: str, activation: str, activation_format: str) -> None:
-    problem = MoEProblem(
-        num_experts=3,
-        hidden_size=64,
-        intermediate_size=I,
-        top_k=2,
-        dtype="float16",
-        activation=activation,
-        quant=quant,
-        activation_format=activation_format,
-    )
+    problem = small_problem(activation=activation, quant=quant, activation_format=activation_format)
     check_every_class(problem, extreme_weights(problem), 3000 if problem.activation.gated else 100)
 
 
@@ -118,9 +109,8 @@ def test_routing_weights_of_any_size_on_the_input(routing_scale: float, quant: s
 
 
 def small_problem(**changes: Any) -> MoEProblem:
-    return MoEProblem(
-        **{"num_experts": 3, "hidden_size": 64, "intermediate_size": I, "top_k": 2, **changes}, dtype="float16"
-    )
+    sizes = {"num_experts": 3, "hidden_size": 64, "intermediate_size": I, "top_k": 2, "dtype": "float16"}
+    return MoEProblem(**{**sizes, **changes})
 
 
 class Half:
@@ -144,15 +134,7 @@ def test_rows_are_repeated_one_by_one() -> None:
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 @pytest.mark.parametrize("activation", ["silu", "swigluoai"])
 def test_packed_weights_are_read_back(activation: str) -> None:
-    problem = MoEProblem(
-        num_experts=2,
-        hidden_size=37,
-        intermediate_size=I,
-        top_k=1,
-        dtype="float32",
-        activation=activation,
-        has_bias=True,
-    )
+    problem = small_problem(hidden_size=37, dtype="float32", activation=activation, has_bias=True)
     weights = make_plain_weights(problem, CPU)
     assert weights.w13_bias is not None
     biases = (weights.w13_bias, weights.w2_bias)

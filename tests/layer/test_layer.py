@@ -10,7 +10,7 @@ import torch
 
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.testing.inputs import make_inputs, make_weights
-from tests.layer.small_layers import CPU, FORMS, call, expected, kernel_of, problem_of
+from tests.layer.small_layers import CPU, FORMS, call, expected, kernel_of, problem_for
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -26,8 +26,7 @@ from tests.layer.small_layers import CPU, FORMS, call, expected, kernel_of, prob
     ids=str,
 )
 def test_every_output_form(form: str, num_tokens: int, changes: dict[str, Any]) -> None:
-    activation_format = "batched" if form == "per_expert" else "standard"
-    problem = problem_of(activation_format=activation_format, **changes)
+    problem = problem_for(form, **changes)
     weights = make_weights(problem, CPU)
     kernel = kernel_of(problem, FORMS[form], weights)
     for routing in ("uniform", "unmapped"):
@@ -43,8 +42,7 @@ def test_every_output_form(form: str, num_tokens: int, changes: dict[str, Any]) 
 
 @pytest.mark.parametrize("form", ["per_route", "per_expert"])
 def test_wide_output_holds_what_float16_does_not(form: str) -> None:
-    changes: dict[str, Any] = {"activation_format": "batched"} if form == "per_expert" else {}
-    problem = problem_of(dtype="float16", **changes)
+    problem = problem_for(form, dtype="float16")
     plain = make_weights(problem, CPU)
     weights = dataclasses.replace(plain, w2=(plain.w2.float() * 1e5).clamp(-6e4, 6e4).half())
     inputs = make_inputs(problem, 5, "uniform", CPU)
@@ -60,7 +58,7 @@ def test_wide_output_holds_what_float16_does_not(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_tokens", [0, 3])
 def test_out_is_overwritten_and_returned(form: str, num_tokens: int) -> None:
-    problem = problem_of(activation_format="batched" if form == "per_expert" else "standard")
+    problem = problem_for(form)
     kernel = kernel_of(problem, FORMS[form])
     inputs = make_inputs(problem, num_tokens, "unmapped", CPU)
     out = torch.full((num_tokens, 16), torch.nan)
@@ -71,7 +69,7 @@ def test_out_is_overwritten_and_returned(form: str, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_int64_ids(form: str) -> None:
-    problem = problem_of(activation_format="batched" if form == "per_expert" else "standard")
+    problem = problem_for(form)
     kernel = kernel_of(problem, FORMS[form])
     inputs = make_inputs(problem, 6, "uniform", CPU)
     out = call(kernel, inputs)

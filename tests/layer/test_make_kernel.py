@@ -1,10 +1,11 @@
-"""What make_kernel refuses and fills in, in one process and across ranks."""
+"""What make_kernel refuses and fills in, and which experts a rank holds."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -13,33 +14,42 @@ from moereg.dispatch import select_backend
 from moereg.errors import BackendError, LayoutMismatchError
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import relative_error
-from moereg.prepare_finalize import StandardPrepareFinalize
+from moereg.numerics.tolerances import tolerance
+from moereg.prepare_finalize import BatchedPrepareFinalize, StandardPrepareFinalize
 from moereg.selection.result import Selection
 from moereg.testing.inputs import make_inputs, make_weights
-from tests.layer.small_layers import CPU, INPUTS, build_refused, call, expected, kernel_of, problem_of, selection_of
+from moereg.weights.permuted import ExpertWeights
+from tests.layer.small_layers import (
+    CPU,
+    FORMS,
+    INPUTS,
+    build_refused,
+    call,
+    expected,
+    kernel_of,
+    problem_for,
+    problem_of,
+    selection_of,
+)
 from tests.support.fakes import FakeExperts
 
 
-def test_selection_has_to_be_this_problems() -> None:
-    other = selection_of(problem_of(top_k=3))
-    build_refused(
-        "the selection was made for E8 H16 I12 k3 float32 unquantized silu, got E8 H16 I12 k2", selection=other
-    )
-
-
-def test_selection_has_to_be_registered_here() -> None:
+def test_what_belongs_to_something_else_is_refused() -> None:
     selection = selection_of(problem_of())
-    values = selection.to_dict()
-    build_refused(
-        "the selection has no backend that is registered here (it names 'fake'); select again",
-        selection=Selection.from_dict(values),
-    )
-    build_refused("(it names None); select again", selection=dataclasses.replace(selection, decisions=(), source=None))
-
-
-def test_weights_have_to_be_where_the_platform_is() -> None:
-    weights = make_weights(problem_of(), CPU).to("meta")
-    build_refused("needs weights on a cpu or cuda device, got meta; move the weights there", weights=weights)
+    absent, none = Selection.from_dict(selection.to_dict()), dataclasses.replace(selection, decisions=(), source=None)
+    for arguments, text in (
+        (
+            {"selection": selection_of(problem_of(top_k=3))},
+            "the selection was made for E8 H16 I12 k3 float32 unquantize",
+        ),
+        ({"selection": absent}, "the selection has no backend that is registered here (it names 'fake'); select again"),
+        ({"selection": none}, "(it names None); select again"),
+        (
+            {"weights": make_weights(problem_of(), CPU).to("meta")},
+            "needs weights on a cpu or cuda device, got meta; move",
+        ),
+    ):
+        build_refused(text, **arguments)
 
 
 def test_layouts_have_to_match() -> None:
@@ -101,3 +111,78 @@ def test_a_default_device_changes_nothing() -> None:
     compiled = torch.compile(lambda *arguments: kernel(*arguments), fullgraph=True, backend="eager")
     assert torch.equal(compiled(*arguments), kernel(*arguments))
     assert torch.equal(kernel(*arguments), make_kernel(problem, weights, selection, ep_rank=1)(*arguments))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_contiguous_ranks_sum_to_the_whole(form: str) -> None:
+    whole = problem_for(form)
+    weights = make_weights(whole, CPU)
+    inputs = make_inputs(whole, 9, "unmapped", CPU)
+    part = problem_for(form, num_local_experts=2)
+    parts = []
+    for rank in range(4):
+        local = ExpertWeights(w13=weights.w13[2 * rank : 2 * rank + 2], w2=weights.w2[2 * rank : 2 * rank + 2])
+        parts.append(call(kernel_of(part, FORMS[form], local, ep_rank=rank), inputs))
+    assert all(out.any() for out in parts)
+    assert relative_error(torch.stack(parts).sum(0), expected(whole, weights, inputs)) < 1e-6
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_expert_map_is_updated_in_place(form: str) -> None:
+    problem = problem_for(form, num_local_experts=3, placement="map")
+    weights = make_weights(problem, CPU)
+    expert_map = torch.tensor([2, -1, -1, 0, -1, 1, -1, -1], dtype=torch.int32)
+    kernel = kernel_of(problem, FORMS[form], weights, expert_map=expert_map)
+    inputs = make_inputs(problem, 12, "uniform", CPU)
+    assert kernel.expert_map is expert_map
+    first = call(kernel, inputs)
+    assert relative_error(first, expected(problem, weights, inputs, expert_map)) < 1e-6
+    expert_map.copy_(expert_map.flip(0))
+    second = call(kernel, inputs)
+    assert relative_error(second, expected(problem, weights, inputs, expert_map)) < 1e-6
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("problem", "arguments", "text"),
+    [
+        ({}, {"ep_rank": 1}, "ep_rank must be 0 where all experts are local, got 1"),
+        ({"num_local_experts": 2}, {"ep_rank": 4}, "ep_rank must be in [0, 4) for 2 of 8 experts a rank, got 4"),
+        ({"num_local_experts": 2}, {"ep_rank": -1}, "ep_rank must be in [0, 4) for 2 of 8 experts a rank, got -1"),
+        ({"num_local_experts": 3}, {"ep_rank": 2},
+            "contiguous placement needs num_experts % num_local_experts == 0, got 8 and 3; give uneven ranks "),
+        ({}, {"expert_map": torch.zeros(8, dtype=torch.int32)},
+            "expert_map needs placement='map' in the problem, got placement='contiguous'"),
+        ({"placement": "map"}, {}, "placement 'map' needs expert_map, int32 [num_experts] with the local expert or -1"),
+        ({"placement": "map"}, {"expert_map": torch.zeros(7, dtype=torch.int32)},
+            "expert_map must have shape [8], got [7]"),
+        ({"placement": "map"}, {"expert_map": torch.zeros(8)}, "expert_map must be int32, got float32; convert it"),
+        ({"placement": "map"}, {"expert_map": torch.zeros(8, dtype=torch.int32, device="meta")},
+            "expert_map must be on the weights' device cpu, got meta; move it"),
+        ({}, {"prepare_finalize": BatchedPrepareFinalize()}, "prepare_finalize 'batched' makes the batched format but"),
+    ],
+)  # fmt: skip
+def test_placement_is_checked(problem: dict[str, Any], arguments: dict[str, Any], text: str) -> None:
+    build_refused(text, problem_of(**problem), **arguments)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+def test_experts_may_share_a_local_one(activation_format: str, dtype: str) -> None:
+    """As merged experts do: a token that is routed to two of them gets both routing weights."""
+    problem = problem_of(
+        num_local_experts=3, placement="map", top_k=4, dtype=dtype, activation_format=activation_format
+    )
+    weights = make_weights(problem, CPU)
+    inputs = make_inputs(problem, 17, "uniform", CPU)
+    expert_map = torch.tensor([0, 0, 1, -1, 0, 2, 1, 0], dtype=torch.int32)
+    decisions = [decision for decision in select_backend(problem, "cpu").decisions if decision.accepted]
+    assert decisions
+    for decision in decisions:
+        selection = dataclasses.replace(select_backend(problem, "cpu"), decisions=(decision,))
+        kernel = make_kernel(problem, weights, selection, expert_map=expert_map.clone())
+        for _ in range(2):
+            truth = expected(problem, weights, inputs, kernel.expert_map)
+            assert relative_error(call(kernel, inputs), truth) < tolerance("unquantized", dtype)
+            assert kernel.expert_map is not None
+            kernel.expert_map.copy_(expert_map.flip(0))  # An update in place may do so as well.

@@ -61,61 +61,25 @@ def test_standard_sums_what_is_routed(weight_on_input: bool) -> None:
     torch.testing.assert_close(out, expected)
 
 
-def test_sums_are_in_fp32() -> None:
-    problem = problem_of(dtype="bfloat16", num_experts=8, top_k=8)
-    rows = torch.full((1, 8, 8), 1.0, dtype=torch.bfloat16)
-    rows[0, 0] = 256.0
+@pytest.mark.parametrize(
+    ("values", "weights", "total"),
+    [
+        # In bf16, 256 + 1 is 256; 263 rounds to 264.
+        ([256.0] + [1.0] * 7, [1.0] * 8, 264.0),
+        # In bf16 the first weight is 1, and so is its product.
+        ([1.0, -1.0], [1 + 2.0**-10, 1.0], 2.0**-10),
+    ],
+    ids=["sums", "products with routing weights"],
+)
+def test_finalize_computes_in_fp32(values: list[float], weights: list[float], total: float) -> None:
+    problem = problem_of(dtype="bfloat16", num_experts=8, top_k=len(values))
+    rows = torch.tensor(values).bfloat16().view(1, -1, 1).expand(1, -1, 8).contiguous()
     movement = StandardPrepareFinalize()
-    ids, ones = torch.arange(8, dtype=torch.int32).view(1, 8), torch.ones(1, 8)
+    ids = torch.arange(len(values), dtype=torch.int32).unsqueeze(0)
+    prepared = movement.prepare(rows[:, 0].contiguous(), torch.tensor([weights]), ids, problem, None)
     out = torch.empty(1, 8, dtype=torch.bfloat16)
-    movement.finalize(out, rows, movement.prepare(rows[:, 0].contiguous(), ones, ids, problem, None), problem)
-    # In bf16, 256 + 1 is 256; 263 rounds to 264.
-    assert out.tolist() == [[264.0] * 8]
-
-
-def test_products_with_routing_weights_are_in_fp32() -> None:
-    problem = problem_of(dtype="bfloat16", num_experts=8, top_k=2)
-    rows = torch.ones(1, 2, 8, dtype=torch.bfloat16)
-    rows[0, 1] = -1.0
-    movement = StandardPrepareFinalize()
-    # In bf16 the first weight is 1, and so is its product.
-    ids, weights = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([[1 + 2.0**-10, 1.0]])
-    out = torch.empty(1, 8, dtype=torch.bfloat16)
-    movement.finalize(out, rows, movement.prepare(rows[:, 0].contiguous(), weights, ids, problem, None), problem)
-    assert out.tolist() == [[2.0**-10] * 8]
-
-
-@pytest.mark.parametrize("expert_map", [None, [-1, 0, -1, 1]])
-def test_batched_places_every_route(expert_map: list[int] | None) -> None:
-    num_local = 4 if expert_map is None else 2
-    problem = problem_of(
-        activation_format="batched",
-        num_local_experts=num_local,
-        placement="contiguous" if expert_map is None else "map",
-    )
-    mapping = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32)
-    x = torch.randn(5, 8)
-    movement = BatchedPrepareFinalize()
-    prepared = movement.prepare(x, WEIGHTS, IDS, problem, mapping)
-    inputs = prepared.inputs
-    assert inputs.hidden_states.shape == (num_local, 5, 8)
-    assert inputs.hidden_states.is_contiguous()
-    assert prepared.num_tokens == 5
-    assert inputs.expert_num_tokens is not None
-    assert inputs.expert_num_tokens.dtype == torch.int32
-    local = local_expert_ids(IDS, problem.num_local_experts, mapping)
-    assert inputs.expert_num_tokens.tolist() == [int((local == expert).sum()) for expert in range(num_local)]
-    for expert in range(num_local):
-        tokens = [token for token in range(5) if expert in local[token].tolist()]
-        assert torch.equal(inputs.hidden_states[expert, : len(tokens)], x[tokens])
-    # Rows without a route are undefined, so they must not come through.
-    expert_out = torch.full((num_local, 5, 8), torch.nan)
-    for expert, count in enumerate(inputs.expert_num_tokens.tolist()):
-        expert_out[expert, :count] = inputs.hidden_states[expert, :count] * (expert + 1)
-    out = torch.full((5, 8), torch.nan)
-    movement.finalize(out, expert_out, prepared, problem)
-    factor = torch.where(local >= 0, (local + 1) * WEIGHTS, 0.0).sum(1, keepdim=True)
-    torch.testing.assert_close(out, x * factor)
+    movement.finalize(out, rows, prepared, problem)
+    assert out.tolist() == [[total] * 8]
 
 
 def test_batched_scales_inputs() -> None:
@@ -136,9 +100,9 @@ def test_batched_scales_inputs() -> None:
     torch.testing.assert_close(out, x * weights)
 
 
-@pytest.mark.parametrize("expert_map", [None, [1, 0, 1, -1], [1, 1, 1, 1], [0, 0, -1, 1]], ids=str)
-def test_batched_rows_are_shared_by_routes_of_one_expert(expert_map: list[int] | None) -> None:
-    """A map that gives several experts one row of weights, or a token that names an expert twice."""
+@pytest.mark.parametrize("expert_map", [None, [-1, 0, -1, 1], [1, 0, 1, -1], [1, 1, 1, 1], [0, 0, -1, 1]], ids=str)
+def test_batched_places_every_route(expert_map: list[int] | None) -> None:
+    """Routes share a row if a map gives several experts one row of weights, or a token names an expert twice."""
     problem = problem_of(
         activation_format="batched",
         top_k=3,
@@ -151,13 +115,17 @@ def test_batched_rows_are_shared_by_routes_of_one_expert(expert_map: list[int] |
     movement = BatchedPrepareFinalize()
     prepared = movement.prepare(x, weights, ids, problem, mapping)
     local = local_expert_ids(ids, problem.num_local_experts, mapping)
-    counts = prepared.inputs.expert_num_tokens
+    rows, counts = prepared.inputs.hidden_states, prepared.inputs.expert_num_tokens
+    assert rows.is_contiguous()
+    assert (rows.shape, prepared.num_tokens) == ((problem.num_local_experts, 5, 8), 5)
     assert counts is not None
+    assert counts.dtype == torch.int32
     assert counts.tolist() == [int((local == e).any(1).sum()) for e in range(problem.num_local_experts)]
+    # Rows without a route are undefined, so they must not come through.
     expert_out = torch.full((problem.num_local_experts, 5, 8), torch.nan)
     for expert, count in enumerate(counts.tolist()):
         tokens = [token for token in range(5) if expert in local[token].tolist()]
-        assert torch.equal(prepared.inputs.hidden_states[expert, :count], x[tokens])
+        assert torch.equal(rows[expert, :count], x[tokens])
         expert_out[expert, :count] = x[tokens] * (expert + 1)
     out = torch.full((5, 8), torch.nan)
     movement.finalize(out, expert_out, prepared, problem)

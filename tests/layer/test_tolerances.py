@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -132,30 +133,31 @@ def test_the_bounds_as_numbers() -> None:
         assert found[name] == pytest.approx(row, rel=0.03), name
 
 
-def test_small_outputs_have_larger_bounds() -> None:
-    assert tolerance("unquantized", "bfloat16", 64) == tolerance("unquantized", "bfloat16")
-    assert tolerance("unquantized", "bfloat16", 16) == 2 * tolerance("unquantized", "bfloat16")
-    assert tolerance("unquantized", "bfloat16", 4) == tolerance("unquantized", "bfloat16", 4, num_intermediate=10**9)
-    assert tolerance("unquantized", "bfloat16", 0) == tolerance("int4_w4a16_g32", "bfloat16", 1) == LARGEST_BOUND
+@pytest.mark.parametrize(
+    ("scheme", "sizes", "factor"),
+    [
+        *(("unquantized", {"num_elements": count}, factor) for count, factor in ((64, 1), (16, 2), (0, math.inf))),
+        ("unquantized", {"num_elements": 4, "num_intermediate": 10**9}, 10**2 / 3),
+        ("int4_w4a16_g32", {"num_elements": 1}, math.inf),
+        # A steep activation makes few elements of the intermediate small together, in weight-only kernels more often.
+        *(("int4_w4a16_g32", {"num_intermediate": count}, 10 ** (8 / count)) for count in (2, 8, 16, 10**4)),
+        *(("unquantized", {"num_intermediate": count}, 10 ** (4 / count)) for count in (2, 8, 16)),
+        ("int8_w8a16", {"limit": 0.25}, 2),
+        *(
+            (scheme, {"limit": limit}, 1)
+            for scheme, limit in (("int8_w8a16", 7.0), ("unquantized", 0.25), ("mxfp8", 0.25))
+        ),
+    ],
+)
+def test_small_and_clamped_layers_have_larger_bounds(scheme: str, sizes: dict[str, Any], factor: float) -> None:
+    wanted = min(factor * tolerance(scheme, "bfloat16"), LARGEST_BOUND)
+    assert tolerance(scheme, "bfloat16", **sizes) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_bounds_shrink_with_the_number_of_elements() -> None:
     bounds = [tolerance("nvfp4", "bfloat16", 2**power) for power in range(30)]
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[-1] == pytest.approx(tolerance("nvfp4", "bfloat16"), rel=3e-3)
-
-
-def test_small_intermediates_have_larger_bounds() -> None:
-    plain, weight_only = tolerance("unquantized", "bfloat16"), tolerance("int4_w4a16_g32", "bfloat16")
-    for count, factor in ((8, 10.0), (16, 10**0.5), (2, 1e4)):
-        found = tolerance("int4_w4a16_g32", "bfloat16", num_intermediate=count)
-        assert found == pytest.approx(min(weight_only * factor, LARGEST_BOUND))
-        found = tolerance("unquantized", "bfloat16", num_intermediate=count)
-        assert found == pytest.approx(min(plain * factor**0.5, LARGEST_BOUND))
-    assert tolerance("int4_w4a16_g32", "bfloat16", num_intermediate=10**4) == pytest.approx(weight_only, rel=2e-3)
-
-
-def test_tight_clamps_have_larger_bounds_in_weight_only_kernels() -> None:
-    assert tolerance("int8_w8a16", "bfloat16", limit=0.25) == 2 * tolerance("int8_w8a16", "bfloat16")
-    for scheme, limit in (("int8_w8a16", 7.0), ("int8_w8a16", None), ("unquantized", 0.25), ("mxfp8", 0.25)):
-        assert tolerance(scheme, "bfloat16", limit=limit) == tolerance(scheme, "bfloat16")
 
 
 def test_the_bound_of_a_layer_reads_its_sizes() -> None:

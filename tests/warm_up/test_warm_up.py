@@ -21,10 +21,9 @@ from moereg.layer.backend_calls import make_experts
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.warm_up import ahead, check_token_counts, here, shipped
 from moereg.layer.warm_up.ahead import Ahead
-from moereg.layer.warm_up.counts import powers_of_two, shown_counts
 from moereg.layer.warm_up.dummy import DummyLayer, described, empty_weights, undescribed
 from moereg.layer.warm_up.fan_out import fan_out
-from moereg.layer.warm_up.result import CompiledVariant
+from moereg.layer.warm_up.result import CompiledVariant, shown_counts
 from moereg.platforms import Platform
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
@@ -65,7 +64,7 @@ def test_numbers_of_tokens() -> None:
     assert check_token_counts(None, 5) == (1, 2, 3, 4, 5)
     assert check_token_counts([64, 0, 1, 64]) == (1, 64)
     assert check_token_counts(range(1, 4), 2) == (1, 2, 3)
-    assert powers_of_two(3, 17) == (3, 4, 8, 16, 17)
+    assert here._powers_of_two(3, 17) == (3, 4, 8, 16, 17)
     assert [shown_counts(counts) for counts in ((1,), (7,), (1, 2, 3), (1, 3))] == [
         "1 token", "7 tokens", "1 to 3 tokens", "2 numbers of tokens from 1 to 3"
     ]  # fmt: skip
@@ -158,15 +157,7 @@ def test_a_process_compiles_for_a_kind_of_layer_once(
 @pytest.mark.parametrize("activation_format", ["standard", "batched"])
 @pytest.mark.parametrize("num_local_experts", [8, 4])
 def test_dummy_calls_are_calls(activation_format: str, num_local_experts: int) -> None:
-    problem = MoEProblem(
-        num_experts=8,
-        hidden_size=64,
-        intermediate_size=64,
-        top_k=2,
-        dtype="float32",
-        activation_format=activation_format,
-        num_local_experts=num_local_experts,
-    )
+    problem = problem_of(activation_format=activation_format, num_local_experts=num_local_experts)
     weights = random_weights(problem, torch.Generator().manual_seed(0), torch.device("cpu"))
     kernel = make_kernel(problem, weights, select_backend(problem, platform="cpu"))
     for num_tokens in (1, 5):
@@ -197,7 +188,7 @@ def test_work_is_spread_over_forks() -> None:
     assert found == {number: None if number == 3 else number * number for number in range(8)}
     assert dict(fan_out(0, work, 2)) == {}
     # Nobody is left to do the rest.
-    assert set(dict(fan_out(3, lambda number: os._exit(1), 2)).values()) == {None}
+    assert dict(fan_out(3, lambda number: os._exit(1), 2)) == dict.fromkeys(range(3))
 
 
 def test_a_caller_that_stops_listening_leaves_no_forks() -> None:
@@ -214,11 +205,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(cache, "triton_key", lambda: "3.8.0-files")
     selection = select_backend(PROBLEM, platform=SM90, require="triton")
     made = tmp_path / "made"
-    with shipped.use_folder(SM90, made) as found:
-        assert cache.cache_folder() == made == found.folder
+    with shipped.use_folder(SM90, made) as place:
+        assert cache.cache_folder() == made == place
         target = cache.Target.of("cuda", "sm90")
         assert target is not None
-        found.add(selection, (1, 2), cache.compiler_facts(target), 1)
+        shipped.note_layer(made, selection, (1, 2), cache.compiler_facts(target), 1)
         (made / "KEY").mkdir()
         paths = {"kernel.cubin": str(made / "KEY" / "kernel.cubin")}
         (made / "KEY" / "__grp__kernel.json").write_text(json.dumps({"child_paths": paths}))

@@ -1,9 +1,8 @@
 """Kernels compiled before the first call needs them: in this process's machine, or ahead for another one."""
 
 from moereg.layer.warm_up.ahead import compile_ahead
-from moereg.layer.warm_up.counts import check_token_counts
 from moereg.layer.warm_up.here import warm_up
-from moereg.layer.warm_up.result import CompiledVariant, WarmUp
+from moereg.layer.warm_up.result import CompiledVariant, WarmUp, check_token_counts
 from moereg.layer.warm_up.shipped import check_shipped, use_shipped_kernels
 
 __all__ = [

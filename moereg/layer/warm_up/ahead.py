@@ -20,16 +20,12 @@ import torch
 
 from moereg import errors
 from moereg.errors import ArgumentError, BackendError, one_line
-from moereg.layer.warm_up.counts import shown_counts
-from moereg.layer.warm_up.result import CompiledVariant, WarmUp
-from moereg.layer.warm_up.shipped import use_folder
+from moereg.layer.warm_up.result import CompiledVariant, WarmUp, shown_counts
+from moereg.layer.warm_up.shipped import note_layer, use_folder
 from moereg.runtime.memory import free_memory_bytes
 from moereg.runtime.progress import long_wait
 from moereg.runtime.python_process import num_cores, python_command
 from moereg.selection.result import Selection
-from moereg.spec.problem import MoEProblem
-
-__all__ = ["Ahead", "compile_ahead", "num_compilers"]
 
 _SECONDS_EACH: Final = 3.0
 """Mean seconds for a kernel on one core."""
@@ -50,10 +46,10 @@ class Ahead:
         notes: Lines for the user.
     """
 
-    kernels: tuple[CompiledVariant, ...]
-    counts: tuple[int, ...]
-    fault: str | None
-    facts: dict[str, str]
+    kernels: tuple[CompiledVariant, ...] = ()
+    counts: tuple[int, ...] = ()
+    fault: str | None = None
+    facts: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -87,9 +83,18 @@ def compile_ahead(
     start = time.monotonic()
     winner = selection.winner
     assert winner is not None
-    _check_compiler(selection)
-    with use_folder(selection.platform, folder) as shipped:
-        found = ask(selection, counts, num_compilers(jobs), has_map=_has_map(selection.problem))
+    platform = selection.platform
+    if importlib.util.find_spec("triton") is None:
+        raise ArgumentError(f"compiling for {platform} needs Triton here; pip install triton")
+    from moereg.kernels.launch.ahead import Target
+
+    if Target.of(platform.kind, platform.arch) is None:
+        known = ", ".join(Target.known())
+        raise ArgumentError(f"kernels can be compiled for {known}, got {platform}; name one of these")
+    problem = selection.problem
+    has_map = problem.is_expert_parallel or problem.placement == "map"
+    with use_folder(platform, folder) as place:
+        found = ask(selection, counts, num_compilers(jobs), has_map=has_map)
         notes = found.notes
         if found.fault is not None:
             notes = (
@@ -97,25 +102,9 @@ def compile_ahead(
                 "--require triton",
             )
         elif folder is not None:
-            shipped.add(selection, counts, found.facts, len(found.kernels))
+            note_layer(place, selection, counts, found.facts, len(found.kernels))
         taken = time.monotonic() - start
-        return WarmUp(winner.backend, tuple(counts), found.kernels, 0, taken, shipped.folder, notes)
-
-
-def _has_map(problem: MoEProblem) -> bool:
-    return problem.is_expert_parallel or problem.placement == "map"
-
-
-def _check_compiler(selection: Selection) -> None:
-    platform = selection.platform
-    if importlib.util.find_spec("triton") is None:
-        raise ArgumentError(f"compiling for {platform} needs Triton here; pip install triton")
-    from moereg.kernels.launch.ahead import Target
-
-    if Target.of(platform.kind, platform.arch) is None:
-        raise ArgumentError(
-            f"kernels can be compiled for {', '.join(Target.known())}, got {platform}; name one of these"
-        )
+        return WarmUp(winner.backend, tuple(counts), found.kernels, 0, taken, place, notes)
 
 
 def ask(
@@ -130,9 +119,7 @@ def ask(
     """Has another process compile, into Triton's cache of this one.
 
     Args:
-        selection: With a winner.
-        counts: Numbers of tokens, ascending.
-        jobs: Compilers at once.
+        selection, counts, jobs: As in `compile_ahead`.
         has_map: Whether calls have an expert map.
         weights: As `described` says; all that a checkpoint may hold where None.
         shared_bytes: Most shared memory of a program, as a device that is there says.
@@ -153,6 +140,8 @@ def ask(
     }
     what = f"compiling {{}} kernels of {winner.backend} for {shown_counts(counts)}"
     answer = _run(request, what, jobs)
+    if answer["fault"] is not None:
+        return Ahead(fault=answer["fault"])
     failed = [kernel for kernel in answer["kernels"] if "error" in kernel]
     if failed:
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
@@ -163,14 +152,8 @@ def ask(
             winner.backend,
             winner.origin,
         )
-    lack = answer.get("lack")
-    return Ahead(
-        tuple(CompiledVariant(**kernel) for kernel in answer["kernels"]),
-        tuple(answer["counts"]),
-        answer["fault"],
-        answer.get("facts", {}),
-        () if lack is None else (lack,),
-    )
+    kernels = tuple(CompiledVariant(**kernel) for kernel in answer["kernels"])
+    return Ahead(kernels, tuple(answer["counts"]), None, answer["facts"], tuple(answer["notes"]))
 
 
 def _run(request: dict[str, Any], what: str, jobs: int) -> dict[str, Any]:

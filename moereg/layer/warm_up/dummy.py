@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -16,17 +16,17 @@ from moereg.spec.problem import MoEProblem
 from moereg.weights.expert_weights import ExpertWeights
 from moereg.weights.permuted import PermutedWeights
 
-__all__ = ["MOVING_KERNELS", "DummyLayer", "described", "empty_weights", "moving_kernels", "undescribed"]
-
 MOVING_KERNELS: Final = "moereg.kernels.rows.batches:"
 """Begins the names of the kernels that move tokens in the batched format."""
 
-Take = Callable[[Sequence[tuple[int, ...]], torch.dtype, torch.device], Sequence[torch.Tensor]]
+Take = Callable[[tuple[tuple[int, ...], ...], torch.dtype, torch.device], tuple[torch.Tensor, ...]]
 """Shapes, dtype and device to tensors whose contents are undefined."""
 
 
-def _take_new(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-    return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+def _take_new(
+    shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +48,7 @@ class DummyLayer:
     moves: BatchedPrepareFinalize | None = None
 
     def call(self, num_tokens: int) -> None:
-        """Calls the experts, and what moves tokens, with tokens that are zeros and go to all experts evenly.
-
-        Args:
-            num_tokens: T, or max_T in the batched format.
-        """
+        """Calls the experts, and what moves tokens, with tokens that are zeros and go to all experts evenly."""
         problem, device = self.experts.problem, self.weights.device
         dtype, top_k = problem.torch_dtype, problem.top_k
         routes = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device).view(num_tokens, top_k)

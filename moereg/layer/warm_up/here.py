@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.util
 import json
 import time
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -16,9 +17,8 @@ from moereg.errors import ArgumentError
 from moereg.experts import Experts
 from moereg.layer import backend_calls
 from moereg.layer.warm_up.ahead import Ahead, ask, num_compilers
-from moereg.layer.warm_up.counts import check_token_counts, powers_of_two
 from moereg.layer.warm_up.dummy import DummyLayer, described
-from moereg.layer.warm_up.result import CompiledVariant, WarmUp
+from moereg.layer.warm_up.result import CompiledVariant, WarmUp, check_token_counts
 from moereg.layer.warm_up.shipped import check_shipped
 from moereg.prepare_finalize import BatchedPrepareFinalize, PrepareFinalize
 from moereg.runtime.progress import logger
@@ -26,8 +26,6 @@ from moereg.runtime.torch_state import plain_torch
 from moereg.runtime.workspace import WORKSPACES
 from moereg.selection.result import Selection
 from moereg.weights.permuted import PermutedWeights
-
-__all__ = ["warm_up"]
 
 _MOST_RECORDED: Final = 128
 """Up to so many numbers of tokens that a caller names are called, so that their launches are recorded."""
@@ -47,17 +45,7 @@ def warm_up(
     jobs: int | None,
     moves: PrepareFinalize | None = None,
 ) -> WarmUp:
-    """Compiles all that calls of a layer launch, loads it, and records launches; see `MoEKernel.warm_up`.
-
-    Args:
-        selection: How the backend was chosen.
-        experts: The class, made for the layer.
-        weights: What it reads, on the layer's device.
-        expert_map: The layer's.
-        token_counts: As callers say.
-        jobs: Compilers at once.
-        moves: What lays tokens out on this rank; called where that may launch kernels of ours.
-    """
+    """As `MoEKernel.warm_up`, for its parts; `moves` lays tokens out on this rank, and may launch kernels for it."""
     start = time.monotonic()
     winner = selection.winner
     assert winner is not None
@@ -75,14 +63,9 @@ def warm_up(
         named = counts if token_counts is not None and len(counts) <= _MOST_RECORDED else ()
         to_run = tuple(sorted({*found.counts, *named}))
     else:
-        to_run = counts if token_counts is not None else powers_of_two(counts[0], counts[-1])
-    layer = DummyLayer(
-        experts,
-        weights,
-        expert_map,
-        lambda *what: WORKSPACES.take(tuple(what[0]), *what[1:]),
-        moves if isinstance(moves, BatchedPrepareFinalize) else None,
-    )
+        to_run = counts if token_counts is not None else _powers_of_two(counts[0], counts[-1])
+    batches = moves if isinstance(moves, BatchedPrepareFinalize) else None
+    layer = DummyLayer(experts, weights, expert_map, WORKSPACES.take, batches)
     num_compiled = _run(selection, layer, to_run, counts_compilations=found.fault is None)
     notes = found.notes
     if found.fault is not None:
@@ -91,29 +74,33 @@ def warm_up(
         notes += (f"{num_compiled} kernels were compiled while calls were made, which the list of launches lacked",)
         logger.warning("warm_up of %s: %s", winner.backend, notes[-1])
     taken = time.monotonic() - start
-    return WarmUp(winner.backend, counts, found.kernels, len(to_run), taken, _cache_of(found), notes)
+    folder = None
+    if found.fault is None:
+        from moereg.kernels.launch import cache
+
+        folder = cache.cache_folder()
+    return WarmUp(winner.backend, counts, found.kernels, len(to_run), taken, folder, notes)
 
 
-def _cache_of(found: Ahead) -> Path | None:
-    if found.fault is not None:
-        return None
-    from moereg.kernels.launch import cache
-
-    return cache.cache_folder()
+def _powers_of_two(least: int, most: int) -> tuple[int, ...]:
+    """The powers of two in a range, and its ends."""
+    return tuple(sorted({least, most, *(2**n for n in range(most.bit_length()) if least <= 2**n <= most)}))
 
 
 def _ahead(selection: Selection, weights: PermutedWeights, has_map: bool, counts: tuple[int, ...], jobs: int) -> Ahead:
     """Compiles what can be compiled without the device."""
     description = described(weights)
     if importlib.util.find_spec("triton") is None or description is None:
-        return Ahead((), (), "Triton is not installed" if description else "experts lie apart in memory", {})
+        return Ahead(fault="Triton is not installed" if description else "experts lie apart in memory")
     from moereg.kernels.launch import cache
     from moereg.kernels.launch.ahead import Target
 
     platform, device = selection.platform, weights.device
-    shared_bytes = _shared_bytes(device)
+    shared_bytes = None
+    if device.type == "cuda":  # Not every build of torch tells.
+        shared_bytes = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
     if Target.of(platform.kind, platform.arch, shared_bytes) is None:
-        return Ahead((), (), f"Triton's kernels are not compiled ahead for {platform}", {})
+        return Ahead(fault=f"Triton's kernels are not compiled ahead for {platform}")
     folder = cache.cache_folder()
     # A shipped folder may be read-only and whole. What it lacks would be named by the compiler.
     if check_shipped(folder, platform, shared_bytes) is None and (fault := cache.writing_fault(folder)) is not None:
@@ -121,45 +108,32 @@ def _ahead(selection: Selection, weights: PermutedWeights, has_map: bool, counts
             f"kernels are compiled into a folder that can be written, got {folder} ({fault}); "
             "set TRITON_CACHE_DIR to one that can"
         )
-    asked: list[Any] = [selection.to_dict(), counts[0], counts[-1], hash(counts), has_map, description, str(folder)]
-    key = json.dumps(asked)
+    key = json.dumps([selection.to_dict(), counts, has_map, description, str(folder)])
     if key not in _DONE:
         found = ask(selection, counts, jobs, has_map=has_map, weights=description, shared_bytes=shared_bytes)
         there = tuple(CompiledVariant(kernel.name, 0.0, was_there=True) for kernel in found.kernels)
-        _DONE[key] = Ahead(there, found.counts, found.fault, found.facts, found.notes)
+        _DONE[key] = dataclasses.replace(found, kernels=there)
         return found
     return _DONE[key]
-
-
-def _shared_bytes(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    # Not every build of torch tells.
-    return getattr(properties, "shared_memory_per_block_optin", None)
 
 
 def _run(selection: Selection, layer: DummyLayer, counts: tuple[int, ...], *, counts_compilations: bool) -> int:
     """Makes calls on the device; returns how many kernels Triton compiled meanwhile."""
     device = layer.weights.device
     try:
-        with plain_torch(), torch.no_grad():
-            if not counts_compilations:
-                _call(layer, counts)
-                return 0
-            from moereg.kernels.launch.ahead import counted_compilations
+        with contextlib.ExitStack() as stack:
+            count = None
+            if counts_compilations:
+                from moereg.kernels.launch.ahead import counted_compilations
 
-            with counted_compilations() as count:
-                _call(layer, counts)
-            return count.compiled
+                count = stack.enter_context(counted_compilations())
+            stack.enter_context(plain_torch())
+            # The largest first, so that scratch is allocated once.
+            for num_tokens in reversed(counts):
+                layer.call(num_tokens)
+        return 0 if count is None else count.compiled
     except BaseException as error:
         backend_calls.raise_named(selection, "apply", error)
     finally:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-
-
-def _call(layer: DummyLayer, counts: tuple[int, ...]) -> None:
-    # The largest first, so that scratch is allocated once.
-    for count in reversed(counts):
-        layer.call(count)

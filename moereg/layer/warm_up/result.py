@@ -1,14 +1,17 @@
-"""Result of warming up a layer."""
+"""The numbers of tokens that a layer is warmed up for, and the result."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from moereg.layer.warm_up.counts import shown_counts
+from moereg.arguments import check_count
+from moereg.errors import ArgumentError, shown
 
-__all__ = ["CompiledVariant", "WarmUp"]
+_LARGEST_COUNT: Final = 16384
+"""Up to here where nobody says how many tokens a call has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +58,9 @@ class WarmUp:
 
     def to_dict(self) -> dict[str, Any]:
         """The part of `moereg compile --json` that says what was done."""
-        counts = self.token_counts
         return {
             "backend": self.backend,
-            "token_counts": {"number": len(counts), "least": counts[0], "most": counts[-1]},
+            "token_counts": summary_of(self.token_counts),
             "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels],
             "num_compiled": self.num_compiled,
             "seconds": self.seconds,
@@ -77,3 +79,40 @@ class WarmUp:
         runs = f", {self.num_run} calls made" if self.num_run else ""
         place = "" if self.cache is None else f"; cache {self.cache}"
         return "\n".join([f"{done}{runs}, {self.seconds:.1f} s{place}", *self.notes])
+
+
+def check_token_counts(token_counts: object, most: int | None = None) -> tuple[int, ...]:
+    """The numbers of tokens, ascending.
+
+    Args:
+        token_counts: Whole numbers, a call without tokens among them or not; 1 to `most` where None.
+        most: Of a call of the layer, where known; 16,384 where None.
+
+    Raises:
+        ArgumentError: Something else was passed, a number is negative, or there is none.
+    """
+    if token_counts is None:
+        return tuple(range(1, (most or _LARGEST_COUNT) + 1))
+    if isinstance(token_counts, (str, bytes)) or not isinstance(token_counts, Iterable):
+        raise ArgumentError(
+            f"token_counts must be numbers of tokens such as [1, 16, 64] or range(1, 8193), got {shown(token_counts)}"
+        )
+    counts = {check_count("a number of token_counts", count, minimum=0) for count in token_counts}
+    if found := sorted(counts - {0}):
+        return tuple(found)
+    raise ArgumentError(f"token_counts must have a number of at least 1, got {shown(token_counts)}")
+
+
+def shown_counts(counts: Sequence[int]) -> str:
+    """`1 token`, `1 to 64 tokens`, or `3 numbers of tokens from 1 to 64` where some are left out."""
+    least, most = counts[0], counts[-1]
+    if len(counts) == 1:
+        return f"{least} token{'s' * (least > 1)}"
+    if len(counts) == most - least + 1:
+        return f"{least} to {most} tokens"
+    return f"{len(counts)} numbers of tokens from {least} to {most}"
+
+
+def summary_of(counts: Sequence[int]) -> dict[str, int]:
+    """Numbers of tokens as JSON says them."""
+    return {"number": len(counts), "least": counts[0], "most": counts[-1]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,10 +11,9 @@ from typing import Any, Final
 
 from moereg._version import __version__
 from moereg.errors import ArgumentError
+from moereg.layer.warm_up.result import summary_of
 from moereg.platforms import Platform
 from moereg.selection.result import Selection
-
-__all__ = ["Folder", "check_shipped", "use_folder", "use_shipped_kernels"]
 
 _VARIABLE: Final = "MOEREG_KERNEL_CACHE"
 
@@ -23,43 +21,36 @@ _USED: Final[set[tuple[str, str]]] = set()
 """Folders of the variable that this process uses, each with the platform that it was checked for."""
 
 
-@dataclasses.dataclass
-class Folder:
-    """Folder that kernels are compiled into.
+def note_layer(
+    folder: Path, selection: Selection, counts: Sequence[int], facts: Mapping[str, str], num_kernels: int
+) -> None:
+    """Writes what was compiled for a layer into the folder's note."""
+    from moereg.kernels.launch import cache
 
-    Attributes:
-        folder: Triton's cache meanwhile.
-        layers: What the note says of it.
-    """
-
-    folder: Path
-    layers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-
-    def add(self, selection: Selection, counts: Sequence[int], facts: Mapping[str, str], num_kernels: int) -> None:
-        """Notes what was compiled for a layer."""
-        from moereg.kernels.launch import cache
-
-        layer = {
-            "problem": selection.problem.to_dict(),
-            "platform": str(selection.platform),
-            "backend": selection.backend,
-            "token_counts": {"number": len(counts), "least": counts[0], "most": counts[-1]},
-            "num_kernels": num_kernels,
-            "moereg": __version__,
-            "facts": dict(facts),
-        }
-        if layer not in self.layers:
-            self.layers.append(layer)
-        cache.write_note(self.folder, self.layers)
+    layer = {
+        "problem": selection.problem.to_dict(),
+        "platform": str(selection.platform),
+        "backend": selection.backend,
+        "token_counts": summary_of(counts),
+        "num_kernels": num_kernels,
+        "moereg": __version__,
+        "facts": dict(facts),
+    }
+    note = cache.read_note(folder)
+    layers = [] if note is None else list(note["layers"])
+    cache.write_note(folder, layers if layer in layers else [*layers, layer])
 
 
 @contextlib.contextmanager
-def use_folder(platform: Platform, folder: Path | None) -> Iterator[Folder]:
+def use_folder(platform: Platform, folder: Path | None) -> Iterator[Path]:
     """Has Triton keep its cache in a folder meanwhile.
 
     Args:
         platform: That is compiled for.
         folder: The folder, which is made if it is not there; Triton's own where None.
+
+    Yields:
+        The folder's full path.
 
     Raises:
         ArgumentError: It cannot be written, or holds what another compiler made.
@@ -71,16 +62,15 @@ def use_folder(platform: Platform, folder: Path | None) -> Iterator[Folder]:
         option = "name another one" if folder is not None else "set TRITON_CACHE_DIR to one that can"
         raise ArgumentError(f"kernels are compiled into a folder that can be written, got {place} ({fault}); {option}")
     if folder is None:
-        yield Folder(place)
+        yield place
         return
     note = cache.read_note(place)
-    layers = [] if note is None else list(note["layers"])
-    if note is not None and any(layer["platform"] == str(platform) for layer in layers):
+    if note is not None and any(layer["platform"] == str(platform) for layer in note["layers"]):
         check_shipped(place, platform)
     before = os.environ.get("TRITON_CACHE_DIR")
     cache.use(place)
     try:
-        yield Folder(place, layers)
+        yield place
     finally:
         if before is None:
             del os.environ["TRITON_CACHE_DIR"]
@@ -94,7 +84,7 @@ def check_shipped(folder: Path, platform: Platform, shared_bytes: int | None = N
     Args:
         folder: The folder.
         platform: That its kernels shall run on, with the Triton of this process.
-        shared_bytes: As a device that is there says.
+        shared_bytes: As in `Target.of`.
 
     Returns:
         Its note, or None where there is none: a cache of Triton's own.

@@ -12,7 +12,6 @@ that is compiled for, with launches that only ask, and forks once everything is 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
@@ -24,38 +23,21 @@ from typing import Any, Final
 import torch
 
 from moereg.errors import ArgumentError, MoeregError, described
-from moereg.experts import Experts
 from moereg.kernels.launch import cache
 from moereg.kernels.launch.ahead import HostBuilder, Launches, Target, Variant, become
 from moereg.layer import backend_calls
 from moereg.layer.warm_up.dummy import MOVING_KERNELS, DummyLayer, empty_weights, moving_kernels, undescribed
 from moereg.layer.warm_up.fan_out import fan_out
 from moereg.selection.result import Selection
-from moereg.weights.permuted import PermutedWeights
-
-__all__ = ["main"]
 
 _BLOCK: Final = 64
 """Numbers of tokens that a fork takes at once."""
 
-_MOST_BLOCKS: Final = 4096
-
 Tell = Callable[[dict[str, Any]], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sweep:
-    """The launches of a layer.
-
-    Attributes:
-        variants: By digest, the first first.
-        counts: Numbers of tokens, one for each list of launches.
-        fault: Why the launch code does not run without a device; None where it does.
-    """
-
-    variants: dict[str, Variant]
-    counts: list[int]
-    fault: str | None = None
+class _NothingAheadError(Exception):
+    """Says why nothing of a layer can be compiled ahead."""
 
 
 def main() -> None:
@@ -77,43 +59,45 @@ def _answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     platform, winner = selection.platform, selection.winner
     target = Target.of(platform.kind, platform.arch, request["shared_bytes"])
     if target is None or winner is None or winner.cell is None:
-        return {"kernels": [], "counts": [], "fault": "its class is not registered in a process of its own"}
+        return {"fault": "its class is not registered in a process of its own"}
     try:
         launches = become(target)
     except ValueError as error:
         raise ArgumentError(f"{error}; compile where it has one") from None
     experts = backend_calls.make_experts(selection, winner)
     described = request["weights"]
-    weights = [undescribed(described)] if described else list(_empty_weights(experts))
+    with torch.inference_mode(False), torch.no_grad():
+        weights = [undescribed(described)] if described else list(empty_weights(experts))
     expert_map = torch.empty(selection.problem.num_experts, dtype=torch.int32, device="meta")
     asked_map = expert_map if request["has_map"] else None
     moves = moving_kernels(selection.problem, platform)
     layers = [DummyLayer(experts, each, asked_map, moves=moves) for each in weights]
     counts = [count for first, last in request["counts"] for count in range(first, last + 1)]
-    found = _sweep(layers, launches, counts, request["jobs"])
+    try:
+        counts, variants = _sweep(layers, launches, counts, request["jobs"])
+    except _NothingAheadError as fault:
+        return {"fault": str(fault)}
     # Those that move tokens serve every backend, also one that runs none of its own.
-    if found.fault is not None or all(variant.name.startswith(MOVING_KERNELS) for variant in found.variants.values()):
-        return {"kernels": [], "counts": [], "fault": found.fault or "it launches no Triton kernels"}
+    if all(variant.name.startswith(MOVING_KERNELS) for variant in variants):
+        return {"fault": "it launches no Triton kernels"}
     # Reads Triton's own files, once for all forks.
     facts = cache.compiler_facts(target)
     with _locked(cache.cache_folder()):
-        kernels, lack = _compile(target, list(found.variants.values()), request["jobs"], tell)
-    return {
-        "kernels": kernels,
-        "counts": found.counts,
-        "fault": None,
-        "lack": lack,
-        "facts": facts,
-    }
+        kernels, notes = _compile(target, variants, request["jobs"], tell)
+    return {"kernels": kernels, "counts": counts, "fault": None, "notes": notes, "facts": facts}
 
 
-def _empty_weights(experts: Experts) -> Iterator[PermutedWeights]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield from empty_weights(experts)
+def _sweep(
+    layers: Sequence[DummyLayer], launches: Launches, counts: Sequence[int], jobs: int
+) -> tuple[list[int], list[Variant]]:
+    """Runs the launch code at every number of tokens.
 
+    Returns:
+        Numbers of tokens, one for each list of launches; what all of them launch.
 
-def _sweep(layers: Sequence[DummyLayer], launches: Launches, counts: Sequence[int], jobs: int) -> _Sweep:
-    """Runs the launch code at every number of tokens."""
+    Raises:
+        _NothingAheadError: The launch code does not run without a device.
+    """
 
     def launched(count: int) -> list[list[Variant]]:
         found = []
@@ -123,39 +107,39 @@ def _sweep(layers: Sequence[DummyLayer], launches: Launches, counts: Sequence[in
             found.append(launches.take())
         return found
 
-    try:
-        launched(counts[0])
-    except Exception as error:  # A backend's launch code may do anything that needs the device.
-        return _Sweep({}, [], f"its calls need the device: {described(error)}")
-    size = max(_BLOCK, -(-len(counts) // _MOST_BLOCKS))
-    # Interleaved, since calls of more tokens may launch more.
-    num_blocks = -(-len(counts) // size)
+    def fault_of(error: Exception) -> str:
+        return f"its calls need the device: {described(error)}"
 
-    def block(number: int) -> dict[str, Any]:
+    try:
+        launched(counts[0])  # Forks have what it imports.
+    except Exception as error:  # A backend's launch code may do anything that needs the device.
+        raise _NothingAheadError(fault_of(error)) from error
+    # Interleaved, since calls of more tokens may launch more.
+    num_blocks = -(-len(counts) // _BLOCK)
+
+    def block(number: int) -> dict[str, int] | str:
         first: dict[str, int] = {}
         try:
             for count in counts[number::num_blocks]:
                 digests = json.dumps([[variant.digest for variant in lot] for lot in launched(count)])
                 first.setdefault(digests, count)
         except Exception as error:
-            return {"fault": f"its calls need the device: {described(error)}"}
-        return {"counts": first}
+            return fault_of(error)
+        return first
 
     first: dict[str, int] = {}
     for _, answer in fan_out(num_blocks, block, jobs):
-        if answer is None:
-            return _Sweep({}, [], "its launch code ended the process")
-        if "fault" in answer:
-            return _Sweep({}, [], answer["fault"])
-        for digests, count in answer["counts"].items():
+        if not isinstance(answer, dict):
+            raise _NothingAheadError(answer or "its launch code ended the process")
+        for digests, count in answer.items():
             first[digests] = min(count, first.get(digests, count))
     found = sorted(first.values())
     variants = {variant.digest: variant for count in found for lot in launched(count) for variant in lot}
-    return _Sweep(variants, found)
+    return found, list(variants.values())
 
 
-def _compile(target: Target, variants: list[Variant], jobs: int, tell: Tell) -> tuple[list[dict[str, Any]], str | None]:
-    """Compiles all of them, those that take long first."""
+def _compile(target: Target, variants: list[Variant], jobs: int, tell: Tell) -> tuple[list[dict[str, Any]], list[str]]:
+    """Compiles all of them, those that take long first; the second result is what a user may want to know."""
     variants = sorted(variants, key=lambda variant: -variant.effort)
     host = HostBuilder(target)
 
@@ -184,7 +168,7 @@ def _compile(target: Target, variants: list[Variant], jobs: int, tell: Tell) -> 
         num_compiled = sum(not kernel.get("was_there", False) for kernel in kernels)
         tell({"total": len(variants), "done": len(kernels), "compiled": num_compiled})
     host.close()
-    return kernels, next(iter(lacks), None)
+    return kernels, lacks[:1]
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
-"""What outlives a call of compiled code is not allocated where the call allocates: `torch.cuda` is made up here."""
+"""Scratch memory, and where what outlives a call of compiled code is allocated: `torch.cuda` is made up here."""
 
-import contextlib
 import contextvars
 import gc
 import threading
@@ -18,33 +17,14 @@ from moereg.runtime.graph_pools import in_compiled_code, outside_pools
 from moereg.runtime.workspace import WorkspacePool
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_weights
+from tests.layer.small_layers import CPU, Cuda
 
 CUDA = torch.device("cuda:0")
 
 
-class Cuda:
-    """`torch.cuda` as far as it is asked.
-
-    Attributes:
-        streams: Entered, by the name of the thread.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cuda_stream = 7
-        self.is_capturing = False
-        self.streams: list[tuple[str, object]] = []
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
-        monkeypatch.setattr(torch.cuda, "stream", self.stream)
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        self.streams.append((threading.current_thread().name, stream))
-        yield
-
-
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    monkeypatch.setattr(workspace, "_allocate", lambda num_bytes, device: torch.empty(num_bytes, dtype=torch.uint8))
     return Cuda(monkeypatch)
 
 
@@ -56,7 +36,7 @@ def test_only_compiled_code_on_a_gpu_needs_another_thread(cuda: Cuda) -> None:
     here = _thread()
     assert outside_pools(_thread, CUDA) == here
     with in_compiled_code():
-        assert outside_pools(_thread, torch.device("cpu")) == here
+        assert outside_pools(_thread, CPU) == here
         with in_compiled_code():
             pass
         assert outside_pools(_thread, CUDA) != here
@@ -104,8 +84,7 @@ def test_scratch_that_stays_is_taken_outside(cuda: Cuda, monkeypatch: pytest.Mon
     assert [name == _thread() for name in threads] == [False, False, True]
 
 
-@pytest.mark.parametrize("way", ["kernel", "copies of a reload"])
-def test_what_a_kernel_is_made_of_is_taken_outside(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_kernel_is_made_of_is_taken_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer may make its kernel when compiled code first runs it."""
     asked = []
 
@@ -117,16 +96,13 @@ def test_what_a_kernel_is_made_of_is_taken_outside(way: str, monkeypatch: pytest
     for user in ("moereg.layer.factory", "moereg.layer.kernel"):
         monkeypatch.setattr(f"{user}.outside_pools", outside)
     problem = MoEProblem(num_experts=4, hidden_size=32, intermediate_size=32, top_k=2, quant="int8_w8a16")
-    device = torch.device("cpu")
-    kernel = make_kernel(problem, make_weights(problem, device), select_backend(problem, "cpu"))
-    if way == "kernel":
-        assert asked == ["NoneType", "MoEKernel"]  # The map of experts, of which there is none, and the rest.
-        return
+    kernel = make_kernel(problem, make_weights(problem, CPU), select_backend(problem, "cpu"))
+    assert asked == ["NoneType", "MoEKernel"]  # The map of experts, of which there is none, and the rest.
     assert kernel._borrowed
-    kernel.reload(make_weights(problem, device, seed=1))
+    kernel.reload(make_weights(problem, CPU, seed=1))
     assert asked[2:] == ["PermutedWeights"]
     assert not kernel._borrowed
-    call = make_inputs(problem, 3, "uniform", device)
+    call = make_inputs(problem, 3, "uniform", CPU)
     assert kernel(call.hidden_states, call.topk_weights, call.topk_ids).isfinite().all()
 
 
@@ -140,14 +116,14 @@ def _layer(monkeypatch: pytest.MonkeyPatch, seen: list[int]) -> MoELayer:
         inner(self, *arguments)
 
     monkeypatch.setattr(MoEKernel, "check_and_run", noting)
-    return MoELayer(problem, make_weights(problem, torch.device("cpu")))
+    return MoELayer(problem, make_weights(problem, CPU))
 
 
 @pytest.mark.parametrize("way", ["called", "compiled", "exported"])
 def test_ops_of_compiled_code_say_that_they_are(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     layer = _layer(monkeypatch, seen)
-    call = make_inputs(layer.problem, 3, "uniform", torch.device("cpu"))
+    call = make_inputs(layer.problem, 3, "uniform", CPU)
     arguments = (call.hidden_states, call.topk_weights, call.topk_ids)
     torch._dynamo.reset()
     ways = {
@@ -196,3 +172,104 @@ def test_context_variables_are_the_callers(cuda: Cuda) -> None:
     variable.set(5)
     with in_compiled_code():
         assert outside_pools(variable.get, CUDA) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_tensors_are_aligned_and_apart(dtype: torch.dtype) -> None:
+    shapes = ((3, 5), (0,), (7,), (2, 129))
+    tensors = WorkspacePool().take(shapes, dtype, CPU)
+    assert [tuple(tensor.shape) for tensor in tensors] == list(shapes)
+    assert {tensor.dtype for tensor in tensors} == {dtype}
+    for place, tensor in enumerate(tensors):
+        assert tensor.is_contiguous()
+        assert tensor.numel() == 0 or tensor.data_ptr() % 256 == 0
+        tensor.fill_(place)
+    for place, tensor in enumerate(tensors):
+        assert (tensor == place).all()
+
+
+def test_one_buffer_grows_to_the_largest_need() -> None:
+    pool = WorkspacePool()
+    (small,) = pool.take(((16,),), torch.float32, CPU)
+    assert pool.num_bytes == 256
+    (large,) = pool.take(((1000,),), torch.float32, CPU)
+    assert pool.num_bytes == 4096
+    (again,) = pool.take(((16,),), torch.float32, CPU)
+    assert again.data_ptr() == large.data_ptr() != small.data_ptr()
+    assert pool.num_bytes == 4096
+    pool.release()
+    assert pool.num_bytes == 0
+    pool.take(((16,),), torch.float32, CPU)
+    assert pool.num_bytes == 256
+
+
+def test_dtypes_have_views_of_their_own() -> None:
+    pool = WorkspacePool()
+    (wide,) = pool.take(((64,),), torch.float32, CPU)
+    (narrow,) = pool.take(((64,),), torch.bfloat16, CPU)
+    assert (wide.dtype, narrow.dtype) == (torch.float32, torch.bfloat16)
+    assert narrow.data_ptr() == wide.data_ptr()
+
+
+def test_devices_have_buffers_of_their_own() -> None:
+    """Covers devices other than CUDA ones, such as another vendor's."""
+    pool = WorkspacePool()
+    devices = [CPU, torch.device("meta"), CPU]
+    assert [pool.take(((64,),), torch.float32, device)[0].device for device in devices] == devices
+    assert pool.num_bytes == 2 * 256
+
+
+def test_what_inference_mode_took_is_written_outside_it() -> None:
+    pool = WorkspacePool()
+    with torch.inference_mode():
+        pool.take(((64,),), torch.float32, CPU)
+    (tensor,) = pool.take(((64,),), torch.float32, CPU)
+    assert tensor.zero_().sum() == 0
+
+
+def test_streams_do_not_share(cuda: Cuda) -> None:
+    pool = WorkspacePool()
+    found = []
+    for device, stream in (("cuda:0", 7), ("cuda:0", 8), ("cuda:1", 7), ("cuda:0", 7)):
+        cuda.cuda_stream = stream
+        found.append(pool.take(((64,),), torch.float32, torch.device(device))[0].data_ptr())
+    assert found[0] == found[3]
+    assert len(set(found)) == 3
+
+
+def test_a_captured_graph_has_scratch_of_its_own(cuda: Cuda) -> None:
+    """Replays write to it at any time, also after the shared buffer has grown and its memory serves others."""
+    pool = WorkspacePool()
+    device = torch.device("cuda:0")
+    (eager,) = pool.take(((64,),), torch.float32, device)
+    cuda.is_capturing = True
+    captured = [pool.take(((64,),), torch.float32, device)[0] for _ in range(2)]
+    assert len({tensor.data_ptr() for tensor in (eager, *captured)}) == 3
+    assert pool.num_bytes == 256
+    cuda.is_capturing = False
+    assert pool.take(((64,),), torch.float32, device)[0].data_ptr() == eager.data_ptr()
+
+
+def test_nothing_is_needed() -> None:
+    pool = WorkspacePool()
+    tensors = pool.take(((0,), (0, 4)), torch.bfloat16, CPU)
+    assert [tensor.numel() for tensor in tensors] == [0, 0]
+    assert pool.num_bytes == 0
+
+
+def test_threads_do_not_share() -> None:
+    pool = WorkspacePool()
+    barrier = threading.Barrier(4)
+    pointers: list[int] = []
+
+    def take() -> None:
+        (tensor,) = pool.take(((64,),), torch.float32, CPU)
+        pointers.append(tensor.data_ptr())
+        barrier.wait(timeout=30)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(pointers)) == 4
