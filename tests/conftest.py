@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import getpass
 import os
 import resource
@@ -65,13 +66,13 @@ def one_thread() -> Iterator[None]:
 def cpu_features(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Call it with fields of `CpuFeatures` to answer as another CPU would; nothing that was answered so is kept."""
     from moereg.kernels.plain import cpu
-    from moereg.selection.requirements import PROBES
+    from moereg.selection import requirements
 
-    monkeypatch.setattr(PROBES, "_answers", {})
+    monkeypatch.setattr(requirements, "ask_probe", functools.cache(requirements.ask_probe.__wrapped__))
     here = cpu.features()
 
     def answer(**fields: bool) -> None:
-        PROBES._answers.clear()
+        requirements.ask_probe.cache_clear()
         monkeypatch.setattr(cpu, "features", lambda: dataclasses.replace(here, **fields))
 
     return answer

@@ -23,17 +23,6 @@ from moereg.errors import (
     unknown_name_message,
 )
 
-__all__ = [
-    "KINDS",
-    "PlatformKind",
-    "find_kind",
-    "kinds_of_plugin",
-    "load_kinds_with",
-    "miss_kinds_of",
-    "register_platform_kind",
-    "unknown_kind",
-]
-
 
 class Machine(Protocol):
     """A `Platform`, as far as this module can see: it stands above."""

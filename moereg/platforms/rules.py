@@ -13,8 +13,6 @@ from moereg.platforms.archs import Archs
 from moereg.platforms.kinds import KINDS, PlatformKind, find_kind, unknown_kind
 from moereg.platforms.platform import Platform
 
-__all__ = ["PlatformRule", "Specificity"]
-
 
 class Specificity:
     """How closely a rule names a platform: where several cells of a class match, the one with the closest stands.

@@ -253,7 +253,7 @@ def test_classes_are_checked_and_names_belong_to_one_distribution() -> None:
     register_prepare_finalize("moving", 1, ("standard",), ("*",), registry=registry)(Moving)
     with pytest.raises(RegistrationError, match="registers 'moving' twice"):
         register_prepare_finalize("moving", 2, ("standard",), ("*",), registry=registry)(Moving)
-    registry.owner_of = lambda module: ("moereg-other", "1.0")
+    registry.owner_of = lambda name, module: ("moereg-other", "1.0")
     with pytest.raises(RegistrationError, match=r"belongs to tests\.selection\.test_movement"):
         register_prepare_finalize("moving", 1, ("batched",), ("*",), registry=registry)(Moving)
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from moereg.errors import RegistrationError, UnknownPlatformError, described
-from moereg.platforms import Platform, kinds, miss_kinds_of
+from moereg.platforms import Platform, kinds
+from moereg.platforms.kinds import miss_kinds_of
 from moereg.plugins.status import LoadFailure, PluginStatus, failure_text, unusable
 from moereg.registry import BackendRegistry
 from tests.support.wheels import Wheels, backend
