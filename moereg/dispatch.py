@@ -18,7 +18,7 @@ from moereg.errors import MoeregWarning, UnsupportedProblemError
 from moereg.evidence.quarantine import read_quarantine
 from moereg.platforms import Platform
 from moereg.plugins.loader import load_backends, missing_backend, platform_of, read_platform
-from moereg.registry import BUILTIN, BackendCell
+from moereg.registry import BackendCell
 from moereg.selection.decide import decide, evaluate, rank
 from moereg.selection.request import Names, Request
 from moereg.selection.requirements import lacks
@@ -147,12 +147,12 @@ def select_backend(
             logger.warning("%s", notice)
     key = (selection.problem, str(selection.platform), winner.backend)
     if next(_times(key)) == 0:
-        others = [_with_origin(decision) for decision in selection.decisions[1:] if decision.accepted]
+        others = [f"{one.backend}{one.of_wheel}" for one in selection.decisions[1:] if one.accepted]
         logger.info(
             "MoE %s on %s: %s (%s), computes %s, by %s; next: %s%s",
             selection.problem,
             selection.platform,
-            _with_origin(winner),
+            f"{winner.backend}{winner.of_wheel}",
             winner.experts,
             winner.computes,
             selection.source,
@@ -160,7 +160,3 @@ def select_backend(
             "".join(f"; {notice}" for notice in selection.notices if notice not in selection.request.notices),
         )
     return selection
-
-
-def _with_origin(decision: Decision) -> str:
-    return decision.backend if decision.origin == BUILTIN else f"{decision.backend} of {decision.provider}"

@@ -148,13 +148,10 @@ def _judge(
     cell: MovementCell, problem: MoEProblem, group: GroupFacts, platform: Platform, request: Request
 ) -> Iterable[MovementDecision]:
     """A decision for each format of a cell; what speaks against one speaks against the others."""
-
-    def ask() -> object:
-        return cell.movement.unsupported_reasons(problem=problem, group=group, platform=platform)
-
     # Facts ask for attributes of the problem, of the group, and for the number of ranks.
     asked = types.SimpleNamespace(**vars(problem), group=group, num_ranks=group.size)
-    verdict = judge_cell(cell, cell.rule_for(platform), platform, request, (), fact_reasons(cell.facts, asked), ask)
+    facts, rule = fact_reasons(cell.facts, asked), cell.rule_for(platform)
+    verdict = judge_cell(cell, rule, platform, request, (), facts, problem=problem, group=group)
     for activation_format in cell.formats:
         yield MovementDecision(
             name=cell.name, activation_format=activation_format, cell=cell, predicted=cell.predicted, **verdict

@@ -1,5 +1,5 @@
 """Requests, requirements, decisions and selections: deciding on arguments alone."""
 
-from moereg.selection.result import SCHEMA, SOURCES, Candidate, Choice, Decision, Selection, Verdict, nearest_by_backend
+from moereg.selection.result import SCHEMA, SOURCES, Choice, Decision, Selection, Verdict, nearest_by_backend
 
-__all__ = ["SCHEMA", "SOURCES", "Candidate", "Choice", "Decision", "Selection", "Verdict", "nearest_by_backend"]
+__all__ = ["SCHEMA", "SOURCES", "Choice", "Decision", "Selection", "Verdict", "nearest_by_backend"]

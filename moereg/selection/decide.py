@@ -13,7 +13,7 @@ looked up. Names no backend, architecture or scheme.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from moereg.errors import described, shown, stops_the_process
@@ -22,10 +22,14 @@ from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BUILTIN, BackendCell, Cell
 from moereg.selection.request import Request
 from moereg.selection.requirements import assumptions, clause, lacks
-from moereg.selection.result import Candidate, Decision, Selection
+from moereg.selection.result import Decision, Selection
 from moereg.spec.facts import fact_reasons
 from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
 from moereg.spec.reasons import Reason
+
+Candidate = tuple[BackendCell, QuantScheme | None, PlatformRule | None]
+"""A cell with the scheme that it would compute, if it reads the weights, and the rule by which it may run, if any."""
 
 
 def decide(
@@ -60,8 +64,8 @@ def decide(
 
 def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request: Request) -> Decision:
     """Every reason against one cell, whatever other cells there are and whatever is quarantined."""
-    candidate = Candidate(cell, cell.scheme_for(problem.quant), cell.rule_for(platform))
-    return _judge(candidate, problem, platform, request, EMPTY)
+    scheme, rule = cell.scheme_for(problem.quant), cell.rule_for(platform)
+    return _judge((cell, scheme, rule), problem, platform, request, EMPTY)
 
 
 def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platform) -> Iterator[Candidate]:
@@ -72,20 +76,20 @@ def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platf
     """
     computes = [(cell, cell.scheme_for(problem.quant)) for cell in cells]
     readers = {cell.name for cell, scheme in computes if scheme is not None}
-    alike: dict[tuple[str, type, str], list[tuple[int, Candidate]]] = {}
+    alike: dict[tuple[str, type, str], list[tuple[BackendCell, QuantScheme, PlatformRule]]] = {}
     for cell, scheme in computes:
         if scheme is None and cell.name in readers:
             continue
-        candidate = Candidate(cell, scheme, rule := cell.rule_for(platform))
+        rule = cell.rule_for(platform)
         if scheme is None or rule is None:
-            yield candidate
+            yield cell, scheme, rule
         else:
-            alike.setdefault((cell.name, cell.experts, scheme.name), []).append((rule.specificity, candidate))
+            alike.setdefault((cell.name, cell.experts, scheme.name), []).append((cell, scheme, rule))
     for group in alike.values():
-        most = max(specificity for specificity, _ in group)
-        best = [candidate for specificity, candidate in group if specificity == most]
+        most = max(rule.specificity for _, _, rule in group)
+        best = [each for each in group if each[2].specificity == most]
         if len(best) > 1:
-            best = [each for each in best if not fact_reasons(each.cell.facts, problem)] or best
+            best = [each for each in best if not fact_reasons(each[0].facts, problem)] or best
         yield from best
 
 
@@ -93,7 +97,7 @@ def _judge(
     candidate: Candidate, problem: MoEProblem, platform: Platform, request: Request, quarantine: Quarantine
 ) -> Decision:
     """Every reason against one candidate."""
-    cell, scheme, rule = candidate.cell, candidate.scheme, candidate.rule
+    cell, scheme, rule = candidate
     reads: list[Reason] = []
     facts = fact_reasons(cell.facts, problem)
     if scheme is None:
@@ -107,16 +111,14 @@ def _judge(
     if (failed := quarantine.record(cell, scheme, rule, platform)) is not None:
         facts.insert(0, failed.reason)
 
-    def ask() -> object:
-        return cell.experts.unsupported_reasons(problem=problem, platform=platform)
-
     return Decision(
         backend=cell.name,
         experts=cell.class_name,
         computes=(scheme or cell.schemes[0]).name,
         tier=cell.tier,
-        candidate=candidate,
-        **judge_cell(cell, rule, platform, request, reads, facts, ask),
+        cell=cell,
+        scheme=scheme,
+        **judge_cell(cell, rule, platform, request, reads, facts, problem=problem),
     )
 
 
@@ -127,19 +129,19 @@ def judge_cell(
     request: Request,
     first: Iterable[Reason],
     facts: Iterable[Reason],
-    ask: Callable[[], object],
+    **asked: object,
 ) -> dict[str, Any]:
-    """The fields of a `Verdict` on a cell of any kind.
+    """The fields of a `Verdict` on a cell, a backend's or that of a token dispatcher.
 
     Its reasons are those that come first, the machine, the request, its facts, then its class's own predicate.
 
     Args:
-        cell: A backend's, or that of a token dispatcher.
+        cell: The cell.
         rule: Its rule for the platform, if any.
         platform, request: As in `decide`.
         first: Reasons before all others.
         facts: The reasons out of what the class declares.
-        ask: Calls the predicate.
+        **asked: What the predicate is asked about besides the platform.
     """
     wish = request.wish(cell.name)
     # Denying a wheel's backend keeps its code out of the choice.
@@ -154,7 +156,8 @@ def judge_cell(
         reasons.append(Reason("opt_in", "is opt-in: name it in require or prefer"))
     reasons.extend(facts)
     try:
-        texts = ask() if is_asked else ()
+        predicate = cell.implementation.unsupported_reasons
+        texts: object = predicate(platform=platform, **asked) if is_asked else ()
         if not isinstance(texts, Iterable) or isinstance(texts, (str, bytes, Mapping)):
             raise TypeError(f"it has to return a list of texts, got {shown(texts)}")
         for text in texts:

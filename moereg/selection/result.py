@@ -21,7 +21,7 @@ from moereg.arguments import (
     within,
 )
 from moereg.errors import ArgumentError, described, shown
-from moereg.platforms import Platform, PlatformRule
+from moereg.platforms import Platform
 from moereg.registration import HIGHEST_PRIORITY, TIERS
 from moereg.registry import BUILTIN, REGISTRY, BackendCell, provider
 from moereg.selection.request import Request
@@ -36,21 +36,6 @@ _check_texts: Final = functools.partial(check_list, check=check_text)
 
 SOURCES: Final = ("required", "preferred", "measured", "priority")
 """Why a candidate may win."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
-    """A cell with the scheme that it would compute and the rule by which it may run. Resolved once a selection.
-
-    Attributes:
-        cell: The cell.
-        scheme: What it computes for the problem's weights; None if it cannot read them.
-        rule: The most specific of its rules that match the platform; None if none does.
-    """
-
-    cell: BackendCell
-    scheme: QuantScheme | None
-    rule: PlatformRule | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,24 +128,16 @@ class Decision(Verdict):
         experts: Name of the experts class.
         computes: Scheme that it would compute.
         tier: The cell's.
-        candidate: The cell with what it computes and why it may run; None if JSON was read on a machine without it.
+        cell: The cell; None if JSON was read on a machine without it.
+        scheme: `computes` as a value; None if the cell cannot read the problem's weights.
     """
 
     backend: str
     experts: str
     computes: str
     tier: str
-    candidate: Candidate | None = dataclasses.field(default=None, compare=False, repr=False)
-
-    @property
-    def cell(self) -> BackendCell | None:
-        """The candidate's cell."""
-        return None if self.candidate is None else self.candidate.cell
-
-    @property
-    def scheme(self) -> QuantScheme | None:
-        """The candidate's scheme: `computes` as a value."""
-        return None if self.candidate is None else self.candidate.scheme
+    cell: BackendCell | None = dataclasses.field(default=None, compare=False, repr=False)
+    scheme: QuantScheme | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """As `moereg explain --json` shows it."""
@@ -184,7 +161,7 @@ class Decision(Verdict):
         Args:
             values: The fields; others than those of `to_dict` are left for later versions.
             name: Path of the mapping in a larger one, for errors.
-            cells: Where the candidate is looked up; all that are installed where None.
+            cells: Where the cell is looked up; all that are installed where None.
 
         Raises:
             ArgumentError: A field is missing or is not what `to_dict` writes.
@@ -203,7 +180,7 @@ class Decision(Verdict):
             rule = f"accepted must be {decision.accepted} with {len(decision.reasons)} reasons"
             raise ArgumentError(f"{name}{'.' * bool(name)}{rule}, got {values['accepted']}")
         cells = REGISTRY.load() if cells is None else cells
-        return dataclasses.replace(decision, candidate=_candidate(decision, cells))
+        return _with_cell(decision, cells)
 
 
 def _check_reason(path: str, value: object) -> Reason:
@@ -212,23 +189,20 @@ def _check_reason(path: str, value: object) -> Reason:
     return Reason(code, check_field(path, values, "text", check_text))
 
 
-def _candidate(decision: Decision, cells: Iterable[BackendCell]) -> Candidate | None:
-    """The candidate of a decision, if its cell is among these."""
-    codes = {reason.code for reason in decision.reasons}
+def _with_cell(decision: Decision, cells: Iterable[BackendCell]) -> Decision:
+    """The decision with its cell, if that is among these."""
     # Cells of one class and rule differ in their facts, which a decision does not say, and so in priority.
     for cell in sorted(cells, key=lambda cell: cell.priority != decision.priority):
         schemes = {scheme.name: scheme for scheme in cell.schemes}
-        rules = {rule.text: rule for rule in cell.rules}
         if (
             (cell.name, cell.class_name) == (decision.backend, decision.experts)
             and decision.computes in schemes
-            and decision.rule in {cell.rules_text, *rules}
+            # If none fits, a decision names the cell's rules or first scheme instead.
+            and decision.rule in {cell.rules_text, *(rule.text for rule in cell.rules)}
         ):
-            # If none fits, a decision names the cell's rules or first scheme instead; its candidate has None there.
-            scheme = None if "quant_scheme" in codes else schemes[decision.computes]
-            rule = None if "platform" in codes else rules.get(decision.rule)
-            return Candidate(cell, scheme, rule)
-    return None
+            reads = all(reason.code != "quant_scheme" for reason in decision.reasons)
+            return dataclasses.replace(decision, cell=cell, scheme=schemes[decision.computes] if reads else None)
+    return decision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,7 +318,7 @@ class Selection(Choice[Decision]):
 
         Args:
             values: The fields.
-            cells: Where the candidates are looked up; all that are installed where None.
+            cells: Where their cells are looked up; all that are installed where None.
 
         Raises:
             ArgumentError: A field is missing, has another type, or contradicts another; the message has its path.

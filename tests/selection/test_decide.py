@@ -73,7 +73,7 @@ def test_a_selection_is_read_back_with_the_cells_that_it_is_given(own: BackendRe
     found = decide(HALF, SM90, Request(), own.cells)
     again = Selection.from_json(found.to_json(), own.cells)
     assert again == found
-    assert [decision.candidate for decision in again.decisions] == [decision.candidate for decision in found.decisions]
+    assert [(one.cell, one.scheme) for one in again.decisions] == [(one.cell, one.scheme) for one in found.decisions]
     assert again.winner is not None
     assert again.winner.scheme is not None
     assert (again.winner.cell, again.winner.scheme.name) == (own.cells[2], "nvfp4_w4a16")
