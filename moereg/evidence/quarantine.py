@@ -53,17 +53,10 @@ class QuarantineRecord(Record):
     """One scheme of a cell that failed on one machine.
 
     Attributes:
-        backend, experts: As the cell has them.
-        rule: The one of the cell's rules that matched.
+        backend, experts, rule, platform, device, digest, date, facts: As in `moereg.evidence.ledger.Verification`.
         scheme: Name of the scheme that the cell computed.
-        platform: Such as `cuda:sm90`.
-        device: Name that the driver gives.
-        digest: `moereg.evidence.code_digest.class_digest` of the class.
         versions: Versions of moereg, torch, the cell's distribution and what the cell requires.
         failure: The check that failed and how, on one line.
-        date: ISO date.
-        facts: The facts that the cell narrows, as text, which tells cells on one rule apart; empty where it narrows
-            none.
     """
 
     backend: str

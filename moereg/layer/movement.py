@@ -118,11 +118,7 @@ class MovementSelection(Choice[MovementDecision]):
 
 
 def decide_movement(
-    problem: MoEProblem,
-    group: GroupFacts,
-    platform: Platform,
-    request: Request,
-    cells: Iterable[MovementCell],
+    problem: MoEProblem, group: GroupFacts, platform: Platform, request: Request, cells: Iterable[MovementCell]
 ) -> MovementSelection:
     """Chooses among cells, of any registry, for a layer with this rank's experts; as `decide` of backends."""
     decisions = [decision for cell in cells for decision in _judge(cell, problem, group, platform, request)]

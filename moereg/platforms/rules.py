@@ -166,7 +166,7 @@ def _parsed(text: str, kind: PlatformKind | None) -> tuple[Archs | None, tuple[A
 @functools.lru_cache(maxsize=4096)
 def _archs(kind: PlatformKind, name: str) -> Archs:
     _, _, rest = name.partition(":")
-    suffixes = ("+", "f") if kind.has_families else ("+", "*")
+    suffixes = ("+", "f") if kind.has_order and kind.family_size else ("+", "*")
     suffix = rest[-1] if rest.endswith(suffixes) else ""
     return Archs(kind, rest.removesuffix(suffix) if suffix else rest, suffix)
 

@@ -16,12 +16,10 @@ from moereg.registration import Probe
 from moereg.registry import Cell
 from moereg.spec.reasons import Reason
 
-_LONGEST_CLAUSE: Final = 2000
-
 
 def clause(reason: str) -> str:
     """A backend's reason on one line that can be printed."""
-    return one_line(reason, _LONGEST_CLAUSE) or "no text"
+    return one_line(reason) or "no text"
 
 
 _PROBING: Final = threading.RLock()

@@ -218,7 +218,7 @@ def test_a_machine_that_two_claim_and_one_without_its_device(site: Wheels) -> No
 
 
 def test_a_plugin_that_is_left_out_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds._PLUGINS, "missed", {})
+    monkeypatch.setattr(kinds, "_MISSED", {})
     miss_kinds_of("lava", "platform plugin 'lava' of moereg-lava 1.2 is not in MOEREG_PLUGINS; add it there")
     with pytest.raises(UnknownPlatformError) as raised:
         Platform.from_name("lava:lava3")
