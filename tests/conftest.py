@@ -10,6 +10,8 @@ import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +91,14 @@ def isolated_registry() -> Iterator[BackendRegistry]:
     yield REGISTRY
     REGISTRY.restore(before)
     MOVEMENTS.restore(movements)
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry) -> Iterator[Any]:
+    """Wheels in a folder that is on the path during a test."""
+    from tests.support.wheels import fresh_wheels
+
+    yield from fresh_wheels(tmp_path, monkeypatch, isolated_registry)
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,9 @@ T = TypeVar("T")
 R = TypeVar("R", bound="Record")
 
 
+@dataclasses.dataclass(frozen=True)
 class Record:
-    """A dataclass whose instances are records."""
+    """Base of the dataclasses whose instances are records."""
 
     @classmethod
     def from_dict(cls, values: object) -> Self:
@@ -36,12 +37,13 @@ class Record:
         if not isinstance(values, Mapping):
             raise ValueError(f"a record must be an object, got {shown(values)}")
         checked: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        for field in dataclasses.fields(cls):
             if field.name in values:
                 checked[field.name] = _checked(field.name, values[field.name])
             elif field.default is dataclasses.MISSING:
                 raise ValueError(f"a record must say its {field.name}")
-        return cls(**checked)
+        make: Callable[..., Self] = cls
+        return make(**checked)
 
 
 def _checked(name: str, value: object) -> object:
