@@ -78,13 +78,16 @@ def read_once(path: Path, read: Callable[..., T], nothing: T, *arguments: str) -
     Returns:
         `nothing` where there is no file.
     """
+    stamp: tuple[int, ...] = ()
     try:
         status = os.stat(path)
+        stamp = status.st_mtime_ns, status.st_size, status.st_ino
     except (FileNotFoundError, NotADirectoryError):
         return nothing
     except (OSError, ValueError):
-        return _read_once(path, read, arguments, ())
-    return _read_once(path, read, arguments, (status.st_mtime_ns, status.st_size, status.st_ino))
+        pass  # Reading says why.
+    answer: T = _read_once(path, read, arguments, stamp)
+    return answer
 
 
 @functools.lru_cache(maxsize=256)
