@@ -26,8 +26,7 @@ from moereg.evidence.code_digest import files_stay
 from moereg.evidence.ledger import Evidence, arch_name, evidence_of
 from moereg.platforms import Platform
 from moereg.plugins.loader import load_backends
-from moereg.registration import collecting_with
-from moereg.registry import BUILTIN, BackendCell
+from moereg.registry import BUILTIN, REGISTRY, BackendCell
 from moereg.selection.decide import decide
 from moereg.selection.request import Request
 from moereg.selection.result import Decision
@@ -140,18 +139,23 @@ class World:
         return list(fits.values())
 
 
-class _Collector:
-    """Takes what modules of the tree register, so that the process's registry stays as it is."""
+@contextlib.contextmanager
+def _collecting() -> Iterator[list[BackendCell]]:
+    """Takes what modules of the tree register inside, so that the process's registry stays as it is."""
+    cells: list[BackendCell] = []
 
-    def __init__(self) -> None:
-        self.cells: list[BackendCell] = []
+    def collect(cell: BackendCell) -> bool:
+        cells.append(cell)
+        return True
 
-    def owner_of(self, registry: object, name: str, module: str) -> tuple[str, str] | None:
-        """The package, whose ledger is found beside it."""
-        return None if module.startswith("moereg.") else (_package(module), "")
-
-    def collect(self, registry: object, cell: BackendCell) -> None:
-        self.cells.append(cell)
+    before = REGISTRY.owner_of, REGISTRY.collect
+    # The package, whose ledger is found beside it.
+    REGISTRY.owner_of = lambda name, module: None if module.startswith("moereg.") else (_package(module), "")
+    REGISTRY.collect = collect
+    try:
+        yield cells
+    finally:
+        REGISTRY.owner_of, REGISTRY.collect = before
 
 
 def _package(module: str) -> str:
@@ -189,12 +193,11 @@ def world() -> tuple[World, dict[str, dict[str, Any]], dict[str, str]]:
     """All cells, the wheels' projects by package, and each backend's own words about itself."""
     builtin = [cell for cell in load_backends().cells if cell.origin == BUILTIN]
     with _plugins() as projects:
-        collector = _Collector()
-        with collecting_with(collector):
+        with _collecting() as cells:
             for project in projects.values():
                 for value in project["entry-points"]["moereg.backends"].values():
                     importlib.import_module(value)
-        found = World([*builtin, *collector.cells])
+        found = World([*builtin, *cells])
         words = {cell.name: _words_of(cell) for cell in found.cells}
     return found, projects, words
 

@@ -17,11 +17,11 @@ from moereg.arguments import takes
 from moereg.errors import MoeregWarning, UnsupportedProblemError
 from moereg.evidence.quarantine import read_quarantine
 from moereg.platforms import Platform
-from moereg.plugins.loader import load_backends, platform_of, plugin_statuses, read_platform
-from moereg.registry import BUILTIN, BackendCell
+from moereg.plugins.loader import load_backends, missing_backend, platform_of, read_platform
+from moereg.registry import BackendCell
 from moereg.selection.decide import decide, evaluate, rank
 from moereg.selection.request import Names, Request
-from moereg.selection.requirements import PROBES, lacks
+from moereg.selection.requirements import lacks
 from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
 from moereg.spec.reasons import Reason
@@ -70,9 +70,7 @@ def explain_backends(
         The selection; its `winner` is None if nothing fits.
 
     Raises:
-        ArgumentError: The problem or the platform is something else.
-        RequestError: A name is both required and denied, or something is not a name.
-        UnknownNameError: A backend, scheme or platform is not known.
+        ArgumentError, RequestError, UnknownNameError: As `select_backend`.
 
     Example:
         >>> problem = moereg.MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
@@ -85,14 +83,14 @@ def explain_backends(
     cells = load_backends().cells  # First: plugins may bring the kind of machine that the platform's name says.
     platform = read_platform(platform)
     request = Request.resolve(
-        problem.quant.name, require, prefer, deny, environ=os.environ, cells=cells, plugins=plugin_statuses()
+        problem.quant.name, require, prefer, deny, environ=os.environ, cells=cells, missing=missing_backend
     )
     return decide(problem, platform, request, cells, quarantine=read_quarantine())
 
 
 def machine_reasons(cell: BackendCell, platform: Platform) -> list[Reason]:
     """Why a cell cannot run on a platform for any problem; a named platform is assumed to meet packages and probes."""
-    return lacks(cell, cell.rule_for(platform), platform, PROBES)
+    return lacks(cell, cell.rule_for(platform), platform)
 
 
 def select_backend(
@@ -149,12 +147,12 @@ def select_backend(
             logger.warning("%s", notice)
     key = (selection.problem, str(selection.platform), winner.backend)
     if next(_times(key)) == 0:
-        others = [_with_origin(decision) for decision in selection.decisions[1:] if decision.accepted]
+        others = [f"{one.backend}{one.of_wheel}" for one in selection.decisions[1:] if one.accepted]
         logger.info(
             "MoE %s on %s: %s (%s), computes %s, by %s; next: %s%s",
             selection.problem,
             selection.platform,
-            _with_origin(winner),
+            f"{winner.backend}{winner.of_wheel}",
             winner.experts,
             winner.computes,
             selection.source,
@@ -162,7 +160,3 @@ def select_backend(
             "".join(f"; {notice}" for notice in selection.notices if notice not in selection.request.notices),
         )
     return selection
-
-
-def _with_origin(decision: Decision) -> str:
-    return decision.backend if decision.origin == BUILTIN else f"{decision.backend} of {decision.provider}"

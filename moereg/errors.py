@@ -11,35 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-__all__ = [
-    "ArgumentError",
-    "BackendError",
-    "CheckpointError",
-    "GroupError",
-    "LayoutMismatchError",
-    "LayoutNotInvertibleError",
-    "MoeregError",
-    "MoeregWarning",
-    "PluginError",
-    "PluginWarning",
-    "RanksDifferError",
-    "RegistrationError",
-    "RequestError",
-    "TooLargeError",
-    "UnknownBackendError",
-    "UnknownModelError",
-    "UnknownNameError",
-    "UnknownPlatformError",
-    "UnknownSchemeError",
-    "UnsupportedProblemError",
-    "described",
-    "is_lack_of_memory",
-    "one_line",
-    "shown",
-    "stops_the_process",
-    "unknown_name_message",
-]
-
 
 class MoeregError(Exception):
     """Base of every error that moereg raises on purpose."""

@@ -1,7 +1,7 @@
 """A decorator at work: whose its class is, checks of its arguments, and where its cell goes.
 
-A cell is valid before it is stored. Every check raises `RegistrationError`, whose message starts with `who`: the entry,
-its class and their origin.
+A cell is valid before it is stored. Every check raises `ArgumentError`; the user gets a `RegistrationError` that starts
+with the entry, its class and their origin.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from packaging.requirements import InvalidRequirement, Requirement
 
 from moereg._version import __version__
+from moereg.arguments import check_flag
 from moereg.errors import ArgumentError, RegistrationError, UnknownNameError, one_line, shown
 from moereg.experts import INPUT_FORMS, OUTPUT_FORMS, Experts
 from moereg.platforms import Platform, PlatformRule
@@ -52,37 +53,17 @@ def is_reserved(name: str) -> bool:
     return re.sub(r"[-_.]+", "-", name).lower() in _RESERVED
 
 
-class Collector(Protocol):
-    """Takes the cells that modules of plugins register while they are imported, until all of a plugin's are known."""
-
-    def owner_of(self, registry: Any, name: str, module: str) -> tuple[str, str] | None:
-        """Name and version of the distribution whose cell this is; None where the registry stores it at once."""
-
-    def collect(self, registry: Any, cell: Any) -> None:
-        """Keeps a cell."""
-
-
-_COLLECTOR: contextvars.ContextVar[Collector | None] = contextvars.ContextVar("moereg_collector", default=None)
 _ORIGIN: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar("moereg_origin", default=("", ""))
 
 
 @contextlib.contextmanager
-def _inside(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
-    token = variable.set(value)
+def registering_origin(origin: str, version: str = "") -> Iterator[None]:
+    """Cells registered inside belong to that distribution (`builtin` for moereg's own) of that version."""
+    token = _ORIGIN.set((origin, version))
     try:
         yield
     finally:
-        variable.reset(token)
-
-
-def collecting_with(collector: Collector) -> contextlib.AbstractContextManager[None]:
-    """Inside, cells that this thread registers go to the collector."""
-    return _inside(_COLLECTOR, collector)
-
-
-def registering_origin(origin: str, version: str = "") -> contextlib.AbstractContextManager[None]:
-    """Cells registered inside belong to that distribution (`builtin` for moereg's own) of that version."""
-    return _inside(_ORIGIN, (origin, version))
+        _ORIGIN.reset(token)
 
 
 class Registration:
@@ -90,38 +71,38 @@ class Registration:
 
     Attributes:
         who: The entry, its class and their origin.
-        origin, version: As the cell has them.
     """
 
     def __init__(self, registry: Any, name: object, implementation: object) -> None:
-        """Finds the origin.
-
-        Args:
-            registry: A `moereg.registry.Registry`.
-            name: What the class is registered as.
-            implementation: The class.
+        """Finds the origin of a class, for a `moereg.registry.Registry`.
 
         Raises:
             RegistrationError: The origin's name stands for moereg itself.
         """
         module = str(getattr(implementation, "__module__", "nowhere"))
-        is_builtin = module.startswith("moereg.")
-        noun, self._registry = registry.kind.noun, registry
+        self._registry = registry
         origin, version = _ORIGIN.get()
-        collector = None if origin else _COLLECTOR.get()
-        owner = None if collector is None else collector.owner_of(registry, str(name), module)
+        owner = None
         if not origin:
-            origin, version = owner or ((BUILTIN, "") if is_builtin else registry.owner_of(module) or (module, ""))
-            if (owner or not is_builtin) and is_reserved(origin):
+            owner = registry.owner_of(str(name), module)
+            origin, version = owner or (BUILTIN if module.startswith("moereg.") else module, "")
+            if is_reserved(origin) and (owner or not module.startswith("moereg.")):
                 raise RegistrationError(
-                    f"{noun} {shown(name)} of module {module}: {origin!r} stands for moereg itself; rename that "
-                    "distribution or module"
+                    f"{registry.kind.noun} {shown(name)} of module {module}: {origin!r} stands for moereg itself; "
+                    "rename that distribution or module"
                 )
-        self._collector = None if owner is None else collector
-        self.origin = origin
-        self.version = __version__ if origin == BUILTIN else version
+        self._origin = {"origin": origin, "origin_version": __version__ if origin == BUILTIN else version}
+        self._is_owned = owner is not None
         called = getattr(implementation, "__name__", None) or shown(implementation)
-        self.who = f"{noun} {shown(name)} ({called} of {origin})"
+        self.who = f"{registry.kind.noun} {shown(name)} ({called} of {origin})"
+
+    @contextlib.contextmanager
+    def checking(self) -> Iterator[None]:
+        """Errors of what is checked inside begin with `who`."""
+        try:
+            yield
+        except (ArgumentError, UnknownNameError) as error:
+            raise RegistrationError(f"{self.who}: {error}") from error
 
     def shared_fields(
         self,
@@ -133,23 +114,26 @@ class Registration:
         opt_in: bool,
     ) -> dict[str, Any]:
         """The fields that cells of every kind have, checked."""
-        check_name(name, self.who)
-        _check_rank(priority, opt_in, self.who)
+        check_name(name)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ArgumentError(f"priority must be an integer, got {shown(priority)}")
+        if abs(priority) > HIGHEST_PRIORITY:
+            raise ArgumentError(
+                f"priority must be from {-HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}, got {shown(priority)}"
+            )
         return {
             "name": "".join(name),  # Plain even if it was an enum's: other processes read it without that class.
             "priority": priority,
-            "rules": _read_rules(platforms, self.who),
-            "requires": _read_requirements(requires, self.who),
-            "probes": _read_probes(probes, self.who),
-            "opt_in": opt_in,
-            "origin": self.origin,
-            "origin_version": self.version,
+            "opt_in": check_flag("opt_in", opt_in),
+            "rules": _read_rules(platforms),
+            "requires": _read_requirements(requires),
+            "probes": _read_probes(probes),
+            **self._origin,
         }
 
     def store(self, cell: Any) -> None:
         """Stores the valid cell, or hands it to the loader of the plugin that is being imported."""
-        if self._collector is not None:
-            self._collector.collect(self._registry, cell)
+        if self._is_owned and self._registry.collect(cell):
             return
         # A notebook's cell that runs again and a reloaded module define the class anew, under the same name.
         kind = cell.implementation
@@ -159,49 +143,47 @@ class Registration:
         self._registry.publish((cell,), replaced=again)
 
 
-def check_name(name: str, who: str) -> None:
+def check_name(name: str) -> None:
     """A name is lower-case letters, digits and underscores."""
     if not isinstance(name, str) or not name.replace("_", "").isalnum() or name != name.lower() or not name.isascii():
-        raise RegistrationError(f"{who}: a name is lower-case letters, digits and underscores, got {shown(name)}")
+        raise ArgumentError(f"a name is lower-case letters, digits and underscores, got {shown(name)}")
     if len(name) > LONGEST_NAME:
-        raise RegistrationError(f"{who}: a name has at most {LONGEST_NAME} characters, got {len(name)}")
+        raise ArgumentError(f"a name has at most {LONGEST_NAME} characters, got {len(name)}")
     if name == AUTO:
-        raise RegistrationError(f"{who}: {AUTO!r} is no name of a backend, since it is no wish in requests; rename it")
+        raise ArgumentError(f"{AUTO!r} is no name of a backend, since it is no wish in requests; rename it")
     if is_reserved(name):
-        raise RegistrationError(
-            f"{who}: {name!r} is no name of a backend, since it stands for moereg itself; rename it"
-        )
+        raise ArgumentError(f"{name!r} is no name of a backend, since it stands for moereg itself; rename it")
 
 
-def check_class(found: object, base: type, methods: Iterable[str], who: str) -> None:
+def check_class(found: object, base: type, methods: Iterable[str]) -> None:
     """Checks that a class is complete and that its methods take the arguments of the base class's."""
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise RegistrationError(f"{who}: the decorated class must subclass moereg.author.{base.__name__}")
+        raise ArgumentError(f"the decorated class must subclass moereg.author.{base.__name__}")
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
-        raise RegistrationError(f"{who}: abstract methods are missing: {', '.join(missing)}")
+        raise ArgumentError(f"abstract methods are missing: {', '.join(missing)}")
     for method in methods:
         expected = _parameters(base, method)
         parameters = inspect.signature(getattr(found, method)).parameters
         if not _can_be_called(expected.values(), parameters.values()):
-            raise RegistrationError(
-                f"{who}: {method} must take ({', '.join(expected)}), got ({', '.join(parameters)}); "
+            raise ArgumentError(
+                f"{method} must take ({', '.join(expected)}), got ({', '.join(parameters)}); "
                 "the dispatcher passes them by these names"
             )
 
 
-def check_experts(experts: type[Experts], who: str) -> None:
+def check_experts(experts: type[Experts]) -> None:
     """Checks that the class is complete, takes the arguments of `Experts`, and declares its facts and forms."""
     methods = ("__init__", "permute_weights", "workspace_shapes", "apply", "unsupported_reasons", "device_types")
-    check_class(experts, Experts, methods, who)
+    check_class(experts, Experts, methods)
     if not isinstance(experts.facts, Facts):
-        raise RegistrationError(f"{who}: facts must be a moereg.author.Facts, got {type(experts.facts).__name__}")
-    check_facts(experts.facts, who)
+        raise ArgumentError(f"facts must be a moereg.author.Facts, got {type(experts.facts).__name__}")
+    check_facts(experts.facts)
     for name, known in (("output_form", OUTPUT_FORMS), ("input_form", INPUT_FORMS)):
         if (form := getattr(experts, name)) not in known:
-            raise RegistrationError(f"{who}: {name} must be one of {known}, got {form!r}")
+            raise ArgumentError(f"{name} must be one of {known}, got {form!r}")
     if not experts.layouts or not isinstance(experts.layouts, tuple):
-        raise RegistrationError(
-            f"{who}: layouts must be a tuple of at least one layout of permuted weights, got {experts.layouts!r}"
+        raise ArgumentError(
+            f"layouts must be a tuple of at least one layout of permuted weights, got {experts.layouts!r}"
         )
 
 
@@ -232,79 +214,63 @@ def _can_be_called(expected: Iterable[inspect.Parameter], found: Iterable[inspec
 _VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _check_rank(priority: int, opt_in: bool, who: str) -> None:
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise RegistrationError(f"{who}: priority must be an integer, got {shown(priority)}")
-    if abs(priority) > HIGHEST_PRIORITY:
-        raise RegistrationError(
-            f"{who}: priority must be from {-HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}, got {shown(priority)}"
-        )
-    if not isinstance(opt_in, bool):
-        raise RegistrationError(f"{who}: opt_in must be True or False, got {shown(opt_in)}")
-
-
-def check_tier(tier: str, who: str) -> None:
+def check_tier(tier: str) -> None:
     """A tier is one of `TIERS`."""
     if not isinstance(tier, str) or tier not in TIERS:
-        raise RegistrationError(f"{who}: tier must be one of {TIERS}, got {shown(tier)}")
+        raise ArgumentError(f"tier must be one of {TIERS}, got {shown(tier)}")
 
 
-def _read_probes(probes: Iterable[Probe], who: str) -> tuple[Probe, ...]:
+def _read_probes(probes: Iterable[Probe]) -> tuple[Probe, ...]:
     """Probes as a tuple of hashable functions."""
-    checked = () if callable(probes) else _items(probes, "probes", who)
+    checked = () if callable(probes) else _items(probes, "probes")
     # A probe's answer is kept under the probe itself.
     if callable(probes) or not all(callable(probe) and isinstance(probe, Hashable) for probe in checked):
-        raise RegistrationError(f"{who}: probes must be a tuple of functions that take a Platform, got {shown(probes)}")
+        raise ArgumentError(f"probes must be a tuple of functions that take a Platform, got {shown(probes)}")
     return checked
 
 
-def _items(values: Iterable[T], field: str, who: str, of: str = "") -> tuple[T, ...]:
+def _items(values: Iterable[T], field: str, of: str = "") -> tuple[T, ...]:
     if of and isinstance(values, str):
-        raise RegistrationError(f"{who}: {field} must be a tuple of {of}, got the string {shown(values)}")
+        raise ArgumentError(f"{field} must be a tuple of {of}, got the string {shown(values)}")
     if not isinstance(values, (Sequence, Set)):
-        raise RegistrationError(f"{who}: {field} must be a tuple, got {shown(values)}")
+        raise ArgumentError(f"{field} must be a tuple, got {shown(values)}")
     return tuple(values)
 
 
-def read_schemes(names: Iterable[str | QuantScheme], who: str) -> tuple[QuantScheme, ...]:
+def read_schemes(names: Iterable[str | QuantScheme]) -> tuple[QuantScheme, ...]:
     """Schemes as values; a known name must have its known meaning."""
+    named = _items(names, "quant_schemes", of="names")
     try:
-        schemes = tuple(map(get_scheme, _items(names, "quant_schemes", who, of="names")))
+        schemes = tuple(map(get_scheme, named))
     except (ArgumentError, UnknownNameError) as error:
-        raise RegistrationError(f"{who}: {error}; a new scheme is passed as a QuantScheme value") from error
+        raise ArgumentError(f"{error}; a new scheme is passed as a QuantScheme value") from error
     if not schemes:
-        raise RegistrationError(f"{who}: quant_schemes must name at least one scheme")
+        raise ArgumentError("quant_schemes must name at least one scheme")
     for scheme in schemes:
         if QUANT_SCHEMES.get(scheme.name, scheme) != scheme:
-            raise RegistrationError(
-                f"{who}: scheme name {scheme.name!r} is moereg's for {QUANT_SCHEMES[scheme.name]}; "
-                f"give {scheme} another name"
+            raise ArgumentError(
+                f"scheme name {scheme.name!r} is moereg's for {QUANT_SCHEMES[scheme.name]}; give {scheme} another name"
             )
     return schemes
 
 
-def _read_rules(texts: Iterable[str], who: str) -> tuple[PlatformRule, ...]:
+def _read_rules(texts: Iterable[str]) -> tuple[PlatformRule, ...]:
     """Platform rules; no two of equal specificity may match the same platform."""
-    try:
-        rules = tuple(map(PlatformRule, _items(texts, "platforms", who, of="rules")))
-    except (ArgumentError, UnknownNameError) as error:
-        raise RegistrationError(f"{who}: {error}") from error
+    rules = tuple(map(PlatformRule, _items(texts, "platforms", of="rules")))
     if not rules:
-        raise RegistrationError(f"{who}: platforms must name at least one rule")
+        raise ArgumentError("platforms must name at least one rule")
     for first, second in itertools.combinations(rules, 2):
         if first.overlaps(second):
-            raise RegistrationError(f"{who}: rules {first} and {second} are equally specific and overlap; keep one")
+            raise ArgumentError(f"rules {first} and {second} are equally specific and overlap; keep one")
     return rules
 
 
-def _read_requirements(texts: Iterable[str], who: str) -> tuple[str, ...]:
+def _read_requirements(texts: Iterable[str]) -> tuple[str, ...]:
     """Version ranges in one spelling."""
     checked = []
-    for text in _items(texts, "requires", who, of="requirements"):
+    for text in _items(texts, "requires", of="requirements"):
         try:
             checked.append(str(Requirement(text)))
         except (InvalidRequirement, TypeError) as error:
-            raise RegistrationError(
-                f"{who}: requires {shown(text)} is not a version range: {one_line(str(error))}"
-            ) from error
+            raise ArgumentError(f"requires {shown(text)} is not a version range: {one_line(str(error))}") from error
     return tuple(checked)

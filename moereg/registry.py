@@ -199,8 +199,10 @@ class Registry(Generic[C]):
 
     Attributes:
         kind: Class of its cells.
-        owner_of: Name and version of the distribution of a module, None where it is not known. The loader of plugins
-            sets it once it has seen the entry points.
+        owner_of: Name and version of the distribution that registers a name in a module, None where it is not known.
+        collect: Takes a cell of a plugin that is being imported, until all of the plugin's are known; False where none
+            is.
+        load: Loads all that are installed and returns the cells. The loader of plugins sets all three.
     """
 
     kind: ClassVar[type[Cell]]
@@ -208,7 +210,9 @@ class Registry(Generic[C]):
     def __init__(self) -> None:
         self._cells: tuple[C, ...] = ()
         self._lock = threading.Lock()
-        self.owner_of: Callable[[str], tuple[str, str] | None] = lambda module: None
+        self.owner_of: Callable[[str, str], tuple[str, str] | None] = lambda name, module: None
+        self.collect: Callable[[C], bool] = lambda cell: False
+        self.load: Callable[[], tuple[C, ...]] = lambda: self._cells
 
     @property
     def cells(self) -> tuple[C, ...]:
@@ -225,11 +229,7 @@ class Registry(Generic[C]):
         return tuple(cell for cell in self._cells if cell.name == name)
 
     def publish(self, cells: Iterable[C], replaced: Iterable[C] = ()) -> None:
-        """Stores cells, all at once.
-
-        Args:
-            cells: What to store.
-            replaced: Stored cells whose place they take.
+        """Stores cells, all at once, in the place of others.
 
         Raises:
             RegistrationError: A cell contradicts another, as `check_beside` of the cell says. Nothing is stored or
@@ -320,11 +320,11 @@ def register_moe_backend(
         target = REGISTRY if registry is None else registry
         check_instance("registry", target, BackendRegistry, "leave it out for the one that selection reads")
         registration = Registration(target, name, experts)
-        who = registration.who
-        shared = registration.shared_fields(name, priority, platforms, requires, probes, opt_in)
-        check_experts(experts, who)
-        check_tier(tier, who)
-        schemes, facts = read_schemes(quant_schemes, who), narrow_facts(experts.facts, narrowed, who)
+        with registration.checking():
+            shared = registration.shared_fields(name, priority, platforms, requires, probes, opt_in)
+            check_experts(experts)
+            check_tier(tier)
+            schemes, facts = read_schemes(quant_schemes), narrow_facts(experts.facts, narrowed)
         registration.store(BackendCell(experts=experts, schemes=schemes, facts=facts, tier=tier, **shared))
         return experts
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import getpass
 import os
 import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,13 +68,13 @@ def one_thread() -> Iterator[None]:
 def cpu_features(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Call it with fields of `CpuFeatures` to answer as another CPU would; nothing that was answered so is kept."""
     from moereg.kernels.plain import cpu
-    from moereg.selection.requirements import PROBES
+    from moereg.selection import requirements
 
-    monkeypatch.setattr(PROBES, "_answers", {})
+    monkeypatch.setattr(requirements, "ask_probe", functools.cache(requirements.ask_probe.__wrapped__))
     here = cpu.features()
 
     def answer(**fields: bool) -> None:
-        PROBES._answers.clear()
+        requirements.ask_probe.cache_clear()
         monkeypatch.setattr(cpu, "features", lambda: dataclasses.replace(here, **fields))
 
     return answer
@@ -88,6 +91,14 @@ def isolated_registry() -> Iterator[BackendRegistry]:
     yield REGISTRY
     REGISTRY.restore(before)
     MOVEMENTS.restore(movements)
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry) -> Iterator[Any]:
+    """Wheels in a folder that is on the path during a test."""
+    from tests.support.wheels import fresh_wheels
+
+    yield from fresh_wheels(tmp_path, monkeypatch, isolated_registry)
 
 
 @pytest.fixture(autouse=True)

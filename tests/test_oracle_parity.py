@@ -23,8 +23,8 @@ from moereg.platforms import Platform
 from moereg.registration import Probe
 from moereg.registry import BUILTIN, BackendCell
 from moereg.selection.request import Request
-from moereg.selection.requirements import Probes
 from moereg.selection.result import Decision, Selection
+from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES
 from moereg.spec.reasons import Reason
 from tests.oracle_parity.cells import OWN, PACKAGES, builtin_cells, parity_cells
@@ -48,18 +48,6 @@ def cells(_blocked: None) -> tuple[BackendCell, ...]:
     return parity_cells()
 
 
-class OneFailing(Probes):
-    """Answers for a machine that has what probes look for, but for one."""
-
-    def __init__(self, failing: str) -> None:
-        super().__init__()
-        self._failing = failing
-
-    def reason(self, probe: Probe, platform: Platform) -> Reason | None:
-        fails = self._failing and self._failing in getattr(probe, "__name__", "")
-        return Reason("probe", f"requires what {self._failing} looks for") if fails else None
-
-
 def choose(row: Row, cells: Sequence[BackendCell]) -> Selection:
     """What moereg says to a row.
 
@@ -72,7 +60,21 @@ def choose(row: Row, cells: Sequence[BackendCell]) -> Selection:
     if row.named:  # A pattern gives those that are named beside it one place, in which they go by priority.
         words["prefer"] = ",".join(["*", *sorted({cell.name for cell in cells if cell.opt_in})])
     request = Request.resolve(problem.quant.name, **words, environ=environ, cells=cells)
-    return moereg.selection.decide.decide(problem, row.machine(), request, cells, probes=OneFailing(row.failing))
+    return decided(row, problem, row.machine(), request, cells)
+
+
+def decided(
+    row: Row, problem: MoEProblem, platform: Platform, request: Request, cells: Sequence[BackendCell]
+) -> Selection:
+    """Decides as on a machine that has what probes look for, but for the row's one."""
+
+    def ask(probe: Probe, platform: Platform) -> Reason | None:
+        fails = row.failing and row.failing in getattr(probe, "__name__", "")
+        return Reason("probe", f"requires what {row.failing} looks for") if fails else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moereg.selection.requirements.ask_probe", ask)
+        return moereg.selection.decide.decide(problem, platform, request, cells)
 
 
 def accepted(decisions: Iterable[Decision]) -> list[str]:
@@ -193,9 +195,7 @@ class Fit:
     def sees(self, mutant: BackendCell | None) -> bool:
         """Whether the row fails with another cell, or none, in place of this one."""
         said, cells = self.said, (*self.others, *([mutant] if mutant else []))
-        probes = OneFailing(self.row.failing)
-        decided = moereg.selection.decide.decide(said.problem, said.platform, said.request, cells, probes=probes)
-        return sees(self.row, decided.decisions)
+        return sees(self.row, decided(self.row, said.problem, said.platform, said.request, cells).decisions)
 
 
 Fits = dict[int, list[Fit]]

@@ -442,8 +442,9 @@ def verify(
     verbose: VerboseFlag = False,
 ) -> int:
     """Run the conformance kit on one backend."""
-    from moereg.cli._quarantine import check_quarantine, lift_quarantine, quarantine_failures
+    from moereg.cli._quarantine import lift_quarantine, quarantine_failures
     from moereg.cli._verify import Subject, check_ledger, record_verified, show_verify, verify_backend
+    from moereg.evidence.quarantine import change_quarantine
     from moereg.testing.suite import run_again
 
     if unquarantine:
@@ -454,7 +455,7 @@ def verify(
         print_json({"schema": SCHEMA, "quarantine": lifted.to_dict()}) if json else print(lifted)
         return OK
     if quarantine:
-        check_quarantine()
+        change_quarantine()  # Refuses a file that cannot be written, before anything runs.
     subject = Subject(name, module or [])
     if ledger is not None:
         check_ledger(ledger, check or [])

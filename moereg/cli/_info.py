@@ -22,7 +22,7 @@ from moereg.plugins.loader import current_platform, load_backends, load_movement
 from moereg.plugins.status import MOVEMENT_GROUP, PLATFORM_GROUP
 from moereg.prepare_finalize import MovementCell
 from moereg.registry import BUILTIN, BackendCell
-from moereg.selection.requirements import PROBES, lacks
+from moereg.selection.requirements import lacks
 from moereg.selection.result import SCHEMA
 from moereg.spec.model_shapes import MODEL_SHAPES
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
@@ -71,7 +71,7 @@ def _dispatchers(platform: Platform) -> list[dict[str, Any]]:
 
 
 def _dispatcher(cells: Sequence[MovementCell], platform: Platform) -> dict[str, Any]:
-    by_cell = [lacks(cell, cell.rule_for(platform), platform, PROBES) for cell in cells]
+    by_cell = [lacks(cell, cell.rule_for(platform), platform) for cell in cells]
     return _entry(cells, [_movement_cell(cell) for cell in cells], by_cell)
 
 

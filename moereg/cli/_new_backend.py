@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from moereg._version import __version__
 from moereg.cli._options import UsageError
-from moereg.errors import RegistrationError, shown
+from moereg.errors import ArgumentError, shown
 from moereg.plugins.loader import list_backends, list_cells
 from moereg.registration import check_name
 from moereg.selection.result import SCHEMA
@@ -98,9 +98,9 @@ def _distribution(name: str) -> str:
             f"joined by underscores, got {shown(name)}; for instance my_kernel"
         )
     try:
-        check_name(name, f"backend {name!r}")
-    except RegistrationError as error:
-        raise UsageError(str(error)) from error
+        check_name(name)
+    except ArgumentError as error:
+        raise UsageError(f"backend {name!r}: {error}") from error
     distribution = f"moereg-{name.replace('_', '-')}"
     origin = list_cells(name)[0].origin if name in list_backends() else distribution
     if origin != distribution:

@@ -15,8 +15,6 @@ from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.testing.check import CellName, Check
 from moereg.testing.outcomes import IMPORT, Outcome, Report
 
-__all__ = ["Change", "check_quarantine", "lift_quarantine", "quarantine_failures"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Change:
@@ -57,15 +55,6 @@ def _short(record: QuarantineRecord) -> dict[str, str]:
 
 def _named(record: QuarantineRecord) -> str:
     return f"{record.backend} ({record.experts}, {record.rule}), {record.scheme}"
-
-
-def check_quarantine() -> None:
-    """Refuses a file that cannot be written, before anything runs.
-
-    Raises:
-        QuarantineError: The quarantine cannot be read or written.
-    """
-    change_quarantine()
 
 
 def quarantine_failures(

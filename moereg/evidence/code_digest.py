@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import hashlib
 import importlib.machinery
@@ -20,19 +19,8 @@ import re
 import token
 import tokenize
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
-
-__all__ = [
-    "LEDGER_NAME",
-    "UNKNOWN",
-    "class_digest",
-    "code_digest",
-    "files_stay",
-    "module_file",
-    "root_package",
-    "source_digest",
-]
 
 LEDGER_NAME: Final = "moereg_ledger.json"
 """A package's own evidence, which is no code of it."""
@@ -77,32 +65,29 @@ def class_digest(experts: type) -> str:
     """
     module = experts.__module__
     root = root_package(module)
-
-    def counts(name: str) -> bool:
-        return f"{name}.".startswith(_OWN_CODE if root == _PACKAGE else f"{root}.")
-
-    return code_digest(module, counts, except_data=(LEDGER_NAME,), of=experts.__qualname__)
+    return code_digest(module, _OWN_CODE if root == _PACKAGE else f"{root}.", of=experts.__qualname__)
 
 
-def code_digest(
-    module: str, counts: Callable[[str], bool], except_data: Iterable[str] = (), of: str | None = None
-) -> str:
+def code_digest(module: str, followed: str | tuple[str, ...], of: str | None = None) -> str:
     """A digest of a module and of what it imports, directly or not, anywhere in it.
 
     Where a module imports names from another, only those names and what they need there count. The names of modules of
-    the same package and of moereg do not, so that code may move. JSON files beside the modules count too: they hold
-    launch configurations.
+    the same package and of moereg do not, so that code may move. JSON files beside the modules count too, but for
+    ledgers: they hold launch configurations.
 
     Args:
         module: Its full name.
-        counts: Whether a module of that name is followed.
-        except_data: Names of JSON files that do not count.
+        followed: Beginnings of the names, each with a dot behind it, of modules that are followed.
         of: A class of the module. Other classes, functions, constants and imports of the module count only if it names
             them, directly or not.
 
     Returns:
         Hexadecimal, or `UNKNOWN` where one of the modules cannot be read.
     """
+
+    def counts(name: str) -> bool:
+        return f"{name}.".startswith(followed)
+
     pending: list[tuple[str, str | None]] = [(module, of)]
     digests: dict[tuple[str, str | None], str] = {}
     folders = set()
@@ -122,49 +107,35 @@ def code_digest(
         folders.add(file.parent)
         package = name if file.stem == "__init__" else name.rpartition(".")[0]
         for imported in source.imports:
-            followed = _followed(imported, package, counts)
+            target = _followed(imported, package, counts)
             # Without the names of its own modules and of moereg's: code that moves is the same code.
             if imported.level or imported.module.partition(".")[0] in own:
                 imported = imported._replace(level=0, module="")
-            if followed is None:
+            if target is None:
                 lines.add(repr(tuple(imported)))
             else:
-                pending.append(followed)
-                taken.add((imported, followed))
+                pending.append(target)
+                taken.add((imported, target))
     # What a name stands for: two modules may have different functions of one name.
-    lines.update(f"{tuple(imported)} {digests[followed]}" for imported, followed in taken)
+    lines.update(f"{tuple(imported)} {digests[target]}" for imported, target in taken)
     found = sorted([*lines, *digests.values()])
-    data = (file for folder in folders for file in folder.glob("*.json") if file.name not in except_data)
+    data = (file for folder in folders for file in folder.glob("*.json") if file.name != LEDGER_NAME)
     found += sorted(f"{file.name} {_data_digest(file)}" for file in data)
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
 
 
-def source_digest(source: bytes) -> str:
-    """A digest of a module's tokens.
+def _tree_digest(text: str, tree: ast.Module) -> str:
+    """A digest of a module's tokens, the same for every version of Python that can read it.
 
-    The same for every version of Python that can read it, in any encoding. What is left out: comments, blank lines,
-    line breaks and indentation as such, and strings that are statements, which is what docstrings are.
-
-    Args:
-        source: As the file has it.
-
-    Raises:
-        SyntaxError, ValueError: It is not a module's.
+    Left out are imports, comments, blank lines, line breaks and indentation as such, and strings that are statements,
+    which is what docstrings are.
     """
-    return _text_digest(_text(source))
-
-
-def _text_digest(text: str) -> str:
-    return _tree_digest(text, _parsed(text))
-
-
-def _tree_digest(text: str, tree: ast.Module, imports: bool = True) -> str:
     lines = text.split("\n")
     left_out = [
         (_position(lines, node.lineno, node.col_offset), _position(lines, node.end_lineno, node.end_col_offset))
         for node in _statements(tree)
         if (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str))
-        or (isinstance(node, (ast.Import, ast.ImportFrom)) and not imports)
+        or isinstance(node, (ast.Import, ast.ImportFrom))
     ]
     return hashlib.sha256(json.dumps(list(_tokens(text, lines, left_out))).encode()).hexdigest()
 
@@ -244,14 +215,8 @@ class _Import(NamedTuple):
     alias: str | None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """The part of a file that counts.
-
-    Attributes:
-        digest: Digest of its tokens.
-        imports: What it imports.
-    """
+class _Source(NamedTuple):
+    """The part of a file that counts: a digest of its tokens, and what it imports."""
 
     digest: str
     imports: frozenset[_Import]
@@ -279,7 +244,7 @@ def _read_once(file: pathlib.Path, only: str | None, _changed_ns: int, _num_byte
                 imports |= {_Import(0, alias.name, None, alias.asname) for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 imports |= {_Import(node.level, node.module or "", alias.name, alias.asname) for alias in node.names}
-        return _Source(_tree_digest(text, tree, imports=False), frozenset(imports))
+        return _Source(_tree_digest(text, tree), frozenset(imports))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError, tokenize.TokenError):
         return None  # It is broken, or of a later Python.
 

@@ -7,43 +7,24 @@ ships its own. A record is evidence for the rule that matched when it was made a
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import functools
-import json
 import pathlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from packaging.requirements import Requirement
+from typing_extensions import Self
 
 from moereg.errors import MoeregWarning
 from moereg.evidence.code_digest import LEDGER_NAME, UNKNOWN, class_digest, module_file, root_package
 from moereg.evidence.provenance import provenance
+from moereg.evidence.store import Record, read_once, read_records, records_text
 from moereg.platforms import Platform, PlatformRule
-from moereg.plugins.loader import plugin_statuses
-from moereg.registry import BUILTIN, BackendCell
+from moereg.registry import BUILTIN, REGISTRY, BackendCell
 from moereg.spec.facts import narrowed_text
-
-__all__ = [
-    "FILE_NAME",
-    "SCHEMA",
-    "Evidence",
-    "LedgerWarning",
-    "Verification",
-    "arch_name",
-    "cell_digest",
-    "evidence_of",
-    "merge_ledger",
-    "read_ledger",
-]
 
 FILE_NAME: Final = LEDGER_NAME
 SCHEMA: Final = 2
-
-_MOST_BYTES: Final = 16 << 20
-"""A record has about 500 bytes, and every command reads all of them."""
-
 _PACKAGE: Final = __name__.partition(".")[0]
 
 
@@ -52,7 +33,7 @@ class LedgerWarning(MoeregWarning):
 
 
 @dataclasses.dataclass(frozen=True)
-class Verification:
+class Verification(Record):
     """One cell that passed its conformance cases on one machine.
 
     Attributes:
@@ -114,22 +95,9 @@ class Verification:
         )
 
     @classmethod
-    def from_dict(cls, values: object) -> Verification:
-        """Reads a record of a ledger; unknown keys are ignored.
-
-        Raises:
-            ValueError: A key is missing, or its value is of another kind.
-        """
-        if not isinstance(values, Mapping):
-            raise ValueError(f"a record must be an object, got {type(values).__name__}")
-        checked: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            if field.name not in values:
-                if field.default is not dataclasses.MISSING:
-                    continue
-                raise ValueError(f"a record must say its {field.name}")
-            checked[field.name] = _checked(field.name, values[field.name])
-        record = cls(**checked)
+    def from_dict(cls, values: object) -> Self:
+        """Further, the rule has to match the platform."""
+        record = super().from_dict(values)
         if not PlatformRule(record.rule).matches(Platform.from_name(record.platform)):
             raise ValueError(f"rule {record.rule!r} does not match platform {record.platform!r}")
         return record
@@ -152,32 +120,6 @@ class Verification:
 
 def _narrowed(cell: BackendCell) -> str:
     return narrowed_text(cell.facts, cell.experts.facts)
-
-
-def _checked(name: str, value: object) -> object:
-    if name == "cases":
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"cases must be an integer of at least 1, got {value!r}")
-        return value
-    if name == "versions":
-        if not isinstance(value, Mapping):
-            raise ValueError(f"versions must be an object of texts, got {value!r}")
-        return {_text("versions", key): _text(f"versions[{key!r}]", version) for key, version in value.items()}
-    if name == "schemes":
-        if not isinstance(value, list) or not value:
-            raise ValueError(f"schemes must be a list of names, got {value!r}")
-        return tuple(_text("schemes", scheme) for scheme in value)
-    text = _text(name, value)
-    if name == "date":
-        datetime.date.fromisoformat(text)
-    return text
-
-
-def _text(name: str, value: object) -> str:
-    # A terminal would obey characters that do not print.
-    if not isinstance(value, str) or not value.isprintable():
-        raise ValueError(f"{name} must be printable text, got {value!r}")
-    return value
 
 
 def cell_digest(cell: BackendCell) -> str:
@@ -269,34 +211,19 @@ def _covers(platform: str, named: str) -> bool:
 
 def _own_records(cell: BackendCell) -> tuple[Verification, ...]:
     """The records that a cell's own distribution has; where it registered another's class, that one's do not count."""
-    root = root_package(cell.experts.__module__)
-    file = module_file(root)
-    if root not in _packages_of(cell.origin) or file is None or file.stem != "__init__":
-        return ()
-    path = file.parent / FILE_NAME
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return ()
-    except OSError:
-        return _records(path, cell.origin, 0, 0)
-    return _records(path, cell.origin, status.st_mtime_ns, status.st_size)
-
-
-def _packages_of(origin: str) -> set[str]:
-    if origin == BUILTIN:
-        return {_PACKAGE}
-    modules = {
-        status.value.partition(":")[0].strip()
-        for status in plugin_statuses()
-        if status.distribution.rpartition(" ")[0] == origin
-    }
+    module = cell.experts.__module__
+    root = root_package(module)
+    owner = REGISTRY.owner_of(cell.name, module)
     # A module that is imported without being installed is its own origin.
-    return {root_package(module) for module in modules or {origin}}
+    own_root = _PACKAGE if cell.origin == BUILTIN else root_package(cell.origin)
+    is_own = root == own_root if owner is None else owner[0] == cell.origin
+    file = module_file(root)
+    if not is_own or file is None or file.stem != "__init__":
+        return ()
+    return read_once(file.parent / FILE_NAME, _records, (), cell.origin)
 
 
-@functools.lru_cache(maxsize=256)
-def _records(path: pathlib.Path, origin: str, _changed_ns: int, _num_bytes: int) -> tuple[Verification, ...]:
+def _records(path: pathlib.Path, origin: str) -> tuple[Verification, ...]:
     try:
         return read_ledger(path)
     except ValueError as error:
@@ -315,25 +242,7 @@ def read_ledger(path: pathlib.Path) -> tuple[Verification, ...]:
     Raises:
         ValueError: It cannot be read, is not JSON, or does not hold records of this schema.
     """
-    try:
-        size = path.stat().st_size
-        if size > _MOST_BYTES:
-            raise ValueError(f"it may have at most {_MOST_BYTES >> 20} MiB, got {size >> 20} MiB")
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"it must be readable JSON, got {type(error).__name__}: {error}") from error
-    if not isinstance(document, Mapping) or document.get("schema") != SCHEMA:
-        found = document.get("schema") if isinstance(document, Mapping) else type(document).__name__
-        raise ValueError(f"it must be an object of schema {SCHEMA}, got {found!r}")
-    if not isinstance(document.get("records"), list):
-        raise ValueError("its records must be a list")
-    records = []
-    for number, values in enumerate(document["records"]):
-        try:
-            records.append(Verification.from_dict(values))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"records[{number}]: {error}") from error
-    return tuple(records)
+    return read_records(path, Verification, SCHEMA)
 
 
 def merge_ledger(path: pathlib.Path, records: Sequence[Verification]) -> None:
@@ -344,5 +253,4 @@ def merge_ledger(path: pathlib.Path, records: Sequence[Verification]) -> None:
     """
     known = {record.key: record for record in (*(read_ledger(path) if path.exists() else ()), *records)}
     ordered = [known[key] for key in sorted(known)]
-    document = {"schema": SCHEMA, "records": [dataclasses.asdict(record) for record in ordered]}
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    path.write_text(records_text(SCHEMA, ordered), encoding="utf-8")

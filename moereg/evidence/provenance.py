@@ -11,8 +11,6 @@ from typing import Any, Final
 
 from moereg.platforms import Platform, gpu_clocks
 
-__all__ = ["clocks", "provenance"]
-
 _ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
 """The checkout that holds the package, or the folder that it is installed into, which has no history."""
 

@@ -10,20 +10,19 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import json
 import os
-import stat
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from moereg.errors import MoeregError, MoeregWarning, described, one_line, shown
 from moereg.evidence.code_digest import class_digest
+from moereg.evidence.store import Record, read_once, read_records, records_text
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BackendCell
 from moereg.spec.facts import narrowed_text
@@ -32,7 +31,6 @@ from moereg.spec.reasons import Reason
 
 SCHEMA: Final = 1
 _VARIABLE: Final = "MOEREG_QUARANTINE"
-_MOST_BYTES: Final = 4 << 20
 _LONGEST_FAILURE: Final = 500
 _LONGEST_FACTS: Final = 4000
 _LOCK_SECONDS: Final = 10.0
@@ -51,21 +49,14 @@ _KEY: Final = ("backend", "experts", "rule", "scheme", "platform", "device", "fa
 
 
 @dataclasses.dataclass(frozen=True)
-class QuarantineRecord:
+class QuarantineRecord(Record):
     """One scheme of a cell that failed on one machine.
 
     Attributes:
-        backend, experts: As the cell has them.
-        rule: The one of the cell's rules that matched.
+        backend, experts, rule, platform, device, digest, date, facts: As in `moereg.evidence.ledger.Verification`.
         scheme: Name of the scheme that the cell computed.
-        platform: Such as `cuda:sm90`.
-        device: Name that the driver gives.
-        digest: `moereg.evidence.code_digest.class_digest` of the class.
         versions: Versions of moereg, torch, the cell's distribution and what the cell requires.
         failure: The check that failed and how, on one line.
-        date: ISO date.
-        facts: The facts that the cell narrows, as text, which tells cells on one rule apart; empty where it narrows
-            none.
     """
 
     backend: str
@@ -82,13 +73,7 @@ class QuarantineRecord:
 
     @classmethod
     def of(cls, cell: BackendCell, scheme: QuantScheme, platform: Platform, failure: str) -> QuarantineRecord:
-        """A record of a cell that has just failed on the machine at hand.
-
-        Args:
-            cell: The cell.
-            scheme: What it computed.
-            platform: The machine, probed.
-            failure: The check and how it failed.
+        """A record of a cell that has just failed on the machine at hand, computing a scheme.
 
         Raises:
             ValueError: The platform is only named, or none of the cell's rules matches it.
@@ -106,29 +91,6 @@ class QuarantineRecord:
             failure=one_line(failure, _LONGEST_FAILURE),
             date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         )
-
-    @classmethod
-    def from_dict(cls, values: object) -> QuarantineRecord:
-        """Reads a record; unknown keys are ignored.
-
-        Raises:
-            ValueError: A key is missing, or its value is of another kind.
-        """
-        if not isinstance(values, Mapping):
-            raise ValueError(f"a record must be an object, got {shown(values)}")
-        checked: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            if field.name == "facts" and field.name not in values:
-                continue
-            value = values.get(field.name)
-            texts = [*value, *value.values()] if field.name == "versions" and isinstance(value, Mapping) else [value]
-            # A terminal would obey characters that do not print.
-            if not all(isinstance(text, str) and text.isprintable() for text in texts):
-                raise ValueError(f"{field.name} of a record must be printable text, got {shown(value)}")
-            checked[field.name] = value
-        if not isinstance(checked["versions"], Mapping):
-            raise ValueError(f"versions of a record must be an object, got {shown(checked['versions'])}")
-        return cls(**checked)
 
     @property
     def key(self) -> _Key:
@@ -214,11 +176,6 @@ def quarantine_path() -> Path | None:
     named = os.environ.get(_VARIABLE)
     if named is not None:
         return Path(named) if named else None
-    return _default_path(os.environ.get("XDG_DATA_HOME"), os.environ.get("HOME"))
-
-
-@functools.lru_cache(maxsize=4)
-def _default_path(_data_home: str | None, _home: str | None) -> Path:
     import platformdirs
 
     return Path(platformdirs.user_data_dir("moereg", appauthor=False)) / "quarantine.json"
@@ -232,54 +189,20 @@ def read_quarantine() -> Quarantine:
     path = quarantine_path()
     if path is None:
         return EMPTY
-    try:
-        status = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return EMPTY
-    except (OSError, ValueError):
-        return _read_once(path, 0, 0, 0)
-    return _read_once(path, status.st_mtime_ns, status.st_size, status.st_ino)
+    return read_once(path, _believed, EMPTY)
 
 
-@functools.lru_cache(maxsize=16)
-def _read_once(path: Path, _changed_ns: int, _num_bytes: int, _inode: int) -> Quarantine:
+def _believed(path: Path) -> Quarantine:
     try:
-        return Quarantine(_read(path))
+        return Quarantine(read_records(path, QuarantineRecord, SCHEMA, is_own=True))
     except ValueError as error:
         warnings.warn(
             f"the quarantine {shown(str(path))} cannot be used: {error}; "
             f"delete it, or name another file in {_VARIABLE}",
             QuarantineWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
         return EMPTY
-
-
-def _read(path: Path) -> tuple[QuarantineRecord, ...]:
-    """The records of a file; none where there is no file.
-
-    Raises:
-        ValueError: It cannot be read, others may write to it, or it does not hold records of this schema.
-    """
-    try:
-        # A pipe would otherwise wait for a writer.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
-                raise ValueError(f"it must be a file of at most {_MOST_BYTES} bytes")
-            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise ValueError("it must belong to this user or to root, and nobody else may write to it")
-            document = json.loads(file.read().decode("utf-8"))
-    except FileNotFoundError:
-        return ()
-    except (OSError, RecursionError) as error:
-        raise ValueError(f"it must be readable, got {described(error)}") from error
-    if not isinstance(document, Mapping) or document.get("schema") != SCHEMA:
-        raise ValueError(f"it must be an object of schema {SCHEMA}, got {shown(document)}")
-    records = document.get("records")
-    if not isinstance(records, list):
-        raise ValueError(f"its records must be a list, got {shown(records)}")
-    return tuple(QuarantineRecord.from_dict(values) for values in records)
 
 
 def change_quarantine(
@@ -287,9 +210,7 @@ def change_quarantine(
 ) -> tuple[QuarantineRecord, ...]:
     """Lifts records, then adds others, in one step: a reader sees the file before or after, and writers take turns.
 
-    Args:
-        add: Records; each replaces one of the same key.
-        lift: Whether a record is lifted; none is where None.
+    A record that is added replaces one of the same key.
 
     Returns:
         The records that were lifted.
@@ -306,11 +227,11 @@ def change_quarantine(
         path = Path(os.path.realpath(named))
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with filelock.FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
-            before = _read(path)
+            before = read_records(path, QuarantineRecord, SCHEMA, is_own=True) if path.exists() else ()
             lifted = tuple(record for record in before if lift is not None and lift(record))
             kept = (record for record in before if record not in lifted)
             records = {record.key: record for record in (*kept, *add)}
-            _write(path, records.values())
+            _write(path, records_text(SCHEMA, records.values()))
     except (OSError, ValueError) as error:
         raise QuarantineError(
             f"the quarantine {shown(str(named))} must be readable and writable, got {described(error)}; delete it, or "
@@ -319,12 +240,11 @@ def change_quarantine(
     return lifted
 
 
-def _write(path: Path, records: Iterable[QuarantineRecord]) -> None:
-    document = {"schema": SCHEMA, "records": [dataclasses.asdict(record) for record in records]}
+def _write(path: Path, text: str) -> None:
     handle, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
     try:
         with open(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(document, indent=1) + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)

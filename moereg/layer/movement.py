@@ -16,13 +16,11 @@ from moereg.errors import ArgumentError, UnsupportedProblemError, shown
 from moereg.platforms import Platform
 from moereg.plugins.loader import load_movements, read_platform
 from moereg.prepare_finalize import GroupFacts, MovementCell
-from moereg.selection.decide import reasons_against
+from moereg.selection.decide import judge_cell
 from moereg.selection.request import Request, WayNames
-from moereg.selection.requirements import PROBES, Probes, assumptions
 from moereg.selection.result import Choice, Verdict
 from moereg.spec.facts import fact_reasons
 from moereg.spec.problem import MoEProblem
-from moereg.spec.reasons import CURES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,15 +52,11 @@ class MovementDecision(Verdict):
         }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class MovementSelection(Choice[MovementDecision]):
-    """The outcome for one problem, group and platform.
+    """The outcome for one problem, of which this rank has its experts, one group and one platform.
 
     Attributes:
-        problem: The layer as the caller sees it, with this rank's experts.
-        platform: The machine.
-        request: The resolved request.
-        decisions: Every candidate, best first, rejected after accepted.
         group: The ranks.
     """
 
@@ -83,10 +77,8 @@ class MovementSelection(Choice[MovementDecision]):
     def refusal(self) -> str:
         """Why nothing fits."""
         lines = [f"no way of moving tokens fits {self.problem} on {self.group}, {self.platform}"]
-        nearest = min(self.decisions, key=lambda decision: len(decision.reasons), default=None)
-        if nearest is not None and len(nearest.reasons) == 1:
-            reason = nearest.reasons[0]
-            lines[0] += f"; nearest is {nearest.name}: {reason.text} ({CURES[reason.code]})"
+        if self.decisions:  # The first has the fewest reasons.
+            lines[0] += self.decisions[0].nearest(self.decisions[0].name)
         for decision, formats in self._lines():
             lines.append(f"  {decision.name} ({formats}): {'; '.join(each.text for each in decision.reasons)}")
         return "\n".join(lines)
@@ -126,24 +118,10 @@ class MovementSelection(Choice[MovementDecision]):
 
 
 def decide_movement(
-    problem: MoEProblem,
-    group: GroupFacts,
-    platform: Platform,
-    request: Request,
-    cells: Iterable[MovementCell],
-    probes: Probes = PROBES,
+    problem: MoEProblem, group: GroupFacts, platform: Platform, request: Request, cells: Iterable[MovementCell]
 ) -> MovementSelection:
-    """Chooses among cells, of any registry.
-
-    Args:
-        problem: The layer, with this rank's experts.
-        group: The ranks.
-        platform: What it is to run on; probes run only where it is probed.
-        request: Resolved.
-        cells: Candidates.
-        probes: Keeps the answers of probes.
-    """
-    decisions = [decision for cell in cells for decision in _judge(cell, problem, group, platform, request, probes)]
+    """Chooses among cells, of any registry, for a layer with this rank's experts; as `decide` of backends."""
+    decisions = [decision for cell in cells for decision in _judge(cell, problem, group, platform, request)]
 
     def order(decision: MovementDecision) -> tuple[object, ...]:
         wish = request.wish(decision.name)
@@ -159,42 +137,20 @@ def decide_movement(
             decision.activation_format,
         )
 
-    decisions.sort(key=order)
-    return MovementSelection(
-        problem=problem, group=group, platform=platform, request=request, decisions=tuple(decisions)
-    )
+    return MovementSelection(problem, platform, request, tuple(sorted(decisions, key=order)), group=group)
 
 
 def _judge(
-    cell: MovementCell,
-    problem: MoEProblem,
-    group: GroupFacts,
-    platform: Platform,
-    request: Request,
-    probes: Probes,
+    cell: MovementCell, problem: MoEProblem, group: GroupFacts, platform: Platform, request: Request
 ) -> Iterable[MovementDecision]:
     """A decision for each format of a cell; what speaks against one speaks against the others."""
-    rule = cell.rule_for(platform)
-
-    def ask() -> object:
-        return cell.movement.unsupported_reasons(problem=problem, group=group, platform=platform)
-
     # Facts ask for attributes of the problem, of the group, and for the number of ranks.
     asked = types.SimpleNamespace(**vars(problem), group=group, num_ranks=group.size)
-    facts = fact_reasons(cell.facts, asked)
-    reasons = reasons_against(cell, rule, platform, request, probes, facts, ask)
+    facts, rule = fact_reasons(cell.facts, asked), cell.rule_for(platform)
+    verdict = judge_cell(cell, rule, platform, request, (), facts, problem=problem, group=group)
     for activation_format in cell.formats:
         yield MovementDecision(
-            name=cell.name,
-            activation_format=activation_format,
-            rule=rule.text if rule else cell.rules_text,
-            priority=cell.priority,
-            origin=cell.origin,
-            origin_version=cell.origin_version,
-            reasons=tuple(reasons),
-            assumes=assumptions(cell, platform),
-            cell=cell,
-            predicted=cell.predicted,
+            name=cell.name, activation_format=activation_format, cell=cell, predicted=cell.predicted, **verdict
         )
 
 

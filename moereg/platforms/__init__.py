@@ -3,16 +3,8 @@
 Everything else takes a `Platform`, so a laptop can ask what another machine would choose.
 """
 
-from moereg.platforms.claims import accept_plugin, claim_of, decide_claims
 from moereg.platforms.devices import is_device_type, torch_device
-from moereg.platforms.kinds import (
-    KINDS,
-    PlatformKind,
-    kinds_of_plugin,
-    load_kinds_with,
-    miss_kinds_of,
-    register_platform_kind,
-)
+from moereg.platforms.kinds import KINDS, PlatformKind, register_platform_kind
 from moereg.platforms.nvml import gpu_clocks
 from moereg.platforms.platform import Platform
 from moereg.platforms.probe import installed_versions, probe_cpu, probe_platform
@@ -26,15 +18,9 @@ __all__ = [
     "PlatformKind",
     "PlatformRule",
     "Specificity",
-    "accept_plugin",
-    "claim_of",
-    "decide_claims",
     "gpu_clocks",
     "installed_versions",
     "is_device_type",
-    "kinds_of_plugin",
-    "load_kinds_with",
-    "miss_kinds_of",
     "platform_of_product",
     "probe_cpu",
     "probe_platform",

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 
 from moereg.platforms.kinds import PlatformKind
 
-__all__ = ["Archs"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Archs:

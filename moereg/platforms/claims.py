@@ -12,8 +12,6 @@ from moereg.platforms.kinds import PlatformKind, register_platform_kind
 from moereg.platforms.platform import Platform
 from moereg.platforms.probe import installed_versions
 
-__all__ = ["accept_plugin", "claim_of", "decide_claims"]
-
 
 def accept_plugin(value: str, loaded: object) -> None:
     """Registers the kind that an entry point names.

@@ -7,8 +7,6 @@ import torch
 from moereg.errors import UnknownPlatformError, described, is_lack_of_memory
 from moereg.platforms.platform import Platform
 
-__all__ = ["is_device_type", "torch_device"]
-
 
 def torch_device(platform: Platform, device_type: str | None = None, *, touch: bool = True) -> torch.device:
     """The device that layers of a platform live on here.

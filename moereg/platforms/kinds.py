@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from moereg.arguments import check_count, check_instance, check_text
 from moereg.errors import (
@@ -22,29 +22,6 @@ from moereg.errors import (
     stops_the_process,
     unknown_name_message,
 )
-
-__all__ = [
-    "KINDS",
-    "PlatformKind",
-    "find_kind",
-    "kinds_of_plugin",
-    "load_kinds_with",
-    "miss_kinds_of",
-    "register_platform_kind",
-    "unknown_kind",
-]
-
-
-class Machine(Protocol):
-    """A `Platform`, as far as this module can see: it stands above."""
-
-    @property
-    def kind(self) -> str:
-        """Name of its kind."""
-
-    @property
-    def arch(self) -> str:
-        """Its architecture, or empty."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +45,7 @@ class PlatformKind:
     arch_number: Callable[[str], int] | None = None
     family_size: int = 0
     example: str = ""
-    probe: Callable[[], Machine | None] | None = None
+    probe: Callable[[], Any] | None = None
 
     def __post_init__(self) -> None:
         for field in ("name", "device_type", "arch_pattern", "example"):
@@ -102,11 +79,6 @@ class PlatformKind:
     def has_order(self) -> bool:
         """Whether `+` means something."""
         return self.arch_number is not None
-
-    @property
-    def has_families(self) -> bool:
-        """Whether `f` means something."""
-        return self.arch_number is not None and self.family_size > 0
 
     @property
     def hint(self) -> str:
@@ -170,15 +142,8 @@ _OWNERS: Final[dict[str, str]] = {}
 _LOCK: Final = threading.RLock()
 
 
-@dataclasses.dataclass
-class _Bringing:
-    """The kinds that one plugin's import registers, each with the module that did."""
-
-    origin: str
-    modules: dict[str, str] = dataclasses.field(default_factory=dict)
-
-
-_BRINGING: contextvars.ContextVar[_Bringing | None] = contextvars.ContextVar("moereg_kinds", default=None)
+_BRINGING: contextvars.ContextVar[tuple[str, dict[str, str]] | None] = contextvars.ContextVar("kinds", default=None)
+"""The plugin that is imported, and the kinds that it registers, each with the module that did."""
 
 
 @contextlib.contextmanager
@@ -191,13 +156,13 @@ def kinds_of_plugin(origin: str, own: str) -> Iterator[None]:
         origin: The distribution.
         own: The module that its entry point names.
     """
-    bringing = _Bringing(origin)
-    token = _BRINGING.set(bringing)
+    modules: dict[str, str] = {}
+    token = _BRINGING.set((origin, modules))
     try:
         yield
     except BaseException:
         with _LOCK:
-            for name, module in bringing.modules.items():
+            for name, module in modules.items():
                 # Python takes a module whose import fails out of sys.modules.
                 if module not in sys.modules or f"{module}.".startswith(f"{own}."):
                     _forget(name)
@@ -227,8 +192,7 @@ def register_platform_kind(kind: PlatformKind) -> None:
     caller = inspect.currentframe()
     assert caller is not None and caller.f_back is not None
     module = str(caller.f_back.f_globals.get("__name__", "nowhere"))
-    bringing = _BRINGING.get()
-    origin = module if bringing is None else bringing.origin
+    origin, modules = _BRINGING.get() or (module, {})
     with _LOCK:
         known = KINDS.get(kind.name)
         if known == kind:
@@ -241,24 +205,19 @@ def register_platform_kind(kind: PlatformKind) -> None:
             )
         KINDS[kind.name] = kind
         _OWNERS[kind.name] = origin
-    if bringing is not None:
-        bringing.modules[kind.name] = module
+    modules[kind.name] = module
 
 
-class _Plugins:
-    """Hooks into plugin loading, which lives far above this module."""
+_LOADS: Final[list[Callable[[], Any]]] = []
+"""Loads the plugins that bring kinds, far above this module; one at most."""
 
-    def __init__(self) -> None:
-        self.load: Callable[[], Any] = lambda: None
-        self.missed: dict[str, str] = {}
-
-
-_PLUGINS: Final = _Plugins()
+_MISSED: Final[dict[str, str]] = {}
+"""Why platform plugins brought nothing."""
 
 
 def load_kinds_with(load: Callable[[], Any]) -> None:
     """Says what loads the plugins that bring kinds. It is called once somebody names a kind that is not known."""
-    _PLUGINS.load = load
+    _LOADS[:] = [load]
 
 
 def miss_kinds_of(plugin: str, sentence: str) -> None:
@@ -268,13 +227,14 @@ def miss_kinds_of(plugin: str, sentence: str) -> None:
         plugin: Name of its entry point.
         sentence: With the cure: `platform plugin 'x' of y 1.0 failed to load: ...; repair or uninstall it`.
     """
-    _PLUGINS.missed[plugin] = sentence
+    _MISSED[plugin] = sentence
 
 
 def find_kind(name: str) -> PlatformKind | None:
     """The kind of that name, of moereg or of an installed plugin; None if there is none."""
     if name not in KINDS:
-        _PLUGINS.load()
+        for load in _LOADS:
+            load()
     return KINDS.get(name)
 
 
@@ -288,7 +248,6 @@ def unknown_kind(what: str, name: str, known: Iterable[str], kind: str | None = 
         kind: The kind in it, where that is not all of it.
     """
     message = unknown_name_message(what, name, known)
-    missed = _PLUGINS.missed
     # The plugin of that very name is to blame; without one, any of them may have brought the kind.
-    blamed = [missed[kind or name]] if (kind or name) in missed else list(missed.values())
+    blamed = [_MISSED[kind or name]] if (kind or name) in _MISSED else list(_MISSED.values())
     return "; ".join([message, *blamed])

@@ -8,8 +8,6 @@ import os
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-__all__ = ["GpuFacts", "gpu_clocks", "gpu_facts"]
-
 
 class GpuFacts(NamedTuple):
     """The facts of a GPU that selection reads.

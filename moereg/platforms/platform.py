@@ -11,8 +11,6 @@ from moereg.errors import ArgumentError, UnknownPlatformError, shown
 from moereg.platforms.kinds import KINDS, find_kind, unknown_kind
 from moereg.platforms.products import PRODUCTS, platform_of_product
 
-__all__ = ["Platform"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Platform:

@@ -20,8 +20,6 @@ from packaging.utils import canonicalize_name
 from moereg.platforms.nvml import GpuFacts, gpu_facts
 from moereg.platforms.platform import Platform
 
-__all__ = ["installed_versions", "probe_cpu", "probe_platform"]
-
 _NAME: Final = re.compile(r"^name:[ \t]*(\S+)", re.IGNORECASE | re.MULTILINE)
 _VERSION: Final = re.compile(r"^version:[ \t]*(\S+)", re.IGNORECASE | re.MULTILINE)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["PRODUCTS", "platform_of_product"]
-
 _BY_PLATFORM: Final = {
     "cuda:sm70": ("v100",),
     "cuda:sm75": ("t4", "rtx2080", "rtx2080ti"),

@@ -13,8 +13,6 @@ from moereg.platforms.archs import Archs
 from moereg.platforms.kinds import KINDS, PlatformKind, find_kind, unknown_kind
 from moereg.platforms.platform import Platform
 
-__all__ = ["PlatformRule", "Specificity"]
-
 
 class Specificity:
     """How closely a rule names a platform: where several cells of a class match, the one with the closest stands.
@@ -168,7 +166,7 @@ def _parsed(text: str, kind: PlatformKind | None) -> tuple[Archs | None, tuple[A
 @functools.lru_cache(maxsize=4096)
 def _archs(kind: PlatformKind, name: str) -> Archs:
     _, _, rest = name.partition(":")
-    suffixes = ("+", "f") if kind.has_families else ("+", "*")
+    suffixes = ("+", "f") if kind.has_order and kind.family_size else ("+", "*")
     suffix = rest[-1] if rest.endswith(suffixes) else ""
     return Archs(kind, rest.removesuffix(suffix) if suffix else rest, suffix)
 

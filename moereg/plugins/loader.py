@@ -6,6 +6,7 @@ error, leaves nothing registered, and never takes the others down.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import importlib
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from moereg.errors import (
     ArgumentError,
+    MoeregError,
     PluginError,
     PluginWarning,
     RegistrationError,
@@ -30,17 +32,9 @@ from moereg.errors import (
     stops_the_process,
     unknown_name_message,
 )
-from moereg.platforms import (
-    Platform,
-    accept_plugin,
-    claim_of,
-    decide_claims,
-    kinds_of_plugin,
-    load_kinds_with,
-    miss_kinds_of,
-    probe_cpu,
-    probe_platform,
-)
+from moereg.platforms import Platform, probe_cpu, probe_platform
+from moereg.platforms.claims import accept_plugin, claim_of, decide_claims
+from moereg.platforms.kinds import kinds_of_plugin, load_kinds_with, miss_kinds_of
 from moereg.plugins.status import (
     BACKEND_GROUP,
     MOVEMENT_GROUP,
@@ -54,8 +48,7 @@ from moereg.plugins.status import (
     unusable,
 )
 from moereg.prepare_finalize.cells import MOVEMENTS, MovementRegistry
-from moereg.registration import collecting_with, registering_origin
-from moereg.registry import API_VERSION, BUILTIN, REGISTRY, BackendCell, BackendRegistry, Cell, Registry
+from moereg.registry import API_VERSION, REGISTRY, BackendCell, BackendRegistry, Cell, Registry
 from moereg.spec.quant_schemes import QUANT_SCHEMES, SCHEMES_CALLED, QuantScheme
 
 if TYPE_CHECKING:
@@ -66,6 +59,9 @@ logger: Final = logging.getLogger("moereg")
 _SLOW_SECONDS: Final = 0.5
 """An import that takes longer is logged with its plugin's name."""
 
+_LOADING: Final[contextvars.ContextVar[PluginStatus | None]] = contextvars.ContextVar("moereg_loading", default=None)
+"""The entry point that this thread imports."""
+
 
 class _Loader:
     """Loads once, under a lock, so that threads that select at the same time see all backends or wait."""
@@ -75,7 +71,6 @@ class _Loader:
         self._registries: dict[str, Registry[Any]] = {BACKEND_GROUP: registry, MOVEMENT_GROUP: MOVEMENTS}
         self._lock = threading.RLock()
         self._done: dict[PluginStatus, PluginStatus] = {}
-        self._loading: PluginStatus | None = None
         # Registered while plugins were imported, and not visible yet, each with the entry point that brings it.
         self._pending: list[tuple[PluginStatus | None, Cell]] = []
         self._statuses: tuple[PluginStatus, ...] | None = None
@@ -96,19 +91,18 @@ class _Loader:
         return self._statuses
 
     def _load_all(self) -> tuple[PluginStatus, ...]:
-        if self._loading is not None:
+        if (loading := _LOADING.get()) is not None:
             raise PluginError(
-                f"{self._loading.module} of {self._loading.distribution} asked for backends while it was imported; "
+                f"{loading.module} of {loading.distribution} asked for backends while it was imported; "
                 "a plugin may ask inside its functions, when all plugins are loaded"
             )
         self.load_platforms()
-        _import_builtins()
+        package = importlib.import_module("moereg.backends")
+        for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
+            if not module.startswith("_"):
+                importlib.import_module(f"moereg.backends.{module}")
         points, broken = self._scanned
-        for point in points:
-            self._load_once(point)
-        for registry in self._registries.values():
-            registry.owner_of = self._owner_of
-        return (*(self._done[point] for point in points), *broken)
+        return (*map(self._load_once, points), *broken)
 
     def load_platforms(self) -> None:
         """Loads platform plugins alone: all that naming a machine needs."""
@@ -116,8 +110,11 @@ class _Loader:
             return
         with self._lock:
             # A platform plugin that names its own kind while it is imported gets the error about an unknown kind.
-            if self._has_platforms or self._loading is not None:
+            if self._has_platforms or _LOADING.get() is not None:
                 return
+            for registry in self._registries.values():
+                registry.owner_of = functools.partial(self._owner, registry)
+                registry.collect = functools.partial(self._collect, registry)
             for point in self._scanned[0]:
                 if point.group == PLATFORM_GROUP:
                     status = self._load_once(point)
@@ -141,12 +138,10 @@ class _Loader:
         assert point.point is not None, "what names no module is not loaded"
         # First, and written at once: code that hangs or ends the process leaves no other trace.
         logger.debug("importing %s of %s", point.module, point.distribution)
-        started = time.perf_counter()
+        started, token = time.perf_counter(), _LOADING.set(point)
         try:
-            self._loading = point
             with kinds_of_plugin(point.owner.origin, point.module):
-                with collecting_with(self):
-                    loaded = point.point.load()
+                loaded = point.point.load()
                 _check_api_version(point)
                 if point.group == PLATFORM_GROUP:
                     accept_plugin(point.value, loaded)
@@ -159,7 +154,7 @@ class _Loader:
                 raise
             return point.failed(error)
         finally:
-            self._loading = None
+            _LOADING.reset(token)
             # What modules of other entry points registered waits for these; what failed leaves nothing.
             self._pending = [
                 (home, cell)
@@ -169,24 +164,26 @@ class _Loader:
             _log_if_slow(f"importing {point.module}", point.distribution, started)
         return dataclasses.replace(point, loaded=loaded)
 
-    def owner_of(self, registry: Registry[Any], name: str, module: str) -> Owner | None:
-        """The distribution of what a module registers; None where moereg's own module or no registry of ours does."""
-        assert self._loading is not None
-        home = self._home(registry, name, module)
-        is_ours = registry in self._registries.values() and not module.startswith("moereg.")
-        return home.owner if home is not None else self._loading.owner if is_ours else None
+    def _owner(self, registry: Registry[Any], name: str, module: str) -> Owner | None:
+        """The distribution of what a module registers; None where that is moereg or not known before all is loaded."""
+        if (loading := _LOADING.get()) is not None:
+            home = self._home(loading, registry, name, module)
+            return home.owner if home is not None else None if module.startswith("moereg.") else loading.owner
+        return None if self._statuses is None or module.startswith("moereg.") else self._owner_of(module)
 
-    def collect(self, registry: Registry[Any], cell: Cell) -> None:
+    def _collect(self, registry: Registry[Any], cell: Cell) -> bool:
         """Keeps what a module registers until its entry point has loaded."""
-        self._pending.append((self._home(registry, cell.name, cell.implementation.__module__), cell))
+        if (loading := _LOADING.get()) is None:
+            return False
+        self._pending.append((self._home(loading, registry, cell.name, cell.implementation.__module__), cell))
+        return True
 
-    def _home(self, registry: Registry[Any], name: str, module: str) -> PluginStatus | None:
+    def _home(self, loading: PluginStatus, registry: Registry[Any], name: str, module: str) -> PluginStatus | None:
         """The entry point that brings what a module registers under a name, None where there is none.
 
         The plugin that is imported may import another one first, for instance to subclass its class.
         """
-        assert self._loading is not None
-        for owner in (self._loading.owner, self._owner_of(module)):
+        for owner in (loading.owner, self._owner_of(module)):
             for point in self._scanned[0]:
                 if (point.owner, point.name) == (owner, name) and self._registries.get(point.group) is registry:
                     return point
@@ -292,34 +289,19 @@ def _outside() -> int:
     return level
 
 
-def _import_builtins() -> None:
-    package = importlib.import_module("moereg.backends")
-    with registering_origin(BUILTIN):
-        for module in sorted(info.name for info in pkgutil.iter_modules(package.__path__)):
-            if not module.startswith("_"):
-                importlib.import_module(f"moereg.backends.{module}")
-
-
 _LOADER: Final = _Loader(REGISTRY)
 load_kinds_with(_LOADER.load_platforms)
+REGISTRY.load = lambda: load_backends().cells
 
 
 def load_backends() -> BackendRegistry:
-    """Imports every built-in backend and plugin, the first time it is called.
-
-    Returns:
-        The global registry.
-    """
+    """The global registry, with every built-in backend and plugin: imported the first time it is called."""
     _LOADER.load()
     return REGISTRY
 
 
 def load_movements() -> MovementRegistry:
-    """Imports every built-in token dispatcher and every plugin, the first time it is called.
-
-    Returns:
-        The global registry.
-    """
+    """The global registry of token dispatchers, with every built-in one and plugin, as `load_backends`."""
     _LOADER.load()
     return MOVEMENTS
 
@@ -365,6 +347,14 @@ def find_scheme(name: str) -> QuantScheme:
 def plugin_statuses() -> tuple[PluginStatus, ...]:
     """Every entry point of moereg's groups with its status."""
     return _LOADER.load()
+
+
+def missing_backend(name: str) -> MoeregError | None:
+    """The error for a request that names a backend whose plugin is not loaded; None where no plugin has the name."""
+    for status in plugin_statuses():
+        if (status.group, status.name) == (BACKEND_GROUP, name) and status.status != "loaded":
+            return unusable(status)
+    return None
 
 
 def current_platform() -> Platform:

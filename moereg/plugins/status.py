@@ -173,14 +173,10 @@ def _unreadable(group: str, name: str, value: str, owner: Owner | None, error: E
 
 
 def is_allowed(text: str | None, group: str, name: str) -> bool:
-    """Whether MOEREG_PLUGINS lets a plugin load.
+    """Whether MOEREG_PLUGINS lets a plugin load; None, where the variable is not set, allows all, an empty text none.
 
     A name allows plugins of that name in any group. `group:name`, such as `platforms:mine`, allows that one plugin, and
-    alone leaves other groups as they are. An empty text allows none.
-
-    Args:
-        text: The variable's value; None, which allows all, where it is not set.
-        group, name: The plugin's.
+    alone leaves other groups as they are.
 
     Raises:
         ArgumentError: An entry's group is not known.

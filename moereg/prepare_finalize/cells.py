@@ -8,8 +8,8 @@ from typing import ClassVar, Final, TypeVar
 
 from typing_extensions import Unpack
 
-from moereg.arguments import check_instance
-from moereg.errors import RegistrationError, shown
+from moereg.arguments import check_flag, check_instance
+from moereg.errors import ArgumentError, RegistrationError, shown
 from moereg.prepare_finalize.moving import GroupPrepareFinalize
 from moereg.registration import Probe, Registration, check_class
 from moereg.registry import Cell, Registry
@@ -82,13 +82,8 @@ def register_prepare_finalize(
     """Registers a token dispatcher for activation formats x platforms. Stack one decorator per rectangle.
 
     Args:
-        name: As requests spell it: lower case, digits and underscores.
-        priority: Higher is faster. Cite the measurement that set it.
+        name, priority, platforms, requires, probes, opt_in: As in `register_moe_backend`.
         formats: Activation formats that it offers the experts: `standard`, `batched`.
-        platforms: Rules such as `cuda:sm90+`, `cpu`, `*`.
-        requires: Distribution version ranges such as `deep_ep>=1.2`.
-        probes: Checks of the machine at hand for what versions cannot say.
-        opt_in: Whether a request has to name it.
         predicted: Whether the priority was predicted and not measured, which `explain` says then.
         registry: Where to store; the one that `make_kernel` reads by default.
         **narrowed: Fields of `MovementFacts` that promise less here than in the class.
@@ -116,15 +111,14 @@ def register_prepare_finalize(
         target = MOVEMENTS if registry is None else registry
         check_instance("registry", target, MovementRegistry, "leave it out for the one that make_kernel reads")
         registration = Registration(target, name, movement)
-        who = registration.who
-        shared = registration.shared_fields(name, priority, platforms, requires, probes, opt_in)
-        check_class(movement, GroupPrepareFinalize, _METHODS, who)
-        if not isinstance(movement.facts, MovementFacts):
-            raise RegistrationError(f"{who}: facts must be a MovementFacts, got {type(movement.facts).__name__}")
-        check_facts(movement.facts, who)
-        if not isinstance(predicted, bool):
-            raise RegistrationError(f"{who}: predicted must be True or False, got {shown(predicted)}")
-        offered, facts = _read_formats(formats, who), narrow_facts(movement.facts, narrowed, who)
+        with registration.checking():
+            shared = registration.shared_fields(name, priority, platforms, requires, probes, opt_in)
+            check_class(movement, GroupPrepareFinalize, _METHODS)
+            if not isinstance(movement.facts, MovementFacts):
+                raise ArgumentError(f"facts must be a MovementFacts, got {type(movement.facts).__name__}")
+            check_facts(movement.facts)
+            check_flag("predicted", predicted)
+            offered, facts = _read_formats(formats), narrow_facts(movement.facts, narrowed)
         registration.store(MovementCell(movement=movement, formats=offered, facts=facts, predicted=predicted, **shared))
         movement.name = name
         return movement
@@ -132,10 +126,10 @@ def register_prepare_finalize(
     return decorate
 
 
-def _read_formats(formats: Iterable[str], who: str) -> tuple[str, ...]:
+def _read_formats(formats: Iterable[str]) -> tuple[str, ...]:
     if isinstance(formats, str) or not isinstance(formats, (tuple, list, set, frozenset)) or not formats:
-        raise RegistrationError(f"{who}: formats must be a tuple of activation formats, got {shown(formats)}")
+        raise ArgumentError(f"formats must be a tuple of activation formats, got {shown(formats)}")
     for name in formats:
         if name not in ACTIVATION_FORMATS:
-            raise RegistrationError(f"{who}: formats must be among {', '.join(ACTIVATION_FORMATS)}, got {shown(name)}")
+            raise ArgumentError(f"formats must be among {', '.join(ACTIVATION_FORMATS)}, got {shown(name)}")
     return tuple(name for name in ACTIVATION_FORMATS if name in formats)

@@ -1,25 +1,5 @@
 """Requests, requirements, decisions and selections: deciding on arguments alone."""
 
-from __future__ import annotations
+from moereg.selection.result import SCHEMA, SOURCES, Choice, Decision, Selection, Verdict, nearest_by_backend
 
-from moereg.selection.result import (
-    SCHEMA,
-    SOURCES,
-    Candidate,
-    Choice,
-    Decision,
-    Selection,
-    Verdict,
-    nearest_by_backend,
-)
-
-__all__ = [
-    "SCHEMA",
-    "SOURCES",
-    "Candidate",
-    "Choice",
-    "Decision",
-    "Selection",
-    "Verdict",
-    "nearest_by_backend",
-]
+__all__ = ["SCHEMA", "SOURCES", "Choice", "Decision", "Selection", "Verdict", "nearest_by_backend"]

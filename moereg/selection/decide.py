@@ -6,14 +6,14 @@ looked up. Names no backend, architecture or scheme.
     decide                  the cells of a registry, best first, with every reason
       _eligible             candidates: cells that read the weights, by their most specific rule
       _judge                every reason against one candidate
-        reasons_against     those that a token dispatcher can have too
+        judge_cell          those that a token dispatcher can have too
       rank                  accepted before rejected, wishes before priorities
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from moereg.errors import described, shown, stops_the_process
@@ -21,12 +21,15 @@ from moereg.evidence.quarantine import EMPTY, Quarantine
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BUILTIN, BackendCell, Cell
 from moereg.selection.request import Request
-from moereg.selection.requirements import PROBES, Probes, assumptions, clause, lacks
-from moereg.selection.result import Candidate, Decision, Selection
+from moereg.selection.requirements import assumptions, clause, lacks
+from moereg.selection.result import Decision, Selection
 from moereg.spec.facts import fact_reasons
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.spec.reasons import Reason
+
+Candidate = tuple[BackendCell, QuantScheme | None, PlatformRule | None]
+"""A cell with the scheme that it would compute, if it reads the weights, and the rule by which it may run, if any."""
 
 
 def decide(
@@ -34,7 +37,6 @@ def decide(
     platform: Platform,
     request: Request,
     cells: Iterable[BackendCell],
-    probes: Probes = PROBES,
     quarantine: Quarantine = EMPTY,
 ) -> Selection:
     """Chooses among cells: those of `BackendRegistry.cells`, whichever registry they were registered in.
@@ -44,7 +46,6 @@ def decide(
         platform: What it is to run on; probes run only where it is probed.
         request: Resolved for the problem's scheme.
         cells: Candidates.
-        probes: Keeps the answers of probes.
         quarantine: What failed the conformance kit on the machine that `platform` is.
 
     Returns:
@@ -52,9 +53,7 @@ def decide(
     """
     cells = tuple(cells)
     candidates = _eligible(cells, problem, platform)
-    decisions = rank(
-        (_judge(candidate, problem, platform, request, probes, quarantine) for candidate in candidates), request
-    )
+    decisions = rank((_judge(each, problem, platform, request, quarantine) for each in candidates), request)
     source = None
     if decisions and decisions[0].accepted:
         is_preferred = request.wish(decisions[0].backend).preferred < math.inf
@@ -65,8 +64,8 @@ def decide(
 
 def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request: Request) -> Decision:
     """Every reason against one cell, whatever other cells there are and whatever is quarantined."""
-    candidate = Candidate(cell, cell.scheme_for(problem.quant), cell.rule_for(platform))
-    return _judge(candidate, problem, platform, request, PROBES, EMPTY)
+    scheme, rule = cell.scheme_for(problem.quant), cell.rule_for(platform)
+    return _judge((cell, scheme, rule), problem, platform, request, EMPTY)
 
 
 def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platform) -> Iterator[Candidate]:
@@ -77,99 +76,77 @@ def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platf
     """
     computes = [(cell, cell.scheme_for(problem.quant)) for cell in cells]
     readers = {cell.name for cell, scheme in computes if scheme is not None}
-    alike: dict[tuple[str, type, str], list[tuple[int, Candidate]]] = {}
+    alike: dict[tuple[str, type, str], list[tuple[BackendCell, QuantScheme, PlatformRule]]] = {}
     for cell, scheme in computes:
         if scheme is None and cell.name in readers:
             continue
-        candidate = Candidate(cell, scheme, rule := cell.rule_for(platform))
+        rule = cell.rule_for(platform)
         if scheme is None or rule is None:
-            yield candidate
+            yield cell, scheme, rule
         else:
-            alike.setdefault((cell.name, cell.experts, scheme.name), []).append((rule.specificity, candidate))
+            alike.setdefault((cell.name, cell.experts, scheme.name), []).append((cell, scheme, rule))
     for group in alike.values():
-        most = max(specificity for specificity, _ in group)
-        best = [candidate for specificity, candidate in group if specificity == most]
+        most = max(rule.specificity for _, _, rule in group)
+        best = [each for each in group if each[2].specificity == most]
         if len(best) > 1:
-            best = [each for each in best if not fact_reasons(each.cell.facts, problem)] or best
+            best = [each for each in best if not fact_reasons(each[0].facts, problem)] or best
         yield from best
 
 
 def _judge(
-    candidate: Candidate,
-    problem: MoEProblem,
-    platform: Platform,
-    request: Request,
-    probes: Probes,
-    quarantine: Quarantine,
+    candidate: Candidate, problem: MoEProblem, platform: Platform, request: Request, quarantine: Quarantine
 ) -> Decision:
     """Every reason against one candidate."""
-    cell, scheme, rule = candidate.cell, candidate.scheme, candidate.rule
-    failed = quarantine.record(cell, scheme, rule, platform)
-    facts = [
-        *([] if failed is None else [failed.reason]),
-        *fact_reasons(cell.facts, problem),
-        *_precision_reasons(scheme, problem),
-    ]
+    cell, scheme, rule = candidate
+    reads: list[Reason] = []
+    facts = fact_reasons(cell.facts, problem)
+    if scheme is None:
+        alike = ", ".join(known.name for known in cell.schemes if known.weight == problem.quant.weight)
+        known = ", ".join(known.name for known in cell.schemes)
+        wanted = f"activations as in ({alike})" if alike else f"weights in ({known})"
+        reads.append(Reason("quant_scheme", f"requires {wanted}, got {problem.quant.description}"))
+    elif problem.exact_activations and scheme.activation != problem.quant.activation:
+        text = f"requires activations as {problem.quant.name} has them, got {scheme.name} instead"
+        facts.append(Reason("precision", text))
+    if (failed := quarantine.record(cell, scheme, rule, platform)) is not None:
+        facts.insert(0, failed.reason)
 
-    def ask() -> object:
-        return cell.experts.unsupported_reasons(problem=problem, platform=platform)
-
-    reasons = [
-        *_scheme_reasons(cell, scheme, problem),
-        *reasons_against(cell, rule, platform, request, probes, facts, ask),
-    ]
     return Decision(
         backend=cell.name,
         experts=cell.class_name,
-        rule=rule.text if rule else cell.rules_text,
         computes=(scheme or cell.schemes[0]).name,
-        priority=cell.priority,
         tier=cell.tier,
-        origin=cell.origin,
-        origin_version=cell.origin_version,
-        reasons=tuple(reasons),
-        assumes=assumptions(cell, platform),
-        candidate=candidate,
+        cell=cell,
+        scheme=scheme,
+        **judge_cell(cell, rule, platform, request, reads, facts, problem=problem),
     )
 
 
-def _scheme_reasons(cell: BackendCell, scheme: QuantScheme | None, problem: MoEProblem) -> Iterable[Reason]:
-    if scheme is not None:
-        return
-    of_these_weights = [known.name for known in cell.schemes if known.weight == problem.quant.weight]
-    rule_text = f"weights in ({', '.join(known.name for known in cell.schemes)})"
-    if of_these_weights:
-        rule_text = f"activations as in ({', '.join(of_these_weights)})"
-    yield Reason("quant_scheme", f"requires {rule_text}, got {problem.quant.description}")
-
-
-def _precision_reasons(scheme: QuantScheme | None, problem: MoEProblem) -> Iterable[Reason]:
-    if scheme is not None and problem.exact_activations and scheme.activation != problem.quant.activation:
-        yield Reason("precision", f"requires activations as {problem.quant.name} has them, got {scheme.name} instead")
-
-
-def reasons_against(
+def judge_cell(
     cell: Cell,
     rule: PlatformRule | None,
     platform: Platform,
     request: Request,
-    probes: Probes,
+    first: Iterable[Reason],
     facts: Iterable[Reason],
-    ask: Callable[[], object],
-) -> list[Reason]:
-    """Every reason against a cell of any kind: the machine, the request, its facts, then its class's own predicate.
+    **asked: object,
+) -> dict[str, Any]:
+    """The fields of a `Verdict` on a cell, a backend's or that of a token dispatcher.
+
+    Its reasons are those that come first, the machine, the request, its facts, then its class's own predicate.
 
     Args:
-        cell: A backend's, or that of a token dispatcher.
+        cell: The cell.
         rule: Its rule for the platform, if any.
-        platform, request, probes: As in `decide`.
+        platform, request: As in `decide`.
+        first: Reasons before all others.
         facts: The reasons out of what the class declares.
-        ask: Calls the predicate.
+        **asked: What the predicate is asked about besides the platform.
     """
     wish = request.wish(cell.name)
     # Denying a wheel's backend keeps its code out of the choice.
     is_asked = cell.origin == BUILTIN or not wish.is_denied
-    reasons = lacks(cell, rule, platform, probes if is_asked else None)
+    reasons = [*first, *lacks(cell, rule, platform, is_asked)]
     if wish.is_denied:
         reasons.append(Reason("denied", f"denied by the request ({', '.join(request.deny)})"))
     if request.require and wish.required == math.inf:
@@ -178,10 +155,9 @@ def reasons_against(
     if cell.opt_in and not wish.is_named:
         reasons.append(Reason("opt_in", "is opt-in: name it in require or prefer"))
     reasons.extend(facts)
-    if not is_asked:
-        return reasons
     try:
-        texts = ask()
+        predicate = cell.implementation.unsupported_reasons
+        texts: object = predicate(platform=platform, **asked) if is_asked else ()
         if not isinstance(texts, Iterable) or isinstance(texts, (str, bytes, Mapping)):
             raise TypeError(f"it has to return a list of texts, got {shown(texts)}")
         for text in texts:
@@ -192,7 +168,14 @@ def reasons_against(
         if stops_the_process(error):
             raise
         reasons.append(Reason("predicate_error", f"its {cell.predicate} raised {described(error)}"))
-    return reasons
+    return {
+        "rule": rule.text if rule else cell.rules_text,
+        "priority": cell.priority,
+        "origin": cell.origin,
+        "origin_version": cell.origin_version,
+        "reasons": tuple(reasons),
+        "assumes": assumptions(cell, platform),
+    }
 
 
 def _outranking(decisions: Sequence[Decision], cells: Sequence[BackendCell]) -> list[str]:

@@ -19,7 +19,6 @@ from moereg.errors import (
     shown,
     unknown_name_message,
 )
-from moereg.plugins.status import BACKEND_GROUP, PluginStatus, unusable
 from moereg.registration import AUTO
 from moereg.registry import BackendCell
 from moereg.spec.quant_schemes import QUANT_SCHEMES
@@ -84,7 +83,7 @@ class Request:
         *,
         environ: Mapping[str, str],
         cells: Sequence[BackendCell],
-        plugins: Sequence[PluginStatus] = (),
+        missing: Callable[[str], MoeregError | None] = lambda name: None,
     ) -> Request:
         """Joins arguments and environment: for require and prefer arguments win, denials add up.
 
@@ -96,7 +95,7 @@ class Request:
             require, prefer, deny: As in `select_backend`.
             environ: Holds MOEREG_REQUIRE, MOEREG_PREFER and MOEREG_DENY.
             cells: Their names and schemes are known.
-            plugins: Statuses of plugins, for the error about a backend whose plugin did not load.
+            missing: The error about a backend whose plugin did not load, by its name.
 
         Raises:
             PluginError: A backend's plugin did not load; carries its error.
@@ -105,19 +104,17 @@ class Request:
         """
         check_text("scheme of a request", scheme)
         check_mapping("environ", environ)
-        required, preferred, denied = _by_word(_Source.read, "MOEREG_", environ, require, prefer, deny)
+        required, preferred, denied = _by_word(_read_source, "MOEREG_", environ, require, prefer, deny)
         # Wishes for other schemes are checked too: a misspelled name would go unnoticed until that scheme is loaded.
-        notices: list[str] = []
-        for wish in (*required, *preferred, *denied):
-            if wish.names:
-                notices += _check_schemes(wish, scheme, cells)
-                notices += _check_backends(wish, cells, plugins)
+        notices = [
+            notice
+            for wish in (*required, *preferred, *denied)
+            for notice in (*_check_schemes(wish, scheme, cells), *_check_backends(wish, cells, missing))
+        ]
         request = cls(
             require=_strongest(required, scheme),
             prefer=_strongest(preferred, scheme),
-            deny=tuple(
-                dict.fromkeys(name for wish in denied for key in (scheme, "") for name in wish.names.get(key, ()))
-            ),
+            deny=tuple(dict.fromkeys(name for wish in denied for name in wish.all_for(scheme))),
             notices=tuple(dict.fromkeys(notices)),
         )
         # A pattern leaves room for exceptions (`flashinfer_*` without `flashinfer_b12x`); a name written out does not.
@@ -140,12 +137,7 @@ class Request:
         environ: Mapping[str, str],
         known: Iterable[str],
     ) -> Request:
-        """As `resolve`, for token dispatchers, which know no schemes.
-
-        Args:
-            require, prefer, deny: As in `explain_movements`.
-            environ: Holds MOEREG_EP_REQUIRE, MOEREG_EP_PREFER and MOEREG_EP_DENY.
-            known: Names of all ways.
+        """As `resolve`, for token dispatchers, which know no schemes. `known` has the names of all.
 
         Raises:
             RequestError: A name is both required and denied, or something is not a name.
@@ -207,25 +199,15 @@ class _Source:
     source: str
     names: Mapping[str, tuple[str, ...]]
 
-    @classmethod
-    def read(cls, names: Names, source: str) -> _Source:
-        found = cls(source, _by_scheme(names, source))
-        for listed in found.names.values():
-            if AUTO in listed and (found.word == "deny" or len(listed) > 1):
-                raise RequestError(
-                    f"{AUTO!r} in a request stands alone in require or prefer and means no wish, got {shown(listed)} "
-                    f"in {source}; leave it out"
-                )
-        return found
-
     @property
     def word(self) -> str:
         return self.source.removeprefix("MOEREG_").lower()
 
-    @property
-    def may_be_absent(self) -> bool:
-        """Whether names that nobody registered are a notice."""
-        return self.source in ("MOEREG_PREFER", "MOEREG_DENY")
+    def notice(self, error: MoeregError) -> str:
+        """The notice of a name that means nothing here, where the source may have such; else raises the error."""
+        if self.source not in ("MOEREG_PREFER", "MOEREG_DENY"):
+            raise error
+        return f"{self.source} is ignored where it names unknown things: {error}"
 
     def for_scheme(self, scheme: str) -> tuple[str, ...]:
         return self.names.get(scheme) or self.names.get("", ())
@@ -240,8 +222,7 @@ def _strongest(wishes: Iterable[_Source], scheme: str) -> tuple[str, ...]:
     return () if names == (AUTO,) else names
 
 
-def _by_scheme(names: Names, word: str) -> dict[str, tuple[str, ...]]:
-    """Names by scheme; `""` is every scheme."""
+def _read_source(names: Names, word: str) -> _Source:
     if isinstance(names, Mapping):
         found = {
             scheme: _split(value, f"{word} for {shown(scheme)}") for scheme, value in check_mapping(word, names).items()
@@ -257,44 +238,39 @@ def _by_scheme(names: Names, word: str) -> dict[str, tuple[str, ...]]:
             )
     if empty := sorted(scheme for scheme, listed in found.items() if not listed):
         raise RequestError(f"{word} for scheme {shown(empty[0])} must name a backend, got none; leave it out for any")
-    return found
+    source = _Source(word, found)
+    for listed in found.values():
+        if AUTO in listed and (source.word == "deny" or len(listed) > 1):
+            raise RequestError(
+                f"{AUTO!r} in a request stands alone in require or prefer and means no wish, got {shown(listed)} "
+                f"in {word}; leave it out"
+            )
+    return source
 
 
-def _check_schemes(wish: _Source, wanted: str, cells: Iterable[BackendCell]) -> list[str]:
-    """Checks that schemes are the problem's own, moereg's or a cell's; returns notices."""
+def _check_schemes(wish: _Source, wanted: str, cells: Iterable[BackendCell]) -> Iterator[str]:
+    """Checks that schemes are known, of which the problem's is one; yields notices."""
     others = [name for name in wish.names if name and name != wanted and name not in QUANT_SCHEMES]
-    if not others:
-        return []
-    known = {wanted, *QUANT_SCHEMES, *(scheme.name for cell in cells for scheme in cell.schemes)}
-    errors = [
-        UnknownSchemeError(unknown_name_message("quant scheme", name, known)) for name in others if name not in known
-    ]
-    return [_notice(wish, error) for error in errors]
+    known = {wanted, *QUANT_SCHEMES, *(scheme.name for cell in cells for scheme in cell.schemes)} if others else set()
+    for name in others:
+        if name not in known:
+            yield wish.notice(UnknownSchemeError(unknown_name_message("quant scheme", name, known)))
 
 
-def _check_backends(wish: _Source, cells: Iterable[BackendCell], plugins: Iterable[PluginStatus]) -> list[str]:
-    """Checks that backends are known; returns notices. A backend whose plugin did not load may still be denied."""
+def _check_backends(
+    wish: _Source, cells: Iterable[BackendCell], missing: Callable[[str], MoeregError | None]
+) -> Iterator[str]:
+    """Checks that backends are known; yields notices. A backend whose plugin did not load may still be denied."""
     known = {cell.name for cell in cells}
-    notices = []
     for name in (name for listed in wish.names.values() for name in listed):
-        if name in known or name == AUTO or any(_is_among(one, (name,)) for one in known):
+        if name == AUTO or any(_is_among(one, (name,)) for one in known):
             continue
         if "*" in name and wish.word != "require":
-            notices.append(f"{wish.source}: no backend matches {name!r} (known: {', '.join(sorted(known)) or 'none'})")
-            continue
-        failed = [status for status in plugins if status.group == BACKEND_GROUP and status.name == name]
-        if not failed:
-            notices.append(_notice(wish, UnknownBackendError(unknown_name_message("backend", name, known))))
+            yield f"{wish.source}: no backend matches {name!r} (known: {', '.join(sorted(known)) or 'none'})"
+        elif (error := missing(name)) is None:
+            yield wish.notice(UnknownBackendError(unknown_name_message("backend", name, known)))
         elif wish.word != "deny":
-            notices.append(_notice(wish, unusable(failed[0])))
-    return notices
-
-
-def _notice(wish: _Source, error: MoeregError) -> str:
-    """The notice of a name that means nothing here, where its source may have such; else raises the error."""
-    if not wish.may_be_absent:
-        raise error
-    return f"{wish.source} is ignored where it names unknown things: {error}"
+            yield wish.notice(error)
 
 
 def _split(names: object, word: str) -> tuple[str, ...]:

@@ -16,36 +16,19 @@ from moereg.registration import Probe
 from moereg.registry import Cell
 from moereg.spec.reasons import Reason
 
-_LONGEST_CLAUSE: Final = 2000
-
 
 def clause(reason: str) -> str:
     """A backend's reason on one line that can be printed."""
-    return one_line(reason, _LONGEST_CLAUSE) or "no text"
+    return one_line(reason) or "no text"
 
 
-class Probes:
-    """Runs each probe once a platform and keeps its answer. Thread-safe: threads that ask at once wait for one."""
-
-    def __init__(self) -> None:
-        self._answers: dict[tuple[Probe, Platform], Reason | None] = {}
-        self._lock = threading.RLock()  # A probe may select in turn.
-
-    def reason(self, probe: Probe, platform: Platform) -> Reason | None:
-        """The reason by which a probe says that a cell cannot run there, or None."""
-        key = (probe, platform)
-        if key not in self._answers:
-            with self._lock:
-                if key not in self._answers:
-                    self._answers[key] = _run_probe(probe, platform)
-        return self._answers[key]
+_PROBING: Final = threading.RLock()
+"""Threads that ask at once wait for one. A probe may select in turn."""
 
 
-PROBES: Final = Probes()
-"""The probes of this process: a machine does not change while one runs, and a probe may take seconds."""
-
-
-def _run_probe(probe: Probe, platform: Platform) -> Reason | None:
+@functools.cache  # A machine does not change while a process runs, and a probe may take seconds.
+def ask_probe(probe: Probe, platform: Platform) -> Reason | None:
+    """The reason by which a probe says that a cell cannot run there, or None; it runs once a platform."""
     try:
         text: object = probe(platform)
     except BaseException as error:  # As with predicates: the bug of one backend must not affect the others.
@@ -64,14 +47,10 @@ def _probe_name(probe: Probe) -> str:
     return f"probe {getattr(probe, '__name__', type(probe).__name__)}"
 
 
-def lacks(cell: Cell, rule: PlatformRule | None, platform: Platform, probes: Probes | None) -> list[Reason]:
+def lacks(cell: Cell, rule: PlatformRule | None, platform: Platform, is_asked: bool = True) -> list[Reason]:
     """Why a cell cannot run on a platform for any problem; a named platform is assumed to meet packages and probes.
 
-    Args:
-        cell: The cell.
-        rule: Its rule for the platform, if any.
-        platform: The machine.
-        probes: Keeps the answers of probes; none is asked where None.
+    Takes the cell's rule for the platform, if any. Its probes run if it `is_asked`.
     """
     reasons: list[Reason] = []
     if rule is None:
@@ -80,8 +59,9 @@ def lacks(cell: Cell, rule: PlatformRule | None, platform: Platform, probes: Pro
         for text in cell.requires:
             if reason := _requirement_reason(text, platform.versions.get(_requirement_name(text))):
                 reasons.append(reason)
-        if rule is not None and probes is not None:
-            reasons.extend(reason for probe in cell.probes if (reason := probes.reason(probe, platform)))
+        if rule is not None and is_asked and cell.probes:
+            with _PROBING:
+                reasons.extend(reason for probe in cell.probes if (reason := ask_probe(probe, platform)))
     return reasons
 
 

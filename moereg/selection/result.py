@@ -21,39 +21,21 @@ from moereg.arguments import (
     within,
 )
 from moereg.errors import ArgumentError, described, shown
-from moereg.platforms import Platform, PlatformRule
-from moereg.plugins.loader import load_backends
+from moereg.platforms import Platform
 from moereg.registration import HIGHEST_PRIORITY, TIERS
-from moereg.registry import BUILTIN, BackendCell, provider
+from moereg.registry import BUILTIN, REGISTRY, BackendCell, provider
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.spec.reasons import CURES, REASON_CODES, Reason
 
-__all__ = ["SCHEMA", "SOURCES", "Candidate", "Choice", "Decision", "Selection", "Verdict", "nearest_by_backend"]
-
 SCHEMA: Final = 1
 """Version of all JSON that moereg writes."""
 
+_check_texts: Final = functools.partial(check_list, check=check_text)
+
 SOURCES: Final = ("required", "preferred", "measured", "priority")
 """Why a candidate may win."""
-
-_PLATFORM_SOURCES: Final = ("probed", "named")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
-    """A cell with the scheme that it would compute and the rule by which it may run. Resolved once a selection.
-
-    Attributes:
-        cell: The cell.
-        scheme: What it computes for the problem's weights; None if it cannot read them.
-        rule: The most specific of its rules that match the platform; None if none does.
-    """
-
-    cell: BackendCell
-    scheme: QuantScheme | None
-    rule: PlatformRule | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +80,13 @@ class Verdict:
             "reasons": [{"code": reason.code, "text": reason.text} for reason in self.reasons],
         }
 
+    def nearest(self, name: str) -> str:
+        """A clause on the cure where it is one change away, for an error; else empty."""
+        if len(self.reasons) != 1:
+            return ""
+        (reason,) = self.reasons
+        return f"; nearest is {name}: {reason.text} ({CURES[reason.code]})"
+
     def rows(self, about: str, is_chosen: bool) -> list[str]:
         """Its rows of a decision table: what it is about, and each reason below."""
         mark = "chosen" if is_chosen else "fits" if self.accepted else "rejected"
@@ -139,24 +128,16 @@ class Decision(Verdict):
         experts: Name of the experts class.
         computes: Scheme that it would compute.
         tier: The cell's.
-        candidate: The cell with what it computes and why it may run; None if JSON was read on a machine without it.
+        cell: The cell; None if JSON was read on a machine without it.
+        scheme: `computes` as a value; None if the cell cannot read the problem's weights.
     """
 
     backend: str
     experts: str
     computes: str
     tier: str
-    candidate: Candidate | None = dataclasses.field(default=None, compare=False, repr=False)
-
-    @property
-    def cell(self) -> BackendCell | None:
-        """The candidate's cell."""
-        return None if self.candidate is None else self.candidate.cell
-
-    @property
-    def scheme(self) -> QuantScheme | None:
-        """The candidate's scheme: `computes` as a value."""
-        return None if self.candidate is None else self.candidate.scheme
+    cell: BackendCell | None = dataclasses.field(default=None, compare=False, repr=False)
+    scheme: QuantScheme | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """As `moereg explain --json` shows it."""
@@ -180,30 +161,29 @@ class Decision(Verdict):
         Args:
             values: The fields; others than those of `to_dict` are left for later versions.
             name: Path of the mapping in a larger one, for errors.
-            cells: Where the candidate is looked up; all that are installed where None.
+            cells: Where the cell is looked up; all that are installed where None.
 
         Raises:
             ArgumentError: A field is missing or is not what `to_dict` writes.
         """
         check_mapping(name or "a decision", values)
         field = functools.partial(check_field, name, values)
+        texts: dict[str, Any] = {
+            text: field(text, check_text) for text in ("backend", "experts", "rule", "computes", "origin")
+        }
         decision = cls(
-            backend=field("backend", check_text),
-            experts=field("experts", check_text),
-            rule=field("rule", check_text),
-            computes=field("computes", check_text),
-            priority=field("priority", lambda path, value: check_count(path, value, -HIGHEST_PRIORITY)),
-            tier=field("tier", lambda path, value: check_one_of(path, value, TIERS)),
-            origin=field("origin", check_text),
+            **texts,
+            priority=field("priority", functools.partial(check_count, minimum=-HIGHEST_PRIORITY)),
+            tier=field("tier", functools.partial(check_one_of, known=TIERS)),
             origin_version=field("origin_version", check_text) if "origin_version" in values else "",
-            reasons=field("reasons", lambda path, value: check_list(path, value, _check_reason)),
-            assumes=field("assumes", lambda path, value: check_list(path, value, check_text)),
+            reasons=field("reasons", functools.partial(check_list, check=_check_reason)),
+            assumes=field("assumes", _check_texts),
         )
         if field("accepted", check_flag) is not decision.accepted:
             rule = f"accepted must be {decision.accepted} with {len(decision.reasons)} reasons"
             raise ArgumentError(f"{name}{'.' * bool(name)}{rule}, got {values['accepted']}")
-        cells = load_backends().cells if cells is None else cells
-        return dataclasses.replace(decision, candidate=_candidate(decision, cells))
+        cells = REGISTRY.load() if cells is None else cells
+        return _with_cell(decision, cells)
 
 
 def _check_reason(path: str, value: object) -> Reason:
@@ -212,23 +192,20 @@ def _check_reason(path: str, value: object) -> Reason:
     return Reason(code, check_field(path, values, "text", check_text))
 
 
-def _candidate(decision: Decision, cells: Iterable[BackendCell]) -> Candidate | None:
-    """The candidate of a decision, if its cell is among these."""
-    codes = {reason.code for reason in decision.reasons}
+def _with_cell(decision: Decision, cells: Iterable[BackendCell]) -> Decision:
+    """The decision with its cell, if that is among these."""
     # Cells of one class and rule differ in their facts, which a decision does not say, and so in priority.
     for cell in sorted(cells, key=lambda cell: cell.priority != decision.priority):
         schemes = {scheme.name: scheme for scheme in cell.schemes}
-        rules = {rule.text: rule for rule in cell.rules}
         if (
             (cell.name, cell.class_name) == (decision.backend, decision.experts)
             and decision.computes in schemes
-            and decision.rule in {cell.rules_text, *rules}
+            # If none fits, a decision names the cell's rules or first scheme instead.
+            and decision.rule in {cell.rules_text, *(rule.text for rule in cell.rules)}
         ):
-            # If none fits, a decision names the cell's rules or first scheme instead; its candidate has None there.
-            scheme = None if "quant_scheme" in codes else schemes[decision.computes]
-            rule = None if "platform" in codes else rules.get(decision.rule)
-            return Candidate(cell, scheme, rule)
-    return None
+            reads = all(reason.code != "quant_scheme" for reason in decision.reasons)
+            return dataclasses.replace(decision, cell=cell, scheme=schemes[decision.computes] if reads else None)
+    return decision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,9 +269,8 @@ class Selection(Choice[Decision]):
         nearest = nearest_by_backend(self.decisions)
         if nearest and all(any(reason.code == "quant_scheme" for reason in decision.reasons) for decision in nearest):
             lines[0] += "; no backend computes this scheme: use a checkpoint of one that is named below"
-        elif nearest and len(nearest[0].reasons) == 1:
-            reason = nearest[0].reasons[0]
-            lines[0] += f"; nearest is {nearest[0].backend}: {reason.text} ({CURES[reason.code]})"
+        elif nearest:
+            lines[0] += nearest[0].nearest(nearest[0].backend)
         if self.request.require and self.instead:
             lines[0] += f"; {'without the request, ' if self.alternatives else ''}{self.instead} would do"
         for decision in nearest:
@@ -345,7 +321,7 @@ class Selection(Choice[Decision]):
 
         Args:
             values: The fields.
-            cells: Where the candidates are looked up; all that are installed where None.
+            cells: Where their cells are looked up; all that are installed where None.
 
         Raises:
             ArgumentError: A field is missing, has another type, or contradicts another; the message has its path.
@@ -357,21 +333,21 @@ class Selection(Choice[Decision]):
         if isinstance(schema, bool) or not isinstance(schema, int) or schema != SCHEMA:
             raise ArgumentError(f"a selection must have schema {SCHEMA}, got {shown(schema)}; write it again")
         # Plugins may bring the kind of machine that the platform's name says.
-        cells = load_backends().cells if cells is None else tuple(cells)
+        cells = REGISTRY.load() if cells is None else tuple(cells)
 
         def read(path: str, value: object) -> Decision:
             return Decision.from_dict(check_mapping(path, value), path, cells)
 
         platform = within("platform", Platform.from_name, field("platform", check_text))
-        is_probed = field("platform_source", lambda path, found: check_one_of(path, found, _PLATFORM_SOURCES))
+        source = field("platform_source", functools.partial(check_one_of, known=("probed", "named")))
         claimed_by = field("platform_claimed_by", check_optional(check_text)) if "platform_claimed_by" in values else ""
         selection = cls(
             problem=within("problem", MoEProblem.from_dict, field("problem", check_mapping)),
-            platform=dataclasses.replace(platform, probed=is_probed == "probed", claimed_by=claimed_by or ""),
+            platform=dataclasses.replace(platform, probed=source == "probed", claimed_by=claimed_by or ""),
             request=_read_request(field("request", check_mapping)),
-            decisions=field("decisions", lambda path, found: check_list(path, found, read)),
-            source=field("source", check_optional(lambda path, found: check_one_of(path, found, SOURCES))),
-            notices=field("notices", lambda at, got: check_list(at, got, check_text)) if "notices" in values else (),
+            decisions=field("decisions", functools.partial(check_list, check=read)),
+            source=field("source", check_optional(functools.partial(check_one_of, known=SOURCES))),
+            notices=field("notices", _check_texts) if "notices" in values else (),
         )
         if (selection.source is None) is not (selection.winner is None):
             raise ArgumentError(
@@ -406,8 +382,7 @@ def _read_request(values: Mapping[str, Any]) -> Request:
     words = ("require", "prefer", "deny")
     for word in values:
         within("request", check_one_of, "field of a request", word, words)
-    names = functools.partial(check_list, check=check_text)
-    return Request(**{word: check_field("request", values, word, names) for word in words})
+    return Request(**{word: check_field("request", values, word, _check_texts) for word in words})
 
 
 def nearest_by_backend(decisions: Sequence[Decision]) -> tuple[Decision, ...]:

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final, TypedDict, TypeVar
 
-from moereg.errors import RegistrationError, shown, unknown_name_message
+from moereg.errors import ArgumentError, shown, unknown_name_message
 from moereg.spec.activations import ACTIVATIONS
 from moereg.spec.problem import ACTIVATION_FORMATS, DTYPES, HELD_EXPERTS, PLACEMENTS, MoEProblem
 from moereg.spec.reasons import Reason
@@ -83,7 +83,7 @@ class _Names(Fact):
 
     def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
         if (wanted := operator.attrgetter(self.wanted or self.code)(asked)) not in value:
-            rule, names = self.rule or f"{self.code.replace('_', ' ')} in", ", ".join(sorted(value)) or "none"
+            rule, names = self.rule or f"{self.code.replace('_', ' ')} in", ", ".join(map(str, sorted(value))) or "none"
             yield Reason(self.code, f"requires {rule} ({names}), got {wanted}")
 
     def are_disjoint(self, one: Any, other: Any) -> bool:
@@ -92,6 +92,17 @@ class _Names(Fact):
     def stored(self, value: Any) -> Any:
         is_names = isinstance(value, (set, tuple, list)) and set(map(type, value)) <= {str}
         return frozenset(value) if is_names else value
+
+
+class _Sizes(_Names):
+    """The only sizes that are served, or None."""
+
+    def fault(self, name: str, value: Any) -> str | None:
+        is_fine = value is None or (isinstance(value, frozenset) and all(isinstance(size, int) for size in value))
+        return None if is_fine else f"{name} must be None or a frozenset of integers, got {shown(value)}"
+
+    def stored(self, value: Any) -> Any:
+        return frozenset(value) if isinstance(value, (set, tuple, list)) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,22 +183,6 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-class _Sizes(Fact):
-    """The only hidden sizes that are served, or None."""
-
-    def fault(self, name: str, value: Any) -> str | None:
-        is_fine = value is None or (isinstance(value, frozenset) and all(isinstance(size, int) for size in value))
-        return None if is_fine else f"{name} must be None or a frozenset of integers, got {shown(value)}"
-
-    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
-        if asked.hidden_size not in value:
-            sizes = ", ".join(map(str, sorted(value)))
-            yield Reason(self.code, f"requires hidden_size in ({sizes}), got {asked.hidden_size}")
-
-    def stored(self, value: Any) -> Any:
-        return frozenset(value) if isinstance(value, (set, tuple, list)) else value
-
-
 def _other_scalars(problem: MoEProblem) -> str | None:
     activation, standard = problem.activation, ACTIVATIONS[problem.activation.name]
     if (activation.alpha, activation.beta) == (standard.alpha, standard.beta):
@@ -207,8 +202,6 @@ def _lacks_room(asked: Any) -> str | None:
 
 
 def _row(fact: Fact, default: object) -> Any:
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=dict, hash=False, metadata={"fact": fact})
     return dataclasses.field(default=default, metadata={"fact": fact})
 
 
@@ -279,7 +272,9 @@ class Facts(DeclaredFacts):
     router_weight_on_input: bool = _flag(
         "router_weight_on_input", "does not scale inputs by the routing weight", "apply_router_weight_on_input"
     )
-    requires_multiple: Mapping[str, int] = _row(_Divisors("alignment", _SIZES), {})
+    requires_multiple: Mapping[str, int] = dataclasses.field(
+        default_factory=dict, hash=False, metadata={"fact": _Divisors("alignment", _SIZES)}
+    )
     max_experts: int | None = _row(_Limit("size", "num_local_experts"), None)
     max_num_tokens: int | None = _row(_Limit("size", "max_num_tokens"), None)
     graph_capture: bool = _flag("graph_capture", "cannot be captured in a CUDA graph")
@@ -334,7 +329,7 @@ class MovementFacts(DeclaredFacts):
     )
     max_num_tokens: bool = _row(_Flag("size", _lacks_room, is_need=True), False)
     max_top_k: int | None = _row(_Limit("size", "top_k"), None)
-    hidden_sizes: frozenset[int] | None = _row(_Sizes("alignment"), None)
+    hidden_sizes: frozenset[int] | None = _row(_Sizes("alignment", None, "hidden_size", "hidden_size in"), None)
 
 
 class NarrowedMovementFacts(TypedDict, total=False):
@@ -351,46 +346,35 @@ class NarrowedMovementFacts(TypedDict, total=False):
     hidden_sizes: Collection[int] | None
 
 
-def check_facts(facts: DeclaredFacts, who: str) -> None:
-    """Checks every fact, so that evaluating a cell cannot fail.
-
-    Args:
-        facts: Of a class.
-        who: Its name and class, for the error.
+def check_facts(facts: DeclaredFacts) -> None:
+    """Checks every fact of a class, so that evaluating a cell cannot fail.
 
     Raises:
-        RegistrationError: One is not what it must be.
+        ArgumentError: One is not what it must be.
     """
     for name, fact in rows(type(facts)):
         if fault := fact.fault(name, getattr(facts, name)):
-            raise RegistrationError(f"{who}: {fault}")
+            raise ArgumentError(fault)
 
 
-def narrow_facts(facts: F, narrowed: Mapping[str, Any], who: str) -> F:
-    """The facts of one rectangle.
-
-    Args:
-        facts: Of the class, checked.
-        narrowed: What the decorator says instead.
-        who: Its name and class, for errors.
+def narrow_facts(facts: F, narrowed: Mapping[str, Any]) -> F:
+    """The facts of one rectangle: the class's, and what the decorator says instead.
 
     Raises:
-        RegistrationError: A fact is unknown, has a value of another kind, or promises more than the class.
+        ArgumentError: A fact is unknown, has a value of another kind, or promises more than the class.
     """
     known = dict(rows(type(facts)))
     changes: dict[str, Any] = {}
     for name, value in narrowed.items():
         if name not in known:
-            raise RegistrationError(f"{who}: unknown fact {name!r} (known: {', '.join(sorted(known))})")
+            raise ArgumentError(f"unknown fact {name!r} (known: {', '.join(sorted(known))})")
         fact, wider = known[name], getattr(facts, name)
         value = fact.stored(value)
         if fault := fact.fault(name, value):
-            raise RegistrationError(f"{who}: {fault}")
+            raise ArgumentError(fault)
         if not fact.is_narrower(value, wider):
-            raise RegistrationError(
-                f"{who}: a decorator may narrow the class's facts, never widen them; "
-                f"{name}={shown(value)} against {shown(wider)}"
-            )
+            text = f"{name}={shown(value)} against {shown(wider)}"
+            raise ArgumentError(f"a decorator may narrow the class's facts, never widen them; {text}")
         changes[name] = value
     return dataclasses.replace(facts, **changes)
 
@@ -402,18 +386,14 @@ def disjoint_fact(one: Facts, other: Facts) -> str | None:
 
 def fact_reasons(facts: DeclaredFacts, asked: object) -> list[Reason]:
     """Every fact in what is asked that the class does not declare."""
-    reasons: list[Reason] = []
-    for fact, value in facts.binding:
-        reasons += fact.reasons(value, asked)
-    return reasons
+    return [reason for fact, value in facts.binding for reason in fact.reasons(value, asked)]
 
 
 def narrowed_text(facts: Facts, of_class: Facts) -> str:
     """The facts of a cell that differ from its class's, such as `activations=silu`; empty where none does."""
     found = []
-    for field in dataclasses.fields(facts):
-        value = getattr(facts, field.name)
-        if value != getattr(of_class, field.name):
+    for name, _ in FACTS:
+        if (value := getattr(facts, name)) != getattr(of_class, name):
             text = ",".join(sorted(value)) if isinstance(value, frozenset) else str(value)
-            found.append(f"{field.name}={text}")
+            found.append(f"{name}={text}")
     return "; ".join(found)

@@ -12,8 +12,7 @@ from packaging.requirements import Requirement
 
 from moereg.errors import ArgumentError, UnknownBackendError, unknown_name_message
 from moereg.platforms import torch_device
-from moereg.plugins.loader import current_platform, load_backends, plugin_statuses
-from moereg.plugins.status import BACKEND_GROUP, unusable
+from moereg.plugins.loader import current_platform, load_backends, missing_backend
 from moereg.registry import BackendCell
 from moereg.testing import cases
 from moereg.testing.cases import is_imitated, runnable_platform, running_as
@@ -142,9 +141,8 @@ def _is_of(cell: BackendCell, modules: Sequence[str]) -> bool:
 
 
 def _refuse(name: str, known: Sequence[str], modules: Sequence[str]) -> None:
-    for status in plugin_statuses():
-        if status.group == BACKEND_GROUP and status.name == name and status.status != "loaded":
-            raise unusable(status)
+    if (error := missing_backend(name)) is not None:
+        raise error
     if not name:
         raise ArgumentError(f"{', '.join(modules)} must register a backend, got none; decorate a class there")
     raise UnknownBackendError(unknown_name_message("backend", name, known))

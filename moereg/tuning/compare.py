@@ -198,9 +198,7 @@ class Comparison:
         A cell may compute on the same weights with 16-bit activations.
         """
         checked = [calls[place] for place in _checked_places(calls)]
-        schemes = {
-            decision.computes: decision.scheme for decision in self._candidates if decision.candidate is not None
-        }
+        schemes = {decision.computes: decision.scheme for decision in self._candidates if decision.cell is not None}
         return {
             name: [reference_experts(self.problem, self.weights, *call, computes=scheme) for call in checked]
             for name, scheme in schemes.items()

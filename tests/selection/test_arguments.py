@@ -132,6 +132,14 @@ BAD: dict[type[MoeregError], list[tuple[Callable[[], object], str]]] = {
             lambda: explain_backends(PROBLEM, "cpu", prefer={"nvfp4": 3}),
             "prefer for 'nvfp4' must be a name or a tuple of names, got 3",
         ),
+        (
+            lambda: explain_backends(PROBLEM, "cpu", deny="auto"),
+            "'auto' in a request stands alone in require or prefer and means no wish, got ('auto',) in deny; leave it",
+        ),
+        (
+            lambda: explain_backends(PROBLEM, "cpu", require="torch,auto"),
+            "'auto' in a request stands alone in require or prefer and means no wish, got ('torch', 'auto') in require",
+        ),
     ],
 }
 CASES = [(call, kind, text) for kind, rows in BAD.items() for call, text in rows]

@@ -15,12 +15,10 @@ from moereg.errors import ArgumentError, UnknownBackendError, UnknownSchemeError
 from moereg.layer.factory import make_kernel
 from moereg.platforms import Platform
 from moereg.plugins import loader as discovery
-from moereg.registry import BackendCell, BackendRegistry, register_moe_backend, registering_origin
+from moereg.registry import REGISTRY, BackendCell, BackendRegistry, register_moe_backend, registering_origin
 from moereg.selection import request
-from moereg.selection import result as selection
 from moereg.selection.decide import decide, evaluate
 from moereg.selection.request import Request
-from moereg.selection.requirements import Probes
 from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
 from tests.support.fakes import FakeExperts
@@ -44,8 +42,8 @@ def own(monkeypatch: pytest.MonkeyPatch) -> BackendRegistry:
     def lookup(*arguments: object) -> None:
         raise AssertionError("the installed backends were asked for")
 
-    for module in (discovery, dispatch, selection):
-        monkeypatch.setattr(module, "load_backends", lookup)
+    for owner, name in ((discovery, "load_backends"), (dispatch, "load_backends"), (REGISTRY, "load")):
+        monkeypatch.setattr(owner, name, lookup)
     return registry
 
 
@@ -75,7 +73,7 @@ def test_a_selection_is_read_back_with_the_cells_that_it_is_given(own: BackendRe
     found = decide(HALF, SM90, Request(), own.cells)
     again = Selection.from_json(found.to_json(), own.cells)
     assert again == found
-    assert [decision.candidate for decision in again.decisions] == [decision.candidate for decision in found.decisions]
+    assert [(one.cell, one.scheme) for one in again.decisions] == [(one.cell, one.scheme) for one in found.decisions]
     assert again.winner is not None
     assert again.winner.scheme is not None
     assert (again.winner.cell, again.winner.scheme.name) == (own.cells[2], "nvfp4_w4a16")
@@ -104,8 +102,8 @@ def test_what_is_installed_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, pl
 
         monkeypatch.setattr(owner, name, count)
 
-    for module in (dispatch, selection):
-        counted(module, "load_backends")
+    counted(dispatch, "load_backends")
+    counted(REGISTRY, "load")
     for method in ("scheme_for", "rule_for"):
         counted(BackendCell, method)
     found = select_backend(PROBLEM, platform, prefer="torch", deny=("triton",))
@@ -140,63 +138,6 @@ def _texts(found: Selection, backend: str) -> list[tuple[str, str]]:
     return [(reason.code, reason.text) for reason in decision.reasons]
 
 
-def _raising(*arguments: object) -> Any:
-    raise ValueError("no idea")
-
-
-def _mixed(*arguments: object) -> Any:
-    yield "requires more"
-    yield 3
-
-
-@pytest.mark.parametrize(
-    ("predicate", "expected"),
-    [
-        (lambda *_: [], []),
-        (lambda *_: ("two\nlines",), [("backend", "two lines")]),
-        (lambda *_: [""], [("backend", "no text")]),
-        (_raising, [("predicate_error", "its predicate raised ValueError: no idea")]),
-        (
-            lambda *_: "text",
-            [("predicate_error", "its predicate raised TypeError: it has to return a list of texts, got 'text'")],
-        ),
-        (
-            _mixed,
-            [
-                ("backend", "requires more"),
-                ("predicate_error", "its predicate raised TypeError: it has to return a list of texts, got one with 3"),
-            ],
-        ),
-    ],
-)
-def test_a_predicate_gives_reasons_and_its_fault_is_one(
-    predicate: Callable[..., Any], expected: list[tuple[str, str]]
-) -> None:
-    registry = BackendRegistry()
-    _adding(registry, "one", predicate)
-    assert _texts(decide(PROBLEM, CPU, Request(), registry.cells), "one") == expected
-
-
-@pytest.mark.parametrize(
-    ("probe", "expected"),
-    [
-        (lambda platform: None, []),
-        (lambda platform: "requires\nnvcc", [("probe", "requires nvcc")]),
-        (_raising, [("predicate_error", "its probe _raising raised ValueError: no idea")]),
-        (
-            lambda platform: " ",
-            [("predicate_error", "its probe <lambda> has to return a text or None, got ' '")],
-        ),
-    ],
-)
-def test_a_probe_gives_a_reason_and_its_fault_is_one(
-    probe: Callable[..., Any], expected: list[tuple[str, str]]
-) -> None:
-    registry = BackendRegistry()
-    _adding(registry, "one", lambda *_: [], probes=(probe,))
-    assert _texts(decide(PROBLEM, CPU, Request(), registry.cells, Probes()), "one") == expected
-
-
 def test_predicates_and_probes_are_asked_once_and_those_of_a_denied_wheel_never() -> None:
     registry, asked = BackendRegistry(), list[str]()
 
@@ -205,18 +146,17 @@ def test_predicates_and_probes_are_asked_once_and_those_of_a_denied_wheel_never(
 
     for name, origin in (("unwanted", "wheel"), ("own", "builtin")):
         _adding(registry, name, asking(name), origin, probes=(asking(f"{name}'s probe"),))
-    probes = Probes()
-    found = decide(PROBLEM, CPU, Request(deny=("unwanted", "own")), registry.cells, probes)
+    found = decide(PROBLEM, CPU, Request(deny=("unwanted", "own")), registry.cells)
     assert [code for code, _ in _texts(found, "unwanted")] == ["denied"]
     assert [code for code, _ in _texts(found, "own")] == ["denied", "predicate_error"]
     assert asked == ["own's probe", "own"]
-    decide(PROBLEM, CPU, Request(), registry.cells, probes)
+    decide(PROBLEM, CPU, Request(), registry.cells)
     assert asked[2:] == ["unwanted's probe", "unwanted", "own"]
 
 
 def test_threads_wait_for_one_probe_which_may_select(own: BackendRegistry) -> None:
     registry, calls, found = BackendRegistry(), list[Platform](), list[Any]()
-    barrier, probes = threading.Barrier(4), Probes()
+    barrier = threading.Barrier(4)
 
     def selecting(platform: Platform) -> str | None:
         calls.append(platform)
@@ -224,7 +164,7 @@ def test_threads_wait_for_one_probe_which_may_select(own: BackendRegistry) -> No
 
     def select() -> None:
         barrier.wait(60)
-        found.append(_texts(decide(PROBLEM, CPU, Request(), registry.cells, probes), "one"))
+        found.append(_texts(decide(PROBLEM, CPU, Request(), registry.cells), "one"))
 
     _adding(registry, "one", lambda *_: [], probes=(selecting,))
     threads = [threading.Thread(target=select) for _ in range(4)]

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from moereg.dispatch import explain_backends, select_backend
-from moereg.errors import RequestError, UnknownBackendError, UnsupportedProblemError
+from moereg.dispatch import explain_backends
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.spec.facts import Facts
 from moereg.spec.problem import MoEProblem
@@ -123,18 +122,3 @@ REQUESTS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 @pytest.mark.parametrize(("platform", "request_", "problem", "expected"), REQUESTS, ids=str)
 def test_requests(platform: str, request_: dict[str, Any], problem: dict[str, Any], expected: str) -> None:
     assert order(platform, request_, **problem) == expected
-
-
-def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedProblemError, match=r"flashinfer_cutlass .*: requires platform in .*got rocm:gfx942"):
-        select_backend(problem_of(), "rocm:gfx942", require=FLASHINFER)
-    with pytest.raises(UnsupportedProblemError, match="flashinfer_cutedsl: does not apply the swiglu clamp, got limit"):
-        select_backend(
-            problem_of(quant="nvfp4", activation="silu(limit=7.0)"), "cuda:sm100", require="flashinfer_cutedsl"
-        )
-    with pytest.raises(UnknownBackendError, match="unknown backend 'flashinfer_latency', did you mean"):
-        select_backend(problem_of(), "cuda:sm100", require="flashinfer_latency")
-    # Engines let the explicit one win, silently. Here whoever asked for both hears of it.
-    monkeypatch.setenv("MOEREG_DENY", "flashinfer_*")
-    with pytest.raises(RequestError, match=r"both required and denied \(by require and MOEREG_DENY\)"):
-        select_backend(problem_of(), "cuda:sm100", require="flashinfer_cutlass")

@@ -7,8 +7,6 @@ import logging
 import re
 import signal
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +17,11 @@ from moereg.plugins import loader as discovery
 from moereg.plugins.loader import _Loader
 from moereg.plugins.status import BACKEND_GROUP, PluginStatus, unknown_names
 from moereg.prepare_finalize import MOVEMENTS
-from moereg.registry import BackendRegistry
 from moereg.spec.problem import MoEProblem
 from tests.support.signals import ctrl_c_handled_by
-from tests.support.wheels import HEAD, Wheels, backend, cell, fresh_wheels, summary
+from tests.support.wheels import HEAD, Wheels, backend, cell, summary
 
 PROBLEM = MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)
-
-
-@pytest.fixture
-def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry) -> Iterator[Wheels]:
-    yield from fresh_wheels(tmp_path, monkeypatch, isolated_registry)
 
 
 quiet = pytest.mark.filterwarnings("ignore::moereg.errors.PluginWarning")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +15,9 @@ from moereg.plugins.loader import _Loader
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.spec.problem import MoEProblem
 from tests.support.fakes import FakeExperts
-from tests.support.wheels import Wheels, backend, fresh_wheels
+from tests.support.wheels import Wheels, backend
 
 PROBLEM = MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)
-
-
-@pytest.fixture
-def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry) -> Iterator[Wheels]:
-    yield from fresh_wheels(tmp_path, monkeypatch, isolated_registry)
 
 
 def test_threads_that_select_at_once_see_the_same(wheels: Wheels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,10 +26,9 @@ from moereg.prepare_finalize import (
     Prepared,
     register_prepare_finalize,
 )
-from moereg.registry import BackendRegistry
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem
-from tests.support.wheels import Wheels, fresh_wheels
+from tests.support.wheels import Wheels
 
 H200 = Platform("cuda", "sm90", "NVIDIA H200", versions={"deep-ep": "1.1.0"}, probed=True)
 FACTS = MovementFacts(
@@ -253,7 +250,7 @@ def test_classes_are_checked_and_names_belong_to_one_distribution() -> None:
     register_prepare_finalize("moving", 1, ("standard",), ("*",), registry=registry)(Moving)
     with pytest.raises(RegistrationError, match="registers 'moving' twice"):
         register_prepare_finalize("moving", 2, ("standard",), ("*",), registry=registry)(Moving)
-    registry.owner_of = lambda module: ("moereg-other", "1.0")
+    registry.owner_of = lambda name, module: ("moereg-other", "1.0")
     with pytest.raises(RegistrationError, match=r"belongs to tests\.selection\.test_movement"):
         register_prepare_finalize("moving", 1, ("batched",), ("*",), registry=registry)(Moving)
 
@@ -294,11 +291,6 @@ class Theirs(Moving):
 
 {rest}
 """
-
-
-@pytest.fixture
-def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry) -> Iterator[Wheels]:
-    yield from fresh_wheels(tmp_path, monkeypatch, isolated_registry)
 
 
 def test_a_wheel_brings_a_way(wheels: Wheels) -> None:

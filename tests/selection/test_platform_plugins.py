@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from moereg.errors import RegistrationError, UnknownPlatformError, described
-from moereg.platforms import Platform, kinds, miss_kinds_of
+from moereg.platforms import Platform, kinds
+from moereg.platforms.kinds import miss_kinds_of
 from moereg.plugins.status import LoadFailure, PluginStatus, failure_text, unusable
 from moereg.registry import BackendRegistry
 from tests.support.wheels import Wheels, backend
@@ -217,7 +218,7 @@ def test_a_machine_that_two_claim_and_one_without_its_device(site: Wheels) -> No
 
 
 def test_a_plugin_that_is_left_out_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds._PLUGINS, "missed", {})
+    monkeypatch.setattr(kinds, "_MISSED", {})
     miss_kinds_of("lava", "platform plugin 'lava' of moereg-lava 1.2 is not in MOEREG_PLUGINS; add it there")
     with pytest.raises(UnknownPlatformError) as raised:
         Platform.from_name("lava:lava3")

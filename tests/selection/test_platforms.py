@@ -25,17 +25,15 @@ from moereg.platforms import (
     PlatformKind,
     PlatformRule,
     Specificity,
-    accept_plugin,
-    claim_of,
-    decide_claims,
     gpu_clocks,
     installed_versions,
-    kinds_of_plugin,
     probe_cpu,
     probe_platform,
     register_platform_kind,
     torch_device,
 )
+from moereg.platforms.claims import accept_plugin, claim_of, decide_claims
+from moereg.platforms.kinds import kinds_of_plugin
 
 PLATFORMS = (
     "cpu",

@@ -15,102 +15,40 @@ from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantSc
 E, H, I = 3, 200, 72  # noqa: E741
 FP8, E8M0, FP32, U8 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32, torch.uint8
 
-TABLE = {
-    "unquantized": {"w13": (None, (E, 144, 200)), "w2": (None, (E, 200, 72))},
-    "fp8_tensor_static": {
-        "w13": (FP8, (E, 144, 200)),
-        "w13_scale": (FP32, (E,), (E, 2)),
-        "a13_scale": (FP32, (E,), ()),
-        "w2": (FP8, (E, 200, 72)),
-        "w2_scale": (FP32, (E,)),
-        "a2_scale": (FP32, (E,), ()),
-    },
-    "fp8_tensor_dynamic": {
-        "w13": (FP8, (E, 144, 200)),
-        "w13_scale": (FP32, (E,), (E, 2)),
-        "w2": (FP8, (E, 200, 72)),
-        "w2_scale": (FP32, (E,)),
-    },
-    "fp8_channel_token": {
-        "w13": (FP8, (E, 144, 200)),
-        "w13_scale": (FP32, (E, 144, 1)),
-        "w2": (FP8, (E, 200, 72)),
-        "w2_scale": (FP32, (E, 200, 1)),
-    },
-    "fp8_block128": {
-        "w13": (FP8, (E, 144, 200)),
-        "w13_scale": (FP32, (E, 2, 2)),
-        "w2": (FP8, (E, 200, 72)),
-        "w2_scale": (FP32, (E, 2, 1)),
-    },
-    "mxfp8": {
-        "w13": (FP8, (E, 144, 200)),
-        "w13_scale": (E8M0, (E, 144, 7)),
-        "w2": (FP8, (E, 200, 72)),
-        "w2_scale": (E8M0, (E, 200, 3)),
-    },
-    "nvfp4": {
-        "w13": (U8, (E, 144, 100)),
-        "w13_scale": (FP8, (E, 144, 13)),
-        "w13_scale_2": (FP32, (E,), (E, 2)),
-        "a13_scale": (FP32, (E,), ()),
-        "w2": (U8, (E, 200, 36)),
-        "w2_scale": (FP8, (E, 200, 5)),
-        "w2_scale_2": (FP32, (E,)),
-        "a2_scale": (FP32, (E,), ()),
-    },
-    "nvfp4_w4a16": {
-        "w13": (U8, (E, 144, 100)),
-        "w13_scale": (FP8, (E, 144, 13)),
-        "w13_scale_2": (FP32, (E,), (E, 2)),
-        "w2": (U8, (E, 200, 36)),
-        "w2_scale": (FP8, (E, 200, 5)),
-        "w2_scale_2": (FP32, (E,)),
-    },
-    "mxfp4_w4a16": {
-        "w13": (U8, (E, 144, 100)),
-        "w13_scale": (E8M0, (E, 144, 7)),
-        "w2": (U8, (E, 200, 36)),
-        "w2_scale": (E8M0, (E, 200, 3)),
-    },
-    "mxfp4_mxfp8": {
-        "w13": (U8, (E, 144, 100)),
-        "w13_scale": (E8M0, (E, 144, 7)),
-        "w2": (U8, (E, 200, 36)),
-        "w2_scale": (E8M0, (E, 200, 3)),
-    },
-    "int8_w8a8": {
-        "w13": (torch.int8, (E, 144, 200)),
-        "w13_scale": (FP32, (E, 144, 1)),
-        "w2": (torch.int8, (E, 200, 72)),
-        "w2_scale": (FP32, (E, 200, 1)),
-    },
-    "int8_w8a16": {
-        "w13": (torch.int8, (E, 144, 200)),
-        "w13_scale": (FP32, (E, 144, 1)),
-        "w2": (torch.int8, (E, 200, 72)),
-        "w2_scale": (FP32, (E, 200, 1)),
-    },
+ROWS, TENSOR = ((144, 1), (200, 1)), ((), ())
+# Codes, how many share a byte, and the scales with their shapes for each expert, of w13 and of w2.
+FORMS: dict[str, Any] = {
+    **dict.fromkeys(("fp8_tensor_static", "fp8_tensor_dynamic"), (FP8, 1, FP32, TENSOR)),
+    "fp8_channel_token": (FP8, 1, FP32, ROWS),
+    "fp8_block128": (FP8, 1, FP32, ((2, 2), (2, 1))),
+    "mxfp8": (FP8, 1, E8M0, ((144, 7), (200, 3))),
+    **dict.fromkeys(("nvfp4", "nvfp4_w4a16"), (U8, 2, FP8, ((144, 13), (200, 5)))),
+    **dict.fromkeys(("mxfp4_w4a16", "mxfp4_mxfp8"), (U8, 2, E8M0, ((144, 7), (200, 3)))),
+    **dict.fromkeys(("int8_w8a8", "int8_w8a16"), (torch.int8, 1, FP32, ROWS)),
 }
 for group, groups13, groups2 in (("32", 7, 3), ("64", 4, 2), ("128", 2, 1), ("all", 1, 1)):
-    symmetric = {
-        "w13": (U8, (E, 144, 100)),
-        "w13_scale": (FP32, (E, 144, groups13)),
-        "w2": (U8, (E, 200, 36)),
-        "w2_scale": (FP32, (E, 200, groups2)),
+    for zero_points in ("", "_zp"):
+        FORMS[f"int4_w4a16_g{group}{zero_points}"] = (U8, 2, FP32, ((144, groups13), (200, groups2)))
+FORMS |= dict.fromkeys(("int4_w4a8_g128_token", "int4_w4a8_g128"), FORMS["int4_w4a16_g128"])
+
+# A tensor of w13 may have one number for gate and one for up.
+GLOBAL = {"w13_scale_2": (FP32, (E,), (E, 2)), "w2_scale_2": (FP32, (E,))}
+STATIC = {"a13_scale": (FP32, (E,), ()), "a2_scale": (FP32, (E,), ())}
+TABLE: dict[str, dict[str, Any]] = {"unquantized": {"w13": (None, (E, 144, 200)), "w2": (None, (E, 200, 72))}}
+for name, (codes, packed, scale, (scale13, scale2)) in FORMS.items():
+    TABLE[name] = {
+        "w13": (codes, (E, 144, 200 // packed)),
+        "w13_scale": (scale, (E, *scale13), *([] if scale13 else [(E, 2)])),
+        "w2": (codes, (E, 200, 72 // packed)),
+        "w2_scale": (scale, (E, *scale2)),
+        **(GLOBAL if name.startswith("nvfp4") else {}),
+        **(STATIC if name in ("fp8_tensor_static", "nvfp4", "int4_w4a8_g128") else {}),
     }
-    TABLE[f"int4_w4a16_g{group}"] = symmetric
-    TABLE[f"int4_w4a16_g{group}_zp"] = {
-        **symmetric,
-        "w13_zero_point": (U8, (E, 144, -(-groups13 // 2))),
-        "w2_zero_point": (U8, (E, 200, -(-groups2 // 2))),
-    }
-TABLE["int4_w4a8_g128_token"] = TABLE["int4_w4a16_g128"]
-TABLE["int4_w4a8_g128"] = {
-    **TABLE["int4_w4a16_g128"],
-    "a13_scale": (FP32, (E,), ()),
-    "a2_scale": (FP32, (E,), ()),
-}
+    if name.endswith("_zp"):
+        TABLE[name] |= {
+            "w13_zero_point": (U8, (E, 144, -(-scale13[1] // 2))),
+            "w2_zero_point": (U8, (E, 200, -(-scale2[1] // 2))),
+        }
 
 
 def test_every_scheme_has_a_row() -> None:

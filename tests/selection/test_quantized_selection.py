@@ -5,25 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import warnings
 from typing import Any, Final
 
 import pytest
 import torch
 
 from moereg.dispatch import EmulationWarning, explain_backends, select_backend
-from moereg.errors import UnknownSchemeError, UnsupportedProblemError
+from moereg.errors import UnsupportedProblemError
 from moereg.layer.factory import make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import tolerance
-from moereg.plugins.loader import load_backends
-from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.selection.result import Decision, Selection
-from moereg.spec.facts import Facts
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
 from moereg.testing.inputs import make_inputs, make_weights
-from tests.support.fakes import EVERYTHING, FakeExperts
 
 PLATFORMS: Final = ("cuda:sm80", "cuda:sm90", "cuda:sm100", "rocm:gfx942", "cpu")
 # Other backends may join; these tables are about the two that come with moereg.
@@ -132,16 +127,6 @@ KEPT: Final = [
 ]
 
 
-@pytest.mark.parametrize(("scheme", "platform"), KEPT)
-def test_activations_kept_at_16_bits_are_stated(scheme: str, platform: str) -> None:
-    selection = explain(scheme, platform)
-    computed = KEPT_AT_16_BITS[scheme]
-    assert selection.winner is not None
-    assert selection.winner.computes == computed
-    assert f"computes {computed}," in selection.table()
-    assert selection.to_dict()["decisions"][0]["computes"] == computed
-
-
 # Nothing on GPUs rounds activations of 4-bit integers as these say.
 _NOT_EMULATED: Final = [(scheme, platform) for scheme, platform in KEPT if scheme in W4A8 and platform != "cpu"]
 
@@ -190,56 +175,6 @@ def test_every_reason_of_a_refused_scheme() -> None:
     assert str(error.value).startswith("no backend fits E8 H2048 I768 k2 bfloat16 mxfp8 silu, batched on cuda:sm80")
     for text in ("triton (TritonQuantizedBatchedExperts): requires platform in (cuda:sm100+)", "torch ("):
         assert text in str(error.value)
-
-
-# Emulation.
-
-
-@pytest.mark.parametrize(
-    ("scheme", "platform", "facts"),
-    [
-        ("mxfp8", "cuda:sm90", {}),
-        ("mxfp8", "cpu", {}),
-        ("fp8_block128", "cpu", {}),
-        ("nvfp4", "cpu", {"exact_activations": True}),
-        ("nvfp4", "cuda:sm90", {"exact_activations": True}),
-    ],
-)
-def test_emulation_is_the_last_resort_and_warns(scheme: str, platform: str, facts: dict[str, Any]) -> None:
-    problem = problem_of(scheme, **facts)
-    with pytest.warns(EmulationWarning, match=f"only an emulation fits .*{scheme}.* on {platform}"):
-        selection = select_backend(problem, platform, require=SHIPPED)
-    assert {decision.tier for decision in selection.decisions if decision.accepted} == {"emulation"}
-
-
-@pytest.mark.parametrize(
-    ("scheme", "platform"), [("nvfp4", "cpu"), ("int8_w8a8", "cpu"), ("mxfp4_mxfp8", "cpu"), ("nvfp4", "cuda:sm90")]
-)
-def test_kernels_beat_emulations_and_warn_nobody(scheme: str, platform: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        selection = select_backend(problem_of(scheme), platform, require=SHIPPED)
-    tiers = [decision.tier for decision in selection.decisions if decision.accepted]
-    assert tiers == sorted(tiers, key=("kernel", "emulation").index)
-    assert tiers[0] == "kernel"
-
-
-def add(name: str, schemes: tuple[str | QuantScheme, ...], facts: Facts = EVERYTHING, **registration: Any) -> None:
-    keywords: dict[str, Any] = {"priority": 10_000, "platforms": ("*",), **registration}
-    register_moe_backend(name, quant_schemes=schemes, **keywords)(type("Added", (FakeExperts,), {"facts": facts}))
-
-
-# Facts that a cell must declare, besides those of the shipped ones on the same problem.
-
-
-def test_a_cell_that_declares_nothing_takes_nothing(isolated_registry: BackendRegistry) -> None:
-    add("silent", ("nvfp4",), Facts())
-    problem = problem_of("nvfp4", activation="swigluoai", has_bias=True, graph_capture=True, deterministic=True)
-    (silent,) = of_backend(explain_backends(problem, "cuda:sm90"), "silent")
-    assert {reason.code for reason in silent.reasons} == {
-        *("activation", "swiglu_limit", "bias", "dtype", "activation_format", "placement", "graph_capture"),
-        "deterministic",
-    }
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -346,22 +281,3 @@ def test_what_is_served_under_another_name_is_right(scheme: QuantScheme) -> None
     out, computes = kernel(*call), kernel.experts.computes
     truth = reference_experts(problem, weights, *call, computes=computes)
     assert relative_error(out, truth) <= tolerance(computes, problem.dtype, out.numel())
-
-
-def test_of_two_forms_a_cell_computes_the_exact_one(isolated_registry: BackendRegistry) -> None:
-    add("both", ("nvfp4_w4a16", "nvfp4"))
-    for scheme in (QUANT_SCHEMES["nvfp4"], dataclasses.replace(QUANT_SCHEMES["nvfp4"], name="mine")):
-        selection = select_backend(problem_of(scheme, exact_activations=True), "cuda:sm100", require="both")
-        assert chosen(selection) == ("both", "nvfp4", "kernel")
-
-
-def test_a_request_may_name_the_problems_own_scheme() -> None:
-    scheme = QuantScheme("mine", QuantFormat("uint4", (1, 128)))
-    selection = explain_backends(problem_of(scheme), "cuda:sm90", prefer="mine=triton,nvfp4=torch")
-    assert (selection.backend, selection.source) == ("triton", "preferred")
-    with pytest.raises(UnknownSchemeError, match="unknown quant scheme 'mine'"):
-        explain_backends(problem_of("nvfp4"), "cuda:sm90", prefer="mine=triton")
-
-
-def test_tables_are_about_registered_backends() -> None:
-    assert set(SHIPPED) <= {cell.name for cell in load_backends().cells}

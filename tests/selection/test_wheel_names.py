@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,14 +11,9 @@ from moereg.errors import RegistrationError
 from moereg.plugins.status import scan
 from moereg.registry import BackendRegistry, register_moe_backend
 from tests.support.fakes import FakeExperts
-from tests.support.wheels import Wheels, backend, fresh_wheels
+from tests.support.wheels import Wheels, backend
 
 pytestmark = pytest.mark.filterwarnings("ignore::moereg.errors.PluginWarning")
-
-
-@pytest.fixture
-def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry) -> Iterator[Wheels]:
-    yield from fresh_wheels(tmp_path, monkeypatch, isolated_registry)
 
 
 @pytest.mark.parametrize("distribution", ["builtin", "Builtin", "BUILTIN"])

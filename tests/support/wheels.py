@@ -78,14 +78,10 @@ def fresh_wheels(folder: Path, monkeypatch: pytest.MonkeyPatch, registry: Backen
     """For a fixture: wheels in a folder that is on the path during a test; their modules are gone after it."""
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    before, owner_of, mover_of, movements = (
-        set(sys.modules),
-        registry.owner_of,
-        MOVEMENTS.owner_of,
-        MOVEMENTS.snapshot(),
-    )
+    before, movements = set(sys.modules), MOVEMENTS.snapshot()
+    owners = registry.owner_of, MOVEMENTS.owner_of
     yield Wheels(folder, registry)
-    registry.owner_of, MOVEMENTS.owner_of = owner_of, mover_of
+    registry.owner_of, MOVEMENTS.owner_of = owners
     MOVEMENTS.restore(movements)
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", None) or folder).startswith(str(folder)):

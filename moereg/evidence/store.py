@@ -1,0 +1,141 @@
+"""Files of records: JSON of one schema, read once until they change."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from typing_extensions import Self
+
+from moereg.errors import described, shown
+
+_MOST_BYTES: Final = 16 << 20
+"""A record has about 500 bytes, and every command reads all of them."""
+
+T = TypeVar("T")
+R = TypeVar("R", bound="Record")
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """Base of the dataclasses whose instances are records."""
+
+    @classmethod
+    def from_dict(cls, values: object) -> Self:
+        """Reads a record; unknown keys are ignored.
+
+        Raises:
+            ValueError: A key is missing, or its value is of another kind.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"a record must be an object, got {shown(values)}")
+        checked: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            if field.name in values:
+                checked[field.name] = _checked(field.name, values[field.name])
+            elif field.default is dataclasses.MISSING:
+                raise ValueError(f"a record must say its {field.name}")
+        make: Callable[..., Self] = cls
+        return make(**checked)
+
+
+def _checked(name: str, value: object) -> object:
+    if name == "cases":
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"cases must be an integer of at least 1, got {shown(value)}")
+        return value
+    if name == "versions":
+        if not isinstance(value, Mapping):
+            raise ValueError(f"versions must be an object of texts, got {shown(value)}")
+        return {_text("versions", key): _text(f"versions[{key!r}]", version) for key, version in value.items()}
+    if name == "schemes":
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"schemes must be a list of names, got {shown(value)}")
+        return tuple(_text("schemes", scheme) for scheme in value)
+    text = _text(name, value)
+    if name == "date":
+        datetime.date.fromisoformat(text)
+    return text
+
+
+def _text(name: str, value: object) -> str:
+    # A terminal would obey characters that do not print.
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError(f"{name} must be printable text, got {shown(value)}")
+    return value
+
+
+def read_once(path: Path, read: Callable[..., T], nothing: T, *arguments: str) -> T:
+    """The answer of `read` to a path and further arguments: asked once, and again when the file has changed.
+
+    Returns:
+        `nothing` where there is no file.
+    """
+    stamp: tuple[int, ...] = ()
+    try:
+        status = os.stat(path)
+        stamp = status.st_mtime_ns, status.st_size, status.st_ino
+    except (FileNotFoundError, NotADirectoryError):
+        return nothing
+    except (OSError, ValueError):
+        pass  # Reading says why.
+    answer: T = _read_once(path, read, arguments, stamp)
+    return answer
+
+
+@functools.lru_cache(maxsize=256)
+def _read_once(path: Path, read: Callable[..., Any], arguments: tuple[str, ...], _stamp: tuple[int, ...]) -> Any:
+    return read(path, *arguments)
+
+
+def read_records(path: Path, kind: type[R], schema: int, is_own: bool = False) -> tuple[R, ...]:
+    """The records of a file.
+
+    Args:
+        path: The file.
+        kind: Their class.
+        schema: What the file has to say.
+        is_own: Whether nobody but this user or root may write to it.
+
+    Raises:
+        ValueError: It cannot be read, others may write to it, or it does not hold records of this schema.
+    """
+    try:
+        # A pipe would otherwise wait for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
+                raise ValueError(
+                    f"it must be a file of at most {_MOST_BYTES >> 20} MiB, got {status.st_size >> 20} MiB"
+                )
+            others_write = status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if is_own and others_write:
+                raise ValueError("it must belong to this user or to root, and nobody else may write to it")
+            document = json.loads(file.read().decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"it must be readable JSON, got {described(error)}") from error
+    if not isinstance(document, Mapping) or document.get("schema") != schema:
+        found = document.get("schema") if isinstance(document, Mapping) else type(document).__name__
+        raise ValueError(f"it must be an object of schema {schema}, got {found!r}")
+    if not isinstance(document.get("records"), list):
+        raise ValueError("its records must be a list")
+    records = []
+    for number, values in enumerate(document["records"]):
+        try:
+            records.append(kind.from_dict(values))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"records[{number}]: {error}") from error
+    return tuple(records)
+
+
+def records_text(schema: int, records: Iterable[Any]) -> str:
+    """The text of a file of records."""
+    document = {"schema": schema, "records": [dataclasses.asdict(record) for record in records]}
+    return json.dumps(document, indent=1) + "\n"
