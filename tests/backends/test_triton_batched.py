@@ -16,20 +16,10 @@ from moereg.dispatch import select_backend
 from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_batches
 from moereg.kernels.sizes import SPREAD_HEAVY
 from moereg.spec.problem import MoEProblem
-from moereg.testing.interpreter import patch_interpreter
 from tests.kernels.references import block_map_reference
 from tests.kernels.triton_cases import (
     DEVICE,
 )
-
-# The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE == "cpu":
-        patch_interpreter()
 
 
 def make_plan(

@@ -17,17 +17,10 @@ from moereg.prepare_finalize.wire import CodedWire
 from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import default_device
 from moereg.testing.inputs import make_inputs, make_weights
-from moereg.testing.interpreter import patch_interpreter
 from tests.support.tensors import split_columns
 
 DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 def arrived(problem: MoEProblem, hidden_states: torch.Tensor, keeps_codes: bool) -> tuple[torch.Tensor, Any]:

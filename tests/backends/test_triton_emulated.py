@@ -19,14 +19,6 @@ from moereg.quantize import dequantize_activations, quantize_activations, quanti
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
 from moereg.testing.cases import default_device
-from moereg.testing.interpreter import patch_interpreter
-
-# The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
-]
 
 DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")
@@ -35,12 +27,6 @@ SCHEMES = ("nvfp4", "mxfp4_mxfp8")
 # Scheme, and each dtype that its cells have.
 FORMS = (("nvfp4", BF16), ("nvfp4", FP16), ("mxfp4_mxfp8", BF16))
 each_form = pytest.mark.parametrize(("scheme", "dtype"), FORMS, ids=str)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 def make_problem(scheme: str, hidden: int = 130, intermediate: int = 200, **keywords: Any) -> MoEProblem:

@@ -31,7 +31,6 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme, get_scheme
 from moereg.testing.cases import default_device
 from moereg.testing.inputs import make_expert_map, make_inputs, make_weights
-from moereg.testing.interpreter import patch_interpreter
 from moereg.weights.permuted import ExpertWeights
 
 DEVICE = default_device()
@@ -53,17 +52,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "a map": {"num_experts": 6, "num_local_experts": 3, "placement": "map"},
 }
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    # Rows that are not in use hold NaN.
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclasses.dataclass

@@ -28,18 +28,11 @@ from moereg.testing.cases import Case
 from moereg.testing.checks import GuardedLayer
 from moereg.testing.faults import plant_faults
 from moereg.testing.inputs import make_inputs, make_weights
-from moereg.testing.interpreter import patch_interpreter
 from moereg.weights.permuted import ExpertWeights
 from tests.backends.test_triton_quantized import DEVICE, MULTIPLIES_NVFP4, NAMED, SM90, bits, random
 from tests.kernels.triton_cases import Guarded, on_gpu
 
-# The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
 
 SM100: Final = Platform.from_name("cuda:sm100")
 CODES: Final = tuple(name for name in NAMED if name != "nvfp4")
@@ -56,12 +49,6 @@ each_format = pytest.mark.parametrize("activation_format", ["standard", "batched
 def each(*kinds: tuple[str, Platform]) -> Any:
     """Parametrizes with schemes and platforms."""
     return pytest.mark.parametrize(("scheme", "platform"), kinds, ids=[f"{name}-{on}" for name, on in kinds])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 def make_problem(scheme: str, **keywords: Any) -> MoEProblem:

@@ -22,7 +22,6 @@ from moereg.numerics.reference import relative_error
 from moereg.quantize import Quantized, dequantize_activations, quantize_activations
 from moereg.spec.quant_schemes import get_scheme
 from moereg.testing.inputs import make_weights
-from moereg.testing.interpreter import patch_interpreter
 from tests.backends.test_triton_batched import make_plan as make_batches
 from tests.backends.test_triton_emulated import (
     IDS,
@@ -45,21 +44,9 @@ from tests.backends.test_triton_quantized import (
     select,
 )
 
-# The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
-pytestmark = [
-    pytest.mark.skipif(not MULTIPLIES_NVFP4, reason="requires triton>=3.8"),
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
-]
+pytestmark = pytest.mark.skipif(not MULTIPLIES_NVFP4, reason="requires triton>=3.8")
 
 NVFP4 = get_scheme("nvfp4")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 def assert_quantized(x: torch.Tensor, static: torch.Tensor | None = None) -> None:

@@ -30,24 +30,14 @@ from moereg.platforms import Platform
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import default_device
-from moereg.testing.interpreter import patch_interpreter
 from moereg.tuning.inputs import random_call, random_weights
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")
 
-# The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-
 # What lies in scratch before a call, NaN twice; a flag of these bits would let every tile pass.
 GARBAGE = 0x7FC07FC0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 @contextlib.contextmanager

@@ -28,7 +28,6 @@ from moereg.platforms import Platform
 from moereg.quantize import dequantize_weights
 from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import default_device
-from moereg.testing.interpreter import patch_interpreter
 from moereg.tuning.inputs import random_weights
 from moereg.weights.layouts import round_up
 from moereg.weights.permuted import ExpertWeights
@@ -55,12 +54,6 @@ CONFIGS = {
         block_m=16, block_n=16, block_k=STEP, group_m=1, num_warps=2, num_stages=2, mask_rows=True, slices=2
     ),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 def make_weights(problem: MoEProblem) -> ExpertWeights:

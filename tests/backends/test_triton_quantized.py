@@ -48,16 +48,8 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import WHOLE, QuantFormat, QuantScheme, get_scheme
 from moereg.testing.cases import default_device
 from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
-from moereg.testing.interpreter import patch_interpreter
 from moereg.weights.layouts import round_up
 from moereg.weights.permuted import ExpertWeights
-
-# The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
-]
 
 DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")
@@ -80,12 +72,6 @@ if MULTIPLIES_NVFP4 or DEVICE.type != "cpu":
 if MULTIPLIES_NVFP4:
     NAMED += ("nvfp4",)
 SCHEMES = (*map(get_scheme, NAMED), *OTHERS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -15,7 +15,6 @@ from moereg.kernels.quantized.rows_batched import quantize_batched_rows
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.quantize import quantize_activations
 from moereg.spec.quant_schemes import QuantScheme, get_scheme
-from moereg.testing.interpreter import patch_interpreter
 from tests.backends.test_triton_batched import make_plan
 from tests.backends.test_triton_layers import rows_that_count
 from tests.backends.test_triton_quantized import (
@@ -35,20 +34,7 @@ from tests.backends.test_triton_quantized import (
     select,
 )
 
-# The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
-]
-
 each_scheme = pytest.mark.parametrize("scheme", [*map(get_scheme, NAMED), *OTHERS], ids=lambda scheme: scheme.name)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 def quantize(
