@@ -8,8 +8,7 @@ from typing import Final
 import torch
 
 from moereg.quantize.formats import Quantized, element_of, restore, spread_zero_points, total_scale
-from moereg.quantize.groups import group_extrema, group_rows
-from moereg.quantize.scales import choose_scale, global_scale
+from moereg.quantize.groups import choose_scale, global_scale, group_extrema, group_rows
 from moereg.runtime.torch_state import in_plain_torch
 from moereg.spec.quant_schemes import MATRICES, WHOLE, QuantFormat, QuantScheme, TensorRole, get_scheme, tensor_name
 from moereg.weights.permuted import ExpertWeights
