@@ -7,6 +7,7 @@ pytest leaves the messages of its assertions as they are: PYTEST_DONT_REWRITE.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -123,14 +124,12 @@ class GuardedLayer:
             AssertionError: The kernel wrote to memory that is not its own, or did not return `out`.
         """
         memory = GuardedMemory(self.case.device)
-        hidden_states = memory.copy("hidden_states", inputs.hidden_states)
-        topk_weights = memory.copy("topk_weights", inputs.topk_weights)
-        topk_ids = memory.copy("topk_ids", inputs.topk_ids)
+        copied = Inputs(*(memory.copy(each.name, getattr(inputs, each.name)) for each in dataclasses.fields(inputs)))
         memory.freeze()
-        out = memory.allocate("out", tuple(hidden_states.shape), hidden_states.dtype)
+        out = memory.allocate("out", tuple(inputs.hidden_states.shape), inputs.hidden_states.dtype)
         self._workspaces.fill = fill
         with self._workspaces.in_use():
-            returned = self._kernel(hidden_states, topk_weights, topk_ids, out)
+            returned = self._kernel(*copied.call, out)
         assert returned is out, "a layer must return the out that it was given"
         for guarded in (memory, self._memory, self._prepare.memory):
             guarded.check()
@@ -226,7 +225,7 @@ def check_faults_are_caught(cell: BackendCell, scheme: QuantScheme) -> None:
     # Bounds of quantized activations are wide, since a kernel may round before the quantizer.
     least = (10 if case.computes.activation is None else 1.5) * _bound(case, num_tokens)
     for fault, faulty in plant_faults(weights):
-        out = build(case, faulty)(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+        out = build(case, faulty)(*inputs.call)
         error = relative_error(out, truth)
         assert error > least, f"{scheme.name} with {fault}: error {error:.2e}, must be above {least:.1e}"
 
@@ -239,7 +238,7 @@ def check_activations_are_rounded(cell: BackendCell, scheme: QuantScheme) -> Non
     kept = dataclasses.replace(scheme, name=f"{scheme.name} with 16-bit activations", activation=None)
     expert_map = make_expert_map(case.problem, case.device)
     truths = [_reference(case, weights, inputs, expert_map, computes) for computes in (scheme, kept)]
-    out = build(case, weights)(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    out = build(case, weights)(*inputs.call)
     rounded, unrounded = (relative_error(out, truth) for truth in truths)
     assert rounded < unrounded, f"{scheme.name}: activations were kept at 16 bits"
 
@@ -260,13 +259,12 @@ def check_reload(cell: BackendCell) -> None:
     """Reloaded weights change the result, and reloading the first ones restores it."""
     case = first_case(cell)
     kernel = build(case)
-    inputs = make_inputs(case.problem, 2 if case.is_imitated else 17, "uniform", case.device)
-    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    before = kernel(*arguments)
+    call = make_inputs(case.problem, 2 if case.is_imitated else 17, "uniform", case.device).call
+    before = kernel(*call)
     kernel.reload(make_weights(case.problem, case.device, seed=7))
-    assert relative_error(kernel(*arguments), before.float()) > 0.1, "reload left the old weights"
+    assert relative_error(kernel(*call), before.float()) > 0.1, "reload left the old weights"
     kernel.reload(make_weights(case.problem, case.device))
-    assert torch.equal(kernel(*arguments), before), "equal weights gave another result after a reload"
+    assert torch.equal(kernel(*call), before), "equal weights gave another result after a reload"
 
 
 def check_workspaces_grow(cell: BackendCell) -> None:
@@ -287,17 +285,17 @@ def check_equal_bits(cell: BackendCell) -> None:
     """Equal inputs give equal bits, on a GPU beside a busy stream."""
     case = first_case(cell)
     kernel = build(case)
-    inputs = make_inputs(case.problem, 63, "skewed", case.device)
-    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    first = kernel(*arguments)
-    repeats = 100 if case.device.type == "cuda" else 3
-    busy = torch.cuda.Stream() if case.device.type == "cuda" else None
-    filler = torch.randn(2048, 2048, device=case.device) if busy else None
-    for _ in range(repeats):
-        if busy is not None and filler is not None:
-            with torch.cuda.stream(busy):
-                filler @ filler
-        assert torch.equal(kernel(*arguments), first), "equal inputs gave other bits"
+    call = make_inputs(case.problem, 63, "skewed", case.device).call
+    first = kernel(*call)
+    is_gpu = case.device.type == "cuda"
+    busy: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if is_gpu:
+        busy = torch.cuda.stream(torch.cuda.Stream())
+    filler = torch.randn(2048, 2048, device=case.device) if is_gpu else torch.empty(0, 0)
+    for _ in range(100 if is_gpu else 3):
+        with busy:
+            filler @ filler
+        assert torch.equal(kernel(*call), first), "equal inputs gave other bits"
 
 
 def check_compiles(cell: BackendCell) -> None:
@@ -313,8 +311,9 @@ def check_compiles(cell: BackendCell) -> None:
     for num_tokens in (17, 5):
         inputs = make_inputs(case.problem, num_tokens, "uniform", case.device)
         eager = kernel(inputs.hidden_states * 2, inputs.topk_weights, inputs.topk_ids) + 1
-        compiled = layer(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-        assert torch.equal(compiled, eager), f"T={num_tokens}: compiled code gave another result than eager code"
+        assert torch.equal(layer(*inputs.call), eager), (
+            f"T={num_tokens}: compiled code gave another result than eager code"
+        )
 
 
 def check_graph_replay(cell: BackendCell) -> None:
@@ -322,33 +321,30 @@ def check_graph_replay(cell: BackendCell) -> None:
     case = first_case(cell)
     kernel = build(case)
     inputs = make_inputs(case.problem, 63, "uniform", case.device)
-    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    kernel(*arguments)
+    kernel(*inputs.call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with collecting_later(), torch.cuda.graph(graph):
-        out = kernel(*arguments)
+        out = kernel(*inputs.call)
     for seed in (3, 4):
         fresh = make_inputs(case.problem, 63, "skewed", case.device, seed)
-        for field in dataclasses.fields(Inputs):
-            getattr(inputs, field.name).copy_(getattr(fresh, field.name))
+        for tensor, other in zip(inputs.call, fresh.call, strict=True):
+            tensor.copy_(other)
         out.fill_(float("nan"))
         graph.replay()
-        eager = kernel(fresh.hidden_states, fresh.topk_weights, fresh.topk_ids)
-        assert torch.equal(out, eager), "a replayed graph gave another result than eager code"
+        assert torch.equal(out, kernel(*fresh.call)), "a replayed graph gave another result than eager code"
 
 
 def check_no_synchronization(cell: BackendCell) -> None:
     """A call does not wait for the device; needs a CUDA device."""
     case = first_case(cell)
     kernel = build(case)
-    inputs = make_inputs(case.problem, 63, "uniform", case.device)
-    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    kernel(*arguments)
+    call = make_inputs(case.problem, 63, "uniform", case.device).call
+    kernel(*call)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        kernel(*arguments)
+        kernel(*call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -369,13 +365,7 @@ def _reference(
 ) -> torch.Tensor:
     with torch.no_grad():
         return reference_experts(
-            case.problem,
-            weights,
-            inputs.hidden_states,
-            inputs.topk_weights,
-            inputs.topk_ids,
-            expert_map=expert_map,
-            computes=computes or case.computes,
+            case.problem, weights, *inputs.call, expert_map=expert_map, computes=computes or case.computes
         )
 
 

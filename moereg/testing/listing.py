@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from packaging.requirements import Requirement
 
@@ -177,10 +177,10 @@ def _promises(cell: BackendCell, is_idle: bool, is_known: bool) -> Iterator[tupl
     served = [problem.quant for problem in problems]
     for scheme in cases.fault_schemes(cell):
         if scheme in served:
-            yield "faults", _scheme(scheme.name, dataclasses.asdict(scheme))
+            yield "faults", dataclasses.asdict(scheme)
     for scheme in cell.schemes:
         if scheme.activation is not None and scheme in served:
-            yield "rounding", _scheme(scheme.name, dataclasses.asdict(scheme))
+            yield "rounding", dataclasses.asdict(scheme)
     yield "reload", None
     if cell.facts.deterministic and not is_imitated(cell):
         yield "equal_bits", None
@@ -189,12 +189,6 @@ def _promises(cell: BackendCell, is_idle: bool, is_known: bool) -> Iterator[tupl
             yield "graph", None
         yield "synchronization", None
     yield "compile", None
-
-
-def _scheme(name: str, values: dict[str, Any]) -> str | dict[str, Any]:
-    from moereg.spec.quant_schemes import QUANT_SCHEMES
-
-    return name if name in QUANT_SCHEMES else values
 
 
 def draw_check(

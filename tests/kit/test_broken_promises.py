@@ -466,7 +466,7 @@ def test_each_kind_of_check_runs_what_its_name_says(kind: str) -> None:
     given: dict[str, tuple[object, tuple[object, ...], dict[str, object]]] = {
         "deciding": (watch(), (cell, watch()), {}),
         "numbers": ({"problem": problem.to_dict(), "is_first": True}, (case, True), {}),
-        "faults": ("int8_w8a8", (cell, problem.quant), {}),
+        "faults": (dataclasses.asdict(problem.quant), (cell, problem.quant), {}),
         "rounding": (dataclasses.asdict(problem.quant), (cell, problem.quant), {}),
         "drawn": ({"label": "seed0-0", "layer": layer.to_dict()}, (case, layer), {"num_calls": 2}),
     }
