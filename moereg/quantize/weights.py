@@ -76,9 +76,16 @@ def quantize_weights(
                     f"weights must be finite to be quantized, got infinity or NaN in {name} of expert {expert}; "
                     "look at the checkpoint"
                 ) from None
-            for role, value in _by_role(quantized).items():
-                target = tensors[tensor_name(name, role)][expert]
-                target.copy_(value.view(target.shape))
+            parts: dict[TensorRole, torch.Tensor | None] = {
+                "weight": quantized.q,
+                "scale": quantized.scale,
+                "scale_2": quantized.scale_2,
+                "zero_point": quantized.zero_point,
+            }
+            for role, value in parts.items():
+                if value is not None:
+                    target = tensors[tensor_name(name, role)][expert]
+                    target.copy_(value.view(target.shape))
     return ExpertWeights(**tensors, quant=scheme)
 
 
@@ -159,16 +166,6 @@ def row_blocks(rows: int, columns: int, fmt: QuantFormat) -> Iterator[slice]:
 
 class _NotFiniteError(ValueError):
     pass
-
-
-def _by_role(quantized: Quantized) -> dict[TensorRole, torch.Tensor]:
-    parts: dict[TensorRole, torch.Tensor | None] = {
-        "weight": quantized.q,
-        "scale": quantized.scale,
-        "scale_2": quantized.scale_2,
-        "zero_point": quantized.zero_point,
-    }
-    return {role: tensor for role, tensor in parts.items() if tensor is not None}
 
 
 def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int) -> Quantized:

@@ -21,15 +21,9 @@ from moereg.testing.drawing import INTERPRETED, NATIVE, DrawnLayer, draw_layer, 
 from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
 from moereg.testing.problems import accepted_neighbor, accepted_problems, claimed_problems, rejected_problems
-from tests.support.fakes import EVERYTHING, FakeExperts
+from tests.support.fakes import EVERYTHING, LITTLE, FakeExperts
 
 CPU = Platform.from_name("cpu")
-LITTLE = Facts(
-    activations=frozenset({"silu"}),
-    activation_formats=frozenset({"standard"}),
-    dtypes=frozenset({"float32"}),
-    placements=frozenset({"contiguous"}),
-)
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU imitates no other GPU")
 
 
