@@ -14,13 +14,14 @@ from moereg.backends._flashinfer.tactics import UNTUNED
 from moereg.backends._flashinfer.timing import layer_key
 from moereg.experts import ExpertInputs
 from moereg.layer.expert_map import resolve_expert_map
-from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.reference import relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
 from moereg.quantize import quantize_weights
 from moereg.spec.activations import Activation
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
+from tests.support.experts_run import apply_experts, truth_of
 from tests.support.flashinfer_imitation import CLASSES, Fixed, Imitation
 
 _CPU = torch.device("cpu")
@@ -42,16 +43,8 @@ def _run(problem, weights=None, num_tokens=5, routing="unmapped", ep_rank=0):
     experts.implementation._tuner = Fixed()
     permuted = experts.permute_weights(weights.contiguous(), problem)
     assert permuted.layout in experts.layouts
-    scratch = [
-        torch.full(shape, float("nan"), dtype=problem.torch_dtype)
-        for shape in experts.workspace_shapes(problem, num_tokens)
-    ]
-    out = torch.full((num_tokens, problem.hidden_size), float("nan"), dtype=problem.torch_dtype)
-    call = ExpertInputs(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, expert_map=expert_map)
-    experts.apply(out, call, permuted, *scratch)
-    expected = reference_experts(
-        problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, expert_map=expert_map
-    )
+    out = apply_experts(experts, ExpertInputs(*inputs.call, expert_map=expert_map), permuted)
+    expected = truth_of(problem, weights, inputs, expert_map)
     return relative_error(out, expected), layer_tolerance(problem, num_tokens), imitation
 
 
@@ -204,8 +197,7 @@ def test_few_tokens_after_many_of_any_layer():
         inputs = make_inputs(problem, tokens, "uniform", _CPU)
         out = torch.empty(tokens, 128, dtype=problem.torch_dtype)
         scratch = [torch.empty(shape, dtype=problem.torch_dtype) for shape in shapes[tokens]]
-        call = ExpertInputs(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-        experts.apply(out, call, weights, *scratch)
+        experts.apply(out, ExpertInputs(*inputs.call), weights, *scratch)
         assert out.isfinite().all()
 
 
@@ -322,8 +314,7 @@ def test_rows_that_begin_anywhere():
     scratch = [torch.empty(shape, dtype=problem.torch_dtype) for shape in experts.workspace_shapes(problem, 3)]
     call = ExpertInputs(odd[0], inputs.topk_weights, inputs.topk_ids)
     experts.apply(odd[1], call, experts.permute_weights(weights.contiguous(), problem), *scratch)
-    expected = reference_experts(problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    assert relative_error(odd[1], expected) <= layer_tolerance(problem, 3)
+    assert relative_error(odd[1], truth_of(problem, weights, inputs)) <= layer_tolerance(problem, 3)
 
 
 @pytest.mark.parametrize(

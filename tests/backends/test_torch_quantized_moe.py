@@ -63,10 +63,9 @@ def test_the_kernel_knows_what_it_computes() -> None:
 
 
 def check(kernel: MoEKernel, weights: ExpertWeights, inputs: Inputs) -> torch.Tensor:
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    out = kernel(*call)
+    out = kernel(*inputs.call)
     computes = kernel.experts.computes
-    truth = reference_experts(kernel.problem, weights, *call, kernel.expert_map, computes=computes)
+    truth = reference_experts(kernel.problem, weights, *inputs.call, kernel.expert_map, computes=computes)
     # All of them keep gate and up in fp32 where they round activations.
     bound = tolerance(computes, kernel.problem.dtype, truth.numel(), rounds_as_reference=True)
     assert relative_error(out, truth) < bound
@@ -210,7 +209,7 @@ def test_some_rows_are_restored_at_a_time(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(quantize_module, "BLOCK_BYTES", 64 << 10)
     kernel = kernel_of(problem, weights)
     with LargestOutput() as largest:
-        out = kernel(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+        out = kernel(*inputs.call)
     assert torch.equal(out, whole)
     # fp32 of one expert's w13 is 2 MiB; blocks of 128 x 128 need 128 rows, 256 KiB.
     stored = max(tensor.nbytes for tensor in weights.tensors().values())

@@ -156,7 +156,7 @@ def test_rows_past_an_experts_count_are_nan() -> None:
     problem = MoEProblem(num_experts=2, hidden_size=8, intermediate_size=4, top_k=1, activation_format="batched")
     inputs = make_inputs(problem, 5, "one_expert", CPU)
     prepare = GuardedPrepareFinalize(local_prepare_finalize("batched"), CPU)
-    prepared = prepare.prepare(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, problem, None)
+    prepared = prepare.prepare(*inputs.call, problem, None)
     rows, counts = prepared.inputs.hidden_states, prepared.inputs.expert_num_tokens
     assert counts is not None
     assert counts.tolist() == [0, 5]

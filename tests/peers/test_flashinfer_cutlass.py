@@ -19,6 +19,7 @@ from moereg.quantize.formats import Quantized, restore
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantFormat
 from moereg.testing.inputs import make_inputs, make_weights
+from tests.support.experts_run import apply_experts
 from tests.support.flashinfer_imitation import CLASSES, ActivationType, Fixed, Imitation
 
 pytestmark = pytest.mark.peers
@@ -112,10 +113,8 @@ def test_calls_bind_to_flashinfers_functions(core, quant):
         None,
     )
     experts.implementation._tuner = Fixed()
-    scratch = [torch.zeros(shape, dtype=problem.torch_dtype) for shape in experts.workspace_shapes(problem, 2)]
-    out = torch.empty(2, 128, dtype=problem.torch_dtype)
-    call = ExpertInputs(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    experts.apply(out, call, experts.permute_weights(weights.contiguous(), problem), *scratch)
+    permuted = experts.permute_weights(weights.contiguous(), problem)
+    out = apply_experts(experts, ExpertInputs(*inputs.call), permuted)
     # Blocks take memory of their own, so nobody asks for its size.
     assert len(bound) == 1 if quant == "fp8_block128" else len(bound) >= 2
     assert ActivationType.Swiglu == core.ActivationType.Swiglu

@@ -25,25 +25,26 @@ def run_experts(
     expert_map: torch.Tensor | None = None,
     permuted: PermutedWeights | None = None,
 ) -> torch.Tensor:
-    """Applies a class that claims the problem to NaN-filled output and workspaces."""
+    """Applies a class that claims the problem, whatever its format."""
     assert not fact_reasons(experts_class.facts, problem)
     experts = experts_class(problem, platform)
     permuted = permuted or experts.permute_weights(weights, problem)
     assert permuted.layout in experts_class.layouts
-    workspaces = [
-        torch.full(shape, float("nan"), dtype=problem.torch_dtype)
-        for shape in experts.workspace_shapes(problem, len(inputs.hidden_states))
-    ]
-    out = torch.full_like(inputs.hidden_states, float("nan"))
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
     if problem.activation_format == "standard":
-        experts.apply(out, ExpertInputs(*call, expert_map=expert_map), permuted, *workspaces)
-        return out
+        return apply_experts(experts, ExpertInputs(*inputs.call, expert_map=expert_map), permuted)
     batches = BatchedPrepareFinalize()
-    prepared = batches.prepare(*call, problem, expert_map)
-    expert_out = torch.full_like(prepared.inputs.hidden_states, float("nan"))
-    experts.apply(expert_out, prepared.inputs, permuted, *workspaces)
-    batches.finalize(out, expert_out, prepared, problem)
+    prepared = batches.prepare(*inputs.call, problem, expert_map)
+    out = torch.full_like(inputs.hidden_states, float("nan"))
+    batches.finalize(out, apply_experts(experts, prepared.inputs, permuted), prepared, problem)
+    return out
+
+
+def apply_experts(experts: Experts, inputs: ExpertInputs, permuted: PermutedWeights) -> torch.Tensor:
+    """The output of a call whose output and workspaces were full of NaN."""
+    out = torch.full_like(inputs.hidden_states, float("nan"))
+    shapes = experts.workspace_shapes(experts.problem, out.shape[-2])
+    nan = out.new_tensor(float("nan"), dtype=experts.problem.torch_dtype)
+    experts.apply(out, inputs, permuted, *(nan.expand(shape).clone() for shape in shapes))
     return out
 
 
@@ -62,5 +63,4 @@ def truth_of(
     problem: MoEProblem, weights: ExpertWeights, inputs: Inputs, expert_map: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The reference's result of a call."""
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    return reference_experts(problem, weights, *call, expert_map)
+    return reference_experts(problem, weights, *inputs.call, expert_map)
