@@ -23,7 +23,6 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing import checks
 from moereg.testing.cases import Case, is_imitated, machine, runnable_platform, running_as
-from moereg.testing.deciding import check_deciding, watched_imports
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.guards import poisoned_empty
 from moereg.testing.modules import import_modules
@@ -137,7 +136,7 @@ class Check:
             AssertionError: The cell does not keep its promise, or its code raised; one line.
         """
         with contextlib.ExitStack() as stack:
-            watch = stack.enter_context(watched_imports()) if self.kind == "deciding" else None
+            watch = stack.enter_context(checks.watched_imports()) if self.kind == "deciding" else None
             import_modules(self.modules)
             stack.enter_context(running_as(chosen_machine(self.platform)))
             cell = stack.enter_context(ready_to_run(self.cell.find(), has_threads=self.kind == "equal_bits"))
@@ -203,7 +202,7 @@ def _drawn(cell: BackendCell, argument: Mapping[str, Any]) -> None:
 
 
 KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
-    "deciding": check_deciding,
+    "deciding": checks.check_deciding,
     "rejections": lambda cell, argument: checks.check_rejections(cell),
     "permute": lambda cell, argument: checks.check_permute(cell),
     "workspaces": lambda cell, argument: checks.check_workspaces_grow(cell),

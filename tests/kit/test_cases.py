@@ -14,9 +14,9 @@ import torch
 from moereg.author import Facts, MoEProblem, Platform
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
 from moereg.spec.activations import ACTIVATIONS
-from moereg.testing import cases, deciding, drawing, listing
+from moereg.testing import cases, checks, drawing, listing
 from moereg.testing.cases import GPU_TOKENS, TOKENS, Case, calls_of, fault_schemes, fault_tokens, first_case
-from moereg.testing.deciding import ImportWatch
+from moereg.testing.checks import ImportWatch
 from moereg.testing.drawing import INTERPRETED, NATIVE, DrawnLayer, draw_layer, redraw, simpler_layers
 from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
@@ -251,7 +251,7 @@ def test_libraries_that_choosing_must_not_import(monkeypatch: pytest.MonkeyPatch
     }
     monkeypatch.setattr(importlib.metadata, "files", lambda name: files[name])
     cell = dataclasses.replace(cell_of(LITTLE), requires=tuple(files))
-    assert deciding.kernel_libraries(cell) - deciding.KERNEL_LIBRARIES == {"big_kernels", "un_known"}
+    assert checks.kernel_libraries(cell) - checks.KERNEL_LIBRARIES == {"big_kernels", "un_known"}
 
 
 @pytest.mark.parametrize(("importer", "is_told"), [("moereg.backends.mine", True), ("moereg.layer.factory", False)])
@@ -262,9 +262,9 @@ def test_a_built_in_class_is_told_of_what_backends_import_alone(
     cell = cell_of(LITTLE, __module__="moereg.backends.mine")
     watch = ImportWatch({"numba": frozenset({importer})})
     if not is_told:
-        return deciding.check_deciding(cell, watch)
+        return checks.check_deciding(cell, watch)
     with pytest.raises(AssertionError, match="imports numba"):
-        deciding.check_deciding(cell, watch)
+        checks.check_deciding(cell, watch)
 
 
 def kinds_of(cell: BackendCell, is_known: bool = False) -> list[tuple[str, Any]]:

@@ -21,7 +21,7 @@ from moereg.platforms import Platform
 from moereg.plugins.loader import load_backends
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from moereg.testing.check import KINDS, CellName, Check
-from moereg.testing.deciding import watched_imports
+from moereg.testing.checks import watched_imports
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.listing import Suite, _in_turn, draw_check, list_suite
 from moereg.testing.modules import import_modules
