@@ -8,14 +8,6 @@ from moereg.quantize.formats import Quantized, element_of, restore, total_scale
 from moereg.quantize.groups import choose_scale, global_scale, group_extrema
 from moereg.spec.quant_schemes import WHOLE, QuantFormat, QuantScheme, get_scheme
 
-__all__ = [
-    "activation_scale",
-    "dequantize_activations",
-    "quantize_activations",
-    "quantize_dequantize_activations",
-    "spans_tokens",
-]
-
 
 def spans_tokens(scheme: QuantScheme | str) -> bool:
     """Whether one dynamic scale spans all tokens of a call, so that tokens depend on each other."""

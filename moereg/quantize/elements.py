@@ -10,8 +10,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["E2M1", "INTEGERS", "Element", "float8_element", "pack_nibbles", "unpack_nibbles"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Element:

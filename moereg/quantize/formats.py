@@ -11,8 +11,6 @@ from moereg.quantize.elements import E2M1, INTEGERS, Element, float8_element
 from moereg.quantize.groups import expand_groups
 from moereg.spec.quant_schemes import QuantFormat
 
-__all__ = ["Quantized", "element_of", "restore", "spread_zero_points", "total_scale"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:

@@ -8,8 +8,6 @@ import torch
 
 from moereg.spec.quant_schemes import WHOLE
 
-__all__ = ["choose_scale", "expand_groups", "global_scale", "group_extrema", "group_rows"]
-
 _E8M0_BIAS: Final = 127
 _E8M0_NAN: Final = 255
 _WIDE_RANGE: Final = 2.0**100

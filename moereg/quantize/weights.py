@@ -13,8 +13,6 @@ from moereg.runtime.torch_state import in_plain_torch
 from moereg.spec.quant_schemes import MATRICES, WHOLE, QuantFormat, QuantScheme, TensorRole, get_scheme, tensor_name
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["dequantize_rows", "dequantize_weights", "expert_matrix", "quantize_weights"]
-
 # In fp32; ten temporaries of this size are all that is needed beside input and output, and they stay in cache.
 BLOCK_BYTES: Final = 4 << 20
 

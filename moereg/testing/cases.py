@@ -23,25 +23,6 @@ from moereg.testing.inputs import ROUTINGS, make_expert_map, make_weights
 from moereg.testing.problems import accepted_problems, claimed_problems, served_schemes
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = [
-    "GPU_TOKENS",
-    "TOKENS",
-    "Case",
-    "build",
-    "calls_of",
-    "default_device",
-    "fault_schemes",
-    "fault_tokens",
-    "first_case",
-    "is_imitated",
-    "machine",
-    "runnable_cells",
-    "runnable_platform",
-    "running_as",
-    "select_cell",
-    "why_not_runnable",
-]
-
 TOKENS: Final = (0, 1, 2, 17, 63)
 GPU_TOKENS: Final = (*TOKENS, 4096)
 

@@ -27,9 +27,6 @@ from moereg.testing.drawing import DrawnLayer
 from moereg.testing.guards import poisoned_empty
 from moereg.testing.modules import import_modules
 
-__all__ = ["GIVEN", "KINDS", "CellName", "Check", "chosen_machine", "ready_to_run"]
-
-
 GIVEN: Final = "given"
 """The label of a layer that was not drawn but given, which may be any cell's of its class and rule."""
 

@@ -57,29 +57,6 @@ from moereg.testing.inputs import Inputs, make_expert_map, make_inputs, make_wei
 from moereg.testing.problems import claimed_problems, rejected_problems
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = [
-    "KERNEL_LIBRARIES",
-    "GuardedLayer",
-    "ImportWatch",
-    "check_activations_are_rounded",
-    "check_case",
-    "check_compiles",
-    "check_deciding",
-    "check_equal_bits",
-    "check_faults_are_caught",
-    "check_graph_replay",
-    "check_layer",
-    "check_no_synchronization",
-    "check_numbers",
-    "check_permute",
-    "check_rejections",
-    "check_reload",
-    "check_workspaces_grow",
-    "kernel_libraries",
-    "watched_imports",
-]
-
-
 _COMPILED: Final = (".so", ".pyd")
 _LARGE_BYTES: Final = 10_000_000
 

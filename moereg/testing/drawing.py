@@ -16,20 +16,6 @@ from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
 from moereg.testing.problems import accepted_neighbor, held, served_schemes
 
-__all__ = [
-    "GPU",
-    "INTERPRETED",
-    "INTERPRETED_QUANTIZED",
-    "NATIVE",
-    "Choose",
-    "DrawnLayer",
-    "Limits",
-    "draw_layer",
-    "limits_of",
-    "redraw",
-    "simpler_layers",
-]
-
 Choose = Callable[[Sequence[Any]], Any]
 """Picks one of several values; earlier ones are simpler."""
 

@@ -16,18 +16,6 @@ from moereg.quantize import pack_nibbles
 from moereg.spec.quant_schemes import MATRICES
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = [
-    "FAULTS",
-    "bias_dropped",
-    "experts_rotated",
-    "gate_up_swapped",
-    "global_scale_dropped",
-    "nibbles_swapped",
-    "plant_faults",
-    "scale_off_by_one_group",
-    "zero_point_dropped",
-]
-
 Fault = Callable[[ExpertWeights, str], ExpertWeights | None]
 """Spoils w13 or w2; None if the weights have nothing to spoil."""
 

@@ -13,8 +13,6 @@ from moereg.quantize import quantize_weights
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["ROUTINGS", "Inputs", "make_expert_map", "make_inputs", "make_plain_weights", "make_weights"]
-
 ROUTINGS: Final = ("uniform", "skewed", "one_expert", "unmapped", "nowhere")
 """Kinds of routing: even; to few experts; all to the last ones; even with ids out of range; all ids out of range."""
 

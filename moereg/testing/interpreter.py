@@ -15,8 +15,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-__all__ = ["OutOfBoundsError", "check_pointers", "patch_interpreter"]
-
 _LOGGER = logging.getLogger("moereg")
 
 # Addresses of user space have 47 bits. The bits above them hold the number of the argument, so that whatever is

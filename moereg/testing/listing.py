@@ -22,8 +22,6 @@ from moereg.testing.drawing import DrawnLayer, draw_layer, limits_of, redraw, si
 from moereg.testing.modules import import_modules, is_file_name
 from moereg.testing.problems import accepted_neighbor, accepted_problems
 
-__all__ = ["Suite", "draw_check", "list_suite", "simpler_checks"]
-
 _ALIKE_ON_A_GPU: Final = 8
 """Drawn layers in a row for which, as far as moereg can know, kernels are compiled once."""
 

@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from moereg.testing.check import CellName, Check
 
-__all__ = ["IMPORT", "NO_TIME", "SCHEMA", "STATUSES", "Outcome", "Report", "Result"]
-
 SCHEMA: Final = 1
 
 STATUSES: Final = ("passed", "failed", "crashed", "timed_out", "skipped")
