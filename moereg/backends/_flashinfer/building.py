@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -26,8 +27,6 @@ from moereg.errors import ArgumentError, MoeregError, unknown_name_message
 from moereg.experts import BuildPlan, KernelBuilder
 from moereg.platforms import Platform
 from moereg.spec.quant_schemes import QuantScheme
-
-__all__ = ["BuildError", "CutlassBuilder", "missing_symbols", "stub_source"]
 
 _BYTES_PER_JOB: Final = 8 * 2**30
 """The most that nvcc took for one of these files (measured: 8.1 GiB)."""
@@ -344,18 +343,14 @@ def stub_source(names: Iterable[str], target: Path) -> str:
         target: The shared object, for the message.
     """
     message = (
-        (
-            f"{target.name} was built without these kernels; build them with moereg build-kernels flashinfer_cutlass, "
-            "or remove the file"
-        )
-        .replace("\\", "\\\\")
-        .replace('"', '\\"')
+        f"{target.name} was built without these kernels; build them with moereg build-kernels flashinfer_cutlass, "
+        "or remove the file"
     )
     aliases = "\n".join(f'asm(".globl {name}\\n.set {name}, moereg_kernels_are_missing");' for name in names)
     return (
         "#include <stdexcept>\n"
         'extern "C" __attribute__((visibility("default"))) void moereg_kernels_are_missing() {\n'
-        f'  throw std::runtime_error("{message}");\n'
+        f"  throw std::runtime_error({json.dumps(message, ensure_ascii=False)});\n"
         "}\n"
         f"{aliases}\n"
     )
