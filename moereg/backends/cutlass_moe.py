@@ -33,8 +33,21 @@ _QUACK_FACTS: Final = Facts(
     max_experts=1024,
 )
 
-# Only what CUTLASS inside PyTorch multiplies into, and any number of experts.
-_TORCH_FACTS: Final = dataclasses.replace(_QUACK_FACTS, dtypes=frozenset({"bfloat16"}), max_experts=None)
+_TORCH_FACTS: Final = Facts(
+    activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
+    activation_scalars=True,
+    swiglu_limit=True,
+    activation_formats=frozenset({"standard"}),
+    # What CUTLASS inside PyTorch multiplies into.
+    dtypes=frozenset({"bfloat16"}),
+    bias=True,
+    placements=frozenset({"contiguous", "map"}),
+    router_weight_on_input=True,
+    graph_capture=True,
+    deterministic=True,
+    # Rows of 16 bytes.
+    requires_multiple={"hidden_size": 8, "intermediate_size": 8},
+)
 
 
 def _quack(*schemes: str, platform: str, opt_in: bool = True) -> Callable[[type[Experts]], type[Experts]]:

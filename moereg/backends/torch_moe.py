@@ -43,13 +43,6 @@ def _has_int8_matmul(platform: Platform) -> str | None:
     return None if cpu.features().int8 else "requires AVX-512 VNNI, without which torch multiplies int8 in a plain loop"
 
 
-class _CanonicalExperts(LoadedExperts):
-    """Weights stay as they are."""
-
-    wide_output = True
-    layouts = ("canonical",)
-
-
 # 1.33 times as fast in bf16 and 2.46 in fp32 as the best of transformers' implementations, in the geometric means of
 # benches/results/cpu_epyc_2threads.json.
 @register_moe_backend(name="torch", priority=60, quant_schemes=("unquantized",), platforms=("cpu",))
@@ -83,10 +76,12 @@ class TorchPackedBatchedExperts(LoadedExperts):
 
 # The last resort: E/K times the work that was routed.
 @register_moe_backend(name="torch", priority=10, quant_schemes=("unquantized",), platforms=("*",))
-class TorchDenseExperts(_CanonicalExperts):
+class TorchDenseExperts(LoadedExperts):
     """Any device, standard format: every expert sees every token, unrouted results are dropped."""
 
     facts = _DEVICE
+    wide_output = True
+    layouts = ("canonical",)
 
     def _load(self) -> Implementation:
         from moereg.backends._torch import plain
@@ -96,11 +91,13 @@ class TorchDenseExperts(_CanonicalExperts):
 
 # Batched matmuls over all rows, valid or not (an H200 took 1.0 ms for Qwen3-30B's layer with max_T 64).
 @register_moe_backend(name="torch", priority=11, quant_schemes=("unquantized",), platforms=("*",))
-class TorchBatchedExperts(_CanonicalExperts):
+class TorchBatchedExperts(LoadedExperts):
     """Any device, batched format: two batched matmuls over all rows."""
 
     facts = dataclasses.replace(_DEVICE, activation_formats=_BATCHED)
     output_form = "per_expert"
+    wide_output = True
+    layouts = ("canonical",)
 
     def _load(self) -> Implementation:
         from moereg.backends._torch import plain
@@ -112,10 +109,12 @@ class TorchBatchedExperts(_CanonicalExperts):
 # zero points), against 69 ms with unquantized weights in oneDNN's order. Emulated activations take 5 to 20 % more.
 @register_moe_backend(name="torch", priority=40, quant_schemes=_WEIGHT_ONLY, platforms=("cpu",))
 @register_moe_backend(name="torch", priority=30, quant_schemes=_EMULATED, platforms=("cpu",), tier="emulation")
-class TorchQuantizedExperts(_CanonicalExperts):
+class TorchQuantizedExperts(LoadedExperts):
     """CPU, standard format: any weight and activation format that `moereg.quantize` reads."""
 
     facts = _CPU
+    wide_output = True
+    layouts = ("canonical",)
 
     def _load(self) -> Implementation:
         from moereg.backends._torch import quantized
@@ -125,11 +124,13 @@ class TorchQuantizedExperts(_CanonicalExperts):
 
 @register_moe_backend(name="torch", priority=39, quant_schemes=_WEIGHT_ONLY, platforms=("cpu",))
 @register_moe_backend(name="torch", priority=29, quant_schemes=_EMULATED, platforms=("cpu",), tier="emulation")
-class TorchQuantizedBatchedExperts(_CanonicalExperts):
+class TorchQuantizedBatchedExperts(LoadedExperts):
     """CPU, batched format: as `TorchQuantizedExperts`, on the rows that prepare laid out for each expert."""
 
     facts = _CPU_BATCHED
     output_form = "per_expert"
+    wide_output = True
+    layouts = ("canonical",)
 
     def _load(self) -> Implementation:
         from moereg.backends._torch import quantized
@@ -141,10 +142,12 @@ class TorchQuantizedBatchedExperts(_CanonicalExperts):
 @register_moe_backend(
     name="torch", priority=50, quant_schemes=("int8_w8a8",), platforms=("cpu",), probes=(_has_int8_matmul,)
 )
-class TorchInt8Experts(_CanonicalExperts):
+class TorchInt8Experts(LoadedExperts):
     """CPU with int8 instructions, standard format: int8 matmuls with int32 sums."""
 
     facts = _CPU
+    wide_output = True
+    layouts = ("canonical",)
 
     def _load(self) -> Implementation:
         from moereg.backends._torch import quantized
@@ -155,11 +158,13 @@ class TorchInt8Experts(_CanonicalExperts):
 @register_moe_backend(
     name="torch", priority=49, quant_schemes=("int8_w8a8",), platforms=("cpu",), probes=(_has_int8_matmul,)
 )
-class TorchInt8BatchedExperts(_CanonicalExperts):
+class TorchInt8BatchedExperts(LoadedExperts):
     """CPU with int8 instructions, batched format: as `TorchInt8Experts`."""
 
     facts = _CPU_BATCHED
     output_form = "per_expert"
+    wide_output = True
+    layouts = ("canonical",)
 
     def _load(self) -> Implementation:
         from moereg.backends._torch import quantized
