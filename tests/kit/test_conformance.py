@@ -13,7 +13,6 @@ from moereg.spec.problem import MoEProblem
 from moereg.testing import cases, checks, listing, problems
 from moereg.testing.check import KINDS, Check
 from moereg.testing.interpreter import patch_interpreter
-from tests.support.fakes import FakeExperts
 
 DEVICE = cases.default_device()
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -101,11 +100,3 @@ def test_verifying_runs_every_check_of_the_kit() -> None:
     tested = {name.removeprefix("check_") for name in vars(checks) if name.startswith("check_")}
     # Of the names that differ, a layer and a case are what is drawn.
     assert len(tested - {"case", "layer"}) == len(KINDS) - len({"drawn"})
-
-
-def test_checks_follow_the_registry(isolated_registry: object) -> None:
-    from moereg.registry import register_moe_backend
-
-    register_moe_backend(name="fresh", priority=1, quant_schemes=("unquantized",), platforms=("*",))(FakeExperts)
-    first = next(check for check in listing.list_suite("fresh").checks if check.kind == "numbers")
-    first.run()

@@ -41,10 +41,9 @@ def run_experts(
 
 def apply_experts(experts: Experts, inputs: ExpertInputs, permuted: PermutedWeights) -> torch.Tensor:
     """The output of a call whose output and workspaces were full of NaN."""
-    out = torch.full_like(inputs.hidden_states, float("nan"))
+    out = torch.full_like(inputs.hidden_states, float("nan"), dtype=experts.problem.torch_dtype)
     shapes = experts.workspace_shapes(experts.problem, out.shape[-2])
-    nan = out.new_tensor(float("nan"), dtype=experts.problem.torch_dtype)
-    experts.apply(out, inputs, permuted, *(nan.expand(shape).clone() for shape in shapes))
+    experts.apply(out, inputs, permuted, *(out.new_full(shape, float("nan")) for shape in shapes))
     return out
 
 
