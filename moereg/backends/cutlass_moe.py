@@ -15,8 +15,6 @@ from moereg.backends._loaded import Implementation, LoadedExperts
 from moereg.experts import Experts, Facts
 from moereg.registry import register_moe_backend
 
-__all__ = ["QuackCodesExperts", "QuackExperts", "TorchGroupedExperts", "TorchScaledGroupedExperts"]
-
 _QUACK_FACTS: Final = Facts(
     activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
     activation_scalars=True,

@@ -11,17 +11,6 @@ from moereg.platforms import Platform
 from moereg.registry import register_moe_backend
 from moereg.spec.quant_schemes import QUANT_SCHEMES
 
-__all__ = [
-    "TorchBatchedExperts",
-    "TorchDenseExperts",
-    "TorchInt8BatchedExperts",
-    "TorchInt8Experts",
-    "TorchPackedBatchedExperts",
-    "TorchPackedExperts",
-    "TorchQuantizedBatchedExperts",
-    "TorchQuantizedExperts",
-]
-
 _BATCHED: Final = frozenset({"batched"})
 
 # CPU classes read the routing on the host, which no graph can capture.

@@ -17,17 +17,6 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat
 from moereg.weights.layouts import round_up
 
-__all__ = [
-    "TritonBatchedExperts",
-    "TritonEmulatedBatchedExperts",
-    "TritonEmulatedExperts",
-    "TritonExperts",
-    "TritonPackedBatchedExperts",
-    "TritonPackedExperts",
-    "TritonQuantizedBatchedExperts",
-    "TritonQuantizedExperts",
-]
-
 E = TypeVar("E", bound=type[Experts])
 
 _GPUS: Final = ("cuda:sm80+", "rocm:gfx942")

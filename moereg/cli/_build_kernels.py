@@ -41,12 +41,7 @@ def build_kernels(
     folder: Path | None,
     dry_run: bool,
 ) -> tuple[dict[str, Any], str]:
-    """Builds a backend's kernels.
-
-    Args:
-        name: Of the backend.
-        quant, dtype, parts, platform, jobs, folder: Values of the options; the backend's own choice where not given.
-        dry_run: Whether to say alone what would be done.
+    """Builds a backend's kernels, or says what would be done (`dry_run`). The other arguments are the options' values.
 
     Returns:
         The object that `moereg build-kernels --json` prints, and the line for people.

@@ -10,9 +10,8 @@ from moereg.quantize.activations import (
     quantize_dequantize_activations,
     spans_tokens,
 )
-from moereg.quantize.element import Element
+from moereg.quantize.elements import Element, pack_nibbles, unpack_nibbles
 from moereg.quantize.formats import Quantized, element_of
-from moereg.quantize.nibbles import pack_nibbles, unpack_nibbles
 from moereg.quantize.weights import dequantize_rows, dequantize_weights, expert_matrix, quantize_weights, row_blocks
 
 __all__ = [

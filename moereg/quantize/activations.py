@@ -5,17 +5,8 @@ from __future__ import annotations
 import torch
 
 from moereg.quantize.formats import Quantized, element_of, restore, total_scale
-from moereg.quantize.groups import group_extrema
-from moereg.quantize.scales import choose_scale, global_scale
+from moereg.quantize.groups import choose_scale, global_scale, group_extrema
 from moereg.spec.quant_schemes import WHOLE, QuantFormat, QuantScheme, get_scheme
-
-__all__ = [
-    "activation_scale",
-    "dequantize_activations",
-    "quantize_activations",
-    "quantize_dequantize_activations",
-    "spans_tokens",
-]
 
 
 def spans_tokens(scheme: QuantScheme | str) -> bool:
@@ -48,9 +39,9 @@ def activation_scale(amax: torch.Tensor, scheme: QuantScheme | str) -> torch.Ten
 def quantize_activations(x: torch.Tensor, scheme: QuantScheme | str, scale: torch.Tensor | None = None) -> Quantized:
     """Rounds activations to a scheme's activation format. No host synchronization.
 
-    Scales are those of `moereg.quantize.scales`, with the largest magnitude mapped to the largest code; int8 uses
-    [-127, 127]. A token, or group, that holds an infinity or NaN gets scale NaN, so all of it reads as NaN. With a
-    static scale infinities saturate and NaN stays NaN, or becomes 0 in integers, which have no code for it.
+    Scales are those of `choose_scale` (`moereg/quantize/groups.py`), with the largest magnitude mapped to the largest
+    code; int8 uses [-127, 127]. A token, or group, that holds an infinity or NaN gets scale NaN, so all of it reads as
+    NaN. With a static scale infinities saturate and NaN stays NaN, or becomes 0 in integers, which have no code for it.
 
     Args:
         x: [..., T, K], any floating dtype.

@@ -7,14 +7,9 @@ import functools
 
 import torch
 
-from moereg.quantize.element import Element
-from moereg.quantize.float4 import E2M1
-from moereg.quantize.float8 import float8_element
+from moereg.quantize.elements import E2M1, INTEGERS, Element, float8_element
 from moereg.quantize.groups import expand_groups
-from moereg.quantize.integers import INTEGERS
 from moereg.spec.quant_schemes import QuantFormat
-
-__all__ = ["Quantized", "element_of", "restore", "spread_zero_points", "total_scale"]
 
 
 @dataclasses.dataclass(frozen=True)

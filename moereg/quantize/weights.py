@@ -8,13 +8,10 @@ from typing import Final
 import torch
 
 from moereg.quantize.formats import Quantized, element_of, restore, spread_zero_points, total_scale
-from moereg.quantize.groups import group_extrema, group_rows
-from moereg.quantize.scales import choose_scale, global_scale
+from moereg.quantize.groups import choose_scale, global_scale, group_extrema, group_rows
 from moereg.runtime.torch_state import in_plain_torch
 from moereg.spec.quant_schemes import MATRICES, WHOLE, QuantFormat, QuantScheme, TensorRole, get_scheme, tensor_name
 from moereg.weights.permuted import ExpertWeights
-
-__all__ = ["dequantize_rows", "dequantize_weights", "expert_matrix", "quantize_weights"]
 
 # In fp32; ten temporaries of this size are all that is needed beside input and output, and they stay in cache.
 BLOCK_BYTES: Final = 4 << 20
@@ -77,9 +74,16 @@ def quantize_weights(
                     f"weights must be finite to be quantized, got infinity or NaN in {name} of expert {expert}; "
                     "look at the checkpoint"
                 ) from None
-            for role, value in _by_role(quantized).items():
-                target = tensors[tensor_name(name, role)][expert]
-                target.copy_(value.view(target.shape))
+            parts: dict[TensorRole, torch.Tensor | None] = {
+                "weight": quantized.q,
+                "scale": quantized.scale,
+                "scale_2": quantized.scale_2,
+                "zero_point": quantized.zero_point,
+            }
+            for role, value in parts.items():
+                if value is not None:
+                    target = tensors[tensor_name(name, role)][expert]
+                    target.copy_(value.view(target.shape))
     return ExpertWeights(**tensors, quant=scheme)
 
 
@@ -160,16 +164,6 @@ def row_blocks(rows: int, columns: int, fmt: QuantFormat) -> Iterator[slice]:
 
 class _NotFiniteError(ValueError):
     pass
-
-
-def _by_role(quantized: Quantized) -> dict[TensorRole, torch.Tensor]:
-    parts: dict[TensorRole, torch.Tensor | None] = {
-        "weight": quantized.q,
-        "scale": quantized.scale,
-        "scale_2": quantized.scale_2,
-        "zero_point": quantized.zero_point,
-    }
-    return {role: tensor for role, tensor in parts.items() if tensor is not None}
 
 
 def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int) -> Quantized:

@@ -23,25 +23,6 @@ from moereg.testing.inputs import ROUTINGS, make_expert_map, make_weights
 from moereg.testing.problems import accepted_problems, claimed_problems, served_schemes
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = [
-    "GPU_TOKENS",
-    "TOKENS",
-    "Case",
-    "build",
-    "calls_of",
-    "default_device",
-    "fault_schemes",
-    "fault_tokens",
-    "first_case",
-    "is_imitated",
-    "machine",
-    "runnable_cells",
-    "runnable_platform",
-    "running_as",
-    "select_cell",
-    "why_not_runnable",
-]
-
 TOKENS: Final = (0, 1, 2, 17, 63)
 GPU_TOKENS: Final = (*TOKENS, 4096)
 
@@ -108,9 +89,7 @@ def _device_of(cell: BackendCell, platform: Platform) -> torch.device:
 
 
 def _imitates(cell: BackendCell, platform: Platform) -> bool:
-    named = machine()
-    # What is named is what to run as, and what is probed is the machine that runs.
-    here = named if named.probed else current_platform()
+    here = _physical()
     # A platform whose kernels read another's tensors, as with DLPack, is no imitation.
     return platform.kind != here.kind and platform.device_type != _device_of(cell, platform).type
 
@@ -120,8 +99,7 @@ def runnable_platform(cell: BackendCell) -> Platform | None:
 
     Either way the cell's requirements are installed, in the required versions.
     """
-    named = machine()
-    here = named if named.probed else current_platform()
+    named, here = machine(), _physical()
     if named.probed and not machine_reasons(cell, here):
         return here if accepted_problems(cell, here) else None
     # A platform that is only imitated assumes the packages.
@@ -230,5 +208,10 @@ def default_device() -> torch.device:
     Raises:
         UnknownPlatformError: This torch has no such device.
     """
+    return torch_device(_physical(), touch=False)
+
+
+def _physical() -> Platform:
+    """The machine that runs: what is named is what to run as, and what is probed is the machine."""
     named = machine()
-    return torch_device(named if named.probed else current_platform(), touch=False)
+    return named if named.probed else current_platform()

@@ -20,16 +20,12 @@ from moereg.platforms import Platform
 from moereg.plugins.loader import current_platform, load_backends
 from moereg.registry import BackendCell
 from moereg.spec.problem import MoEProblem
-from moereg.spec.quant_schemes import QuantScheme, get_scheme
+from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing import checks
 from moereg.testing.cases import Case, is_imitated, machine, runnable_platform, running_as
-from moereg.testing.deciding import check_deciding, watched_imports
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.guards import poisoned_empty
 from moereg.testing.modules import import_modules
-
-__all__ = ["GIVEN", "KINDS", "CellName", "Check", "chosen_machine", "ready_to_run"]
-
 
 GIVEN: Final = "given"
 """The label of a layer that was not drawn but given, which may be any cell's of its class and rule."""
@@ -118,11 +114,11 @@ class Check:
         argument = json.loads(self.argument)
         if self.kind == "drawn":
             return [str(argument["label"])]
-        if isinstance(argument, Mapping) and "problem" in argument:
-            return [str(MoEProblem.from_dict(argument["problem"])).replace(",", "")]
         if argument is None:
             return []
-        return [argument if isinstance(argument, str) else str(argument["name"])]
+        if "problem" in argument:
+            return [str(MoEProblem.from_dict(argument["problem"])).replace(",", "")]
+        return [str(argument["name"])]
 
     @property
     def layer(self) -> DrawnLayer | None:
@@ -137,7 +133,7 @@ class Check:
             AssertionError: The cell does not keep its promise, or its code raised; one line.
         """
         with contextlib.ExitStack() as stack:
-            watch = stack.enter_context(watched_imports()) if self.kind == "deciding" else None
+            watch = stack.enter_context(checks.watched_imports()) if self.kind == "deciding" else None
             import_modules(self.modules)
             stack.enter_context(running_as(chosen_machine(self.platform)))
             cell = stack.enter_context(ready_to_run(self.cell.find(), has_threads=self.kind == "equal_bits"))
@@ -193,10 +189,6 @@ def _case(cell: BackendCell, argument: Mapping[str, Any]) -> Case:
     return Case(cell, platform, MoEProblem.from_dict(argument["problem"]))
 
 
-def _scheme(argument: str | Mapping[str, Any]) -> QuantScheme:
-    return get_scheme(argument) if isinstance(argument, str) else QuantScheme.from_dict(argument)
-
-
 def _drawn(cell: BackendCell, argument: Mapping[str, Any]) -> None:
     # The check of a layer whose drawing ended the process has none.
     assert "layer" in argument, "its predicate ended or held up the process when it was asked of a drawn layer"
@@ -207,13 +199,13 @@ def _drawn(cell: BackendCell, argument: Mapping[str, Any]) -> None:
 
 
 KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
-    "deciding": check_deciding,
+    "deciding": checks.check_deciding,
     "rejections": lambda cell, argument: checks.check_rejections(cell),
     "permute": lambda cell, argument: checks.check_permute(cell),
     "workspaces": lambda cell, argument: checks.check_workspaces_grow(cell),
     "numbers": lambda cell, argument: checks.check_numbers(_case(cell, argument), argument["is_first"]),
-    "faults": lambda cell, argument: checks.check_faults_are_caught(cell, _scheme(argument)),
-    "rounding": lambda cell, argument: checks.check_activations_are_rounded(cell, _scheme(argument)),
+    "faults": lambda cell, argument: checks.check_faults_are_caught(cell, QuantScheme.from_dict(argument)),
+    "rounding": lambda cell, argument: checks.check_activations_are_rounded(cell, QuantScheme.from_dict(argument)),
     "reload": lambda cell, argument: checks.check_reload(cell),
     "equal_bits": lambda cell, argument: checks.check_equal_bits(cell),
     "compile": lambda cell, argument: checks.check_compiles(cell),

@@ -7,23 +7,42 @@ pytest leaves the messages of its assertions as they are: PYTEST_DONT_REWRITE.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import itertools
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType
+from typing import Final
 
 import torch
+from packaging.requirements import Requirement
 
 from moereg.dispatch import evaluate
 from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.factory import make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
+from moereg.platforms import Platform
 from moereg.prepare_finalize import local_prepare_finalize
 from moereg.registry import BackendCell
 from moereg.runtime.gc_pause import collecting_later
 from moereg.selection.request import Request
+from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
-from moereg.testing.cases import Case, build, calls_of, fault_tokens, first_case, runnable_platform, select_cell
+from moereg.testing.cases import (
+    Case,
+    build,
+    calls_of,
+    fault_tokens,
+    first_case,
+    machine,
+    runnable_platform,
+    select_cell,
+)
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.faults import plant_faults
 from moereg.testing.guards import (
@@ -35,25 +54,18 @@ from moereg.testing.guards import (
     guard_weights,
 )
 from moereg.testing.inputs import Inputs, make_expert_map, make_inputs, make_weights
-from moereg.testing.problems import rejected_problems
+from moereg.testing.problems import claimed_problems, rejected_problems
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = [
-    "GuardedLayer",
-    "check_activations_are_rounded",
-    "check_case",
-    "check_compiles",
-    "check_equal_bits",
-    "check_faults_are_caught",
-    "check_graph_replay",
-    "check_layer",
-    "check_no_synchronization",
-    "check_numbers",
-    "check_permute",
-    "check_rejections",
-    "check_reload",
-    "check_workspaces_grow",
-]
+_COMPILED: Final = (".so", ".pyd")
+_LARGE_BYTES: Final = 10_000_000
+
+KERNEL_LIBRARIES: Final = frozenset({
+    "aiter", "apex", "cuda", "cupy", "cutlass", "deep_gemm", "flash_attn", "flashinfer", "humming", "jax", "mlx",
+    "numba", "quack", "sgl_kernel", "sglang", "sonicmoe", "tensorflow", "tilelang", "torch_npu", "torch_xla",
+    "transformer_engine", "transformers", "triton", "triton_kernels", "tvm", "vllm",
+})  # fmt: skip
+"""Modules that compute or compile: importing them takes seconds or touches a device."""
 
 
 class GuardedLayer:
@@ -123,14 +135,12 @@ class GuardedLayer:
             AssertionError: The kernel wrote to memory that is not its own, or did not return `out`.
         """
         memory = GuardedMemory(self.case.device)
-        hidden_states = memory.copy("hidden_states", inputs.hidden_states)
-        topk_weights = memory.copy("topk_weights", inputs.topk_weights)
-        topk_ids = memory.copy("topk_ids", inputs.topk_ids)
+        copied = Inputs(*(memory.copy(each.name, getattr(inputs, each.name)) for each in dataclasses.fields(inputs)))
         memory.freeze()
-        out = memory.allocate("out", tuple(hidden_states.shape), hidden_states.dtype)
+        out = memory.allocate("out", tuple(inputs.hidden_states.shape), inputs.hidden_states.dtype)
         self._workspaces.fill = fill
         with self._workspaces.in_use():
-            returned = self._kernel(hidden_states, topk_weights, topk_ids, out)
+            returned = self._kernel(*copied.call, out)
         assert returned is out, "a layer must return the out that it was given"
         for guarded in (memory, self._memory, self._prepare.memory):
             guarded.check()
@@ -140,6 +150,94 @@ class GuardedLayer:
     def reference(self, inputs: Inputs, computes: QuantScheme | None = None) -> torch.Tensor:
         """The expected result of a call."""
         return _reference(self.case, self.weights, inputs, self.expert_map, computes)
+
+
+@dataclasses.dataclass
+class ImportWatch:
+    """Records which top-level packages are imported, each with the modules on the stack at that time.
+
+    A finder of modules that finds none.
+    """
+
+    importers: dict[str, frozenset[str]] = dataclasses.field(default_factory=dict)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Notes who imports a package, and leaves finding it to the others."""
+        if "." not in name:
+            waiting = set()
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None:
+                waiting.add(str(frame.f_globals.get("__name__", "")))
+                frame = frame.f_back
+            self.importers.setdefault(name, frozenset(waiting))
+        return None
+
+    def imported_by(self, package: str) -> set[str]:
+        """Top-level packages that a package imported, directly or not, and that are there."""
+        return {
+            name
+            for name, waiting in self.importers.items()
+            if sys.modules.get(name) is not None and any(f"{module}.".startswith(f"{package}.") for module in waiting)
+        }
+
+
+@contextlib.contextmanager
+def watched_imports() -> Iterator[ImportWatch]:
+    """Watches what is imported inside for the first time."""
+    watch = ImportWatch()
+    sys.meta_path.insert(0, watch)
+    try:
+        yield watch
+    finally:
+        sys.meta_path.remove(watch)
+
+
+def kernel_libraries(cell: BackendCell) -> frozenset[str]:
+    """Modules that choosing must not import: the known ones, and large compiled ones that the cell requires."""
+    found = set(KERNEL_LIBRARIES)
+    for requirement in cell.requires:
+        try:
+            files = importlib.metadata.files(Requirement(requirement).name) or ()
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not files:  # Nothing is known of what it brings.
+            found.add(Requirement(requirement).name.replace("-", "_").lower())
+        if sum(file.size or 0 for file in files if file.suffix in _COMPILED) > _LARGE_BYTES:
+            found |= {str(file.parts[0]) for file in files if re.fullmatch(r"[A-Za-z]\w*", file.parts[0])}
+    return frozenset(found) - {"torch", "numpy", cell.experts.__module__.partition(".")[0]}
+
+
+def check_deciding(cell: BackendCell, watch: ImportWatch) -> None:
+    """The predicate answers every problem with reasons in words, on every platform of the claim, and imports nothing.
+
+    Args:
+        cell: The cell.
+        watch: Watches imports since before the backend was imported, where this process did that.
+
+    Raises:
+        AssertionError: It raised, gave a reason that is not a lowercase clause, or imported a kernel library.
+    """
+    for problem, platform in _questions(cell):
+        decision = evaluate(cell, problem, platform, Request(require=(cell.name,)))
+        for reason in decision.reasons:
+            where = f"for {problem} on {platform}"
+            assert reason.code != "predicate_error", f"{reason.text} {where}"
+            assert reason.text[:1].islower(), f"a reason must be a lowercase clause, got {reason.text!r} {where}"
+    package = cell.experts.__module__.partition(".")[0]
+    own = f"{package}.backends" if package == __name__.partition(".")[0] else package
+    imported = sorted(watch.imported_by(own) & kernel_libraries(cell))
+    assert not imported, (
+        f"choosing a backend imports {', '.join(imported)}; import it in permute_weights and apply alone"
+    )
+
+
+def _questions(cell: BackendCell) -> Iterator[tuple[MoEProblem, Platform]]:
+    named = [rule.instance for rule in cell.rules if rule.instance is not None]
+    problems = [*claimed_problems(cell), *(problem for _, problem in rejected_problems(cell))]
+    for platform in dict.fromkeys([machine(), *named]):
+        yield from ((problem, platform) for problem in problems)
 
 
 def check_layer(layer: DrawnLayer, num_calls: int = 1) -> bool:
@@ -226,7 +324,7 @@ def check_faults_are_caught(cell: BackendCell, scheme: QuantScheme) -> None:
     # Bounds of quantized activations are wide, since a kernel may round before the quantizer.
     least = (10 if case.computes.activation is None else 1.5) * _bound(case, num_tokens)
     for fault, faulty in plant_faults(weights):
-        out = build(case, faulty)(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+        out = build(case, faulty)(*inputs.call)
         error = relative_error(out, truth)
         assert error > least, f"{scheme.name} with {fault}: error {error:.2e}, must be above {least:.1e}"
 
@@ -239,7 +337,7 @@ def check_activations_are_rounded(cell: BackendCell, scheme: QuantScheme) -> Non
     kept = dataclasses.replace(scheme, name=f"{scheme.name} with 16-bit activations", activation=None)
     expert_map = make_expert_map(case.problem, case.device)
     truths = [_reference(case, weights, inputs, expert_map, computes) for computes in (scheme, kept)]
-    out = build(case, weights)(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    out = build(case, weights)(*inputs.call)
     rounded, unrounded = (relative_error(out, truth) for truth in truths)
     assert rounded < unrounded, f"{scheme.name}: activations were kept at 16 bits"
 
@@ -260,13 +358,12 @@ def check_reload(cell: BackendCell) -> None:
     """Reloaded weights change the result, and reloading the first ones restores it."""
     case = first_case(cell)
     kernel = build(case)
-    inputs = make_inputs(case.problem, 2 if case.is_imitated else 17, "uniform", case.device)
-    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    before = kernel(*arguments)
+    call = make_inputs(case.problem, 2 if case.is_imitated else 17, "uniform", case.device).call
+    before = kernel(*call)
     kernel.reload(make_weights(case.problem, case.device, seed=7))
-    assert relative_error(kernel(*arguments), before.float()) > 0.1, "reload left the old weights"
+    assert relative_error(kernel(*call), before.float()) > 0.1, "reload left the old weights"
     kernel.reload(make_weights(case.problem, case.device))
-    assert torch.equal(kernel(*arguments), before), "equal weights gave another result after a reload"
+    assert torch.equal(kernel(*call), before), "equal weights gave another result after a reload"
 
 
 def check_workspaces_grow(cell: BackendCell) -> None:
@@ -287,17 +384,17 @@ def check_equal_bits(cell: BackendCell) -> None:
     """Equal inputs give equal bits, on a GPU beside a busy stream."""
     case = first_case(cell)
     kernel = build(case)
-    inputs = make_inputs(case.problem, 63, "skewed", case.device)
-    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    first = kernel(*arguments)
-    repeats = 100 if case.device.type == "cuda" else 3
-    busy = torch.cuda.Stream() if case.device.type == "cuda" else None
-    filler = torch.randn(2048, 2048, device=case.device) if busy else None
-    for _ in range(repeats):
-        if busy is not None and filler is not None:
-            with torch.cuda.stream(busy):
-                filler @ filler
-        assert torch.equal(kernel(*arguments), first), "equal inputs gave other bits"
+    call = make_inputs(case.problem, 63, "skewed", case.device).call
+    first = kernel(*call)
+    is_gpu = case.device.type == "cuda"
+    busy: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if is_gpu:
+        busy = torch.cuda.stream(torch.cuda.Stream())
+    filler = torch.randn(2048, 2048, device=case.device) if is_gpu else torch.empty(0, 0)
+    for _ in range(100 if is_gpu else 3):
+        with busy:
+            filler @ filler
+        assert torch.equal(kernel(*call), first), "equal inputs gave other bits"
 
 
 def check_compiles(cell: BackendCell) -> None:
@@ -313,8 +410,9 @@ def check_compiles(cell: BackendCell) -> None:
     for num_tokens in (17, 5):
         inputs = make_inputs(case.problem, num_tokens, "uniform", case.device)
         eager = kernel(inputs.hidden_states * 2, inputs.topk_weights, inputs.topk_ids) + 1
-        compiled = layer(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-        assert torch.equal(compiled, eager), f"T={num_tokens}: compiled code gave another result than eager code"
+        assert torch.equal(layer(*inputs.call), eager), (
+            f"T={num_tokens}: compiled code gave another result than eager code"
+        )
 
 
 def check_graph_replay(cell: BackendCell) -> None:
@@ -322,33 +420,30 @@ def check_graph_replay(cell: BackendCell) -> None:
     case = first_case(cell)
     kernel = build(case)
     inputs = make_inputs(case.problem, 63, "uniform", case.device)
-    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    kernel(*arguments)
+    kernel(*inputs.call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with collecting_later(), torch.cuda.graph(graph):
-        out = kernel(*arguments)
+        out = kernel(*inputs.call)
     for seed in (3, 4):
         fresh = make_inputs(case.problem, 63, "skewed", case.device, seed)
-        for field in dataclasses.fields(Inputs):
-            getattr(inputs, field.name).copy_(getattr(fresh, field.name))
+        for tensor, other in zip(inputs.call, fresh.call, strict=True):
+            tensor.copy_(other)
         out.fill_(float("nan"))
         graph.replay()
-        eager = kernel(fresh.hidden_states, fresh.topk_weights, fresh.topk_ids)
-        assert torch.equal(out, eager), "a replayed graph gave another result than eager code"
+        assert torch.equal(out, kernel(*fresh.call)), "a replayed graph gave another result than eager code"
 
 
 def check_no_synchronization(cell: BackendCell) -> None:
     """A call does not wait for the device; needs a CUDA device."""
     case = first_case(cell)
     kernel = build(case)
-    inputs = make_inputs(case.problem, 63, "uniform", case.device)
-    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    kernel(*arguments)
+    call = make_inputs(case.problem, 63, "uniform", case.device).call
+    kernel(*call)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        kernel(*arguments)
+        kernel(*call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -369,13 +464,7 @@ def _reference(
 ) -> torch.Tensor:
     with torch.no_grad():
         return reference_experts(
-            case.problem,
-            weights,
-            inputs.hidden_states,
-            inputs.topk_weights,
-            inputs.topk_ids,
-            expert_map=expert_map,
-            computes=computes or case.computes,
+            case.problem, weights, *inputs.call, expert_map=expert_map, computes=computes or case.computes
         )
 
 

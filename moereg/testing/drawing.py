@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 from moereg.plugins.loader import load_backends
 from moereg.registry import BackendCell
@@ -16,28 +16,8 @@ from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
 from moereg.testing.problems import accepted_neighbor, held, served_schemes
 
-__all__ = [
-    "GPU",
-    "INTERPRETED",
-    "INTERPRETED_QUANTIZED",
-    "NATIVE",
-    "Choose",
-    "DrawnLayer",
-    "Limits",
-    "draw_layer",
-    "limits_of",
-    "redraw",
-    "simpler_layers",
-]
-
-_T = TypeVar("_T")
-
-
-class Choose(Protocol):
-    """Picks one of several values; earlier ones are simpler."""
-
-    def __call__(self, options: Sequence[_T], /) -> _T:
-        """One of the values."""
+Choose = Callable[[Sequence[Any]], Any]
+"""Picks one of several values; earlier ones are simpler."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,13 +119,9 @@ class DrawnLayer:
 
     def _cases(self) -> Iterator[Case]:
         for cell in load_backends().cells:
-            name = (cell.name, cell.class_name, cell.rules[0].text)
             computes = cell.scheme_for(self.problem.quant)
-            if (
-                name == (self.backend, self.experts, self.rule)
-                and computes is not None
-                and computes.name == self.computes
-            ):
+            name = (cell.name, cell.class_name, cell.rules[0].text, computes and computes.name)
+            if name == (self.backend, self.experts, self.rule, self.computes):
                 platform = runnable_platform(cell)
                 if platform is not None:
                     yield Case(cell, platform, self.problem)
@@ -318,7 +294,7 @@ def _draw_size(choose: Choose, most: int, divisor: int) -> int:
     beside = [size + more for size in (16, 32, 64, 128, 256) for more in (0, -1, 1) if 16 <= size + more <= most]
     half_pad = [size for size in range(32, most + 1, 64)]
     between = [size for step in (16, 24, 48) for size in range(48, most + 1, step)]
-    size = choose(choose((half_pad, beside, between)))
+    size: int = choose(choose((half_pad, beside, between)))
     return -(-size // divisor) * divisor
 
 

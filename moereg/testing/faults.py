@@ -16,18 +16,6 @@ from moereg.quantize import pack_nibbles
 from moereg.spec.quant_schemes import MATRICES
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = [
-    "FAULTS",
-    "bias_dropped",
-    "experts_rotated",
-    "gate_up_swapped",
-    "global_scale_dropped",
-    "nibbles_swapped",
-    "plant_faults",
-    "scale_off_by_one_group",
-    "zero_point_dropped",
-]
-
 Fault = Callable[[ExpertWeights, str], ExpertWeights | None]
 """Spoils w13 or w2; None if the weights have nothing to spoil."""
 
@@ -49,7 +37,7 @@ def experts_rotated(weights: ExpertWeights, matrix: str = "w2") -> ExpertWeights
     """Each expert has the codes of the one before it, and its own scales."""
     if weights.num_experts == 1:
         return None
-    codes = _get(weights, matrix)
+    codes = weights.tensors()[matrix]
     return _with(weights, {matrix: _bytes(codes).roll(1, dims=0).view(codes.dtype)})
 
 
@@ -84,7 +72,7 @@ def zero_point_dropped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWei
     if zero_point is None or fmt is None:
         return None
     half = 1 << (fmt.bits - 1)
-    groups = _get(weights, f"{matrix}_scale").shape[-1]
+    groups = weights.tensors()[f"{matrix}_scale"].shape[-1]
     codes = torch.full((*zero_point.shape[:-1], groups), half, dtype=torch.uint8, device=zero_point.device)
     return _with(weights, {f"{matrix}_zero_point": pack_nibbles(codes) if fmt.bits == 4 else codes})
 
@@ -94,7 +82,7 @@ def nibbles_swapped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeight
     fmt = weights.scheme.weight
     if fmt is None or fmt.bits != 4:
         return None
-    packed = _get(weights, matrix)
+    packed = weights.tensors()[matrix]
     return _with(weights, {matrix: packed >> 4 | packed << 4})
 
 
@@ -125,10 +113,6 @@ def plant_faults(weights: ExpertWeights) -> Iterator[tuple[str, ExpertWeights]]:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A view of 8-bit elements as uint8, since torch's CUDA copies of rolled and joined tensors lack 8-bit floats."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-
-
-def _get(weights: ExpertWeights, name: str) -> torch.Tensor:
-    return weights.tensors()[name]
 
 
 def _with(weights: ExpertWeights, tensors: dict[str, torch.Tensor]) -> ExpertWeights:

@@ -26,18 +26,6 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import TENSOR_ROLES
 from moereg.weights.permuted import ExpertWeights, PerExpert, PermutedWeights
 
-__all__ = [
-    "FILLS",
-    "FORMS",
-    "GuardedMemory",
-    "GuardedPrepareFinalize",
-    "GuardedWorkspaces",
-    "LateWrites",
-    "guard_permuted",
-    "guard_weights",
-    "poisoned_empty",
-]
-
 FILLS: Final = ("nan", "huge", "stale")
 """Contents of workspaces that a call gets: NaN, the largest numbers of their dtype, or what another call left."""
 

@@ -13,8 +13,6 @@ from moereg.quantize import quantize_weights
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["ROUTINGS", "Inputs", "make_expert_map", "make_inputs", "make_plain_weights", "make_weights"]
-
 ROUTINGS: Final = ("uniform", "skewed", "one_expert", "unmapped", "nowhere")
 """Kinds of routing: even; to few experts; all to the last ones; even with ids out of range; all ids out of range."""
 
@@ -29,9 +27,14 @@ class Inputs:
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
 
+    @property
+    def call(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """In the order in which a kernel takes them."""
+        return self.hidden_states, self.topk_weights, self.topk_ids
+
     def clone(self) -> Inputs:
         """Independent copies."""
-        return Inputs(self.hidden_states.clone(), self.topk_weights.clone(), self.topk_ids.clone())
+        return Inputs(*(tensor.clone() for tensor in self.call))
 
 
 def make_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> ExpertWeights:
@@ -51,9 +54,7 @@ def make_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> Ex
         scales["a13_scale"], scales["a2_scale"] = calibrate_activation_scales(
             dataclasses.replace(problem, quant=plain.scheme),
             plain,
-            sample.hidden_states,
-            sample.topk_weights,
-            sample.topk_ids,
+            *sample.call,
             problem.quant,
             make_expert_map(problem, device),
         )

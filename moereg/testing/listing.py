@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from packaging.requirements import Requirement
 
@@ -20,8 +20,6 @@ from moereg.testing.check import CellName, Check, chosen_machine
 from moereg.testing.drawing import DrawnLayer, draw_layer, limits_of, redraw, simpler_layers
 from moereg.testing.modules import import_modules, is_file_name
 from moereg.testing.problems import accepted_neighbor, accepted_problems
-
-__all__ = ["Suite", "draw_check", "list_suite", "simpler_checks"]
 
 _ALIKE_ON_A_GPU: Final = 8
 """Drawn layers in a row for which, as far as moereg can know, kernels are compiled once."""
@@ -175,10 +173,10 @@ def _promises(cell: BackendCell, is_idle: bool, is_known: bool) -> Iterator[tupl
     served = [problem.quant for problem in problems]
     for scheme in cases.fault_schemes(cell):
         if scheme in served:
-            yield "faults", _scheme(scheme.name, dataclasses.asdict(scheme))
+            yield "faults", dataclasses.asdict(scheme)
     for scheme in cell.schemes:
         if scheme.activation is not None and scheme in served:
-            yield "rounding", _scheme(scheme.name, dataclasses.asdict(scheme))
+            yield "rounding", dataclasses.asdict(scheme)
     yield "reload", None
     if cell.facts.deterministic and not is_imitated(cell):
         yield "equal_bits", None
@@ -187,12 +185,6 @@ def _promises(cell: BackendCell, is_idle: bool, is_known: bool) -> Iterator[tupl
             yield "graph", None
         yield "synchronization", None
     yield "compile", None
-
-
-def _scheme(name: str, values: dict[str, Any]) -> str | dict[str, Any]:
-    from moereg.spec.quant_schemes import QUANT_SCHEMES
-
-    return name if name in QUANT_SCHEMES else values
 
 
 def draw_check(

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from moereg.errors import ArgumentError, described, stops_the_process
 from moereg.registry import BUILTIN, REGISTRY
 
-__all__ = ["import_modules", "is_file_name", "own_modules", "resolved_modules"]
-
 
 def is_file_name(name: str) -> bool:
     """Whether the name of a module is the path of a Python file."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
 from moereg.testing.check import CellName, Check
-
-__all__ = ["IMPORT", "NO_TIME", "SCHEMA", "STATUSES", "Outcome", "Report", "Result"]
 
 SCHEMA: Final = 1
 
@@ -143,6 +142,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `moereg verify --json` prints."""
+        counts = collections.Counter((result.check.cell, result.outcome.status) for result in self.results)
         return {
             "schema": SCHEMA,
             "backend": self.backend,
@@ -154,15 +154,13 @@ class Report:
             "seconds": self.seconds,
             "cells": [
                 {
-                    **_cell(cell),
+                    "backend": cell.backend,
+                    "experts": cell.experts,
+                    "quant_schemes": list(cell.schemes),
+                    "platforms": list(cell.rules),
                     "runs": "no" if cell in self.idle else "imitated" if cell in self.imitated else "natively",
                     "reason": self.idle.get(cell),
-                    "counts": {
-                        status: sum(
-                            result.check.cell == cell and result.outcome.status == status for result in self.results
-                        )
-                        for status in STATUSES
-                    },
+                    "counts": {status: counts[cell, status] for status in STATUSES},
                 }
                 for cell in self.cells
             ],
@@ -182,12 +180,3 @@ class Report:
             "output": (outcome.output or None) if outcome.is_failure else None,
             "rerun": self.rerun_line(result) if outcome.is_failure else None,
         }
-
-
-def _cell(cell: CellName) -> dict[str, Any]:
-    return {
-        "backend": cell.backend,
-        "experts": cell.experts,
-        "quant_schemes": list(cell.schemes),
-        "platforms": list(cell.rules),
-    }

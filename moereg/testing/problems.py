@@ -16,15 +16,6 @@ from moereg.spec.facts import Facts
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme
 
-__all__ = [
-    "accepted_neighbor",
-    "accepted_problems",
-    "claimed_problems",
-    "held",
-    "rejected_problems",
-    "served_schemes",
-]
-
 
 def claimed_problems(cell: BackendCell) -> Iterator[MoEProblem]:
     """Problems that reach each fact the cell claims, odd sizes included, and each scheme that it can serve."""

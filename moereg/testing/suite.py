@@ -60,7 +60,7 @@ def checks_of(
     """
     worker = shared_worker() if isolate else Here()
     names = resolved_modules(modules) or own_modules(name, is_needed=isolate)
-    return _Run(worker, _platform_name(platform), names, seed, _check_seconds(None), None).checks(name, num_drawn)
+    return _Run(worker, str(platform or ""), names, seed, _check_seconds(None)).checks(name, num_drawn)
 
 
 def run_check(check: Check, isolate: bool = True, seconds: float | None = None) -> Outcome:
@@ -145,31 +145,25 @@ def verify(
     """
     worker = Worker() if isolate else Here()
     names = resolved_modules(modules) or own_modules(name, is_needed=isolate)
-    run = _Run(worker, _platform_name(platform), names, seed, _check_seconds(check_seconds), progress)
+    run = _Run(worker, str(platform or ""), names, seed, _check_seconds(check_seconds), progress)
     try:
         return run.report(name, tuple(only), seconds)
     finally:
         worker.stop()
 
 
+@dataclasses.dataclass
 class _Run:
     """One report in the making."""
 
-    def __init__(
-        self,
-        worker: Worker | Here,
-        platform: str,
-        modules: tuple[str, ...],
-        seed: int,
-        check_seconds: float,
-        progress: Progress | None,
-    ) -> None:
-        self._worker = worker
-        self._platform = platform
-        self._modules = modules
-        self._seed = seed
-        self._check_seconds = check_seconds
-        self._progress = progress
+    _worker: Worker | Here
+    _platform: str
+    _modules: tuple[str, ...]
+    _seed: int
+    _check_seconds: float
+    _progress: Progress | None = None
+
+    def __post_init__(self) -> None:
         self._results: list[Result] = []
         self._asked: list[Check] = []
         self._start = time.monotonic()
@@ -365,7 +359,3 @@ class _Run:
 
 def _num_drawn(suite: Suite, cell: CellName, num_drawn: int) -> int:
     return min(num_drawn, _DRAWN_IMITATED) if cell in suite.imitated else num_drawn
-
-
-def _platform_name(platform: Platform | str | None) -> str:
-    return "" if platform is None else str(platform)

@@ -27,8 +27,6 @@ from moereg.testing.listing import list_suite
 from moereg.testing.outcomes import Outcome
 from moereg.testing.workers import Answer, Request, run_here
 
-__all__ = ["main"]
-
 _TICK_S: Final = 0.05
 _DUMP_S: Final = 5.0
 _LONGEST_OUTPUT: Final = 4000

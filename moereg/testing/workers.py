@@ -30,18 +30,6 @@ from moereg.runtime.torch_state import AmbientState
 from moereg.testing.check import Check
 from moereg.testing.outcomes import Outcome
 
-__all__ = [
-    "CHECK_SECONDS",
-    "GPU_CHECK_SECONDS",
-    "Answer",
-    "Here",
-    "Request",
-    "Worker",
-    "interpreting",
-    "run_here",
-    "shared_worker",
-]
-
 CHECK_SECONDS: Final = 120.0
 """The time that a check gets. The slowest take some seconds."""
 

@@ -1,4 +1,4 @@
-"""Probes of an installed QuACK, against folders that look like one."""
+"""Probes of an installed QuACK, against folders that look like one; `test_broken_packages` has more."""
 
 from __future__ import annotations
 
@@ -46,10 +46,6 @@ def made_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_whole_package_can_be_imported(site: Path) -> None:
-    assert package.can_be_imported(HOPPER) is None
-
-
 def test_a_folder_by_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = made_in(tmp_path / "libraries", monkeypatch)
     monkeypatch.setattr(package, "__file__", str(tmp_path / "checkout" / "moereg" / "package.py"))
@@ -92,32 +88,12 @@ def test_a_dependency_that_is_missing(site: Path, monkeypatch: pytest.MonkeyPatc
     assert text == "requires the packages that QuACK imports, found no no_such_module; install them"
 
 
-def test_a_runtime_library_that_is_missing_or_for_another_processor(site: Path) -> None:
+def test_a_runtime_library_that_is_missing(site: Path) -> None:
     runtime = site / "nvidia_cutlass_dsl" / "cu12" / "lib" / "libcute_dsl_runtime.so"
-    runtime.write_bytes(elf(ARM))
-    assert package.can_be_imported(HOPPER) == (
-        f"requires CuTe DSL's runtime library, but {runtime} was built for aarch64, and this machine is x86_64; "
-        "reinstall it"
-    )
     runtime.unlink()
     text = package.can_be_imported(HOPPER)
     assert text is not None
     assert text.startswith("requires CuTe DSL's runtime library, found none in")
-
-
-def test_a_cache_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("QUACK_CACHE_ENABLED", raising=False)
-    monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path / "kernels"))
-    assert package.cache_can_be_written(HOPPER) is None
-    file = tmp_path / "file"
-    file.write_text("")
-    monkeypatch.setenv("QUACK_CACHE_DIR", str(file / "kernels"))
-    assert package.cache_can_be_written(HOPPER) == (
-        f"requires a cache folder that can be written, got {file}/kernels (not a directory); set QUACK_CACHE_DIR to a "
-        "folder that can, or QUACK_CACHE_ENABLED=0"
-    )
-    monkeypatch.setenv("QUACK_CACHE_ENABLED", "0")
-    assert package.cache_can_be_written(HOPPER) is None
 
 
 def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,3 +106,5 @@ def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     text = package.cache_can_be_written(HOPPER)
     assert text is not None
     assert "found no name of this one; set QUACK_CACHE_DIR" in text
+    monkeypatch.setenv("QUACK_CACHE_ENABLED", "0")
+    assert package.cache_can_be_written(HOPPER) is None

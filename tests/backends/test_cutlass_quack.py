@@ -31,12 +31,7 @@ SM90 = Platform.from_name("cuda:sm90")
 CODES = ("fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic")
 OURS = ("moereg.kernels.quack", "moereg.backends._cutlass.interleaved")
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @contextlib.contextmanager

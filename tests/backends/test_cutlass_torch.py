@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from moereg.backends._cutlass.scales import row_scales
-from moereg.backends.cutlass_moe import TorchScaledGroupedExperts
+from moereg.backends.cutlass_moe import TorchGroupedExperts, TorchScaledGroupedExperts
 from moereg.kernels.plain import device
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
@@ -63,7 +63,7 @@ def make_problem(quant: str, **changes: Any) -> MoEProblem:
     )
 
 
-@pytest.mark.parametrize("quant", SCHEMES)
+@pytest.mark.parametrize("quant", ["unquantized", *SCHEMES])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -72,14 +72,15 @@ def make_problem(quant: str, **changes: Any) -> MoEProblem:
         {"activation": Activation.from_name("relu2")},
         {"placement": "map", "num_local_experts": 3},
         {"top_k": 1, "apply_router_weight_on_input": True},
+        {"activation": Activation.from_name("silu", limit=0.75)},
     ],
-    ids=["silu", "swigluoai-bias", "relu2", "map", "weight-on-input"],
+    ids=["silu", "swigluoai-bias", "relu2", "map", "weight-on-input", "clamp"],
 )
-def test_scaled_products_match_the_reference(quant: str, changes: dict[str, Any]) -> None:
+def test_grouped_products_match_the_reference(quant: str, changes: dict[str, Any]) -> None:
     problem = make_problem(quant, **changes)
-    bound = layer_tolerance(problem, 24)
-    assert error_of(TorchScaledGroupedExperts, problem, SM90) < bound
-    assert error_of(TorchScaledGroupedExperts, problem, SM90, routing="unmapped") < bound
+    experts = TorchGroupedExperts if quant == "unquantized" else TorchScaledGroupedExperts
+    for num_tokens, routing in ((24, "skewed"), (24, "unmapped"), (1, "uniform"), (257, "one_expert"), (5, "nowhere")):
+        assert error_of(experts, problem, SM90, num_tokens, routing) < layer_tolerance(problem, num_tokens), routing
 
 
 def test_every_row_has_the_scale_of_its_part() -> None:
@@ -88,13 +89,6 @@ def test_every_row_has_the_scale_of_its_part() -> None:
     assert row_scales(of_halves, 4).tolist() == [[1, 1, 2, 2], [3, 3, 4, 4]]
     of_rows = torch.arange(6.0).view(2, 3, 1)
     assert row_scales(of_rows, 3).tolist() == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_routes_to_nobody_add_nothing() -> None:
-    problem = make_problem("fp8_channel_token")
-    inputs = make_inputs(problem, 5, "nowhere", CPU)
-    found = run_experts(TorchScaledGroupedExperts, problem, make_weights(problem, CPU), inputs, SM90)
-    assert torch.equal(found, torch.zeros_like(found))
 
 
 def test_chunks_of_tokens_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

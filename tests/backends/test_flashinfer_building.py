@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moereg.backends._flashinfer import building, kernel_sets, loading, manifest, more_sets, package
+from moereg.backends._flashinfer import building, kernel_sets, loading, manifest, package
 from moereg.backends._flashinfer.manifest import Manifest
 from moereg.errors import ArgumentError
 from moereg.platforms import Platform
@@ -78,29 +78,29 @@ def sources(tmp_path):
     ids=["bfloat16", "fp8_block128", "fp8", "mxfp4_w4a16", "ampere", "int4", "int4-and-fp4"],
 )
 def test_a_set_takes_its_own_sources_and_what_all_need(sources, names, expected):
-    chosen = {path.name for path in more_sets.select_sources(sources, names)}
+    chosen = {path.name for path in building.select_sources(sources, names)}
     assert chosen == {"moe_gemm_tma_warp_specialized_input.cu", "logger.cpp", *expected}
 
 
 def test_estimates_grow_with_what_is_asked_for(sources):
     few, more = (kernel_sets.select_sources(sources, names) for names in (["bfloat16"], ["bfloat16", "fp8"]))
     assert 100 < kernel_sets.cpu_seconds(few) < kernel_sets.cpu_seconds(more)
-    assert more_sets.cpu_seconds(few) == kernel_sets.cpu_seconds(few)
-    int4 = more_sets.with_own(more_sets.select_sources(sources, ["int4_w4a8_g128"]), sources[0].parent)
-    assert 420 < more_sets.cpu_seconds(int4) < 520
+    assert building.cpu_seconds(few) == kernel_sets.cpu_seconds(few)
+    int4 = building.with_own(building.select_sources(sources, ["int4_w4a8_g128"]), sources[0].parent)
+    assert 420 < building.cpu_seconds(int4) < 520
 
 
 def test_the_choice_among_int4_tiles_is_compiled_for_bfloat16_alone(sources, tmp_path):
-    chosen = more_sets.with_own(more_sets.select_sources(sources, ["int4_w4a8_g128"]), tmp_path)
+    chosen = building.with_own(building.select_sources(sources, ["int4_w4a8_g128"]), tmp_path)
     own = tmp_path / "moereg_fp8_uint4_bfloat16.cu"
     assert own in chosen
     assert not any(path.stem == "moe_gemm_kernels_fp8_uint4" for path in chosen)
-    more_sets.write_own(sources)
+    building.write_own(sources)
     assert not own.exists()
-    more_sets.write_own(chosen)
+    building.write_own(chosen)
     assert own.read_text().count("template class") == 1
     os.utime(own, ns=(1, 1))
-    more_sets.write_own(chosen)
+    building.write_own(chosen)
     assert own.stat().st_mtime_ns == 1, "what was compiled of it would be compiled again"
 
 
@@ -207,21 +207,6 @@ def test_kernels_that_are_not_in_it(built):
     assert _reason("fp8") == (
         f"requires the kernels fp8, got {built} with bfloat16, fp8_block128; "
         "run moereg build-kernels flashinfer_cutlass --quant unquantized"
-    )
-
-
-def test_nothing_is_built(built):
-    built.unlink()
-    assert _reason() == (
-        "requires FlashInfer's kernels fused_moe_90, which are not built (all of them take about 8.7 hours of one "
-        "core, these a part of it); run moereg build-kernels flashinfer_cutlass --quant unquantized"
-    )
-
-
-def test_a_shared_object_for_another_processor(built, monkeypatch):
-    monkeypatch.setattr(package.python_platform, "machine", lambda: "aarch64")
-    assert _reason().startswith(
-        f"requires FlashInfer's kernels fused_moe_90, but {built} was built for x86_64, and this machine is aarch64; "
     )
 
 

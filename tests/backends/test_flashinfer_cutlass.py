@@ -14,33 +14,17 @@ from moereg.backends._flashinfer.tactics import UNTUNED
 from moereg.backends._flashinfer.timing import layer_key
 from moereg.experts import ExpertInputs
 from moereg.layer.expert_map import resolve_expert_map
-from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.reference import relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
 from moereg.quantize import quantize_weights
 from moereg.spec.activations import Activation
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
-from tests.support.flashinfer_imitation import Imitation
+from tests.support.experts_run import apply_experts, truth_of
+from tests.support.flashinfer_imitation import CLASSES, Fixed, Imitation
 
 _CPU = torch.device("cpu")
-_CLASSES = {
-    "unquantized": flashinfer_moe.FlashInferCutlassExperts,
-    "fp8_tensor_static": flashinfer_moe.FlashInferCutlassFp8Experts,
-    "fp8_block128": flashinfer_moe.FlashInferCutlassBlockExperts,
-    "mxfp4_w4a16": flashinfer_moe.FlashInferCutlassPackedExperts,
-    "mxfp4_mxfp8": flashinfer_moe.FlashInferCutlassMxfp8Experts,
-    "mxfp8": flashinfer_moe.FlashInferCutlassMxfp8Experts,
-    "nvfp4": flashinfer_moe.FlashInferCutlassNvfp4Experts,
-    "int4_w4a8_g128": flashinfer_moe.FlashInferCutlassInt4Experts,
-}
-
-
-class _Fixed:
-    """A tuner that timed everything already."""
-
-    def pair(self, num_tokens, candidates, timer, is_capturing):
-        return (3, 47)
 
 
 def _problem(quant="unquantized", **changes):
@@ -53,50 +37,80 @@ def _run(problem, weights=None, num_tokens=5, routing="unmapped", ep_rank=0):
     weights = make_weights(problem, _CPU) if weights is None else weights
     inputs = make_inputs(problem, num_tokens, routing, _CPU)
     expert_map = resolve_expert_map(problem, ep_rank, None, _CPU)
-    experts = _CLASSES[problem.quant.name](problem, Platform.from_name("cuda:sm90"))
+    experts = CLASSES[problem.quant.name](problem, Platform.from_name("cuda:sm90"))
     imitation = Imitation()
     experts.implementation.library = imitation.library
-    experts.implementation._tuner = _Fixed()
+    experts.implementation._tuner = Fixed()
     permuted = experts.permute_weights(weights.contiguous(), problem)
     assert permuted.layout in experts.layouts
-    scratch = [
-        torch.full(shape, float("nan"), dtype=problem.torch_dtype)
-        for shape in experts.workspace_shapes(problem, num_tokens)
-    ]
-    out = torch.full((num_tokens, problem.hidden_size), float("nan"), dtype=problem.torch_dtype)
-    call = ExpertInputs(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, expert_map=expert_map)
-    experts.apply(out, call, permuted, *scratch)
-    expected = reference_experts(
-        problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, expert_map=expert_map
-    )
+    out = apply_experts(experts, ExpertInputs(*inputs.call, expert_map=expert_map), permuted)
+    expected = truth_of(problem, weights, inputs, expert_map)
     return relative_error(out, expected), layer_tolerance(problem, num_tokens), imitation
 
 
-@pytest.mark.parametrize("quant", _CLASSES)
+@pytest.mark.parametrize("quant", CLASSES)
 def test_numbers_of_each_scheme(quant):
     error, bound, imitation = _run(_problem(quant))
     assert error <= bound
     assert imitation.pairs == [[-1, -1] if quant == "fp8_block128" else [3, 47]]
 
 
+def _fp8_weights(problem, **changes):
+    plain = make_plain_weights(dataclasses.replace(problem, quant="unquantized"), _CPU)
+    scales = {"a13_scale": torch.tensor(0.02), "a2_scale": torch.tensor(0.03)}
+    return quantize_weights(plain, problem.quant, **{**scales, **changes})
+
+
+_SMALL = {"hidden_size": 68, "intermediate_size": 36, "has_bias": True}
 _OTHERS = [("unquantized", name) for name in ("swigluoai", "gelu", "gelu_tanh", "relu2")]
-_OTHERS += [(name, "swigluoai") for name in _CLASSES if name not in ("unquantized", "mxfp8", "int4_w4a8_g128")]
+_OTHERS += [(name, "swigluoai") for name in CLASSES if name not in ("unquantized", "mxfp8", "int4_w4a8_g128")]
 _OTHERS += [("fp8_tensor_static", "relu2"), ("mxfp4_w4a16", "relu2")]
 _OTHERS += [("int4_w4a8_g128", name) for name in ("silu", "gelu_tanh", "relu2")]
+_LAYERS = {
+    **{f"{quant}-{name}": (quant, {"activation": name, "has_bias": True}) for quant, name in _OTHERS},
+    **{
+        f"{quant}-padded": (quant, _SMALL)
+        for quant in ("unquantized", "fp8_tensor_static", "mxfp4_w4a16", "nvfp4", "int4_w4a8_g128")
+    },
+    "clamped": ("unquantized", {"activation": Activation("silu", alpha=1.3, beta=0.5, limit=0.7)}),
+}
 
 
-@pytest.mark.parametrize(("quant", "activation"), _OTHERS)
-def test_numbers_of_other_activations_with_biases(quant, activation):
-    error, bound, _ = _run(_problem(quant, activation=activation, has_bias=True), num_tokens=3)
+@pytest.mark.parametrize("name", _LAYERS)
+def test_numbers_of_other_layers(name):
+    """Sizes that the kernels do not take are padded."""
+    quant, changes = _LAYERS[name]
+    error, bound, imitation = _run(_problem(quant, **changes), num_tokens=3)
     assert error <= bound
+    assert imitation.calls[0]["input"].shape[1] % {"unquantized": 8, "fp8_tensor_static": 16}.get(quant, 128) == 0
 
 
-@pytest.mark.parametrize("quant", ["unquantized", "fp8_tensor_static", "mxfp4_w4a16", "nvfp4", "int4_w4a8_g128"])
-def test_sizes_that_the_kernels_do_not_take_are_padded(quant):
-    error, bound, imitation = _run(_problem(quant, hidden_size=68, intermediate_size=36, has_bias=True))
+@pytest.mark.parametrize(
+    ("a13_scale", "shape"),
+    [(torch.tensor(0.02), (5, 2)), (torch.tensor([0.01, 0.02, 0.03]), (10, 1))],
+    ids=["tokens", "routes"],
+)
+def test_a_scale_for_each_expert_makes_one_row_a_route(a13_scale, shape):
+    problem = _problem("fp8_tensor_static")
+    error, bound, imitation = _run(problem, _fp8_weights(problem, a13_scale=a13_scale))
     assert error <= bound
-    multiple = {"unquantized": 8, "fp8_tensor_static": 16}.get(quant, 128)
-    assert imitation.calls[0]["input"].shape[1] % multiple == 0
+    assert imitation.calls[0]["ids"].shape == shape
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("quant", ["fp8_tensor_static", "nvfp4"])
+@pytest.mark.parametrize("has_zeros", [False, True], ids=["differ", "zero"])
+def test_scales_of_gate_and_up_that_differ(quant, has_bias, has_zeros):
+    """Rows of a half whose scale is zero are 0, and FlashInfer's one scale is the other half's."""
+    problem = _problem(quant, has_bias=has_bias)
+    weights = _fp8_weights(problem, separate_halves=True)
+    scale = weights.w13_scale if weights.w13_scale_2 is None else weights.w13_scale_2
+    if has_zeros:
+        scale[0, 1], scale[1, 0], scale[2] = 0.0, 0.0, 0.0
+    before = weights.w13.view(torch.uint8).clone()
+    error, bound, _ = _run(problem, weights, num_tokens=8)
+    assert error <= bound
+    assert torch.equal(weights.w13.view(torch.uint8), before)
 
 
 def test_a_part_of_the_experts():
@@ -106,18 +120,6 @@ def test_a_part_of_the_experts():
         ids = imitation.calls[0]["ids"]
         assert ids.dtype == torch.int32
         assert int(ids.max()) < 4
-
-
-def test_clamp_and_scalars_of_silu():
-    activation = Activation("silu", alpha=1.3, beta=0.5, limit=0.7)
-    error, bound, _ = _run(_problem(activation=activation))
-    assert error <= bound
-
-
-def _fp8_weights(problem, **changes):
-    plain = make_plain_weights(dataclasses.replace(problem, quant="unquantized"), _CPU)
-    scales = {"a13_scale": torch.tensor(0.02), "a2_scale": torch.tensor(0.03)}
-    return quantize_weights(plain, problem.quant, **{**scales, **changes})
 
 
 @pytest.fixture
@@ -195,8 +197,7 @@ def test_few_tokens_after_many_of_any_layer():
         inputs = make_inputs(problem, tokens, "uniform", _CPU)
         out = torch.empty(tokens, 128, dtype=problem.torch_dtype)
         scratch = [torch.empty(shape, dtype=problem.torch_dtype) for shape in shapes[tokens]]
-        call = ExpertInputs(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-        experts.apply(out, call, weights, *scratch)
+        experts.apply(out, ExpertInputs(*inputs.call), weights, *scratch)
         assert out.isfinite().all()
 
 
@@ -216,21 +217,6 @@ def test_block_scales_that_are_too_small_for_the_kernels_go_into_the_codes():
     assert cutlass_blocks.lifted(weights.w13[2:], weights.w13_scale[2:])[0].data_ptr() == weights.w13[2].data_ptr()
     error, bound, _ = _run(problem, weights)
     assert error <= bound
-
-
-def test_one_scale_for_the_tokens_makes_one_row_a_token():
-    problem = _problem("fp8_tensor_static")
-    error, bound, imitation = _run(problem, _fp8_weights(problem))
-    assert error <= bound
-    assert imitation.calls[0]["ids"].shape == (5, 2)
-
-
-def test_a_scale_for_each_expert_makes_one_row_a_route():
-    problem = _problem("fp8_tensor_static")
-    scales = torch.tensor([0.01, 0.02, 0.03])
-    error, bound, imitation = _run(problem, _fp8_weights(problem, a13_scale=scales))
-    assert error <= bound
-    assert imitation.calls[0]["ids"].shape == (10, 1)
 
 
 @pytest.mark.parametrize("has_own", [False, True], ids=["one", "own"])
@@ -259,7 +245,7 @@ def test_biases_of_layers_without_a_gate_stay_as_they_are():
 @pytest.mark.parametrize("quant", ["fp8_tensor_static", "int4_w4a8_g128"])
 def test_workspaces_hold_the_rows_that_the_weights_need(quant):
     problem = _problem(quant)
-    experts = _CLASSES[quant](problem, Platform.from_name("cuda:sm90"))
+    experts = CLASSES[quant](problem, Platform.from_name("cuda:sm90"))
     experts.implementation.library = Imitation().library
     unknown = experts.workspace_shapes(problem, 8)
     experts.permute_weights(_fp8_weights(problem).contiguous(), problem)
@@ -277,33 +263,11 @@ def test_workspaces_serve_rows_of_tokens_and_of_routes(quant):
     problem = _problem(quant)
     library = Imitation().library
     for key in (lambda rows, top_k: 256 * rows, lambda rows, top_k: 4096 * top_k):
-        experts = _CLASSES[quant](problem, Platform.from_name("cuda:sm90"))
+        experts = CLASSES[quant](problem, Platform.from_name("cuda:sm90"))
         experts.implementation.library = library._replace(
             workspace_bytes=lambda rows, hidden, inner, experts, top_k, key=key, **flags: key(rows, top_k)
         )
         assert experts.workspace_shapes(problem, 8)[0][0] * 2 >= max(key(8, 2), key(16, 1))
-
-
-@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("quant", ["fp8_tensor_static", "nvfp4"])
-def test_scales_of_gate_and_up_that_differ(quant, has_bias):
-    problem = _problem(quant, has_bias=has_bias)
-    error, bound, _ = _run(problem, _fp8_weights(problem, separate_halves=True))
-    assert error <= bound
-
-
-@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("quant", ["fp8_tensor_static", "nvfp4"])
-def test_halves_whose_scale_is_zero(quant, has_bias):
-    """Their rows are 0, and FlashInfer's one scale is the other half's."""
-    problem = _problem(quant, has_bias=has_bias)
-    weights = _fp8_weights(problem, separate_halves=True)
-    scale = weights.w13_scale if weights.w13_scale_2 is None else weights.w13_scale_2
-    scale[0, 1], scale[1, 0], scale[2] = 0.0, 0.0, 0.0
-    before = weights.w13.view(torch.uint8).clone()
-    error, bound, _ = _run(problem, weights, num_tokens=8)
-    assert error <= bound
-    assert torch.equal(weights.w13.view(torch.uint8), before)
 
 
 @pytest.mark.parametrize(("factor", "fits"), [(0.1, True), (1e-4, False), (1e4, False)], ids=["near", "less", "more"])
@@ -311,23 +275,16 @@ def test_scales_that_differ_much_do_not_go_with_float16(factor, fits):
     problem = _problem("fp8_tensor_static", dtype="float16")
     weights = _fp8_weights(problem, separate_halves=True)
     weights.w13_scale[1, 1] = weights.w13_scale[1, 0] * factor
-    if fits:
+    text = r"which leaves float16 where they differ by more than 32, got .*; quantize bo"
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match=text):
         error, bound, _ = _run(problem, weights)
         assert error <= bound
-        return
-    with pytest.raises(
-        ValueError, match=r"which leaves float16 where they differ by more than 32, got .*; quantize bo"
-    ):
-        _run(problem, weights)
 
 
-def test_scales_that_differ_do_not_go_with_a_clamp():
+def test_weights_without_a_place_in_the_kernels_are_refused():
     problem = _problem("fp8_tensor_static", activation="swigluoai")
     with pytest.raises(ValueError, match=r"^FlashInfer's kernels take one scale for gate and up rows where the activ"):
         _run(problem, _fp8_weights(problem, separate_halves=True))
-
-
-def test_nvfp4_takes_static_scales_alone():
     problem = _problem("nvfp4")
     weights = dataclasses.replace(make_weights(problem, _CPU), a13_scale=None, a2_scale=None)
     with pytest.raises(ValueError, match=r"^flashinfer_cutlass takes nvfp4 activations with static global scales, got"):
@@ -350,15 +307,14 @@ def test_rows_that_begin_anywhere():
     problem = _problem()
     weights = make_weights(problem, _CPU)
     experts = flashinfer_moe.FlashInferCutlassExperts(problem, Platform.from_name("cuda:sm90"))
-    experts.implementation.library, experts.implementation._tuner = Imitation().library, _Fixed()
+    experts.implementation.library, experts.implementation._tuner = Imitation().library, Fixed()
     inputs = make_inputs(problem, 3, "uniform", _CPU)
     odd = [torch.empty(3 * 128 + 1, dtype=problem.torch_dtype)[1:].view(3, 128) for _ in range(2)]
     odd[0].copy_(inputs.hidden_states)
     scratch = [torch.empty(shape, dtype=problem.torch_dtype) for shape in experts.workspace_shapes(problem, 3)]
     call = ExpertInputs(odd[0], inputs.topk_weights, inputs.topk_ids)
     experts.apply(odd[1], call, experts.permute_weights(weights.contiguous(), problem), *scratch)
-    expected = reference_experts(problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    assert relative_error(odd[1], expected) <= layer_tolerance(problem, 3)
+    assert relative_error(odd[1], truth_of(problem, weights, inputs)) <= layer_tolerance(problem, 3)
 
 
 @pytest.mark.parametrize(
@@ -397,7 +353,7 @@ class _Asking:
 def test_tactics_are_timed_on_drawn_rows(quant, monkeypatch):
     """The first call may be a warm-up of zeros or of anything, and what is found is kept."""
     monkeypatch.setattr(cutlass, "CallTimer", lambda call, out: call)
-    monkeypatch.setattr(_Fixed, "pair", _Asking.pair)
+    monkeypatch.setattr(Fixed, "pair", _Asking.pair)
     error, bound, imitation = _run(_problem(quant, num_experts=6), num_tokens=12)
     assert error <= bound
     drawn, own = imitation.calls
@@ -430,7 +386,7 @@ def test_everything_is_timed_on_the_device_of_the_call(monkeypatch):
             return (3, 47)
 
     monkeypatch.setattr(torch.cuda, "device_of", device.of)
-    monkeypatch.setattr(_Fixed, "pair", Recording().pair.__func__)
+    monkeypatch.setattr(Fixed, "pair", Recording().pair.__func__)
     _run(_problem())
     assert seen == [1]
     assert device.current == 0

@@ -1,4 +1,4 @@
-"""Quantized weights on CPUs: which cell is chosen, what it computes, and how little of the weights is restored."""
+"""Quantized weights on CPUs: what is computed, and how little of the weights is restored."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moereg.backends import torch_moe
 from moereg.backends.torch_moe import TorchInt8BatchedExperts, TorchInt8Experts
-from moereg.dispatch import EmulationWarning, Selection, explain_backends, select_backend
+from moereg.dispatch import EmulationWarning, select_backend
 from moereg.kernels.plain import cpu, host, quantized_mlp
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import tolerance
 from moereg.platforms import Platform
-from moereg.plugins.loader import current_platform, load_backends
+from moereg.plugins.loader import load_backends
 from moereg.quantize import quantize_weights
 from moereg.quantize import weights as quantize_module
 from moereg.spec.problem import MoEProblem
@@ -38,12 +37,6 @@ ROUNDING = [name for name, scheme in QUANT_SCHEMES.items() if scheme.activation 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def cpu_at_hand(cpu_features: SetFeatures) -> Platform:
-    """A probed CPU, whose int8 matmuls a test sets."""
-    return dataclasses.replace(Platform("cpu", "x86_64"), versions=current_platform().versions, probed=True)
-
-
 def problem_of(quant: str | QuantScheme, **changes: Any) -> MoEProblem:
     facts = {"num_experts": 6, "hidden_size": 130, "intermediate_size": 88, "top_k": 2, "quant": quant}
     return MoEProblem(**{**facts, **changes})
@@ -54,80 +47,6 @@ def kernel_of(problem: MoEProblem, weights: ExpertWeights | None = None, **optio
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationWarning)
         return make_kernel(problem, weights, **{"selection": select_backend(problem, PLATFORM), **options})
-
-
-# --- selection ---
-
-
-def chosen(selection: Selection) -> tuple[str, str, str]:
-    assert selection.winner is not None
-    return selection.winner.experts, selection.winner.tier, selection.winner.computes
-
-
-RESTORED = "TorchQuantizedExperts"
-WEIGHT_ONLY = [
-    "nvfp4_w4a16",
-    "mxfp4_w4a16",
-    "int8_w8a16",
-    *(f"int4_w4a16_g{group}{suffix}" for group in (32, 64, 128, "all") for suffix in ("", "_zp")),
-]
-SUBSTITUTED = {
-    "nvfp4": "nvfp4_w4a16",
-    "mxfp4_mxfp8": "mxfp4_w4a16",
-    "int8_w8a8": "int8_w8a16",
-    "int4_w4a8_g128": "int4_w4a16_g128",
-    "int4_w4a8_g128_token": "int4_w4a16_g128",
-}
-# (checkpoint, exact activations, int8 instructions) to (class, tier, computes).
-SELECTIONS: list[tuple[str, bool, bool, tuple[str, str, str]]] = [
-    *((name, exact, True, (RESTORED, "kernel", name)) for name in WEIGHT_ONLY for exact in (False, True)),
-    *((name, False, False, (RESTORED, "kernel", computes)) for name, computes in SUBSTITUTED.items()),
-    *((name, True, False, (RESTORED, "emulation", name)) for name in ROUNDING),
-    *((name, False, True, (RESTORED, "emulation", name)) for name in ROUNDING if name not in SUBSTITUTED),
-    ("int8_w8a8", False, True, ("TorchInt8Experts", "kernel", "int8_w8a8")),
-    ("int8_w8a8", True, True, ("TorchInt8Experts", "kernel", "int8_w8a8")),
-]
-
-
-@pytest.mark.parametrize(("quant", "exact", "has_int8", "expected"), SELECTIONS)
-def test_what_a_cpu_chooses(
-    quant: str,
-    exact: bool,
-    has_int8: bool,
-    expected: tuple[str, str, str],
-    cpu_at_hand: Platform,
-    cpu_features: SetFeatures,
-) -> None:
-    cpu_features(int8=has_int8)
-    problem = problem_of(quant, exact_activations=exact)
-    selection = explain_backends(problem, cpu_at_hand)
-    assert chosen(selection) == expected
-    batched = dataclasses.replace(problem, activation_format="batched")
-    name = expected[0].replace("Experts", "BatchedExperts")
-    assert chosen(explain_backends(batched, cpu_at_hand)) == (name, *expected[1:])
-
-
-def test_every_scheme_has_a_backend_on_a_cpu() -> None:
-    assert {quant for quant, *_ in SELECTIONS} == set(QUANT_SCHEMES) - {"unquantized"}
-    for name in QUANT_SCHEMES:
-        assert explain_backends(problem_of(name), PLATFORM).backend == "torch"
-
-
-def test_missing_int8_instructions_are_a_reason(cpu_at_hand: Platform, cpu_features: SetFeatures) -> None:
-    cpu_features(int8=False)
-    decisions = explain_backends(problem_of("int8_w8a8"), cpu_at_hand).decisions
-    (int8,) = [decision for decision in decisions if decision.experts == "TorchInt8Experts"]
-    assert [(reason.code, reason.text) for reason in int8.reasons] == [
-        ("probe", "requires AVX-512 VNNI, without which torch multiplies int8 in a plain loop")
-    ]
-
-
-def test_only_emulations_warn() -> None:
-    with pytest.warns(EmulationWarning, match="fp8_block128"):
-        select_backend(problem_of("fp8_block128"), PLATFORM)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        select_backend(problem_of("nvfp4"), PLATFORM)
 
 
 # --- what is computed ---
@@ -144,10 +63,9 @@ def test_the_kernel_knows_what_it_computes() -> None:
 
 
 def check(kernel: MoEKernel, weights: ExpertWeights, inputs: Inputs) -> torch.Tensor:
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    out = kernel(*call)
+    out = kernel(*inputs.call)
     computes = kernel.experts.computes
-    truth = reference_experts(kernel.problem, weights, *call, kernel.expert_map, computes=computes)
+    truth = reference_experts(kernel.problem, weights, *inputs.call, kernel.expert_map, computes=computes)
     # All of them keep gate and up in fp32 where they round activations.
     bound = tolerance(computes, kernel.problem.dtype, truth.numel(), rounds_as_reference=True)
     assert relative_error(out, truth) < bound
@@ -245,14 +163,6 @@ def test_one_scale_for_a_call_of_several_chunks(monkeypatch: pytest.MonkeyPatch)
     assert relative_error(check(kernel, weights, inputs), whole.float()) < 1e-3
 
 
-def test_no_routes_at_all() -> None:
-    for name in ("fp8_tensor_dynamic", "nvfp4_w4a16"):
-        problem = problem_of(name)
-        inputs = make_inputs(problem, 3, "uniform", CPU)
-        out = kernel_of(problem)(inputs.hidden_states, inputs.topk_weights, torch.full_like(inputs.topk_ids, -1))
-        assert not out.any()
-
-
 @pytest.mark.parametrize("name", ["fp8_tensor_static", "nvfp4"])
 def test_static_scales_may_be_one_number_and_are_reloaded(name: str) -> None:
     problem = problem_of(name, exact_activations=True)
@@ -299,7 +209,7 @@ def test_some_rows_are_restored_at_a_time(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(quantize_module, "BLOCK_BYTES", 64 << 10)
     kernel = kernel_of(problem, weights)
     with LargestOutput() as largest:
-        out = kernel(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+        out = kernel(*inputs.call)
     assert torch.equal(out, whole)
     # fp32 of one expert's w13 is 2 MiB; blocks of 128 x 128 need 128 rows, 256 KiB.
     stored = max(tensor.nbytes for tensor in weights.tensors().values())
@@ -313,9 +223,3 @@ def test_weights_stay_packed() -> None:
         kernel = kernel_of(problem, weights)
         assert kernel.weights["w13"].data_ptr() == weights.w13.data_ptr()
         assert kernel.weights.num_bytes == sum(tensor.nbytes for tensor in weights.tensors().values())
-
-
-def test_schemes_come_from_the_table() -> None:
-    """A new row of the table is served with no edit here."""
-    named = {scheme.name for scheme in (*torch_moe._WEIGHT_ONLY, *torch_moe._EMULATED)}
-    assert named == set(QUANT_SCHEMES) - {"unquantized"}

@@ -5,31 +5,16 @@ Tolerances as in `triton_cases`; two roundings, of the intermediate and of the o
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from moereg.dispatch import select_backend
 from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_batches
 from moereg.kernels.sizes import SPREAD_HEAVY
-from moereg.spec.problem import MoEProblem
-from moereg.testing.interpreter import patch_interpreter
 from tests.kernels.references import block_map_reference
 from tests.kernels.triton_cases import (
     DEVICE,
 )
-
-# The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE == "cpu":
-        patch_interpreter()
 
 
 def make_plan(
@@ -93,29 +78,3 @@ def test_plan_workspace_grows_with_tokens() -> None:
     sizes = [batch_workspace_numel(60, max_tokens, 16) for max_tokens in range(1, 2000)]
     assert sizes == sorted(sizes)
     assert batch_workspace_numel(60, 100, 128) <= batch_workspace_numel(60, 100, 16)
-
-
-@pytest.mark.parametrize(
-    ("platform", "activation_format", "request_", "backend", "experts"),
-    [
-        ("cuda:sm90", "batched", {}, "triton", "TritonBatchedExperts"),
-        ("cuda:sm90", "standard", {}, "triton", "TritonExperts"),
-        ("cuda:sm80", "batched", {}, "triton", "TritonBatchedExperts"),
-        ("cuda:sm100", "batched", {"require": "triton"}, "triton", "TritonBatchedExperts"),
-        ("rocm:gfx942", "batched", {}, "triton", "TritonBatchedExperts"),
-        ("cuda:sm90", "batched", {"require": "torch"}, "torch", "TorchBatchedExperts"),
-        ("cuda:sm90", "batched", {"deny": "triton"}, "torch", "TorchBatchedExperts"),
-        ("cuda:sm75", "batched", {}, "torch", "TorchBatchedExperts"),
-        ("cpu", "batched", {}, "torch", "TorchPackedBatchedExperts"),
-    ],
-)
-def test_selection(platform: str, activation_format: str, request_: dict[str, Any], backend: str, experts: str) -> None:
-    problem = MoEProblem(
-        num_experts=128, hidden_size=2048, intermediate_size=768, top_k=8, activation_format=activation_format
-    )
-    selection = select_backend(problem, platform=platform, **request_)
-    assert selection.winner is not None
-    assert (selection.backend, selection.winner.experts) == (backend, experts)
-    other = {"batched": "TritonExperts", "standard": "TritonBatchedExperts"}[activation_format]
-    (rejected,) = (decision for decision in selection.decisions if decision.experts == other)
-    assert "activation_format" in {reason.code for reason in rejected.reasons}

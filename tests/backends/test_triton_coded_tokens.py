@@ -17,17 +17,11 @@ from moereg.prepare_finalize.wire import CodedWire
 from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import default_device
 from moereg.testing.inputs import make_inputs, make_weights
-from moereg.testing.interpreter import patch_interpreter
+from tests.support.experts_run import apply_experts
 from tests.support.tensors import split_columns
 
 DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 def arrived(problem: MoEProblem, hidden_states: torch.Tensor, keeps_codes: bool) -> tuple[torch.Tensor, Any]:
@@ -59,11 +53,7 @@ def test_codes_give_the_bits_of_tokens_that_are_rounded_again(
     assert layer.input_form == "quantized"
     permuted = layer.permute_weights(make_weights(problem, DEVICE), problem)
     inputs = make_inputs(problem, num_tokens, "uniform", DEVICE)
-    hidden_states, weights, ids = inputs.hidden_states, inputs.topk_weights, inputs.topk_ids
-    scratch = [
-        torch.full(shape, float("nan"), dtype=torch.bfloat16, device=DEVICE)
-        for shape in layer.workspace_shapes(problem, num_tokens)
-    ]
+    hidden_states, weights, ids = inputs.call
     rounded: list[int] = []
     quantize = quantized_ways.quantize_rows
 
@@ -75,12 +65,10 @@ def test_codes_give_the_bits_of_tokens_that_are_rounded_again(
     found = []
     received = [(hidden_states, None), *(arrived(problem, hidden_states, keeps_codes) for keeps_codes in (False, True))]
     for rows, scales in received:
-        out = torch.full_like(hidden_states, float("nan"))
         rounded.clear()
-        layer.apply(out, ExpertInputs(rows, weights, ids, hidden_scale=scales), permuted, *scratch)
+        found.append(apply_experts(layer, ExpertInputs(rows, weights, ids, hidden_scale=scales), permuted))
         # Nothing rounds tokens a second time.
         assert (hidden_size in rounded) is (scales is None)
-        found.append(out)
     assert torch.isfinite(found[0]).all()
     assert received[2][1] is not None
     assert torch.equal(found[0], found[1])

@@ -17,7 +17,6 @@ from moereg.numerics.tolerances import tolerance
 from moereg.quantize import quantize_weights
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_plain_weights
-from moereg.testing.interpreter import patch_interpreter
 from tests.kernels.triton_cases import DEVICE, SM90, on_gpu
 
 LARGEST = 65504.0
@@ -28,12 +27,6 @@ SCHEMES = (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> None:
-    if DEVICE == "cpu":
-        patch_interpreter()
 
 
 def check(scheme: str, activation_format: str, routing_scale: float, size: int, tokens: tuple[int, ...]) -> None:

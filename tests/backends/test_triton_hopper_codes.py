@@ -6,7 +6,6 @@ The products have no interpreter; torch stands in for both, without what is not 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import pytest
@@ -31,8 +30,8 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme, get_scheme
 from moereg.testing.cases import default_device
 from moereg.testing.inputs import make_expert_map, make_inputs, make_weights
-from moereg.testing.interpreter import patch_interpreter
 from moereg.weights.permuted import ExpertWeights
+from tests.support.experts_run import apply_experts
 
 DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")
@@ -53,17 +52,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "a map": {"num_experts": 6, "num_local_experts": 3, "placement": "map"},
 }
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    # Rows that are not in use hold NaN.
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclasses.dataclass
@@ -154,13 +143,8 @@ def run(problem: MoEProblem, weights: ExpertWeights, monkeypatch: pytest.MonkeyP
         other = 99 if expert_map is None else int((expert_map < 0).nonzero()[0])
         ids[3, 0], ids[5] = -1, other
         x[5] *= 1e3
-    out = torch.full_like(x, math.nan)
-    scratch = [
-        torch.full(shape, math.nan, dtype=problem.torch_dtype, device=DEVICE)
-        for shape in layer.workspace_shapes(problem, len(x))
-    ]
-    permuted = layer.permute_weights(weights, problem)
-    layer.apply(out, ExpertInputs(x, inputs.topk_weights, ids, expert_map=expert_map), permuted, *scratch)
+    given = ExpertInputs(x, inputs.topk_weights, ids, expert_map=expert_map)
+    out = apply_experts(layer, given, layer.permute_weights(weights, problem))
     truth = reference_experts(problem, weights, x, inputs.topk_weights, ids, expert_map=expert_map)
     return float(relative_error(out, truth)), tolerance(problem.quant, problem.dtype, out.numel()), products
 

@@ -28,10 +28,10 @@ from moereg.platforms import Platform
 from moereg.quantize import dequantize_weights
 from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import default_device
-from moereg.testing.interpreter import patch_interpreter
 from moereg.tuning.inputs import random_weights
 from moereg.weights.layouts import round_up
 from moereg.weights.permuted import ExpertWeights
+from tests.support.experts_run import apply_experts
 
 DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")
@@ -55,12 +55,6 @@ CONFIGS = {
         block_m=16, block_n=16, block_k=STEP, group_m=1, num_warps=2, num_stages=2, mask_rows=True, slices=2
     ),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 def make_weights(problem: MoEProblem) -> ExpertWeights:
@@ -145,9 +139,7 @@ def test_slices_give_the_layer(scheme: str, num_tokens: int, monkeypatch: pytest
     expert_map = torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=DEVICE)
     experts = TritonPackedExperts(problem, SM90)
     inputs = ExpertInputs(hidden_states, topk_weights, topk_ids, expert_map=expert_map)
-    out = torch.empty_like(hidden_states)
-    scratch = [torch.empty(*shape).to(out) for shape in experts.workspace_shapes(problem, num_tokens)]
-    experts.apply(out, inputs, experts.permute_weights(weights, problem), *scratch)
+    out = apply_experts(experts, inputs, experts.permute_weights(weights, problem))
     expected = reference_experts(problem, weights, hidden_states, topk_weights, topk_ids, expert_map)
     assert relative_error(out, expected) <= tolerance(problem.quant, problem.dtype, out.numel())
 

@@ -17,7 +17,6 @@ import triton
 from moereg.backends._triton import quantized
 from moereg.backends._triton.work import gate_up_epilogue
 from moereg.backends.triton_moe import TritonQuantizedExperts
-from moereg.experts import ExpertInputs
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
 from moereg.kernels.quantized.config import CONFIG_RULES, select_quantized_config
 from moereg.kernels.quantized.operands import (
@@ -28,19 +27,19 @@ from moereg.kernels.quantized.operands import (
 )
 from moereg.kernels.quantized.products import quantized_down_gemm, quantized_gate_up_gemm, steps
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows
+from moereg.kernels.quantized.rows_batched import quantize_batched_rows
+from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import route_workspace_numel
 from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD
-from moereg.numerics.reference import reference_experts, relative_error
-from moereg.numerics.tolerances import tolerance
+from moereg.numerics.reference import relative_error
 from moereg.platforms import Platform
 from moereg.quantize import (
     Quantized,
     activation_scale,
     dequantize_activations,
     dequantize_weights,
-    element_of,
     quantize_activations,
     quantize_weights,
 )
@@ -48,16 +47,9 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import WHOLE, QuantFormat, QuantScheme, get_scheme
 from moereg.testing.cases import default_device
 from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
-from moereg.testing.interpreter import patch_interpreter
 from moereg.weights.layouts import round_up
 from moereg.weights.permuted import ExpertWeights
-
-# The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it, and NaN too.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
-]
+from tests.backends.test_triton_batched import make_plan
 
 DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")
@@ -80,12 +72,6 @@ if MULTIPLIES_NVFP4 or DEVICE.type != "cpu":
 if MULTIPLIES_NVFP4:
     NAMED += ("nvfp4",)
 SCHEMES = (*map(get_scheme, NAMED), *OTHERS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -221,17 +207,6 @@ def test_infinity_and_nan_are_those_of_quantize(scheme: QuantScheme) -> None:
     assert_same(quantize(x, scheme, static_scale=static), expected, 260)
 
 
-def test_a_fault_in_rounding_shows() -> None:
-    """Multiplying by the inverse of a scale instead of dividing changes some codes, which the tests above would see."""
-    x = interesting_rows(384, BF16)
-    scheme = get_scheme("fp8_channel_token")
-    expected = quantize_activations(x, scheme)
-    wrong = element_of(get_scheme("fp8_channel_token").activation).encode(  # type: ignore[arg-type]
-        x.float() * (448.0 / x.float().abs().amax(1, keepdim=True))
-    )
-    assert not torch.equal(bits(wrong), bits(expected.q))
-
-
 def test_one_scale_spans_the_rows_that_count() -> None:
     """Tokens with a route to a local expert; the others, however large, do not matter."""
     scheme = get_scheme("fp8_tensor_dynamic")
@@ -245,27 +220,77 @@ def test_one_scale_spans_the_rows_that_count() -> None:
     assert_same(found, expected, 100)
 
 
-def test_scales_of_experts_are_applied_to_their_routes() -> None:
-    scheme = get_scheme("fp8_tensor_static")
-    x = random(4, 130).to(BF16)
-    ids = torch.tensor([[0, 2], [1, 9], [2, 1], [-1, 0]], dtype=torch.int32, device=DEVICE)
-    static = torch.tensor([0.01, 0.5, 2.0], device=DEVICE)
-    fmt = row_format(scheme)
-    out = make_rows(fmt, 8, 130)
-    quantize_rows(out, x, quantizer(fmt, static), RouteIds(ids, None, 3, 3))
-    for route, expert in enumerate(ids.flatten().tolist()):
-        own = select(out, slice(route, route + 1))
-        if 0 <= expert < 3:
-            assert_same(own, quantize_activations(x[route // 2 : route // 2 + 1], scheme, static[expert]), 130)
-        else:
-            assert (own.q.view(torch.uint8) == 77).all(), "rows that are not in use are left out"
-
-
 def test_routing_weights_multiply_and_round_first() -> None:
     scheme = get_scheme("fp8_block128")
     x, weights = random(5, 130).to(BF16), random(5, 1).abs()
     expected = quantize_activations((x.float() * weights).to(BF16), scheme)
     assert_same(quantize(x, scheme, topk_weights=weights), expected, 130)
+
+
+def rows_that_count(counts: list[int], max_tokens: int) -> torch.Tensor:
+    """[E, max_T]."""
+    held = torch.tensor(counts, device=DEVICE).unsqueeze(1)
+    return torch.arange(max_tokens, device=DEVICE) < held
+
+
+def quantize_batches(
+    x: torch.Tensor, scheme: QuantScheme, plan: BlockMap, static_scale: torch.Tensor | None = None
+) -> QuantizedRows:
+    """By the kernel, the rows of the plan."""
+    fmt = row_format(scheme)
+    out = make_rows(fmt, len(x), x.shape[1])
+    quantize_batched_rows(out, x, quantizer(fmt, static_scale), plan)
+    return out
+
+
+# Rows of three experts with room for 20: more than a tile, none, and one. 12 of the rows that count are interesting.
+COUNTS, MAX_TOKENS = [18, 0, 1], 20
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize(("columns", "dtype"), [(384, BF16), (130, FP16), (1500, FP32)])
+@pytest.mark.parametrize("other", [math.nan, pytest.param(1e4, marks=pytest.mark.slow)])  # NaN shows what 1e4 does.
+def test_codes_and_scales_of_batches_are_those_of_quantize(
+    scheme: QuantScheme, columns: int, dtype: torch.dtype, other: float
+) -> None:
+    valid = rows_that_count(COUNTS, MAX_TOKENS).flatten()
+    x = torch.full((len(valid), columns), other, dtype=dtype, device=DEVICE)
+    x[valid] = torch.cat([interesting_rows(columns, dtype), random(7, columns).to(dtype)])
+    static = None
+    if row_format(scheme).static:
+        static = torch.tensor([0.03, 0.04, 0.05], device=DEVICE)
+    found = quantize_batches(x, scheme, make_plan(COUNTS, MAX_TOKENS, 16), static_scale=static)
+    in_use = select(found, valid)
+    if static is None:
+        assert_same(in_use, quantize_activations(x[valid], scheme), columns)
+    else:
+        own = static.repeat_interleave(torch.tensor(COUNTS, device=DEVICE))
+        expected = quantize_activations(x[valid], scheme, own.unsqueeze(1))
+        assert torch.equal(bits(in_use.q[:, :columns]), bits(expected.q))
+        assert torch.equal(in_use.scale[:, 0], own)
+    assert (found.q[~valid].view(torch.uint8) == 77).all(), "rows that do not count were written to"
+    assert (found.scale[~valid].float() == (77 if scheme.name == "mxfp8" else 0.5)).all()
+
+
+def test_more_rows_than_programs_are_all_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moereg.kernels.quantized.rows_batched._ROW_PROGRAMS", 3)
+    valid = rows_that_count(COUNTS, MAX_TOKENS).flatten()
+    x = random(len(valid), 130)
+    x[~valid] = math.nan
+    scheme = get_scheme("fp8_channel_token")
+    found = quantize_batches(x, scheme, make_plan(COUNTS, MAX_TOKENS, 16))
+    in_use = select(found, valid)
+    assert_same(in_use, quantize_activations(x[valid], scheme), 130)
+    assert (found.q[~valid].view(torch.uint8) == 77).all()
+
+
+def test_one_static_scale_is_for_the_rows_of_all_experts() -> None:
+    scheme = get_scheme("fp8_tensor_static")
+    x = random(3 * MAX_TOKENS, 130)
+    static = torch.tensor([0.03], device=DEVICE)
+    found = quantize_batches(x, scheme, make_plan([MAX_TOKENS] * 3, MAX_TOKENS, 16), static_scale=static)
+    assert_same(found, quantize_activations(x, scheme, static[0]), 130)
 
 
 CONFIG = GroupedGemmConfig(block_m=16, block_n=64, block_k=64, group_m=2, num_warps=4, num_stages=2)
@@ -435,10 +460,6 @@ def test_codes_of_the_first_gemm_are_those_of_its_rounded_output(stage: Stage) -
     assert (found.q[untouched].view(torch.uint8) == 77).all(), "rows that are not in use were written to"
 
 
-def test_some_stages_fuse_the_quantizer_and_some_do_not() -> None:
-    assert {stage.fmt.fits_tile(stage.config.block_n) for stage in STAGES} == {True, False}
-
-
 @pytest.mark.few(most=8)
 def test_down_gemm(stage: Stage) -> None:
     x = random(stage.num_routes, stage.intermediate)
@@ -534,13 +555,6 @@ def test_one_static_scale_for_all_experts_is_shared() -> None:
     permuted = layer.permute_weights(weights, problem)
     assert permuted["a13_scale"].shape == (1,)
     assert permuted["a2_scale"].shape == (4,)
-    inputs = make_inputs(problem, 5, "uniform", DEVICE)
-    scratch = [torch.empty(shape, dtype=BF16, device=DEVICE) for shape in layer.workspace_shapes(problem, 5)]
-    out = torch.full_like(inputs.hidden_states, math.nan)
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    layer.apply(out, ExpertInputs(*call), permuted, *scratch)
-    bound = tolerance(problem.quant, "bfloat16", 5 * 130, rounds_as_reference=True)
-    assert relative_error(out, reference_experts(problem, weights, *call)) < bound
 
 
 def test_config_rules_cover_every_number_of_rows() -> None:

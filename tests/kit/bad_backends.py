@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import os
 import sys
-import threading
 import time
 from typing import Any
 
@@ -139,19 +138,6 @@ class UninitializedExperts(GoodExperts):
         out.add_(torch.empty(1) * 0)
 
 
-@bad("writes_later")
-class LaterExperts(GoodExperts):
-    """Gives the right numbers and spoils them when nobody looks."""
-
-    def spoil(self, out: torch.Tensor, *others: Any) -> None:
-        def fill() -> None:
-            time.sleep(0.2)
-            out.fill_(1)
-
-        if len(out) == 17:
-            threading.Thread(target=fill, daemon=True).start()
-
-
 @bad("writes_behind")
 class BehindExperts(GoodExperts):
     def spoil(self, out: torch.Tensor, *others: Any) -> None:
@@ -211,15 +197,6 @@ class InnocentExperts(GoodExperts):
         if LATER_CRASH:
             os._exit(7)
         return super().permute_weights(weights, problem)
-
-
-@bad("kills_when_drawn")
-class KillsWhenDrawnExperts(GoodExperts):
-    @classmethod
-    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        if problem.hidden_size > 300:
-            os._exit(5)
-        return []
 
 
 @bad("elsewhere", platforms=("cuda:sm90",))

@@ -21,39 +21,31 @@ from unittest import mock
 import pytest
 import torch
 
-from moereg.author import ExpertInputs, ExpertWeights, Facts, MoEProblem, PermutedWeights, Platform
+from moereg.author import ExpertInputs, ExpertWeights, MoEProblem, PermutedWeights, Platform
 from moereg.layer.factory import make_kernel
 from moereg.layer.kernel import MoEKernel
 from moereg.numerics.reference import reference_experts
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
 from moereg.spec.quant_schemes import get_scheme
-from moereg.testing import checks, deciding
+from moereg.testing import checks
 from moereg.testing.cases import Case, first_case
 from moereg.testing.check import KINDS, CellName, Check
-from moereg.testing.checks import check_case, check_numbers
-from moereg.testing.deciding import ImportWatch
+from moereg.testing.checks import ImportWatch, check_case, check_numbers
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.guards import FILLS, FORMS, poisoned_empty
 from moereg.testing.inputs import ROUTINGS, make_inputs, make_weights
-from tests.support.fakes import EVERYTHING, BatchedExperts, FakeExperts
+from tests.support.fakes import EVERYTHING, LITTLE, BatchedExperts, FakeExperts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
 REAL_EMPTY = torch._C._VariableFunctions.empty  # What torch.empty is where nothing has replaced it.
-LITTLE = Facts(
-    activations=frozenset({"silu"}),
-    activation_formats=frozenset({"standard"}),
-    dtypes=frozenset({"float32"}),
-    placements=frozenset({"contiguous"}),
-    deterministic=True,
-)
 
 
 class RightExperts(FakeExperts):
     """Runs the reference in any scheme. Others override `spoil`, which is called after each run."""
 
-    facts = LITTLE
+    facts = dataclasses.replace(LITTLE, deterministic=True)
     num_calls = 0
 
     def apply(
@@ -293,7 +285,7 @@ def reads_stale(self: Any, out: torch.Tensor, inputs: Any, weights: Any, workspa
 def deciding_beside(*packages: str) -> None:
     """The check of a class whose module has imported these, where they are there."""
     with mock.patch.dict(sys.modules, {package: ModuleType(package) for package in packages}):
-        deciding.check_deciding(cell_of(RightExperts), watch(*packages))
+        checks.check_deciding(cell_of(RightExperts), watch(*packages))
 
 
 def taking(code: str, experts: type[RightExperts] = RightExperts) -> None:
@@ -334,13 +326,13 @@ def returning_its_own() -> None:
 
 # The kind of check, the fault, what the check says, and how it is run on a backend with that fault.
 BROKEN: list[tuple[str, str, str, Callable[[], object]]] = [
-    ("deciding", "raises", "its predicate raised KeyError", lambda: deciding.check_deciding(
+    ("deciding", "raises", "its predicate raised KeyError", lambda: checks.check_deciding(
         cell_of(predicate(lambda *_: no_such_key())), watch())),
-    ("deciding", "raises elsewhere", "its predicate raised KeyError", lambda: deciding.check_deciding(
+    ("deciding", "raises elsewhere", "its predicate raised KeyError", lambda: checks.check_deciding(
         cell_of(predicate(lambda problem, platform: no_such_key() if platform.kind == "cuda" else [])), watch())),
-    ("deciding", "raises outside of its claim", "its predicate raised KeyError", lambda: deciding.check_deciding(
+    ("deciding", "raises outside of its claim", "its predicate raised KeyError", lambda: checks.check_deciding(
         cell_of(predicate(lambda problem, platform: no_such_key() if problem.has_bias else [])), watch())),
-    ("deciding", "shouts", "a reason must be a lowercase clause, got 'Too small'", lambda: deciding.check_deciding(
+    ("deciding", "shouts", "a reason must be a lowercase clause, got 'Too small'", lambda: checks.check_deciding(
         cell_of(predicate(lambda problem, platform: ["Too small"])), watch())),
     ("deciding", "imports", "choosing a backend imports numba;", lambda: deciding_beside("numba", "json")),
     ("rejections", "takes all", "must be rejected with code 'bias'", lambda: taking("bias")),
@@ -435,9 +427,8 @@ MORE_MESSAGES = ["a replayed graph gave another result than eager code", ", must
 def test_no_check_is_without_a_backend_that_it_refuses() -> None:
     assert {kind for kind, *_ in BROKEN} | ELSEWHERE == set(KINDS)
     messages = [message for _, _, message, _ in BROKEN] + MORE_MESSAGES
-    for module in (checks, deciding):
-        for promise in promises_of(module):
-            assert any(piece in message for message in messages for piece in promise), promise
+    for promise in promises_of(checks):
+        assert any(piece in message for message in messages for piece in promise), promise
 
 
 RUN_BY = {
@@ -466,7 +457,7 @@ def test_each_kind_of_check_runs_what_its_name_says(kind: str) -> None:
     given: dict[str, tuple[object, tuple[object, ...], dict[str, object]]] = {
         "deciding": (watch(), (cell, watch()), {}),
         "numbers": ({"problem": problem.to_dict(), "is_first": True}, (case, True), {}),
-        "faults": ("int8_w8a8", (cell, problem.quant), {}),
+        "faults": (dataclasses.asdict(problem.quant), (cell, problem.quant), {}),
         "rounding": (dataclasses.asdict(problem.quant), (cell, problem.quant), {}),
         "drawn": ({"label": "seed0-0", "layer": layer.to_dict()}, (case, layer), {"num_calls": 2}),
     }
@@ -537,7 +528,7 @@ def test_a_right_class_passes_what_the_others_fail() -> None:
     for check in (checks.check_reload, checks.check_permute, checks.check_workspaces_grow, checks.check_equal_bits):
         check(cell)
     checks.check_rejections(cell)
-    deciding.check_deciding(cell, watch("json"))
+    checks.check_deciding(cell, watch("json"))
     quantized = cell_of(RightExperts, "int8_w8a8")
     checks.check_activations_are_rounded(quantized, get_scheme("int8_w8a8"))
     for fill in FILLS:
@@ -582,7 +573,7 @@ def test_a_caller_compiles_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_class_that_does_not_claim_equal_bits_need_not_give_them() -> None:
     class Varying(in_call(2)):  # type: ignore[misc]
-        facts = dataclasses.replace(LITTLE, deterministic=False)
+        facts = LITTLE
 
     drawn(Varying, num_calls=2)
 

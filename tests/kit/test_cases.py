@@ -14,22 +14,16 @@ import torch
 from moereg.author import Facts, MoEProblem, Platform
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
 from moereg.spec.activations import ACTIVATIONS
-from moereg.testing import cases, deciding, drawing, listing
+from moereg.testing import cases, checks, drawing, listing
 from moereg.testing.cases import GPU_TOKENS, TOKENS, Case, calls_of, fault_schemes, fault_tokens, first_case
-from moereg.testing.deciding import ImportWatch
+from moereg.testing.checks import ImportWatch
 from moereg.testing.drawing import INTERPRETED, NATIVE, DrawnLayer, draw_layer, redraw, simpler_layers
 from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
 from moereg.testing.problems import accepted_neighbor, accepted_problems, claimed_problems, rejected_problems
-from tests.support.fakes import EVERYTHING, FakeExperts
+from tests.support.fakes import EVERYTHING, LITTLE, FakeExperts
 
 CPU = Platform.from_name("cpu")
-LITTLE = Facts(
-    activations=frozenset({"silu"}),
-    activation_formats=frozenset({"standard"}),
-    dtypes=frozenset({"float32"}),
-    placements=frozenset({"contiguous"}),
-)
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with a GPU imitates no other GPU")
 
 
@@ -257,7 +251,7 @@ def test_libraries_that_choosing_must_not_import(monkeypatch: pytest.MonkeyPatch
     }
     monkeypatch.setattr(importlib.metadata, "files", lambda name: files[name])
     cell = dataclasses.replace(cell_of(LITTLE), requires=tuple(files))
-    assert deciding.kernel_libraries(cell) - deciding.KERNEL_LIBRARIES == {"big_kernels", "un_known"}
+    assert checks.kernel_libraries(cell) - checks.KERNEL_LIBRARIES == {"big_kernels", "un_known"}
 
 
 @pytest.mark.parametrize(("importer", "is_told"), [("moereg.backends.mine", True), ("moereg.layer.factory", False)])
@@ -268,9 +262,9 @@ def test_a_built_in_class_is_told_of_what_backends_import_alone(
     cell = cell_of(LITTLE, __module__="moereg.backends.mine")
     watch = ImportWatch({"numba": frozenset({importer})})
     if not is_told:
-        return deciding.check_deciding(cell, watch)
+        return checks.check_deciding(cell, watch)
     with pytest.raises(AssertionError, match="imports numba"):
-        deciding.check_deciding(cell, watch)
+        checks.check_deciding(cell, watch)
 
 
 def kinds_of(cell: BackendCell, is_known: bool = False) -> list[tuple[str, Any]]:
@@ -286,8 +280,12 @@ def test_a_cell_has_a_check_of_each_problem_scheme_and_promise() -> None:
     assert [MoEProblem.from_dict(argument["problem"]) for argument in numbers] == problems
     assert [argument["is_first"] for argument in numbers] == [True] + [False] * (len(problems) - 1)
     assert not any(argument["is_first"] for kind, argument in kinds_of(cell, is_known=True) if kind == "numbers")
-    assert {argument for kind, argument in found if kind == "faults"} >= {"unquantized", "int8_w8a16", "int8_w8a8"}
-    assert [argument for kind, argument in found if kind == "rounding"] == ["int8_w8a8"]
+    assert {argument["name"] for kind, argument in found if kind == "faults"} >= {
+        "unquantized",
+        "int8_w8a16",
+        "int8_w8a8",
+    }
+    assert [argument["name"] for kind, argument in found if kind == "rounding"] == ["int8_w8a8"]
     assert "equal_bits" in {kind for kind, _ in found}
     assert "equal_bits" not in {kind for kind, _ in kinds_of(cell_of(LITTLE))}
     assert [kind for kind, _ in listing._promises(cell, True, False)] == ["deciding"]

@@ -13,7 +13,6 @@ from moereg.spec.problem import MoEProblem
 from moereg.testing import cases, checks, listing, problems
 from moereg.testing.check import KINDS, Check
 from moereg.testing.interpreter import patch_interpreter
-from tests.support.fakes import FakeExperts
 
 DEVICE = cases.default_device()
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,14 +97,6 @@ def test_predicates_of_built_in_cells_refuse_nothing_that_facts_claim(cell: Back
 def test_verifying_runs_every_check_of_the_kit() -> None:
     listed = {check.kind for check in SUITES["torch"].checks} | {"graph", "synchronization", "drawn"}
     assert listed == set(KINDS)
-    tested = {name.removeprefix("check_") for name in checks.__all__ if name.startswith("check_")}
+    tested = {name.removeprefix("check_") for name in vars(checks) if name.startswith("check_")}
     # Of the names that differ, a layer and a case are what is drawn.
-    assert len(tested - {"case", "layer"}) == len(KINDS) - len({"deciding", "drawn"})
-
-
-def test_checks_follow_the_registry(isolated_registry: object) -> None:
-    from moereg.registry import register_moe_backend
-
-    register_moe_backend(name="fresh", priority=1, quant_schemes=("unquantized",), platforms=("*",))(FakeExperts)
-    first = next(check for check in listing.list_suite("fresh").checks if check.kind == "numbers")
-    first.run()
+    assert len(tested - {"case", "layer"}) == len(KINDS) - len({"drawn"})

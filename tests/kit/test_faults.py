@@ -75,8 +75,7 @@ def test_what_is_planted(name: str) -> None:
 def test_every_fault_is_caught_in_the_reference(name: str) -> None:
     problem = MoEProblem(num_experts=6, hidden_size=128, intermediate_size=64, top_k=2, quant=name, has_bias=True)
     weights = make_weights(problem, CPU)
-    inputs = make_inputs(problem, 17, "uniform", CPU)
-    call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    call = make_inputs(problem, 17, "uniform", CPU).call
     truth = reference_experts(problem, weights, *call)
     bound = tolerance(problem.quant, problem.dtype, truth.numel())
     planted = dict(plant_faults(weights))

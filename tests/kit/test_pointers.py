@@ -11,8 +11,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moereg.testing.interpreter import patch_interpreter
-from moereg.testing.pointers import OutOfBoundsError, check_pointers
+from moereg.testing.interpreter import OutOfBoundsError, check_pointers, patch_interpreter
 
 
 @pytest.fixture(autouse=True)

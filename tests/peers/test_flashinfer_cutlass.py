@@ -10,8 +10,7 @@ import types
 import pytest
 import torch
 
-from moereg.backends import flashinfer_moe
-from moereg.backends._flashinfer import cutlass_int4, more_sets, package
+from moereg.backends._flashinfer import building, cutlass_int4, package
 from moereg.backends._flashinfer.cutlass import Rows
 from moereg.backends._flashinfer.loading import Library
 from moereg.experts import ExpertInputs
@@ -20,19 +19,13 @@ from moereg.quantize.formats import Quantized, restore
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantFormat
 from moereg.testing.inputs import make_inputs, make_weights
-from tests.support.flashinfer_imitation import ActivationType, Imitation
+from tests.support.experts_run import apply_experts
+from tests.support.flashinfer_imitation import CLASSES, ActivationType, Fixed, Imitation
 
 pytestmark = pytest.mark.peers
 
-_CLASSES = {
-    "unquantized": flashinfer_moe.FlashInferCutlassExperts,
-    "fp8_tensor_static": flashinfer_moe.FlashInferCutlassFp8Experts,
-    "fp8_block128": flashinfer_moe.FlashInferCutlassBlockExperts,
-    "mxfp4_w4a16": flashinfer_moe.FlashInferCutlassPackedExperts,
-    "mxfp4_mxfp8": flashinfer_moe.FlashInferCutlassMxfp8Experts,
-    "nvfp4": flashinfer_moe.FlashInferCutlassNvfp4Experts,
-    "int4_w4a8_g128": flashinfer_moe.FlashInferCutlassInt4Experts,
-}
+# A checkpoint of mxfp8 has the class of mxfp4_mxfp8.
+_SCHEMES = [quant for quant in CLASSES if quant != "mxfp8"]
 _PACKED = ("mxfp4_w4a16", "int4_w4a8_g128")
 
 
@@ -78,11 +71,11 @@ def runner(core, monkeypatch):
     return make("90").MoERunner, built
 
 
-@pytest.mark.parametrize("quant", _CLASSES)
+@pytest.mark.parametrize("quant", _SCHEMES)
 def test_tactics_are_asked_of_flashinfers_own_runner(runner, quant):
     runner, built = runner
     problem = MoEProblem(num_experts=4, hidden_size=128, intermediate_size=128, top_k=2, quant=quant)
-    implementation = _CLASSES[quant](problem, Platform.from_name("cuda:sm90")).implementation
+    implementation = CLASSES[quant](problem, Platform.from_name("cuda:sm90")).implementation
     implementation.library = Library(None, None, ActivationType, runner, None)
     ids = torch.zeros(1, 2, dtype=torch.int32)
     first, second = implementation._candidates(Rows(ids, ids, ids, ids))
@@ -94,19 +87,14 @@ def test_tactics_are_asked_of_flashinfers_own_runner(runner, quant):
     assert made[3:] == (*flags, False, False)
 
 
-class _Fixed:
-    def pair(self, *arguments):
-        return (0, 3)
-
-
-@pytest.mark.parametrize("quant", _CLASSES)
+@pytest.mark.parametrize("quant", _SCHEMES)
 def test_calls_bind_to_flashinfers_functions(core, quant):
     problem = MoEProblem(num_experts=4, hidden_size=128, intermediate_size=128, top_k=2, quant=quant, has_bias=True)
     weights, inputs = (
         make_weights(problem, torch.device("cpu")),
         make_inputs(problem, 2, "uniform", torch.device("cpu")),
     )
-    experts = _CLASSES[quant](problem, Platform.from_name("cuda:sm90"))
+    experts = CLASSES[quant](problem, Platform.from_name("cuda:sm90"))
     imitation = Imitation()
     bound = []
 
@@ -124,11 +112,9 @@ def test_calls_bind_to_flashinfers_functions(core, quant):
         None,
         None,
     )
-    experts.implementation._tuner = _Fixed()
-    scratch = [torch.zeros(shape, dtype=problem.torch_dtype) for shape in experts.workspace_shapes(problem, 2)]
-    out = torch.empty(2, 128, dtype=problem.torch_dtype)
-    call = ExpertInputs(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    experts.apply(out, call, experts.permute_weights(weights.contiguous(), problem), *scratch)
+    experts.implementation._tuner = Fixed()
+    permuted = experts.permute_weights(weights.contiguous(), problem)
+    out = apply_experts(experts, ExpertInputs(*inputs.call), permuted)
     # Blocks take memory of their own, so nobody asks for its size.
     assert len(bound) == 1 if quant == "fp8_block128" else len(bound) >= 2
     assert ActivationType.Swiglu == core.ActivationType.Swiglu
@@ -153,9 +139,9 @@ def test_what_4_bit_integers_rely_on(core):
 
 _COUNT_SOURCES = """
 import json, sys
-from moereg.backends._flashinfer import loading, more_sets
+from moereg.backends._flashinfer import building, loading
 spec = loading.specification(sys.argv[1])
-found = {name: len(more_sets.select_sources(spec.sources, [name])) for name in json.loads(sys.argv[2])}
+found = {name: len(building.select_sources(spec.sources, [name])) for name in json.loads(sys.argv[2])}
 print(json.dumps({"all": len(spec.sources), **found}))
 """
 
@@ -198,7 +184,7 @@ def test_what_is_compiled_at_run_time_is_in_the_package(core):
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
 def test_sets_find_their_sources(core, arch, tmp_path):
     """A rename in FlashInfer's generator would leave a set without its tiles."""
-    module, capability, sets = more_sets.modules(arch)
+    module, capability, sets = building.modules(arch)
     done = subprocess.run(
         [sys.executable, "-c", _COUNT_SOURCES, module, json.dumps(sets)],
         env={**_with_nvcc(tmp_path), "FLASHINFER_CUDA_ARCH_LIST": capability},
@@ -213,3 +199,24 @@ def test_sets_find_their_sources(core, arch, tmp_path):
     }[arch]
     assert {name: found[name] for name in expected} == expected
     assert found["all"] > 200
+
+
+# Where moereg looks for FlashInfer's downloads, beside where FlashInfer looks.
+_FOLDERS = """
+from flashinfer.artifacts import ArtifactPath
+from flashinfer.jit.env import FLASHINFER_CUBIN_DIR
+from moereg.backends._flashinfer import downloads
+
+assert downloads.generated_folder() == ArtifactPath.TRTLLM_GEN_BMM.strip("/")
+assert downloads.download_folder() == FLASHINFER_CUBIN_DIR, (downloads.download_folder(), FLASHINFER_CUBIN_DIR)
+print(FLASHINFER_CUBIN_DIR)
+"""
+
+
+def test_downloads_are_looked_for_where_flashinfer_looks(tmp_path):
+    # A process of its own, since FlashInfer reads the variables where it is first imported.
+    settings = {**os.environ, "FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
+    settings.pop("FLASHINFER_CUBIN_DIR", None)
+    found = subprocess.run([sys.executable, "-c", _FOLDERS], env=settings, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[-1].startswith(str(tmp_path))

@@ -1,4 +1,4 @@
-"""`flashinfer_trtllm` and `flashinfer_cutedsl` beside the package: what they pass, and what that means as documented.
+"""`flashinfer_trtllm`, `_cutedsl` and `_b12x` beside the package: what they pass, and what that means as documented.
 
 No CPU runs these kernels. An imitation stands in for each entry point: it binds what it is given to the real signature,
 takes weights apart with FlashInfer's own indices, and computes the layer as the entry point's documentation says. So
@@ -19,6 +19,7 @@ from moereg.author import (
     ExpertInputs,
     ExpertWeights,
     MoEProblem,
+    PermutedWeights,
     layer_tolerance,
     quantize_weights,
     reference_experts,
@@ -383,3 +384,26 @@ def test_cutedsl_multiplies_each_experts_own_rows(monkeypatch: pytest.MonkeyPatc
             rows = batch[expert, :count]
             expected = reference_experts(standard, weights, rows, torch.ones(count, 1), ids)
             assert relative_error(out[expert, :count], expected) < layer_tolerance(standard, count)
+
+
+def test_b12x_writes_whole_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    import flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_dispatch as library
+
+    problem = MoEProblem(num_experts=E, hidden_size=H, intermediate_size=I, top_k=K, quant="nvfp4_w4a16")
+    signature = inspect.signature(library.launch_sm120_moe)
+
+    def launch(**given: Any) -> None:
+        out = signature.bind(**given).arguments["scatter_output"]
+        assert out.data_ptr() % 16 == 0
+        out.fill_(3.0)
+
+    monkeypatch.setattr(library, "launch_sm120_moe", launch)
+    experts = page.FlashInferB12xExperts(problem, Platform.from_name("cuda:sm120"))
+    names = ("w13", "w13_scale", "w13_global_scale", "w2", "w2_scale", "w2_global_scale", "workspace")
+    weights = PermutedWeights(experts.layouts[0], {}, dict.fromkeys(names, torch.zeros(1)))
+    first, second = (torch.empty(shape, dtype=torch.bfloat16) for shape in experts.workspace_shapes(problem, T))
+    ids = torch.arange(T * K, dtype=torch.int32).view(T, K) % E
+    inputs = ExpertInputs(torch.randn(T, H).bfloat16(), torch.rand(T, K), ids)
+    out = unaligned(T, H)
+    experts.apply(out=out, inputs=inputs, weights=weights, workspace13=first, workspace2=second)
+    assert bool((out == 3.0).all())

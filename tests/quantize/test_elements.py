@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from moereg.quantize import pack_nibbles, unpack_nibbles
 from moereg.quantize.formats import element_of
-from moereg.quantize.groups import expand_groups, group_extrema
-from moereg.quantize.scales import choose_scale, global_scale
+from moereg.quantize.groups import choose_scale, expand_groups, global_scale, group_extrema
 from moereg.spec.quant_schemes import WHOLE, QuantFormat
 from tests.quantize.quantized_values import INF, NAN, bits
 

@@ -25,6 +25,13 @@ EVERYTHING = Facts(
     deterministic=True,
 )
 
+LITTLE = Facts(
+    activations=frozenset({"silu"}),
+    activation_formats=frozenset({"standard"}),
+    dtypes=frozenset({"float32"}),
+    placements=frozenset({"contiguous"}),
+)
+
 
 class FakeExperts(Experts):
     """Runs the reference; claims everything in the standard format."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from moereg.backends import flashinfer_moe
 from moereg.backends._flashinfer.cutlass_layouts import interleave_fp4
 from moereg.backends._flashinfer.loading import Library
 from moereg.quantize import unpack_nibbles
@@ -286,3 +287,23 @@ def _restore_blackwell(weight, scale, group):
     plain = tiles.permute(0, 1, 4, 3, 2, 5).reshape(experts, rows, groups)
     factors = _powers(plain) if group == 32 else plain.view(torch.float8_e4m3fn).float()
     return values * factors.repeat_interleave(group, 2)
+
+
+CLASSES = {
+    "unquantized": flashinfer_moe.FlashInferCutlassExperts,
+    "fp8_tensor_static": flashinfer_moe.FlashInferCutlassFp8Experts,
+    "fp8_block128": flashinfer_moe.FlashInferCutlassBlockExperts,
+    "mxfp4_w4a16": flashinfer_moe.FlashInferCutlassPackedExperts,
+    "mxfp4_mxfp8": flashinfer_moe.FlashInferCutlassMxfp8Experts,
+    "mxfp8": flashinfer_moe.FlashInferCutlassMxfp8Experts,
+    "nvfp4": flashinfer_moe.FlashInferCutlassNvfp4Experts,
+    "int4_w4a8_g128": flashinfer_moe.FlashInferCutlassInt4Experts,
+}
+"""The class of each scheme that `flashinfer_cutlass` computes."""
+
+
+class Fixed:
+    """A tuner that timed everything already."""
+
+    def pair(self, num_tokens, candidates, timer, is_capturing):
+        return (3, 47)

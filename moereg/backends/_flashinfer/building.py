@@ -11,23 +11,22 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from moereg.backends._flashinfer import kernel_sets, loading, more_sets, package
+from moereg.backends._flashinfer import kernel_sets, loading, package
 from moereg.backends._flashinfer.manifest import Manifest, ManifestError, read_manifest
 from moereg.errors import ArgumentError, MoeregError, unknown_name_message
 from moereg.experts import BuildPlan, KernelBuilder
 from moereg.platforms import Platform
 from moereg.spec.quant_schemes import QuantScheme
-
-__all__ = ["BuildError", "CutlassBuilder", "missing_symbols", "stub_source"]
 
 _BYTES_PER_JOB: Final = 8 * 2**30
 """The most that nvcc took for one of these files (measured: 8.1 GiB)."""
@@ -36,6 +35,27 @@ _BYTES_PER_JOB: Final = 8 * 2**30
 _HEADERS: Final = ("cuda_runtime.h", "cublasLt.h", "cublas_v2.h", "curand_kernel.h", "nvrtc.h")
 _LAST_LINES: Final = 12
 _STUBS: Final = "moereg_missing.cpp"
+
+
+INT4: Final = "int4_w4a8_g128"
+
+# The loader compares names of sets with a manifest and reads no table. So sets beside those of `kernel_sets`, which
+# cells run, stand here, and leave the evidence of these cells as it is.
+_ADDED: Final[Mapping[str, tuple[str, ...]]] = {"sm90": (INT4,)}
+_DISPATCH: Final = "moe_gemm_kernels_fp8_uint4"
+# As the generator spells the tiles that write bfloat16. It writes as many files of float16, which no cell calls.
+_TILES: Final = "_mixed_moe_gemm_kernelLauncher<__nv_fp8_e4m3, cutlass::uint4b_t, __nv_bfloat16,"
+# FlashInfer's file that chooses among tiles does so for both outputs, takes 540 s of one core, and is the last to end.
+# For bfloat16 alone it takes 310.
+_OWN_DISPATCH: Final = "moereg_fp8_uint4_bfloat16"
+_OWN_TEXT: Final = """#include "tensorrt_llm/kernels/cutlass_kernels/moe_gemm/moe_gemm_template_dispatch.h"
+
+namespace tensorrt_llm::kernels::cutlass_kernels {
+template class MoeGemmRunner<__nv_fp8_e4m3, cutlass::uint4b_t, __nv_bfloat16>;
+}
+"""
+_OWN_SECONDS: Final = 310.0
+"""Seconds on one core with nvcc 13.0."""
 
 
 class BuildError(MoeregError, RuntimeError):
@@ -63,27 +83,32 @@ class CutlassBuilder(KernelBuilder):
         folder: Path | None,
     ) -> BuildPlan:
         try:
-            module, capability, known = more_sets.modules(platform.arch)
+            module, capability, known = modules(platform.arch)
         except KeyError:
             raise ArgumentError(
                 f"FlashInfer has CUTLASS kernels for sm90, sm100, sm103, sm120 and sm121, got {platform}; "
                 "name one, as in --platform cuda:sm90"
             ) from None
-        names = [*_names(schemes, dtypes, known, platform), *(_known_set(part, known, platform) for part in parts)]
+        names = _names(schemes, dtypes, known, platform)
+        for part in parts:
+            if part not in known:
+                raise ArgumentError(unknown_name_message(f"set of CUTLASS kernels for {platform}", part, known))
+            names.append(part)
         self._check_tools()
         with _target(capability):
             spec = loading.specification(module)
-        target = (folder or _aot_folder(module)) / f"{module}.so"
+        target = package.aot_path(module) if folder is None else folder / f"{module}.so"
+        assert target is not None, "the package was looked for"
         built = _built(target)
         every = sorted({*names, *built}, key=known.index)
         build_folder = _build_folder(spec, capability)
-        sources = more_sets.with_own(more_sets.select_sources(spec.sources, every), build_folder)
+        sources = with_own(select_sources(spec.sources, every), build_folder)
         todo = [path for path in sources if not _object(build_folder, path).exists()]
         return BuildPlan(
             parts=tuple(name for name in every if name not in built),
             built=tuple(name for name in every if name in built),
             num_steps=len(todo) + 2,
-            cpu_seconds=more_sets.cpu_seconds(todo),
+            cpu_seconds=cpu_seconds(todo),
             bytes_per_job=_BYTES_PER_JOB,
             target=target,
             token=_Token(
@@ -96,22 +121,18 @@ class CutlassBuilder(KernelBuilder):
     def build(self, plan: BuildPlan, jobs: int, advance: Callable[[int, int], None]) -> None:
         token = plan.token
         assert isinstance(token, _Token)
-        with _target(token.capability):
-            self._build(token, plan, jobs, advance)
-
-    @staticmethod
-    def _build(token: _Token, plan: BuildPlan, jobs: int, advance: Callable[[int, int], None]) -> None:
         spec, folder = token.spec, token.spec.build_dir
-        more_sets.write_own(spec.sources)
-        spec.write_ninja()
-        objects = [str(_object(folder, path)) for path in spec.sources]
-        _run_ninja(folder, objects, jobs, lambda done, total: advance(done, total + 2))
-        stubs = folder / _STUBS
-        stubs.write_text(stub_source(missing_symbols(objects), plan.target), encoding="utf-8")
-        linked = dataclasses.replace(spec, sources=[*spec.sources, stubs])
-        linked.write_ninja()
-        _run_ninja(folder, (), 1, lambda done, total: advance(plan.num_steps - total + done, plan.num_steps))
-        _put_in_place(linked.jit_library_path, plan.target, token.manifest)
+        with _target(token.capability):
+            write_own(spec.sources)
+            spec.write_ninja()
+            objects = [str(_object(folder, path)) for path in spec.sources]
+            _run_ninja(folder, objects, jobs, lambda done, total: advance(done, total + 2))
+            stubs = folder / _STUBS
+            stubs.write_text(stub_source(missing_symbols(objects), plan.target), encoding="utf-8")
+            linked = dataclasses.replace(spec, sources=[*spec.sources, stubs])
+            linked.write_ninja()
+            _run_ninja(folder, (), 1, lambda done, total: advance(plan.num_steps - total + done, plan.num_steps))
+            _put_in_place(linked.jit_library_path, plan.target, token.manifest)
 
     @staticmethod
     def _check_tools() -> None:
@@ -147,18 +168,6 @@ def _names(
                 )
             names.add(name)
     return sorted(names, key=known.index)
-
-
-def _known_set(name: str, known: Sequence[str], platform: Platform) -> str:
-    if name not in known:
-        raise ArgumentError(unknown_name_message(f"set of CUTLASS kernels for {platform}", name, known))
-    return name
-
-
-def _aot_folder(module: str) -> Path:
-    path = package.aot_path(module)
-    assert path is not None, "the package was looked for"
-    return path.parent
 
 
 def _built(target: Path) -> tuple[str, ...]:
@@ -334,18 +343,14 @@ def stub_source(names: Iterable[str], target: Path) -> str:
         target: The shared object, for the message.
     """
     message = (
-        (
-            f"{target.name} was built without these kernels; build them with moereg build-kernels flashinfer_cutlass, "
-            "or remove the file"
-        )
-        .replace("\\", "\\\\")
-        .replace('"', '\\"')
+        f"{target.name} was built without these kernels; build them with moereg build-kernels flashinfer_cutlass, "
+        "or remove the file"
     )
     aliases = "\n".join(f'asm(".globl {name}\\n.set {name}, moereg_kernels_are_missing");' for name in names)
     return (
         "#include <stdexcept>\n"
         'extern "C" __attribute__((visibility("default"))) void moereg_kernels_are_missing() {\n'
-        f'  throw std::runtime_error("{message}");\n'
+        f"  throw std::runtime_error({json.dumps(message, ensure_ascii=False)});\n"
         "}\n"
         f"{aliases}\n"
     )
@@ -364,3 +369,46 @@ def _put_in_place(library: Path, target: Path, manifest: Manifest) -> None:
             f"{target} could not be written ({(error.strerror or 'no reason given').lower()}); the kernels are built "
             f"in {library.parent}: run the command again as a user who may write there, or with --out"
         ) from None
+
+
+def modules(arch: str) -> tuple[str, str, tuple[str, ...]]:
+    """As `kernel_sets.modules`, with the sets of `_ADDED`.
+
+    Raises:
+        KeyError: FlashInfer has no such kernels for the architecture.
+    """
+    module, capability, sets = kernel_sets.modules(arch)
+    return module, capability, (*sets, *_ADDED.get(arch, ()))
+
+
+def select_sources(sources: Iterable[Path], names: Sequence[str]) -> list[Path]:
+    """As `kernel_sets.select_sources`, with the sets of `_ADDED`."""
+    given = list(sources)
+    chosen = set(kernel_sets.select_sources(given, [name for name in names if name != INT4]))
+    return [path for path in given if path in chosen or (INT4 in names and _is_int4(path))]
+
+
+def _is_int4(path: Path) -> bool:
+    return path.stem == _DISPATCH or (
+        path.name.endswith(".generated.cu") and _TILES in " ".join(path.read_text(encoding="utf-8").split())
+    )
+
+
+def with_own(sources: Iterable[Path], folder: Path) -> list[Path]:
+    """Sources with moereg's own file, in a folder, in the place of FlashInfer's that does twice as much."""
+    own = folder / f"{_OWN_DISPATCH}.cu"
+    return [own if path.stem == _DISPATCH else path for path in sources]
+
+
+def write_own(sources: Iterable[Path]) -> None:
+    """Writes moereg's own file if it is among the sources; one that is there stays, and so does what was made of it."""
+    for path in sources:
+        if path.stem == _OWN_DISPATCH and not (path.exists() and path.read_text(encoding="utf-8") == _OWN_TEXT):
+            path.write_text(_OWN_TEXT, encoding="utf-8")
+
+
+def cpu_seconds(sources: Iterable[Path]) -> float:
+    """How long one core would take to compile some sources, as far as it was measured."""
+    given = list(sources)
+    others = [path for path in given if path.stem != _OWN_DISPATCH]
+    return kernel_sets.cpu_seconds(others) + _OWN_SECONDS * (len(given) - len(others))
