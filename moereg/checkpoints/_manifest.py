@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final
 
 from moereg.checkpoints._files import CheckpointFiles, TensorHeader, config_errors
-from moereg.checkpoints._formats import FLOATS, StorageFormat, unquantized_format
-from moereg.checkpoints._models import MODEL_TYPES, FusedNames, ModelType
-from moereg.checkpoints._moe_layers import check_has_experts, find_model
-from moereg.checkpoints._parts import ExpertPart, LayerSizes, list_modules, list_parts
+from moereg.checkpoints._formats import FLOATS, StorageFormat, StoredTensor, unquantized_format
+from moereg.checkpoints._models import MODEL_TYPES, FusedNames, ModelType, count_layers
+from moereg.checkpoints._parts import ExpertPart, LayerSizes, list_parts, list_projections
 from moereg.checkpoints._quantization import quantized_format
-from moereg.errors import ArgumentError, CheckpointError, shown
-from moereg.routing import RouterSpec
+from moereg.errors import ArgumentError, CheckpointError, one_line, shown
+from moereg.routing import BY_HAND, RouterSpec, unknown_model_message
 from moereg.routing.config_entries import is_one_of, read_count, read_object
 from moereg.spec.problem import MoEProblem
-
-__all__ = ["LayerManifest", "list_layer"]
 
 # What names of layers begin with: in language models, in old and new multimodal ones, in models saved without a head,
 # in Qwen3-Omni, in Nemotron-H and in what is built around it, and in DBRX.
@@ -37,9 +34,6 @@ _LAYERS: Final = (
     "llm.model.layers.",
     "transformer.blocks.",
 )
-# Names of the bias in blocks of any model type, and in the layer outside of them.
-_CORRECTION_BIASES: Final = frozenset(name for model in MODEL_TYPES.values() for name in model.correction_biases)
-_OUTER_CORRECTION_BIASES: Final = frozenset(model.outer_correction_bias for model in MODEL_TYPES.values()) - {None}
 # A module of experts that take every token, in the block or beside it.
 _SHARED: Final = re.compile(r"(?:^|\.)(shared?_(?:expert|mlp)\w*)")
 # An expert's index in a tensor's name.
@@ -53,21 +47,53 @@ class LayerManifest:
 
     Attributes:
         model_type: As config.json says it.
+        model: Its row of the table.
         problem: With the scheme and dtype of the stored tensors.
         router: How it routes.
+        root: What names of the block begin with, up to and with a dot.
         parts: What to read, by local expert.
         router_weight, router_bias, correction_bias: Tensor names, None where the model has none.
         has_shared_experts: Whether the layer has experts that take every token.
     """
 
     model_type: str
+    model: ModelType
     problem: MoEProblem
     router: RouterSpec
+    root: str
     parts: Sequence[tuple[ExpertPart, ...]]
     router_weight: str
     router_bias: str | None
     correction_bias: str | None
     has_shared_experts: bool
+
+
+def find_model(files: CheckpointFiles) -> tuple[str, ModelType]:
+    """The name of the model type, as config.json has it, and its row of the table.
+
+    Raises:
+        CheckpointError: It is missing, not known, or refused; the message says why and what to do.
+    """
+    model_type = files.config.get("model_type")
+    config_path = files.path / "config.json"
+    if not isinstance(model_type, str):
+        raise CheckpointError(
+            f"{config_path} must hold model_type, got {shown(model_type)}; take config.json from the model's publisher"
+        )
+    if model_type not in MODEL_TYPES:
+        raise CheckpointError(f"{config_path}: {unknown_model_message(model_type)}")
+    return model_type, MODEL_TYPES[model_type]
+
+
+def moe_layer_indices(files: CheckpointFiles) -> tuple[int, ...]:
+    """The layers that have experts, ascending.
+
+    Raises:
+        CheckpointError: config.json does not say which layers have experts.
+    """
+    _, model = find_model(files)
+    with config_errors(files):
+        return tuple(sorted(model.moe_layers(files.config, count_layers(files.config))))
 
 
 def list_layer(
@@ -89,7 +115,7 @@ def list_layer(
         if type(value) is not int and not (value is None and argument == "num_local_experts"):
             raise ArgumentError(f"{argument} must be an integer, got {shown(value)}; pass one")
     model_type, model = find_model(files)
-    check_has_experts(files, layer)
+    _check_has_experts(files, layer)
     with config_errors(files):
         router = RouterSpec.from_config(files.config)
         sizes = LayerSizes(
@@ -109,17 +135,15 @@ def list_layer(
     for expert in experts:
         with config_errors(files):
             listed = list(list_parts(model, sizes, storage, root, expert, fused))
-        parts.append(tuple(part for part in listed if part.required or part.name in files.file_of))
+        parts.append(tuple(part for part in listed if part.tensor.required or part.name in files.file_of))
         for part in parts[-1]:
             if part.name not in headers:
-                headers[part.name] = _check_header(files, sizes, storage.name, part)
+                headers[part.name] = _check_header(files, sizes, storage.name, part.name, part.tensor)
     router_weight = f"{router_root}weight"
     router_bias = f"{router_root}bias" if model.has_bias else None
-    own_biases = _correction_biases(model, layer_root, root) if router.has_correction_bias else ()
+    own_biases = _bias_names((model,), layer_root, root) if router.has_correction_bias else []
     # If there is none, the check of its header finds the usual name missing.
-    correction_bias = next(
-        (name for name in own_biases if name in files.file_of), own_biases[0] if own_biases else None
-    )
+    correction_bias = next((name for name in own_biases if name in files.file_of), next(iter(own_biases), None))
     bias_shape = (sizes.num_experts,)
     router_shapes: dict[str, tuple[tuple[int, ...], ...]] = {router_weight: ((*bias_shape, sizes.hidden_size),)}
     if router_bias is not None:
@@ -127,13 +151,13 @@ def list_layer(
     if correction_bias is not None:
         router_shapes[correction_bias] = (bias_shape, (1, *bias_shape))
     for name, shapes in router_shapes.items():
-        _check_header(files, sizes, storage.name, ExpertPart(name, shapes, FLOATS))
+        _check_header(files, sizes, storage.name, name, StoredTensor("", shapes, FLOATS))
     shared = _find_shared(files, layer_root)
     # Types that store their experts alike differ in these, and reading one as the other would give wrong numbers.
     others = [name for module, name in shared.items() if module not in model.shared_experts]
     others += [
         name
-        for name in _any_correction_bias(layer_root, root)
+        for name in sorted(_bias_names(MODEL_TYPES.values(), layer_root, root))
         if name in files.file_of and name not in (*own_biases, router_bias)
     ]
     if others:
@@ -160,8 +184,42 @@ def list_layer(
             num_local_experts=len(experts),
         )
     return LayerManifest(
-        model_type, problem, router, parts, router_weight, router_bias, correction_bias, has_shared_experts=bool(shared)
+        model_type, model, problem, router, root, parts, router_weight, router_bias, correction_bias, bool(shared)
     )
+
+
+def _check_has_experts(files: CheckpointFiles, layer: int) -> None:
+    """Checks that the model has that layer, and that the layer has experts and can be read."""
+    model_type, model = find_model(files)
+    moe_layers = moe_layer_indices(files)
+    num_layers = count_layers(files.config)
+    if not 0 <= layer < num_layers:
+        raise CheckpointError(
+            f"layer must be in 0..{num_layers - 1} for {str(files.path)!r}, got {layer}; its layers with experts are "
+            f"{_index_ranges(moe_layers)}"
+        )
+    if layer not in moe_layers:
+        raise CheckpointError(
+            f"layer {layer} of {str(files.path)!r} is dense, but a layer with experts is needed; those are "
+            f"{_index_ranges(moe_layers)}"
+        )
+    with config_errors(files):
+        reason = model.unsupported_reason(files.config, layer)
+    if reason is not None:
+        raise CheckpointError(
+            f"layer {layer} of {str(files.path)!r}, model type {model_type!r}, is not read: {reason}; {BY_HAND}"
+        )
+
+
+def _index_ranges(indices: Sequence[int]) -> str:
+    """`1-3, 5` for (1, 2, 3, 5)."""
+    ranges: list[list[int]] = []
+    for index in indices:
+        if ranges and ranges[-1][-1] == index - 1:
+            ranges[-1][1:] = [index]
+        else:
+            ranges.append([index])
+    return one_line(", ".join("-".join(map(str, bounds)) for bounds in ranges) or "none", 200)
 
 
 def _local_experts(num_experts: int, num_local_experts: int | None, ep_rank: int) -> range:
@@ -202,16 +260,11 @@ def _find_fused(files: CheckpointFiles, model: ModelType, root: str) -> FusedNam
     return model.fused[-1] if model.projections is None else None
 
 
-def _correction_biases(model: ModelType, layer_root: str, root: str) -> tuple[str, ...]:
-    """Names that the model type's bias may have."""
-    outer = () if model.outer_correction_bias is None else (f"{layer_root}{model.outer_correction_bias}",)
-    return (*(f"{root}{name}" for name in model.correction_biases), *outer)
-
-
-def _any_correction_bias(layer_root: str, root: str) -> Iterator[str]:
-    """Names that the bias of some model type has."""
-    yield from (f"{root}{name}" for name in sorted(_CORRECTION_BIASES))
-    yield from (f"{layer_root}{name}" for name in _OUTER_CORRECTION_BIASES)
+def _bias_names(models: Iterable[ModelType], layer_root: str, root: str) -> list[str]:
+    """Names that the correction bias of some model types may have."""
+    names = [f"{root}{name}" for model in models for name in model.correction_biases]
+    outer = [model.outer_correction_bias for model in models]
+    return names + [f"{layer_root}{name}" for name in outer if name is not None]
 
 
 def _find_shared(files: CheckpointFiles, layer_root: str) -> dict[str, str]:
@@ -232,7 +285,8 @@ def _storage_format(
     fused: FusedNames | None,
 ) -> StorageFormat:
     """How the experts are stored, as the configs say."""
-    storage = quantized_format(files, list_modules(model, root, experts, fused))
+    projections = (some for expert in experts for some in list_projections(model, sizes, root, expert, fused))
+    storage = quantized_format(files, list(dict.fromkeys(projection.module for _, _, projection in projections)))
     if storage is None:
         is_transposed = model.is_transposed
         if is_transposed is None:
@@ -253,18 +307,20 @@ def _is_transposed(files: CheckpointFiles, sizes: LayerSizes, root: str, fused: 
     return all(files.header(f"{root}{name}").shape == (sizes.num_experts, *shape) for name, shape in shapes.items())
 
 
-def _check_header(files: CheckpointFiles, sizes: LayerSizes, storage_name: str, part: ExpertPart) -> TensorHeader:
-    header = files.header(part.name)
-    shapes = " or ".join(str(list(shape)) for shape in part.shapes)
-    if header.shape not in part.shapes:
+def _check_header(
+    files: CheckpointFiles, sizes: LayerSizes, storage_name: str, name: str, tensor: StoredTensor
+) -> TensorHeader:
+    header = files.header(name)
+    shapes = " or ".join(str(list(shape)) for shape in tensor.shapes)
+    if header.shape not in tensor.shapes:
         raise CheckpointError(
-            f"{part.name} must be {shapes} where config.json says E={sizes.num_experts}, H={sizes.hidden_size}, "
+            f"{name} must be {shapes} where config.json says E={sizes.num_experts}, H={sizes.hidden_size}, "
             f"I={sizes.intermediate_size} and {storage_name} experts, got {list(header.shape)} in "
             f"{files.path / header.file}; use the config.json that belongs to these tensors"
         )
-    if header.dtype not in part.dtypes:
+    if header.dtype not in tensor.dtypes:
         raise CheckpointError(
-            f"{part.name} must be {' or '.join(part.dtypes)} where the checkpoint's config says {storage_name} "
+            f"{name} must be {' or '.join(tensor.dtypes)} where the checkpoint's config says {storage_name} "
             f"experts, got {header.dtype} in {files.path / header.file}; use the config.json that belongs to these "
             "tensors"
         )

@@ -16,8 +16,6 @@ import regex
 
 from moereg.errors import CheckpointError, shown
 
-__all__ = ["Match", "Patterns"]
-
 # Seconds of CPU time for all patterns of a file. 40 of them on 256 experts take a tenth of it.
 _BUDGET_S: Final = 1.5
 # Seconds of the clock between two looks at the CPU time, which takes ten times as long to read.
@@ -54,9 +52,9 @@ class Patterns:
         A pattern is a regular expression for whole components of the name: `mlp.gate` matches neither `mlp.gate_proj`
         nor `xmlp.gate`. transformers' `should_convert_module` draws the same boundary.
         """
-        plain, expressions = _divide(patterns, lambda pattern: _PLAIN.fullmatch(pattern) is not None)
+        names, expressions = _divide(patterns, lambda pattern: _PLAIN.fullmatch(pattern) is not None)
         searches = [self.expression(text, rf"(?:^|\.)(?:{text})(?:\.|$)", is_anywhere=True) for text in expressions]
-        return lambda module: _names_part(module, plain) or any(search(module) for search in searches)
+        return lambda module: _has_name(module, names, len(module)) or any(search(module) for search in searches)
 
     def wildcards(self, patterns: Iterable[str]) -> Match:
         """Whether any of some names, with stars as in file names, means a module or one that holds it."""
@@ -67,7 +65,7 @@ class Patterns:
             for glob in globs
             for some in (glob, f"{glob}.*")
         ]
-        return lambda module: _names_start(module, names) or any(match(module) for match in matches)
+        return lambda module: _has_name(module, names, 1) or any(match(module) for match in matches)
 
     def expression(self, text: str, expression: str, is_anywhere: bool = False) -> Match:
         """Whether a regular expression matches a module.
@@ -118,19 +116,11 @@ def _divide(patterns: Iterable[str], is_name: Callable[[str], bool]) -> tuple[fr
     return names, [pattern for pattern in unique if pattern not in names]
 
 
-def _names_part(module: str, names: frozenset[str]) -> bool:
-    """Whether neighboring components of a module's name are among some names."""
-    if not names:
-        return False
-    parts = module.split(".")
-    starts = range(len(parts))
+def _has_name(module: str, names: frozenset[str], num_starts: int) -> bool:
+    """Whether some names have neighboring components of a module's name that begin at one of its first components."""
+    parts = module.split(".") if names else []
+    starts = range(min(num_starts, len(parts)))
     return any(".".join(parts[start:stop]) in names for start in starts for stop in range(start + 1, len(parts) + 1))
-
-
-def _names_start(module: str, names: frozenset[str]) -> bool:
-    """Whether the first components of a module's name are among some names."""
-    parts = module.split(".")
-    return any(".".join(parts[:stop]) in names for stop in range(1, len(parts) + 1))
 
 
 def _without_anchor(expression: str) -> str:

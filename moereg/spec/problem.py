@@ -101,26 +101,17 @@ class MoEProblem:
         exact_activations: bool = False,
         max_num_tokens: int | None = None,
     ) -> None:
-        values = {
-            "num_experts": num_experts,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "top_k": top_k,
+        given = locals()
+        resolved = {
             "dtype": _dtype_name(dtype),
             "quant": get_scheme(quant),
             "activation": Activation.from_name(activation) if isinstance(activation, str) else activation,
-            "has_bias": has_bias,
             "activation_format": check_one_of("activation format", activation_format, ACTIVATION_FORMATS),
             "num_local_experts": num_experts if num_local_experts is None else num_local_experts,
             "placement": check_one_of("placement", placement, PLACEMENTS),
-            "apply_router_weight_on_input": apply_router_weight_on_input,
-            "graph_capture": graph_capture,
-            "deterministic": deterministic,
-            "exact_activations": exact_activations,
-            "max_num_tokens": max_num_tokens,
         }
-        for field, value in values.items():
-            object.__setattr__(self, field, value)
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, resolved.get(field.name, given[field.name]))
         self._check()
 
     def _check(self) -> None:
@@ -188,9 +179,9 @@ class MoEProblem:
         for name in _REQUIRED:
             if name not in keywords:
                 raise ArgumentError(f"{name} is required, got an object with {shown(sorted(keywords))}")
-        known = [field.name for field in dataclasses.fields(cls)]
+        known = tuple(field.name for field in dataclasses.fields(cls))
         for name in keywords:
-            check_one_of("field of a problem", name, tuple(known))
+            check_one_of("field of a problem", name, known)
         if isinstance(quant := keywords.get("quant"), Mapping):
             keywords["quant"] = QuantScheme.from_dict(quant)
         return cls(**keywords)

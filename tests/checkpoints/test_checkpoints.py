@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moereg.checkpoints import _memory, load_experts, moe_layers, read_problem
+from moereg.checkpoints import _load, load_experts, moe_layers, read_problem
 from moereg.errors import RequestError, TooLargeError
 from moereg.runtime.memory import free_memory_bytes
 from tests.checkpoints.small_checkpoint import CONFIG, EXPERTS, ROUTER, small_tensors, write_checkpoint
@@ -116,7 +116,7 @@ def test_a_layer_that_does_not_fit_is_refused(
     dtype: str | None,
     expected: str,
 ) -> None:
-    monkeypatch.setattr(_memory, "free_memory_bytes", lambda device: free_bytes)
+    monkeypatch.setattr(_load, "free_memory_bytes", lambda device: free_bytes)
     with pytest.raises(TooLargeError, match=re.escape(expected)) as error:
         load_experts(sharded, 1, dtype=dtype)
     assert str(error.value).startswith(f"layer 1 of {str(sharded)!r} needs ")
@@ -124,11 +124,11 @@ def test_a_layer_that_does_not_fit_is_refused(
 
 
 def test_what_the_refusal_suggests_fits(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_memory, "free_memory_bytes", lambda device: 2400)
+    monkeypatch.setattr(_load, "free_memory_bytes", lambda device: 2400)
     assert load_experts(sharded, 1).problem.num_local_experts == 4
-    monkeypatch.setattr(_memory, "free_memory_bytes", lambda device: 2399)
+    monkeypatch.setattr(_load, "free_memory_bytes", lambda device: 2399)
     assert load_experts(sharded, 1, num_local_experts=3).problem.num_local_experts == 3
-    monkeypatch.setattr(_memory, "free_memory_bytes", lambda device: None)
+    monkeypatch.setattr(_load, "free_memory_bytes", lambda device: None)
     assert load_experts(sharded, 1).problem.num_local_experts == 4
 
 

@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from moereg import cli
 from moereg.checkpoints import load_experts, moe_layers
-from moereg.checkpoints._model_rules import count_layers
-from moereg.checkpoints._models import MODEL_TYPES
+from moereg.checkpoints._models import MODEL_TYPES, count_layers
 from moereg.errors import CheckpointError, MoeregError
 from moereg.numerics.reference import relative_error
 from moereg.routing import REFUSED_MODEL_TYPES, RouterSpec

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from moereg.checkpoints import CheckpointLayer, _files, _memory, load_experts, read_problem
+from moereg.checkpoints import CheckpointLayer, _files, _load, load_experts, read_problem
 from moereg.checkpoints._quantization import METHODS
 from moereg.cli import main
 from moereg.errors import CheckpointError, TooLargeError
@@ -193,9 +193,9 @@ def test_what_is_refused_as_too_large_is_the_stored_size(name: str, monkeypatch:
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors().values())
     one_bytes = num_bytes // weights.num_experts
     needed = one_bytes * (weights.num_experts + 1)
-    monkeypatch.setattr(_memory, "free_memory_bytes", lambda device: needed)
+    monkeypatch.setattr(_load, "free_memory_bytes", lambda device: needed)
     load_experts(CHECKPOINTS / name, 0, max_memory_fraction=1.0)
-    monkeypatch.setattr(_memory, "free_memory_bytes", lambda device: needed - 1)
+    monkeypatch.setattr(_load, "free_memory_bytes", lambda device: needed - 1)
     with pytest.raises(TooLargeError, match=f"in {SCHEMES[name]}, and one more while reading"):
         load_experts(CHECKPOINTS / name, 0, max_memory_fraction=1.0)
 
