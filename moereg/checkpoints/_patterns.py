@@ -18,8 +18,6 @@ from moereg.errors import CheckpointError, shown
 
 # Seconds of CPU time for all patterns of a file. 40 of them on 256 experts take a tenth of it.
 _BUDGET_S: Final = 1.5
-# Seconds of the clock between two looks at the CPU time, which takes ten times as long to read.
-_SHORT_S: Final = 0.02
 _LONGEST: Final = 4_096
 _MOST: Final = 2_000
 # Nothing here can backtrack, and a dot matches only a dot. Nearly every published list of modules is of this kind.
@@ -43,8 +41,6 @@ class Patterns:
         self._field = field
         self._num_compiled = 0
         self._end_s = time.thread_time() + _BUDGET_S
-        self._left_s = _BUDGET_S
-        self._looked_at = time.perf_counter()
 
     def components(self, patterns: Iterable[str]) -> Match:
         """Whether any of some patterns names a module or one that holds it.
@@ -81,15 +77,15 @@ class Patterns:
                 f"{self._field} must hold at most {_MOST} regular expressions of up to {_LONGEST} characters, got "
                 f"{shown(text)} of {len(text)} as number {self._num_compiled}; name modules without expressions"
             )
-        compiled = self._run(text, lambda: regex.compile(expression))
+        compiled = self._run(text, lambda left_s: regex.compile(expression))
         find = compiled.search if is_anywhere else compiled.match
-        return lambda module: self._run(text, lambda: find(module, timeout=self._left_s)) is not None
+        return lambda module: self._run(text, lambda left_s: find(module, timeout=left_s)) is not None
 
-    def _run(self, text: str, work: Callable[[], Any]) -> Any:
+    def _run(self, text: str, work: Callable[[float], Any]) -> Any:
         try:
-            if time.perf_counter() - self._looked_at > _SHORT_S:
-                self._look_at_clock()
-            return work()
+            if (left_s := self._end_s - time.thread_time()) <= 0:
+                raise TimeoutError
+            return work(left_s)
         except TimeoutError:
             raise CheckpointError(
                 f"{self._field} must hold patterns that together match in {_BUDGET_S} s, got {shown(text)}, at which "
@@ -100,13 +96,6 @@ class Patterns:
                 f"{self._field} must hold names or regular expressions, got {shown(text)} "
                 f"({str(error) or type(error).__name__}); correct it"
             ) from None
-
-    def _look_at_clock(self) -> None:
-        """Updates how much time is left."""
-        self._left_s = self._end_s - time.thread_time()
-        if self._left_s <= 0:
-            raise TimeoutError
-        self._looked_at = time.perf_counter()
 
 
 def _divide(patterns: Iterable[str], is_name: Callable[[str], bool]) -> tuple[frozenset[str], list[str]]:
