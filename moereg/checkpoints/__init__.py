@@ -12,8 +12,8 @@ Words of this package:
 - A *part* is a stored tensor, or one row of it, and the expert and field that it is for.
 - The *manifest* of a layer lists the parts of each of its experts. It is complete before any data is read.
 
-`_files` opens files, `_models` and `_quantization` read the configs, `_parts` and `_manifest` list what to read, and
-`_load` answers callers. `_save` writes a checkpoint with quantized experts, whose tensors `_compressed_write` makes.
+`_files` opens files, `_models` and `_quantization` read the configs, `_manifest` lists what to read, and `_load`
+answers callers. `_save` writes a checkpoint with quantized experts, whose tensors `_compressed_write` makes.
 """
 
 from moereg.checkpoints._layer import CheckpointLayer

@@ -26,8 +26,13 @@ from moereg.checkpoints._compressed_write import (
 from moereg.checkpoints._files import INDEX, SINGLE, CheckpointFiles
 from moereg.checkpoints._layer import CheckpointLayer
 from moereg.checkpoints._load import load_experts
-from moereg.checkpoints._manifest import LayerManifest, find_model, list_layer, moe_layer_indices
-from moereg.checkpoints._parts import list_projections
+from moereg.checkpoints._manifest import (
+    LayerManifest,
+    find_model,
+    list_layer,
+    list_projections,
+    moe_layer_indices,
+)
 from moereg.errors import CheckpointError, shown
 from moereg.numerics.reference import calibrate_activation_scales
 from moereg.runtime.memory import format_bytes

@@ -101,7 +101,7 @@ class MoEProblem:
         exact_activations: bool = False,
         max_num_tokens: int | None = None,
     ) -> None:
-        given = locals()
+        given = locals()  # The arguments have the fields' names.
         resolved = {
             "dtype": _dtype_name(dtype),
             "quant": get_scheme(quant),
@@ -110,17 +110,14 @@ class MoEProblem:
             "num_local_experts": num_experts if num_local_experts is None else num_local_experts,
             "placement": check_one_of("placement", placement, PLACEMENTS),
         }
-        for field in dataclasses.fields(self):
+        for field in dataclasses.fields(MoEProblem):
             object.__setattr__(self, field.name, resolved.get(field.name, given[field.name]))
-        self._check()
-
-    def _check(self) -> None:
-        for field in (*_REQUIRED, "num_local_experts"):
-            check_count(field, getattr(self, field))
-        if self.max_num_tokens is not None:
-            check_count("max_num_tokens", self.max_num_tokens)
-        for field in _FLAGS:
-            check_flag(field, getattr(self, field))
+        for name in (*_REQUIRED, "num_local_experts"):
+            check_count(name, getattr(self, name))
+        if max_num_tokens is not None:
+            check_count("max_num_tokens", max_num_tokens)
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
         if not isinstance(self.activation, Activation):
             raise ArgumentError(f"activation must be a name or an Activation, got {shown(self.activation)}")
         if self.top_k > self.num_experts:
