@@ -185,12 +185,13 @@ class _Copy:
             if len(kept) == len(names):
                 shutil.copyfile(self.files.path / file, folder / written[file])
             elif kept:
-                _save({name: self.files.read(name) for name in kept}, folder / written[file])
+                tensors = {name: self.files.read(name) for name in kept}
+                save_file(tensors, folder / written[file], metadata={"format": "pt"})
         for done, layer in enumerate(self.manifests):
             for number, tensors in enumerate(self._shards(layer, device)):
                 file = _free_name(f"experts-{layer:05}-{number:02}", written.values())
                 weight_map |= dict.fromkeys(tensors, file)
-                _save(tensors, folder / file)
+                save_file(tensors, folder / file, metadata={"format": "pt"})
             progress(done + 1, len(self.manifests))
         for source in sorted(self.files.path.iterdir()):
             is_copied = source.suffix not in _WEIGHT_SUFFIXES and source.name not in (INDEX, "config.json")
@@ -323,10 +324,6 @@ def _free_name(stem: str, taken: Collection[str]) -> str:
     """A file's name that the source's files do not have."""
     names = (f"{stem}{suffix}.safetensors" for suffix in ("", *(f"-{number}" for number in range(len(taken)))))
     return next(name for name in names if name not in taken)
-
-
-def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    save_file(dict(tensors), file, metadata={"format": "pt"})
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
