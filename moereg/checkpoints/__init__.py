@@ -12,14 +12,12 @@ Words of this package:
 - A *part* is a stored tensor, or one row of it, and the expert and field that it is for.
 - The *manifest* of a layer lists the parts of each of its experts. It is complete before any data is read.
 
-`_files` opens files and `_models`, `_moe_layers` and `_quantization` read the configs; one module for each
-`quant_method` knows its formats. `_parts` and `_manifest` list what to read, and `_problem` and `_load` answer callers.
-`_save` writes a checkpoint with quantized experts, whose tensors `_compressed_write` makes.
+`_files` opens files, `_models` and `_quantization` read the configs, `_manifest` lists what to read, and `_load`
+answers callers. `_save` writes a checkpoint with quantized experts, whose tensors `_compressed_write` makes.
 """
 
 from moereg.checkpoints._layer import CheckpointLayer
-from moereg.checkpoints._load import load_experts
-from moereg.checkpoints._problem import moe_layers, read_problem
+from moereg.checkpoints._load import load_experts, moe_layers, read_problem
 from moereg.checkpoints._save import SavedCheckpoint, check_can_save, quantize_layer, save_quantized
 
 __all__ = [

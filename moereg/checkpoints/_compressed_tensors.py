@@ -1,15 +1,29 @@
-"""`quant_method: compressed-tensors`, what llm-compressor writes: the scheme and the layout of each module."""
+"""`quant_method: compressed-tensors`, what llm-compressor writes: the scheme of each module, and its tensors."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
-from moereg.checkpoints._compressed_layouts import LAYOUTS
-from moereg.checkpoints._formats import FormatOf, StorageFormat
+import torch
+
+from moereg.checkpoints._formats import (
+    FLOATS,
+    FormatOf,
+    Projection,
+    StorageFormat,
+    StoredTensor,
+    block_tensors,
+    canonical_zero_points,
+    exponents,
+    one_number,
+    word_bytes,
+)
 from moereg.checkpoints._patterns import Patterns
 from moereg.errors import CheckpointError, shown
+from moereg.quantize import pack_nibbles
 from moereg.routing.config_entries import (
     is_one_of,
     read_choice,
@@ -20,9 +34,7 @@ from moereg.routing.config_entries import (
     read_object,
     read_objects,
 )
-from moereg.spec.quant_schemes import QuantScheme, get_scheme
-
-__all__ = ["compressed_tensors_formats"]
+from moereg.spec.quant_schemes import WHOLE, QuantFormat, QuantScheme, get_scheme
 
 _NO_ACTIVATIONS: Final = "16-bit"
 _ORDERS: Final = ("group", "dynamic", True)
@@ -119,14 +131,14 @@ def _format(group: Mapping[str, Any], default: str | None) -> StorageFormat:
     scheme = _scheme(group)
     assert scheme.weight is not None
     stored_as = (scheme.weight.dtype, scheme.weight.scale_dtype)
-    if (layout, *stored_as) not in LAYOUTS:
-        known = [key[0] for key in LAYOUTS if key[1:] == stored_as]
+    if (layout, *stored_as) not in _LAYOUTS:
+        known = [key[0] for key in _LAYOUTS if key[1:] == stored_as]
         raise CheckpointError(
             f"the compressed-tensors format of {scheme.name} must be {' or '.join(known)}, got {shown(layout)}; take "
             "the file from the model's publisher"
         )
     is_tensor = group["weights"].get("strategy") == "tensor"
-    tensors = functools.partial(LAYOUTS[(layout, *stored_as)], scheme, is_tensor)
+    tensors = functools.partial(_tensors, _LAYOUTS[(layout, *stored_as)], scheme, is_tensor)
     return StorageFormat(f"compressed-tensors {layout} {scheme.name}", scheme, tensors)
 
 
@@ -163,3 +175,160 @@ def _describe(group: Mapping[str, Any], side: str) -> str:
         rows_and_columns = arguments.get("block_structure")
         words.append("128x128" if is_one_of(rows_and_columns, ([128, 128],)) else shown(rows_and_columns))
     return " ".join(words)
+
+
+# The tensors of a projection's weights.
+_Layout = Callable[[QuantFormat, bool, Projection], Sequence[StoredTensor]]
+_NUMBER: Final = ((1,), ())
+
+
+def _tensors(layout: _Layout, scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
+    """The tensors of a layout, and `input_scale` [1] where activations have a static scale.
+
+    Args:
+        layout: A function of `_LAYOUTS`.
+        scheme: Of the weights and activations.
+        is_tensor: Whether one scale is for the whole projection.
+        projection: Whose tensors they are.
+    """
+    assert scheme.weight is not None
+    tensors = layout(scheme.weight, is_tensor, projection)
+    if scheme.activation is None:
+        return tensors
+    if scheme.activation.static:
+        return (*tensors, StoredTensor(".input_scale", _NUMBER, FLOATS, "activation_scale", one_number))
+    if scheme.activation.global_scale:
+        return (*tensors, StoredTensor(".input_global_scale", _NUMBER, FLOATS, "activation_scale", _inverse))
+    return tensors
+
+
+def _naive(fmt: QuantFormat, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
+    """`weight` [N,K] e4m3 or int8 and `weight_scale`: [1], [N,1], or one for each block.
+
+    Source: compressors/naive_quantized/base.py of compressed-tensors 0.20.0.
+    """
+    if WHOLE not in fmt.group:
+        return block_tensors(projection, "weight_scale")
+    dtype = "I8" if fmt.dtype == "int8" else "F8_E4M3"
+    rows = StoredTensor(".weight_scale", ((projection.rows, 1),), FLOATS, "scale")
+    number = StoredTensor(".weight_scale", _NUMBER, FLOATS, "scale", one_number)
+    return StoredTensor(".weight", (projection.shape,), (dtype,), "weight"), number if is_tensor else rows
+
+
+def _packed_integers(fmt: QuantFormat, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
+    """`weight_packed` [N, ceil(K/8)] int32 (8 bits: K/4), `weight_scale` [N,G], `weight_shape`, N and K.
+
+    Codes are signed integers plus 8 (128), packed along K from the lowest bits on; the unused bits of a row's last word
+    are 0. `weight_zero_point` [ceil(N/8), G] int32 has the same offset and is packed along N.
+    Source: compressors/pack_quantized of compressed-tensors 0.20.0.
+    """
+    rows, columns, num_groups = *projection.shape, projection.num_groups(fmt.group[1])
+    shape = (rows, -(-columns * fmt.bits // 32))
+    codes = functools.partial(_int4_codes if fmt.bits == 4 else _int8_codes, columns=columns)
+    zeros = functools.partial(_zero_points, rows=rows)
+    zero_point = StoredTensor(".weight_zero_point", ((-(-rows // 8), num_groups),), ("I32",), "zero_point", zeros)
+    return (
+        StoredTensor(".weight_packed", (shape,), ("I32",), "weight", codes),
+        StoredTensor(".weight_scale", ((rows, num_groups),), FLOATS, "scale"),
+        StoredTensor(".weight_shape", ((2,),), ("I64", "I32"), None, functools.partial(_check_shape, projection)),
+        *(() if fmt.symmetric else (zero_point,)),
+    )
+
+
+def _unpacked_int4(fmt: QuantFormat, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
+    """`weight` [N,K] int8 from -8 to 7, `weight_scale` and `weight_zero_point` [N,G], the latter alike.
+
+    compressed-tensors 0.20.0 stores integers with quantized activations like this, unless it is told another format.
+    Source: compressors/format.py and compressors/naive_quantized/base.py of compressed-tensors 0.20.0.
+    """
+    groups = ((projection.rows, projection.num_groups(fmt.group[1])),)
+    zero_point = StoredTensor(".weight_zero_point", groups, ("I8",), "zero_point", _packed_codes)
+    return (
+        StoredTensor(".weight", (projection.shape,), ("I8",), "weight", _packed_codes),
+        StoredTensor(".weight_scale", groups, FLOATS, "scale"),
+        *(() if fmt.symmetric else (zero_point,)),
+    )
+
+
+def _nvfp4(fmt: QuantFormat, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
+    """`weight_packed` [N,K/2] uint8, low nibble the even column, `weight_scale` [N,K/16] e4m3 and two global scales.
+
+    Quantizing multiplies by `weight_global_scale` and `input_global_scale` [1] fp32, so restoring divides by them.
+    Source: compressors/nvfp4 and quantization/lifecycle/forward.py of compressed-tensors 0.20.0.
+    """
+    groups = (projection.rows, projection.num_groups(16))
+    return (
+        StoredTensor(".weight_packed", ((projection.rows, projection.columns // 2),), ("U8",), "weight"),
+        StoredTensor(".weight_scale", (groups,), ("F8_E4M3",), "scale"),
+        StoredTensor(".weight_global_scale", _NUMBER, FLOATS, "scale_2", _inverse),
+    )
+
+
+def _mx(fmt: QuantFormat, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
+    """Codes, and `weight_scale` [N,K/32] uint8, codes of e8m0.
+
+    mxfp4: `weight_packed` [N,K/2] uint8, low nibble the even column. mxfp8: `weight` [N,K] e4m3.
+    Source: compressors/mxfp4, compressors/mxfp8 and mx_utils.py of compressed-tensors 0.20.0.
+    """
+    packed = StoredTensor(".weight_packed", ((projection.rows, projection.columns // 2),), ("U8",), "weight")
+    weight = StoredTensor(".weight", (projection.shape,), ("F8_E4M3",), "weight")
+    groups = (projection.rows, projection.num_groups(32))
+    scale = StoredTensor(".weight_scale", (groups,), ("U8", "F8_E8M0"), "scale", exponents)
+    return packed if fmt.bits == 4 else weight, scale
+
+
+def _inverse(stored: torch.Tensor) -> torch.Tensor:
+    number = one_number(stored).float()
+    if not (number.isfinite() and number > 0):
+        raise CheckpointError(
+            f"global scales of compressed-tensors must be finite and positive, since they divide, got {float(number)}; "
+            "calibrate again"
+        )
+    return 1 / number
+
+
+def _int4_codes(stored: torch.Tensor, columns: int) -> torch.Tensor:
+    return word_bytes(stored)[:, : -(-columns // 2)]
+
+
+def _packed_codes(stored: torch.Tensor) -> torch.Tensor:
+    low, high = (int(extreme) for extreme in stored.aminmax())
+    if low < -8 or high > 7:
+        raise CheckpointError(
+            f"4-bit integers must be from -8 to 7, got {low} to {high}; take the file from the model's publisher"
+        )
+    return pack_nibbles((stored + 8).view(torch.uint8))
+
+
+def _int8_codes(stored: torch.Tensor, columns: int) -> torch.Tensor:
+    return (word_bytes(stored)[:, :columns] ^ 128).view(torch.int8)
+
+
+def _zero_points(stored: torch.Tensor, rows: int) -> torch.Tensor:
+    return canonical_zero_points(stored.mT, rows)
+
+
+def _check_shape(projection: Projection, stored: torch.Tensor) -> torch.Tensor:
+    if stored.tolist() != [projection.rows, projection.columns]:
+        raise CheckpointError(
+            f"it must be {[projection.rows, projection.columns]} where config.json has these sizes, got "
+            f"{stored.tolist()}; use the config.json that belongs to these tensors"
+        )
+    return stored
+
+
+_LAYOUTS: Final[Mapping[tuple[str, str, str], _Layout]] = MappingProxyType(
+    {
+        ("float-quantized", "float8_e4m3fn", "float32"): _naive,
+        ("naive-quantized", "float8_e4m3fn", "float32"): _naive,
+        ("int-quantized", "int8", "float32"): _naive,
+        ("naive-quantized", "int8", "float32"): _naive,
+        ("pack-quantized", "int8", "float32"): _packed_integers,
+        ("pack-quantized", "uint4", "float32"): _packed_integers,
+        ("int-quantized", "uint4", "float32"): _unpacked_int4,
+        ("nvfp4-pack-quantized", "float4_e2m1fn", "float8_e4m3fn"): _nvfp4,
+        ("mxfp4-pack-quantized", "float4_e2m1fn", "float8_e8m0fnu"): _mx,
+        ("mxfp8-quantized", "float8_e4m3fn", "float8_e8m0fnu"): _mx,
+    }
+)
+"""By the config's `format`, the element type and the type of the group scales."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, get_args
 
 import torch
 
@@ -16,12 +16,8 @@ from moereg.checkpoints._compressed_tensors import compressed_tensors_formats
 from moereg.checkpoints._formats import Projection, StorageFormat, StoredTensor
 from moereg.errors import CheckpointError
 from moereg.quantize import pack_nibbles, quantize_weights, unpack_nibbles
-from moereg.spec.quant_schemes import TENSOR_ROLES, WHOLE, QuantFormat, QuantScheme, TensorRole
+from moereg.spec.quant_schemes import TENSOR_ROLES, WHOLE, QuantFormat, QuantScheme, TensorRole, tensor_name
 from moereg.weights.permuted import ExpertWeights
-
-__all__ = ["projection_rows", "quantization_config", "quantize_as_stored", "storage_of", "stored_tensors"]
-
-_WORD_BYTES: Final = 4
 
 
 def quantization_config(scheme: QuantScheme, targets: Sequence[str]) -> dict[str, Any]:
@@ -54,37 +50,28 @@ def quantization_config(scheme: QuantScheme, targets: Sequence[str]) -> dict[str
         "global_compression_ratio": None,
         "ignore": [],
     }
-    storage_of(config, scheme, targets[0])
+    storage_of(config, scheme)
     return config
 
 
-def storage_of(config: Mapping[str, Any], scheme: QuantScheme, module: str) -> StorageFormat:
-    """The reader's format of a module, which is what a writer has to follow.
-
-    Args:
-        config: From `quantization_config`.
-        scheme: That the config was made for.
-        module: Name of one of the targets.
+def storage_of(config: Mapping[str, Any], scheme: QuantScheme) -> StorageFormat:
+    """The format that the reader takes a config of `quantization_config` for, which a writer has to follow.
 
     Raises:
-        CheckpointError: The reader takes the config for another scheme, or for none.
+        CheckpointError: The reader takes it for that of another scheme, or of none.
     """
     group = next(iter(config["config_groups"].values()))
     try:
         # Any name stands for the modules here: the expressions of the config may speak of others.
-        found = compressed_tensors_formats({**config, "config_groups": {"0": {**group, "targets": [module]}}})(module)
+        found = compressed_tensors_formats({**config, "config_groups": {"0": {**group, "targets": ["any"]}}})("any")
+        if found is None or found.scheme != scheme:
+            raise CheckpointError("read as another scheme")
     except CheckpointError as error:
-        raise CheckpointError(_no_layout(scheme)) from error
-    if found is None or found.scheme != scheme:
-        raise CheckpointError(_no_layout(scheme))
+        raise CheckpointError(
+            f"a checkpoint is written in compressed-tensors' layout, which has none for {scheme.description}; write a "
+            "scheme with the same weights and 16-bit activations, or another one"
+        ) from error
     return found
-
-
-def _no_layout(scheme: QuantScheme) -> str:
-    return (
-        f"a checkpoint is written in compressed-tensors' layout, which has none for {scheme.description}; write a "
-        "scheme with the same weights and 16-bit activations, or another one"
-    )
 
 
 def _layout(scheme: QuantScheme) -> str:
@@ -132,14 +119,7 @@ def quantize_as_stored(
 ) -> ExpertWeights:
     """`quantize_weights` with scales that survive being stored, so that what is measured is what is written.
 
-    Args:
-        weights: Unquantized.
-        scheme: To quantize to.
-        dtype: Of the checkpoint.
-        a13_scale, a2_scale: As `quantize_weights` takes them.
-
-    Raises:
-        ValueError: As `quantize_weights`.
+    The dtype is the checkpoint's; other arguments and errors are those of `quantize_weights`.
     """
     assert scheme.weight is not None
     stored = dataclasses.replace(scheme, weight=_with_stored_scales(scheme, dtype))
@@ -170,18 +150,11 @@ def _with_stored_scales(scheme: QuantScheme, dtype: torch.dtype) -> QuantFormat:
 def projection_rows(
     weights: ExpertWeights, expert: int, matrix: str, half: int | None
 ) -> dict[TensorRole, torch.Tensor]:
-    """The canonical tensors of one projection of an expert, by role, as views.
-
-    Args:
-        weights: Canonical.
-        expert: Local expert.
-        matrix: `w13` or `w2`.
-        half: 0 gate, 1 up, None for all of w2.
-    """
+    """The canonical tensors of one projection of an expert, by role, as views; a half is 0 gate, 1 up, None for all."""
     found: dict[TensorRole, torch.Tensor] = {}
-    for name, tensor in weights.tensors().items():
-        role = TENSOR_ROLES[name]
-        if matrix.removeprefix("w") != name.removeprefix("a").removeprefix("w").partition("_")[0] or role == "bias":
+    for role in get_args(TensorRole):
+        tensor = weights.tensors().get(tensor_name(matrix, role))
+        if tensor is None or role == "bias":
             continue
         one = tensor[expert] if tensor.dim() else tensor
         # One number for the matrix is both halves'; gate and up read the same input, which has one scale.
@@ -199,26 +172,19 @@ def stored_tensors(
     Args:
         storage: As `storage_of` gives it.
         projection: Its name and sizes.
-        canonical: As `projection_rows` gives it, of weights from `quantize_as_stored`.
+        canonical: As `projection_rows` gives it, of weights from `quantize_as_stored`, calibrated where activations
+            have scales.
         dtype: Of the checkpoint.
 
     Returns:
         Contiguous tensors on the CPU, no two of which share memory.
-
-    Raises:
-        CheckpointError: The sizes do not fit the format.
     """
     fmt = storage.scheme.weight
     assert fmt is not None
     found = {}
     for tensor in storage.tensors(projection):
         if tensor.role is None:
-            stored = torch.tensor([projection.rows, projection.columns])
-        elif tensor.role not in canonical:
-            raise CheckpointError(
-                f"{storage.name} stores {projection.module}{tensor.suffix}, which needs calibrated activations, got "
-                "none; give the layer's real inputs, or take a scheme without activation scales"
-            )
+            stored = torch.tensor(projection.shape)
         else:
             value = canonical[tensor.role].cpu()
             stored = _stored(tensor, value, fmt, projection).contiguous()
@@ -232,13 +198,11 @@ def stored_tensors(
 
 
 def _stored(tensor: StoredTensor, value: torch.Tensor, fmt: QuantFormat, projection: Projection) -> torch.Tensor:
-    is_words = "I32" in tensor.dtypes
-    if tensor.role == "weight" and is_words:
-        codes = value if fmt.bits == 4 else value.contiguous().view(torch.uint8) ^ 128
-        return _words(codes)
+    if tensor.role == "weight" and "I32" in tensor.dtypes:
+        return _words(value if fmt.bits == 4 else value.contiguous().view(torch.uint8) ^ 128)
     if tensor.role == "zero_point":
-        num_groups = 1 if fmt.group[1] == WHOLE else projection.columns // fmt.group[1]
-        return _words(pack_nibbles(unpack_nibbles(value, num_groups).mT.contiguous())).mT
+        codes = unpack_nibbles(value, projection.num_groups(fmt.group[1]))
+        return _words(pack_nibbles(codes.mT.contiguous())).mT
     if tensor.role == "scale_2" or tensor.suffix == ".input_global_scale":
         return (1 / value).reshape(1)
     if value.dtype == torch.float8_e8m0fnu:
@@ -250,8 +214,7 @@ def _stored(tensor: StoredTensor, value: torch.Tensor, fmt: QuantFormat, project
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
     """Bytes [R,B] uint8 in words [R,ceil(B/4)] int32, lowest first; unused bytes are 0."""
-    padding = -codes.shape[1] % _WORD_BYTES
-    return torch.nn.functional.pad(codes, (0, padding)).contiguous().view(torch.int32)
+    return torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4)).contiguous().view(torch.int32)
 
 
 def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:

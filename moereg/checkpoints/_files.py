@@ -6,40 +6,43 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
+import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moereg.checkpoints._rows import ShardRows
 from moereg.errors import CheckpointError, shown
 from moereg.routing import language_config
 from moereg.runtime.memory import format_bytes
 
-__all__ = ["CheckpointFiles", "TensorHeader", "config_errors"]
-
-_INDEX: Final = "model.safetensors.index.json"
-_SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
 _MODEL_OPT: Final = "hf_quant_config.json"
 # Bytes, ten times what published models have: a list of quantized modules, and an index of 200,000 tensors.
 _LARGEST_CONFIG: Final = 16 * 2**20
 _LARGEST_INDEX: Final = 256 * 2**20
+# The limit that safetensors has.
+_LARGEST_HEADER: Final = 100_000_000
 # Loading a pickle runs its code, so pickles are named in the error and never opened.
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth")
+# Dtypes that formats of fused experts store.
+_ROW_DTYPES: Final = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "U8": torch.uint8,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorHeader:
-    """A tensor's entry in a safetensors header.
-
-    Attributes:
-        dtype: As safetensors spells it, e.g. `BF16`.
-        shape: Sizes.
-        file: Name of the file that holds it.
-    """
+    """A tensor's entry in the header of a file; the dtype as safetensors spells it, e.g. `BF16`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -66,7 +69,7 @@ class CheckpointFiles(contextlib.ExitStack):
                 "checkpoint that is on this machine"
             ) from error
         self._shards: dict[str, Any] = {}
-        self._rows: dict[str, ShardRows] = {}
+        self._rows: dict[str, _ShardRows] = {}
 
     @functools.cached_property
     def full_config(self) -> Mapping[str, Any]:
@@ -112,7 +115,7 @@ class CheckpointFiles(contextlib.ExitStack):
     @functools.cached_property
     def file_of(self) -> Mapping[str, str]:
         """The file that holds each tensor, by tensor name."""
-        index_path = self.path / _INDEX
+        index_path = self.path / INDEX
         if os.path.isfile(index_path):
             weight_map = _read_json_object(index_path, _LARGEST_INDEX).get("weight_map")
             if not isinstance(weight_map, dict):
@@ -120,8 +123,8 @@ class CheckpointFiles(contextlib.ExitStack):
             if others := [file for file in weight_map.values() if not isinstance(file, str)]:
                 raise CheckpointError(f"{index_path} must map to files, got {shown(others[0])}; download it again")
             return weight_map
-        if os.path.isfile(self.path / _SINGLE):
-            return dict.fromkeys(self._shard(_SINGLE).keys(), _SINGLE)
+        if os.path.isfile(self.path / SINGLE):
+            return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
         try:
             pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
         except OSError as error:
@@ -132,7 +135,7 @@ class CheckpointFiles(contextlib.ExitStack):
                 "convert it with transformers: from_pretrained, then save_pretrained"
             )
         raise CheckpointError(
-            f"a checkpoint must hold {_INDEX} or {_SINGLE}, got neither in {str(self.path)!r}; download the one that "
+            f"a checkpoint must hold {INDEX} or {SINGLE}, got neither in {str(self.path)!r}; download the one that "
             "belongs to it"
         )
 
@@ -144,12 +147,9 @@ class CheckpointFiles(contextlib.ExitStack):
             return TensorHeader(view.get_dtype(), tuple(view.get_shape()), file)
 
     def read(self, name: str, row: int | None = None, num_rows: int | None = None) -> torch.Tensor:
-        """The tensor, or only a part of it along dim 0, on the CPU.
+        """The tensor, or a row of it, or a part of so many rows, on the CPU.
 
-        Args:
-            name: Name of the tensor.
-            row: Which part; None for the whole tensor.
-            num_rows: Rows of a part; None for single rows, which come without that dimension.
+        A single row comes without that dimension.
         """
         file = self._file_of(name)
         # Otherwise rows would be made on the default device, whichever the caller has set.
@@ -163,7 +163,7 @@ class CheckpointFiles(contextlib.ExitStack):
 
     def _file_of(self, name: str) -> str:
         if name not in self.file_of:
-            source = _INDEX if os.path.isfile(self.path / _INDEX) else _SINGLE
+            source = INDEX if os.path.isfile(self.path / INDEX) else SINGLE
             raise CheckpointError(
                 f"tensor {name!r} is missing from {self.path / source}; download the checkpoint again, or check that "
                 "config.json belongs to it"
@@ -176,17 +176,63 @@ class CheckpointFiles(contextlib.ExitStack):
         shard_path = self.path / file
         # A stranger's index must not reach files outside the checkpoint.
         if Path(file).name != file:
-            raise CheckpointError(
-                f"{_INDEX} must name files of its own directory, got {shown(file)}; download it again"
-            )
+            raise CheckpointError(f"{INDEX} must name files of its own directory, got {shown(file)}; download it again")
         if not os.path.isfile(shard_path):
-            raise CheckpointError(f"{_INDEX} names {shard_path}, which is missing; download that file")
+            raise CheckpointError(f"{INDEX} names {shard_path}, which is missing; download that file")
         with _named_errors(shard_path):
             # Not mapped: a process is killed when it reads from a mapping beyond the end of a file that got shorter.
             shard = self.enter_context(safe_open(shard_path, framework="pt", backend="pread"))
-            self._rows[file] = self.enter_context(ShardRows(shard_path))
+            self._rows[file] = self.enter_context(_ShardRows(shard_path))
         self._shards[file] = shard
         return self._shards[file]
+
+
+class _ShardRows(contextlib.ExitStack):
+    """Reads rows of tensors in a file that safetensors has opened and found valid.
+
+    safetensors reads the whole tensor for each row unless it maps the file. But a process is killed when it reads a
+    mapping behind the end of a file that another process has cut off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.callback(os.close, self._file)
+
+    def read(self, name: str, row: int, dtype: str, shape: Sequence[int], num_rows: int | None) -> torch.Tensor:
+        """A row along dim 0, or a part of several rows; nothing else is read."""
+        shape_read = (*(() if num_rows is None else (num_rows,)), *shape[1:])
+        num_bytes = math.prod(shape_read) * _ROW_DTYPES[dtype].itemsize
+        try:
+            header, data_start = self._header
+            entry = header[name]
+            start = operator.index(entry["data_offsets"][0])
+            if (entry["dtype"], entry["shape"]) != (dtype, list(shape)) or not 0 <= start < 2**62:
+                raise ValueError(name)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            # safetensors found the header valid, so somebody has written to it since, and half of a header raises any
+            # error that JSON knows.
+            raise SafetensorError(f"its header changed while {name} was read") from error
+        stored = self._read(data_start + start + row * num_bytes, num_bytes)
+        return stored.view(_ROW_DTYPES[dtype]).view(shape_read)
+
+    @functools.cached_property
+    def _header(self) -> tuple[Mapping[str, Any], int]:
+        """The header, and the place of the data behind it. The format is its length in 8 bytes, itself, the data."""
+        num_bytes = int.from_bytes(self._read(0, 8).numpy().tobytes(), "little")
+        if num_bytes > _LARGEST_HEADER:
+            raise ValueError(num_bytes)
+        return json.loads(self._read(8, num_bytes).numpy().tobytes()), 8 + num_bytes
+
+    def _read(self, start: int, num_bytes: int) -> torch.Tensor:
+        found = torch.empty(num_bytes, dtype=torch.uint8)
+        left = memoryview(found.numpy())  # type: ignore[arg-type]
+        while left:
+            count = os.preadv(self._file, [left], start + num_bytes - len(left))
+            if count == 0:
+                raise SafetensorError(f"it ended {len(left)} bytes before the end of what was to be read")
+            left = left[count:]
+        return found
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""How checkpoints store a matrix of an expert: what the modules of `quant_method`s answer with."""
+"""How checkpoints store a matrix of an expert: what the readers of `quant_method`s answer with."""
 
 from __future__ import annotations
 
@@ -9,21 +9,12 @@ from typing import Final
 import torch
 
 from moereg.errors import CheckpointError
-from moereg.spec.quant_schemes import QuantScheme, TensorRole
-
-__all__ = [
-    "FLOATS",
-    "FormatOf",
-    "Projection",
-    "StorageFormat",
-    "StoredTensor",
-    "as_is",
-    "check_divides",
-    "one_number",
-    "unquantized_format",
-]
+from moereg.quantize import pack_nibbles, unpack_nibbles
+from moereg.spec.quant_schemes import WHOLE, QuantScheme, TensorRole
 
 FLOATS: Final = ("BF16", "F16", "F32")
+FP8_BLOCK: Final = 128
+"""Rows and columns that share a scale of e4m3 codes in blocks."""
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -43,6 +34,30 @@ class Projection:
     columns: int
     is_half: bool = False
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        return self.rows, self.columns
+
+    def num_groups(self, size: int) -> int:
+        """Groups of so many columns in a row; `WHOLE` means all of them.
+
+        Raises:
+            CheckpointError: They do not cover it.
+        """
+        size = self.columns if size == WHOLE else size
+        if self.columns % size:
+            raise CheckpointError(
+                f"the columns of {self.module} must be a multiple of the group size, got {self.columns} columns in "
+                f"groups of {size}; use the config.json that belongs to these tensors"
+            )
+        return self.columns // size
+
+
+def as_is(stored: torch.Tensor) -> torch.Tensor:
+    """The stored tensor is canonical already."""
+    return stored
+
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
@@ -61,8 +76,8 @@ class StoredTensor:
     suffix: str
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
-    role: TensorRole | None
-    convert: Convert
+    role: TensorRole | None = None
+    convert: Convert = as_is
     required: bool = True
 
 
@@ -91,19 +106,14 @@ def unquantized_format(is_fused: bool, is_transposed: bool) -> StorageFormat:
     """Weights of 16 or 32 bits, stored as [N,K], or as [K,N] where transposed."""
 
     def tensors(projection: Projection) -> Sequence[StoredTensor]:
-        shape = (projection.rows, projection.columns)
-        shape, convert = (shape[::-1], _transposed) if is_transposed else (shape, as_is)
+        shape, convert = (projection.shape[::-1], transposed) if is_transposed else (projection.shape, as_is)
         return (StoredTensor("" if is_fused else ".weight", (shape,), FLOATS, "weight", convert),)
 
     return StorageFormat("unquantized", QuantScheme("unquantized"), tensors, is_fused)
 
 
-def as_is(stored: torch.Tensor) -> torch.Tensor:
-    """The stored tensor is canonical already."""
-    return stored
-
-
-def _transposed(stored: torch.Tensor) -> torch.Tensor:
+def transposed(stored: torch.Tensor) -> torch.Tensor:
+    """Rows and columns change places."""
     return stored.mT
 
 
@@ -112,14 +122,38 @@ def one_number(stored: torch.Tensor) -> torch.Tensor:
     return stored.reshape(())
 
 
-def check_divides(projection: Projection, group_size: int) -> None:
-    """Checks that groups of columns cover a row.
+def exponents(stored: torch.Tensor) -> torch.Tensor:
+    """Bytes with bias 127 are the codes of e8m0."""
+    return stored.view(torch.float8_e8m0fnu)
+
+
+def word_bytes(words: torch.Tensor) -> torch.Tensor:
+    """The bytes [..., 4W] uint8 of words [..., W] int32, lowest first.
+
+    Bytes of 4-bit codes are canonical this way: two codes each, the low nibble first along the last dimension.
+    """
+    return words.contiguous().view(torch.uint8)
+
+
+def canonical_zero_points(words: torch.Tensor, rows: int) -> torch.Tensor:
+    """Packs the zero points of N rows along their groups, [N, ceil(G/2)], out of words along rows, [G, ceil(N/8)]."""
+    return pack_nibbles(unpack_nibbles(word_bytes(words), rows).mT)
+
+
+def block_tensors(projection: Projection, scale_name: str) -> Sequence[StoredTensor]:
+    """The e4m3 codes of a projection and the scales of their blocks, whose tensor's name follows the module's.
 
     Raises:
-        CheckpointError: They do not cover it.
+        CheckpointError: Gate and up would share a block in w13.
     """
-    if projection.columns % group_size:
+    if projection.is_half and projection.rows % FP8_BLOCK:
         raise CheckpointError(
-            f"the columns of {projection.module} must be a multiple of the group size, got {projection.columns} "
-            f"columns in groups of {group_size}; use the config.json that belongs to these tensors"
+            f"the rows of {projection.module} must be a multiple of {FP8_BLOCK}, or one block of w13 would hold gate "
+            f"and up rows under one scale, got {projection.rows}; shard the layer by experts instead, or use the "
+            "bfloat16 release"
         )
+    blocks = (-(-projection.rows // FP8_BLOCK), -(-projection.columns // FP8_BLOCK))
+    return (
+        StoredTensor(".weight", (projection.shape,), ("F8_E4M3",), "weight"),
+        StoredTensor(f".{scale_name}", (blocks,), ("F32", "BF16", "F16", "F8_E8M0"), "scale"),
+    )

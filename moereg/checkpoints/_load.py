@@ -1,4 +1,4 @@
-"""Reads one layer into canonical weights."""
+"""Answers callers: which layers have experts, what problem one is, and its canonical weights."""
 
 from __future__ import annotations
 
@@ -6,20 +6,62 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from moereg.arguments import check_device
 from moereg.checkpoints._files import CheckpointFiles
 from moereg.checkpoints._layer import CheckpointLayer
-from moereg.checkpoints._manifest import LayerManifest, list_layer
-from moereg.checkpoints._memory import check_fits
-from moereg.errors import ArgumentError, CheckpointError, shown
+from moereg.checkpoints._manifest import list_layer, moe_layer_indices
+from moereg.errors import ArgumentError, CheckpointError, RequestError, TooLargeError, shown
+from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["load_experts"]
+# Keywords of a problem that a checkpoint does not decide; all others are its facts.
+_OVERRIDES: Final = (
+    "activation_format",
+    "deterministic",
+    "dtype",
+    "exact_activations",
+    "graph_capture",
+    "max_num_tokens",
+    "num_local_experts",
+    "placement",
+)
+
+
+def moe_layers(path: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Indices of the layers that have experts, ascending. Reads config.json only.
+
+    Raises:
+        CheckpointError: There is no readable config.json of a known model type.
+    """
+    with CheckpointFiles(path) as files:
+        return moe_layer_indices(files)
+
+
+def read_problem(path: str | os.PathLike[str], layer: int, **overrides: Any) -> MoEProblem:
+    """The problem that a layer of a checkpoint is, from config.json and tensor headers; no tensor data is read.
+
+    Args:
+        path: Checkpoint directory.
+        layer: Index in the whole model.
+        overrides: Keywords of `MoEProblem` that a checkpoint does not decide, such as dtype or max_num_tokens.
+
+    Raises:
+        CheckpointError: The layer cannot be read; the message says why.
+        RequestError: An override contradicts a fact of the checkpoint.
+        ValueError: An override's value does not fit the layer.
+    """
+    if facts := sorted(set(overrides) - set(_OVERRIDES)):
+        raise RequestError(
+            f"{facts[0]} cannot be overridden, got {facts[0]}={overrides[facts[0]]!r}: the checkpoint decides it; "
+            f"leave it out (can be overridden: {', '.join(_OVERRIDES)})"
+        )
+    with CheckpointFiles(path) as files:
+        return dataclasses.replace(list_layer(files, layer).problem, **overrides)
 
 
 def load_experts(
@@ -79,7 +121,7 @@ def load_experts(
         expert_bytes = sum(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in specs.values())
         subject = f"layer {layer} of {str(files.path)!r}"
         held_as = problem.dtype if problem.quant.weight is None else problem.quant.name
-        check_fits(subject, expert_bytes, problem.num_local_experts, held_as, device, max_memory_fraction)
+        _check_fits(subject, expert_bytes, problem.num_local_experts, held_as, device, max_memory_fraction)
         fields = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in specs.items()}
         for local_expert, parts in enumerate(manifest.parts):
             for part in parts:
@@ -94,37 +136,27 @@ def load_experts(
             weights = ExpertWeights(**fields, quant=problem.quant)
         except ValueError as error:
             raise CheckpointError(f"{subject}: {error}") from error
-        return _with_router(files, manifest, problem, layer, weights, ep_rank)
 
+        def read(name: str | None, dtype: torch.dtype) -> torch.Tensor | None:
+            return None if name is None else files.read(name).to(device, dtype, copy=True)
 
-def _with_router(
-    files: CheckpointFiles,
-    manifest: LayerManifest,
-    problem: MoEProblem,
-    layer: int,
-    weights: ExpertWeights,
-    ep_rank: int,
-) -> CheckpointLayer:
-    def read(name: str | None, dtype: torch.dtype) -> torch.Tensor | None:
-        return None if name is None else files.read(name).to(weights.w13.device, dtype, copy=True)
-
-    router_dtype = torch.float32 if manifest.router.fp32_weight else problem.torch_dtype
-    router_weight = read(manifest.router_weight, router_dtype)
-    assert router_weight is not None
-    # transformers loads the router in the model's dtype, but keeps the correction bias in fp32. Ernie's is [1,E].
-    correction_bias = read(manifest.correction_bias, torch.float32)
-    return CheckpointLayer(
-        problem,
-        weights,
-        manifest.model_type,
-        layer,
-        manifest.router,
-        router_weight,
-        router_bias=read(manifest.router_bias, problem.torch_dtype),
-        correction_bias=None if correction_bias is None else correction_bias.reshape(-1),
-        ep_rank=ep_rank,
-        has_shared_experts=manifest.has_shared_experts,
-    )
+        router_dtype = torch.float32 if manifest.router.fp32_weight else problem.torch_dtype
+        router_weight = read(manifest.router_weight, router_dtype)
+        assert router_weight is not None
+        # transformers loads the router in the model's dtype, but keeps the correction bias in fp32. Ernie's is [1,E].
+        correction_bias = read(manifest.correction_bias, torch.float32)
+        return CheckpointLayer(
+            problem,
+            weights,
+            manifest.model_type,
+            layer,
+            manifest.router,
+            router_weight,
+            router_bias=read(manifest.router_bias, problem.torch_dtype),
+            correction_bias=None if correction_bias is None else correction_bias.reshape(-1),
+            ep_rank=ep_rank,
+            has_shared_experts=manifest.has_shared_experts,
+        )
 
 
 def _field_specs(problem: MoEProblem, fields: Container[str | None]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -144,3 +176,24 @@ def _field_specs(problem: MoEProblem, fields: Container[str | None]) -> dict[str
         for row in rows
         if row.name in fields
     }
+
+
+def _check_fits(
+    subject: str, expert_bytes: int, num_experts: int, dtype: str, device: torch.device, max_fraction: float
+) -> None:
+    """Checks that the experts, and one more while they are read, fit, before anything is allocated."""
+    free_bytes = free_memory_bytes(device)
+    if free_bytes is None or expert_bytes * (num_experts + 1) <= max_fraction * free_bytes:
+        return
+    num_fitting = int(max_fraction * free_bytes) // expert_bytes - 1
+    cures = []
+    if num_fitting >= 1:
+        cures.append(f"read fewer experts (--num-local-experts {num_fitting})")
+    if dtype == "float32":
+        cures.append("read them in 16 bits (--dtype bfloat16)")
+    raise TooLargeError(
+        f"{subject} needs {format_bytes(expert_bytes * (num_experts + 1))} ({num_experts} experts of "
+        f"{format_bytes(expert_bytes)} in {dtype}, and one more while reading), over {max_fraction:.0%} of the "
+        f"{format_bytes(free_bytes)} free on {device}; "
+        f"{' or '.join(cures) or 'free memory on it or use another machine'}"
+    )

@@ -1,4 +1,4 @@
-"""The manifest of a layer: its stored tensors, found and checked against config.json by their headers.
+"""The manifest of a layer: the parts of its experts, found and checked against config.json by their headers.
 
 No tensor data is read.
 """
@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+import torch
+
 from moereg.checkpoints._files import CheckpointFiles, TensorHeader, config_errors
-from moereg.checkpoints._formats import FLOATS, StorageFormat, unquantized_format
-from moereg.checkpoints._models import MODEL_TYPES, FusedNames, ModelType
-from moereg.checkpoints._moe_layers import check_has_experts, find_model
-from moereg.checkpoints._parts import ExpertPart, LayerSizes, list_modules, list_parts
+from moereg.checkpoints._formats import FLOATS, Projection, StorageFormat, StoredTensor, as_is, unquantized_format
+from moereg.checkpoints._models import MODEL_TYPES, FusedNames, ModelType, count_layers
 from moereg.checkpoints._quantization import quantized_format
-from moereg.errors import ArgumentError, CheckpointError, shown
-from moereg.routing import RouterSpec
+from moereg.errors import ArgumentError, CheckpointError, one_line, shown
+from moereg.routing import BY_HAND, RouterSpec, unknown_model_message
 from moereg.routing.config_entries import is_one_of, read_count, read_object
 from moereg.spec.problem import MoEProblem
-
-__all__ = ["LayerManifest", "list_layer"]
+from moereg.spec.quant_schemes import tensor_name
+from moereg.weights.checks import check_scale
+from moereg.weights.layouts import deinterleave_gate_up
 
 # What names of layers begin with: in language models, in old and new multimodal ones, in models saved without a head,
 # in Qwen3-Omni, in Nemotron-H and in what is built around it, and in DBRX.
@@ -37,9 +38,6 @@ _LAYERS: Final = (
     "llm.model.layers.",
     "transformer.blocks.",
 )
-# Names of the bias in blocks of any model type, and in the layer outside of them.
-_CORRECTION_BIASES: Final = frozenset(name for model in MODEL_TYPES.values() for name in model.correction_biases)
-_OUTER_CORRECTION_BIASES: Final = frozenset(model.outer_correction_bias for model in MODEL_TYPES.values()) - {None}
 # A module of experts that take every token, in the block or beside it.
 _SHARED: Final = re.compile(r"(?:^|\.)(shared?_(?:expert|mlp)\w*)")
 # An expert's index in a tensor's name.
@@ -48,26 +46,147 @@ _DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerSizes:
+    """The sizes that shapes of stored tensors follow from: E of the whole layer, H and I."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertPart:
+    """A stored tensor, or a row of a fused one, and the rows of one expert that it becomes.
+
+    Attributes:
+        name: The tensor's name in the checkpoint.
+        tensor: How it is stored, with the shapes of all experts where it is fused.
+        matrix: `w13` or `w2`, which it belongs to.
+        half: Which half of the expert's w13 it is: 0 gate, 1 up; None if it is the whole field.
+        row: Row of the fused tensor; None if the tensor belongs to this expert alone.
+        num_rows: Rows of it that are this expert's, of which `row` counts; None if it is one, without that dimension.
+        is_interleaved: Whether gate and up rows alternate.
+    """
+
+    name: str
+    tensor: StoredTensor
+    matrix: str
+    half: int | None = None
+    row: int | None = None
+    num_rows: int | None = None
+    is_interleaved: bool = False
+
+    @property
+    def field(self) -> str | None:
+        """Field of `ExpertWeights` that it becomes; None where the tensor is only checked."""
+        return None if self.tensor.role is None else tensor_name(self.matrix, self.tensor.role)
+
+    def copy_to(self, fields: Mapping[str, torch.Tensor], expert: int, stored: torch.Tensor) -> None:
+        """Writes the canonical rows of what is stored into the expert's slice of the field.
+
+        Args:
+            fields: Canonical tensors, by field of `ExpertWeights`; the one of this part is written to.
+            expert: Index in them.
+            stored: The tensor, or the row of it, as the file has it.
+
+        Raises:
+            ValueError: Its numbers contradict its format.
+        """
+        canonical = self.tensor.convert(stored)
+        if self.field is None:
+            return
+        if self.tensor.role in ("scale", "scale_2", "activation_scale"):
+            # Checked here, where every part is on the CPU and gate and up are still apart.
+            check_scale(self.field, canonical)
+        rows = fields[self.field][expert]
+        if self.is_interleaved:
+            deinterleave_gate_up(canonical, out=rows, dim=0)
+        elif self.half is None:
+            rows.copy_(canonical)
+        elif rows.dim():
+            rows.chunk(2)[self.half].copy_(canonical)
+        else:
+            # Gate and up read the same input, which has one scale: the larger, under which neither saturates.
+            rows.copy_(canonical if self.half == 0 else torch.maximum(rows, canonical.to(rows)))
+
+
+def list_projections(
+    model: ModelType, sizes: LayerSizes | MoEProblem, root: str, expert: int, fused: FusedNames | None
+) -> Iterator[tuple[str, int | None, Projection]]:
+    """The projections of an expert, each with its matrix and its half of it.
+
+    Args:
+        model: The model's type.
+        sizes: H and I.
+        root: What names of the block begin with, up to and with a dot.
+        expert: Global index.
+        fused: Names of the tensors that hold all experts; None if each expert has its own.
+    """
+    if fused is None:
+        assert model.projections is not None
+        *gate_up, down = (f"{root}experts.{expert}.{name}" for name in model.projections)
+    else:
+        *gate_up, down = (f"{root}{name}" for name in (*fused.w13, fused.w2))
+    is_half, has_gate = len(gate_up) == 2, model.projections is None or len(model.projections) == 3
+    rows = sizes.intermediate_size * (2 if has_gate and not is_half else 1)
+    for half, name in enumerate(gate_up):
+        yield "w13", half if is_half else None, Projection(name, rows, sizes.hidden_size, is_half)
+    yield "w2", None, Projection(down, sizes.hidden_size, sizes.intermediate_size)
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerManifest:
     """A layer whose tensors are all there, in one dtype and with the sizes that config.json says.
 
     Attributes:
         model_type: As config.json says it.
+        model: Its row of the table.
         problem: With the scheme and dtype of the stored tensors.
         router: How it routes.
+        root: What names of the block begin with, up to and with a dot.
         parts: What to read, by local expert.
         router_weight, router_bias, correction_bias: Tensor names, None where the model has none.
         has_shared_experts: Whether the layer has experts that take every token.
     """
 
     model_type: str
+    model: ModelType
     problem: MoEProblem
     router: RouterSpec
+    root: str
     parts: Sequence[tuple[ExpertPart, ...]]
     router_weight: str
     router_bias: str | None
     correction_bias: str | None
     has_shared_experts: bool
+
+
+def find_model(files: CheckpointFiles) -> tuple[str, ModelType]:
+    """The name of the model type, as config.json has it, and its row of the table.
+
+    Raises:
+        CheckpointError: It is missing, not known, or refused; the message says why and what to do.
+    """
+    model_type = files.config.get("model_type")
+    config_path = files.path / "config.json"
+    if not isinstance(model_type, str):
+        raise CheckpointError(
+            f"{config_path} must hold model_type, got {shown(model_type)}; take config.json from the model's publisher"
+        )
+    if model_type not in MODEL_TYPES:
+        raise CheckpointError(f"{config_path}: {unknown_model_message(model_type)}")
+    return model_type, MODEL_TYPES[model_type]
+
+
+def moe_layer_indices(files: CheckpointFiles) -> tuple[int, ...]:
+    """The layers that have experts, ascending.
+
+    Raises:
+        CheckpointError: config.json does not say which layers have experts.
+    """
+    _, model = find_model(files)
+    with config_errors(files):
+        return tuple(sorted(model.moe_layers(files.config, count_layers(files.config))))
 
 
 def list_layer(
@@ -89,7 +208,7 @@ def list_layer(
         if type(value) is not int and not (value is None and argument == "num_local_experts"):
             raise ArgumentError(f"{argument} must be an integer, got {shown(value)}; pass one")
     model_type, model = find_model(files)
-    check_has_experts(files, layer)
+    _check_has_experts(files, layer)
     with config_errors(files):
         router = RouterSpec.from_config(files.config)
         sizes = LayerSizes(
@@ -108,18 +227,16 @@ def list_layer(
     # One expert after the other, so that the first missing tensor ends it.
     for expert in experts:
         with config_errors(files):
-            listed = list(list_parts(model, sizes, storage, root, expert, fused))
-        parts.append(tuple(part for part in listed if part.required or part.name in files.file_of))
+            listed = list(_list_parts(model, sizes, storage, root, expert, fused))
+        parts.append(tuple(part for part in listed if part.tensor.required or part.name in files.file_of))
         for part in parts[-1]:
             if part.name not in headers:
-                headers[part.name] = _check_header(files, sizes, storage.name, part)
+                headers[part.name] = _check_header(files, sizes, storage.name, part.name, part.tensor)
     router_weight = f"{router_root}weight"
     router_bias = f"{router_root}bias" if model.has_bias else None
-    own_biases = _correction_biases(model, layer_root, root) if router.has_correction_bias else ()
+    own_biases = _bias_names((model,), layer_root, root) if router.has_correction_bias else []
     # If there is none, the check of its header finds the usual name missing.
-    correction_bias = next(
-        (name for name in own_biases if name in files.file_of), own_biases[0] if own_biases else None
-    )
+    correction_bias = next((name for name in own_biases if name in files.file_of), next(iter(own_biases), None))
     bias_shape = (sizes.num_experts,)
     router_shapes: dict[str, tuple[tuple[int, ...], ...]] = {router_weight: ((*bias_shape, sizes.hidden_size),)}
     if router_bias is not None:
@@ -127,13 +244,13 @@ def list_layer(
     if correction_bias is not None:
         router_shapes[correction_bias] = (bias_shape, (1, *bias_shape))
     for name, shapes in router_shapes.items():
-        _check_header(files, sizes, storage.name, ExpertPart(name, shapes, FLOATS))
+        _check_header(files, sizes, storage.name, name, StoredTensor("", shapes, FLOATS))
     shared = _find_shared(files, layer_root)
     # Types that store their experts alike differ in these, and reading one as the other would give wrong numbers.
     others = [name for module, name in shared.items() if module not in model.shared_experts]
     others += [
         name
-        for name in _any_correction_bias(layer_root, root)
+        for name in sorted(_bias_names(MODEL_TYPES.values(), layer_root, root))
         if name in files.file_of and name not in (*own_biases, router_bias)
     ]
     if others:
@@ -160,8 +277,42 @@ def list_layer(
             num_local_experts=len(experts),
         )
     return LayerManifest(
-        model_type, problem, router, parts, router_weight, router_bias, correction_bias, has_shared_experts=bool(shared)
+        model_type, model, problem, router, root, parts, router_weight, router_bias, correction_bias, bool(shared)
     )
+
+
+def _check_has_experts(files: CheckpointFiles, layer: int) -> None:
+    """Checks that the model has that layer, and that the layer has experts and can be read."""
+    model_type, model = find_model(files)
+    moe_layers = moe_layer_indices(files)
+    num_layers = count_layers(files.config)
+    if not 0 <= layer < num_layers:
+        raise CheckpointError(
+            f"layer must be in 0..{num_layers - 1} for {str(files.path)!r}, got {layer}; its layers with experts are "
+            f"{_index_ranges(moe_layers)}"
+        )
+    if layer not in moe_layers:
+        raise CheckpointError(
+            f"layer {layer} of {str(files.path)!r} is dense, but a layer with experts is needed; those are "
+            f"{_index_ranges(moe_layers)}"
+        )
+    with config_errors(files):
+        reason = model.unsupported_reason(files.config, layer)
+    if reason is not None:
+        raise CheckpointError(
+            f"layer {layer} of {str(files.path)!r}, model type {model_type!r}, is not read: {reason}; {BY_HAND}"
+        )
+
+
+def _index_ranges(indices: Sequence[int]) -> str:
+    """`1-3, 5` for (1, 2, 3, 5)."""
+    ranges: list[list[int]] = []
+    for index in indices:
+        if ranges and ranges[-1][-1] == index - 1:
+            ranges[-1][1:] = [index]
+        else:
+            ranges.append([index])
+    return one_line(", ".join("-".join(map(str, bounds)) for bounds in ranges) or "none", 200)
 
 
 def _local_experts(num_experts: int, num_local_experts: int | None, ep_rank: int) -> range:
@@ -202,16 +353,36 @@ def _find_fused(files: CheckpointFiles, model: ModelType, root: str) -> FusedNam
     return model.fused[-1] if model.projections is None else None
 
 
-def _correction_biases(model: ModelType, layer_root: str, root: str) -> tuple[str, ...]:
-    """Names that the model type's bias may have."""
-    outer = () if model.outer_correction_bias is None else (f"{layer_root}{model.outer_correction_bias}",)
-    return (*(f"{root}{name}" for name in model.correction_biases), *outer)
+def _bias_names(models: Iterable[ModelType], layer_root: str, root: str) -> list[str]:
+    """Names that the correction bias of some model types may have."""
+    names = [f"{root}{name}" for model in models for name in model.correction_biases]
+    outer = [model.outer_correction_bias for model in models]
+    return names + [f"{layer_root}{name}" for name in outer if name is not None]
 
 
-def _any_correction_bias(layer_root: str, root: str) -> Iterator[str]:
-    """Names that the bias of some model type has."""
-    yield from (f"{root}{name}" for name in sorted(_CORRECTION_BIASES))
-    yield from (f"{layer_root}{name}" for name in _OUTER_CORRECTION_BIASES)
+def _list_parts(
+    model: ModelType, sizes: LayerSizes, storage: StorageFormat, root: str, expert: int, fused: FusedNames | None
+) -> Iterator[ExpertPart]:
+    """Everything that is read of one expert, stored in some format; other arguments as for `list_projections`.
+
+    Raises:
+        CheckpointError: The sizes do not fit the format.
+    """
+    for matrix, half, projection in list_projections(model, sizes, root, expert, fused):
+        biases = [StoredTensor("_bias", ((projection.rows,),), FLOATS, "bias")] if model.has_bias else []
+        for tensor in (*storage.tensors(projection), *biases):
+            name = f"{projection.module}{tensor.suffix}"
+            if fused is None:
+                yield ExpertPart(name, tensor, matrix, half)
+            elif fused.is_flat:  # Gate, up and down, each [E*I,H].
+                shape = (sizes.num_experts * sizes.intermediate_size, sizes.hidden_size)
+                convert = as_is if matrix == "w13" else torch.t
+                flat = dataclasses.replace(tensor, shapes=(shape,), convert=convert)
+                yield ExpertPart(name, flat, matrix, half, expert, num_rows=sizes.intermediate_size)
+            else:
+                every = dataclasses.replace(tensor, shapes=tuple((sizes.num_experts, *some) for some in tensor.shapes))
+                is_interleaved = model.is_interleaved and matrix == "w13"
+                yield ExpertPart(name, every, matrix, half, expert, is_interleaved=is_interleaved)
 
 
 def _find_shared(files: CheckpointFiles, layer_root: str) -> dict[str, str]:
@@ -232,7 +403,8 @@ def _storage_format(
     fused: FusedNames | None,
 ) -> StorageFormat:
     """How the experts are stored, as the configs say."""
-    storage = quantized_format(files, list_modules(model, root, experts, fused))
+    projections = (some for expert in experts for some in list_projections(model, sizes, root, expert, fused))
+    storage = quantized_format(files, list(dict.fromkeys(projection.module for _, _, projection in projections)))
     if storage is None:
         is_transposed = model.is_transposed
         if is_transposed is None:
@@ -253,18 +425,20 @@ def _is_transposed(files: CheckpointFiles, sizes: LayerSizes, root: str, fused: 
     return all(files.header(f"{root}{name}").shape == (sizes.num_experts, *shape) for name, shape in shapes.items())
 
 
-def _check_header(files: CheckpointFiles, sizes: LayerSizes, storage_name: str, part: ExpertPart) -> TensorHeader:
-    header = files.header(part.name)
-    shapes = " or ".join(str(list(shape)) for shape in part.shapes)
-    if header.shape not in part.shapes:
+def _check_header(
+    files: CheckpointFiles, sizes: LayerSizes, storage_name: str, name: str, tensor: StoredTensor
+) -> TensorHeader:
+    header = files.header(name)
+    shapes = " or ".join(str(list(shape)) for shape in tensor.shapes)
+    if header.shape not in tensor.shapes:
         raise CheckpointError(
-            f"{part.name} must be {shapes} where config.json says E={sizes.num_experts}, H={sizes.hidden_size}, "
+            f"{name} must be {shapes} where config.json says E={sizes.num_experts}, H={sizes.hidden_size}, "
             f"I={sizes.intermediate_size} and {storage_name} experts, got {list(header.shape)} in "
             f"{files.path / header.file}; use the config.json that belongs to these tensors"
         )
-    if header.dtype not in part.dtypes:
+    if header.dtype not in tensor.dtypes:
         raise CheckpointError(
-            f"{part.name} must be {' or '.join(part.dtypes)} where the checkpoint's config says {storage_name} "
+            f"{name} must be {' or '.join(tensor.dtypes)} where the checkpoint's config says {storage_name} "
             f"experts, got {header.dtype} in {files.path / header.file}; use the config.json that belongs to these "
             "tensors"
         )

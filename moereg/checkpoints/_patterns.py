@@ -16,12 +16,8 @@ import regex
 
 from moereg.errors import CheckpointError, shown
 
-__all__ = ["Match", "Patterns"]
-
 # Seconds of CPU time for all patterns of a file. 40 of them on 256 experts take a tenth of it.
 _BUDGET_S: Final = 1.5
-# Seconds of the clock between two looks at the CPU time, which takes ten times as long to read.
-_SHORT_S: Final = 0.02
 _LONGEST: Final = 4_096
 _MOST: Final = 2_000
 # Nothing here can backtrack, and a dot matches only a dot. Nearly every published list of modules is of this kind.
@@ -45,8 +41,6 @@ class Patterns:
         self._field = field
         self._num_compiled = 0
         self._end_s = time.thread_time() + _BUDGET_S
-        self._left_s = _BUDGET_S
-        self._looked_at = time.perf_counter()
 
     def components(self, patterns: Iterable[str]) -> Match:
         """Whether any of some patterns names a module or one that holds it.
@@ -54,9 +48,9 @@ class Patterns:
         A pattern is a regular expression for whole components of the name: `mlp.gate` matches neither `mlp.gate_proj`
         nor `xmlp.gate`. transformers' `should_convert_module` draws the same boundary.
         """
-        plain, expressions = _divide(patterns, lambda pattern: _PLAIN.fullmatch(pattern) is not None)
+        names, expressions = _divide(patterns, lambda pattern: _PLAIN.fullmatch(pattern) is not None)
         searches = [self.expression(text, rf"(?:^|\.)(?:{text})(?:\.|$)", is_anywhere=True) for text in expressions]
-        return lambda module: _names_part(module, plain) or any(search(module) for search in searches)
+        return lambda module: _has_name(module, names, len(module)) or any(search(module) for search in searches)
 
     def wildcards(self, patterns: Iterable[str]) -> Match:
         """Whether any of some names, with stars as in file names, means a module or one that holds it."""
@@ -67,7 +61,7 @@ class Patterns:
             for glob in globs
             for some in (glob, f"{glob}.*")
         ]
-        return lambda module: _names_start(module, names) or any(match(module) for match in matches)
+        return lambda module: _has_name(module, names, 1) or any(match(module) for match in matches)
 
     def expression(self, text: str, expression: str, is_anywhere: bool = False) -> Match:
         """Whether a regular expression matches a module.
@@ -83,15 +77,15 @@ class Patterns:
                 f"{self._field} must hold at most {_MOST} regular expressions of up to {_LONGEST} characters, got "
                 f"{shown(text)} of {len(text)} as number {self._num_compiled}; name modules without expressions"
             )
-        compiled = self._run(text, lambda: regex.compile(expression))
+        compiled = self._run(text, lambda left_s: regex.compile(expression))
         find = compiled.search if is_anywhere else compiled.match
-        return lambda module: self._run(text, lambda: find(module, timeout=self._left_s)) is not None
+        return lambda module: self._run(text, lambda left_s: find(module, timeout=left_s)) is not None
 
-    def _run(self, text: str, work: Callable[[], Any]) -> Any:
+    def _run(self, text: str, work: Callable[[float], Any]) -> Any:
         try:
-            if time.perf_counter() - self._looked_at > _SHORT_S:
-                self._look_at_clock()
-            return work()
+            if (left_s := self._end_s - time.thread_time()) <= 0:
+                raise TimeoutError
+            return work(left_s)
         except TimeoutError:
             raise CheckpointError(
                 f"{self._field} must hold patterns that together match in {_BUDGET_S} s, got {shown(text)}, at which "
@@ -103,13 +97,6 @@ class Patterns:
                 f"({str(error) or type(error).__name__}); correct it"
             ) from None
 
-    def _look_at_clock(self) -> None:
-        """Updates how much time is left."""
-        self._left_s = self._end_s - time.thread_time()
-        if self._left_s <= 0:
-            raise TimeoutError
-        self._looked_at = time.perf_counter()
-
 
 def _divide(patterns: Iterable[str], is_name: Callable[[str], bool]) -> tuple[frozenset[str], list[str]]:
     """Plain names, and the other patterns in their order."""
@@ -118,19 +105,11 @@ def _divide(patterns: Iterable[str], is_name: Callable[[str], bool]) -> tuple[fr
     return names, [pattern for pattern in unique if pattern not in names]
 
 
-def _names_part(module: str, names: frozenset[str]) -> bool:
-    """Whether neighboring components of a module's name are among some names."""
-    if not names:
-        return False
-    parts = module.split(".")
-    starts = range(len(parts))
+def _has_name(module: str, names: frozenset[str], num_starts: int) -> bool:
+    """Whether some names have neighboring components of a module's name that begin at one of its first components."""
+    parts = module.split(".") if names else []
+    starts = range(min(num_starts, len(parts)))
     return any(".".join(parts[start:stop]) in names for start in starts for stop in range(start + 1, len(parts) + 1))
-
-
-def _names_start(module: str, names: frozenset[str]) -> bool:
-    """Whether the first components of a module's name are among some names."""
-    parts = module.split(".")
-    return any(".".join(parts[:stop]) in names for stop in range(1, len(parts) + 1))
 
 
 def _without_anchor(expression: str) -> str:

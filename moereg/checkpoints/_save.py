@@ -23,24 +23,22 @@ from moereg.checkpoints._compressed_write import (
     storage_of,
     stored_tensors,
 )
-from moereg.checkpoints._files import CheckpointFiles
-from moereg.checkpoints._formats import Projection, StorageFormat
+from moereg.checkpoints._files import INDEX, SINGLE, CheckpointFiles
 from moereg.checkpoints._layer import CheckpointLayer
 from moereg.checkpoints._load import load_experts
-from moereg.checkpoints._manifest import LayerManifest, list_layer
-from moereg.checkpoints._moe_layers import find_model, moe_layer_indices
+from moereg.checkpoints._manifest import (
+    LayerManifest,
+    find_model,
+    list_layer,
+    list_projections,
+    moe_layer_indices,
+)
 from moereg.errors import CheckpointError, shown
 from moereg.numerics.reference import calibrate_activation_scales
 from moereg.runtime.memory import format_bytes
 from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["SavedCheckpoint", "check_can_save", "quantize_layer", "save_quantized"]
-
-_CONFIG: Final = "config.json"
-_INDEX: Final = "model.safetensors.index.json"
-# transformers reads a file of this name alone, and does not open the index beside it.
-_SINGLE: Final = "model.safetensors"
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 # Bytes of one file of experts; more would have to be in memory at once.
 _SHARD_BYTES: Final = 4 * 2**30
@@ -78,8 +76,7 @@ def quantize_layer(
         ValueError: The layer is quantized already or not finite, or inputs are needed and not given.
     """
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    fmt = scheme.activation
-    if fmt is not None and (fmt.static or fmt.global_scale) and hidden_states is not None:
+    if _needs_inputs(scheme) and hidden_states is not None:
         scales = calibrate_activation_scales(
             layer.problem, layer.weights, hidden_states, *layer.route(hidden_states), scheme
         )
@@ -102,7 +99,7 @@ def check_can_save(
         CheckpointError, ValueError: As `save_quantized`.
     """
     with CheckpointFiles(path) as files:
-        return _Copy.of(files, Path(out), get_scheme(quant), layers, hidden_states or {}).layers
+        return tuple(_checked_copy(files, Path(out), get_scheme(quant), layers, hidden_states or {}).manifests)
 
 
 def save_quantized(
@@ -140,7 +137,7 @@ def save_quantized(
     """
     scheme = get_scheme(quant)
     with CheckpointFiles(path) as files:
-        copy = _Copy.of(files, Path(out), scheme, layers, hidden_states or {})
+        copy = _checked_copy(files, Path(out), scheme, layers, hidden_states or {})
         try:
             copy.out.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=f".{copy.out.name}.", dir=copy.out.parent) as folder:
@@ -153,7 +150,7 @@ def save_quantized(
                 partial.rename(copy.out)
         except (OSError, SafetensorError) as error:
             raise _unwritable(copy.out, error) from error
-    return SavedCheckpoint(copy.out, scheme, copy.layers, num_bytes)
+    return SavedCheckpoint(copy.out, scheme, tuple(copy.manifests), num_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +160,6 @@ class _Copy:
     Attributes:
         config: `quantization_config`.
         manifests: By layer to quantize.
-        experts_roots: By layer: what names of its experts begin with, up to and with a dot.
-        projections: Names of gate, up and down, or of up and down where there is no gate.
         hidden_states: By layer.
     """
 
@@ -173,105 +168,7 @@ class _Copy:
     scheme: QuantScheme
     config: Mapping[str, Any]
     manifests: Mapping[int, LayerManifest]
-    experts_roots: Mapping[int, str]
-    projections: tuple[str, ...]
     hidden_states: Mapping[int, torch.Tensor]
-
-    @classmethod
-    def of(
-        cls,
-        files: CheckpointFiles,
-        out: Path,
-        scheme: QuantScheme,
-        layers: Sequence[int] | None,
-        hidden_states: Mapping[int, torch.Tensor],
-    ) -> _Copy:
-        """Checks everything that can be known before data is read."""
-        out = out.expanduser()
-        try:
-            is_taken = out.exists() and not (out.is_dir() and not any(out.iterdir()))
-            place = next(parent for parent in out.absolute().parents if parent.exists())
-            # Rights and file systems have too many rules to ask for each.
-            with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=place):
-                pass
-        except OSError as error:
-            raise _unwritable(out, error) from error
-        if is_taken:
-            raise CheckpointError(
-                f"a checkpoint is written into a new or empty directory, got {str(out)!r}, which holds something; give "
-                "another one"
-            )
-        if scheme.weight is None:
-            raise CheckpointError(f"experts are quantized to a scheme with quantized weights, got {scheme.name}")
-        if files.quantization is not None:
-            raise CheckpointError(
-                f"only unquantized checkpoints are quantized, got {str(files.path)!r}, whose config says "
-                f"{shown(files.quantization[0].get('quant_method'))}: its other modules stay in that format, which "
-                "compressed-tensors does not hold; start from the model's 16-bit release"
-            )
-        name, model = find_model(files)
-        if model.projections is None or model.has_bias:
-            raise CheckpointError(
-                f"experts of model type {name!r} are released fused or with biases, which compressed-tensors' layout "
-                "of an expert does not hold; quantize it with a tool of its own format"
-            )
-        chosen = tuple(sorted(set(moe_layer_indices(files) if layers is None else layers)))
-        if not chosen:
-            raise CheckpointError(f"there must be a layer with experts to quantize, got none in {str(files.path)!r}")
-        manifests = {layer: list_layer(files, layer) for layer in chosen}
-        roots = {layer: _experts_root(manifest) for layer, manifest in manifests.items()}
-        if needs := _needs_inputs(scheme):
-            for layer in chosen:
-                if layer not in hidden_states:
-                    raise CheckpointError(
-                        f"{scheme.name} stores {needs}, which come from real inputs of each layer, got none for layer "
-                        f"{layer}; give hidden states (--inputs), or take a scheme without them, such as one with "
-                        "16-bit activations"
-                    )
-        config = quantization_config(scheme, _targets(roots, model.projections))
-        copy = cls(files, out, scheme, config, manifests, roots, model.projections, hidden_states)
-        for layer in chosen:
-            for projection, _, _ in copy.projections_of(layer, 0):
-                try:
-                    copy.storage.tensors(projection)
-                except CheckpointError as error:
-                    rule = str(error).partition(";")[0]
-                    raise CheckpointError(
-                        f"{rule}; {scheme.name} does not fit this layer's sizes, so take a scheme with smaller groups "
-                        "or with a scale for each row, such as int8_w8a16"
-                    ) from error
-        copy.check_room()
-        return copy
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return tuple(self.manifests)
-
-    @property
-    def storage(self) -> StorageFormat:
-        return storage_of(self.config, self.scheme, "any")
-
-    def projections_of(self, layer: int, expert: int) -> Iterator[tuple[Projection, str, int | None]]:
-        """The projections of an expert, each with its matrix and its half of it."""
-        problem, root = self.manifests[layer].problem, self.experts_roots[layer]
-        hidden, intermediate = problem.hidden_size, problem.intermediate_size
-        *gate_up, down = (f"{root}{expert}.{name}" for name in self.projections)
-        has_gate = len(gate_up) == 2
-        for half, name in enumerate(gate_up):
-            yield Projection(name, intermediate, hidden, is_half=has_gate), "w13", half if has_gate else None
-        yield Projection(down, hidden, intermediate), "w2", None
-
-    def check_room(self) -> None:
-        """Checks the disk, with the size of the source, which is larger than what is written."""
-        files = {self.files.path / file for file in self.files.file_of.values()}
-        num_bytes = sum(file.stat().st_size for file in files if file.is_file())
-        parent = next(parent for parent in self.out.absolute().parents if parent.is_dir())
-        free_bytes = shutil.disk_usage(parent).free
-        if free_bytes < num_bytes:
-            raise CheckpointError(
-                f"a disk needs as much room as the checkpoint to quantize has, {format_bytes(num_bytes)}, got "
-                f"{format_bytes(free_bytes)} free in {str(parent)!r}; write to another disk"
-            )
 
     def write(self, folder: Path, device: str | torch.device, progress: Callable[[int, int], object]) -> None:
         """Writes all files."""
@@ -280,43 +177,42 @@ class _Copy:
         by_file: dict[str, list[str]] = {}
         for name, file in self.files.file_of.items():
             by_file.setdefault(file, []).append(name)
-        written = {file: _free_name("rest", by_file) if file == _SINGLE else file for file in by_file}
+        # transformers reads a file of the single one's name alone, and does not open the index beside it.
+        written = {file: _free_name("rest", by_file) if file == SINGLE else file for file in by_file}
         for file, names in by_file.items():
             kept = [name for name in names if name not in replaced]
             weight_map |= dict.fromkeys(kept, written[file])
             if len(kept) == len(names):
                 shutil.copyfile(self.files.path / file, folder / written[file])
             elif kept:
-                _save({name: self.files.read(name) for name in kept}, folder / written[file])
-        for done, layer in enumerate(self.layers):
+                tensors = {name: self.files.read(name) for name in kept}
+                save_file(tensors, folder / written[file], metadata={"format": "pt"})
+        for done, layer in enumerate(self.manifests):
             for number, tensors in enumerate(self._shards(layer, device)):
                 file = _free_name(f"experts-{layer:05}-{number:02}", written.values())
                 weight_map |= dict.fromkeys(tensors, file)
-                _save(tensors, folder / file)
-            progress(done + 1, len(self.layers))
+                save_file(tensors, folder / file, metadata={"format": "pt"})
+            progress(done + 1, len(self.manifests))
         for source in sorted(self.files.path.iterdir()):
-            if (
-                source.is_file()
-                and source.suffix not in _WEIGHT_SUFFIXES
-                and source.name not in (_INDEX, "config.json")
-            ):
+            is_copied = source.suffix not in _WEIGHT_SUFFIXES and source.name not in (INDEX, "config.json")
+            if is_copied and source.is_file():
                 shutil.copyfile(source, folder / source.name)
-        total = sum(_data_bytes(folder / file) for file in set(weight_map.values()))
-        _write_json(
-            folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        )
-        _write_json(folder / _CONFIG, {**self.files.full_config, "quantization_config": self.config})
+        metadata = {"total_size": sum(_data_bytes(folder / file) for file in set(weight_map.values()))}
+        _write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+        _write_json(folder / "config.json", {**self.files.full_config, "quantization_config": self.config})
 
     def _shards(self, layer: int, device: str | torch.device) -> Iterator[dict[str, torch.Tensor]]:
         """The stored tensors of a layer, in pieces that fit into memory and a file."""
         loaded = load_experts(self.files.path, layer, device=device)
-        dtype = loaded.problem.torch_dtype
+        dtype, manifest = loaded.problem.torch_dtype, self.manifests[layer]
         inputs = self.hidden_states.get(layer) if _needs_inputs(self.scheme) else None
         weights = quantize_layer(loaded, self.scheme, None if inputs is None else inputs.to(loaded.router_weight))
         del loaded
-        storage, found, num_bytes = self.storage, dict[str, torch.Tensor](), 0
+        storage, found, num_bytes = storage_of(self.config, self.scheme), dict[str, torch.Tensor](), 0
         for expert in range(weights.num_experts):
-            for projection, matrix, half in self.projections_of(layer, expert):
+            for matrix, half, projection in list_projections(
+                manifest.model, manifest.problem, manifest.root, expert, fused=None
+            ):
                 stored = stored_tensors(storage, projection, projection_rows(weights, expert, matrix, half), dtype)
                 found |= stored
                 num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
@@ -325,6 +221,79 @@ class _Copy:
                 found, num_bytes = {}, 0
         if found:
             yield found
+
+
+def _checked_copy(
+    files: CheckpointFiles,
+    out: Path,
+    scheme: QuantScheme,
+    layers: Sequence[int] | None,
+    hidden_states: Mapping[int, torch.Tensor],
+) -> _Copy:
+    """Checks everything that can be known before data is read."""
+    out = out.expanduser()
+    try:
+        is_taken = out.exists() and not (out.is_dir() and not any(out.iterdir()))
+        place = next(parent for parent in out.absolute().parents if parent.exists())
+        # Rights and file systems have too many rules to ask for each.
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=place):
+            pass
+    except OSError as error:
+        raise _unwritable(out, error) from error
+    if is_taken:
+        raise CheckpointError(
+            f"a checkpoint is written into a new or empty directory, got {str(out)!r}, which holds something; give "
+            "another one"
+        )
+    if scheme.weight is None:
+        raise CheckpointError(f"experts are quantized to a scheme with quantized weights, got {scheme.name}")
+    if files.quantization is not None:
+        raise CheckpointError(
+            f"only unquantized checkpoints are quantized, got {str(files.path)!r}, whose config says "
+            f"{shown(files.quantization[0].get('quant_method'))}: its other modules stay in that format, which "
+            "compressed-tensors does not hold; start from the model's 16-bit release"
+        )
+    name, model = find_model(files)
+    if model.projections is None or model.has_bias:
+        raise CheckpointError(
+            f"experts of model type {name!r} are released fused or with biases, which compressed-tensors' layout "
+            "of an expert does not hold; quantize it with a tool of its own format"
+        )
+    chosen = sorted(set(moe_layer_indices(files) if layers is None else layers))
+    if not chosen:
+        raise CheckpointError(f"there must be a layer with experts to quantize, got none in {str(files.path)!r}")
+    manifests = {layer: list_layer(files, layer) for layer in chosen}
+    if needs := _needs_inputs(scheme):
+        for layer in chosen:
+            if layer not in hidden_states:
+                raise CheckpointError(
+                    f"{scheme.name} stores {needs}, which come from real inputs of each layer, got none for layer "
+                    f"{layer}; give hidden states (--inputs), or take a scheme without them, such as one with "
+                    "16-bit activations"
+                )
+    config = quantization_config(scheme, _targets(manifests, model.projections))
+    storage = storage_of(config, scheme)
+    for manifest in manifests.values():
+        for _, _, projection in list_projections(model, manifest.problem, manifest.root, 0, fused=None):
+            try:
+                storage.tensors(projection)
+            except CheckpointError as error:
+                rule = str(error).partition(";")[0]
+                raise CheckpointError(
+                    f"{rule}; {scheme.name} does not fit this layer's sizes, so take a scheme with smaller groups "
+                    "or with a scale for each row, such as int8_w8a16"
+                ) from error
+    # The source is larger than what is written.
+    sources = {files.path / file for file in files.file_of.values()}
+    num_bytes = sum(file.stat().st_size for file in sources if file.is_file())
+    parent = next(parent for parent in out.absolute().parents if parent.is_dir())
+    free_bytes = shutil.disk_usage(parent).free
+    if free_bytes < num_bytes:
+        raise CheckpointError(
+            f"a disk needs as much room as the checkpoint to quantize has, {format_bytes(num_bytes)}, got "
+            f"{format_bytes(free_bytes)} free in {str(parent)!r}; write to another disk"
+        )
+    return _Copy(files, out, scheme, config, manifests, hidden_states)
 
 
 def _unwritable(out: Path, error: Exception) -> CheckpointError:
@@ -339,22 +308,14 @@ def _needs_inputs(scheme: QuantScheme) -> str:
     return "static scales of activations" if fmt.static else "global scales of activations"
 
 
-def _experts_root(manifest: LayerManifest) -> str:
-    name = manifest.parts[0][0].name
-    root, separator, _ = name.rpartition("experts.")
-    assert separator, f"{name} is no expert's"
-    return f"{root}{separator}"
-
-
-def _targets(roots: Mapping[int, str], projections: Sequence[str]) -> list[str]:
+def _targets(manifests: Mapping[int, LayerManifest], projections: Sequence[str]) -> list[str]:
     """One expression for each place of experts in a layer."""
     layers: dict[str, list[int]] = {}
-    for layer, root in roots.items():
-        block = root.partition(f"layers.{layer}.")[2]
-        layers.setdefault(block, []).append(layer)
+    for layer, manifest in manifests.items():
+        layers.setdefault(manifest.root.partition(f"layers.{layer}.")[2], []).append(layer)
     names = "|".join(map(re.escape, projections))
     return [
-        rf"re:.*layers\.({'|'.join(map(str, some))})\.{re.escape(block)}\d+\.({names})$"
+        rf"re:.*layers\.({'|'.join(map(str, some))})\.{re.escape(f'{block}experts.')}\d+\.({names})$"
         for block, some in layers.items()
     ]
 
@@ -363,10 +324,6 @@ def _free_name(stem: str, taken: Collection[str]) -> str:
     """A file's name that the source's files do not have."""
     names = (f"{stem}{suffix}.safetensors" for suffix in ("", *(f"-{number}" for number in range(len(taken)))))
     return next(name for name in names if name not in taken)
-
-
-def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    save_file(dict(tensors), file, metadata={"format": "pt"})
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -47,15 +47,8 @@ class MoEShape:
 
     def problem_keywords(self) -> dict[str, Any]:
         """The keywords of `MoEProblem` that a shape decides; the rest (dtype, quant, placement) is the caller's."""
-        return {
-            "num_experts": self.num_experts,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "top_k": self.top_k,
-            "activation": self.activation,
-            "has_bias": self.has_bias,
-            "apply_router_weight_on_input": self.apply_router_weight_on_input,
-        }
+        others = ("name", "num_moe_layers", "released_quant", "source")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in others}
 
 
 def get_shape(name: str) -> MoEShape:

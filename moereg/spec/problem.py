@@ -101,35 +101,23 @@ class MoEProblem:
         exact_activations: bool = False,
         max_num_tokens: int | None = None,
     ) -> None:
-        values = {
-            "num_experts": num_experts,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "top_k": top_k,
+        given = locals()  # The arguments have the fields' names.
+        resolved = {
             "dtype": _dtype_name(dtype),
             "quant": get_scheme(quant),
             "activation": Activation.from_name(activation) if isinstance(activation, str) else activation,
-            "has_bias": has_bias,
             "activation_format": check_one_of("activation format", activation_format, ACTIVATION_FORMATS),
             "num_local_experts": num_experts if num_local_experts is None else num_local_experts,
             "placement": check_one_of("placement", placement, PLACEMENTS),
-            "apply_router_weight_on_input": apply_router_weight_on_input,
-            "graph_capture": graph_capture,
-            "deterministic": deterministic,
-            "exact_activations": exact_activations,
-            "max_num_tokens": max_num_tokens,
         }
-        for field, value in values.items():
-            object.__setattr__(self, field, value)
-        self._check()
-
-    def _check(self) -> None:
-        for field in (*_REQUIRED, "num_local_experts"):
-            check_count(field, getattr(self, field))
-        if self.max_num_tokens is not None:
-            check_count("max_num_tokens", self.max_num_tokens)
-        for field in _FLAGS:
-            check_flag(field, getattr(self, field))
+        for field in dataclasses.fields(MoEProblem):
+            object.__setattr__(self, field.name, resolved.get(field.name, given[field.name]))
+        for name in (*_REQUIRED, "num_local_experts"):
+            check_count(name, getattr(self, name))
+        if max_num_tokens is not None:
+            check_count("max_num_tokens", max_num_tokens)
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
         if not isinstance(self.activation, Activation):
             raise ArgumentError(f"activation must be a name or an Activation, got {shown(self.activation)}")
         if self.top_k > self.num_experts:
@@ -188,9 +176,9 @@ class MoEProblem:
         for name in _REQUIRED:
             if name not in keywords:
                 raise ArgumentError(f"{name} is required, got an object with {shown(sorted(keywords))}")
-        known = [field.name for field in dataclasses.fields(cls)]
+        known = tuple(field.name for field in dataclasses.fields(cls))
         for name in keywords:
-            check_one_of("field of a problem", name, tuple(known))
+            check_one_of("field of a problem", name, known)
         if isinstance(quant := keywords.get("quant"), Mapping):
             keywords["quant"] = QuantScheme.from_dict(quant)
         return cls(**keywords)

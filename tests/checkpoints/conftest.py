@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moereg.checkpoints import _files
-from tests.checkpoints.small_checkpoint import write_checkpoint
+from tests.checkpoints.small_checkpoint import shard_of, write_checkpoint
 
 
 @pytest.fixture
@@ -42,5 +42,5 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    write_checkpoint(tmp_path, sharded=True)
+    write_checkpoint(tmp_path, shard_of=shard_of)
     return tmp_path

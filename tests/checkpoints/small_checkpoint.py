@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-
-# A hand-written checkpoint for everything that does not need a model.
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -41,7 +41,7 @@ def small_tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
-def _shard_of(name: str) -> str:
+def shard_of(name: str) -> str:
     """Layer 1 has a file for the router and one for each pair of experts; the rest is in another."""
     if name.startswith(EXPERTS):
         return f"experts{int(name.removeprefix(EXPERTS + '.')[0]) // 2}.safetensors"
@@ -52,14 +52,20 @@ def write_checkpoint(
     path: Path,
     config: dict[str, Any] | None = None,
     tensors: dict[str, torch.Tensor] | None = None,
-    sharded: bool = False,
+    shard_of: Callable[[str], str] | None = None,
 ) -> None:
+    """Into one file, or into those that a function names for each tensor."""
     (path / "config.json").write_text(json.dumps(CONFIG if config is None else config))
     tensors = small_tensors() if tensors is None else tensors
-    if not sharded:
+    if shard_of is None:
         save_file(tensors, path / "model.safetensors")
         return
-    weight_map = {name: _shard_of(name) for name in tensors}
+    weight_map = {name: shard_of(name) for name in tensors}
     for file in set(weight_map.values()):
         save_file({name: tensor for name, tensor in tensors.items() if weight_map[name] == file}, path / file)
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def error_pattern(expected: str, path: Path) -> str:
+    """A pattern of an error about a checkpoint: words in their order, with anything where they have three dots."""
+    return ".*".join(map(re.escape, expected.replace("{path}", str(path)).split(" ... ")))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from moereg.checkpoints import _memory, load_experts, moe_layers, read_problem
+from moereg.checkpoints import _load, load_experts, moe_layers, read_problem
 from moereg.errors import RequestError, TooLargeError
 from moereg.runtime.memory import free_memory_bytes
 from tests.checkpoints.small_checkpoint import CONFIG, EXPERTS, ROUTER, small_tensors, write_checkpoint
@@ -47,12 +48,29 @@ def test_loaded_tensors_outlive_the_files(tmp_path: Path) -> None:
     assert torch.equal(layer.router_weight, before)
 
 
-@pytest.mark.parametrize("prefix", ["", "model.language_model.", "language_model.model.", "language_model."])
-def test_multimodal_and_headless_checkpoints(tmp_path: Path, prefix: str) -> None:
+VISION = {"model_type": "some_vision_model", "text_config": CONFIG}
+OMNI_TEXT = {**CONFIG, "model_type": "qwen3_omni_moe_text"}
+OMNI = {
+    "model_type": "qwen3_omni_moe",
+    "thinker_config": {"model_type": "qwen3_omni_moe_thinker", "text_config": OMNI_TEXT},
+    "talker_config": {"text_config": {**OMNI_TEXT, "num_experts": 2}},
+}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "config"),
+    [
+        *((prefix, VISION) for prefix in ("", "model.language_model.", "language_model.model.", "language_model.")),
+        ("thinker.model.", OMNI),
+    ],
+)
+def test_multimodal_and_headless_checkpoints(tmp_path: Path, prefix: str, config: dict[str, Any]) -> None:
     tensors = {name.replace("model.", prefix, 1): tensor for name, tensor in small_tensors().items()}
-    write_checkpoint(tmp_path, {"model_type": "some_vision_model", "text_config": CONFIG}, tensors)
+    write_checkpoint(tmp_path, config, tensors)
     assert moe_layers(tmp_path) == (1, 2)
-    assert torch.equal(load_experts(tmp_path, 1).router_weight, small_tensors()[ROUTER])
+    layer = load_experts(tmp_path, 1)
+    assert layer.problem.num_experts == CONFIG["num_experts"]
+    assert torch.equal(layer.router_weight, small_tensors()[ROUTER])
 
 
 def test_read_problem_reads_no_data(sharded: Path, reads: list[tuple[str, int | None]]) -> None:
@@ -70,32 +88,12 @@ def test_read_problem_refuses_what_the_checkpoint_decides(sharded: Path) -> None
         read_problem(sharded, 1, num_local_experts=5)
 
 
-@pytest.mark.parametrize(("count", "rank"), [(5, 0), (2, 2), (2, -1), (0, 0), (None, 1)])
-def test_ranks_outside_the_layer(sharded: Path, count: int | None, rank: int) -> None:
-    found = 4 if count is None else count
-    with pytest.raises(ValueError, match=rf"layer's 4, got num_local_experts={found} and ep_rank={rank}; keep"):
-        load_experts(sharded, 1, num_local_experts=count, ep_rank=rank)
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.5])
-def test_memory_fraction_out_of_range(sharded: Path, fraction: float) -> None:
-    with pytest.raises(ValueError, match=f"max_memory_fraction must be above 0 and at most 1, got {fraction}"):
-        load_experts(sharded, 1, max_memory_fraction=fraction)
-
-
-@pytest.mark.parametrize(
-    "hidden_states",
-    [torch.zeros(3, 9, dtype=torch.bfloat16), torch.zeros(3, 8), torch.zeros(1, 3, 8, dtype=torch.bfloat16)],
-    ids=["size", "dtype", "rank"],
-)
-def test_route_checks_its_input(sharded: Path, hidden_states: torch.Tensor) -> None:
+def test_route_checks_its_input_and_takes_no_tokens(sharded: Path) -> None:
     layer = load_experts(sharded, 1)
-    with pytest.raises(ValueError, match=r"must be \[T,8\] torch.bfloat16 on cpu, got \["):
-        layer.route(hidden_states)
-
-
-def test_route_without_tokens(sharded: Path) -> None:
-    topk_weights, topk_ids = load_experts(sharded, 1).route(torch.zeros(0, 8, dtype=torch.bfloat16))
+    for wrong in (torch.zeros(3, 9).bfloat16(), torch.zeros(3, 8), torch.zeros(1, 3, 8).bfloat16()):
+        with pytest.raises(ValueError, match=r"must be \[T,8\] torch.bfloat16 on cpu, got \["):
+            layer.route(wrong)
+    topk_weights, topk_ids = layer.route(torch.zeros(0, 8, dtype=torch.bfloat16))
     assert topk_weights.shape == topk_ids.shape == (0, 2)
 
 
@@ -116,7 +114,7 @@ def test_a_layer_that_does_not_fit_is_refused(
     dtype: str | None,
     expected: str,
 ) -> None:
-    monkeypatch.setattr(_memory, "free_memory_bytes", lambda device: free_bytes)
+    monkeypatch.setattr(_load, "free_memory_bytes", lambda device: free_bytes)
     with pytest.raises(TooLargeError, match=re.escape(expected)) as error:
         load_experts(sharded, 1, dtype=dtype)
     assert str(error.value).startswith(f"layer 1 of {str(sharded)!r} needs ")
@@ -124,11 +122,11 @@ def test_a_layer_that_does_not_fit_is_refused(
 
 
 def test_what_the_refusal_suggests_fits(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_memory, "free_memory_bytes", lambda device: 2400)
+    monkeypatch.setattr(_load, "free_memory_bytes", lambda device: 2400)
     assert load_experts(sharded, 1).problem.num_local_experts == 4
-    monkeypatch.setattr(_memory, "free_memory_bytes", lambda device: 2399)
+    monkeypatch.setattr(_load, "free_memory_bytes", lambda device: 2399)
     assert load_experts(sharded, 1, num_local_experts=3).problem.num_local_experts == 3
-    monkeypatch.setattr(_memory, "free_memory_bytes", lambda device: None)
+    monkeypatch.setattr(_load, "free_memory_bytes", lambda device: None)
     assert load_experts(sharded, 1).problem.num_local_experts == 4
 
 

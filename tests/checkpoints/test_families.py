@@ -17,15 +17,22 @@ from safetensors.torch import load_file, save_file
 
 from moereg import cli
 from moereg.checkpoints import load_experts, moe_layers
-from moereg.checkpoints._model_rules import count_layers
-from moereg.checkpoints._models import MODEL_TYPES
+from moereg.checkpoints._models import MODEL_TYPES, count_layers
 from moereg.errors import CheckpointError, MoeregError
 from moereg.numerics.reference import relative_error
 from moereg.routing import REFUSED_MODEL_TYPES, RouterSpec
 from moereg.routing.configs import ROUTED_MODEL_TYPES
 from tests.checkpoints.families_run import by_expert, run_block
 from tests.checkpoints.small_checkpoint import CONFIG, write_checkpoint
-from tests.checkpoints.tiny_families import FAMILIES, MODELS, Family, find_layers, routed_model_types
+from tests.checkpoints.tiny_families import (
+    FAMILIES,
+    MODELS,
+    SIZES,
+    Family,
+    find_layers,
+    has_entry,
+    routed_model_types,
+)
 
 # With tensors, a router or a config like no other's; the rest take half a second each.
 HARD = ("dbrx", "deepseek_v4", "ernie4_5_moe", "granitemoeshared", "laguna", "minimax_m2", "nemotron_h", "phimoe")
@@ -225,23 +232,14 @@ def test_an_absent_entry_has_the_default_of_its_own_family(model_type: str) -> N
         assert not message or "got none" in message or "got neither" in message, entry
 
 
+# fmt: off
 PUBLISHED_K2: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "kimi_k2",
-    "first_k_dense_replace": 1,
-    "hidden_act": "silu",
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.827,
-    "scoring_func": "sigmoid",
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "seq_aux": True,
-    "ep_size": 1,
-    "torch_dtype": "bfloat16",
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "first_k_dense_replace": 1,
+    "hidden_act": "silu", "moe_layer_freq": 1, "n_group": 1, "n_shared_experts": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "topk_group": 1, "topk_method": "noaux_tc",
+    "seq_aux": True, "ep_size": 1, "torch_dtype": "bfloat16",
 }
+# fmt: on
 """Of moonshotai/Kimi-K2-Instruct, without the sizes."""
 
 
@@ -372,3 +370,179 @@ def test_run_says_that_shared_experts_are_not_in_the_layer(tmp_path: Path, capsy
     released, _ = _save(family, family.make(), tmp_path)
     assert cli.main(["run", "--checkpoint", str(released), "--layer", "3", "--tokens", "4"]) == 0
     assert "note: layer 3 also has shared experts, which are not in it" in " ".join(capsys.readouterr().out.split())
+
+
+# Bits, names and layers with experts of single models.
+
+PROJECTIONS = tuple(f"mlp.experts.7.{projection}_proj.weight" for projection in ("gate", "up", "down"))
+FUSED = ("experts.gate_up_proj", "experts.down_proj")
+PUBLISHED = {
+    "mixtral": [
+        f"block_sparse_moe.{name}.weight" for name in ("gate", *(f"experts.7.w{index}" for index in (1, 2, 3)))
+    ],
+    **{name: ["mlp.gate.weight", *PROJECTIONS] for name in ("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2")},
+    "deepseek_v3": ["mlp.gate.weight", "mlp.gate.e_score_correction_bias", *PROJECTIONS],
+    "gpt_oss": [
+        "mlp.router.weight",
+        "mlp.router.bias",
+        *(f"mlp.{name}{end}" for name in FUSED for end in ("", "_bias")),
+    ],
+    "llama4_text": ["feed_forward.router.weight", *(f"feed_forward.{name}" for name in FUSED)],
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_names_are_what_is_saved(name: str, tmp_path: Path) -> None:
+    """Guards the comparisons of families: transformers has to write the published names, or they were not tested."""
+    family = FAMILIES[name]
+    family.make().save_pretrained(tmp_path, max_shard_size="20KB")
+    files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {f"model.layers.{family.layer}.{suffix}" for suffix in PUBLISHED[name]} <= set(files)
+    assert len(set(files.values())) > 2, "needs several shards"
+
+
+def saved(name: str, path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A family's model, which was saved with the names that transformers uses while it runs."""
+    model = FAMILIES[name].make().to(dtype)
+    model.config.save_pretrained(path)
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, path / "model.safetensors")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": 1, "moe_layer_freq": 2}, (2,)),
+        ({"model_type": "llama4_text", "moe_layers": [0, 2, 9]}, (0, 2)),
+        ({"model_type": "llama4_text", "interleave_moe_layer_step": 2}, (1,)),
+        ({"model_type": "step3p5", "num_hidden_layers": 5}, (3, 4)),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": None}, (2,)),
+        ({"model_type": "jamba", "expert_layer_period": 2, "expert_layer_offset": 1}, (1,)),
+    ],
+)
+def test_moe_layers_that_models_made_by_transformers_do_not_show(
+    tmp_path: Path, changes: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    write_checkpoint(tmp_path, config={**CONFIG, **changes})
+    assert moe_layers(tmp_path) == expected
+
+
+def test_16_bit_weights_arrive_bit_for_bit_and_convert_where_asked(tmp_path: Path) -> None:
+    own = FAMILIES["qwen3_moe"].block(saved("qwen3_moe", tmp_path, torch.bfloat16)).experts
+    layer, wide = load_experts(tmp_path, 3, dtype="bfloat16"), load_experts(tmp_path, 3, dtype="float32")
+    assert layer.problem.dtype == "bfloat16"
+    assert torch.equal(layer.weights.w13, own.gate_up_proj)
+    assert torch.equal(layer.weights.w2, own.down_proj)
+    assert (wide.problem.dtype, wide.router_weight.dtype) == ("float32", torch.float32)
+    assert torch.equal(wide.weights.w13, own.gate_up_proj.float())
+    assert wide.num_bytes == 2 * layer.num_bytes
+
+
+def test_correction_bias_keeps_32_bits(tmp_path: Path) -> None:
+    # Published DeepSeek-V3 files hold it in fp32 beside bf16 weights.
+    saved("deepseek_v3", tmp_path, torch.bfloat16)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bias = tensors["model.layers.3.mlp.gate.e_score_correction_bias"] = torch.rand(8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    layer = load_experts(tmp_path, 3)
+    assert layer.router_weight.dtype == torch.bfloat16
+    assert torch.equal(layer.correction_bias, bias)
+
+
+def test_fused_tensors_are_read_expert_by_expert(tmp_path: Path, reads: list[tuple[str, int | None]]) -> None:
+    saved("gpt_oss", tmp_path)
+    whole = load_experts(tmp_path, 3)
+    assert all(row is not None for name, row in reads if ".experts." in name)
+    reads.clear()
+    rank = load_experts(tmp_path, 3, num_local_experts=4, ep_rank=1)
+    assert {row for _, row in reads} == {4, 5, 6, 7, None}
+    for name, tensor in rank.weights.tensors().items():
+        assert torch.equal(tensor, whole.weights.tensors()[name][4:])
+
+
+# Language models inside of multimodal ones, whose publishers name and transpose tensors in their own ways.
+
+# The family of the language model, and the class around it.
+WHOLE = {
+    "aria_text": "AriaForConditionalGeneration",
+    "deepseek_ocr2_text": "DeepseekOcr2ForConditionalGeneration",
+    "glm4v_moe_text": "Glm4vMoeForConditionalGeneration",
+    "minimax_m3_vl_text": "MiniMaxM3SparseForConditionalGeneration",
+    "mistral_large4_text": "MistralLarge4ForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_vl_moe_text": "Qwen3VLMoeForConditionalGeneration",
+    "step3p5": "Step3p7ForConditionalGeneration",
+}
+OTHER_PARTS: dict[str, Any] = {
+    **SIZES,
+    "depth": 1,
+    "num_layers": 1,
+    "layers": 1,
+    "width": SIZES["hidden_size"],
+    "heads": 4,
+    "num_heads": 4,
+    "out_hidden_size": SIZES["hidden_size"],
+    "projection_dim": 16,
+}
+"""Sizes of what is not the language model."""
+
+
+def _small_config(kind: Any, text_config: Any) -> Any:
+    default = kind()
+    parts = {}
+    for name in kind.sub_configs or {}:
+        part = getattr(default, name, None)
+        if name == "text_config":
+            parts[name] = text_config
+        elif part is not None:
+            parts[name] = _small_config(type(part), None)
+    sizes = {name: value for name, value in OTHER_PARTS.items() if has_entry(default, name)}
+    # Some parts list what each of their layers is, and others take no size but their own.
+    for left_out in ((), ("num_hidden_layers",), tuple(sizes)):
+        try:
+            return kind(**{name: value for name, value in sizes.items() if name not in left_out}, **parts)
+        except (ValueError, TypeError) as error:
+            failure = error
+    raise failure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_language_model_of_a_saved_multimodal_one(name: str, tmp_path: Path) -> None:
+    family = dataclasses.replace(_family(name), model=WHOLE[name])
+    model = family.make_of(_small_config(family.model_class.config_class, FAMILIES[name].config()))
+    expected = run_block(family, model)
+    model.save_pretrained(tmp_path)
+    layer = load_experts(tmp_path, family.layer)
+    assert layer.model_type == name
+    assert family.layer in moe_layers(tmp_path)
+    own_ids, own_weights = by_expert(expected.topk_weights, expected.topk_ids)
+    ids, weights = by_expert(*layer.route(expected.hidden_states))
+    assert torch.equal(ids, own_ids)
+    torch.testing.assert_close(weights, own_weights, rtol=1e-6, atol=1e-7)
+    out = layer.make_kernel()(expected.hidden_states, *layer.route(expected.hidden_states))
+    assert relative_error(out, expected.out) < 1e-6
+
+
+@pytest.mark.parametrize("key", ["text_config", "llm_config"])
+@pytest.mark.parametrize("prefix", ["language_model.backbone.layers.", "llm.model.layers."])
+def test_nemotron_h_inside_of_another_model(tmp_path: Path, prefix: str, key: str) -> None:
+    text = {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "ME*",
+        "hidden_size": 8,
+        "moe_intermediate_size": 6,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    block = f"{prefix}1.mixer"
+    shapes: dict[str, tuple[int, ...]] = {f"{block}.gate.weight": (4, 8), f"{block}.gate.e_score_correction_bias": (4,)}
+    for expert in range(4):
+        shapes[f"{block}.experts.{expert}.up_proj.weight"] = (6, 8)
+        shapes[f"{block}.experts.{expert}.down_proj.weight"] = (8, 6)
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    write_checkpoint(tmp_path, {"model_type": "nemotron_h_omni", key: text}, tensors)
+    layer = load_experts(tmp_path, 1)
+    assert moe_layers(tmp_path) == (1,)
+    assert torch.equal(layer.router_weight, tensors[f"{block}.gate.weight"])
+    assert torch.equal(layer.weights.w2[3], tensors[f"{block}.experts.3.down_proj.weight"])

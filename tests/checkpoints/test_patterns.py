@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 
 from moereg.checkpoints import _patterns
-from moereg.checkpoints._awq import awq_formats
-from moereg.checkpoints._compressed_tensors import compressed_tensors_formats
-from moereg.checkpoints._fp8 import fp8_formats
-from moereg.checkpoints._gptq import gptq_formats
-from moereg.checkpoints._mxfp4 import mxfp4_formats
 from moereg.checkpoints._patterns import Patterns
+from moereg.checkpoints._quantization import METHODS
 from moereg.errors import CheckpointError
 from tests.support.quantized_checkpoints import BLOCK, CHECKPOINTS, config_of
 
@@ -20,19 +16,19 @@ MODULE = f"{BLOCK}.experts.0.gate_proj"
 
 # Python's engine takes longer for it than anybody waits, and the other one until it is stopped.
 SLOW = r"(?:.|.)*(?!)"
-FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "modules_to_not_convert": (fp8_formats, {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
-    "ignored_layers": (fp8_formats, {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
-    "mxfp4": (mxfp4_formats, {}),
-    "awq": (awq_formats, {"bits": 4, "group_size": 32}),
-    "dynamic": (gptq_formats, {"bits": 4, "group_size": 32}),
-    "ignore": (compressed_tensors_formats, config_of(CHECKPOINTS / "ct_int8")["quantization_config"]),
-    "targets": (compressed_tensors_formats, {}),
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    "modules_to_not_convert": ("fp8", {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
+    "ignored_layers": ("fp8", {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
+    "mxfp4": ("mxfp4", {}),
+    "awq": ("awq", {"bits": 4, "group_size": 32}),
+    "dynamic": ("gptq", {"bits": 4, "group_size": 32}),
+    "ignore": ("compressed-tensors", config_of(CHECKPOINTS / "ct_int8")["quantization_config"]),
+    "targets": ("compressed-tensors", {}),
 }
 
 
 def _with_pattern(name: str, pattern: str) -> Any:
-    formats, config = FORMATS[name]
+    method, config = FORMATS[name]
     prefixed = f"re:{pattern}"
     changes: dict[str, Any] = {
         "ignored_layers": {"ignored_layers": [pattern]},
@@ -40,7 +36,7 @@ def _with_pattern(name: str, pattern: str) -> Any:
         "ignore": {"ignore": [prefixed]},
         "targets": {"config_groups": {"group_0": {"targets": [prefixed]}}},
     }.get(name, {"modules_to_not_convert": [pattern]})
-    return formats({**config, **changes})
+    return METHODS[method]({**config, **changes})
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -5,6 +5,7 @@ Run as `python -m tests.checkpoints.generate.compressed_tensors`.
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
-from tests.checkpoints.generate.generating import Model, save
+from tests.checkpoints.generate.generating import Model, save_packed
 
 # Directory to preset, format, and what differs from the preset.
 CHECKPOINTS: Final[dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]]] = {
@@ -46,7 +47,7 @@ def _scheme(preset: str, layout: str, weights: dict[str, Any], activations: dict
     return QuantizationScheme(**known)
 
 
-def _compressed(matrix: torch.Tensor, scheme: QuantizationScheme, layout: str) -> dict[str, torch.Tensor]:
+def _compressed(scheme: QuantizationScheme, matrix: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The tensors of a module: scales by compressed-tensors from minima and maxima, activations' made up."""
     arguments = scheme.weights
     rows, columns = matrix.shape
@@ -69,20 +70,19 @@ def _compressed(matrix: torch.Tensor, scheme: QuantizationScheme, layout: str) -
     scale, zero_point = calculate_qparams(low, high, arguments, global_scale)
     tensors["weight_scale"] = scale if global_scale is not None else scale.bfloat16()
     tensors["weight_zero_point"] = zero_point
-    compressor = BaseCompressor.get_value_from_registry(layout)
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
     found = compressor.compress(tensors, scheme)
     if scheme.input_activations is not None and scheme.input_activations.dynamic is False:
         found["input_scale"] = matrix.abs().amax().reshape(1) / 20
     if scheme.input_activations is not None and scheme.input_activations.dynamic == "local":
         found["input_global_scale"] = 448 * 6 / matrix.abs().amax().reshape(1) / 8
-    return found
+    return found, compressor.decompress(found, scheme)["weight"]
 
 
 def main() -> None:
     for directory, (preset, layout, weights, activations) in CHECKPOINTS.items():
         has_wide_groups = "block" in directory or "w4afp8" in directory
-        sizes = (128, 128) if has_wide_groups else (64, 96)
-        model = Model(num_experts=2, hidden_size=sizes[0], intermediate_size=sizes[1], dtype=torch.bfloat16)
+        model = Model(128, 128) if has_wide_groups else Model()
         scheme = _scheme(preset, layout, weights, activations)
         config = QuantizationConfig(
             config_groups={"group_0": scheme},
@@ -90,20 +90,9 @@ def main() -> None:
             ignore=["lm_head", "model.layers.0.mlp.gate"],
             quantization_status="compressed",
         )
-        tensors, dequantized = dict(model.tensors), {}
-        for module, matrix in model.matrices.items():
-            found = _compressed(matrix, scheme, layout)
-            tensors.update({f"{module}.{name}": tensor for name, tensor in found.items()})
-            restored = BaseCompressor.get_value_from_registry(layout).decompress(found, scheme)
-            dequantized[module] = restored["weight"]
-        save(
-            directory,
-            {**model.config, "quantization_config": json.loads(json.dumps(config.to_dict(), default=str))},
-            tensors,
-            dequantized,
-            f"compressed-tensors {compressed_tensors.__version__}",
-            row_step=8 if has_wide_groups else 3,
-        )
+        settings = json.loads(json.dumps(config.to_dict(), default=str))
+        library = f"compressed-tensors {compressed_tensors.__version__}"
+        save_packed(directory, model, settings, functools.partial(_compressed, scheme), library)
 
 
 if __name__ == "__main__":

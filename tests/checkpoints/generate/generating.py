@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from safetensors.torch import save_file
-
-__all__ = ["ROOT", "Model", "save"]
 
 ROOT: Final = Path(__file__).parents[1] / "stored"
 _BLOCK: Final = "model.layers.0.mlp"
 
 
 class Model:
-    """The experts of a one-layer Qwen3-MoE with numbers that tell every row, column, expert and projection apart.
+    """Two experts of a one-layer Qwen3-MoE with numbers that tell every row, column, expert and projection apart.
 
     Attributes:
         config: config.json without its quantization_config.
@@ -26,7 +23,8 @@ class Model:
         matrices: fp32 [N,K] of the experts' projections, by module name.
     """
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, hidden_size: int = 64, intermediate_size: int = 96, dtype: torch.dtype = torch.bfloat16) -> None:
+        num_experts = 2
         generator = torch.Generator().manual_seed(num_experts * hidden_size + intermediate_size)
         self.config: dict[str, Any] = {
             "model_type": "qwen3_moe",
@@ -55,32 +53,48 @@ class Model:
                 self.matrices[f"{_BLOCK}.experts.{expert}.{name}"] = matrix.to(dtype).float()
 
 
+Pack = Callable[[torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor]]
+
+
+def save_packed(directory: str, model: Model, quantization: dict[str, Any], pack: Pack, library: str) -> None:
+    """Writes a model whose experts a library packs.
+
+    Args:
+        directory: As `save` takes it.
+        model: Unquantized.
+        quantization: `quantization_config`.
+        pack: Makes the tensors of a module and what the library restores from them, out of its matrix.
+        library: As `save` takes it.
+    """
+    tensors, dequantized = dict(model.tensors), {}
+    for module, matrix in model.matrices.items():
+        found, dequantized[module] = pack(matrix)
+        tensors.update({f"{module}.{name}": tensor for name, tensor in found.items()})
+    save(directory, {**model.config, "quantization_config": quantization}, tensors, dequantized, library)
+
+
 def save(
     directory: str,
     config: dict[str, Any],
     tensors: dict[str, torch.Tensor],
     dequantized: dict[str, torch.Tensor],
     library: str,
-    row_step: int = 1,
-    files: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Writes config.json, model.safetensors and expected.safetensors.
 
     Args:
-        directory: Name below this one.
+        directory: Name below `ROOT`.
         config: Whole.
         tensors: By name.
-        dequantized: What the library makes of each module, [N,K] in its dtype.
+        dequantized: What the library makes of each module, [N,K] in its dtype; a third of the rows are kept, of large
+            matrices an eighth.
         library: Name and version, kept as metadata.
-        row_step: Of the dequantized rows only every so many are kept.
-        files: More text files, by name.
     """
     path = ROOT / directory
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    for name, text in files.items():
-        (path / name).write_text(text)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    row_step = 8 if config["hidden_size"] == 128 else 3
     kept = {name: matrix[..., ::row_step, :].contiguous() for name, matrix in dequantized.items()}
     save_file(kept, path / "expected.safetensors", {"library": library, "row_step": str(row_step)})
     num_bytes = sum(file.stat().st_size for file in path.iterdir())

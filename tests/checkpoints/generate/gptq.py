@@ -5,6 +5,7 @@ Run as `python -m tests.checkpoints.generate.gptq` where that library is.
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ import torch
 from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
 
-from tests.checkpoints.generate.generating import Model, save
+from tests.checkpoints.generate.generating import Model, save_packed
 
 # Directory to settings: group size, whether symmetric, whether columns are ordered, version.
 CHECKPOINTS: Final[dict[str, dict[str, Any]]] = {
@@ -24,7 +25,7 @@ CHECKPOINTS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def _packed(matrix: torch.Tensor, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def _packed(settings: dict[str, Any], matrix: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The tensors of a module and their numbers; scales from minima and maxima."""
     rows, columns = matrix.shape
     size = columns if settings["group_size"] == -1 else settings["group_size"]
@@ -51,20 +52,10 @@ def _packed(matrix: torch.Tensor, settings: dict[str, Any]) -> tuple[dict[str, t
 
 def main() -> None:
     for directory, settings in CHECKPOINTS.items():
-        model = Model(num_experts=2, hidden_size=64, intermediate_size=96, dtype=torch.float16)
         config = {"quant_method": "gptq", "bits": 4, "pack_dtype": "int32", "lm_head": False, **settings}
-        tensors, dequantized = dict(model.tensors), {}
-        for module, matrix in model.matrices.items():
-            found, dequantized[module] = _packed(matrix, settings)
-            tensors.update({f"{module}.{name}": tensor for name, tensor in found.items()})
-        save(
-            directory,
-            {**model.config, "quantization_config": config},
-            tensors,
-            dequantized,
-            f"GPTQModel {gptqmodel.__version__}",
-            row_step=3,
-        )
+        library = f"GPTQModel {gptqmodel.__version__}"
+        pack = functools.partial(_packed, settings)
+        save_packed(directory, Model(dtype=torch.float16), config, pack, library)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from modelopt.torch.quantization.qtensor import NVFP4QTensor
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.checkpoints.generate.generating import Model, save
+from tests.checkpoints.generate.generating import ROOT, Model, save
 
 # Directory to the library's name of the recipe.
 CHECKPOINTS: Final = {
@@ -58,7 +58,7 @@ def _dequantized(tensors: dict[str, torch.Tensor], module: str, matrix: torch.Te
 
 def main() -> None:
     for directory, recipe in CHECKPOINTS.items():
-        model = Model(num_experts=2, hidden_size=64, intermediate_size=96, dtype=torch.bfloat16)
+        model = Model()
         transformer = _transformer(model)
         mtq.quantize(transformer, getattr(mtq, recipe), lambda whole: whole(torch.arange(64).view(2, 32)))
         with tempfile.TemporaryDirectory() as path:
@@ -68,15 +68,9 @@ def main() -> None:
             hf_quant_config = (Path(path) / "hf_quant_config.json").read_text()
         tensors = {name: tensor for name, tensor in exported.items() if ".mlp." in name}
         dequantized = {module: _dequantized(tensors, module, matrix) for module, matrix in model.matrices.items()}
-        save(
-            directory,
-            {**model.config, "quantization_config": config["quantization_config"]},
-            tensors,
-            dequantized,
-            f"nvidia-modelopt {modelopt.__version__}",
-            row_step=3,
-            files={"hf_quant_config.json": hf_quant_config},
-        )
+        whole = {**model.config, "quantization_config": config["quantization_config"]}
+        save(directory, whole, tensors, dequantized, f"nvidia-modelopt {modelopt.__version__}")
+        (ROOT / directory / "hf_quant_config.json").write_text(hf_quant_config)
 
 
 if __name__ == "__main__":

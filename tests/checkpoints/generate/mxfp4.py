@@ -54,7 +54,7 @@ def main() -> None:
         tensors[f"{module}_scales"] = scales
         tensors[f"{module}_bias"] = (torch.randn(EXPERTS, rows, generator=generator) * 0.2).bfloat16()
         dequantized[module] = convert_moe_packed_tensors(blocks, scales).mT
-    save("mxfp4", config, tensors, dequantized, f"transformers {transformers.__version__}", row_step=3)
+    save("mxfp4", config, tensors, dequantized, f"transformers {transformers.__version__}")
 
 
 if __name__ == "__main__":
