@@ -40,8 +40,6 @@ from moereg.tuning.inputs import ROUTINGS, num_calls, random_calls
 from moereg.tuning.roofline import Ceilings, measure_ceilings
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["BenchResult", "bench_layer", "check_routing", "parse_counts"]
-
 _GPU_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096)
 _CPU_TOKENS: Final = (1, 4, 16, 64, 256)
 

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from moereg.cli._quantize import QuantizeResult
     from moereg.cli._run import RunResult
 
-__all__ = ["COMMANDS"]
-
 
 def info(
     cells: Annotated[bool, typer.Option("--cells", help="Show every cell, not a line a backend.")] = False,

@@ -12,8 +12,6 @@ from moereg.platforms import Platform
 from moereg.plugins.loader import current_platform, load_backends
 from moereg.selection.result import SCHEMA
 
-__all__ = ["check_cache", "compile_layer", "parse_ranges"]
-
 
 def compile_layer(
     flags: ProblemFlags, subject: Subject, tokens: str | None, cache: Path | None, jobs: int | None

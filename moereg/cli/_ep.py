@@ -39,8 +39,6 @@ from moereg.selection.result import SCHEMA, Selection
 from moereg.tuning.inputs import num_calls
 from moereg.tuning.timing import SECONDS
 
-__all__ = ["EpExplanation", "EpResult", "bench_group", "run_group"]
-
 _GRACE_SECONDS: Final = 30.0
 """After the first rank has failed, the others have so long to report what they saw."""
 

@@ -31,8 +31,6 @@ from moereg.selection.result import SCHEMA, Decision, Selection, nearest_by_back
 if TYPE_CHECKING:
     from moereg.integrations.transformers import LayerChoice
 
-__all__ = ["Explanation", "ModelChoices", "selection_with_evidence"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:

@@ -28,8 +28,6 @@ from moereg.spec.model_shapes import MODEL_SHAPES
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
 from moereg.spec.reasons import Reason
 
-__all__ = ["collect_info", "list_models", "list_schemes", "show_info", "show_models", "show_schemes"]
-
 _MOST_NAMES: Final = 3
 """Most platforms shown on one line; the table of cells has all."""
 

@@ -24,17 +24,6 @@ from moereg.tuning.inputs import random_weights
 from moereg.tuning.roofline import expert_bytes
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = [
-    "RoutedWeights",
-    "Router",
-    "check_run_fits",
-    "layer_device",
-    "load_layer",
-    "platform_at_hand",
-    "random_hidden_states",
-    "random_layer",
-]
-
 MAX_FRACTION: Final = 0.6
 """The share of free memory that a command may ask for."""
 

@@ -16,8 +16,6 @@ from moereg.plugins.loader import list_backends, list_cells
 from moereg.registration import check_name
 from moereg.selection.result import SCHEMA
 
-__all__ = ["show_wheel", "write_wheel"]
-
 # What the names of distributions, packages and entry points have in common.
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _LONGEST_NAME: Final = 40

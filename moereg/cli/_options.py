@@ -22,33 +22,6 @@ from moereg.spec.model_shapes import MODEL_SHAPES, get_shape
 from moereg.spec.problem import DTYPES, MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES
 
-__all__ = [
-    "CheckpointOption",
-    "DenyOption",
-    "EpOption",
-    "JobsOption",
-    "JsonFlag",
-    "LayerOption",
-    "PlatformOption",
-    "PreferOption",
-    "ProblemFlags",
-    "SeedOption",
-    "Subject",
-    "UsageError",
-    "VerboseFlag",
-    "WayOption",
-    "backend_list",
-    "backend_names",
-    "find_subject",
-    "first_layer",
-    "platform_names",
-    "routing_names",
-    "scheme_list",
-    "scheme_names",
-    "takes_problem_flags",
-    "usage_errors",
-]
-
 
 class UsageError(MoeregError, ValueError):
     """Options that contradict each other or leave something out."""

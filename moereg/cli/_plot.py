@@ -13,8 +13,6 @@ from moereg.tuning.compare import Measurement
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["COLORS", "FAINT", "INK", "STYLE", "axis_us", "check_can_plot", "plot_bench", "write_plot"]
-
 Result = TypeVar("Result")
 
 # Okabe and Ito's colors, which also color-blind readers can tell apart, strong ones first.

@@ -57,17 +57,6 @@ from moereg.weights.permuted import ExpertWeights
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "DEFAULT_TOKENS",
-    "QuantizeResult",
-    "Question",
-    "SchemeRow",
-    "compare_schemes",
-    "find_schemes",
-    "plot_quantize",
-    "read_inputs",
-]
-
 DEFAULT_TOKENS: Final = (1, 64)
 # Tokens that errors and scales of activations come from, where a call has fewer.
 _SAMPLE_TOKENS: Final = 64

@@ -44,8 +44,6 @@ from moereg.tuning.over_ranks import (
 )
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["NO_ROW", "Job", "run_rank"]
-
 _LEAVING_SECONDS: Final = 20.0
 
 _LARGEST_ROOM: Final = 4e9

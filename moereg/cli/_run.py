@@ -41,8 +41,6 @@ from moereg.tuning.compare import Comparison
 from moereg.tuning.inputs import Call
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["DEFAULT_TOKENS", "RunResult", "run_layer"]
-
 DEFAULT_TOKENS: Final = 64
 
 # So that a backend that answers the second as the first is wrong.

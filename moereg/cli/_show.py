@@ -19,22 +19,6 @@ from moereg.registry import BUILTIN
 from moereg.runtime.memory import format_bytes
 from moereg.selection.result import Decision, Selection, nearest_by_backend
 
-__all__ = [
-    "WIDE",
-    "format_us",
-    "format_us_range",
-    "machine",
-    "named_machine",
-    "new_table",
-    "of_wheel",
-    "print_notices",
-    "print_reasons",
-    "show_selection",
-    "source_of",
-    "why_not",
-    "yes_no",
-]
-
 _SOURCES: Final = {
     "required": "required by the request",
     "preferred": "preferred by the request",

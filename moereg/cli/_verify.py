@@ -23,8 +23,6 @@ from moereg.testing.modules import import_modules, is_file_name
 from moereg.testing.outcomes import Outcome, Report, Result
 from moereg.testing.suite import verify
 
-__all__ = ["Subject", "check_ledger", "record_verified", "show_verify", "verify_backend"]
-
 _EVERY_SECONDS: Final = 20.0
 _MOST_SHOWN: Final = 12
 

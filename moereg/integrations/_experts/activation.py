@@ -11,8 +11,6 @@ import torch
 from moereg.errors import ArgumentError, described
 from moereg.spec.activations import ACTIVATIONS, Activation
 
-__all__ = ["gate_function", "recognize"]
-
 _LIMITS: Final = ("limit", "swiglu_limit")
 _SLOPES: Final = ("alpha", "swiglu_alpha")
 """Attributes in which transformers' modules keep the scalars of their gates."""

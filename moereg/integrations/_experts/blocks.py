@@ -16,8 +16,6 @@ from moereg.integrations._experts.calls import call
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
 from moereg.integrations._experts.serving import has_interface, served
 
-__all__ = ["FoundExperts", "find_experts", "patch"]
-
 
 @dataclasses.dataclass(frozen=True)
 class FoundExperts:

@@ -10,8 +10,6 @@ from moereg.integrations._experts.serving import ServedExperts, attach, refused,
 from moereg.runtime.graph_pools import in_compiled_code
 from moereg.runtime.torch_op import layer_of
 
-__all__ = ["call"]
-
 _attach_while_compiling = torch.compiler.disable(
     attach,
     reason="moereg makes kernels outside of compiled code: call moereg.integrations.transformers.prepare(model), or "

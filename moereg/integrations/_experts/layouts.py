@@ -14,8 +14,6 @@ from moereg.spec.activations import Activation
 from moereg.spec.problem import DTYPES, MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["LiveExperts", "read_experts"]
-
 _FP8_BLOCK: Final = (128, 128)
 
 

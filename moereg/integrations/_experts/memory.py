@@ -14,8 +14,6 @@ from moereg.errors import ArgumentError, MoeregError
 from moereg.integrations._experts.serving import NAMES, ServedExperts, owner_of, served
 from moereg.weights.unpermute import same_bits
 
-__all__ = ["check_can_free", "held_bytes", "release", "shared_addresses"]
-
 
 def held_bytes(model: torch.nn.Module) -> int:
     """Bytes of parameters, buffers and kernels' weights together; what is shared counts once."""
