@@ -29,11 +29,10 @@ from moereg.errors import BackendError
 from moereg.selection.result import SCHEMA
 
 if TYPE_CHECKING:
-    from moereg.cli._bench import BenchResult
+    from moereg.cli._bench import BenchResult, RunResult
     from moereg.cli._ep import EpExplanation, EpResult
     from moereg.cli._explain import Explanation, ModelChoices
     from moereg.cli._quantize import QuantizeResult
-    from moereg.cli._run import RunResult
 
 __all__ = ["COMMANDS"]
 
@@ -128,7 +127,7 @@ def run(
 
         group = run_group(flags, ep, way, seed)
         return _measured(group) if group.is_printed else code_of_verdict(group.passed)
-    from moereg.cli._run import run_layer
+    from moereg.cli._bench import run_layer
 
     return _measured(run_layer(flags, checkpoint, layer, seed))
 

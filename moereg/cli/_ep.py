@@ -15,19 +15,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from rich.text import Text
 
-from moereg.cli._bench import check_routing
+from moereg.cli._bench import check_routing, check_run_fits, platform_at_hand
 from moereg.cli._explain import selection_with_evidence
-from moereg.cli._layer import check_run_fits, platform_at_hand
 from moereg.cli._options import ProblemFlags, Subject, UsageError, find_subject
 from moereg.cli._output import console
 from moereg.cli._progress import phase
-from moereg.cli._show import format_us, machine, new_table, print_notices, show_selection
+from moereg.cli._show import format_us, machine, new_table, print_notices, show_selection, versions_of
 from moereg.dispatch import explain_backends
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.movement import MovementSelection, explain_movements
@@ -155,7 +154,7 @@ class EpResult:
         target = console(sys.stdout)
         subject, movement = self.subject, self.movement
         target.print(f"{subject.name or 'random weights'}: {subject.problem}")
-        versions = ", ".join(f"{name} {version}" for name, version in self.measured_on["versions"].items())
+        versions = versions_of(self.measured_on)
         placed = f", balanced with {self.replicas} replicas" if self.replicas is not None else ""
         target.print(f"{movement.group}{placed}, {machine(movement.platform)}, {versions}, {self.measured_on['date']}")
         if movement.winner is None:
@@ -359,11 +358,22 @@ def _rows_of_ranks(job: Any, rank: int | None) -> tuple[list[dict[str, Any]], st
 def _failure_of(job: Path, size: int) -> str:
     """The message of the first rank that failed; empty if none did."""
     ended: queue.Queue[tuple[int, int, str]] = queue.Queue()
-    with _children(job, size) as children:
-        for rank, child in enumerate(children):
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size))} if size > 1 else {}
+    with contextlib.ExitStack() as stack:
+        for rank in range(size):
+            command = python_command("moereg.cli._rank", str(job), str(rank))
+            child = subprocess.Popen(
+                command,
+                env={**threads, **os.environ, "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            stack.callback(child.kill)
             threading.Thread(target=_wait, args=(rank, child, ended), daemon=True).start()
         texts: list[str] = []
-        for _ in children:
+        for _ in range(size):
             try:
                 rank, code, text = ended.get(timeout=_GRACE_SECONDS if texts else None)
             except queue.Empty:
@@ -379,28 +389,3 @@ def _wait(rank: int, child: subprocess.Popen[str], ended: queue.Queue[tuple[int,
     for line in (err or "").splitlines() if child.returncode and not lines else ():
         print(line, file=sys.stderr)
     ended.put((rank, child.returncode, lines[-1] if lines else ""))
-
-
-@contextlib.contextmanager
-def _children(job: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """A process for each rank, ended with the block."""
-    children: list[subprocess.Popen[str]] = []
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size))} if size > 1 else {}
-    try:
-        for rank in range(size):
-            command = python_command("moereg.cli._rank", str(job), str(rank))
-            children.append(
-                subprocess.Popen(
-                    command,
-                    env={**threads, **os.environ, "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        yield children
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()

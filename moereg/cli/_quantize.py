@@ -31,12 +31,12 @@ from moereg.checkpoints import (
     read_problem,
     save_quantized,
 )
-from moereg.cli._layer import MAX_FRACTION, layer_device, platform_at_hand, random_hidden_states
+from moereg.cli._bench import MAX_FRACTION, layer_device, load_layer, platform_at_hand, random_hidden_states
 from moereg.cli._options import ProblemFlags, UsageError, first_layer, usage_errors
 from moereg.cli._output import console
-from moereg.cli._plot import COLORS, FAINT, INK, STYLE, axis_us
+from moereg.cli._plot import COLORS, FAINT, INK, STYLE, axis_us, show_grid, tick
 from moereg.cli._progress import phase
-from moereg.cli._show import format_us
+from moereg.cli._show import format_us, versions_of
 from moereg.dispatch import explain_backends
 from moereg.errors import TooLargeError, one_line, shown
 from moereg.evidence.provenance import provenance
@@ -243,7 +243,7 @@ class QuantizeResult:
         target = console(sys.stdout)
         question, original = self.question, self.original
         target.print(f"{self.subject}: {self.problem}")
-        versions = ", ".join(f"{name} {version}" for name, version in self.measured_on["versions"].items())
+        versions = versions_of(self.measured_on)
         target.print(f"on {self.measured_on['device']} ({self.platform}), {versions}, {self.measured_on['date']}")
         if original is not None:
             what = "the layer's own inputs" if self.inputs == "given" else "random hidden states"
@@ -381,7 +381,6 @@ def plot_quantize(result: QuantizeResult, path: Path) -> None:
     """
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     original = result.original
     assert original is not None
@@ -390,15 +389,11 @@ def plot_quantize(result: QuantizeResult, path: Path) -> None:
         sizes, times = figure.subplots(1, 2, sharey=True)
         figure.subplots_adjust(left=0.07, right=0.79, top=0.8, bottom=0.11, wspace=0.07)
         sizes.set_yscale("log")
-        sizes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        sizes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
-        sizes.yaxis.set_minor_locator(NullLocator())
+        tick(sizes.yaxis, lambda value, _: f"{100 * value:.3g} %")
         sizes.set_ylabel("error of the output")
         sizes.set_xlabel("size of the layer's experts, MB")
         times.set_xscale("log")
-        times.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        times.xaxis.set_major_formatter(FuncFormatter(axis_us))
-        times.xaxis.set_minor_locator(NullLocator())
+        tick(times.xaxis, axis_us)
         times.set_xlabel(f"time of a call of {result.question.token_counts[-1]} tokens")
         _draw(sizes, result.rows, [row.num_bytes / 1e6 for row in result.rows], original.num_bytes / 1e6)
         sizes.set_xlim(left=0)
@@ -430,9 +425,7 @@ def _draw(axes: Axes, rows: Sequence[SchemeRow], values: Sequence[float], origin
         error = row.output_error if row.output_error > 0 else math.nan  # A logarithm has no place for none.
         axes.plot([value], [error], "o", color=color, markerfacecolor=filled, markersize=7, zorder=3)
     axes.axvline(original, color=FAINT, linestyle=(0, (4, 3)), linewidth=1.6)
-    axes.grid(color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(which="both", length=0)
+    show_grid(axes)
 
 
 def _label(axes: Axes, letters: str) -> None:
@@ -538,12 +531,7 @@ def compare_schemes(flags: ProblemFlags, question: Question) -> QuantizeResult:
     device = layer_device(original)
     _check_fits(problem, device)
     with torch.no_grad():
-        with phase("loading weights") as advance:
-            local = problem.num_local_experts if problem.is_expert_parallel else None
-            loaded = load_experts(
-                question.checkpoint, layer, problem.dtype, device, num_local_experts=local, progress=advance
-            )
-        work = _Work.of(result, loaded)
+        work = _Work.of(result, load_layer(question.checkpoint, layer, problem, device))
         first = work.original_row(original)
         rows = [
             work.row(selection, f"{number} of {len(fitting)}: {selection.problem.quant.name}")
@@ -710,13 +698,9 @@ class _Work:
                 progress=advance,
             )
         with phase("reading it back"):
-            local = self.layer.problem
-            found = load_experts(
-                saved.path,
-                question.layer,
-                device=self.layer.weights.w13.device,
-                num_local_experts=local.num_local_experts if local.is_expert_parallel else None,
-            ).weights
+            local, device = self.layer.problem, self.layer.weights.w13.device
+            count = local.num_local_experts if local.is_expert_parallel else None
+            found = load_experts(saved.path, question.layer, device=device, num_local_experts=count).weights
             # Of some experts alone, the scales of those that no token chose are others.
             roles = [
                 role for role in get_args(TensorRole) if not (local.is_expert_parallel and role == "activation_scale")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
@@ -133,6 +133,11 @@ def why_not(decision: Decision) -> str:
 def of_wheel(decision: Decision) -> str:
     """The wheel that a candidate comes from, for the middle of a line; nothing if it is built in."""
     return "" if decision.origin == BUILTIN else f" of {decision.provider}"
+
+
+def versions_of(measured_on: Mapping[str, Any]) -> str:
+    """What `provenance` found, as `torch 2.13, triton 3.6`."""
+    return ", ".join(f"{name} {version}" for name, version in measured_on["versions"].items())
 
 
 def print_notices(target: Console, notices: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moereg.cli import _layer as cli_memory
+from moereg.cli import _bench as cli_memory
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.tuning.roofline import Ceilings
 from tests.cli.command import SIZES, Call, CallJson, strict_json

@@ -15,8 +15,7 @@ import torch
 
 from moereg import cli
 from moereg.author import ExpertInputs, PermutedWeights
-from moereg.cli._bench import BenchResult
-from moereg.cli._run import RunResult
+from moereg.cli._bench import BenchResult, RunResult
 from moereg.cli._show import format_us, format_us_range
 from moereg.dispatch import Decision, Selection, explain_backends, machine_reasons
 from moereg.plugins.loader import current_platform

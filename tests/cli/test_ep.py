@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moereg.cli import _layer as cli_memory
+from moereg.cli import _bench as cli_memory
 from moereg.cli._ep import EpResult
 from tests.cli.command import SELECTION_KEYS, Call, CallJson, run_module, strict_json
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moereg.author import ExpertInputs, PermutedWeights
-from moereg.cli import _layer
-from moereg.cli import _layer as cli_memory
+from moereg.cli import _bench
+from moereg.cli import _bench as cli_memory
 from moereg.cli._options import ProblemFlags
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import BackendRegistry, register_moe_backend
@@ -84,7 +84,7 @@ def test_run_of_quantized_weights_says_what_the_scheme_costs(call: Call, monkeyp
     _, out, _ = call(line)
     (loss,) = re.findall(r"loss +(\S+) against fp32, of int8_w8a16 itself", out)
     assert 0.005 < float(loss) < 0.03
-    monkeypatch.setattr("moereg.cli._run._LARGEST_UNQUANTIZED", 1000)
+    monkeypatch.setattr("moereg.cli._bench._LARGEST_UNQUANTIZED", 1000)
     _, out, _ = call(line)
     assert "loss" not in out
     assert "right" in out
@@ -190,11 +190,11 @@ def test_verbose_logs_to_standard_error(call: Call) -> None:
 def test_a_seed_is_a_layer() -> None:
     problem = ProblemFlags(experts=2, hidden=32, intermediate=16, top_k=1).problem()
     device = torch.device("cpu")
-    layers = [_layer.random_layer(problem, seed, device, lambda done, total: None) for seed in (0, 0, 1)]
+    layers = [_bench.random_layer(problem, seed, device, lambda done, total: None) for seed in (0, 0, 1)]
     first, second, other = (layer.weights.w13 for layer in layers)
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
-    tokens = [_layer.random_hidden_states(problem, 4, seed, device) for seed in (0, 0, 1)]
+    tokens = [_bench.random_hidden_states(problem, 4, seed, device) for seed in (0, 0, 1)]
     assert torch.equal(tokens[0], tokens[1])
     assert not torch.equal(tokens[0], tokens[2])
     assert all(map(torch.equal, layers[0].route(tokens[0]), layers[1].route(tokens[1])))

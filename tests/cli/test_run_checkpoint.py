@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moereg.cli import _layer
+from moereg.cli import _bench
 from moereg.tuning.roofline import Ceilings
 from tests.cli.command import Call, CallJson, check_run
 
@@ -39,9 +39,9 @@ def test_bench_of_a_checkpoint_is_of_its_weights(
     known = Ceilings(matmul_tflops=0.1, read_gbps=20.0, read_by="nothing")
     monkeypatch.setattr("moereg.cli._bench.measure_ceilings", lambda dtype, device: known)
     layers = []
-    loaded = _layer.load_layer
+    loaded = _bench.load_layer
 
-    def load(path: Path, layer: int, *others: Any) -> _layer.RoutedWeights:
+    def load(path: Path, layer: int, *others: Any) -> _bench.RoutedWeights:
         layers.append(layer)
         return loaded(path, layer, *others)
 

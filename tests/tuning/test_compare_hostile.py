@@ -13,7 +13,7 @@ import torch
 
 from moereg import cli
 from moereg.author import ExpertInputs, ExpertWeights, PermutedWeights
-from moereg.cli._layer import random_layer
+from moereg.cli._bench import random_layer
 from moereg.dispatch import explain_backends
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
