@@ -66,13 +66,7 @@ Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclasses.dataclass(frozen=True)
 class RoutedWeights:
-    """The parts of a layer that a run needs.
-
-    Attributes:
-        weights: Canonical, local experts.
-        route: Its router.
-        notices: Lines on what the layer lacks.
-    """
+    """The parts of a layer that a run needs, with lines on what the layer lacks."""
 
     weights: ExpertWeights
     route: Router
@@ -124,11 +118,7 @@ def random_hidden_states(problem: MoEProblem, num_tokens: int, seed: int, device
 
 
 def platform_at_hand(command: str, name: str | None) -> Platform:
-    """This machine as a platform; a named platform must be this machine or its CPU.
-
-    Args:
-        command: Which asks, for the message.
-        name: What `--platform` says.
+    """This machine as a platform; what `--platform` names must be this machine or its CPU.
 
     Raises:
         UsageError: The name is another machine's.
@@ -164,14 +154,13 @@ def layer_device(selection: Selection) -> torch.device:
 def check_run_fits(
     problem: MoEProblem, num_tokens: int, device: torch.device, num_kernels: int = 1, num_calls: int = 1
 ) -> None:
-    """Checks that the layer's weights, one expert in fp32 and the tokens fit into free memory.
+    """Checks that a layer's weights, canonical and permuted for each kernel, one expert in fp32 and the tokens fit.
 
     Args:
-        problem: The layer, whose weights take memory once in canonical order and once permuted for each kernel.
+        problem: The layer.
         num_tokens: Tokens of one call.
-        device: Device to run on.
-        num_kernels: Number of kernels at the same time.
-        num_calls: Number of inputs and outputs at the same time.
+        device: Whose free memory counts.
+        num_kernels, num_calls: Kernels, and inputs with their outputs, that are there at the same time.
 
     Raises:
         TooLargeError: They take more than 60 % of it; the message has the size and the option that makes it smaller.
@@ -234,12 +223,9 @@ class RunResult:
 
     Attributes:
         subject: The model's or checkpoint's name to show.
-        selection: How the backend was chosen.
-        num_tokens: T.
         relative_error: Error against the reference; NaN if the output holds one.
         scheme_loss: The scheme's own error against fp32; None if the weights are not quantized, or their originals are
             unknown or too large to keep.
-        tolerance: Bound of the error.
         time_us: Median of several calls; None if the numbers are wrong.
         permute_ms: Time to permute the weights once.
         weights_bytes: Bytes of the canonical weights.
@@ -430,8 +416,6 @@ class BenchResult:
 
     Attributes:
         subject: The model's name to show.
-        selection: Every candidate, and the chosen one.
-        routing: One of `ROUTINGS`.
         measured_on: `device`, `versions`, `commit` and `date`, among others.
         ceilings: Ceilings of the device; None if nothing ran.
         rows: By number of tokens, candidates in the selection's order.

@@ -47,8 +47,6 @@ class EpExplanation:
     """How a layer would run over several ranks.
 
     Attributes:
-        subject: The layer.
-        movement: Every token dispatcher.
         selection: Every backend, for the problem that the experts of a rank see; for a rank's share if no token
             dispatcher fits.
     """
@@ -98,7 +96,6 @@ class EpResult:
     """Results of a bench or run over several ranks.
 
     Attributes:
-        subject: The layer.
         movement: Every token dispatcher, at the largest number of tokens.
         measured_on: `device`, `versions`, `commit` and `date`, among others.
         replicas: Experts beyond one for each of the layer; None where experts are in slices.
@@ -330,11 +327,7 @@ def _torchrun_rank(size: int) -> int | None:
 
 
 def _rows_of_ranks(job: Any, rank: int | None) -> tuple[list[dict[str, Any]], str]:
-    """Runs a job on all of its ranks.
-
-    Args:
-        job: A `Job` of `moereg.cli._rank`; where it writes and ranks meet is filled in here.
-        rank: This process's, among those of torchrun; None to start a process for each rank.
+    """Runs a `Job` as this rank of torchrun's, or with a process for each rank where None.
 
     Returns:
         The rows, those before a failure included, and what failed; under torchrun only rank 0 has rows.

@@ -34,12 +34,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The choice for one layer.
-
-    Attributes:
-        subject: The layer.
-        selection: Every candidate, and the chosen one.
-    """
+    """The choice for one layer."""
 
     subject: Subject
     selection: Selection
@@ -70,12 +65,7 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class ModelChoices:
-    """The choice for every layer of a model.
-
-    Attributes:
-        path: The model's directory.
-        layers: In the order of the model.
-    """
+    """The choice for every layer of the model of a directory."""
 
     path: Path
     layers: tuple[LayerChoice, ...]

@@ -50,10 +50,6 @@ def show_wheel(written: Mapping[str, Any]) -> None:
 def write_wheel(name: str, directory: Path | None = None) -> dict[str, Any]:
     """Writes the source of a wheel with one backend; returns the object that `moereg new-backend --json` prints.
 
-    Args:
-        name: Of the backend, as requests will spell it.
-        directory: The folder to write into, new or empty; `moereg-<name>` in the current one where None.
-
     Raises:
         UsageError: The name is taken or cannot be a backend's, or the folder holds something or cannot be written.
     """

@@ -186,10 +186,7 @@ class ProblemFlags:
         return {word: ",".join(names) for word in ("require", "prefer", "deny") if (names := getattr(self, word))}
 
     def check_no_checkpoint_facts(self, option: str = "--checkpoint") -> None:
-        """Rejects flags that the checkpoint decides.
-
-        Args:
-            option: Which names it.
+        """Rejects flags that the checkpoint of this option decides.
 
         Raises:
             UsageError: An option could contradict the checkpoint.
@@ -306,9 +303,7 @@ class Subject:
 
     Attributes:
         name: The model's or checkpoint's name; None where only sizes were given.
-        problem: The layer; of a checkpoint, as its headers say.
-        checkpoint: Its directory, where the layer is one of a checkpoint.
-        layer: The index there.
+        checkpoint, layer: Its directory and the index there, where the layer is one of a checkpoint.
         notices: What a user may not expect of the options, one line each.
     """
 
@@ -325,11 +320,6 @@ class Subject:
 
 def find_subject(flags: ProblemFlags, checkpoint: Path | None, layer: int | None) -> Subject:
     """The layer that options name. Of a checkpoint, no more than headers are read.
-
-    Args:
-        flags: The problem; with a checkpoint, what it leaves open.
-        checkpoint: What `--checkpoint` says.
-        layer: What `--layer` says; the first layer with experts where None.
 
     Raises:
         MoeregError: Options are missing or contradict each other, or the checkpoint cannot be read.

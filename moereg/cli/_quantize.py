@@ -73,16 +73,11 @@ _LABEL_PIXELS: Final = (8, 16)
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """The request.
+    """The request: values of the options.
 
     Attributes:
-        checkpoint: Directory.
-        layer: Index in the whole model; the first with experts where None.
-        schemes: To compare.
         token_counts: Of the calls that are timed, ascending.
         inputs: By layer, [T,H]: real inputs; random ones where a layer has none.
-        seed: Of random inputs.
-        out: Directory of the copy; None for none.
         is_one_layer: Whether the copy has this layer alone quantized, instead of all.
     """
 
@@ -101,8 +96,6 @@ class SchemeRow:
     """One scheme, or the original.
 
     Attributes:
-        quant: The scheme's name.
-        decision: The backend that a layer gets.
         num_bytes: Of the layer's canonical weights.
         bits: Of a weight, with its share of scales and zero points.
         weights_error: Of the restored weights against the original ones.
@@ -160,13 +153,9 @@ class QuantizeResult:
     """The result; `original` is None if nothing fitted.
 
     Attributes:
-        question: What was asked, with the layer's index.
-        subject: The layer, to show.
         problem: The layer as it is stored.
-        platform: This machine.
         measured_on: `device`, `versions`, `commit` and `date`, among others.
         inputs: `random` or `given`.
-        original: The layer as it is stored.
         rows: In the question's order, but for what does not fit.
         skipped: Name and nearest candidate of each scheme that nothing here computes.
         saved: The copy that was written.
@@ -532,7 +521,7 @@ def compare_schemes(flags: ProblemFlags, question: Question) -> QuantizeResult:
     _check_fits(problem, device)
     with torch.no_grad():
         work = _Work.of(result, load_layer(question.checkpoint, layer, problem, device))
-        first = work.original_row(original)
+        first = work.row(original, "the original", is_original=True)
         rows = [
             work.row(selection, f"{number} of {len(fitting)}: {selection.problem.quant.name}")
             for number, selection in enumerate(fitting, start=1)
@@ -591,7 +580,6 @@ class _Work:
     calls: dict[int, list[Call]]
     expected: torch.Tensor
     original: Comparison | None = None
-    is_original_right: bool = False
 
     @classmethod
     def of(cls, result: QuantizeResult, loaded: CheckpointLayer) -> _Work:
@@ -634,44 +622,37 @@ class _Work:
             expected = reference_experts(plain.problem, plain.weights, sample, *loaded.route(sample))
         return cls(result, loaded, plain, sample, calls, expected)
 
-    def original_row(self, selection: Selection) -> SchemeRow:
-        """Measures the original, and keeps it to be timed beside the others."""
-        winner = selection.winner
-        assert winner is not None
-        weights, problem = self.layer.weights, self.layer.problem
-        with phase("the original"):
-            self.original = self._comparison(selection, weights)
-            measured = tuple(self._measure(self.original, count) for count in self.calls)
-            output_error = self._output_error(problem, weights, winner)
-        self.is_original_right = all(row.passed for row in measured)
-        times = tuple(row.time_us for row in measured)
-        return SchemeRow(
-            problem.quant.name, winner, _num_bytes(weights), _bits(weights), 0.0, output_error, measured, times
-        )
-
-    def row(self, selection: Selection, name: str) -> SchemeRow:
-        """Quantizes to a scheme, compares and times it, and forgets it."""
+    def row(self, selection: Selection, name: str, is_original: bool = False) -> SchemeRow:
+        """Compares and times the layer in a scheme, beside the original; that comes first, and is kept for it."""
         problem, winner = selection.problem, selection.winner
-        assert winner is not None and self.original is not None
+        assert winner is not None
         with phase(name) as advance:
             steps = len(self.calls) + 2
-            weights = self.quantized(problem.quant)
-            errors = _weights_error(weights, self.plain.weights), self._output_error(problem, weights, winner)
+            weights = self.layer.weights if is_original else self.quantized(problem.quant)
+            weights_error = 0.0 if is_original else _weights_error(weights, self.plain.weights)
+            routes = self.layer.route(self.sample)
+            found = reference_experts(problem, weights, self.sample, *routes, computes=winner.scheme)
             advance(1, steps)
-            comparison = self._comparison(selection, weights)
+            alone = dataclasses.replace(selection, decisions=(winner,))
+            comparison = Comparison(alone, lambda: weights, self.calls, layer_tolerance)
             advance(2, steps)
-            measured, original_us = [], []
+            measured: list[Measurement] = []
+            original_us = []
             for done, count in enumerate(self.calls, start=3):
                 # Again for each scheme: a machine's speed drifts, and a ratio needs both of the same minute.
                 original_us.append(self._original_us(count))
-                measured.append(self._measure(comparison, count))
+                measured += comparison.measure(count, None, _ROUNDS, _SECONDS)
                 advance(done, steps)
+        if is_original:
+            self.original = comparison if all(row.passed for row in measured) else None
+            original_us = [row.time_us for row in measured]
         return SchemeRow(
             problem.quant.name,
             winner,
             _num_bytes(weights),
             _bits(weights),
-            *errors,
+            weights_error,
+            relative_error(found, self.expected),
             tuple(measured),
             tuple(original_us),
         )
@@ -708,27 +689,12 @@ class _Work:
             is_same = _same(found.tensors(*roles), self.quantized(scheme).tensors(*roles))
         return dataclasses.replace(result, saved=saved, read_back=is_same)
 
-    def _comparison(self, selection: Selection, weights: ExpertWeights) -> Comparison:
-        assert selection.winner is not None
-        alone = dataclasses.replace(selection, decisions=(selection.winner,))
-        return Comparison(alone, lambda: weights, self.calls, layer_tolerance)
-
-    def _measure(self, comparison: Comparison, count: int) -> Measurement:
-        (row,) = comparison.measure(count, None, _ROUNDS, _SECONDS)
-        return row
-
     def _original_us(self, count: int) -> float:
         """The original's time now; NaN where it was wrong or failed."""
-        assert self.original is not None
-        if not self.is_original_right:
+        if self.original is None:
             return math.nan
         (timing,) = self.original.time_again(count, _ROUNDS, _SECONDS).values()
         return timing.median_us
-
-    def _output_error(self, problem: MoEProblem, weights: ExpertWeights, winner: Decision) -> float:
-        routes = self.layer.route(self.sample)
-        found = reference_experts(problem, weights, self.sample, *routes, computes=winner.scheme)
-        return relative_error(found, self.expected)
 
 
 class _EndedError(BaseException):

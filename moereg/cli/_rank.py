@@ -52,20 +52,11 @@ _LARGEST_ROOM: Final = 4e9
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Settings that every rank receives.
+    """Settings that every rank receives: values of the options of those names, and those below.
 
     Attributes:
         problem: `MoEProblem.to_dict` of the layer.
-        size: Ranks.
-        device_type: `cuda` or `cpu`.
-        ways: Names of token dispatchers, in order.
-        batches: Parts into which calls are cut, each in turn.
-        tokens: T of each rank.
-        routings: Names.
         replicas: Experts beyond one for each of the layer, placed by the routing's loads; None for slices.
-        rounds, seconds: Samples of each row, at most.
-        seed: Of everything random.
-        eager: Whether nothing is captured in CUDA graphs.
         compares: Whether rank 0 also runs the whole layer alone.
         out: File that rank 0 writes a line of JSON to for each row.
         store: Where ranks find each other; that of torchrun where None.

@@ -14,7 +14,7 @@ from moereg.layer.factory import MoEKernel
 from moereg.prepare_finalize.expert_placement import PlacementTables, token_turns
 from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import Call, num_calls, random_call
-from moereg.tuning.timing import Run, Timing, capture, wait_for
+from moereg.tuning.timing import Run, Timing, can_be_captured, capture, wait_for
 
 __all__ = [
     "all_agree",
@@ -157,14 +157,6 @@ def _there_and_home(
     dist.all_to_all_single(home[0], home[1], out_rows, in_rows)
 
 
-def _can_be_captured(kernel: MoEKernel) -> bool:
-    winner = kernel.selection.winner
-    moves = kernel.prepare_finalize
-    facts = getattr(moves, "facts", None)
-    has_backend = winner is not None and winner.cell is not None and winner.cell.facts.graph_capture
-    return has_backend and (facts is None or facts.graph_capture)
-
-
 def kernel_runs_over_ranks(
     kernel: MoEKernel, calls: Sequence[Call], outs: Sequence[torch.Tensor], eager: bool
 ) -> tuple[list[Run], bool]:
@@ -180,7 +172,7 @@ def kernel_runs_over_ranks(
     for run in runs:  # Each may have sizes of its own, whose kernels are compiled here.
         run()
     wait_for(outs[0].device)
-    if eager or outs[0].device.type != "cuda" or not _can_be_captured(kernel):
+    if eager or outs[0].device.type != "cuda" or not can_be_captured(kernel):
         return runs, False
     # Other threads, as NCCL's watchdog, go on meanwhile.
     return capture(runs, error_mode="thread_local"), True

@@ -67,14 +67,7 @@ def test_run_for_people_has_units_that_read_well(capsys: pytest.CaptureFixture[s
 class ZeroExperts(FakeExperts):
     """Adds nothing, for any weights."""
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         out.zero_()
 
 

@@ -10,7 +10,6 @@ import torch
 
 from moereg.author import ExpertInputs, PermutedWeights
 from moereg.cli import _bench
-from moereg.cli import _bench as cli_memory
 from moereg.cli._options import ProblemFlags
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import BackendRegistry, register_moe_backend
@@ -22,7 +21,7 @@ MEASUREMENTS = ["relative_error", "tolerance", "time_us", "permute_ms"]
 
 
 def test_a_run_that_does_not_fit_names_what_makes_it_smaller(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_memory, "free_memory_bytes", lambda device: 10**6)
+    monkeypatch.setattr(_bench, "free_memory_bytes", lambda device: 10**6)
     code, out, err = call("run --model qwen3-30b-a3b --dtype float32 --json")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "4.9 GB" in err or "4.8 GB" in err, err
@@ -30,7 +29,7 @@ def test_a_run_that_does_not_fit_names_what_makes_it_smaller(call: Call, monkeyp
 
 
 def test_the_local_experts_that_a_refusal_names_fit(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_memory, "free_memory_bytes", lambda device: 300_000)
+    monkeypatch.setattr(_bench, "free_memory_bytes", lambda device: 300_000)
     code, _, err = call(f"run {SIZES} --tokens 1")
     assert code == 2
     count = err.rsplit("--num-local-experts ", 1)[1].strip()
@@ -105,16 +104,9 @@ def test_wrong_numbers_are_exit_1(call: Call, call_json: CallJson, isolated_regi
 class RememberingExperts(FakeExperts):
     """Answers each call as the first of its size: a graph that was captured on other memory does so."""
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         if not hasattr(self, "kept"):
-            super().apply(out, inputs, weights, workspace13, workspace2)
+            super().compute(out, inputs, weights)
             self.kept = out.clone()
         out.copy_(self.kept)
 

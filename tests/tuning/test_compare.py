@@ -13,32 +13,22 @@ from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.tuning.compare import Comparison, Measurement, output_error
-from moereg.tuning.inputs import random_call, random_calls, random_weights
-from moereg.tuning.roofline import Ceilings
+from moereg.tuning.inputs import random_call, random_calls
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from tests.support.fakes import BatchedExperts, FakeExperts, PerRouteExperts, WrongExperts
-
-CEILINGS = Ceilings(matmul_tflops=0.1, read_gbps=10.0, read_by="nothing")
-PROBLEM = MoEProblem(num_experts=4, hidden_size=32, intermediate_size=16, top_k=2)
+from tests.tuning.hostile import CEILINGS, CPU, PROBLEM, layer_weights
 
 
 def register(name: str, base: type[FakeExperts], priority: int = 1) -> None:
     register_moe_backend(name, priority, ("unquantized",), ("*",))(type(name.title(), (base,), {}))
 
 
-CPU = torch.device("cpu")
-
-
 def compare(
     num_tokens: int, problem: MoEProblem = PROBLEM, routing: str = "uniform", seed: int = 0, **request: str
 ) -> tuple[Selection, Comparison]:
     selection = explain_backends(problem, **request)
-
-    def make_weights() -> ExpertWeights:
-        return random_weights(problem, torch.Generator().manual_seed(0), CPU)
-
     inputs = {num_tokens: random_calls(problem, num_tokens, routing, seed, CPU)[:3]}
-    return selection, Comparison(selection, make_weights, inputs, layer_tolerance)
+    return selection, Comparison(selection, lambda: layer_weights(problem), inputs, layer_tolerance)
 
 
 def by_name(rows: list[Measurement]) -> dict[str, Measurement]:
@@ -136,7 +126,7 @@ def test_keys_tell_inputs_of_one_size_apart_and_the_running_candidate_is_told() 
     told: list[tuple[str, str]] = []
     comparison = Comparison(
         selection,
-        lambda: random_weights(PROBLEM, torch.Generator().manual_seed(0), CPU),
+        lambda: layer_weights(PROBLEM),
         inputs,
         layer_tolerance,
         watch=lambda decision, step: told.append((decision.experts, step)),

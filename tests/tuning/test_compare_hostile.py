@@ -13,7 +13,6 @@ import torch
 
 from moereg import cli
 from moereg.author import ExpertInputs, ExpertWeights, PermutedWeights
-from moereg.cli._bench import random_layer
 from moereg.dispatch import explain_backends
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
@@ -187,7 +186,7 @@ def _patch_device(monkeypatch: pytest.MonkeyPatch, is_lost: Callable[[], object]
         fails()
         return relative_error(out, reference)
 
-    for module in ("compare", "culprits", "timing", "watched"):
+    for module in ("compare", "timing", "watched"):
         monkeypatch.setattr(f"moereg.tuning.{module}.wait_for", fails)
     monkeypatch.setattr("moereg.tuning.compare.relative_error", error_of)
 
@@ -324,9 +323,6 @@ LINE = "--experts 4 --hidden 32 --intermediate 16 --top-k 2"
     ("experts", "expected"),
     [
         (permuting(PERMUTES["doubles"][0]), "permute_weights wrote to the layer's weights (w13)"),
-        (doing(zero("w2"), 2), "apply wrote to the layer's weights (w2)"),
-        (doing(zero("w2")), "apply wrote to the layer's weights (w2)"),
-        (doing(zero("w2"), 4), "apply wrote to the layer's weights (w2)"),
         (doing(zero("w2", through_data=True), 4), "apply wrote to the layer's weights (w2)"),
         (doing(lambda out, inputs, weights: inputs.hidden_states.zero_()), "apply wrote to its inputs (hidden_states)"),
     ],
@@ -380,9 +376,3 @@ def test_bench_names_what_a_backend_wrote_and_the_others_are_right(
     assert cli.main(line.split()) == cli.WRONG_NUMBERS
     out = " ".join(capsys.readouterr().out.split())
     assert f"fake_zeroes of {HOSTILE} is WRONG at 2 tokens: apply wrote to the layer's weights (w13)" in out
-
-
-def test_a_layer_is_made_twice_alike() -> None:
-    """Damaged weights are made anew from the seed."""
-    one, other = (random_layer(PROBLEM, 3, CPU, lambda done, total: None).weights for _ in range(2))
-    assert torch.equal(one.w13, other.w13)
