@@ -136,7 +136,7 @@ def of_wheel(decision: Decision) -> str:
 
 
 def versions_of(measured_on: Mapping[str, Any]) -> str:
-    """What `provenance` found, as `torch 2.13, triton 3.6`."""
+    """Versions of packages in a line: `torch 2.13, triton 3.6`."""
     return ", ".join(f"{name} {version}" for name, version in measured_on["versions"].items())
 
 
