@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from moereg.cli import _bench
-from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.registry import register_moe_backend
 from moereg.tuning.roofline import Ceilings
 from tests.cli.command import SIZES, Call, CallJson, strict_json
 from tests.support.fakes import LeavingExperts, RaisingExperts, WrongExperts
+
+pytestmark = pytest.mark.usefixtures("isolated_registry")
 
 BENCH_KEYS = ["schema", "problem", "platform", "device", "versions", "commit", "date", "routing", "ceilings", "rows"]
 BENCH_KEYS += ["skipped", "notices"]
@@ -86,9 +88,7 @@ def test_bench_measures_the_ceilings_of_this_machine(call_json: CallJson, monkey
 
 
 @pytest.mark.usefixtures("ceilings")
-def test_bench_gives_a_wrong_backend_no_time(
-    call: Call, call_json: CallJson, isolated_registry: BackendRegistry
-) -> None:
+def test_bench_gives_a_wrong_backend_no_time(call: Call, call_json: CallJson) -> None:
     register_moe_backend("fake_wrong", 99, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
     code, found = call_json(BENCH)
     _check_bench(found)
@@ -107,7 +107,7 @@ def test_bench_gives_a_wrong_backend_no_time(
 
 
 @pytest.mark.usefixtures("ceilings")
-def test_bench_sees_what_was_not_written(call_json: CallJson, isolated_registry: BackendRegistry) -> None:
+def test_bench_sees_what_was_not_written(call_json: CallJson) -> None:
     register_moe_backend("fake_nan", 1, ("unquantized",), ("*",))(type("Nan", (LeavingExperts,), {}))
     code, found = call_json(f"{BENCH} --require fake_nan")
     _check_bench(found)
@@ -116,9 +116,7 @@ def test_bench_sees_what_was_not_written(call_json: CallJson, isolated_registry:
 
 
 @pytest.mark.usefixtures("ceilings")
-def test_a_backend_that_fails_takes_no_other_down(
-    call: Call, call_json: CallJson, isolated_registry: BackendRegistry
-) -> None:
+def test_a_backend_that_fails_takes_no_other_down(call: Call, call_json: CallJson) -> None:
     register_moe_backend("fake_raising", 1, ("unquantized",), ("*",))(type("Raising", (RaisingExperts,), {}))
     code, found = call_json(BENCH)
     _check_bench(found)
@@ -157,7 +155,7 @@ def test_a_bench_that_does_not_fit_names_what_makes_it_smaller(call: Call, monke
 
 @pytest.mark.usefixtures("ceilings")
 @pytest.mark.parametrize("name", ["bench.png", "bench.svg"])
-def test_bench_draws_a_plot(call: Call, isolated_registry: BackendRegistry, tmp_path: Path, name: str) -> None:
+def test_bench_draws_a_plot(call: Call, tmp_path: Path, name: str) -> None:
     register_moe_backend("fake_wrong", 99, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
     code, out, _ = call(f"{BENCH} --plot {tmp_path / name} --json")
     assert code == 1
@@ -174,7 +172,7 @@ def test_bench_draws_a_plot(call: Call, isolated_registry: BackendRegistry, tmp_
 
 
 @pytest.mark.usefixtures("ceilings")
-def test_a_plot_of_nothing_right(call: Call, isolated_registry: BackendRegistry, tmp_path: Path) -> None:
+def test_a_plot_of_nothing_right(call: Call, tmp_path: Path) -> None:
     register_moe_backend("fake_wrong", 99, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
     code, _, err = call(f"{BENCH} --require fake_wrong --plot {tmp_path / 'bench.png'}")
     assert code == 1

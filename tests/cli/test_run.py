@@ -12,10 +12,12 @@ from moereg.author import ExpertInputs, PermutedWeights
 from moereg.cli import _bench
 from moereg.cli._options import ProblemFlags
 from moereg.numerics.tolerances import layer_tolerance
-from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.registry import register_moe_backend
 from moereg.spec.problem import MoEProblem
 from tests.cli.command import SIZES, Call, CallJson, check_run, strict_json
 from tests.support.fakes import FakeExperts, NanExperts, WrongExperts
+
+pytestmark = pytest.mark.usefixtures("isolated_registry")
 
 MEASUREMENTS = ["relative_error", "tolerance", "time_us", "permute_ms"]
 
@@ -89,7 +91,7 @@ def test_run_of_quantized_weights_says_what_the_scheme_costs(call: Call, monkeyp
     assert "right" in out
 
 
-def test_wrong_numbers_are_exit_1(call: Call, call_json: CallJson, isolated_registry: BackendRegistry) -> None:
+def test_wrong_numbers_are_exit_1(call: Call, call_json: CallJson) -> None:
     register_moe_backend("fake_wrong", 1, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
     code, found = call_json(f"run {SIZES} --require fake_wrong")
     check_run(found)
@@ -111,9 +113,7 @@ class RememberingExperts(FakeExperts):
         out.copy_(self.kept)
 
 
-def test_answering_with_the_result_of_another_call_is_wrong(
-    call_json: CallJson, isolated_registry: BackendRegistry
-) -> None:
+def test_answering_with_the_result_of_another_call_is_wrong(call_json: CallJson) -> None:
     register_moe_backend(name="remembering", priority=200, quant_schemes=("unquantized",), platforms=("*",))(
         RememberingExperts
     )
@@ -121,7 +121,7 @@ def test_answering_with_the_result_of_another_call_is_wrong(
     assert (code, found["backend"], found["passed"]) == (1, "remembering", False)
 
 
-def test_not_a_number_is_null_and_exit_1(call_json: CallJson, isolated_registry: BackendRegistry) -> None:
+def test_not_a_number_is_null_and_exit_1(call_json: CallJson) -> None:
     register_moe_backend("fake_nan", 1, ("unquantized",), ("*",))(NanExperts)
     code, found = call_json(f"run {SIZES} --require fake_nan")
     check_run(found)
@@ -141,7 +141,7 @@ def test_nothing_fits_to_run_is_exit_3(call: Call, call_json: CallJson, line: st
     assert "nothing fits" in out
 
 
-def test_an_emulation_says_so_and_nothing_warns(call: Call, isolated_registry: BackendRegistry) -> None:
+def test_an_emulation_says_so_and_nothing_warns(call: Call) -> None:
     emulation = type("Emulation", (FakeExperts,), {})
     register_moe_backend("fake_slow", 1, ("unquantized",), ("*",), tier="emulation")(emulation)
     code, out, err = call(f"run {SIZES} --require fake_slow")

@@ -9,7 +9,7 @@ import torch
 
 from moereg.dispatch import explain_backends
 from moereg.numerics.tolerances import layer_tolerance
-from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.registry import register_moe_backend
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.tuning.compare import Comparison, Measurement, output_error
@@ -17,6 +17,8 @@ from moereg.tuning.inputs import random_call, random_calls
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from tests.support.fakes import BatchedExperts, FakeExperts, PerRouteExperts, WrongExperts
 from tests.tuning.hostile import CEILINGS, CPU, PROBLEM, layer_weights
+
+pytestmark = pytest.mark.usefixtures("isolated_registry")
 
 
 def register(name: str, base: type[FakeExperts], priority: int = 1) -> None:
@@ -35,7 +37,7 @@ def by_name(rows: list[Measurement]) -> dict[str, Measurement]:
     return {row.decision.backend: row for row in rows}
 
 
-def test_every_candidate_is_measured_in_order(isolated_registry: BackendRegistry) -> None:
+def test_every_candidate_is_measured_in_order() -> None:
     register("fake_right", FakeExperts)
     register("fake_routes", PerRouteExperts)
     selection, comparison = compare(5)
@@ -55,7 +57,7 @@ def test_every_candidate_is_measured_in_order(isolated_registry: BackendRegistry
         assert row.roofline_us > 0
 
 
-def test_wrong_numbers_get_no_time(isolated_registry: BackendRegistry) -> None:
+def test_wrong_numbers_get_no_time() -> None:
     register("fake_wrong", WrongExperts)
     rows = by_name(compare(3)[1].measure(3, CEILINGS, rounds=1))
     wrong = rows.pop("fake_wrong")
@@ -73,7 +75,7 @@ class UnpermutableExperts(FakeExperts):
         raise RuntimeError("no weights like these")
 
 
-def test_a_candidate_that_cannot_be_built_is_a_row_too(isolated_registry: BackendRegistry) -> None:
+def test_a_candidate_that_cannot_be_built_is_a_row_too() -> None:
     register("fake_broken", UnpermutableExperts)
     selection, comparison = compare(3)
     rows = by_name(comparison.measure(3, CEILINGS, rounds=1))
@@ -88,7 +90,7 @@ def test_a_candidate_that_cannot_be_built_is_a_row_too(isolated_registry: Backen
     assert selection.winner is not None
 
 
-def test_the_batched_format_is_compared(isolated_registry: BackendRegistry) -> None:
+def test_the_batched_format_is_compared() -> None:
     register("fake_batched", BatchedExperts)
     problem = MoEProblem(**{**PROBLEM.to_dict(), "activation_format": "batched"})
     rows = compare(4, problem)[1].measure(4, CEILINGS, rounds=1)
@@ -96,7 +98,7 @@ def test_the_batched_format_is_compared(isolated_registry: BackendRegistry) -> N
     assert all(row.passed for row in rows)
 
 
-def test_a_seed_and_a_routing_say_what_is_routed_where(isolated_registry: BackendRegistry) -> None:
+def test_a_seed_and_a_routing_say_what_is_routed_where() -> None:
     def num_bytes(routing: str, seed: int) -> float:
         comparison = compare(8, routing=routing, seed=seed, require="torch")[1]
         return comparison.measure(8, CEILINGS, rounds=1)[0].num_bytes
