@@ -21,8 +21,6 @@ FORMER_NAMES: Final = {
     "moereg.building": "moereg.experts",
     "moereg.call_checks": "moereg.layer.checks",
     "moereg.canonical": "moereg.weights.expert_weights",
-    "moereg.cli._layer": "moereg.cli._bench",
-    "moereg.cli._run": "moereg.cli._bench",
     "moereg.compiled": "moereg.runtime.torch_op",
     "moereg.config_entries": "moereg.routing.config_entries",
     "moereg.decide": "moereg.selection.decide",

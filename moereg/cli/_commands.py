@@ -30,8 +30,7 @@ from moereg.selection.result import SCHEMA
 
 if TYPE_CHECKING:
     from moereg.cli._bench import BenchResult, RunResult
-    from moereg.cli._ep import EpExplanation, EpResult
-    from moereg.cli._explain import Explanation, ModelChoices
+    from moereg.cli._ep import EpResult
     from moereg.cli._quantize import QuantizeResult
 
 __all__ = ["COMMANDS"]
@@ -77,6 +76,8 @@ def explain(
     way: str | None = None,
 ) -> Shown:
     """Show which backend a layer gets, and why."""
+    from moereg.cli._explain import Explanation, ModelChoices
+
     _check_ep(ep, way)
     if model_dir is not None and (layer is not None or reasons):
         option = "--reasons" if layer is None else "--layer"
@@ -85,18 +86,11 @@ def explain(
         )
     if model_dir is not None and checkpoint is not None:
         raise UsageError("--checkpoint asks for one layer and --model-dir for all of them; leave one out")
-    found: EpExplanation | Explanation | ModelChoices
-    if ep is not None and model_dir is None:
-        from moereg.cli._ep import EpExplanation
-
-        found = EpExplanation.of(flags, find_subject(flags, checkpoint, layer), ep, way)
+    found: Explanation | ModelChoices
+    if model_dir is not None:
+        found = ModelChoices.of(flags, model_dir)
     else:
-        from moereg.cli._explain import Explanation, ModelChoices
-
-        if model_dir is not None:
-            found = ModelChoices.of(flags, model_dir)
-        else:
-            found = Explanation.of(flags, find_subject(flags, checkpoint, layer))
+        found = Explanation.of(flags, find_subject(flags, checkpoint, layer), ep, way)
     return Shown(found.to_dict, lambda: found.show(reasons), OK if found.fits else NOTHING_FITS)
 
 

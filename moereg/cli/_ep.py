@@ -1,4 +1,4 @@
-"""`--ep`: a layer over several ranks, explained, run, or compared by token dispatcher.
+"""`--ep`: a layer over several ranks, run, or compared by token dispatcher.
 
 Ranks are a process each on this machine (`moereg.cli._rank`), or those that torchrun has started.
 """
@@ -22,73 +22,22 @@ from typing import Any, Final
 from rich.text import Text
 
 from moereg.cli._bench import check_routing, check_run_fits, platform_at_hand
-from moereg.cli._explain import selection_with_evidence
+from moereg.cli._explain import group_facts
 from moereg.cli._options import ProblemFlags, Subject, UsageError, find_subject
 from moereg.cli._output import console
 from moereg.cli._progress import phase
-from moereg.cli._show import format_us, machine, new_table, print_notices, show_selection, versions_of
-from moereg.dispatch import explain_backends
+from moereg.cli._show import format_us, machine, new_table, print_notices, versions_of
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.movement import MovementSelection, explain_movements
 from moereg.platforms import Platform, torch_device
-from moereg.prepare_finalize import GroupFacts
 from moereg.prepare_finalize.eplb import balance_experts
 from moereg.runtime.python_process import python_command
-from moereg.selection.result import SCHEMA, Selection
+from moereg.selection.result import SCHEMA
 from moereg.tuning.inputs import num_calls
 from moereg.tuning.timing import SECONDS
 
 _GRACE_SECONDS: Final = 30.0
 """After the first rank has failed, the others have so long to report what they saw."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EpExplanation:
-    """How a layer would run over several ranks.
-
-    Attributes:
-        selection: Every backend, for the problem that the experts of a rank see; for a rank's share if no token
-            dispatcher fits.
-    """
-
-    subject: Subject
-    movement: MovementSelection
-    selection: Selection
-
-    @property
-    def fits(self) -> bool:
-        """Whether a token dispatcher and a backend fit."""
-        return self.movement.winner is not None and self.selection.winner is not None
-
-    @classmethod
-    def of(cls, flags: ProblemFlags, subject: Subject, size: int, way: str | None) -> EpExplanation:
-        """Asks for a layer over so many ranks, here or on a named platform. Starts no process.
-
-        Raises:
-            MoeregError: Anything that the user can cure.
-        """
-        platform = explain_backends(subject.problem, flags.platform).platform
-        movement = explain_movements(subject.problem, _group_facts(size, platform), platform, require=way)
-        winner = movement.winner
-        problem = movement.problem if winner is None else movement.experts_problem(winner)
-        return cls(subject, movement, subject.noted(explain_backends(problem, platform, **flags.request())))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object of `--json`."""
-        group = {"ranks": self.movement.group.size, "movement": self.movement.to_dict()}
-        return {**selection_with_evidence(self.selection), **group}
-
-    def show(self, all_reasons: bool) -> None:
-        """Prints the token dispatchers, then the backends for the problem that the experts of a rank see."""
-        target, subject = console(sys.stdout), self.subject
-        target.print(f"{subject.name}: {subject.problem}" if subject.name else str(subject.problem))
-        target.print(self.movement.table())
-        winner = self.movement.winner
-        if winner is None:
-            target.print(Text("no way of moving tokens fits", style="bold red"))
-            return
-        target.print(f"experts of a rank behind {winner.name}:")
-        show_selection(self.selection, None, all_reasons)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,12 +153,6 @@ def _cells(row: dict[str, Any]) -> tuple[str | Text, ...]:
     )
 
 
-def _group_facts(size: int, platform: Platform) -> GroupFacts:
-    if platform.device_type == "cpu":
-        return GroupFacts(size, "gloo", "cpu")
-    return GroupFacts(size, "nccl", platform.device_type)
-
-
 def bench_group(
     flags: ProblemFlags,
     size: int,
@@ -244,12 +187,12 @@ def bench_group(
     _check_gpus(size, platform, rank)
     problem = dataclasses.replace(subject.problem, max_num_tokens=max(1, *counts))
     if replicas is None:
-        movement = explain_movements(problem, _group_facts(size, platform), platform, require=ways)
+        movement = explain_movements(problem, group_facts(size, platform), platform, require=ways)
     else:
         balance_experts([1.0] * problem.num_experts, size, replicas)  # Refuses numbers that do not fit.
         held = (problem.num_experts + replicas) // size
         mapped = dataclasses.replace(problem, num_local_experts=held, placement="map")
-        movement = explain_movements(mapped, _group_facts(size, platform), platform, require=ways)
+        movement = explain_movements(mapped, group_facts(size, platform), platform, require=ways)
     where = provenance(platform, ("torch", "triton"))
     result = EpResult(subject, movement, where, replicas, is_printed=not rank)
     names = tuple(dict.fromkeys(decision.name for decision in movement.accepted))
@@ -293,7 +236,7 @@ def run_group(flags: ProblemFlags, size: int, way: str | None, seed: int) -> EpR
     platform = platform_at_hand("run --ep", flags.platform)
     subject = find_subject(dataclasses.replace(flags, tokens=num_tokens or None), None, None)
     if way is None:
-        movement = explain_movements(subject.problem, _group_facts(size, platform), platform)
+        movement = explain_movements(subject.problem, group_facts(size, platform), platform)
         way = movement.winner.name if movement.winner is not None else None
     flags = dataclasses.replace(flags, tokens=None)
     return bench_group(flags, size, way, (num_tokens,), "uniform", 12, seed, None, False, compares=True)

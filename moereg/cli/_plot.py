@@ -113,8 +113,16 @@ def plot_bench(result: BenchResult, path: Path) -> None:
         figure.subplots_adjust(left=_LEFT, right=0.985, top=1 - above / height, bottom=0.65 / height, wspace=0.17)
         _draw_lines(result, times, shares)
         _finish_axes(result, times, shares)
-        figure.text(_LEFT, 1 - 0.38 / height, _title(result), fontsize=15, fontweight="bold", color=INK)
-        for line, text in enumerate(_subtitles(result)):
+        problem, ceilings, measured_on = result.selection.problem, result.ceilings, result.measured_on
+        assert ceilings is not None
+        title = f"{result.subject}, {problem.quant.name} {problem.dtype}, on {measured_on['device']}"
+        rates = f"{ceilings.matmul_tflops:.3g} TFLOP/s, {ceilings.read_gbps:,.0f} GB/s"
+        facts = (
+            f"{problem} · {result.routing} routing · median of a call, shaded from p10 to p90",
+            f"ceilings {rates} · {versions_of(measured_on)} · {measured_on['date']}",
+        )
+        figure.text(_LEFT, 1 - 0.38 / height, title, fontsize=15, fontweight="bold", color=INK)
+        for line, text in enumerate(facts):
             figure.text(_LEFT, 1 - (0.62 + 0.2 * line) / height, text, fontsize=10, color=FAINT)
         figure.legend(
             *times.get_legend_handles_labels(),
@@ -194,18 +202,3 @@ def axis_us(value: float, _: object = None) -> str:
         if value >= scale:
             return f"{value / scale:g} {unit}"
     return f"{value:g} µs"
-
-
-def _title(result: BenchResult) -> str:
-    problem = result.selection.problem
-    return f"{result.subject}, {problem.quant.name} {problem.dtype}, on {result.measured_on['device']}"
-
-
-def _subtitles(result: BenchResult) -> tuple[str, str]:
-    assert result.ceilings is not None
-    versions = versions_of(result.measured_on)
-    ceilings = f"{result.ceilings.matmul_tflops:.3g} TFLOP/s, {result.ceilings.read_gbps:,.0f} GB/s"
-    return (
-        f"{result.selection.problem} · {result.routing} routing · median of a call, shaded from p10 to p90",
-        f"ceilings {ceilings} · {versions} · {result.measured_on['date']}",
-    )
