@@ -76,17 +76,15 @@ class RoutedWeights:
 def random_layer(problem: MoEProblem, seed: int, device: torch.device, advance: Advance) -> RoutedWeights:
     """Random weights as `random_weights` makes them, and random routing; the same on every device."""
     generator = torch.Generator().manual_seed(seed)
-    return RoutedWeights(random_weights(problem, generator, device, advance), _random_router(problem, generator))
+    weights = random_weights(problem, generator, device, advance)
 
-
-def _random_router(problem: MoEProblem, generator: torch.Generator) -> Router:
     def route(hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = torch.randn(len(hidden_states), problem.num_experts, generator=generator)
         # A single weight would be 1 after renormalizing, and a kernel that ignores it would pass.
         topk_weights, topk_ids = softmax_topk(logits, problem.top_k, renormalize=problem.top_k > 1)
         return topk_weights.to(hidden_states.device), topk_ids.to(hidden_states.device)
 
-    return route
+    return RoutedWeights(weights, route)
 
 
 def load_layer(path: Path, layer: int, problem: MoEProblem, device: torch.device) -> CheckpointLayer:

@@ -26,7 +26,7 @@ from moereg.errors import one_line
 from moereg.evidence.ledger import evidence_of
 from moereg.platforms import Platform
 from moereg.plugins.loader import load_backends
-from moereg.selection.result import SCHEMA, Decision, Selection, nearest_by_backend
+from moereg.selection.result import SCHEMA, Selection, nearest_by_backend
 
 if TYPE_CHECKING:
     from moereg.integrations.transformers import LayerChoice
@@ -201,9 +201,7 @@ def selection_with_evidence(selection: Selection) -> dict[str, Any]:
         found = {**evidence.to_dict(), "verified_on_platform": evidence.on(selection.platform)}
     values = selection.to_dict()
     for decision, shown in zip(selection.decisions, values["decisions"], strict=True):
-        shown["verified_on_platform"] = _is_verified(decision, selection.platform) if decision.accepted else None
+        cell = decision.cell
+        is_verified = decision.accepted and cell is not None and evidence_of(cell).on(selection.platform)
+        shown["verified_on_platform"] = is_verified if decision.accepted else None
     return {**values, "verification": found}
-
-
-def _is_verified(decision: Decision, platform: Platform) -> bool:
-    return decision.cell is not None and evidence_of(decision.cell).on(platform)

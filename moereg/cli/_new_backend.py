@@ -63,7 +63,8 @@ def write_wheel(name: str, directory: Path | None = None) -> dict[str, Any]:
         "moereg_version": __version__,
     }
     folder = Path(distribution) if directory is None else directory
-    contents = {_filled(path, words): _filled(_template(source), words) for source, path in _FILES.items()}
+    texts = {path: (_TEMPLATES / f"{source}.template").read_text(encoding="utf-8") for source, path in _FILES.items()}
+    contents = {_filled(path, words): _filled(text, words) for path, text in texts.items()}
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(f"--directory must be new or empty, got {shown(str(folder))}; name another or empty it")
@@ -100,10 +101,6 @@ def _distribution(name: str) -> str:
     if origin != distribution:
         raise UsageError(f"a backend's name belongs to one distribution, and {name} is of {origin}; choose another")
     return distribution
-
-
-def _template(name: str) -> str:
-    return (_TEMPLATES / f"{name}.template").read_text(encoding="utf-8")
 
 
 def _filled(text: str, words: dict[str, str]) -> str:

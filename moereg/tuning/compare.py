@@ -224,10 +224,6 @@ class _Findings:
     first_ms: dict[Decision, float] = dataclasses.field(default_factory=dict)
 
 
-def _unwatched(_decision: Decision, _step: str) -> None:
-    """Keeps nothing."""
-
-
 @contextlib.contextmanager
 def _silent(_description: str) -> Iterator[Callable[[int, int], object]]:
     yield lambda done, total: None
@@ -252,7 +248,7 @@ class Comparison:
         inputs: Mapping[Any, Sequence[Call]],
         tolerance: Tolerance,
         phase: Phase = _silent,
-        watch: Watch = _unwatched,
+        watch: Watch = lambda decision, step: None,
     ) -> None:
         """Makes the weights and the references, then permutes the weights for every accepted candidate.
 
