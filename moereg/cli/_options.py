@@ -73,37 +73,37 @@ def _routings() -> Iterable[str]:
     return ROUTINGS
 
 
-_SHARED: Final = {
+_SHARED: Final[dict[str, Any]] = {
     "model": option("A known model's layer, e.g. qwen3-30b-a3b.", _completes(lambda: MODEL_SHAPES)),
-    "experts": option("Experts of the layer."),
-    "hidden": option("Hidden size."),
-    "intermediate": option("Intermediate size of one expert."),
-    "top_k": option("Experts a token."),
+    "experts": "Experts of the layer.",
+    "hidden": "Hidden size.",
+    "intermediate": "Intermediate size of one expert.",
+    "top_k": "Experts a token.",
     "quant": scheme_of("Scheme of the checkpoint's weights."),
     "dtype": option("bfloat16, float16 or float32.", _completes(lambda: DTYPES)),
     "activation": option("silu, gelu, gelu_tanh, swigluoai or relu2.", _completes(lambda: ACTIVATIONS)),
-    "swiglu_limit": option("Clamp of gate and up."),
-    "bias": option("Both matmuls have a bias."),
-    "activation_format": option("standard or batched."),
-    "num_local_experts": option("Experts on one rank, fewer than the layer's."),
-    "router_weight_on_input": option("The routing weight scales the expert's input."),
-    "graph_capture": option("Has to run in a CUDA graph."),
-    "deterministic": option("Has to give the same bits each time."),
-    "exact_activations": option("Activations quantized as the scheme says."),
+    "swiglu_limit": "Clamp of gate and up.",
+    "bias": "Both matmuls have a bias.",
+    "activation_format": "standard or batched.",
+    "num_local_experts": "Experts on one rank, fewer than the layer's.",
+    "router_weight_on_input": "The routing weight scales the expert's input.",
+    "graph_capture": "Has to run in a CUDA graph.",
+    "deterministic": "Has to give the same bits each time.",
+    "exact_activations": "Activations quantized as the scheme says.",
     "tokens": option("Tokens of one call.", min=0),
     "platform": platform_of("A platform such as cuda:sm90 or h100; this machine's if left out."),
     "require": backends_of("Use one of these backends, tried in this order, or fail: a,b or scheme=a or a_*."),
     "prefer": backends_of("Use these backends first where they fit."),
     "deny": backends_of("Use none of these backends."),
-    "checkpoint": option("A layer of this checkpoint directory instead of a model's or of sizes."),
-    "layer": option("Of the checkpoint; the first with experts if left out."),
+    "checkpoint": "A layer of this checkpoint directory instead of a model's or of sizes.",
+    "layer": "Of the checkpoint; the first with experts if left out.",
     "ep": option("Experts over so many ranks: processes here, or those of torchrun.", min=1),
-    "way": option("With --ep: ways of moving tokens, such as all_to_all,all_gather; all that fit if left out."),
+    "way": "With --ep: ways of moving tokens, such as all_to_all,all_gather; all that fit if left out.",
     "routing": option("uniform, zipf (popularity 1 / rank) or one_set (all to one set).", _completes(_routings)),
     "seed": seed_of("Of weights, hidden states and routing."),
     "jobs": option("Compilers at once; as memory allows if left out.", min=1),
-    "json": option("Print one JSON object instead of a table."),
-    "verbose": option("Log to standard error."),
+    "json": "Print one JSON object instead of a table.",
+    "verbose": "Log to standard error.",
 }
 """Options by the name of their parameter, for commands that say nothing else of them."""
 
@@ -251,7 +251,7 @@ COMMANDS: Final[dict[str, Callable[..., int]]] = {}
 _BY_NAME: Final = inspect.Parameter.KEYWORD_ONLY
 
 
-def command(**options: Any) -> Callable[[Callable[..., Shown | int]], None]:
+def command(**options: Any) -> Callable[[Callable[..., Shown | int]], Callable[..., int]]:
     """Makes a function a command of its name, with `--json` and `--verbose`.
 
     Its parameters are options, and those of `ProblemFlags` too where the first one is `flags`. typer reads them from a
@@ -262,7 +262,7 @@ def command(**options: Any) -> Callable[[Callable[..., Shown | int]], None]:
         options: What is said of the function's parameters; a text alone is the help of an option.
     """
 
-    def decorate(work: Callable[..., Shown | int]) -> None:
+    def decorate(work: Callable[..., Shown | int]) -> Callable[..., int]:
         own = dict(inspect.signature(work, eval_str=True).parameters)
         fields = inspect.signature(ProblemFlags, eval_str=True).parameters if own.pop("flags", None) else {}
         shared = {name: field for name, field in fields.items() if name not in own}
@@ -272,7 +272,7 @@ def command(**options: Any) -> Callable[[Callable[..., Shown | int]], None]:
 
         @functools.wraps(work)
         def run(json: bool, verbose: bool, **values: Any) -> int:
-            with files_stay():
+            with files_stay():  # Evidence of many cells asks for the same ones.
                 with only_results_on_stdout(verbose):
                     flags = {"flags": ProblemFlags(**{name: values.pop(name) for name in shared})} if fields else {}
                     found = work(**flags, **values)
@@ -285,6 +285,7 @@ def command(**options: Any) -> Callable[[Callable[..., Shown | int]], None]:
         run.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         COMMANDS[work.__name__.replace("_", "-")] = run
+        return run
 
     return decorate
 
