@@ -21,6 +21,7 @@ FORMER_NAMES: Final = {
     "moereg.building": "moereg.experts",
     "moereg.call_checks": "moereg.layer.checks",
     "moereg.canonical": "moereg.weights.expert_weights",
+    "moereg.cli._rank": "moereg.tuning.over_ranks",
     "moereg.compiled": "moereg.runtime.torch_op",
     "moereg.config_entries": "moereg.routing.config_entries",
     "moereg.decide": "moereg.selection.decide",

@@ -1,6 +1,6 @@
 """`--ep`: a layer over several ranks, run, or compared by token dispatcher.
 
-Ranks are a process each on this machine (`moereg.cli._rank`), or those that torchrun has started.
+Ranks are a process each on this machine (`moereg.tuning.over_ranks`), or those that torchrun has started.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def bench_group(
     share = problem.num_experts if is_shared else -(-(problem.num_experts + (replicas or 0)) // size)
     part = dataclasses.replace(problem, num_local_experts=min(share, problem.num_experts))
     check_run_fits(part, max(counts) * size, torch_device(platform), 2, num_calls(max(counts)))
-    from moereg.cli._rank import Job
+    from moereg.tuning.over_ranks import Job
 
     job = Job(
         problem=subject.problem.to_dict(),
@@ -279,7 +279,7 @@ def _rows_of_ranks(job: Any, rank: int | None) -> tuple[list[dict[str, Any]], st
         out = Path(folder) / "rows"
         job = dataclasses.replace(job, out=str(out), store=None if rank is not None else str(Path(folder) / "store"))
         if rank is not None:
-            from moereg.cli._rank import run_rank
+            from moereg.tuning.over_ranks import run_rank
 
             run_rank(job, rank)
             failure = ""
@@ -297,7 +297,7 @@ def _failure_of(job: Path, size: int) -> str:
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size))} if size > 1 else {}
     with contextlib.ExitStack() as stack:
         for rank in range(size):
-            command = python_command("moereg.cli._rank", str(job), str(rank))
+            command = python_command("moereg.tuning.over_ranks", str(job), str(rank))
             child = subprocess.Popen(
                 command,
                 env={**threads, **os.environ, "LOCAL_RANK": str(rank)},
