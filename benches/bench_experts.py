@@ -18,7 +18,7 @@ import torch
 from packaging.requirements import Requirement
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from moereg.cli._layer import check_run_fits
+from moereg.cli._bench import check_run_fits
 from moereg.dispatch import explain_backends
 from moereg.errors import TooLargeError
 from moereg.evidence.provenance import clocks, provenance

@@ -114,46 +114,27 @@ __all__ = [
 ]
 
 
-_HOMES: Final = {
-    "moereg.spec.activations": ("Activation",),
-    "moereg.prepare_finalize.eplb": ("balance_experts",),
-    "moereg.checkpoints": ("load_experts",),
-    "moereg.plugins.loader": ("list_backends",),
-    "moereg.dispatch": (
-        "Selection",
-        "explain_backends",
-        "select_backend",
-    ),
-    "moereg.errors": (
-        "ArgumentError",
-        "BackendError",
-        "CheckpointError",
-        "GroupError",
-        "MoeregError",
-        "MoeregWarning",
-        "PluginError",
-        "PluginWarning",
-        "RanksDifferError",
-        "RegistrationError",
-        "RequestError",
-        "UnknownBackendError",
-        "UnknownNameError",
-        "UnsupportedProblemError",
-    ),
-    "moereg.prepare_finalize.expert_placement": ("ExpertPlacement",),
-    "moereg.layer.factory": (
-        "MoEKernel",
-        "make_kernel",
-    ),
-    "moereg.nn.module": ("MoELayer",),
-    "moereg.layer.movement": ("explain_movements", "select_movement"),
-    "moereg.platforms": ("Platform",),
-    "moereg.prepare_finalize": ("register_prepare_finalize",),
-    "moereg.spec.problem": ("MoEProblem",),
-    "moereg.spec.quant_schemes": ("QuantScheme",),
-    "moereg.registry": ("register_moe_backend",),
-    "moereg.weights.permuted": ("ExpertWeights",),
+_NAMES_OF: Final = {
+    "moereg.spec.activations": "Activation",
+    "moereg.prepare_finalize.eplb": "balance_experts",
+    "moereg.checkpoints": "load_experts",
+    "moereg.plugins.loader": "list_backends",
+    "moereg.dispatch": "Selection explain_backends select_backend",
+    "moereg.errors": "ArgumentError BackendError CheckpointError GroupError MoeregError MoeregWarning PluginError "
+    "PluginWarning RanksDifferError RegistrationError RequestError UnknownBackendError UnknownNameError "
+    "UnsupportedProblemError",
+    "moereg.prepare_finalize.expert_placement": "ExpertPlacement",
+    "moereg.layer.factory": "MoEKernel make_kernel",
+    "moereg.nn.module": "MoELayer",
+    "moereg.layer.movement": "explain_movements select_movement",
+    "moereg.platforms": "Platform",
+    "moereg.prepare_finalize": "register_prepare_finalize",
+    "moereg.spec.problem": "MoEProblem",
+    "moereg.spec.quant_schemes": "QuantScheme",
+    "moereg.registry": "register_moe_backend",
+    "moereg.weights.permuted": "ExpertWeights",
 }
+_HOMES: Final = {module: names.split() for module, names in _NAMES_OF.items()}
 """Names are imported when they are first read: torch takes a second, and not every command needs it."""
 
 

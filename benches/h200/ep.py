@@ -89,9 +89,9 @@ def run_rank(rank: int, size: int, folder: Path, end: float) -> None:
     import torch
     import torch.distributed as dist
 
-    from moereg.cli._rank import Job, _Rank
     from moereg.dispatch import EmulationWarning
     from moereg.errors import MoeregError
+    from moereg.tuning.over_ranks import Job, _Rank
 
     warnings.simplefilter("ignore", EmulationWarning)
     left = [Item(*item[:4], tuple(item[4]), item[5]) for item in json.loads((folder / "left").read_text())]

@@ -57,21 +57,15 @@ __all__ = [
 _ClickException: Final[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 _ALSO_CALLED: Final = {
-    "list": ("info", "models", "schemes"),
-    "ls": ("info", "models", "schemes"),
-    "backends": ("info",),
-    "doctor": ("info",),
-    "status": ("info",),
-    "why": ("explain",),
-    "choose": ("explain",),
-    "select": ("explain",),
+    **dict.fromkeys(("list", "ls"), ("info", "models", "schemes")),
+    **dict.fromkeys(("backends", "doctor", "status"), ("info",)),
+    **dict.fromkeys(("why", "choose", "select"), ("explain",)),
+    **dict.fromkeys(("warm-up", "precompile"), ("compile",)),
     "test": ("verify",),
     "check": ("verify", "run"),
     "quants": ("schemes",),
     "new": ("new-backend",),
     "build": ("build-kernels", "compile"),
-    "warm-up": ("compile",),
-    "precompile": ("compile",),
 }
 """Other words for commands, each with those that it may mean."""
 

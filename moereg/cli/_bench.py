@@ -1,22 +1,27 @@
-"""The work of `moereg bench`: every backend that fits, on the same random layer and inputs."""
+"""`moereg run` and `moereg bench`: a layer, random or of a checkpoint, is built, checked and timed on this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import logging
 import math
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from packaging.requirements import Requirement
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 from rich.text import Text
 
-from moereg.cli._layer import check_run_fits, layer_device, load_layer, platform_at_hand, random_layer
-from moereg.cli._options import ProblemFlags, UsageError, find_subject
+from moereg.cli._options import ProblemFlags, Subject, UsageError, find_subject
 from moereg.cli._output import console
-from moereg.cli._progress import phase
+from moereg.cli._progress import Advance, phase
 from moereg.cli._show import (
     WIDE,
     format_us,
@@ -27,20 +32,377 @@ from moereg.cli._show import (
     print_notices,
     show_selection,
     source_of,
+    versions_of,
     why_not,
 )
-from moereg.dispatch import explain_backends
-from moereg.errors import UnknownNameError, unknown_name_message
+from moereg.dispatch import EmulationWarning, explain_backends, select_backend
+from moereg.errors import BackendError, TooLargeError, UnknownNameError, UnsupportedProblemError, unknown_name_message
 from moereg.evidence.provenance import provenance
+from moereg.layer.backend_calls import device_types
+from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
+from moereg.platforms import Platform, probe_cpu, torch_device
+from moereg.plugins.loader import current_platform, load_backends
 from moereg.registry import BUILTIN
+from moereg.routing import softmax_topk
+from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.selection.result import SCHEMA, Decision, Selection, nearest_by_backend
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import get_scheme
 from moereg.tuning.compare import Comparison, Measurement
-from moereg.tuning.inputs import ROUTINGS, num_calls, random_calls
-from moereg.tuning.roofline import Ceilings, measure_ceilings
+from moereg.tuning.inputs import ROUTINGS, Call, num_calls, random_calls, random_weights
+from moereg.tuning.roofline import Ceilings, expert_bytes, measure_ceilings
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["BenchResult", "bench_layer", "check_routing", "parse_counts"]
+if TYPE_CHECKING:
+    from moereg.checkpoints import CheckpointLayer
+
+MAX_FRACTION: Final = 0.6
+"""The share of free memory that a command may ask for."""
+
+Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""hidden_states [T,H] to topk_weights [T,K] fp32 and topk_ids [T,K] int32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutedWeights:
+    """The parts of a layer that a run needs, with lines on what the layer lacks."""
+
+    weights: ExpertWeights
+    route: Router
+    notices: tuple[str, ...] = ()
+
+
+def random_layer(problem: MoEProblem, seed: int, device: torch.device, advance: Advance) -> RoutedWeights:
+    """Random weights as `random_weights` makes them, and random routing; the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = random_weights(problem, generator, device, advance)
+
+    def route(hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = torch.randn(len(hidden_states), problem.num_experts, generator=generator)
+        # A single weight would be 1 after renormalizing, and a kernel that ignores it would pass.
+        topk_weights, topk_ids = softmax_topk(logits, problem.top_k, renormalize=problem.top_k > 1)
+        return topk_weights.to(hidden_states.device), topk_ids.to(hidden_states.device)
+
+    return RoutedWeights(weights, route)
+
+
+def load_layer(path: Path, layer: int, problem: MoEProblem, device: torch.device) -> CheckpointLayer:
+    """One layer of a checkpoint, with its own router; `problem` is that of `read_problem`.
+
+    Raises:
+        CheckpointError: The layer cannot be read.
+        TooLargeError: The layer does not fit.
+    """
+    from moereg.checkpoints import load_experts
+
+    local = problem.num_local_experts if problem.is_expert_parallel else None
+    with phase("loading weights") as advance:
+        return load_experts(path, layer, problem.dtype, device, num_local_experts=local, progress=advance)
+
+
+def _built(subject: Subject, seed: int, device: torch.device) -> RoutedWeights | CheckpointLayer:
+    if subject.checkpoint is not None and subject.layer is not None:
+        return load_layer(subject.checkpoint, subject.layer, subject.problem, device)
+    with phase("building weights") as advance:
+        return random_layer(subject.problem, seed, device, advance)
+
+
+def random_hidden_states(problem: MoEProblem, num_tokens: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Normal numbers [T,H] in the problem's dtype, the same on every device."""
+    # A stream apart from the weights', since equal draws would correlate with what they multiply.
+    generator = torch.Generator().manual_seed(seed + 1)
+    return torch.randn(num_tokens, problem.hidden_size, generator=generator).to(device, problem.torch_dtype)
+
+
+def platform_at_hand(command: str, name: str | None) -> Platform:
+    """This machine as a platform; what `--platform` names must be this machine or its CPU.
+
+    Raises:
+        UsageError: The name is another machine's.
+        UnknownPlatformError: No machine has that name.
+    """
+    load_backends()  # A plugin's kind of platform is known once it is loaded.
+    named = None if name is None else Platform.from_name(name)
+    # The CPU is there whichever accelerator this machine has, and whoever claims to know.
+    here = probe_cpu() if named is not None and named.kind == "cpu" else current_platform()
+    if named is None or (named.kind == here.kind and named.arch in ("", here.arch)):
+        return here
+    raise UsageError(
+        f"{command} needs the machine itself, and this one is {here.kind}:{here.arch}, not {name}; "
+        f"moereg explain --platform {name} answers what would be chosen there"
+    )
+
+
+def layer_device(selection: Selection) -> torch.device:
+    """The device on which a command builds the layer that was selected.
+
+    Raises:
+        UnknownPlatformError: This torch has no such device.
+    """
+    platform, winner = selection.platform, selection.winner
+    types: tuple[str, ...] = ()
+    if winner is not None and winner.cell is not None:
+        with contextlib.suppress(Exception):  # It fails again, under the backend's name, once the layer is built.
+            types = device_types(selection, winner.cell.experts)
+    # A backend may read another device's tensors, as with DLPack.
+    return torch_device(platform, None if not types or platform.device_type in types else types[0])
+
+
+def check_run_fits(
+    problem: MoEProblem, num_tokens: int, device: torch.device, num_kernels: int = 1, num_calls: int = 1
+) -> None:
+    """Checks that a layer's weights, canonical and permuted for each kernel, one expert in fp32 and the tokens fit.
+
+    Args:
+        problem: The layer.
+        num_tokens: Tokens of one call.
+        device: Whose free memory counts.
+        num_kernels, num_calls: Kernels, and inputs with their outputs, that are there at the same time.
+
+    Raises:
+        TooLargeError: They take more than 60 % of it; the message has the size and the option that makes it smaller.
+    """
+    free_bytes = free_memory_bytes(device)
+    if free_bytes is None:
+        return
+    one_bytes = expert_bytes(problem)
+    numbers = problem.activation.num_halves * problem.intermediate_size * problem.hidden_size
+    fp32_bytes = (numbers + problem.hidden_size * problem.intermediate_size) * torch.float32.itemsize
+    tokens_bytes = _tokens_bytes(problem, num_tokens, num_calls)
+    limit_bytes = MAX_FRACTION * free_bytes
+    copies = 1 + num_kernels
+    layer_bytes = copies * problem.num_local_experts * one_bytes + fp32_bytes
+    if layer_bytes + tokens_bytes <= limit_bytes:
+        return
+    cures = []
+    num_fitting = int((limit_bytes - fp32_bytes - tokens_bytes) // (copies * one_bytes))
+    if 1 <= num_fitting < problem.num_local_experts:
+        cures.append(f"--num-local-experts {num_fitting}")
+    is_quantized = problem.quant.weight is not None
+    if problem.dtype == "float32" and not is_quantized:
+        cures.append("--dtype bfloat16")
+    if num_kernels > 1:
+        cures.append("--require with fewer backends")
+    if tokens_bytes > layer_bytes:
+        cures.append("a smaller --tokens")
+    stored = problem.quant.name if is_quantized else problem.dtype
+    permuted = f"permuted for {num_kernels} kernels" if num_kernels > 1 else "permuted"
+    raise TooLargeError(
+        f"a run of this layer needs {format_bytes(layer_bytes + tokens_bytes)} ({problem.num_local_experts} experts of "
+        f"{format_bytes(one_bytes)} in {stored}, canonical and {permuted}, and {num_tokens} tokens), over "
+        f"{MAX_FRACTION:.0%} of the {format_bytes(free_bytes)} free on {device}; "
+        f"{'pass ' + ' or '.join(cures) if cures else 'free memory or use a larger machine'}"
+    )
+
+
+def _tokens_bytes(problem: MoEProblem, num_tokens: int, num_calls: int) -> int:
+    """Inputs, outputs and intermediate rows of a call, the reference's fp32 and the comparison's fp64 copies."""
+    itemsize = problem.torch_dtype.itemsize
+    per_call = 2 * problem.hidden_size * itemsize
+    once = problem.hidden_size * (2 * torch.float32.itemsize + 2 * torch.float64.itemsize)
+    rows = num_tokens * (problem.num_local_experts if problem.activation_format == "batched" else problem.top_k)
+    per_row = 2 * problem.hidden_size + (problem.activation.num_halves + 1) * problem.intermediate_size
+    return num_tokens * (num_calls * per_call + once) + rows * per_row * itemsize
+
+
+DEFAULT_TOKENS: Final = 64
+
+# So that a backend that answers the second as the first is wrong.
+_NUM_CALLS: Final = 2
+
+# Bytes of 16-bit weights that are built only to say what quantizing them costs.
+_LARGEST_UNQUANTIZED: Final = 2e9
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """The result of a run; measurements are None if nothing fitted and nothing ran.
+
+    Attributes:
+        subject: The model's or checkpoint's name to show.
+        relative_error: Error against the reference; NaN if the output holds one.
+        scheme_loss: The scheme's own error against fp32; None if the weights are not quantized, or their originals are
+            unknown or too large to keep.
+        time_us: Median of several calls; None if the numbers are wrong.
+        permute_ms: Time to permute the weights once.
+        weights_bytes: Bytes of the canonical weights.
+        failure: The backend's exception, under its name; empty if it ran.
+        damage: What the backend wrote to without permission, under its name; empty if nothing.
+    """
+
+    subject: str
+    selection: Selection
+    num_tokens: int
+    relative_error: float | None = None
+    scheme_loss: float | None = None
+    tolerance: float | None = None
+    time_us: float | None = None
+    permute_ms: float | None = None
+    weights_bytes: int | None = None
+    failure: str = ""
+    damage: str = ""
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the backend ran and the error is within the tolerance; None if nothing fitted."""
+        if self.failure or self.damage:
+            return False
+        if self.relative_error is None or self.tolerance is None:
+            return None
+        return self.relative_error <= self.tolerance  # False for NaN.
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `moereg run --json` prints."""
+        return {
+            "schema": SCHEMA,
+            "backend": self.selection.backend,
+            "platform": str(self.selection.platform),
+            "problem": self.selection.problem.to_dict(),
+            "tokens": self.num_tokens,
+            "relative_error": self.relative_error,
+            "tolerance": self.tolerance,
+            "passed": self.passed,
+            "failure": self.failure or None,
+            "damage": self.damage or None,
+            "time_us": self.time_us,
+            "permute_ms": self.permute_ms,
+            "selection": self.selection.to_dict(),
+        }
+
+    def show(self) -> None:
+        """Prints the result or, if nothing fitted, the reasons."""
+        selection = self.selection
+        winner = selection.winner
+        target = console(sys.stdout)
+        if winner is None or self.failure or self.damage:
+            show_selection(selection, self.subject)
+            if winner is not None:
+                text = f"FAILED: {self.failure}"
+                if not self.failure:
+                    text = f"WRONG: {winner.backend} of {winner.provider}: {self.damage}"
+                target.print(Text(text, style="bold red"))
+            return
+        assert self.relative_error is not None and self.tolerance is not None
+        assert self.permute_ms is not None and self.weights_bytes is not None
+        verdict = Text("right", style="bold green") if self.passed else Text("WRONG", style="bold red")
+        comparison = "within" if self.passed else "not within"
+        tier = "" if winner.tier == "kernel" else f", {winner.tier}: right numbers, not the speed of the scheme"
+        time = "none, since the numbers are wrong"
+        if self.time_us is not None:
+            time = f"{format_us(self.time_us)} a call of {self.num_tokens} tokens"
+        table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
+        rows: tuple[tuple[str, str | Text], ...] = (
+            ("layer", f"{self.subject}: {selection.problem}"),
+            ("platform", machine(selection.platform)),
+            ("backend", f"{winner.backend} ({winner.experts}){of_wheel(winner)}, {source_of(selection)}{tier}"),
+            ("computes", winner.computes),
+            ("weights", f"{format_bytes(self.weights_bytes)}, permuted in {format_us(1e3 * self.permute_ms)}"),
+            ("time", time),
+            ("error", f"{self.relative_error:.2e}, {comparison} the tolerance {self.tolerance:.1e} of the reference"),
+            ("numbers", verdict),
+        )
+        if self.scheme_loss is not None:
+            loss = f"{self.scheme_loss:.2e} against fp32, of {winner.computes} itself"
+            rows = (*rows[:-1], ("loss", loss), rows[-1])
+        for name, value in rows:
+            table.add_row(name, value)
+        for decision in nearest_by_backend(selection.decisions):
+            if decision is not winner:
+                table.add_row("not chosen", why_not(decision))
+        target.print(table)
+        # Those of the request were logged when the backend was selected.
+        print_notices(target, [notice for notice in selection.notices if notice not in selection.request.notices])
+
+
+def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, seed: int) -> RunResult:
+    """Builds a layer, runs the selected kernel on this machine and compares it with the reference.
+
+    Takes the values of the options of those names. The result has no measurements where nothing fits.
+
+    Raises:
+        MoeregError: Anything that the user can cure.
+    """
+    num_tokens = DEFAULT_TOKENS if flags.tokens is None else flags.tokens
+    flags = dataclasses.replace(flags, tokens=num_tokens)
+    found = find_subject(flags, checkpoint, layer)
+    problem, subject = found.problem, found.name or "random weights"
+    platform = platform_at_hand("run", flags.platform)
+    try:
+        with warnings.catch_warnings():
+            # The result names the tier.
+            warnings.simplefilter("ignore", EmulationWarning)
+            selection = found.noted(select_backend(problem, platform, **flags.request()))
+    except UnsupportedProblemError as error:
+        return RunResult(subject, found.noted(error.selection), num_tokens)
+    device = layer_device(selection)
+    check_run_fits(problem, num_tokens, device, num_calls=_NUM_CALLS)
+    with torch.no_grad():
+        built = _built(found, seed, device)
+        plain = None if found.checkpoint is not None else functools.partial(_unquantized, problem, seed, device)
+        hidden_states = random_hidden_states(problem, num_tokens, seed, device)
+        selection = dataclasses.replace(selection, notices=(*selection.notices, *built.notices))
+        result = RunResult(subject, selection, num_tokens)
+        try:
+            return _measure(result, built, plain, hidden_states)
+        except BackendError as error:
+            # With -v the backend's authors see where.
+            logging.getLogger("moereg").info("the layer did not run", exc_info=error.__cause__)
+            return dataclasses.replace(result, failure=str(error))
+
+
+def _unquantized(problem: MoEProblem, seed: int, device: torch.device) -> ExpertWeights | None:
+    """The unquantized weights that the random ones were made from, if they are not too large."""
+    rows = problem.activation.num_halves + 1
+    numel = problem.num_local_experts * rows * problem.intermediate_size * problem.hidden_size
+    if problem.quant.weight is None or numel * problem.torch_dtype.itemsize > _LARGEST_UNQUANTIZED:
+        return None
+    with phase("building unquantized weights") as advance:
+        return random_layer(_plain_problem(problem), seed, device, advance).weights
+
+
+def _plain_problem(problem: MoEProblem) -> MoEProblem:
+    return dataclasses.replace(problem, quant=get_scheme("unquantized"))
+
+
+def _measure(
+    result: RunResult,
+    layer: RoutedWeights | CheckpointLayer,
+    plain: Callable[[], ExpertWeights | None] | None,
+    hidden_states: torch.Tensor,
+) -> RunResult:
+    selection, weights, problem = result.selection, layer.weights, result.selection.problem
+    # Before the backend sees anything of the layer.
+    inputs = (hidden_states, hidden_states.flip(1))
+    assert len(inputs) == _NUM_CALLS
+    calls = [Call(rows, *layer.route(rows)) for rows in inputs]
+    winner = selection.winner
+    assert winner is not None
+    alone = dataclasses.replace(selection, decisions=(winner,))
+    comparison = Comparison(alone, lambda: weights, {result.num_tokens: calls}, layer_tolerance, phase)
+    with phase("running"):
+        (row,) = comparison.measure(result.num_tokens, None)
+    if row.error is not None:
+        raise row.error
+    if row.damage:
+        return dataclasses.replace(result, damage=row.damage)
+    reference = comparison.reference(winner, result.num_tokens)
+    # Loaded only now, so that they take no memory while the layer runs.
+    unquantized = None if plain is None else plain()
+    loss = None
+    if unquantized is not None:
+        with phase("computing the unquantized reference"):
+            loss = relative_error(reference, reference_experts(_plain_problem(problem), unquantized, *calls[0]))
+    return dataclasses.replace(
+        result,
+        tolerance=row.tolerance,
+        relative_error=row.relative_error,
+        scheme_loss=loss,
+        time_us=row.timing.median_us if row.timing else None,
+        permute_ms=comparison.permute_ms[winner],
+        weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors().values()),
+    )
+
 
 _GPU_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096)
 _CPU_TOKENS: Final = (1, 4, 16, 64, 256)
@@ -52,8 +414,6 @@ class BenchResult:
 
     Attributes:
         subject: The model's name to show.
-        selection: Every candidate, and the chosen one.
-        routing: One of `ROUTINGS`.
         measured_on: `device`, `versions`, `commit` and `date`, among others.
         ceilings: Ceilings of the device; None if nothing ran.
         rows: By number of tokens, candidates in the selection's order.
@@ -122,7 +482,7 @@ class BenchResult:
             return
         target = console(sys.stdout)
         target.print(f"{self.subject}: {selection.problem}")
-        versions = ", ".join(f"{name} {version}" for name, version in self.measured_on["versions"].items())
+        versions = versions_of(self.measured_on)
         threads = f", threads: {torch.get_num_threads()}" if selection.platform.kind == "cpu" else ""
         target.print(f"on {machine(selection.platform)}{threads}, {versions}, {self.measured_on['date']}")
         target.print(
@@ -268,15 +628,8 @@ def bench_layer(
     with phase("measuring ceilings"):
         ceilings = measure_ceilings(problem.torch_dtype, device)
 
-    def make_weights() -> ExpertWeights:
-        if subject.checkpoint is not None and subject.layer is not None:
-            with phase("loading weights") as advance:
-                return load_layer(subject.checkpoint, subject.layer, problem, device, advance).weights
-        with phase("building weights") as advance:
-            return random_layer(problem, seed, device, advance).weights
-
     inputs = {num_tokens: random_calls(problem, num_tokens, routing, seed, device) for num_tokens in token_counts}
-    comparison = Comparison(selection, make_weights, inputs, layer_tolerance, phase)
+    comparison = Comparison(selection, lambda: _built(subject, seed, device).weights, inputs, layer_tolerance, phase)
     rows: list[Measurement] = []
     for num_tokens in token_counts:
         with phase(f"comparing {len(cells)} at {num_tokens} tokens"):

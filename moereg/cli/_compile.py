@@ -12,20 +12,11 @@ from moereg.platforms import Platform
 from moereg.plugins.loader import current_platform, load_backends
 from moereg.selection.result import SCHEMA
 
-__all__ = ["check_cache", "compile_layer", "parse_ranges"]
-
 
 def compile_layer(
     flags: ProblemFlags, subject: Subject, tokens: str | None, cache: Path | None, jobs: int | None
 ) -> tuple[dict[str, Any], str, str | None]:
-    """Compiles what a layer launches.
-
-    Args:
-        flags: The platform and the request.
-        subject: The layer.
-        tokens: What `--tokens` says.
-        cache: Folder to compile into; Triton's own where None.
-        jobs: Compilers at once.
+    """Compiles what a layer launches; takes the values of the options of those names.
 
     Returns:
         The object that `moereg compile --json` prints, the lines for people, and why nothing was compiled; None where
@@ -73,13 +64,10 @@ def parse_ranges(text: str) -> list[int]:
 
 
 def check_cache(folder: Path | None, platform: str | None) -> tuple[dict[str, Any], str]:
-    """Checks a folder that was compiled into, and rewrites the paths in it where it was moved.
+    """Checks the folder of `--cache`, which was compiled into, and rewrites the paths in it where it was moved.
 
-    Returns the object that `moereg compile --check --json` prints, and the line for people.
-
-    Args:
-        folder: What `--cache` says.
-        platform: To run on; this machine where None.
+    Returns:
+        The object that `moereg compile --check --json` prints, and the line for people.
 
     Raises:
         UsageError: No folder is named, or nothing was compiled into it.

@@ -1,6 +1,6 @@
-"""`--ep`: a layer over several ranks, explained, run, or compared by token dispatcher.
+"""`--ep`: a layer over several ranks, run, or compared by token dispatcher.
 
-Ranks are a process each on this machine (`moereg.cli._rank`), or those that torchrun has started.
+Ranks are a process each on this machine (`moereg.tuning.over_ranks`), or those that torchrun has started.
 """
 
 from __future__ import annotations
@@ -15,85 +15,29 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from rich.text import Text
 
-from moereg.cli._bench import check_routing
-from moereg.cli._explain import selection_with_evidence
-from moereg.cli._layer import check_run_fits, platform_at_hand
+from moereg.cli._bench import check_routing, check_run_fits, platform_at_hand
+from moereg.cli._explain import group_facts
 from moereg.cli._options import ProblemFlags, Subject, UsageError, find_subject
 from moereg.cli._output import console
 from moereg.cli._progress import phase
-from moereg.cli._show import format_us, machine, new_table, print_notices, show_selection
-from moereg.dispatch import explain_backends
+from moereg.cli._show import format_us, machine, new_table, print_notices, versions_of
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.movement import MovementSelection, explain_movements
 from moereg.platforms import Platform, torch_device
-from moereg.prepare_finalize import GroupFacts
 from moereg.prepare_finalize.eplb import balance_experts
 from moereg.runtime.python_process import python_command
-from moereg.selection.result import SCHEMA, Selection
+from moereg.selection.result import SCHEMA
 from moereg.tuning.inputs import num_calls
 from moereg.tuning.timing import SECONDS
 
-__all__ = ["EpExplanation", "EpResult", "bench_group", "run_group"]
-
 _GRACE_SECONDS: Final = 30.0
 """After the first rank has failed, the others have so long to report what they saw."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EpExplanation:
-    """How a layer would run over several ranks.
-
-    Attributes:
-        subject: The layer.
-        movement: Every token dispatcher.
-        selection: Every backend, for the problem that the experts of a rank see; for a rank's share if no token
-            dispatcher fits.
-    """
-
-    subject: Subject
-    movement: MovementSelection
-    selection: Selection
-
-    @property
-    def fits(self) -> bool:
-        """Whether a token dispatcher and a backend fit."""
-        return self.movement.winner is not None and self.selection.winner is not None
-
-    @classmethod
-    def of(cls, flags: ProblemFlags, subject: Subject, size: int, way: str | None) -> EpExplanation:
-        """Asks for a layer over so many ranks, here or on a named platform. Starts no process.
-
-        Raises:
-            MoeregError: Anything that the user can cure.
-        """
-        platform = explain_backends(subject.problem, flags.platform).platform
-        movement = explain_movements(subject.problem, _group_facts(size, platform), platform, require=way)
-        winner = movement.winner
-        problem = movement.problem if winner is None else movement.experts_problem(winner)
-        return cls(subject, movement, subject.noted(explain_backends(problem, platform, **flags.request())))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object of `--json`."""
-        group = {"ranks": self.movement.group.size, "movement": self.movement.to_dict()}
-        return {**selection_with_evidence(self.selection), **group}
-
-    def show(self, all_reasons: bool) -> None:
-        """Prints the token dispatchers, then the backends for the problem that the experts of a rank see."""
-        target, subject = console(sys.stdout), self.subject
-        target.print(f"{subject.name}: {subject.problem}" if subject.name else str(subject.problem))
-        target.print(self.movement.table())
-        winner = self.movement.winner
-        if winner is None:
-            target.print(Text("no way of moving tokens fits", style="bold red"))
-            return
-        target.print(f"experts of a rank behind {winner.name}:")
-        show_selection(self.selection, None, all_reasons)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +45,6 @@ class EpResult:
     """Results of a bench or run over several ranks.
 
     Attributes:
-        subject: The layer.
         movement: Every token dispatcher, at the largest number of tokens.
         measured_on: `device`, `versions`, `commit` and `date`, among others.
         replicas: Experts beyond one for each of the layer; None where experts are in slices.
@@ -157,7 +100,7 @@ class EpResult:
         target = console(sys.stdout)
         subject, movement = self.subject, self.movement
         target.print(f"{subject.name or 'random weights'}: {subject.problem}")
-        versions = ", ".join(f"{name} {version}" for name, version in self.measured_on["versions"].items())
+        versions = versions_of(self.measured_on)
         placed = f", balanced with {self.replicas} replicas" if self.replicas is not None else ""
         target.print(f"{movement.group}{placed}, {machine(movement.platform)}, {versions}, {self.measured_on['date']}")
         if movement.winner is None:
@@ -210,12 +153,6 @@ def _cells(row: dict[str, Any]) -> tuple[str | Text, ...]:
     )
 
 
-def _group_facts(size: int, platform: Platform) -> GroupFacts:
-    if platform.device_type == "cpu":
-        return GroupFacts(size, "gloo", "cpu")
-    return GroupFacts(size, "nccl", platform.device_type)
-
-
 def bench_group(
     flags: ProblemFlags,
     size: int,
@@ -250,12 +187,12 @@ def bench_group(
     _check_gpus(size, platform, rank)
     problem = dataclasses.replace(subject.problem, max_num_tokens=max(1, *counts))
     if replicas is None:
-        movement = explain_movements(problem, _group_facts(size, platform), platform, require=ways)
+        movement = explain_movements(problem, group_facts(size, platform), platform, require=ways)
     else:
         balance_experts([1.0] * problem.num_experts, size, replicas)  # Refuses numbers that do not fit.
         held = (problem.num_experts + replicas) // size
         mapped = dataclasses.replace(problem, num_local_experts=held, placement="map")
-        movement = explain_movements(mapped, _group_facts(size, platform), platform, require=ways)
+        movement = explain_movements(mapped, group_facts(size, platform), platform, require=ways)
     where = provenance(platform, ("torch", "triton"))
     result = EpResult(subject, movement, where, replicas, is_printed=not rank)
     names = tuple(dict.fromkeys(decision.name for decision in movement.accepted))
@@ -266,7 +203,7 @@ def bench_group(
     share = problem.num_experts if is_shared else -(-(problem.num_experts + (replicas or 0)) // size)
     part = dataclasses.replace(problem, num_local_experts=min(share, problem.num_experts))
     check_run_fits(part, max(counts) * size, torch_device(platform), 2, num_calls(max(counts)))
-    from moereg.cli._rank import Job
+    from moereg.tuning.over_ranks import Job
 
     job = Job(
         problem=subject.problem.to_dict(),
@@ -299,7 +236,7 @@ def run_group(flags: ProblemFlags, size: int, way: str | None, seed: int) -> EpR
     platform = platform_at_hand("run --ep", flags.platform)
     subject = find_subject(dataclasses.replace(flags, tokens=num_tokens or None), None, None)
     if way is None:
-        movement = explain_movements(subject.problem, _group_facts(size, platform), platform)
+        movement = explain_movements(subject.problem, group_facts(size, platform), platform)
         way = movement.winner.name if movement.winner is not None else None
     flags = dataclasses.replace(flags, tokens=None)
     return bench_group(flags, size, way, (num_tokens,), "uniform", 12, seed, None, False, compares=True)
@@ -333,11 +270,7 @@ def _torchrun_rank(size: int) -> int | None:
 
 
 def _rows_of_ranks(job: Any, rank: int | None) -> tuple[list[dict[str, Any]], str]:
-    """Runs a job on all of its ranks.
-
-    Args:
-        job: A `Job` of `moereg.cli._rank`; where it writes and ranks meet is filled in here.
-        rank: This process's, among those of torchrun; None to start a process for each rank.
+    """Runs a `Job` as this rank of torchrun's, or with a process for each rank where None.
 
     Returns:
         The rows, those before a failure included, and what failed; under torchrun only rank 0 has rows.
@@ -346,7 +279,7 @@ def _rows_of_ranks(job: Any, rank: int | None) -> tuple[list[dict[str, Any]], st
         out = Path(folder) / "rows"
         job = dataclasses.replace(job, out=str(out), store=None if rank is not None else str(Path(folder) / "store"))
         if rank is not None:
-            from moereg.cli._rank import run_rank
+            from moereg.tuning.over_ranks import run_rank
 
             run_rank(job, rank)
             failure = ""
@@ -361,11 +294,22 @@ def _rows_of_ranks(job: Any, rank: int | None) -> tuple[list[dict[str, Any]], st
 def _failure_of(job: Path, size: int) -> str:
     """The message of the first rank that failed; empty if none did."""
     ended: queue.Queue[tuple[int, int, str]] = queue.Queue()
-    with _children(job, size) as children:
-        for rank, child in enumerate(children):
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size))} if size > 1 else {}
+    with contextlib.ExitStack() as stack:
+        for rank in range(size):
+            command = python_command("moereg.tuning.over_ranks", str(job), str(rank))
+            child = subprocess.Popen(
+                command,
+                env={**threads, **os.environ, "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            stack.callback(child.kill)
             threading.Thread(target=_wait, args=(rank, child, ended), daemon=True).start()
         texts: list[str] = []
-        for _ in children:
+        for _ in range(size):
             try:
                 rank, code, text = ended.get(timeout=_GRACE_SECONDS if texts else None)
             except queue.Empty:
@@ -381,28 +325,3 @@ def _wait(rank: int, child: subprocess.Popen[str], ended: queue.Queue[tuple[int,
     for line in (err or "").splitlines() if child.returncode and not lines else ():
         print(line, file=sys.stderr)
     ended.put((rank, child.returncode, lines[-1] if lines else ""))
-
-
-@contextlib.contextmanager
-def _children(job: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """A process for each rank, ended with the block."""
-    children: list[subprocess.Popen[str]] = []
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size))} if size > 1 else {}
-    try:
-        for rank in range(size):
-            command = python_command("moereg.cli._rank", str(job), str(rank))
-            children.append(
-                subprocess.Popen(
-                    command,
-                    env={**threads, **os.environ, "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        yield children
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()

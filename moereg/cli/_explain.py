@@ -26,12 +26,12 @@ from moereg.errors import one_line
 from moereg.evidence.ledger import evidence_of
 from moereg.platforms import Platform
 from moereg.plugins.loader import load_backends
-from moereg.selection.result import SCHEMA, Decision, Selection, nearest_by_backend
+from moereg.selection.result import SCHEMA, Selection, nearest_by_backend
 
 if TYPE_CHECKING:
     from moereg.integrations.transformers import LayerChoice
-
-__all__ = ["Explanation", "ModelChoices", "selection_with_evidence"]
+    from moereg.layer.movement import MovementSelection
+    from moereg.prepare_finalize import GroupFacts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,45 +39,67 @@ class Explanation:
     """The choice for one layer.
 
     Attributes:
-        subject: The layer.
-        selection: Every candidate, and the chosen one.
+        selection: Every backend; over several ranks for the problem that the experts of a rank see, or for a rank's
+            share if no token dispatcher fits.
+        movement: Every token dispatcher; None where one rank has the layer.
     """
 
     subject: Subject
     selection: Selection
+    movement: MovementSelection | None = None
 
     @classmethod
-    def of(cls, flags: ProblemFlags, subject: Subject) -> Explanation:
-        """Asks for a layer.
+    def of(cls, flags: ProblemFlags, subject: Subject, size: int | None, way: str | None) -> Explanation:
+        """Asks for a layer, over so many ranks if a number is given. Starts no process.
 
         Raises:
             MoeregError: The request or the platform cannot be read.
         """
         load_backends()  # A plugin's kind of platform is known once it is loaded.
-        return cls(subject, subject.noted(explain_backends(subject.problem, flags.platform, **flags.request())))
+        if size is None:
+            return cls(subject, subject.noted(explain_backends(subject.problem, flags.platform, **flags.request())))
+        from moereg.layer.movement import explain_movements
+
+        platform = explain_backends(subject.problem, flags.platform).platform
+        movement = explain_movements(subject.problem, group_facts(size, platform), platform, require=way)
+        winner = movement.winner
+        problem = movement.problem if winner is None else movement.experts_problem(winner)
+        return cls(subject, subject.noted(explain_backends(problem, platform, **flags.request())), movement)
 
     @property
     def fits(self) -> bool:
-        """Whether a backend fits."""
-        return self.selection.winner is not None
+        """Whether a backend fits, and a token dispatcher if there are ranks."""
+        return self.selection.winner is not None and (self.movement is None or self.movement.winner is not None)
 
     def to_dict(self) -> dict[str, Any]:
         """The object of `--json`."""
-        return selection_with_evidence(self.selection)
+        found, movement = selection_with_evidence(self.selection), self.movement
+        return found if movement is None else {**found, "ranks": movement.group.size, "movement": movement.to_dict()}
 
     def show(self, all_reasons: bool) -> None:
-        """Prints the decision table."""
-        show_selection(self.selection, self.subject.name, all_reasons)
+        """Prints the decision table, after that of token dispatchers if there are ranks."""
+        subject, movement = self.subject, self.movement
+        if movement is not None:
+            target = console(sys.stdout)
+            target.print(f"{subject.name}: {subject.problem}" if subject.name else str(subject.problem))
+            target.print(movement.table())
+            if movement.winner is None:
+                target.print(Text("no way of moving tokens fits", style="bold red"))
+                return
+            target.print(f"experts of a rank behind {movement.winner.name}:")
+        show_selection(self.selection, subject.name if movement is None else None, all_reasons)
+
+
+def group_facts(size: int, platform: Platform) -> GroupFacts:
+    """A group of this machine's ranks."""
+    from moereg.prepare_finalize import GroupFacts
+
+    return GroupFacts(size, "gloo" if platform.device_type == "cpu" else "nccl", platform.device_type)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelChoices:
-    """The choice for every layer of a model.
-
-    Attributes:
-        path: The model's directory.
-        layers: In the order of the model.
-    """
+    """The choice for every layer of the model of a directory."""
 
     path: Path
     layers: tuple[LayerChoice, ...]
@@ -179,9 +201,7 @@ def selection_with_evidence(selection: Selection) -> dict[str, Any]:
         found = {**evidence.to_dict(), "verified_on_platform": evidence.on(selection.platform)}
     values = selection.to_dict()
     for decision, shown in zip(selection.decisions, values["decisions"], strict=True):
-        shown["verified_on_platform"] = _is_verified(decision, selection.platform) if decision.accepted else None
+        cell = decision.cell
+        is_verified = decision.accepted and cell is not None and evidence_of(cell).on(selection.platform)
+        shown["verified_on_platform"] = is_verified if decision.accepted else None
     return {**values, "verification": found}
-
-
-def _is_verified(decision: Decision, platform: Platform) -> bool:
-    return decision.cell is not None and evidence_of(decision.cell).on(platform)

@@ -28,8 +28,6 @@ from moereg.spec.model_shapes import MODEL_SHAPES
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
 from moereg.spec.reasons import Reason
 
-__all__ = ["collect_info", "list_models", "list_schemes", "show_info", "show_models", "show_schemes"]
-
 _MOST_NAMES: Final = 3
 """Most platforms shown on one line; the table of cells has all."""
 
@@ -49,7 +47,7 @@ def machine_shown() -> tuple[Platform, str | None]:
 
 def collect_info() -> dict[str, Any]:
     """The object that `moereg info --json` prints."""
-    registry = load_backends()
+    registry, dispatchers = load_backends(), load_movements()
     platform, platform_error = machine_shown()
     quarantine = read_quarantine()
     return {
@@ -60,14 +58,8 @@ def collect_info() -> dict[str, Any]:
         "backends": [_backend(registry.by_name(name), platform, quarantine) for name in registry.names],
         "plugins": [status.to_dict() for status in plugin_statuses()],
         "platform_claimed_by": platform.claimed_by or None,
-        "ways": _dispatchers(platform),
+        "ways": [_dispatcher(dispatchers.by_name(name), platform) for name in dispatchers.names],
     }
-
-
-def _dispatchers(platform: Platform) -> list[dict[str, Any]]:
-    """Every token dispatcher between ranks, by name."""
-    registry = load_movements()
-    return [_dispatcher(registry.by_name(name), platform) for name in registry.names]
 
 
 def _dispatcher(cells: Sequence[MovementCell], platform: Platform) -> dict[str, Any]:

@@ -16,8 +16,6 @@ from moereg.plugins.loader import list_backends, list_cells
 from moereg.registration import check_name
 from moereg.selection.result import SCHEMA
 
-__all__ = ["show_wheel", "write_wheel"]
-
 # What the names of distributions, packages and entry points have in common.
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _LONGEST_NAME: Final = 40
@@ -52,10 +50,6 @@ def show_wheel(written: Mapping[str, Any]) -> None:
 def write_wheel(name: str, directory: Path | None = None) -> dict[str, Any]:
     """Writes the source of a wheel with one backend; returns the object that `moereg new-backend --json` prints.
 
-    Args:
-        name: Of the backend, as requests will spell it.
-        directory: The folder to write into, new or empty; `moereg-<name>` in the current one where None.
-
     Raises:
         UsageError: The name is taken or cannot be a backend's, or the folder holds something or cannot be written.
     """
@@ -69,7 +63,8 @@ def write_wheel(name: str, directory: Path | None = None) -> dict[str, Any]:
         "moereg_version": __version__,
     }
     folder = Path(distribution) if directory is None else directory
-    contents = {_filled(path, words): _filled(_template(source), words) for source, path in _FILES.items()}
+    texts = {path: (_TEMPLATES / f"{source}.template").read_text(encoding="utf-8") for source, path in _FILES.items()}
+    contents = {_filled(path, words): _filled(text, words) for path, text in texts.items()}
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UsageError(f"--directory must be new or empty, got {shown(str(folder))}; name another or empty it")
@@ -106,10 +101,6 @@ def _distribution(name: str) -> str:
     if origin != distribution:
         raise UsageError(f"a backend's name belongs to one distribution, and {name} is of {origin}; choose another")
     return distribution
-
-
-def _template(name: str) -> str:
-    return (_TEMPLATES / f"{name}.template").read_text(encoding="utf-8")
 
 
 def _filled(text: str, words: dict[str, str]) -> str:

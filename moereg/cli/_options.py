@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, get_type_hints
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
-from moereg.cli._output import only_results_on_stdout
+from moereg.cli._output import OK, only_results_on_stdout, print_json
 from moereg.errors import MoeregError, one_line
+from moereg.evidence.code_digest import files_stay
 from moereg.platforms import PRODUCTS, platform_of_product
 from moereg.plugins.loader import find_scheme, list_backends
 from moereg.selection.result import Selection
@@ -21,33 +23,6 @@ from moereg.spec.activations import ACTIVATIONS, Activation
 from moereg.spec.model_shapes import MODEL_SHAPES, get_shape
 from moereg.spec.problem import DTYPES, MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES
-
-__all__ = [
-    "CheckpointOption",
-    "DenyOption",
-    "EpOption",
-    "JobsOption",
-    "JsonFlag",
-    "LayerOption",
-    "PlatformOption",
-    "PreferOption",
-    "ProblemFlags",
-    "SeedOption",
-    "Subject",
-    "UsageError",
-    "VerboseFlag",
-    "WayOption",
-    "backend_list",
-    "backend_names",
-    "find_subject",
-    "first_layer",
-    "platform_names",
-    "routing_names",
-    "scheme_list",
-    "scheme_names",
-    "takes_problem_flags",
-    "usage_errors",
-]
 
 
 class UsageError(MoeregError, ValueError):
@@ -64,98 +39,100 @@ def _completes(names: Callable[[], Iterable[str]], is_list: bool = False) -> Cal
     return complete
 
 
+def _backends() -> Iterable[str]:
+    with only_results_on_stdout(False):  # Plugins are imported.
+        return list_backends()
+
+
+def option(text: str, complete: Callable[[str], list[str]] | None = None, **bounds: Any) -> Any:
+    """An option's help, its words for the tab key, and what its numbers are at least or at most."""
+    return typer.Option(help=text, autocompletion=complete, **bounds)
+
+
+# Schemes of plugins are left out, since they would have to be imported.
+scheme_of = functools.partial(option, complete=_completes(lambda: QUANT_SCHEMES))
+schemes_of = functools.partial(option, complete=_completes(lambda: QUANT_SCHEMES, is_list=True))
+platform_of = functools.partial(
+    option, complete=_completes(lambda: ("cpu", *dict.fromkeys(PRODUCTS.values()), *PRODUCTS))
+)
+backends_of = functools.partial(option, complete=_completes(_backends, is_list=True))
+seed_of = functools.partial(option, min=0, max=2**63 - 2)
+
+
+def argument(text: str, complete: Callable[[str], list[str]] | None = None) -> Any:
+    """As `option`, of a value that needs no `--name`."""
+    return typer.Argument(help=text, autocompletion=complete)
+
+
+backend_name = functools.partial(argument, complete=_completes(_backends))
+
+
 def _routings() -> Iterable[str]:
     from moereg.tuning.inputs import ROUTINGS
 
     return ROUTINGS
 
 
-def _backends() -> Iterable[str]:
-    with only_results_on_stdout(False):  # Plugins are imported.
-        return list_backends()
-
-
-_models, _dtypes, _activations = (_completes(names.__iter__) for names in (MODEL_SHAPES, DTYPES, ACTIVATIONS))
-# Schemes of plugins are left out, since they would have to be imported.
-scheme_names, scheme_list = _completes(lambda: QUANT_SCHEMES), _completes(lambda: QUANT_SCHEMES, is_list=True)
-platform_names: Final = _completes(lambda: ("cpu", *dict.fromkeys(PRODUCTS.values()), *PRODUCTS))
-routing_names: Final = _completes(_routings)
-backend_names, backend_list = _completes(_backends), _completes(_backends, is_list=True)
-
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-VerboseFlag = Annotated[bool, typer.Option("--verbose", "-v", help="Log to standard error.")]
-CheckpointOption = Annotated[
-    Path | None, typer.Option(help="A layer of this checkpoint directory instead of a model's or of sizes.")
-]
-LayerOption = Annotated[int | None, typer.Option(help="Of the checkpoint; the first with experts if left out.")]
-EpOption = Annotated[
-    int | None,
-    typer.Option("--ep", min=1, help="Experts over so many ranks: processes here, or those of torchrun."),
-]
-WayOption = Annotated[
-    str | None,
-    typer.Option(help="With --ep: ways of moving tokens, such as all_to_all,all_gather; all that fit if left out."),
-]
-SeedOption = Annotated[int, typer.Option(min=0, max=2**63 - 2, help="Of weights, hidden states and routing.")]
-JobsOption = Annotated[int | None, typer.Option(min=1, help="Compilers at once; as memory allows if left out.")]
-PlatformOption = Annotated[
-    str | None,
-    typer.Option(
-        help="A platform such as cuda:sm90 or h100; this machine's if left out.", autocompletion=platform_names
-    ),
-]
-PreferOption = Annotated[
-    list[str] | None, typer.Option(help="Use these backends first where they fit.", autocompletion=backend_list)
-]
-DenyOption = Annotated[list[str] | None, typer.Option(help="Use none of these backends.", autocompletion=backend_list)]
+_SHARED: Final[dict[str, Any]] = {
+    "model": option("A known model's layer, e.g. qwen3-30b-a3b.", _completes(lambda: MODEL_SHAPES)),
+    "experts": "Experts of the layer.",
+    "hidden": "Hidden size.",
+    "intermediate": "Intermediate size of one expert.",
+    "top_k": "Experts a token.",
+    "quant": scheme_of("Scheme of the checkpoint's weights."),
+    "dtype": option("bfloat16, float16 or float32.", _completes(lambda: DTYPES)),
+    "activation": option("silu, gelu, gelu_tanh, swigluoai or relu2.", _completes(lambda: ACTIVATIONS)),
+    "swiglu_limit": "Clamp of gate and up.",
+    "bias": "Both matmuls have a bias.",
+    "activation_format": "standard or batched.",
+    "num_local_experts": "Experts on one rank, fewer than the layer's.",
+    "router_weight_on_input": "The routing weight scales the expert's input.",
+    "graph_capture": "Has to run in a CUDA graph.",
+    "deterministic": "Has to give the same bits each time.",
+    "exact_activations": "Activations quantized as the scheme says.",
+    "tokens": option("Tokens of one call.", min=0),
+    "platform": platform_of("A platform such as cuda:sm90 or h100; this machine's if left out."),
+    "require": backends_of("Use one of these backends, tried in this order, or fail: a,b or scheme=a or a_*."),
+    "prefer": backends_of("Use these backends first where they fit."),
+    "deny": backends_of("Use none of these backends."),
+    "checkpoint": "A layer of this checkpoint directory instead of a model's or of sizes.",
+    "layer": "Of the checkpoint; the first with experts if left out.",
+    "ep": option("Experts over so many ranks: processes here, or those of torchrun.", min=1),
+    "way": "With --ep: ways of moving tokens, such as all_to_all,all_gather; all that fit if left out.",
+    "routing": option("uniform, zipf (popularity 1 / rank) or one_set (all to one set).", _completes(_routings)),
+    "seed": seed_of("Of weights, hidden states and routing."),
+    "jobs": option("Compilers at once; as memory allows if left out.", min=1),
+    "json": "Print one JSON object instead of a table.",
+    "verbose": "Log to standard error.",
+}
+"""Options by the name of their parameter, for commands that say nothing else of them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProblemFlags:
     """The options that describe a layer and a request; None if not given."""
 
-    model: Annotated[
-        str | None, typer.Option(help="A known model's layer, e.g. qwen3-30b-a3b.", autocompletion=_models)
-    ] = None
-    experts: Annotated[int | None, typer.Option(help="Experts of the layer.")] = None
-    hidden: Annotated[int | None, typer.Option(help="Hidden size.")] = None
-    intermediate: Annotated[int | None, typer.Option(help="Intermediate size of one expert.")] = None
-    top_k: Annotated[int | None, typer.Option(help="Experts a token.")] = None
-    quant: Annotated[
-        str | None, typer.Option(help="Scheme of the checkpoint's weights.", autocompletion=scheme_names)
-    ] = None
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.", autocompletion=_dtypes)] = None
-    activation: Annotated[
-        str | None,
-        typer.Option(help="silu, gelu, gelu_tanh, swigluoai or relu2.", autocompletion=_activations),
-    ] = None
-    swiglu_limit: Annotated[float | None, typer.Option(help="Clamp of gate and up.")] = None
-    bias: Annotated[bool | None, typer.Option("--bias/--no-bias", help="Both matmuls have a bias.")] = None
-    activation_format: Annotated[str | None, typer.Option(help="standard or batched.")] = None
-    num_local_experts: Annotated[int | None, typer.Option(help="Experts on one rank, fewer than the layer's.")] = None
-    router_weight_on_input: Annotated[
-        bool | None,
-        typer.Option(
-            "--router-weight-on-input/--no-router-weight-on-input",
-            help="The routing weight scales the expert's input.",
-        ),
-    ] = None
-    graph_capture: Annotated[bool, typer.Option("--graph-capture", help="Has to run in a CUDA graph.")] = False
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Has to give the same bits each time.")] = False
-    exact_activations: Annotated[
-        bool, typer.Option("--exact-activations", help="Activations quantized as the scheme says.")
-    ] = False
-    tokens: Annotated[int | None, typer.Option(min=0, help="Tokens of one call.")] = None
-    platform: PlatformOption = None
-    require: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Use one of these backends, tried in this order, or fail: a,b or scheme=a or a_*.",
-            autocompletion=backend_list,
-        ),
-    ] = None
-    prefer: PreferOption = None
-    deny: DenyOption = None
+    model: str | None = None
+    experts: int | None = None
+    hidden: int | None = None
+    intermediate: int | None = None
+    top_k: int | None = None
+    quant: str | None = None
+    dtype: str | None = None
+    activation: str | None = None
+    swiglu_limit: float | None = None
+    bias: bool | None = None
+    activation_format: str | None = None
+    num_local_experts: int | None = None
+    router_weight_on_input: bool | None = None
+    graph_capture: bool = False
+    deterministic: bool = False
+    exact_activations: bool = False
+    tokens: int | None = None
+    platform: str | None = None
+    require: list[str] | None = None
+    prefer: list[str] | None = None
+    deny: list[str] | None = None
 
     def problem(self) -> MoEProblem:
         """The layer that `--model` or the sizes describe; explicit options override the model's values.
@@ -209,10 +186,7 @@ class ProblemFlags:
         return {word: ",".join(names) for word in ("require", "prefer", "deny") if (names := getattr(self, word))}
 
     def check_no_checkpoint_facts(self, option: str = "--checkpoint") -> None:
-        """Rejects flags that the checkpoint decides.
-
-        Args:
-            option: Which names it.
+        """Rejects flags that the checkpoint of this option decides.
 
         Raises:
             UsageError: An option could contradict the checkpoint.
@@ -257,31 +231,71 @@ def usage_errors() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
-def takes_problem_flags(command: Callable[..., int]) -> Callable[..., int]:
-    """Gives a command the options of `ProblemFlags`, which arrive as one value, its first parameter `flags`.
+class Shown(NamedTuple):
+    """The answer of a command.
 
-    typer reads options from a signature; this one is the fields followed by the command's own parameters. An option of
-    the command's own takes the place of a shared one of that name.
+    Attributes:
+        values: Makes the object that `--json` prints.
+        show: Prints the same for people.
+        code: The exit code.
     """
-    hints = get_type_hints(ProblemFlags, include_extras=True)
-    own = inspect.signature(command, eval_str=True).parameters
-    keyword_only = inspect.Parameter.KEYWORD_ONLY
-    shared = [
-        inspect.Parameter(field.name, keyword_only, default=field.default, annotation=hints[field.name])
-        for field in dataclasses.fields(ProblemFlags)
-        if field.name not in own
-    ]
-    others = [parameter.replace(kind=keyword_only) for name, parameter in own.items() if name != "flags"]
 
-    @functools.wraps(command)
-    def run(**values: Any) -> int:
-        flags = ProblemFlags(**{parameter.name: values.pop(parameter.name) for parameter in shared})
-        return command(flags, **values)
+    values: Callable[[], Mapping[str, Any]]
+    show: Callable[[], object]
+    code: int = OK
 
-    parameters = [*shared, *others]
-    run.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
+
+COMMANDS: Final[dict[str, Callable[..., int]]] = {}
+"""By name, in the order of the help."""
+
+_BY_NAME: Final = inspect.Parameter.KEYWORD_ONLY
+
+
+def command(**options: Any) -> Callable[[Callable[..., Shown | int]], Callable[..., int]]:
+    """Makes a function a command of its name, with `--json` and `--verbose`.
+
+    Its parameters are options, and those of `ProblemFlags` too where the first one is `flags`. typer reads them from a
+    signature; an option of the command's own takes the place of a shared one of that name. What it returns is printed
+    after its work, during which standard output is standard error; of an exit code alone nothing is.
+
+    Args:
+        options: What is said of the function's parameters; a text alone is the help of an option.
+    """
+
+    def decorate(work: Callable[..., Shown | int]) -> Callable[..., int]:
+        own = dict(inspect.signature(work, eval_str=True).parameters)
+        fields = inspect.signature(ProblemFlags, eval_str=True).parameters if own.pop("flags", None) else {}
+        shared = {name: field for name, field in fields.items() if name not in own}
+        last = (inspect.Parameter(name, _BY_NAME, default=False, annotation=bool) for name in ("json", "verbose"))
+        every = (*shared.values(), *own.values(), *last)
+        parameters = [_declared(each, options.get(each.name) or _SHARED[each.name]) for each in every]
+
+        @functools.wraps(work)
+        def run(json: bool, verbose: bool, **values: Any) -> int:
+            with files_stay():  # Evidence of many cells asks for the same ones.
+                with only_results_on_stdout(verbose):
+                    flags = {"flags": ProblemFlags(**{name: values.pop(name) for name in shared})} if fields else {}
+                    found = work(**flags, **values)
+                    if isinstance(found, int):
+                        return found
+                    shown = found.values() if json else {}
+                print_json(shown) if json else found.show()
+            return found.code
+
+        run.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        COMMANDS[work.__name__.replace("_", "-")] = run
+        return run
+
+    return decorate
+
+
+def _declared(parameter: inspect.Parameter, said: Any) -> inspect.Parameter:
+    """A parameter as typer reads it."""
+    said = option(said) if isinstance(said, str) else copy.copy(said)
+    if parameter.default is False:  # Otherwise typer adds --no-NAME.
+        said.param_decls = (_flag(parameter.name), *(["-v"] if parameter.name == "verbose" else []))
+    return parameter.replace(kind=_BY_NAME, annotation=Annotated[parameter.annotation, said])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,9 +304,7 @@ class Subject:
 
     Attributes:
         name: The model's or checkpoint's name; None where only sizes were given.
-        problem: The layer; of a checkpoint, as its headers say.
-        checkpoint: Its directory, where the layer is one of a checkpoint.
-        layer: The index there.
+        checkpoint, layer: Its directory and the index there, where the layer is one of a checkpoint.
         notices: What a user may not expect of the options, one line each.
     """
 
@@ -309,11 +321,6 @@ class Subject:
 
 def find_subject(flags: ProblemFlags, checkpoint: Path | None, layer: int | None) -> Subject:
     """The layer that options name. Of a checkpoint, no more than headers are read.
-
-    Args:
-        flags: The problem; with a checkpoint, what it leaves open.
-        checkpoint: What `--checkpoint` says.
-        layer: What `--layer` says; the first layer with experts where None.
 
     Raises:
         MoeregError: Options are missing or contradict each other, or the checkpoint cannot be read.

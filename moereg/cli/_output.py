@@ -16,24 +16,6 @@ from rich.console import Console
 from moereg.cli._streams import others_print_to_stderr
 from moereg.errors import MoeregWarning, one_line
 
-__all__ = [
-    "BAD_INPUT",
-    "BROKEN_PIPE",
-    "EXIT_CODES",
-    "INTERNAL_ERROR",
-    "INTERRUPTED",
-    "NOTHING_FITS",
-    "OK",
-    "OUTPUT_LOST",
-    "WRONG_NUMBERS",
-    "code_of_verdict",
-    "console",
-    "only_results_on_stdout",
-    "print_error",
-    "print_json",
-    "warnings_on_one_line",
-]
-
 OK: Final = 0
 WRONG_NUMBERS: Final = 1
 BAD_INPUT: Final = 2

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from moereg.cli._bench import BenchResult
 from moereg.cli._options import UsageError
+from moereg.cli._show import versions_of
 from moereg.tuning.compare import Measurement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-__all__ = ["COLORS", "FAINT", "INK", "STYLE", "axis_us", "check_can_plot", "plot_bench", "write_plot"]
+    from matplotlib.axis import Axis
+    from matplotlib.ticker import Locator
 
 Result = TypeVar("Result")
 
@@ -22,7 +23,6 @@ COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00
 _MARKERS: Final = "osD^vPX"
 INK: Final = "#222222"
 FAINT: Final = "#777777"
-_GRID: Final = "#e4e4e4"
 STYLE: Final[dict[Any, Any]] = {
     "font.family": "sans-serif",
     "font.size": 11,
@@ -103,7 +103,7 @@ def plot_bench(result: BenchResult, path: Path) -> None:
 
     # A figure of its own instead of pyplot, so that neither a display nor the caller's settings are touched.
     with matplotlib.rc_context(STYLE):
-        names = [*(label for label in result.labels().values()), _ROOFLINE]
+        names = [*result.labels().values(), _ROOFLINE]
         columns = max(1, min(len(names), _LINE_LETTERS // (max(map(len, names)) + 8)))
         legend_rows = -(-len(names) // columns)
         above = _LEGEND_TOP + _LEGEND_ROW * legend_rows + 0.45
@@ -113,8 +113,16 @@ def plot_bench(result: BenchResult, path: Path) -> None:
         figure.subplots_adjust(left=_LEFT, right=0.985, top=1 - above / height, bottom=0.65 / height, wspace=0.17)
         _draw_lines(result, times, shares)
         _finish_axes(result, times, shares)
-        figure.text(_LEFT, 1 - 0.38 / height, _title(result), fontsize=15, fontweight="bold", color=INK)
-        for line, text in enumerate(_subtitles(result)):
+        problem, ceilings, measured_on = result.selection.problem, result.ceilings, result.measured_on
+        assert ceilings is not None
+        title = f"{result.subject}, {problem.quant.name} {problem.dtype}, on {measured_on['device']}"
+        rates = f"{ceilings.matmul_tflops:.3g} TFLOP/s, {ceilings.read_gbps:,.0f} GB/s"
+        facts = (
+            f"{problem} · {result.routing} routing · median of a call, shaded from p10 to p90",
+            f"ceilings {rates} · {versions_of(measured_on)} · {measured_on['date']}",
+        )
+        figure.text(_LEFT, 1 - 0.38 / height, title, fontsize=15, fontweight="bold", color=INK)
+        for line, text in enumerate(facts):
             figure.text(_LEFT, 1 - (0.62 + 0.2 * line) / height, text, fontsize=10, color=FAINT)
         figure.legend(
             *times.get_legend_handles_labels(),
@@ -156,23 +164,33 @@ def _wrong_at(rows: list[Measurement]) -> str:
     return f", wrong at {', '.join(wrong)}" if wrong else ""
 
 
+def tick(axis: Axis, form: Callable[[float, object], str], locator: Locator | None = None) -> None:
+    """Labels an axis at what a locator names; where None, at 1, 2 and 5 of each decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if locator is None else locator)
+    axis.set_major_formatter(FuncFormatter(form))
+    axis.set_minor_locator(NullLocator())
+
+
+def show_grid(axes: Axes) -> None:
+    """Lines behind the data instead of ticks."""
+    axes.grid(color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", length=0)
+
+
 def _finish_axes(result: BenchResult, times: Axes, shares: Axes) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator
 
     for axes in (times, shares):
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(list(result.token_counts)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axes.xaxis.set_minor_locator(NullLocator())
+        tick(axes.xaxis, lambda value, _: f"{value:,.0f}", FixedLocator(list(result.token_counts)))
         axes.set_xlabel("tokens")
-        axes.grid(color=_GRID, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.tick_params(which="both", length=0)
+        show_grid(axes)
     times.set_yscale("log")
     low, high = times.dataLim.intervaly
-    times.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < _FEW_DECADES * low else (1.0,)))
-    times.yaxis.set_major_formatter(FuncFormatter(axis_us))
-    times.yaxis.set_minor_locator(NullLocator())
+    tick(times.yaxis, axis_us, None if high < _FEW_DECADES * low else LogLocator(subs=(1.0,)))
     times.set_title("time of a call")
     shares.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} %"))
     shares.set_ylim(0, max(105.0, 1.05 * shares.dataLim.y1))
@@ -184,18 +202,3 @@ def axis_us(value: float, _: object = None) -> str:
         if value >= scale:
             return f"{value / scale:g} {unit}"
     return f"{value:g} µs"
-
-
-def _title(result: BenchResult) -> str:
-    problem = result.selection.problem
-    return f"{result.subject}, {problem.quant.name} {problem.dtype}, on {result.measured_on['device']}"
-
-
-def _subtitles(result: BenchResult) -> tuple[str, str]:
-    assert result.ceilings is not None
-    versions = ", ".join(f"{name} {version}" for name, version in result.measured_on["versions"].items())
-    ceilings = f"{result.ceilings.matmul_tflops:.3g} TFLOP/s, {result.ceilings.read_gbps:,.0f} GB/s"
-    return (
-        f"{result.selection.problem} · {result.routing} routing · median of a call, shaded from p10 to p90",
-        f"ceilings {ceilings} · {versions} · {result.measured_on['date']}",
-    )

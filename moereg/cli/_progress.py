@@ -12,8 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from moereg.cli._output import console
 
-__all__ = ["Advance", "phase"]
-
 _SILENT_SECONDS: Final = 2.0
 
 Advance = Callable[[int, int], None]

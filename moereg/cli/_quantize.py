@@ -31,12 +31,12 @@ from moereg.checkpoints import (
     read_problem,
     save_quantized,
 )
-from moereg.cli._layer import MAX_FRACTION, layer_device, platform_at_hand, random_hidden_states
+from moereg.cli._bench import MAX_FRACTION, layer_device, load_layer, platform_at_hand, random_hidden_states
 from moereg.cli._options import ProblemFlags, UsageError, first_layer, usage_errors
 from moereg.cli._output import console
-from moereg.cli._plot import COLORS, FAINT, INK, STYLE, axis_us
+from moereg.cli._plot import COLORS, FAINT, INK, STYLE, axis_us, show_grid, tick
 from moereg.cli._progress import phase
-from moereg.cli._show import format_us
+from moereg.cli._show import format_us, versions_of
 from moereg.dispatch import explain_backends
 from moereg.errors import TooLargeError, one_line, shown
 from moereg.evidence.provenance import provenance
@@ -57,17 +57,6 @@ from moereg.weights.permuted import ExpertWeights
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "DEFAULT_TOKENS",
-    "QuantizeResult",
-    "Question",
-    "SchemeRow",
-    "compare_schemes",
-    "find_schemes",
-    "plot_quantize",
-    "read_inputs",
-]
-
 DEFAULT_TOKENS: Final = (1, 64)
 # Tokens that errors and scales of activations come from, where a call has fewer.
 _SAMPLE_TOKENS: Final = 64
@@ -84,16 +73,11 @@ _LABEL_PIXELS: Final = (8, 16)
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """The request.
+    """The request: values of the options.
 
     Attributes:
-        checkpoint: Directory.
-        layer: Index in the whole model; the first with experts where None.
-        schemes: To compare.
         token_counts: Of the calls that are timed, ascending.
         inputs: By layer, [T,H]: real inputs; random ones where a layer has none.
-        seed: Of random inputs.
-        out: Directory of the copy; None for none.
         is_one_layer: Whether the copy has this layer alone quantized, instead of all.
     """
 
@@ -112,8 +96,6 @@ class SchemeRow:
     """One scheme, or the original.
 
     Attributes:
-        quant: The scheme's name.
-        decision: The backend that a layer gets.
         num_bytes: Of the layer's canonical weights.
         bits: Of a weight, with its share of scales and zero points.
         weights_error: Of the restored weights against the original ones.
@@ -171,13 +153,9 @@ class QuantizeResult:
     """The result; `original` is None if nothing fitted.
 
     Attributes:
-        question: What was asked, with the layer's index.
-        subject: The layer, to show.
         problem: The layer as it is stored.
-        platform: This machine.
         measured_on: `device`, `versions`, `commit` and `date`, among others.
         inputs: `random` or `given`.
-        original: The layer as it is stored.
         rows: In the question's order, but for what does not fit.
         skipped: Name and nearest candidate of each scheme that nothing here computes.
         saved: The copy that was written.
@@ -254,7 +232,7 @@ class QuantizeResult:
         target = console(sys.stdout)
         question, original = self.question, self.original
         target.print(f"{self.subject}: {self.problem}")
-        versions = ", ".join(f"{name} {version}" for name, version in self.measured_on["versions"].items())
+        versions = versions_of(self.measured_on)
         target.print(f"on {self.measured_on['device']} ({self.platform}), {versions}, {self.measured_on['date']}")
         if original is not None:
             what = "the layer's own inputs" if self.inputs == "given" else "random hidden states"
@@ -392,7 +370,6 @@ def plot_quantize(result: QuantizeResult, path: Path) -> None:
     """
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     original = result.original
     assert original is not None
@@ -401,15 +378,11 @@ def plot_quantize(result: QuantizeResult, path: Path) -> None:
         sizes, times = figure.subplots(1, 2, sharey=True)
         figure.subplots_adjust(left=0.07, right=0.79, top=0.8, bottom=0.11, wspace=0.07)
         sizes.set_yscale("log")
-        sizes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        sizes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
-        sizes.yaxis.set_minor_locator(NullLocator())
+        tick(sizes.yaxis, lambda value, _: f"{100 * value:.3g} %")
         sizes.set_ylabel("error of the output")
         sizes.set_xlabel("size of the layer's experts, MB")
         times.set_xscale("log")
-        times.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        times.xaxis.set_major_formatter(FuncFormatter(axis_us))
-        times.xaxis.set_minor_locator(NullLocator())
+        tick(times.xaxis, axis_us)
         times.set_xlabel(f"time of a call of {result.question.token_counts[-1]} tokens")
         _draw(sizes, result.rows, [row.num_bytes / 1e6 for row in result.rows], original.num_bytes / 1e6)
         sizes.set_xlim(left=0)
@@ -441,9 +414,7 @@ def _draw(axes: Axes, rows: Sequence[SchemeRow], values: Sequence[float], origin
         error = row.output_error if row.output_error > 0 else math.nan  # A logarithm has no place for none.
         axes.plot([value], [error], "o", color=color, markerfacecolor=filled, markersize=7, zorder=3)
     axes.axvline(original, color=FAINT, linestyle=(0, (4, 3)), linewidth=1.6)
-    axes.grid(color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(which="both", length=0)
+    show_grid(axes)
 
 
 def _label(axes: Axes, letters: str) -> None:
@@ -549,13 +520,8 @@ def compare_schemes(flags: ProblemFlags, question: Question) -> QuantizeResult:
     device = layer_device(original)
     _check_fits(problem, device)
     with torch.no_grad():
-        with phase("loading weights") as advance:
-            local = problem.num_local_experts if problem.is_expert_parallel else None
-            loaded = load_experts(
-                question.checkpoint, layer, problem.dtype, device, num_local_experts=local, progress=advance
-            )
-        work = _Work.of(result, loaded)
-        first = work.original_row(original)
+        work = _Work.of(result, load_layer(question.checkpoint, layer, problem, device))
+        first = work.row(original, "the original", is_original=True)
         rows = [
             work.row(selection, f"{number} of {len(fitting)}: {selection.problem.quant.name}")
             for number, selection in enumerate(fitting, start=1)
@@ -614,7 +580,6 @@ class _Work:
     calls: dict[int, list[Call]]
     expected: torch.Tensor
     original: Comparison | None = None
-    is_original_right: bool = False
 
     @classmethod
     def of(cls, result: QuantizeResult, loaded: CheckpointLayer) -> _Work:
@@ -657,44 +622,37 @@ class _Work:
             expected = reference_experts(plain.problem, plain.weights, sample, *loaded.route(sample))
         return cls(result, loaded, plain, sample, calls, expected)
 
-    def original_row(self, selection: Selection) -> SchemeRow:
-        """Measures the original, and keeps it to be timed beside the others."""
-        winner = selection.winner
-        assert winner is not None
-        weights, problem = self.layer.weights, self.layer.problem
-        with phase("the original"):
-            self.original = self._comparison(selection, weights)
-            measured = tuple(self._measure(self.original, count) for count in self.calls)
-            output_error = self._output_error(problem, weights, winner)
-        self.is_original_right = all(row.passed for row in measured)
-        times = tuple(row.time_us for row in measured)
-        return SchemeRow(
-            problem.quant.name, winner, _num_bytes(weights), _bits(weights), 0.0, output_error, measured, times
-        )
-
-    def row(self, selection: Selection, name: str) -> SchemeRow:
-        """Quantizes to a scheme, compares and times it, and forgets it."""
+    def row(self, selection: Selection, name: str, is_original: bool = False) -> SchemeRow:
+        """Compares and times the layer in a scheme, beside the original; that comes first, and is kept for it."""
         problem, winner = selection.problem, selection.winner
-        assert winner is not None and self.original is not None
+        assert winner is not None
         with phase(name) as advance:
             steps = len(self.calls) + 2
-            weights = self.quantized(problem.quant)
-            errors = _weights_error(weights, self.plain.weights), self._output_error(problem, weights, winner)
+            weights = self.layer.weights if is_original else self.quantized(problem.quant)
+            weights_error = 0.0 if is_original else _weights_error(weights, self.plain.weights)
+            routes = self.layer.route(self.sample)
+            found = reference_experts(problem, weights, self.sample, *routes, computes=winner.scheme)
             advance(1, steps)
-            comparison = self._comparison(selection, weights)
+            alone = dataclasses.replace(selection, decisions=(winner,))
+            comparison = Comparison(alone, lambda: weights, self.calls, layer_tolerance)
             advance(2, steps)
-            measured, original_us = [], []
+            measured: list[Measurement] = []
+            original_us = []
             for done, count in enumerate(self.calls, start=3):
                 # Again for each scheme: a machine's speed drifts, and a ratio needs both of the same minute.
                 original_us.append(self._original_us(count))
-                measured.append(self._measure(comparison, count))
+                measured += comparison.measure(count, None, _ROUNDS, _SECONDS)
                 advance(done, steps)
+        if is_original:
+            self.original = comparison if all(row.passed for row in measured) else None
+            original_us = [row.time_us for row in measured]
         return SchemeRow(
             problem.quant.name,
             winner,
             _num_bytes(weights),
             _bits(weights),
-            *errors,
+            weights_error,
+            relative_error(found, self.expected),
             tuple(measured),
             tuple(original_us),
         )
@@ -721,13 +679,9 @@ class _Work:
                 progress=advance,
             )
         with phase("reading it back"):
-            local = self.layer.problem
-            found = load_experts(
-                saved.path,
-                question.layer,
-                device=self.layer.weights.w13.device,
-                num_local_experts=local.num_local_experts if local.is_expert_parallel else None,
-            ).weights
+            local, device = self.layer.problem, self.layer.weights.w13.device
+            count = local.num_local_experts if local.is_expert_parallel else None
+            found = load_experts(saved.path, question.layer, device=device, num_local_experts=count).weights
             # Of some experts alone, the scales of those that no token chose are others.
             roles = [
                 role for role in get_args(TensorRole) if not (local.is_expert_parallel and role == "activation_scale")
@@ -735,27 +689,12 @@ class _Work:
             is_same = _same(found.tensors(*roles), self.quantized(scheme).tensors(*roles))
         return dataclasses.replace(result, saved=saved, read_back=is_same)
 
-    def _comparison(self, selection: Selection, weights: ExpertWeights) -> Comparison:
-        assert selection.winner is not None
-        alone = dataclasses.replace(selection, decisions=(selection.winner,))
-        return Comparison(alone, lambda: weights, self.calls, layer_tolerance)
-
-    def _measure(self, comparison: Comparison, count: int) -> Measurement:
-        (row,) = comparison.measure(count, None, _ROUNDS, _SECONDS)
-        return row
-
     def _original_us(self, count: int) -> float:
         """The original's time now; NaN where it was wrong or failed."""
-        assert self.original is not None
-        if not self.is_original_right:
+        if self.original is None:
             return math.nan
         (timing,) = self.original.time_again(count, _ROUNDS, _SECONDS).values()
         return timing.median_us
-
-    def _output_error(self, problem: MoEProblem, weights: ExpertWeights, winner: Decision) -> float:
-        routes = self.layer.route(self.sample)
-        found = reference_experts(problem, weights, self.sample, *routes, computes=winner.scheme)
-        return relative_error(found, self.expected)
 
 
 class _EndedError(BaseException):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
@@ -18,22 +18,6 @@ from moereg.platforms import Platform
 from moereg.registry import BUILTIN
 from moereg.runtime.memory import format_bytes
 from moereg.selection.result import Decision, Selection, nearest_by_backend
-
-__all__ = [
-    "WIDE",
-    "format_us",
-    "format_us_range",
-    "machine",
-    "named_machine",
-    "new_table",
-    "of_wheel",
-    "print_notices",
-    "print_reasons",
-    "show_selection",
-    "source_of",
-    "why_not",
-    "yes_no",
-]
 
 _SOURCES: Final = {
     "required": "required by the request",
@@ -149,6 +133,11 @@ def why_not(decision: Decision) -> str:
 def of_wheel(decision: Decision) -> str:
     """The wheel that a candidate comes from, for the middle of a line; nothing if it is built in."""
     return "" if decision.origin == BUILTIN else f" of {decision.provider}"
+
+
+def versions_of(measured_on: Mapping[str, Any]) -> str:
+    """Versions of packages in a line: `torch 2.13, triton 3.6`."""
+    return ", ".join(f"{name} {version}" for name, version in measured_on["versions"].items())
 
 
 def print_notices(target: Console, notices: Sequence[str]) -> None:

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Iterator
 from typing import IO, Any, Final, cast
 
-__all__ = ["OutputLostError", "guarded_streams", "others_print_to_stderr"]
-
 _STDOUT: Final = 1
 _STDERR: Final = 2
 

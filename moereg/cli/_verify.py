@@ -6,7 +6,7 @@ import collections
 import contextlib
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,8 +22,6 @@ from moereg.testing.check import CellName, chosen_machine
 from moereg.testing.modules import import_modules, is_file_name
 from moereg.testing.outcomes import Outcome, Report, Result
 from moereg.testing.suite import verify
-
-__all__ = ["Subject", "check_ledger", "record_verified", "show_verify", "verify_backend"]
 
 _EVERY_SECONDS: Final = 20.0
 _MOST_SHOWN: Final = 12
@@ -155,7 +153,9 @@ def record_verified(report: Report, path: Path, subject: Subject) -> tuple[CellN
 def show_verify(report: Report) -> None:
     """Prints a table of the cells, each failure with the line that runs it again, and a line that says it all."""
     target = console(sys.stdout)
-    target.print(f"{report.backend} on {_machine(report)}")
+    device = f" ({one_line(report.device)})" if report.device else ""
+    versions = "".join(f", {name} {version}" for name, version in report.versions.items())
+    target.print(f"{report.backend} on {report.platform or 'this machine'}{device}{versions}")
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("experts", "platforms", "computes", "runs", *_COLUMNS):
         table.add_column(column, overflow="fold", no_wrap=column == "experts")
@@ -174,15 +174,11 @@ def show_verify(report: Report) -> None:
         target.print(f"{cell} cannot run here: {reason}")
     for note in report.notes:
         target.print(f"note: {note}")
-    for reason, count in _skipped(report).items():
+    outcomes = [result.outcome for result in report.results]
+    skipped = collections.Counter(outcome.message for outcome in outcomes if outcome.status == "skipped")
+    for reason, count in skipped.items():
         target.print(f"{count} skipped: {reason}")
     target.print(_verdict(report))
-
-
-def _machine(report: Report) -> str:
-    device = f" ({one_line(report.device)})" if report.device else ""
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    return f"{report.platform or 'this machine'}{device}" + (f", {versions}" if versions else "")
 
 
 def _row(report: Report, cell: CellName) -> list[str | Text]:
@@ -218,11 +214,6 @@ def _show_failures(report: Report, results: Sequence[Result]) -> None:
         rest = "does 1 other check" if len(others) == 1 else f"do {len(others)} other checks"
         target.print(f"  and so {rest} of {first.check.cell.experts}")
     target.print(f"  again: {report.rerun_line(first)}", soft_wrap=True)
-
-
-def _skipped(report: Report) -> dict[str, int]:
-    outcomes: Iterable[Outcome] = (result.outcome for result in report.results)
-    return dict(collections.Counter(outcome.message for outcome in outcomes if outcome.status == "skipped"))
 
 
 def _verdict(report: Report) -> Text:

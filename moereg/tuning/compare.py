@@ -12,26 +12,24 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from moereg.errors import BackendError
-from moereg.layer.backend_calls import make_experts
+from moereg.errors import BackendError, described
+from moereg.layer.backend_calls import make_experts, named
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.runtime.torch_state import AmbientState
 from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
-from moereg.tuning.culprits import Culprits
 from moereg.tuning.inputs import Call
-from moereg.tuning.measurement import Measurement
-from moereg.tuning.own_calls import OwnCalls
 from moereg.tuning.roofline import Ceilings, roofline_us, work_of
-from moereg.tuning.timing import ROUNDS, SECONDS, Timing, kernel_runs, time_kernels, time_runs, wait_for
-from moereg.tuning.watched import WatchedTensors
+from moereg.tuning.timing import ROUNDS, SECONDS, Run, Timing, kernel_runs, time_kernels, time_runs, wait_for
+from moereg.tuning.watched import WatchedTensors, same_bytes
 from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["Comparison", "Measurement", "Phase", "Tolerance", "Watch", "output_error"]
@@ -46,6 +44,175 @@ Watch = Callable[[Decision, str], object]
 """Is told which candidate's code runs next, and in which of its methods: a crash leaves no other trace."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """How one candidate did at one number of tokens.
+
+    Attributes:
+        decision: The candidate.
+        num_tokens: T.
+        relative_error: Against the reference; NaN where the output holds one or there is none. Error of the first call,
+            or of the first after timing that exceeds the bound.
+        tolerance: Its bound.
+        failure: The exception's text; empty if it ran.
+        timing: None if the numbers are wrong.
+        flops, num_bytes: Mean of the calls.
+        roofline_us: Time that the device could reach; NaN if unknown.
+        damage: What it wrote to without permission; empty if nothing.
+        error: The exception itself.
+        first_ms: Time until the output of the first call was there and compared: compiling and tuning included.
+    """
+
+    decision: Decision
+    num_tokens: int
+    relative_error: float
+    tolerance: float
+    failure: str
+    timing: Timing | None
+    flops: float
+    num_bytes: float
+    roofline_us: float
+    damage: str = ""
+    error: Exception | None = dataclasses.field(default=None, compare=False, repr=False)
+    first_ms: float = math.nan
+
+    @property
+    def passed(self) -> bool:
+        """Whether it ran, wrote nothing but its output, and its error is within the tolerance."""
+        return not self.failure and not self.damage and self.relative_error <= self.tolerance  # False for NaN.
+
+    @property
+    def time_us(self) -> float:
+        """Median; NaN where it was not timed, and so are the rates."""
+        return self.timing.median_us if self.timing else math.nan
+
+    @property
+    def tflops(self) -> float:
+        """Rate of its multiplications."""
+        return self.flops / self.time_us / 1e6
+
+    @property
+    def gbps(self) -> float:
+        """Rate at which the necessary bytes were moved."""
+        return self.num_bytes / self.time_us / 1e3
+
+    @property
+    def share(self) -> float:
+        """Share of the roofline: 1 is as fast as the device can be."""
+        return self.roofline_us / self.time_us
+
+
+@dataclasses.dataclass(frozen=True)
+class _OwnCalls:
+    """One candidate's own inputs and outputs, and its runs on them.
+
+    Attributes:
+        pristine: The calls that were copied.
+        calls: Copies of them.
+        outs: [T,H], one per call.
+        runs: What is timed; empty until it is known to be right.
+    """
+
+    pristine: Sequence[Call]
+    calls: list[Call]
+    outs: list[torch.Tensor]
+    runs: list[Run] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, calls: Sequence[Call]) -> _OwnCalls:
+        """Copies of calls, with outputs full of NaN."""
+        own = [Call(*(tensor.clone() for tensor in call)) for call in calls]
+        return cls(calls, own, [torch.full_like(call.hidden_states, math.nan) for call in calls])
+
+    def written(self) -> tuple[str, ...]:
+        """Names of the inputs that differ from their originals, or whose writes torch counted."""
+        names: dict[str, None] = {}
+        for own, call in zip(self.calls, self.pristine, strict=True):
+            for name, tensor, pristine in zip(Call._fields, own, call, strict=True):
+                if (not tensor.is_inference() and tensor._version) or not same_bytes(tensor, pristine):
+                    names[name] = None
+        return tuple(names)
+
+
+_Errors = MutableMapping[Decision, Exception]
+
+
+class Culprits:
+    """Names the candidates that were running when something was raised.
+
+    A GPU reports an invalid access only when someone waits for it; from then on it reports nothing else.
+
+    Attributes:
+        stopped: Why nothing more can be measured; None while it can.
+    """
+
+    def __init__(self, selection: Selection, device: torch.device, watch: Callable[[Decision, str], object]) -> None:
+        """Knows which candidates may be named.
+
+        Args:
+            selection: The selection that has the candidates.
+            device: Where they run.
+            watch: Is told which candidate runs next, and in which of its methods.
+        """
+        self.stopped: BackendError | None = None
+        self._selection: Final = selection
+        self._device: Final = device
+        self._watch: Final = watch
+
+    @contextlib.contextmanager
+    def naming(self, errors: _Errors, decision: Decision, step: str) -> Iterator[None]:
+        """Keeps an exception from inside under a candidate's name, if none is kept yet.
+
+        Args:
+            errors: Where it is kept.
+            decision: The candidate that runs inside.
+            step: The method of its that runs inside.
+        """
+        self._watch(decision, step)
+        try:
+            yield
+        except Exception as error:
+            found = named(dataclasses.replace(self._selection, decisions=(decision,), source="required"), step, error)
+            assert isinstance(found, Exception)
+            # Frames hold the weights and workspaces that the candidate ran on.
+            for raised in (error, error.__cause__):
+                traceback.clear_frames(raised.__traceback__ if raised else None)
+            errors.setdefault(decision, found)
+            self.stop_if_lost(errors, [decision], step, error)
+
+    def stop_if_lost(self, errors: _Errors, decisions: Sequence[Decision], step: str, error: Exception) -> None:
+        """Says that one of the backends that ran took the device down, where it answers no more."""
+        if decisions and self._is_lost():
+            self._stop(errors, decisions, f"took the device down in {step}: {described(error)}")
+
+    def not_restored(self, errors: _Errors, decisions: Sequence[Decision], error: Exception) -> None:
+        """Names the backends that wrote to weights that could not be restored, after which no other can be judged."""
+        self._stop(errors, decisions, f"wrote to the layer's weights, which could not be made anew: {described(error)}")
+
+    def skip(self, errors: _Errors, decisions: Sequence[Decision]) -> None:
+        """Says of candidates that nothing was measured, and why."""
+        assert self.stopped is not None
+        for decision in decisions:
+            name, origin = self.stopped.backend, self.stopped.origin
+            errors.setdefault(decision, BackendError(f"not measured, since {self.stopped}", name, origin))
+
+    def _stop(self, errors: _Errors, decisions: Sequence[Decision], deed: str) -> None:
+        who = " or ".join(f"backend {decision.backend!r} of {decision.origin}" for decision in decisions)
+        first = decisions[0]
+        cure = f"do without it (--deny {first.backend})" if len(decisions) == 1 else "run them one by one (--require)"
+        found = BackendError(f"{who} {deed}; {cure}", first.backend, first.origin)
+        self.stopped = self.stopped or found
+        for decision in decisions:
+            errors.setdefault(decision, found)
+
+    def _is_lost(self) -> bool:
+        try:
+            wait_for(self._device)
+        except Exception:
+            return True
+        return False
+
+
 @dataclasses.dataclass
 class _Findings:
     """The state of the candidates at one number of tokens, or of all of them before any call."""
@@ -55,10 +222,6 @@ class _Findings:
     damages: dict[Decision, str] = dataclasses.field(default_factory=dict)
     timings: dict[Decision, Timing] = dataclasses.field(default_factory=dict)
     first_ms: dict[Decision, float] = dataclasses.field(default_factory=dict)
-
-
-def _unwatched(_decision: Decision, _step: str) -> None:
-    """Keeps nothing."""
 
 
 @contextlib.contextmanager
@@ -85,7 +248,7 @@ class Comparison:
         inputs: Mapping[Any, Sequence[Call]],
         tolerance: Tolerance,
         phase: Phase = _silent,
-        watch: Watch = _unwatched,
+        watch: Watch = lambda decision, step: None,
     ) -> None:
         """Makes the weights and the references, then permutes the weights for every accepted candidate.
 
@@ -225,21 +388,21 @@ class Comparison:
         """Compares the output of the first call."""
         reference = self._references[key][decision.computes][0]
         with self._culprits.naming(found.errors, decision, "apply"):
-            own = OwnCalls.of(self._inputs[key][:1])
+            own = _OwnCalls.of(self._inputs[key][:1])
             start = time.perf_counter()
             with self._culprits.naming(found.errors, decision, "apply"):
                 found.relative_errors[decision] = output_error(self._kernels[decision], own.calls[0], reference)
                 found.first_ms[decision] = (time.perf_counter() - start) * 1e3
             self._blame(found, decision, "apply", own)
 
-    def _blame(self, found: _Findings, decision: Decision, step: str, own: OwnCalls | None = None) -> bool:
+    def _blame(self, found: _Findings, decision: Decision, step: str, own: _OwnCalls | None = None) -> bool:
         """Reports what was written or set since the last time, if anything, and restores weights and torch's state."""
         has_written = True  # Used where writes cannot be attributed.
         with self._culprits.naming(found.errors, decision, step):
             has_written = self._has_written(found, decision, step, own)
         return has_written
 
-    def _has_written(self, found: _Findings, decision: Decision, step: str, own: OwnCalls | None) -> bool:
+    def _has_written(self, found: _Findings, decision: Decision, step: str, own: _OwnCalls | None) -> bool:
         if changed := self._torch.restore():
             self._found.damages[decision] = f"{step} {_changed(changed)}"
             found.damages[decision] = self._found.damages[decision]
@@ -286,11 +449,11 @@ class Comparison:
     def _time(self, found: _Findings, key: Hashable, rounds: int, seconds: float) -> None:
         """Times the candidates that are right, and forgets the times of those that are not right afterwards."""
         device = self.weights.w13.device
-        owns: dict[Decision, OwnCalls] = {}
+        owns: dict[Decision, _OwnCalls] = {}
         for decision in [one for one in self._kernels if self._is_right(found, one, key)]:
             # For example, a kernel that cannot be captured although its facts say so.
             with self._culprits.naming(found.errors, decision, "apply"):
-                own = OwnCalls.of(self._inputs[key])
+                own = _OwnCalls.of(self._inputs[key])
                 own.runs.extend(kernel_runs(self._kernels[decision], own.calls, own.outs))
                 owns[decision] = own
             if decision in found.errors:
@@ -320,7 +483,7 @@ class Comparison:
     def _time_one_by_one(
         self,
         found: _Findings,
-        owns: Mapping[Decision, OwnCalls],
+        owns: Mapping[Decision, _OwnCalls],
         rounds: int,
         seconds: float,
         written: tuple[str, ...],
@@ -350,7 +513,7 @@ class Comparison:
                 found.damages[decision] = f"one of {names} {deed}, once"
             found.timings = {}
 
-    def _check_again(self, found: _Findings, decision: Decision, own: OwnCalls, key: Hashable) -> None:
+    def _check_again(self, found: _Findings, decision: Decision, own: _OwnCalls, key: Hashable) -> None:
         """Compares the outputs that the timed runs left, and those of another run on outputs full of NaN."""
         references = self._references[key][decision.computes]
         errors: list[float] = []

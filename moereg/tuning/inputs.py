@@ -64,35 +64,28 @@ def random_weights(
         experts: Which of the layer's experts these are, where several ranks build parts of one layer: an expert has the
             same numbers on each of them. The first ones where None.
     """
-    places = _Places(problem, experts, advance)
+    num_drawn = problem.num_local_experts if experts is None else problem.num_experts
+    experts = list(range(num_drawn) if experts is None else experts)
     pool = torch.randn(_POOL_NUMEL, generator=generator).to(device, problem.torch_dtype)
     build = _unquantized_experts if problem.quant.weight is None else _quantized_experts
-    tensors = build(problem, pool, generator, places)
+    tensors = build(problem, pool, generator, _places(experts, num_drawn, advance))
     if problem.has_bias:
         rows = problem.activation.num_halves * problem.intermediate_size
         for name, columns in (("w13_bias", rows), ("w2_bias", problem.hidden_size)):
-            bias = torch.randn(places.num_drawn, columns, generator=generator) * _BIAS_STD
-            tensors[name] = bias[places.experts].to(device, problem.torch_dtype)
+            bias = torch.randn(num_drawn, columns, generator=generator) * _BIAS_STD
+            tensors[name] = bias[experts].to(device, problem.torch_dtype)
     return ExpertWeights(**tensors, quant=problem.quant)
 
 
-class _Places:
-    """Draws experts in order, and marks those that are kept."""
-
-    def __init__(
-        self, problem: MoEProblem, experts: Sequence[int] | None, advance: Callable[[int, int], object] | None
-    ) -> None:
-        self.experts = list(range(problem.num_local_experts) if experts is None else experts)
-        self.num_drawn = problem.num_local_experts if experts is None else problem.num_experts
-        self._advance = advance
-
-    def __iter__(self) -> Iterator[int | None]:
-        """For each expert that is drawn, where it goes; None where others hold it."""
-        place_of = {expert: place for place, expert in enumerate(self.experts)}
-        for expert in range(self.num_drawn):
-            yield place_of.get(expert)
-            if self._advance is not None:
-                self._advance(expert + 1, self.num_drawn)
+def _places(
+    experts: Sequence[int], num_drawn: int, advance: Callable[[int, int], object] | None
+) -> Iterator[int | None]:
+    """For each expert that is drawn, in order, where it goes; None where others hold it."""
+    place_of = {expert: place for place, expert in enumerate(experts)}
+    for expert in range(num_drawn):
+        yield place_of.get(expert)
+        if advance is not None:
+            advance(expert + 1, num_drawn)
 
 
 def _empty_experts(problem: MoEProblem, num_experts: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -125,7 +118,7 @@ def _fill_expert(
 
 
 def _unquantized_experts(
-    problem: MoEProblem, pool: torch.Tensor, generator: torch.Generator, places: _Places
+    problem: MoEProblem, pool: torch.Tensor, generator: torch.Generator, places: Iterator[int | None]
 ) -> dict[str, torch.Tensor]:
     tensors = _empty_experts(problem, problem.num_local_experts, pool.device)
     for place in places:
@@ -135,13 +128,13 @@ def _unquantized_experts(
 
 
 def _quantized_experts(
-    problem: MoEProblem, pool: torch.Tensor, generator: torch.Generator, places: _Places
+    problem: MoEProblem, pool: torch.Tensor, generator: torch.Generator, places: Iterator[int | None]
 ) -> dict[str, torch.Tensor]:
     buffer = _empty_experts(problem, 1, pool.device)
     # Uses its own generator, so that the weights are those of the unquantized layer, rounded.
     own = torch.Generator().manual_seed(generator.initial_seed() + 1)
     sample = torch.randn(_SAMPLE_TOKENS, problem.hidden_size, generator=own).to(pool)
-    experts: list[dict[str, torch.Tensor]] = [{} for _ in places.experts]
+    experts: list[dict[str, torch.Tensor]] = [{} for _ in range(problem.num_local_experts)]
     for place in places:
         if place is None:
             _fill_expert(problem, None, None, pool, generator)

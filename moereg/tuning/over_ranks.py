@@ -1,35 +1,297 @@
-"""Times calls of all ranks of a group together, and draws the calls of a group from one seed."""
+"""One rank of `moereg bench --ep` and `moereg run --ep`: builds its experts, compares, times, writes a line a row.
+
+`python -m moereg.tuning.over_ranks JOB RANK` does it in a process of its own; `torchrun` processes call `run_rank`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import functools
+import itertools
+import json
+import math
+import os
+import sys
+import threading
 import time
-from collections.abc import Sequence
-from typing import Final
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from moereg.layer.factory import MoEKernel
-from moereg.prepare_finalize.expert_placement import PlacementTables, token_turns
+from moereg.dispatch import EmulationWarning
+from moereg.errors import GroupError, MoeregError, described
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.numerics.reference import reference_experts
+from moereg.numerics.tolerances import layer_tolerance
+from moereg.prepare_finalize import AllGather, AllToAll, GroupPrepareFinalize, LowLatency
+from moereg.prepare_finalize.eplb import balance_experts, count_routes
+from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables, token_turns
+from moereg.prepare_finalize.wire import PlainWire, Wire
+from moereg.runtime.memory import format_bytes
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.inputs import Call, num_calls, random_call
-from moereg.tuning.timing import Run, Timing, capture, wait_for
+from moereg.tuning.inputs import Call, num_calls, random_call, random_weights
+from moereg.tuning.timing import Run, Timing, can_be_captured, capture, wait_for
+from moereg.weights.permuted import ExpertWeights
 
-__all__ = [
-    "all_agree",
-    "bare_collectives",
-    "calls_of_group",
-    "error_over_ranks",
-    "kernel_runs_over_ranks",
-    "of_rank",
-    "time_over_ranks",
-]
+__all__ = ["NO_ROW", "Job", "run_rank"]
 
 _BATCH_SECONDS: Final = 2e-3
 _MOST_AT_A_TIME: Final = 8
 # The host asks for a batch while the GPU is held; 1.5 ms or more at up to 2 GHz.
 _HELD_CYCLES: Final = 3_000_000
+_LEAVING_SECONDS: Final = 20.0
+
+_LARGEST_ROOM: Final = 4e9
+"""Bytes of receive slots of a rank, in both directions, beyond which a token dispatcher is left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Settings that every rank receives: values of the options of those names, and those below.
+
+    Attributes:
+        problem: `MoEProblem.to_dict` of the layer.
+        replicas: Experts beyond one for each of the layer, placed by the routing's loads; None for slices.
+        compares: Whether rank 0 also runs the whole layer alone.
+        out: File that rank 0 writes a line of JSON to for each row.
+        store: Where ranks find each other; that of torchrun where None.
+        limit_seconds: Time limit of a collective.
+    """
+
+    problem: dict[str, Any]
+    size: int
+    device_type: str
+    ways: tuple[str, ...]
+    batches: tuple[int, ...]
+    tokens: tuple[int, ...]
+    routings: tuple[str, ...]
+    replicas: int | None
+    rounds: int
+    seconds: float
+    seed: int
+    eager: bool
+    compares: bool
+    out: str = ""
+    store: str | None = None
+    limit_seconds: float = 120.0
+
+
+def run_rank(job: Job, rank: int) -> None:
+    """Does one rank's work; every rank has to."""
+    device = torch.device("cpu")
+    if job.device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if job.device_type == "cuda" else "gloo",
+        init_method="env://" if job.store is None else f"file://{job.store}",
+        rank=rank,
+        world_size=job.size,
+        timeout=datetime.timedelta(seconds=job.limit_seconds),
+        device_id=device if job.device_type == "cuda" else None,
+    )
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", EmulationWarning)  # Rows name the tier.
+        for row in _Rank(job, rank, device).rows():
+            if rank == 0:
+                with Path(job.out).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+    if job.store is not None and job.device_type == "cuda":
+        # All rows are there: NCCL may wait for a graph of its own while it is taken down.
+        last = threading.Timer(_LEAVING_SECONDS, os._exit, (0,))
+        last.daemon = True
+        last.start()
+    dist.destroy_process_group()
+
+
+class _Rank:
+    """Values shared by all rows."""
+
+    def __init__(self, job: Job, rank: int, device: torch.device) -> None:
+        self.job, self.rank, self.device = job, rank, device
+        self.problem = MoEProblem.from_dict(job.problem)
+        self.placement: ExpertPlacement | None = None
+        held = ExpertPlacement.contiguous(self.problem.num_experts, job.size) if job.replicas is None else None
+        if held is None:
+            held = self.placement = self._balanced(job.replicas or 0)
+        self.tables = PlacementTables(held, rank, device)
+        experts = held.experts_of_rank[rank]
+        self.part = dataclasses.replace(self.problem, num_local_experts=len(experts), placement="map")
+        # Where an expert has replicas, the reference counts the first one.
+        first = [place if held.ranks_of_expert(e)[0] == rank else -1 for e, place in enumerate(held.expert_map(rank))]
+        self.first = torch.tensor(first, dtype=torch.int32, device=device)
+        generator = torch.Generator().manual_seed(job.seed)
+        self.weights = random_weights(self.part, generator, device, experts=experts)
+
+    def _balanced(self, num_replicas: int) -> ExpertPlacement:
+        """By the loads of the last routing, `zipf` of `uniform,zipf`."""
+        calls = calls_of_group(
+            self.problem, max(self.job.tokens), self.job.size, self.job.routings[-1], self.job.seed, self.device
+        )
+        loads = torch.stack([count_routes(call.topk_ids, self.problem.num_experts) for call in calls]).sum(0).cpu()
+        found: list[Any] = [balance_experts(loads, self.job.size, num_replicas)]
+        dist.broadcast_object_list(found, src=0, device=self.device)
+        placement: ExpertPlacement = found[0]
+        return placement
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """A row for each number of tokens, token dispatcher, number of parts and routing."""
+        for num_tokens in self.job.tokens:
+            calls = {}
+            for routing in self.job.routings:
+                whole = calls_of_group(self.problem, num_tokens, self.job.size, routing, self.job.seed, self.device)
+                calls[routing] = (whole[0], [of_rank(call, self.rank, self.job.size) for call in whole])
+                del whole
+            alone = {routing: self._alone(num_tokens, routing) for routing in calls}
+            for way, num_batches in itertools.product(self.job.ways, self.job.batches):
+                yield from self._rows_of(way, num_batches, num_tokens, calls, alone)
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def _alone(self, num_tokens: int, routing: str) -> float | None:
+        """The time of as many routes on this rank's experts, without a group; None where it has too few of them."""
+        share = self.part.num_local_experts
+        if share < self.problem.top_k or num_tokens == 0:
+            return None
+        problem = dataclasses.replace(self.part, num_experts=share, placement="contiguous", max_num_tokens=num_tokens)
+        calls = calls_of_group(problem, num_tokens, 1, routing, self.job.seed + 1, self.device)
+        kernel = make_kernel(problem, self.weights)
+        outs = [torch.empty_like(call.hidden_states) for call in calls]
+        runs, _ = kernel_runs_over_ranks(kernel, calls, outs, self.job.eager)
+        return time_over_ranks(runs, self.device, self.job.rounds, self.job.seconds).median_us
+
+    def _rows_of(
+        self,
+        way: str,
+        num_batches: int,
+        num_tokens: int,
+        calls: dict[str, tuple[Call, list[Call]]],
+        alone: dict[str, float | None],
+    ) -> Iterator[dict[str, Any]]:
+        problem = dataclasses.replace(self.problem, max_num_tokens=max(num_tokens, 1))
+        empty = {"way": way, "batches": num_batches, "tokens": num_tokens, **NO_ROW}
+        kernel, failure = None, ""
+        try:
+            kernel = self._made(problem, way, num_batches)
+        except GroupError:
+            raise
+        except MoeregError as error:
+            failure = str(error).splitlines()[0]
+        for routing, (whole, own) in calls.items():
+            row = {**empty, "routing": routing, "one_rank_us": alone[routing]}
+            if kernel is None:
+                yield {**row, "failure": failure, "passed": False}
+                continue
+            moves = kernel.prepare_finalize
+            assert isinstance(moves, GroupPrepareFinalize)
+            chosen = moves.wire
+            for wire in self._wires(chosen, kernel):
+                moves.wire = wire
+                yield {**row, **self._measured(kernel, num_tokens, whole, own, alone[routing])}
+            moves.wire = chosen
+
+    def _wires(self, chosen: Wire, kernel: MoEKernel) -> tuple[Wire, ...]:
+        """The chosen one, and 16 bits beside quantized values where token dispatcher and experts take both."""
+        takes_both = isinstance(kernel.prepare_finalize, (AllGather, AllToAll, LowLatency))
+        if isinstance(chosen, PlainWire) or not takes_both or self.job.compares:
+            return (chosen,)
+        return (chosen, PlainWire(self.problem))
+
+    def _made(self, problem: MoEProblem, way: str, num_batches: int) -> MoEKernel:
+        room = self.problem.num_experts * (problem.max_num_tokens or 0) * 2 * self.problem.hidden_size
+        room *= self.problem.torch_dtype.itemsize
+        if way == "low_latency" and room > _LARGEST_ROOM:
+            raise MoeregError(f"left out: room for every token at every expert takes {format_bytes(room)} a rank")
+        return make_kernel(
+            problem,
+            self.weights,
+            group=dist.group.WORLD,
+            prepare_finalize=way,
+            expert_placement=self.placement,
+            num_batches=num_batches,
+        )
+
+    def _measured(
+        self, kernel: MoEKernel, num_tokens: int, whole: Call, own: list[Call], one_rank_us: float | None
+    ) -> dict[str, Any]:
+        moves, winner = kernel.prepare_finalize, kernel.selection.winner
+        assert isinstance(moves, GroupPrepareFinalize)
+        assert winner is not None
+        found: dict[str, Any] = {
+            "wire": moves.wire.name,
+            "activation_format": kernel.selection.problem.activation_format,
+            "backend": winner.backend,
+            "experts": winner.experts,
+            "computes": winner.computes,
+            "tier": winner.tier,
+        }
+        tolerance = layer_tolerance(self.problem, num_tokens, winner.scheme or winner.computes)
+        expected = reference_experts(self.part, self.weights, *whole, expert_map=self.first, computes=winner.scheme)
+        dist.all_reduce(expected)
+        mine = expected[self.rank * num_tokens : (self.rank + 1) * num_tokens]
+        outs = [torch.full_like(call.hidden_states, math.nan) for call in own]
+        kernel(*own[0])
+        first = kernel(*own[0], out=outs[0]).clone()
+        error = error_over_ranks(first, mine)
+        repeats = all_agree(torch.equal(kernel(*own[0]), first), self.device)
+        found |= {"relative_error": error, "tolerance": tolerance, "passed": error <= tolerance, "repeats": repeats}
+        if self.job.compares:
+            found |= self._compared(kernel, first, whole)
+        if not found["passed"]:
+            return found
+        runs, is_captured = kernel_runs_over_ranks(kernel, own, outs, self.job.eager)
+        timing = time_over_ranks(runs, self.device, self.job.rounds, self.job.seconds)
+        outs[0].fill_(math.nan)
+        runs[0]()
+        error = error_over_ranks(outs[0], mine)
+        del runs
+        if not error <= tolerance:  # NaN is wrong, too.
+            return {**found, "relative_error": error, "passed": False}
+        row_bytes = moves.wire.bytes_per_token + 8 * self.problem.top_k
+        bare, moved = bare_collectives(self.problem, own, self.tables, row_bytes)
+        bare_us = time_over_ranks(bare, self.device, self.job.rounds, self.job.seconds).median_us
+        return {
+            **found,
+            "captured": is_captured,
+            "time_us": timing.median_us,
+            "p10_us": timing.p10_us,
+            "p90_us": timing.p90_us,
+            "bare_us": bare_us,
+            "bytes_out": moved[0],
+            "bytes_back": moved[1],
+            "over_one_rank": None if one_rank_us is None else timing.median_us / one_rank_us,
+        }
+
+    def _compared(self, kernel: MoEKernel, first: torch.Tensor, whole: Call) -> dict[str, Any]:
+        """All ranks' outputs against the layer on rank 0 alone."""
+        parts = [torch.empty_like(first) for _ in range(self.job.size)]
+        dist.all_gather(parts, first)
+        found: list[Any] = [None]
+        if self.rank == 0:
+            generator = torch.Generator().manual_seed(self.job.seed)
+            weights: ExpertWeights = random_weights(self.problem, generator, self.device)
+            # By the same class, where it fits the whole layer, so that bits can be equal.
+            one = make_kernel(self.problem, weights)(*whole)
+            together = torch.cat(parts)
+            error = (together.double() - one.double()).norm() / one.double().norm()
+            found = [{"one_rank_error": float(error), "one_rank_equal": torch.equal(together, one)}]
+        dist.broadcast_object_list(found, src=0, device=self.device)
+        result: dict[str, Any] = found[0]
+        return result
+
+
+NO_ROW: Final[dict[str, Any]] = {
+    **dict.fromkeys(("routing", "wire", "activation_format"), ""),
+    **dict.fromkeys(("backend", "experts", "computes", "tier", "relative_error", "tolerance", "passed", "failure")),
+    **dict.fromkeys(("repeats", "one_rank_error", "one_rank_equal", "captured", "time_us", "p10_us", "p90_us")),
+    **dict.fromkeys(("one_rank_us", "over_one_rank", "bare_us", "bytes_out", "bytes_back")),
+}
+"""An empty row, but for its token dispatcher, number of parts and number of tokens."""
 
 
 def calls_of_group(
@@ -157,14 +419,6 @@ def _there_and_home(
     dist.all_to_all_single(home[0], home[1], out_rows, in_rows)
 
 
-def _can_be_captured(kernel: MoEKernel) -> bool:
-    winner = kernel.selection.winner
-    moves = kernel.prepare_finalize
-    facts = getattr(moves, "facts", None)
-    has_backend = winner is not None and winner.cell is not None and winner.cell.facts.graph_capture
-    return has_backend and (facts is None or facts.graph_capture)
-
-
 def kernel_runs_over_ranks(
     kernel: MoEKernel, calls: Sequence[Call], outs: Sequence[torch.Tensor], eager: bool
 ) -> tuple[list[Run], bool]:
@@ -180,7 +434,7 @@ def kernel_runs_over_ranks(
     for run in runs:  # Each may have sizes of its own, whose kernels are compiled here.
         run()
     wait_for(outs[0].device)
-    if eager or outs[0].device.type != "cuda" or not _can_be_captured(kernel):
+    if eager or outs[0].device.type != "cuda" or not can_be_captured(kernel):
         return runs, False
     # Other threads, as NCCL's watchdog, go on meanwhile.
     return capture(runs, error_mode="thread_local"), True
@@ -198,3 +452,23 @@ def error_over_ranks(found: torch.Tensor, expected: torch.Tensor) -> float:
     sums = torch.stack([(found.double() - expected.double()).square().sum(), expected.double().square().sum()])
     dist.all_reduce(sums)
     return float((sums[0] / sums[1]).sqrt())
+
+
+def _main() -> int:
+    values = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    values |= {name: tuple(values[name]) for name in ("ways", "batches", "tokens", "routings")}
+    rank = int(sys.argv[2])
+    try:
+        run_rank(Job(**values), rank)
+    except Exception as error:
+        print(f"rank {rank}: {described(error)}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    # torch.distributed may wait for ranks that are gone when it is taken down.
+    code = _main()
+    sys.stderr.flush()
+    os._exit(code)

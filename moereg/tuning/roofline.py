@@ -99,7 +99,13 @@ def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:
         device: Device to measure.
     """
     read_gbps, read_by = _measure_read(device)
-    return Ceilings(_measure_matmul(dtype, device), read_gbps, read_by)
+    if device.type == "cpu":
+        # Where a CPU lacks instructions for 16 bits, kernels that widen are the faster ones.
+        tflops = max(_cpu_matmul_tflops(candidate) for candidate in {dtype, torch.float32})
+    else:
+        run = _matmul(_GPU_MATMUL_SIZE, dtype, device)
+        tflops = _matmul_tflops(_GPU_MATMUL_SIZE, settled_us(run, device))
+    return Ceilings(tflops, read_gbps, read_by)
 
 
 def settled_us(run: Run, device: torch.device) -> float:
@@ -109,14 +115,6 @@ def settled_us(run: Run, device: torch.device) -> float:
     while not times_us or time.perf_counter() - start < _SETTLING_SECONDS:
         times_us += time_runs({"": [run]}, device, _MATMULS_AT_A_TIME)[""].samples_us
     return statistics.median(times_us[-max(1, int(len(times_us) * _SETTLED_FRACTION)) :])
-
-
-def _measure_matmul(dtype: torch.dtype, device: torch.device) -> float:
-    if device.type != "cpu":
-        run = _matmul(_GPU_MATMUL_SIZE, dtype, device)
-        return _matmul_tflops(_GPU_MATMUL_SIZE, settled_us(run, device))
-    # Where a CPU lacks instructions for 16 bits, kernels that widen are the faster ones.
-    return max(_cpu_matmul_tflops(candidate) for candidate in {dtype, torch.float32})
 
 
 def _cpu_matmul_tflops(dtype: torch.dtype) -> float:

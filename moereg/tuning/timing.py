@@ -20,7 +20,18 @@ from moereg.layer.factory import MoEKernel
 from moereg.runtime.gc_pause import collecting_later
 from moereg.tuning.inputs import Call
 
-__all__ = ["ROUNDS", "SECONDS", "Run", "Timing", "capture", "kernel_runs", "time_kernels", "time_runs", "wait_for"]
+__all__ = [
+    "ROUNDS",
+    "SECONDS",
+    "Run",
+    "Timing",
+    "can_be_captured",
+    "capture",
+    "kernel_runs",
+    "time_kernels",
+    "time_runs",
+    "wait_for",
+]
 
 ROUNDS: Final = 48
 """Samples of each kernel, where they take no longer than `SECONDS`."""
@@ -106,14 +117,16 @@ def kernel_runs(kernel: MoEKernel, calls: Sequence[Call], outs: Sequence[torch.T
     eager[0]()
     device = outs[0].device
     wait_for(device)
-    if device.type != "cuda" or not _can_be_captured(kernel) or not outs[0].numel():
+    if device.type != "cuda" or not can_be_captured(kernel) or not outs[0].numel():
         return list(eager)
     return capture(eager)
 
 
-def _can_be_captured(kernel: MoEKernel) -> bool:
-    winner = kernel.selection.winner
-    return winner is not None and winner.cell is not None and winner.cell.facts.graph_capture
+def can_be_captured(kernel: MoEKernel) -> bool:
+    """Whether the facts of its backend, and of its token dispatcher if it has one, say so."""
+    winner, movement = kernel.selection.winner, getattr(kernel.prepare_finalize, "facts", None)
+    has_backend = winner is not None and winner.cell is not None and winner.cell.facts.graph_capture
+    return has_backend and (movement is None or movement.graph_capture)
 
 
 def capture(eager: Sequence[Run], *, error_mode: str = "global") -> list[Run]:

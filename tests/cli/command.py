@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,12 @@ def run_module(line: str, **environment: str) -> subprocess.CompletedProcess[str
         env={**os.environ, **environment},
         cwd=Path(__file__).parents[2],
     )
+
+
+def run_code(code: str, *arguments: str, **keywords: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    root = Path(__file__).parents[2]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, cwd=root, **keywords)
 
 
 def check_run(found: dict[str, Any]) -> None:

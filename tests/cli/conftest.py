@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from moereg import cli
+from moereg.tuning.roofline import Ceilings
 from tests.cli.command import Call, strict_json
 
 
@@ -36,6 +37,14 @@ def call_json(call: Call) -> Callable[[str], tuple[int, dict[str, Any]]]:
         return code, strict_json(out)
 
     return run
+
+
+@pytest.fixture
+def ceilings(monkeypatch: pytest.MonkeyPatch) -> Ceilings:
+    """Fixed ceilings, without measuring."""
+    known = Ceilings(matmul_tflops=0.1, read_gbps=20.0, read_by="nothing")
+    monkeypatch.setattr("moereg.cli._bench.measure_ceilings", lambda dtype, device: known)
+    return known
 
 
 @pytest.fixture(scope="module")

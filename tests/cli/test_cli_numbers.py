@@ -15,8 +15,7 @@ import torch
 
 from moereg import cli
 from moereg.author import ExpertInputs, PermutedWeights
-from moereg.cli._bench import BenchResult
-from moereg.cli._run import RunResult
+from moereg.cli._bench import BenchResult, RunResult
 from moereg.cli._show import format_us, format_us_range
 from moereg.dispatch import Decision, Selection, explain_backends, machine_reasons
 from moereg.plugins.loader import current_platform
@@ -68,14 +67,7 @@ def test_run_for_people_has_units_that_read_well(capsys: pytest.CaptureFixture[s
 class ZeroExperts(FakeExperts):
     """Adds nothing, for any weights."""
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         out.zero_()
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 
 from moereg import cli
 from moereg.cli._streams import guarded_streams
+from tests.cli.command import run_code, run_module
 
 ROOT = Path(__file__).parents[2]
 SIZES = "--experts 4 --hidden 16 --intermediate 8 --top-k 2 --platform cpu"
@@ -96,16 +96,8 @@ print(json.dumps(found))
 def _ends(names: Iterable[str], pairs: Sequence[tuple[str, str]]) -> dict[str, tuple[int, str | None, str | None]]:
     """By line, standard output and standard error: the code and the text that arrived."""
     cases = {f"{name}/{out}/{err}": (LINES[name][0], out, err) for name in names for out, err in pairs}
-    process = subprocess.run(
-        [sys.executable, "-c", FORKS],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = run_code(FORKS, input=json.dumps(cases), env=environment)
     assert process.returncode == 0, process.stderr
     return {key: tuple(end) for key, end in json.loads(process.stdout.splitlines()[-1]).items()}
 
@@ -200,25 +192,13 @@ class LoudExperts(Experts):
 """
 
 
-def _run_with(folder: Path, name: str, source: str, line: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    (folder / f"moereg_{name}.py").write_text(textwrap.dedent(source))
-    info = folder / f"moereg_{name}-1.2.dist-info"
-    info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: moereg-{name}\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text(f"[moereg.backends]\n{name} = moereg_{name}\n")
-    return subprocess.run(
-        [sys.executable, "-m", "moereg", *line.split()],
-        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=ROOT,
-    )
-
-
 def test_what_plugins_print_is_not_the_result(tmp_path: Path) -> None:
-    process = _run_with(tmp_path, "loud", PRINTING, f"{FITS['run']} --json")
+    (tmp_path / "moereg_loud.py").write_text(PRINTING)
+    info = tmp_path / "moereg_loud-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moereg-loud\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[moereg.backends]\nloud = moereg_loud\n")
+    process = run_module(f"{FITS['run']} --json", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert process.returncode == 1, process.stderr
     found: dict[str, Any] = json.loads(process.stdout)
     assert (found["backend"], found["passed"]) == ("loud", False)
@@ -276,7 +256,5 @@ print(code)
 
 def test_a_program_that_calls_it_keeps_its_standard_output() -> None:
     """A full stream works too: moereg's lost output is gone, and the program's later output arrives."""
-    process = subprocess.run(
-        [sys.executable, "-c", IN_PROCESS], capture_output=True, text=True, timeout=240, check=False, cwd=ROOT
-    )
+    process = run_code(IN_PROCESS)
     assert (process.returncode, process.stdout) == (0, f"{cli.OUTPUT_LOST}\n"), process.stderr

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moereg.cli import _layer as cli_memory
+from moereg.cli import _bench
 from moereg.cli._ep import EpResult
 from tests.cli.command import SELECTION_KEYS, Call, CallJson, run_module, strict_json
 
@@ -69,31 +69,8 @@ def test_rows_that_are_left_out_have_not_failed(rows: list[tuple[bool, str | Non
     assert EpResult(nothing, nothing, {}, None, found).passed is passed
 
 
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        (f"bench --ep 3 {SIZES}", "got 8 experts on 3 ranks"),
-        (f"bench --ep 2 {SIZES} --way al_to_all", "al_to_all"),
-        (f"bench --ep 2 {SIZES} --routing uniform,zip", "zip"),
-        (f"bench --ep 2 {SIZES} --require torch", "set MOEREG_REQUIRE"),
-        (f"bench --ep 2 {SIZES} --plot a.png", "--plot draws backends"),
-        (f"bench {SIZES} --way all_to_all", "--ep how many there are"),
-        (f"bench {SIZES} --replicas 2", "--replicas is about ranks; say --ep"),
-        (f"bench {SIZES} --batches 2", "--batches is about ranks; say --ep"),
-        (f"bench --ep 2 {SIZES} --batches 0", "--batches takes numbers of at least 1 such as 1,2, got '0'"),
-        (f"bench --ep 2 {SIZES} --replicas 1", "8 experts and 1 replicas on 2 ranks; take 2 replicas"),
-        ("run --ep 2 --checkpoint .", "--ep builds random weights"),
-        (f"run --ep 0 {SIZES}", "--ep"),
-    ],
-)
-def test_bad_input_is_one_line(call: Call, line: str, text: str) -> None:
-    code, out, err = call(line)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert text in err
-
-
 def test_a_layer_that_does_not_fit_starts_no_rank(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_memory, "free_memory_bytes", lambda device: 10**6)
+    monkeypatch.setattr(_bench, "free_memory_bytes", lambda device: 10**6)
     code, out, err = call("bench --ep 2 --model qwen3-30b-a3b --platform cpu")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "permuted for 2 kernels" in err

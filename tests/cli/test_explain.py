@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from moereg import cli
 from moereg.evidence import ledger
 from moereg.evidence.ledger import Verification
 from moereg.spec.model_shapes import get_shape
@@ -183,16 +182,3 @@ def test_explain_says_whether_its_choice_was_verified(
     assert call(line)[1].splitlines()[-1] == changed
     assert call_json(line)[1]["verification"]["verified_on_platform"] is False
     assert call_json(f"explain {SIZES} --require triton --platform cpu")[1]["verification"] is None
-
-
-@pytest.mark.parametrize("text", [",", "unquantized=", " , ,"])
-def test_a_request_that_names_nothing(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", *SIZES.split(), "--require", text]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("moereg: require ")
-    assert "must name " in error
-
-
-def test_only_the_limit_can_be_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", *SIZES.split(), "--activation", "silu(alpha=None)"]) == 2
-    assert "is not a name with scalars" in capsys.readouterr().err

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.cli.command import run_code
+
 
 def _run(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        cwd=Path(__file__).parents[2],
-    )
+    done = run_code(script)
     assert done.returncode == 0, done.stderr
 
 

@@ -68,20 +68,3 @@ def test_nothing_fits_says_why(call: Call, tmp_path: Path) -> None:
     assert code == 3
     assert "nothing fits" in out
     assert "torch does not fit E4 H32 I48 k2 float32 unquantized silu:" in out
-
-
-def test_bad_input_is_one_line(call: Call, tmp_path: Path) -> None:
-    for line, message in (
-        ("--model-dir nowhere", "'nowhere' must be a directory with config.json"),
-        (f"--model-dir {tmp_path} --top-k 2", "--top-k cannot be combined with --model-dir, which decides it"),
-        (f"--model-dir {tmp_path} --checkpoint {tmp_path}", "--checkpoint asks for one layer and --model-dir for all"),
-        (
-            f"--model-dir {tmp_path} --layer 1",
-            "--layer is about one layer and --model-dir about all of them; give --c",
-        ),
-        (f"--model-dir {tmp_path} --reasons", "--reasons is about one layer and --model-dir about all of them"),
-    ):
-        code, out, err = call(f"explain {line}")
-        assert (code, out) == (2, "")
-        assert message in err
-        assert len(err.splitlines()) == 1

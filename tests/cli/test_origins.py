@@ -6,7 +6,6 @@ import pytest
 
 from moereg import __version__
 from moereg.registry import BackendRegistry, register_moe_backend, registering_origin
-from moereg.tuning.roofline import Ceilings
 from tests.cli.command import SIZES, Call, CallJson
 from tests.support.fakes import FakeExperts
 
@@ -17,12 +16,10 @@ NOTE = (
 
 
 @pytest.fixture(autouse=True)
-def acme(isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wheel with a backend of the highest priority; one measures without finding out what the device can do."""
+def acme(isolated_registry: BackendRegistry, ceilings: object) -> None:
+    """A wheel with a backend of the highest priority."""
     with registering_origin("acme-moe", "1.2"):
         register_moe_backend("fake_acme", 500, ("unquantized",), ("cpu",))(type("AcmeExperts", (FakeExperts,), {}))
-    known = Ceilings(matmul_tflops=0.1, read_gbps=20.0, read_by="nothing")
-    monkeypatch.setattr("moereg.cli._bench.measure_ceilings", lambda *arguments: known)
 
 
 def words(text: str) -> str:

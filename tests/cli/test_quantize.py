@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from moereg.cli._options import ProblemFlags
 from moereg.cli._quantize import Question, compare_schemes, find_schemes, sketch
 from moereg.spec.quant_schemes import QUANT_SCHEMES
 from moereg.tuning import compare
-from tests.cli.command import Call, CallJson
+from tests.cli.command import Call, CallJson, run_code
 from tests.support.quantized_checkpoints import CHECKPOINTS
 
 KEYS = ["schema", "checkpoint", "layer", "problem", "platform", "device", "versions", "commit", "date", "inputs"]
@@ -189,37 +187,6 @@ def test_a_picture(call: Call, checkpoint: Path, tmp_path: Path) -> None:
     assert all(name in text for name in ("int4_w4a16_g32", "mxfp8", "int8_w8a16", "error of the output"))
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("", "Missing option '--checkpoint'"),
-        ("--checkpoint nowhere", "config.json"),
-        ("--layer 0", "layer 0"),
-        ("--quant int4", "unknown quant scheme 'int4'"),
-        ("--quant q*", "'q*' matches no scheme"),
-        ("--quant unquantized", "names what to quantize to"),
-        ("--tokens x", "--tokens takes numbers"),
-        ("--inputs nowhere", "--inputs takes a safetensors file"),
-        ("--plot a.txt", "--plot takes a file such as"),
-        ("--out TMP", "--out writes one scheme"),
-        ("--quant int8_w8a16 --out .", "new or empty directory"),
-        ("--quant int8_w8a16 --out /dev/null/out", "/dev/null/out must be writable"),
-        ("--quant int8_w8a16 --out /proc/nowhere/out", "/proc/nowhere/out must be writable"),
-        (f"--quant int8_w8a16 --out {'x' * 300}", "File name too long"),
-        ("--quant nvfp4 --out TMP", "give hidden states (--inputs)"),
-        ("--quant mxfp4_mxfp8 --out TMP", "has none for mxfp4_mxfp8"),
-        ("--platform cuda:sm90", "quantize needs the machine itself"),
-        ("--num-local-experts 5", "num_local_experts"),
-    ],
-)
-def test_bad_input(call: Call, checkpoint: Path, tmp_path: Path, line: str, expected: str) -> None:
-    where = "" if not line or "--checkpoint" in line else f"--checkpoint {checkpoint}"
-    code, out, err = call(f"quantize {where} {line.replace('TMP', str(tmp_path / 'out'))}")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert expected in err
-    assert not (tmp_path / "out").exists()
-
-
 _ENDED_WHILE_IT_WRITES = """
 import os, signal, sys
 from moereg.checkpoints import _save
@@ -235,8 +202,7 @@ sys.exit(main(sys.argv[1:]))
 
 def test_sigterm_while_the_copy_is_written_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
     line = f"quantize --checkpoint {checkpoint} --quant int8_w8a16 --tokens 1 --out {tmp_path / 'out'}"
-    command = [sys.executable, "-c", _ENDED_WHILE_IT_WRITES, *line.split()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    done = run_code(_ENDED_WHILE_IT_WRITES, *line.split())
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert not list(tmp_path.iterdir())
 

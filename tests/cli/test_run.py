@@ -9,20 +9,21 @@ import pytest
 import torch
 
 from moereg.author import ExpertInputs, PermutedWeights
-from moereg.cli import _layer
-from moereg.cli import _layer as cli_memory
+from moereg.cli import _bench
 from moereg.cli._options import ProblemFlags
 from moereg.numerics.tolerances import layer_tolerance
-from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.registry import register_moe_backend
 from moereg.spec.problem import MoEProblem
 from tests.cli.command import SIZES, Call, CallJson, check_run, strict_json
 from tests.support.fakes import FakeExperts, NanExperts, WrongExperts
+
+pytestmark = pytest.mark.usefixtures("isolated_registry")
 
 MEASUREMENTS = ["relative_error", "tolerance", "time_us", "permute_ms"]
 
 
 def test_a_run_that_does_not_fit_names_what_makes_it_smaller(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_memory, "free_memory_bytes", lambda device: 10**6)
+    monkeypatch.setattr(_bench, "free_memory_bytes", lambda device: 10**6)
     code, out, err = call("run --model qwen3-30b-a3b --dtype float32 --json")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "4.9 GB" in err or "4.8 GB" in err, err
@@ -30,7 +31,7 @@ def test_a_run_that_does_not_fit_names_what_makes_it_smaller(call: Call, monkeyp
 
 
 def test_the_local_experts_that_a_refusal_names_fit(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_memory, "free_memory_bytes", lambda device: 300_000)
+    monkeypatch.setattr(_bench, "free_memory_bytes", lambda device: 300_000)
     code, _, err = call(f"run {SIZES} --tokens 1")
     assert code == 2
     count = err.rsplit("--num-local-experts ", 1)[1].strip()
@@ -84,13 +85,13 @@ def test_run_of_quantized_weights_says_what_the_scheme_costs(call: Call, monkeyp
     _, out, _ = call(line)
     (loss,) = re.findall(r"loss +(\S+) against fp32, of int8_w8a16 itself", out)
     assert 0.005 < float(loss) < 0.03
-    monkeypatch.setattr("moereg.cli._run._LARGEST_UNQUANTIZED", 1000)
+    monkeypatch.setattr("moereg.cli._bench._LARGEST_UNQUANTIZED", 1000)
     _, out, _ = call(line)
     assert "loss" not in out
     assert "right" in out
 
 
-def test_wrong_numbers_are_exit_1(call: Call, call_json: CallJson, isolated_registry: BackendRegistry) -> None:
+def test_wrong_numbers_are_exit_1(call: Call, call_json: CallJson) -> None:
     register_moe_backend("fake_wrong", 1, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
     code, found = call_json(f"run {SIZES} --require fake_wrong")
     check_run(found)
@@ -105,23 +106,14 @@ def test_wrong_numbers_are_exit_1(call: Call, call_json: CallJson, isolated_regi
 class RememberingExperts(FakeExperts):
     """Answers each call as the first of its size: a graph that was captured on other memory does so."""
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         if not hasattr(self, "kept"):
-            super().apply(out, inputs, weights, workspace13, workspace2)
+            super().compute(out, inputs, weights)
             self.kept = out.clone()
         out.copy_(self.kept)
 
 
-def test_answering_with_the_result_of_another_call_is_wrong(
-    call_json: CallJson, isolated_registry: BackendRegistry
-) -> None:
+def test_answering_with_the_result_of_another_call_is_wrong(call_json: CallJson) -> None:
     register_moe_backend(name="remembering", priority=200, quant_schemes=("unquantized",), platforms=("*",))(
         RememberingExperts
     )
@@ -129,7 +121,7 @@ def test_answering_with_the_result_of_another_call_is_wrong(
     assert (code, found["backend"], found["passed"]) == (1, "remembering", False)
 
 
-def test_not_a_number_is_null_and_exit_1(call_json: CallJson, isolated_registry: BackendRegistry) -> None:
+def test_not_a_number_is_null_and_exit_1(call_json: CallJson) -> None:
     register_moe_backend("fake_nan", 1, ("unquantized",), ("*",))(NanExperts)
     code, found = call_json(f"run {SIZES} --require fake_nan")
     check_run(found)
@@ -149,7 +141,7 @@ def test_nothing_fits_to_run_is_exit_3(call: Call, call_json: CallJson, line: st
     assert "nothing fits" in out
 
 
-def test_an_emulation_says_so_and_nothing_warns(call: Call, isolated_registry: BackendRegistry) -> None:
+def test_an_emulation_says_so_and_nothing_warns(call: Call) -> None:
     emulation = type("Emulation", (FakeExperts,), {})
     register_moe_backend("fake_slow", 1, ("unquantized",), ("*",), tier="emulation")(emulation)
     code, out, err = call(f"run {SIZES} --require fake_slow")
@@ -190,11 +182,11 @@ def test_verbose_logs_to_standard_error(call: Call) -> None:
 def test_a_seed_is_a_layer() -> None:
     problem = ProblemFlags(experts=2, hidden=32, intermediate=16, top_k=1).problem()
     device = torch.device("cpu")
-    layers = [_layer.random_layer(problem, seed, device, lambda done, total: None) for seed in (0, 0, 1)]
+    layers = [_bench.random_layer(problem, seed, device, lambda done, total: None) for seed in (0, 0, 1)]
     first, second, other = (layer.weights.w13 for layer in layers)
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
-    tokens = [_layer.random_hidden_states(problem, 4, seed, device) for seed in (0, 0, 1)]
+    tokens = [_bench.random_hidden_states(problem, 4, seed, device) for seed in (0, 0, 1)]
     assert torch.equal(tokens[0], tokens[1])
     assert not torch.equal(tokens[0], tokens[2])
     assert all(map(torch.equal, layers[0].route(tokens[0]), layers[1].route(tokens[1])))

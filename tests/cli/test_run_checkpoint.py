@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from moereg.cli import _layer
-from moereg.tuning.roofline import Ceilings
+from moereg.cli import _bench
 from tests.cli.command import Call, CallJson, check_run
 
 
@@ -33,15 +32,14 @@ def test_explain_of_a_checkpoint_reads_headers_alone(
     assert out.startswith(f"{checkpoint.name}, layer 1: E4 H64 I32 k2 bfloat16")
 
 
+@pytest.mark.usefixtures("ceilings")
 def test_bench_of_a_checkpoint_is_of_its_weights(
     call: Call, call_json: CallJson, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = Ceilings(matmul_tflops=0.1, read_gbps=20.0, read_by="nothing")
-    monkeypatch.setattr("moereg.cli._bench.measure_ceilings", lambda dtype, device: known)
     layers = []
-    loaded = _layer.load_layer
+    loaded = _bench.load_layer
 
-    def load(path: Path, layer: int, *others: Any) -> _layer.RoutedWeights:
+    def load(path: Path, layer: int, *others: Any) -> _bench.RoutedWeights:
         layers.append(layer)
         return loaded(path, layer, *others)
 
@@ -58,22 +56,6 @@ def test_a_checkpoint_is_named(call: Call, checkpoint: Path) -> None:
     code, out, _ = call(f"run --checkpoint {checkpoint}")
     assert code == 0
     assert f"{checkpoint.name}, layer 1" in out
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("--layer 0", "layer 0"),
-        ("--layer 9", "got 9"),
-        ("--num-local-experts 5", "num_local_experts"),
-        ("--dtype int8", "unknown dtype"),
-        ("--quant mxfp8", "--quant cannot be combined"),
-    ],
-)
-def test_bad_input_with_a_checkpoint(call: Call, checkpoint: Path, line: str, expected: str) -> None:
-    code, out, err = call(f"run --checkpoint {checkpoint} {line}")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert expected in err
 
 
 def test_nothing_fits_a_checkpoint_and_nothing_is_read(

@@ -20,38 +20,12 @@ from tests.fuzz.small_checkpoints import BASES, base, checkpoint_directory
 _CHECKPOINT: Final = "{checkpoint}"
 _SIZES: Final = ("2", "3", "7", "8", "16", "32", "64", "100")
 _ODD_NUMBERS: Final = (
-    *(
-        "",
-        " ",
-        "-1",
-        "-0",
-        "+1",
-        "1.0",
-        "1e3",
-        "0x10",
-        "1_0",
-        "\u0663",
-        "nan",
-        "inf",
-        "None",
-        "99999999",
-        "1" + "0" * 30,
-    ),
-    *(str(2**31), str(2**63 - 1), str(2**63), str(2**64), "1" * 5000),
-)
+    "", " ", "-1", "-0", "+1", "1.0", "1e3", "0x10", "1_0", "\u0663", "nan", "inf", "None", "99999999",
+    "1" + "0" * 30, str(2**31), str(2**63 - 1), str(2**63), str(2**64), "1" * 5000,
+)  # fmt: skip
 _LISTS: Final = (
-    "torch",
-    "triton",
-    "a",
-    "torch,triton",
-    "unquantized=torch",
-    "=",
-    ",",
-    "a=b=c",
-    "*",
-    "torch=",
-    "fp8_block128=x",
-)
+    "torch", "triton", "a", "torch,triton", "unquantized=torch", "=", ",", "a=b=c", "*", "torch=", "fp8_block128=x",
+)  # fmt: skip
 _VALUES: Final[dict[str, tuple[str, ...]]] = {
     "--model": ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b", "qwen3"),
     "--experts": _SIZES,
@@ -61,31 +35,14 @@ _VALUES: Final[dict[str, tuple[str, ...]]] = {
     "--quant": ("unquantized", "fp8_block128", "int4_w4a16_g32", "nvfp4", "mxfp4_w4a16", "int8_w8a8", "fp9"),
     "--dtype": ("bfloat16", "float16", "float32", "bf16", "float64", "int8"),
     "--activation": (
-        "silu",
-        "gelu",
-        "gelu_tanh",
-        "swigluoai",
-        "relu2",
-        "silu(limit=1e999)",
-        "silu(alpha=nan)",
-        "silu(",
+        "silu", "gelu", "gelu_tanh", "swigluoai", "relu2", "silu(limit=1e999)", "silu(alpha=nan)", "silu(",
     ),
     "--swiglu-limit": ("7", "0", "-1", "1e-30", "1e308"),
     "--activation-format": ("standard", "batched", "other"),
     "--num-local-experts": _SIZES,
     "--tokens": ("0", "1", "2", "16", "-1"),
     "--platform": (
-        "cpu",
-        "cuda:sm90",
-        "cuda:sm100",
-        "cuda",
-        "rocm:gfx942",
-        "cpu:x",
-        "cuda:sm0",
-        "tpu",
-        ":",
-        "cuda:",
-        "h100",
+        "cpu", "cuda:sm90", "cuda:sm100", "cuda", "rocm:gfx942", "cpu:x", "cuda:sm0", "tpu", ":", "cuda:", "h100",
     ),
     "--require": _LISTS,
     "--prefer": _LISTS,
@@ -96,11 +53,11 @@ _VALUES: Final[dict[str, tuple[str, ...]]] = {
     "--checkpoint": (_CHECKPOINT, _CHECKPOINT, _CHECKPOINT, "/dev/null", "~nosuchuser/x", "/", "."),
     "--plot": ("/nowhere/a.png", "a.xyz", "/dev/full", ""),
     "--routing": ("uniform", "zipf", "one_set", "other"),
-}
+}  # fmt: skip
 _FLAGS: Final = (
-    *("-v", "--bias", "--no-bias", "--graph-capture", "--deterministic", "--reasons", "--cells", "-h"),
-    *("--exact-activations", "--router-weight-on-input", "--help", "--version", "--", "-", "-x", "--jso", "\x1b[31m"),
-)
+    "-v", "--bias", "--no-bias", "--graph-capture", "--deterministic", "--reasons", "--cells", "-h",
+    "--exact-activations", "--router-weight-on-input", "--help", "--version", "--", "-", "-x", "--jso", "\x1b[31m",
+)  # fmt: skip
 _SIZED: Final = ("--experts", "--hidden", "--intermediate", "--top-k")
 _COMMANDS: Final = (
     ("explain",) * 6

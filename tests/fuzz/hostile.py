@@ -14,71 +14,18 @@ Edit = list[Any]
 """[path, "set" or "add", value] or [path, "delete"]; a path is a list of keys and indices."""
 
 _TEXTS: Final = (
-    *("", " ", "\0", "\n", "a\nb", "\x1b[31mred", "\x1b]0;title\x07", "\u202e", "\ud800", "\ufeff", "\u0663", "\u00e9"),
-    *(
-        "true",
-        "false",
-        "null",
-        "nan",
-        "inf",
-        "1",
-        "1.9",
-        "-1",
-        "1e999",
-        "0x10",
-        "..",
-        "../x",
-        "/etc/passwd",
-        "~root",
-        "~nosuchuser/x",
-    ),
-    *("%s%n", "{0}", "${HOME}", "`id`", "re:", "re:(", "re:.*", "*", "[", "**", "?", "-:", "+:", "Linear", "lm_head"),
-    *(
-        "model",
-        "model.layers.0.mlp",
-        "model.layers.0.mlp.experts.0",
-        "float",
-        "int",
-        "group",
-        "channel",
-        "tensor",
-        "fp8",
-    ),
-    *(
-        "mixtral",
-        "deepseek_v3",
-        "gpt_oss",
-        "llama4_text",
-        "qwen3_moe",
-        "silu",
-        "gelu",
-        "bfloat16",
-        "float64",
-        "F8_E4M3",
-    ),
-)
+    "", " ", "\0", "\n", "a\nb", "\x1b[31mred", "\x1b]0;title\x07", "\u202e", "\ud800", "\ufeff", "\u0663", "\u00e9",
+    "true", "false", "null", "nan", "inf", "1", "1.9", "-1", "1e999", "0x10", "..", "../x", "/etc/passwd", "~root",
+    "~nosuchuser/x", "%s%n", "{0}", "${HOME}", "`id`", "re:", "re:(", "re:.*", "*", "[", "**", "?", "-:", "+:",
+    "Linear", "lm_head", "model", "model.layers.0.mlp", "model.layers.0.mlp.experts.0", "float", "int", "group",
+    "channel", "tensor", "fp8", "mixtral", "deepseek_v3", "gpt_oss", "llama4_text", "qwen3_moe", "silu", "gelu",
+    "bfloat16", "float64", "F8_E4M3",
+)  # fmt: skip
 _NUMBERS: Final = (
-    *(0, -1, 1, 2, 3, 4, 7, 8, 16, 31, 32, 64, 96, 127, 128, 129, 255, 1023, 4096, 65_536, 10**6, 10**7, 10**9),
-    *(
-        2**31,
-        2**31 - 1,
-        2**32,
-        2**63,
-        2**63 - 1,
-        2**64,
-        -(2**63),
-        10**30,
-        10**400,
-        4.0,
-        1.9,
-        0.5,
-        -0.0,
-        1e-320,
-        1e30,
-        1e308,
-    ),
-    *(float("nan"), float("inf"), float("-inf")),
-)
+    0, -1, 1, 2, 3, 4, 7, 8, 16, 31, 32, 64, 96, 127, 128, 129, 255, 1023, 4096, 65_536, 10**6, 10**7, 10**9, 2**31,
+    2**31 - 1, 2**32, 2**63, 2**63 - 1, 2**64, -(2**63), 10**30, 10**400, 4.0, 1.9, 0.5, -0.0, 1e-320, 1e30, 1e308,
+    float("nan"), float("inf"), float("-inf"),
+)  # fmt: skip
 
 
 def draw_text(rng: random.Random) -> str:
@@ -118,67 +65,17 @@ def draw_value(rng: random.Random, depth: int = 0) -> Any:
     return value
 
 
+# Ways to match the same text that double with each character, and an end that never comes.
 _ATOMS: Final = (
-    *(
-        "a",
-        ".",
-        r"\w",
-        r"\d",
-        "[a-z]",
-        "[^.]",
-        "mlp",
-        "experts",
-        "gate_proj",
-        r"\.",
-        "model",
-        "layers",
-        "(?!x)",
-        "(?=m)",
-    ),
-    *(
-        "^",
-        "$",
-        r"\b",
-        r"\1",
-        r"\2",
-        "(?P=n)",
-        "[",
-        "]",
-        "(?i)",
-        "(?x)",
-        "(?<=a)",
-        "(?<!b)",
-        "(?R)",
-        # Ways to match the same text that double with each character, and an end that never comes.
-        "(?:.|.)*",
-        r"(?:\w|[a-z])+",
-        "(.*)*",
-        "(?!)",
-        "(?!)",
-        r"\p{L}",
-        r"\Z",
-        "|",
-        "{",
-        "\\",
-    ),
-)
+    "a", ".", r"\w", r"\d", "[a-z]", "[^.]", "mlp", "experts", "gate_proj", r"\.", "model", "layers", "(?!x)",
+    "(?=m)", "^", "$", r"\b", r"\1", r"\2", "(?P=n)", "[", "]", "(?i)", "(?x)", "(?<=a)", "(?<!b)", "(?R)",
+    "(?:.|.)*", r"(?:\w|[a-z])+", "(.*)*", "(?!)", "(?!)", r"\p{L}", r"\Z", "|", "{", "\\",
+)  # fmt: skip
 # Their engine can only try everything.
 _ENDLESS: Final = ("(?:.|.)*(?!)", r"(.)*(?:.|.)*\1\1\1$", r"(?:(?=(\w|\w+))\1|.)*(?!)")
 _REPEATS: Final = (
-    "*",
-    "+",
-    "?",
-    "*?",
-    "+?",
-    "++",
-    "{2}",
-    "{1,9}",
-    "{0,60000}",
-    "{1000}",
-    "{,}",
-    "{e<=2}",
-    "{99999999999}",
-)
+    "*", "+", "?", "*?", "+?", "++", "{2}", "{1,9}", "{0,60000}", "{1000}", "{,}", "{e<=2}", "{99999999999}",
+)  # fmt: skip
 
 
 def draw_pattern(rng: random.Random, depth: int = 0) -> str:

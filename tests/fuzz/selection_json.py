@@ -30,18 +30,8 @@ _BASES: Final[dict[str, tuple[dict[str, Any], str, dict[str, Any]]]] = {
 _MOST_DECISIONS: Final = 4
 
 _NAMES: Final = [
-    "torch",
-    "triton",
-    "nonsense",
-    "",
-    "a\nb",
-    "\x1b[31m",
-    "\ud800",
-    "cuda:sm90",
-    "kernel",
-    "silu",
-    "x" * 300,
-]
+    "torch", "triton", "nonsense", "", "a\nb", "\x1b[31m", "\ud800", "cuda:sm90", "kernel", "silu", "x" * 300,
+]  # fmt: skip
 _NUMBERS: Final = [0, 1, -1, 2**31, 2**63, 10**30, 0.5, 1e308, float("nan"), float("inf")]
 # Python reads integers of at most 4,300 digits, and nests a thousand calls.
 _HOSTILE: Final = [{"$": "digits", "count": 5000}, {"$": "deep", "depth": 100}, {"$": "deep", "depth": 100_000}]

@@ -28,8 +28,7 @@ def kernels_of(model: Any) -> list[Any]:
 
 
 class TestAgain:
-    def test_another_request_keeps_freed_weights(self) -> None:
-        model = tiny_model("mixtral")
+    def test_another_request_keeps_freed_weights(self, model: Any) -> None:
         saved = {name: value.clone() for name, value in model.state_dict().items()}
         expected = eager(model)
         prepare(model, free=True, progress=False)
@@ -57,8 +56,7 @@ class TestAgain:
         prepare(model, progress=False)
         assert close(logits_of(model), eager(model))
 
-    def test_the_same_request_keeps_kernels(self) -> None:
-        model = tiny_model("mixtral")
+    def test_the_same_request_keeps_kernels(self, model: Any) -> None:
         model.set_experts_implementation("moereg")
         logits_of(model)
         kernels = kernels_of(model)
@@ -66,8 +64,7 @@ class TestAgain:
         assert all(one is other for one, other in zip(kernels_of(model), kernels, strict=True))
 
     @pytest.mark.parametrize("free", [False, True])
-    def test_a_request_that_nothing_fits_changes_nothing(self, free: bool) -> None:
-        model = tiny_model("mixtral")
+    def test_a_request_that_nothing_fits_changes_nothing(self, free: bool, model: Any) -> None:
         expected = eager(model)
         prepare(model, free=free, progress=False)
         for wishes in ({"require": "triton"}, {"deny": "*"}):
@@ -80,8 +77,9 @@ class TestAgain:
         fresh.set_experts_implementation("moereg")
         assert close(logits_of(fresh), expected)
 
-    def test_a_kernel_that_cannot_be_made_leaves_the_one_before(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        model = tiny_model("mixtral")
+    def test_a_kernel_that_cannot_be_made_leaves_the_one_before(
+        self, monkeypatch: pytest.MonkeyPatch, model: Any
+    ) -> None:
         expected = eager(model)
         prepare(model, free=True, progress=False)
         right, made = serving.make_kernel, []
@@ -98,8 +96,7 @@ class TestAgain:
         assert close(logits_of(model), expected)
         assert torch.equal(eager(model), expected)
 
-    def test_arguments_are_checked_before_anything_is_changed(self) -> None:
-        model = tiny_model("mixtral")
+    def test_arguments_are_checked_before_anything_is_changed(self, model: Any) -> None:
         with pytest.raises(ArgumentError, match=r"progress must be a bool or a function of \(done, total\), got None"):
             prepare(model, progress=None)  # type: ignore[arg-type]
         with pytest.raises(ArgumentError, match="free must be"):
@@ -112,8 +109,7 @@ class TestAgain:
 class TestWritten:
     """What is written into parameters after kernels were made."""
 
-    def test_prepare_reads_what_was_written_through_data(self) -> None:
-        model = tiny_model("mixtral")
+    def test_prepare_reads_what_was_written_through_data(self, model: Any) -> None:
         prepare(model, progress=False)
         kernels = kernels_of(model)
         experts_of(model).gate_up_proj.data.copy_(torch.randn_like(experts_of(model).gate_up_proj))
@@ -136,8 +132,7 @@ class TestWritten:
             assert close(found, eager(model))
             assert not close(found, before, 1e-3)
 
-    def test_what_is_refused_is_refused_at_every_call(self) -> None:
-        model = tiny_model("mixtral")
+    def test_what_is_refused_is_refused_at_every_call(self, model: Any) -> None:
         prepare(model, progress=False)
         experts = experts_of(model)
         right = copy.deepcopy(experts.down_proj.data)
@@ -176,8 +171,7 @@ class TestFreedAndChanged:
         assert close(logits_of(copied), eager(expected))
         assert prepare(copied, free=True, progress=False).layers[0].kept is None
 
-    def test_what_converts_nothing_keeps_them_freed(self) -> None:
-        model = tiny_model("mixtral")
+    def test_what_converts_nothing_keeps_them_freed(self, model: Any) -> None:
         prepare(model, free=True, progress=False)
         kernels = kernels_of(model)
         model.to("cpu").float().to(torch.float32)
@@ -187,8 +181,7 @@ class TestFreedAndChanged:
         torch.save(model, io.BytesIO())
         assert "_apply" not in vars(experts_of(model))
 
-    def test_a_parameter_that_is_set_counts(self) -> None:
-        model = tiny_model("mixtral")
+    def test_a_parameter_that_is_set_counts(self, model: Any) -> None:
         plain = copy.deepcopy(model)
         prepare(model, free=True, progress=False)
         for each in (model, plain):
@@ -199,8 +192,7 @@ class TestFreedAndChanged:
         assert close(logits_of(model), eager(plain))
         assert torch.equal(eager(model), eager(plain))
 
-    def test_keys_that_a_state_lacks_are_missed(self) -> None:
-        model = tiny_model("mixtral")
+    def test_keys_that_a_state_lacks_are_missed(self, model: Any) -> None:
         prepare(model, free=True, progress=False)
         state = {name: value for name, value in model.state_dict().items() if "experts" not in name}
         assert len(model.load_state_dict(state, strict=False).missing_keys) == 4
@@ -231,8 +223,7 @@ def test_the_way_out_of_a_patched_class_runs_without_moereg() -> None:
 
 
 @pytest.mark.parametrize("copies", [False, True])
-def test_restore_leaves_nothing_of_ours(copies: bool) -> None:
-    model = tiny_model("mixtral")
+def test_restore_leaves_nothing_of_ours(copies: bool, model: Any) -> None:
     names = set(vars(experts_of(model)))
     prepare(model, free=True, progress=False)
     model = copy.deepcopy(model) if copies else model
@@ -261,8 +252,7 @@ def test_matrices_of_two_dtypes_are_named(family: str, names: str) -> None:
         prepare(model, progress=False)
 
 
-def test_a_caller_that_stops_between_layers_has_a_model_that_runs() -> None:
-    model = tiny_model("mixtral")
+def test_a_caller_that_stops_between_layers_has_a_model_that_runs(model: Any) -> None:
     expected = eager(model)
 
     def stop(done: int, total: int) -> None:
@@ -274,8 +264,7 @@ def test_a_caller_that_stops_between_layers_has_a_model_that_runs() -> None:
     assert torch.equal(logits_of(model), expected)  # The implementation is the one that was set.
 
 
-def test_a_model_is_warmed_up_layer_by_layer() -> None:
-    model = tiny_model("mixtral")
+def test_a_model_is_warmed_up_layer_by_layer(model: Any) -> None:
     with pytest.raises(ArgumentError, match="warm_up needs a model with kernels of moereg; call prepare"):
         warm_up(model)
     prepare(model, progress=False)

@@ -35,8 +35,7 @@ def test_a_prepared_model_generates_the_tokens_of_eager(family: str) -> None:
     assert torch.equal(model.generate(PROMPT, **arguments), tokens)
 
 
-def test_kernels_are_made_at_the_first_call_and_once() -> None:
-    model = tiny_model("mixtral")
+def test_kernels_are_made_at_the_first_call_and_once(model: Any) -> None:
     expected = eager(model)
     model.set_experts_implementation("moereg")
     experts = model.model.layers[0].mlp.experts
@@ -167,8 +166,7 @@ def test_writes_into_parameters_and_other_parameters_are_followed() -> None:
     assert not close(logits_of(model), found, 1e-3)
 
 
-def test_to_another_dtype_is_followed() -> None:
-    model = tiny_model("mixtral")
+def test_to_another_dtype_is_followed(model: Any) -> None:
     prepare(model, progress=False)
     logits_of(model)
     model.to(torch.bfloat16)
@@ -177,16 +175,14 @@ def test_to_another_dtype_is_followed() -> None:
     assert close(found, eager(model).float(), 0.02)
 
 
-def test_state_dict_and_parameters_are_those_of_the_model() -> None:
-    model = tiny_model("mixtral")
+def test_state_dict_and_parameters_are_those_of_the_model(model: Any) -> None:
     names, parameters = list(model.state_dict()), [name for name, _ in model.named_parameters()]
     prepare(model, progress=False)
     assert list(model.state_dict()) == names
     assert [name for name, _ in model.named_parameters()] == parameters
 
 
-def test_copies_and_pickles_make_kernels_of_their_own() -> None:
-    model = tiny_model("mixtral")
+def test_copies_and_pickles_make_kernels_of_their_own(model: Any) -> None:
     prepare(model, progress=False)
     expected = logits_of(model)
     copied = copy.deepcopy(model)
@@ -247,8 +243,7 @@ def test_hooks_of_accelerate_run_and_patched_blocks_run_under_them(monkeypatch: 
     assert any(module is block.experts for module in served)
 
 
-def test_a_request_is_passed_on_and_refusals_are_moeregs_own() -> None:
-    model = tiny_model("mixtral")
+def test_a_request_is_passed_on_and_refusals_are_moeregs_own(model: Any) -> None:
     assert prepare(model, progress=False, require="torch").layers[0].backend == "torch"
     with pytest.raises(UnsupportedProblemError):
         prepare(model, progress=False, deny="*")

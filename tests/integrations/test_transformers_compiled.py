@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -61,8 +63,7 @@ class Holder(torch.nn.Module):
 
 
 class TestInference:
-    def test_eval_with_gradients_enabled_runs_and_its_backward_says_why_not(self) -> None:
-        model = tiny_model("mixtral")
+    def test_eval_with_gradients_enabled_runs_and_its_backward_says_why_not(self, model: Any) -> None:
         prepare(model, progress=False)
         out = model(PROMPT).logits
         assert out.requires_grad
@@ -70,8 +71,7 @@ class TestInference:
         with pytest.raises(RuntimeError, match=r"moereg computes no gradients: call the model under torch.no_grad"):
             out.sum().backward()
 
-    def test_training_is_refused_at_once(self) -> None:
-        model = tiny_model("mixtral")
+    def test_training_is_refused_at_once(self, model: Any) -> None:
         model.set_experts_implementation("moereg")
         with pytest.raises(ArgumentError, match=r"MixtralExperts: it is being trained.*call model.eval\(\)"):
             model.train()(PROMPT)

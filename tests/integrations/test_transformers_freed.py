@@ -54,8 +54,7 @@ def test_a_saved_model_is_read_by_transformers(tmp_path: Any) -> None:
     assert torch.equal(eager(AutoModelForCausalLM.from_pretrained(tmp_path)), expected)
 
 
-def test_another_implementation_gets_the_weights_back() -> None:
-    model = tiny_model("mixtral")
+def test_another_implementation_gets_the_weights_back(model: Any) -> None:
     expected = eager(model)
     prepare(model, free=True, progress=False)
     assert model.model.layers[0].mlp.experts.down_proj is None
@@ -64,8 +63,7 @@ def test_another_implementation_gets_the_weights_back() -> None:
 
 
 @pytest.mark.parametrize("kind", ["between layers", "by name", "by memory"])
-def test_tied_experts_stay_tied(kind: str) -> None:
-    model = tiny_model("mixtral")
+def test_tied_experts_stay_tied(kind: str, model: Any) -> None:
     first, second = (layer.mlp.experts for layer in model.model.layers)
     if kind == "between layers":
         second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
@@ -86,8 +84,7 @@ def test_tied_experts_stay_tied(kind: str) -> None:
     assert len(set(found.values())) == len(set(held.values()))
 
 
-def test_a_module_that_stands_twice_is_freed_once() -> None:
-    model = tiny_model("mixtral")
+def test_a_module_that_stands_twice_is_freed_once(model: Any) -> None:
     model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts
     expected = eager(model)
     (layer,) = prepare(model, free=True, progress=False).layers
@@ -129,8 +126,7 @@ class _Adapter(torch.nn.Module):
 
 
 @pytest.mark.parametrize("is_wrapped", [True, False], ids=["wrapped", "parametrized"])
-def test_experts_with_an_adapter_are_not_freed(is_wrapped: bool) -> None:
-    model = tiny_model("mixtral")
+def test_experts_with_an_adapter_are_not_freed(is_wrapped: bool, model: Any) -> None:
     block = model.model.layers[1].mlp
     if is_wrapped:
         block.experts = _Adapter(block.experts)
@@ -158,8 +154,7 @@ def test_each_adapter_of_experts_is_seen() -> None:
         assert close(logits, eager(model))
 
 
-def test_copies_have_them_and_pickles_say_how() -> None:
-    model = tiny_model("mixtral")
+def test_copies_have_them_and_pickles_say_how(model: Any) -> None:
     prepare(model, free=True, progress=False)
     expected = logits_of(model)
     copied = copy.deepcopy(model)
@@ -172,8 +167,7 @@ def test_copies_have_them_and_pickles_say_how() -> None:
     assert not torch.equal(logits_of(model), expected)
 
 
-def test_what_does_not_come_back_is_kept_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("mixtral")
+def test_what_does_not_come_back_is_kept_and_said(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     right = serving.ServedExperts.restored
 
     def wrong(self: serving.ServedExperts) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,35 +17,36 @@ from tests.support.live_models import logits_of
 from tests.support.tiny_models import tiny_model
 
 
-def test_meta() -> None:
-    with torch.device("meta"):
-        model = tiny_model("mixtral")
-    with pytest.raises(ArgumentError, match="its weights are on meta, where they have no values; load them first"):
-        prepare(model, progress=False)
+class Hook:
+    offload = True
 
 
-def test_several_devices() -> None:
-    model = tiny_model("mixtral")
-    experts = model.model.layers[1].mlp.experts
-    experts.down_proj = torch.nn.Parameter(experts.down_proj.to("meta"))
-    with pytest.raises(ArgumentError, match=r"\(model.layers.1.mlp.experts\): its weights are on meta"):
+class Hooks:
+    hooks = (Hook(),)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda model, experts: model.to("meta"),
+            "its weights are on meta, where they have no values; load them first",
+        ),
+        (
+            lambda model, experts: setattr(experts, "down_proj", torch.nn.Parameter(experts.down_proj.to("meta"))),
+            r"\(model.layers.1.mlp.experts\): its weights are on meta",
+        ),
+        (lambda model, experts: setattr(experts, "_hf_hook", Hook()), "offloaded and come and go with each call; load"),
+        (lambda model, experts: setattr(experts, "_hf_hook", Hooks()), "offloaded and come and go with each call"),
+        (lambda model, experts: model.double(), "gate_up_proj must be bfloat16, float16, float32, got float64"),
+    ],
+    ids=["on meta", "one on meta", "offloaded", "offloaded among hooks", "double"],
+)
+def test_weights_that_no_kernel_can_have(model: Any, change: Callable[[Any, Any], object], text: str) -> None:
+    change(model, model.model.layers[1].mlp.experts)
+    with pytest.raises(ArgumentError, match=text):
         prepare(model, progress=False)
     assert serving.served(model.model.layers[0].mlp.experts) is None  # Nothing was changed.
-
-
-def test_offloaded() -> None:
-    model = tiny_model("mixtral")
-
-    class Hook:
-        offload = True
-
-    class Hooks:
-        hooks = (Hook(),)
-
-    for hook in (Hook(), Hooks()):
-        model.model.layers[0].mlp.experts._hf_hook = hook
-        with pytest.raises(ArgumentError, match="offloaded and come and go with each call; load the model with a"):
-            prepare(model, progress=False)
 
 
 def test_sharded() -> None:
@@ -66,11 +70,6 @@ def test_sharded() -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_double_precision() -> None:
-    with pytest.raises(ArgumentError, match="gate_up_proj must be bfloat16, float16, float32, got float64"):
-        prepare(tiny_model("mixtral").double(), progress=False)
-
-
 def test_a_model_without_experts() -> None:
     with pytest.raises(ArgumentError, match="Linear has no routed experts that moereg knows"):
         prepare(torch.nn.Linear(2, 2), progress=False)
@@ -78,8 +77,7 @@ def test_a_model_without_experts() -> None:
         prepare(3)  # type: ignore[arg-type]
 
 
-def test_an_activation_that_ours_does_not_express() -> None:
-    model = tiny_model("mixtral")
+def test_an_activation_that_ours_does_not_express(model: Any) -> None:
     model.model.layers[0].mlp.experts.act_fn = torch.nn.ReLU()
     with pytest.raises(ArgumentError, match=r"its activation \(ReLU, gated\) is none that moereg computes \(silu"):
         prepare(model, progress=False)

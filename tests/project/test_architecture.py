@@ -18,15 +18,13 @@ import typer.main
 
 from moereg.checkpoints import SavedCheckpoint
 from moereg.cli import app
-from moereg.cli._bench import BenchResult
+from moereg.cli._bench import BenchResult, RunResult
 from moereg.cli._ep import EpResult
 from moereg.cli._explain import selection_with_evidence
 from moereg.cli._info import collect_info, list_models, list_schemes
 from moereg.cli._new_backend import write_wheel
 from moereg.cli._options import Subject
 from moereg.cli._quantize import QuantizeResult, Question, SchemeRow
-from moereg.cli._rank import NO_ROW
-from moereg.cli._run import RunResult
 from moereg.dispatch import explain_backends
 from moereg.evidence.provenance import provenance
 from moereg.layer.movement import explain_movements
@@ -36,6 +34,7 @@ from moereg.prepare_finalize import GroupFacts
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
 from moereg.testing import CellName, Check, Outcome, Report, Result
+from moereg.tuning.over_ranks import NO_ROW
 
 if sys.version_info >= (3, 11):
     import tomllib

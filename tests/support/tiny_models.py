@@ -15,41 +15,19 @@ from typing import Any, Final
 import pytest
 import torch
 
-SIZES: Final[dict[str, Any]] = {
-    "vocab_size": 64,
-    "vocab_size_per_layer_input": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "expert_ffn_hidden_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "top_k_experts": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_expert_group": 1,
-    "first_k_dense_replace": 0,
-    "num_dense_layers": 0,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
+_SIZES: Final = {
+    64: "vocab_size vocab_size_per_layer_input max_position_embeddings",
+    48: "intermediate_size",
+    32: "hidden_size",
+    16: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size kv_lora_rank q_lora_rank",
+    8: "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim",
+    4: "num_attention_heads num_key_value_heads num_experts num_local_experts n_routed_experts moe_num_experts",
+    2: "num_hidden_layers num_experts_per_tok moe_topk moe_k top_k_experts",
+    1: "n_group topk_group num_expert_group bos_token_id",
+    0: "first_k_dense_replace num_dense_layers pad_token_id",
+    None: "eos_token_id",
 }
+SIZES: Final[dict[str, Any]] = {name: size for size, names in _SIZES.items() for name in names.split()}
 """What a config is set to where it has the field."""
 
 _HYBRID: Final = {"layer_types": ["linear_attention", "full_attention"]}

@@ -9,43 +9,35 @@ import torch
 
 from moereg.dispatch import explain_backends
 from moereg.numerics.tolerances import layer_tolerance
-from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.registry import register_moe_backend
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.tuning.compare import Comparison, Measurement, output_error
-from moereg.tuning.inputs import random_call, random_calls, random_weights
-from moereg.tuning.roofline import Ceilings
+from moereg.tuning.inputs import random_call, random_calls
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from tests.support.fakes import BatchedExperts, FakeExperts, PerRouteExperts, WrongExperts
+from tests.tuning.hostile import CEILINGS, CPU, PROBLEM, layer_weights
 
-CEILINGS = Ceilings(matmul_tflops=0.1, read_gbps=10.0, read_by="nothing")
-PROBLEM = MoEProblem(num_experts=4, hidden_size=32, intermediate_size=16, top_k=2)
+pytestmark = pytest.mark.usefixtures("isolated_registry")
 
 
 def register(name: str, base: type[FakeExperts], priority: int = 1) -> None:
     register_moe_backend(name, priority, ("unquantized",), ("*",))(type(name.title(), (base,), {}))
 
 
-CPU = torch.device("cpu")
-
-
 def compare(
     num_tokens: int, problem: MoEProblem = PROBLEM, routing: str = "uniform", seed: int = 0, **request: str
 ) -> tuple[Selection, Comparison]:
     selection = explain_backends(problem, **request)
-
-    def make_weights() -> ExpertWeights:
-        return random_weights(problem, torch.Generator().manual_seed(0), CPU)
-
     inputs = {num_tokens: random_calls(problem, num_tokens, routing, seed, CPU)[:3]}
-    return selection, Comparison(selection, make_weights, inputs, layer_tolerance)
+    return selection, Comparison(selection, lambda: layer_weights(problem), inputs, layer_tolerance)
 
 
 def by_name(rows: list[Measurement]) -> dict[str, Measurement]:
     return {row.decision.backend: row for row in rows}
 
 
-def test_every_candidate_is_measured_in_order(isolated_registry: BackendRegistry) -> None:
+def test_every_candidate_is_measured_in_order() -> None:
     register("fake_right", FakeExperts)
     register("fake_routes", PerRouteExperts)
     selection, comparison = compare(5)
@@ -65,7 +57,7 @@ def test_every_candidate_is_measured_in_order(isolated_registry: BackendRegistry
         assert row.roofline_us > 0
 
 
-def test_wrong_numbers_get_no_time(isolated_registry: BackendRegistry) -> None:
+def test_wrong_numbers_get_no_time() -> None:
     register("fake_wrong", WrongExperts)
     rows = by_name(compare(3)[1].measure(3, CEILINGS, rounds=1))
     wrong = rows.pop("fake_wrong")
@@ -83,7 +75,7 @@ class UnpermutableExperts(FakeExperts):
         raise RuntimeError("no weights like these")
 
 
-def test_a_candidate_that_cannot_be_built_is_a_row_too(isolated_registry: BackendRegistry) -> None:
+def test_a_candidate_that_cannot_be_built_is_a_row_too() -> None:
     register("fake_broken", UnpermutableExperts)
     selection, comparison = compare(3)
     rows = by_name(comparison.measure(3, CEILINGS, rounds=1))
@@ -98,7 +90,7 @@ def test_a_candidate_that_cannot_be_built_is_a_row_too(isolated_registry: Backen
     assert selection.winner is not None
 
 
-def test_the_batched_format_is_compared(isolated_registry: BackendRegistry) -> None:
+def test_the_batched_format_is_compared() -> None:
     register("fake_batched", BatchedExperts)
     problem = MoEProblem(**{**PROBLEM.to_dict(), "activation_format": "batched"})
     rows = compare(4, problem)[1].measure(4, CEILINGS, rounds=1)
@@ -106,7 +98,7 @@ def test_the_batched_format_is_compared(isolated_registry: BackendRegistry) -> N
     assert all(row.passed for row in rows)
 
 
-def test_a_seed_and_a_routing_say_what_is_routed_where(isolated_registry: BackendRegistry) -> None:
+def test_a_seed_and_a_routing_say_what_is_routed_where() -> None:
     def num_bytes(routing: str, seed: int) -> float:
         comparison = compare(8, routing=routing, seed=seed, require="torch")[1]
         return comparison.measure(8, CEILINGS, rounds=1)[0].num_bytes
@@ -136,7 +128,7 @@ def test_keys_tell_inputs_of_one_size_apart_and_the_running_candidate_is_told() 
     told: list[tuple[str, str]] = []
     comparison = Comparison(
         selection,
-        lambda: random_weights(PROBLEM, torch.Generator().manual_seed(0), CPU),
+        lambda: layer_weights(PROBLEM),
         inputs,
         layer_tolerance,
         watch=lambda decision, step: told.append((decision.experts, step)),

@@ -183,7 +183,7 @@ def test_on_a_gpu_each_call_is_a_graph_whose_replays_are_timed(
     gpu: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel, calls = kernel_and_calls()
-    monkeypatch.setattr(timing, "_can_be_captured", lambda kernel: True)
+    monkeypatch.setattr(timing, "can_be_captured", lambda kernel: True)
     eager = [functools.partial(kernel, *call) for call in calls]
     replays = timing.capture(eager)
     assert Graph.captured == [None, "the pool", "the pool"]
@@ -289,4 +289,4 @@ def test_only_a_kernel_that_says_so_is_captured() -> None:
     winner = kernel.selection.winner
     assert winner is not None
     assert winner.cell is not None
-    assert timing._can_be_captured(kernel) is winner.cell.facts.graph_capture
+    assert timing.can_be_captured(kernel) is winner.cell.facts.graph_capture

@@ -11,8 +11,6 @@ import torch
 from moereg.errors import ArgumentError, described
 from moereg.spec.activations import ACTIVATIONS, Activation
 
-__all__ = ["gate_function", "recognize"]
-
 _LIMITS: Final = ("limit", "swiglu_limit")
 _SLOPES: Final = ("alpha", "swiglu_alpha")
 """Attributes in which transformers' modules keep the scalars of their gates."""
@@ -56,6 +54,16 @@ def recognize(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.
     )
 
 
+def gated_by(act_fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function of [..., 2I], gate first, that applies another to the gate alone."""
+
+    def gated(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return act_fn(gate) * up
+
+    return gated
+
+
 def gate_function(module: torch.nn.Module, is_concatenated: bool) -> Callable[[torch.Tensor], torch.Tensor]:
     """A module's own gate as a function of [..., 2I], gate first.
 
@@ -65,13 +73,7 @@ def gate_function(module: torch.nn.Module, is_concatenated: bool) -> Callable[[t
     """
     own: Callable[[torch.Tensor], torch.Tensor] | None = getattr(module, "_apply_gate", None)
     if own is None:
-        act_fn: Callable[[torch.Tensor], torch.Tensor] = module.act_fn  # type: ignore[assignment]
-
-        def plain(gate_up: torch.Tensor) -> torch.Tensor:
-            gate, up = gate_up.chunk(2, dim=-1)
-            return act_fn(gate) * up
-
-        return plain
+        return gated_by(module.act_fn)  # type: ignore[arg-type]
     if is_concatenated:
         return own
     return lambda gate_up: own(torch.stack(gate_up.chunk(2, dim=-1), dim=-1).flatten(-2))

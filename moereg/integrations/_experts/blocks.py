@@ -16,8 +16,6 @@ from moereg.integrations._experts.calls import call
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
 from moereg.integrations._experts.serving import has_interface, served
 
-__all__ = ["FoundExperts", "find_experts", "patch"]
-
 
 @dataclasses.dataclass(frozen=True)
 class FoundExperts:
@@ -34,10 +32,10 @@ class FoundExperts:
 
     name: str
     module: torch.nn.Module
-    block: torch.nn.Module | None
-    top_k: int | None
-    live: LiveExperts | None
-    refusal: str | None
+    block: torch.nn.Module | None = None
+    top_k: int | None = None
+    live: LiveExperts | None = None
+    refusal: str | None = None
 
     @property
     def class_name(self) -> str:
@@ -64,13 +62,13 @@ def _find(model: torch.nn.Module) -> Iterator[FoundExperts]:
             yield _read(model, path, experts, module, row.top_k)
         elif (reason := _REFUSED.get(class_name)) is not None:
             inside = prefix
-            yield FoundExperts(name, module, None, None, None, reason)
+            yield FoundExperts(name, module, refusal=reason)
         elif has_interface(module):
             yield _read(model, name, module, None)
         elif _EXPERTS_NAME.search(class_name):
             inside = prefix
             reason = "it does not use transformers' experts interface, and moereg has no patch for it"
-            yield FoundExperts(name, module, None, None, None, reason)
+            yield FoundExperts(name, module, refusal=reason)
 
 
 _EXPERTS_NAME: Final = re.compile(r"(?<!Shared)(Experts|SparseMLP)$")
@@ -90,8 +88,8 @@ def _read(
     try:
         live = known.live if known is not None and known.released else read_experts(module)
     except ArgumentError as error:
-        return FoundExperts(name, module, block, top_k, None, str(error))
-    return FoundExperts(name, module, block, top_k, live, None)
+        return FoundExperts(name, module, block, top_k, refusal=str(error))
+    return FoundExperts(name, module, block, top_k, live)
 
 
 _TOP_K: Final = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")

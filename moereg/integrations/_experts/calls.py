@@ -10,8 +10,6 @@ from moereg.integrations._experts.serving import ServedExperts, attach, refused,
 from moereg.runtime.graph_pools import in_compiled_code
 from moereg.runtime.torch_op import layer_of
 
-__all__ = ["call"]
-
 _attach_while_compiling = torch.compiler.disable(
     attach,
     reason="moereg makes kernels outside of compiled code: call moereg.integrations.transformers.prepare(model), or "
@@ -82,9 +80,7 @@ def _live_experts(
         return found.run(hidden_states, topk_ids, topk_weights)
 
 
-def _live_experts_fake(
-    hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, handle: torch.Tensor
-) -> torch.Tensor:
+def _live_experts_fake(hidden_states: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 
 
@@ -95,11 +91,7 @@ def _no_gradient(gradient: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _no_gradient_fake(gradient: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(gradient)
-
-
 _LIBRARY.impl("live_experts", _live_experts, "CompositeExplicitAutograd")
 torch.library.register_fake("moereg::live_experts", _live_experts_fake, lib=_LIBRARY)
 _LIBRARY.impl("no_gradient", _no_gradient, "CompositeExplicitAutograd")
-torch.library.register_fake("moereg::no_gradient", _no_gradient_fake, lib=_LIBRARY)
+torch.library.register_fake("moereg::no_gradient", torch.empty_like, lib=_LIBRARY)

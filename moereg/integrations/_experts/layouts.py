@@ -9,12 +9,10 @@ from typing import Any, Final
 import torch
 
 from moereg.errors import ArgumentError
-from moereg.integrations._experts.activation import gate_function, recognize
+from moereg.integrations._experts.activation import gate_function, gated_by, recognize
 from moereg.spec.activations import Activation
 from moereg.spec.problem import DTYPES, MoEProblem
 from moereg.weights.permuted import ExpertWeights
-
-__all__ = ["LiveExperts", "read_experts"]
 
 _FP8_BLOCK: Final = (128, 128)
 
@@ -25,25 +23,25 @@ class LiveExperts:
 
     Attributes:
         num_experts, hidden_size, intermediate_size: Sizes on this rank.
-        dtype: The problem's; None where the weights are quantized, since hidden states decide it.
-        quant: Scheme of the weights.
         activation: Between the matmuls.
-        has_bias: Of both matmuls.
         parameters: Dotted names in the module that hold them.
         canonical: Makes canonical weights of a module; views where nothing moves.
         stored: Maps canonical weights to the parameters by name; None where they cannot be written back.
+        dtype: The problem's; None where the weights are quantized, since hidden states decide it.
+        quant: Scheme of the weights.
+        has_bias: Of both matmuls.
     """
 
     num_experts: int
     hidden_size: int
     intermediate_size: int
-    dtype: str | None
-    quant: str
     activation: Activation
-    has_bias: bool
     parameters: tuple[str, ...]
     canonical: Callable[[torch.nn.Module], ExpertWeights]
-    stored: Callable[[ExpertWeights], Mapping[str, torch.Tensor]] | None
+    stored: Callable[[ExpertWeights], Mapping[str, torch.Tensor]] | None = None
+    dtype: str | None = None
+    quant: str = "unquantized"
+    has_bias: bool = False
 
     def problem(self, top_k: int, dtype: torch.dtype, all_experts: int | None = None, **others: Any) -> MoEProblem:
         """The layer's problem.
@@ -167,7 +165,6 @@ def _fused(module: torch.nn.Module) -> LiveExperts:
         hidden_size=columns,
         intermediate_size=rows // 2 if is_gated else rows,
         dtype=_dtype_name(up_name, up),
-        quant="unquantized",
         activation=activation,
         has_bias=has_bias,
         parameters=tuple(names.values()),
@@ -182,11 +179,6 @@ def _flat(module: torch.nn.Module) -> LiveExperts:
     gate, down = _parameter(module, "mlp.w1"), _parameter(module, "mlp.w2")
     _same_dtype({"mlp.w1": gate, "mlp.w2": down})
     num_experts, intermediate_size = int(module.num_experts), int(module.ffn_hidden_size)  # type: ignore[arg-type]
-    act_fn: Callable[[torch.Tensor], torch.Tensor] = mlp.activation_fn  # type: ignore[assignment, union-attr]
-
-    def gated(gate_up: torch.Tensor) -> torch.Tensor:
-        first, second = gate_up.chunk(2, dim=-1)
-        return act_fn(first) * second
 
     def canonical(module: torch.nn.Module) -> ExpertWeights:
         w1, v1, w2 = (
@@ -206,9 +198,7 @@ def _flat(module: torch.nn.Module) -> LiveExperts:
         hidden_size=down.shape[1],
         intermediate_size=intermediate_size,
         dtype=_dtype_name("mlp.w1", gate),
-        quant="unquantized",
-        activation=recognize(module, gated, is_gated=True),
-        has_bias=False,
+        activation=recognize(module, gated_by(mlp.activation_fn), is_gated=True),  # type: ignore[arg-type, union-attr]
         parameters=("mlp.w1", "mlp.v1", "mlp.w2"),
         canonical=canonical,
         stored=stored,
@@ -265,13 +255,10 @@ def _fp8(module: torch.nn.Module) -> LiveExperts:
         num_experts=up.shape[0],
         hidden_size=up.shape[2] * (2 if is_fp4 else 1),
         intermediate_size=up.shape[1] // 2 if is_gated else up.shape[1],
-        dtype=None,
         quant=quant,
         activation=activation,
-        has_bias=False,
         parameters=tuple(names.values()),
         canonical=canonical,
-        stored=None,
     )
 
 
@@ -304,14 +291,12 @@ def _mxfp4(module: torch.nn.Module) -> LiveExperts:
         num_experts=bias.shape[0],
         hidden_size=down_bias.shape[1],
         intermediate_size=bias.shape[1] // 2,
-        dtype=None,
         quant="mxfp4_w4a16",
         activation=Activation("swigluoai", alpha=alpha, beta=1.0, limit=limit),
         has_bias=True,
         # The codes are no parameters once they are swizzled.
         parameters=("gate_up_proj_bias", "down_proj_bias"),
         canonical=canonical,
-        stored=None,
     )
 
 

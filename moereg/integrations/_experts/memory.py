@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from types import MethodType
 from typing import Any, Final
 
@@ -14,28 +14,19 @@ from moereg.errors import ArgumentError, MoeregError
 from moereg.integrations._experts.serving import NAMES, ServedExperts, owner_of, served
 from moereg.weights.unpermute import same_bits
 
-__all__ = ["check_can_free", "held_bytes", "release", "shared_addresses"]
-
 
 def held_bytes(model: torch.nn.Module) -> int:
     """Bytes of parameters, buffers and kernels' weights together; what is shared counts once."""
+    kernels = [kernel for module in model.modules() if (found := served(module)) for kernel in found.kernels.values()]
+    of_kernels = (tensor for kernel in kernels for tensor in kernel.weights.flat())
     storages: dict[object, int] = {}
-    for tensor in _tensors(model):
+    for tensor in (*model.parameters(), *model.buffers(), *of_kernels):
         if tensor.layout != torch.strided:  # Opaque tensors have no storage that torch shows.
             storages[id(tensor)] = tensor.numel() * tensor.element_size()
         elif not tensor.is_meta:
             storage = tensor.untyped_storage()
             storages[(str(tensor.device), storage.data_ptr())] = storage.nbytes()
     return sum(storages.values())
-
-
-def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-    for module in model.modules():
-        found = served(module)
-        for kernel in found.kernels.values() if found is not None else ():
-            yield from kernel.weights.flat()
 
 
 def check_can_free(module: torch.nn.Module, name: str) -> None:

@@ -11,8 +11,6 @@ import torch
 
 from moereg.errors import ArgumentError, described, shown
 
-__all__ = ["model_on_meta", "scheme_of"]
-
 _AUTO: Final = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
 """The first that knows a config makes its model."""
 

@@ -22,19 +22,6 @@ from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 from moereg.weights.versions import TensorState, are_elsewhere, check_counted, states_of
 
-__all__ = [
-    "NAMES",
-    "ServedExperts",
-    "attach",
-    "check_servable",
-    "detach",
-    "has_interface",
-    "owner_of",
-    "problem_of",
-    "refused",
-    "served",
-]
-
 NAMES: Final[set[str]] = set()
 """Under which transformers knows `call`."""
 
