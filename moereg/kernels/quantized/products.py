@@ -285,7 +285,20 @@ def launch_codes(
         mask_n: whether tiles reach past the last column.
     """
     assert config.block_m == plan.block_m
-    check_steps(rows, weights, config)
+    # A step of the main loop lies within one group of each operand, or hardware scales within it.
+    step = min(config.block_k, CODE_PAD)
+    assert rows.depth == weights.depth
+    assert config.block_k % step == rows.depth % step == 0 and weights.q.stride(2) == rows.q.stride(1) == 1
+    assert (weights.global_scale is None) == (rows.global_scale is None) == (rows.scale.dtype != torch.float8_e4m3fn)
+    # Codes of 4 bits are multiplied by codes of 8 where powers of two scale both.
+    assert weights.q.dtype == rows.q.dtype or (weights.q.dtype == rows.scale.dtype == torch.uint8)
+    assert weights.scale.dtype == rows.scale.dtype
+    assert weights.scale.stride(2) == 1 and rows.scale.stride(1) == 1
+    for group in (rows.group, weights.group_columns):
+        if rows.scale.dtype in _SCALED_GROUPS:
+            assert group == _SCALED_GROUPS[rows.scale.dtype], "hardware fixes how many columns share a scale"
+        else:
+            assert group % step == 0, f"a step of {step} columns crosses groups of {group}"
     launch(
         kernel,
         (plan.max_blocks * num_tiles_n,),
@@ -293,6 +306,7 @@ def launch_codes(
         *(*plan_arguments(plan, weights.q.shape[0]), weights.depth, num_columns, num_tiles_n, weights.group_rows),
         CodeStrides(rows.q.stride(0), rows.scale.stride(0), *weights.q.stride()[:2], *weights.scale.stride()[:2]),
         *strides,
+        # One token takes a tile as several do.
         ROUTES=route_shape(plan, top_k)._replace(single=False),
         CODES=CodePair(
             a_group=rows.group,
@@ -303,7 +317,10 @@ def launch_codes(
         TILE=CodeTile(
             config.block_m, config.block_n, *steps(config, weights.depth), config.group_m, config.mask_rows, mask_n
         ),
-        RELEASE_LATE=releases_late(plan),
+        # Else the many small programs of the next kernel would crowd onto the multiprocessors that are free first, and
+        # run there one after the other while the rest waits: 3 % of qwen3-30b-a3b at 64 and 256 tokens on an H200.
+        # Programs of one token all end at a time.
+        RELEASE_LATE=isinstance(plan, BlockMap) or plan.topk_ids.shape[0] > 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **constants,
@@ -320,32 +337,6 @@ def steps(config: GroupedGemmConfig, depth: int) -> tuple[int, int]:
     step = min(config.block_k, CODE_PAD)
     several = depth % config.block_k == 0 and depth >= 4 * config.block_k
     return step, config.block_k // step if several else 1
-
-
-def releases_late(plan: BlockMap | DirectRoutes) -> bool:
-    """Whether the next kernel may start only when the products are done.
-
-    Its many small programs would crowd onto the multiprocessors that are free first, and run there one after the other
-    while the rest waits: 3 % of qwen3-30b-a3b at 64 and 256 tokens on an H200. Programs of one token all end at a time.
-    """
-    return isinstance(plan, BlockMap) or plan.topk_ids.shape[0] > 1
-
-
-def check_steps(rows: QuantizedRows, matrices: QuantizedMatrices, config: GroupedGemmConfig) -> None:
-    """Asserts that a step of the main loop lies within one group of each operand, or hardware scales within it."""
-    step = min(config.block_k, CODE_PAD)
-    assert rows.depth == matrices.depth
-    assert config.block_k % step == rows.depth % step == 0 and matrices.q.stride(2) == rows.q.stride(1) == 1
-    assert (matrices.global_scale is None) == (rows.global_scale is None) == (rows.scale.dtype != torch.float8_e4m3fn)
-    # Codes of 4 bits are multiplied by codes of 8 where powers of two scale both.
-    assert matrices.q.dtype == rows.q.dtype or (matrices.q.dtype == rows.scale.dtype == torch.uint8)
-    assert matrices.scale.dtype == rows.scale.dtype
-    assert matrices.scale.stride(2) == 1 and rows.scale.stride(1) == 1
-    for group in (rows.group, matrices.group_columns):
-        if rows.scale.dtype in _SCALED_GROUPS:
-            assert group == _SCALED_GROUPS[rows.scale.dtype], "hardware fixes how many columns share a scale"
-        else:
-            assert group % step == 0, f"a step of {step} columns crosses groups of {group}"
 
 
 class _Output(NamedTuple):
