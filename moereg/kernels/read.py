@@ -68,7 +68,6 @@ def read_words(out: torch.Tensor, words: torch.Tensor, config: ReadConfig) -> No
     Args:
         out: [programs] int32, overwritten; as many programs as `num_read_programs` says.
         words: [n] int32, contiguous; n is a multiple of the block.
-        config: launch configuration.
     """
     assert words.dtype == out.dtype == torch.int32 and words.is_contiguous()
     assert words.numel() % config.block == 0

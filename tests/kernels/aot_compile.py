@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for devices that are not there, exactly as their launchers would launch them.
+"""Compiles the Triton kernels for devices that are not there, exactly as layers would launch them.
 
 Run as a script, in a separate process: a process whose Triton interprets kernels cannot compile them. Prints one JSON
 object: of each target a list with one object a compiled kernel. Without cases it compiles all.
@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +24,29 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from moereg.kernels.gemm.config import GemmPair, GemvPair, SinglePair
-from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.gemm.fit import CallShape, fit_pair
-from moereg.kernels.gemm.flagged import both_gemms
-from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
-from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
-from moereg.kernels.gemm.rules import select_config, shares_launch
-from moereg.kernels.gemm.single import down_single
+from moereg.backends import triton_moe
+from moereg.experts import ExpertInputs
 from moereg.kernels.launch import device as device_limits
+from moereg.kernels.launch.ahead import Target, _AbsentDriver
 from moereg.kernels.launch.device import can_overlap
-from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.quantized.operands import RowFormat
 from moereg.kernels.quantized.rows_moved import quantize_tokens, restore_tokens
 from moereg.kernels.read import READ_CONFIGS, num_read_programs, read_words
 from moereg.kernels.rows import arrived, exchanged
 from moereg.kernels.rows.batches import lay_out_batches, sum_batches
-from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_batches
-from moereg.kernels.rows.copy import copy_rows
-from moereg.kernels.rows.direct import DirectRoutes
+from moereg.kernels.rows.block_map import batch_workspace_numel, plan_batches
 from moereg.kernels.rows.gathered import keep_own_routes, pad_tokens, sum_of_ranks
 from moereg.kernels.rows.holders import Holders
-from moereg.kernels.rows.plan import RoutePlan, SortConfig, max_num_blocks, route_workspace_numel
-from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_sorted_rows
+from moereg.kernels.rows.plan import SortConfig, route_workspace_numel
+from moereg.kernels.rows.reduce import copy_rows, reduce_routes, reduce_sorted_rows
 from moereg.kernels.rows.rooms import FilledRooms, empty_rooms, fill_rooms, place_routes, spread_tokens
 from moereg.kernels.rows.sort import sort_routes
-from moereg.kernels.sizes import FLAG_WORDS
+from moereg.layer.warm_up.dummy import DummyLayer, empty_weights
+from moereg.platforms import Platform
 from moereg.prepare_finalize.exchange import RowLayout
-from moereg.spec.quant_schemes import WHOLE, QuantFormat, get_scheme
+from moereg.spec.problem import MoEProblem
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
@@ -69,93 +60,78 @@ TARGETS = {
 # Assembly that proves a product on matrix units; a tile too low for wgmma or tcgen05 uses mma.sync.
 MATRIX_INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "v_mfma")
 
-# tokens, experts, top_k, hidden, intermediate, dtype, activation, bias; in the batched format tokens are max_T
-CASES: dict[str, tuple[int, int, int, int, int, torch.dtype, str, bool]] = {
-    "one_token": (1, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
-    "decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
-    "prefill": (4096, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
-    "gpt_oss_prefill": (4096, 32, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
-    "middle": (512, 64, 8, 2048, 1408, torch.bfloat16, "silu", False),
-    "small": (128, 64, 8, 2048, 704, torch.float16, "gelu_tanh", False),
-    "tall": (256, 128, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
-    "odd": (4096, 8, 2, 511, 129, torch.bfloat16, "gelu", True),
-    "not_gated": (4096, 64, 4, 2688, 1856, torch.bfloat16, "relu2", False),
-    "fp32_decode": (16, 128, 8, 2048, 768, torch.float32, "silu", False),
-    "fp32_prefill": (4096, 128, 8, 2048, 768, torch.float32, "silu", False),
-    "batched_decode": (64, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
-    "batched_prefill": (4096, 32, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
-    "int4_one_token": (1, 8, 2, 4096, 14336, torch.bfloat16, "silu", False),
-    "mxfp4_one_token": (1, 128, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
-    "int4_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
-    "int4_g32_zp_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
-    "mxfp4_decode": (16, 128, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
-    "mxfp4_tall": (64, 128, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
-    "nvfp4_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
-    "int8_decode": (16, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
-    "nvfp4_fp16_middle": (512, 64, 8, 2048, 1408, torch.float16, "silu", False),
-    "int4_prefill": (4096, 8, 2, 4096, 14336, torch.bfloat16, "silu", False),
-    "int4_gall_zp_prefill": (4096, 8, 2, 4096, 14336, torch.bfloat16, "silu", False),
-    "mxfp4_prefill": (4096, 128, 4, 2880, 2880, torch.bfloat16, "swigluoai", True),
-    "nvfp4_prefill": (4096, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
-    "int8_prefill": (4096, 128, 8, 2048, 768, torch.bfloat16, "silu", False),
-}
-# Cases with packed weights: scheme.
-PACKED = {
-    "int4_one_token": "int4_w4a16_g128",
-    "mxfp4_one_token": "mxfp4_w4a16",
-    "int4_decode": "int4_w4a16_g128",
-    "int4_g32_zp_decode": "int4_w4a16_g32_zp",
-    "mxfp4_decode": "mxfp4_w4a16",
-    "mxfp4_tall": "mxfp4_w4a16",
-    "nvfp4_decode": "nvfp4_w4a16",
-    "int8_decode": "int8_w8a16",
-    "nvfp4_fp16_middle": "nvfp4_w4a16",
-    "int4_prefill": "int4_w4a16_g128",
-    "int4_gall_zp_prefill": "int4_w4a16_gall_zp",
-    "mxfp4_prefill": "mxfp4_w4a16",
-    "nvfp4_prefill": "nvfp4_w4a16",
-    "int8_prefill": "int8_w8a16",
+# tokens, scheme, experts, top_k, hidden, intermediate, and what else the problem says; in the batched format tokens are
+# max_T. Layers of cases that are `rounded` round activations in 16 bits, where others multiply codes.
+CASES: dict[str, tuple[int, str, int, int, int, int, dict[str, Any]]] = {
+    "one_token": (1, "unquantized", 128, 8, 2048, 768, {}),
+    "decode": (16, "unquantized", 128, 8, 2048, 768, {}),
+    "prefill": (4096, "unquantized", 128, 8, 2048, 768, {}),
+    "gpt_oss_prefill": (4096, "unquantized", 32, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
+    "middle": (512, "unquantized", 64, 8, 2048, 1408, {}),
+    "small": (128, "unquantized", 64, 8, 2048, 704, {"dtype": "float16", "activation": "gelu_tanh"}),
+    "tall": (256, "unquantized", 128, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
+    "odd": (4096, "unquantized", 8, 2, 511, 129, {"activation": "gelu", "has_bias": True}),
+    "not_gated": (4096, "unquantized", 64, 4, 2688, 1856, {"activation": "relu2"}),
+    "fp32_decode": (16, "unquantized", 128, 8, 2048, 768, {"dtype": "float32"}),
+    "fp32_prefill": (4096, "unquantized", 128, 8, 2048, 768, {"dtype": "float32"}),
+    "batched_decode": (64, "unquantized", 128, 8, 2048, 768, {"activation_format": "batched"}),
+    "batched_prefill": (
+        *(4096, "unquantized", 32, 4, 2880, 2880),
+        {"activation": "swigluoai", "has_bias": True, "activation_format": "batched"},
+    ),
+    "int4_one_token": (1, "int4_w4a16_g128", 8, 2, 4096, 14336, {}),
+    "mxfp4_one_token": (1, "mxfp4_w4a16", 128, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
+    "int4_g32_zp_decode": (16, "int4_w4a16_g32_zp", 128, 8, 2048, 768, {}),
+    "nvfp4_decode": (16, "nvfp4_w4a16", 128, 8, 2048, 768, {}),
+    "int8_weights_decode": (16, "int8_w8a16", 128, 8, 2048, 768, {}),
+    "mxfp4_tall": (64, "mxfp4_w4a16", 128, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
+    "mxfp4_prefill": (4096, "mxfp4_w4a16", 128, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
+    "block_one_token": (1, "fp8_block128", 128, 8, 2048, 768, {}),
+    "block_decode": (16, "fp8_block128", 256, 8, 7168, 2048, {}),
+    "block_to_11_rows": (64, "fp8_block128", 256, 8, 7168, 2048, {}),
+    "block_to_100_rows": (1024, "fp8_block128", 256, 8, 7168, 2048, {}),
+    "block_prefill": (4096, "fp8_block128", 128, 8, 2048, 768, {}),
+    "block_coded": (64, "fp8_block128", 8, 2, 1288, 512, {"arrives_coded": True}),
+    "block_odd": (4096, "fp8_block128", 8, 2, 511, 129, {"has_bias": True}),
+    "channel_decode": (16, "fp8_channel_token", 128, 8, 2048, 768, {}),
+    "channel_prefill": (4096, "fp8_channel_token", 128, 8, 2048, 768, {}),
+    "static_prefill": (4096, "fp8_tensor_static", 8, 2, 4096, 14336, {}),
+    "dynamic_prefill": (4096, "fp8_tensor_dynamic", 8, 2, 4096, 14336, {}),
+    "mx_decode": (16, "mxfp8", 128, 8, 2048, 768, {}),
+    "mx_prefill": (4096, "mxfp8", 128, 8, 2048, 768, {}),
+    "mx4_decode": (16, "mxfp4_mxfp8", 128, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
+    "mx4_prefill": (4096, "mxfp4_mxfp8", 128, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
+    "nv4_decode": (16, "nvfp4", 128, 8, 2048, 768, {}),
+    "nv4_prefill": (4096, "nvfp4", 128, 8, 2048, 768, {}),
+    "int8_decode": (16, "int8_w8a8", 128, 8, 2048, 768, {}),
+    "int8_prefill": (4096, "int8_w8a8", 128, 8, 2048, 768, {"activation": "relu2"}),
+    "block_batched_decode": (16, "fp8_block128", 128, 8, 2048, 768, {"activation_format": "batched"}),
+    "nv4_batched_prefill": (4096, "nvfp4", 128, 8, 2048, 768, {"activation_format": "batched"}),
+    "dynamic_batched_prefill": (4096, "fp8_tensor_dynamic", 8, 2, 4096, 14336, {"activation_format": "batched"}),
+    "rounded_nvfp4_decode": (16, "nvfp4", 8, 2, 2048, 768, {}),
+    "rounded_nvfp4_static_prefill": (4096, "nvfp4", 8, 2, 4096, 14336, {"has_static": True, "dtype": "float16"}),
+    "rounded_nvfp4_odd": (4096, "nvfp4", 8, 2, 511, 129, {"has_bias": True}),
+    "rounded_nvfp4_batched": (256, "nvfp4", 8, 2, 2048, 768, {"has_static": True, "activation_format": "batched"}),
+    "rounded_mx_decode": (16, "mxfp4_mxfp8", 8, 2, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
+    "rounded_mx_prefill": (4096, "mxfp4_mxfp8", 8, 2, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
 }
 
+# What tells products of codes apart: types, scales that an instruction applies itself, and those of 16 columns of e2m1.
+KINDS = ("e4m3", ".s8", ".f16.f16", ".bf16", ".block_scale", "mxf4nvf4")
 
 # Of kernels that are compiled for each case anew: others plan, and the case "routing" has their ways.
 IN_EVERY_CASE = ("both", "gate_up", "down", "quantize", "amax", "coded")
 
 
-class OfflineDriver(DriverBase):
+class OfflineDriver(_AbsentDriver):
     """Answers for a target without a device. Triton keeps compiled kernels by device, so each target is another one."""
 
     def __init__(self, target: GPUTarget, device: int) -> None:
-        self._target = target
+        super().__init__(Target(target, 0))
         self._device = device
-
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return ty
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
 
     def get_current_device(self) -> int:
         return self._device
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_benchmarker(self) -> Any:
-        raise NotImplementedError
-
-    def get_empty_cache_for_benchmark(self) -> Any:
-        raise NotImplementedError
-
-    def clear_cache(self, cache: Any) -> None:
-        raise NotImplementedError
 
 
 @contextlib.contextmanager
@@ -215,8 +191,7 @@ def launch_short_routing(shared_bytes: int) -> None:
     plan = sort_routes(ids, None, 128, 128, 16, workspace, overlap=overlap, tall=64)
     rows = torch.empty(1024 * 8, 2048, dtype=torch.bfloat16, device="meta")
     weights = rows.new_empty(1024, 8, dtype=torch.float32)
-    config = ReduceConfig(early=True)
-    reduce_sorted_rows(rows.new_empty(1024, 2048), rows, plan.route_row, weights, config, overlap=overlap)
+    reduce_sorted_rows(rows.new_empty(1024, 2048), rows, plan.route_row, weights, early=True, overlap=overlap)
 
 
 def launch_moving(shared_bytes: int) -> None:
@@ -279,128 +254,34 @@ def launch_reads(shared_bytes: int) -> None:
         read_words(words.new_empty(num_read_programs(words.numel(), config, 132)), words, config)
 
 
-def empty_packed(fmt: QuantFormat, experts: int, rows: int, depth: int) -> PackedMatrix:
-    """Packed weights as `TritonPackedExperts` makes them."""
-
-    def empty(*shape: int, of: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(experts, *shape, dtype=of, device="meta")
-
-    by_row = fmt.group[1] == WHOLE
-    groups = 1 if by_row else math.ceil(depth / fmt.group[1])
-    words = math.ceil(groups / min(4, max(1, 128 // fmt.group[1]))) if groups > 1 else 1
-    folded = fmt.scale_dtype != "float32"
-    group_scale = empty(words, rows) if folded else empty(groups, rows, of=torch.float32)
-    return PackedMatrix(
-        empty(depth // 64, rows, 2 * fmt.bits),
-        fmt.dtype,
-        0 if by_row else fmt.group[1],
-        fmt.scale_dtype,
-        None if by_row else group_scale,
-        None if fmt.symmetric else empty(words, rows),
-        empty(rows, of=torch.float32) if by_row or folded else None,
+def launch_layer(target: str, case: str) -> None:
+    """Everything that a call of a case's layer launches but for Hopper's kernels, which `gluon_aot` compiles."""
+    tokens, scheme, experts, top_k, hidden, intermediate, keywords = CASES[case]
+    keywords = dict(keywords)
+    arrives_coded, has_static = keywords.pop("arrives_coded", False), keywords.pop("has_static", False)
+    sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": intermediate, "top_k": top_k}
+    problem = MoEProblem(**sizes, quant=scheme, **keywords)
+    kind = (
+        "Emulated" if case.startswith("rounded") else "Quantized" if problem.quant.activation is not None else "Packed"
     )
-
-
-def launch_gemms(case: str, shared_bytes: int) -> None:
-    """A case's plan, which `rows_of` leaves out, and both of its GEMMs."""
-    batched = case.startswith("batched")
-    tokens, experts, top_k, hidden, intermediate, dtype, activation, has_bias = CASES[case]
-    gated = activation != "relu2"
-    columns = (intermediate + 63) // 64 * 64
-    depth = (hidden + 63) // 64 * 64
-    routes = tokens * top_k
-    rows_of_out = experts * tokens if batched else routes
-
-    def empty(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=of, device="meta")
-
-    scheme = get_scheme(PACKED[case]) if case in PACKED else None
-    bits = None if scheme is None or scheme.weight is None else scheme.weight.bits
-    target = triton.runtime.driver.active.get_current_target()
-    least = 16 if target.backend == "hip" else 1
-    configs = select_config(
-        math.inf if batched else tokens, routes / experts, dtype.itemsize, shared_bytes, bits, least
-    )
-    if isinstance(configs, GemmPair):
-        shape = CallShape(
-            most_rows=tokens,
-            rows_per_expert=routes / experts,
-            top_k=top_k,
-            gate_up_columns=(2 if gated else 1) * columns,
-            down_columns=hidden,
-            down_depth=columns,
-            element_bytes=dtype.itemsize,
-            is_packed=scheme is not None,
-            shared_bytes=shared_bytes,
-        )
-        configs = fit_pair(configs, shape)
-    ids = empty(tokens, top_k, of=torch.int32)
-    intermediate_rows = empty(rows_of_out, columns)
-    rows = (2 if gated else 1) * columns
-    if scheme is None:
-        w13, w2 = empty(experts, rows, depth), empty(experts, hidden, columns)
-    else:
-        assert scheme.weight is not None
-        w13 = empty_packed(scheme.weight, experts, rows, depth)
-        w2 = empty_packed(scheme.weight, experts, hidden, columns)
-    overlap = can_overlap(ids.device)
-    scalars = {"alpha": 1.702, "beta": 1.0, "limit": 7.0} if activation == "swigluoai" else {}
-    epilogue = GateUpEpilogue(activation, gated, **scalars, bias=empty(experts, rows) if has_bias else None)
-    second: dict[str, Any] = {
-        "bias": empty(experts, hidden) if has_bias else None,
-        "topk_weights": None if batched else empty(tokens, top_k, of=torch.float32),
-        "overlap": overlap,
-    }
-    hidden_states = empty(experts * tokens if batched else tokens, hidden)
-    if isinstance(configs, GemvPair):
-        assert isinstance(w13, torch.Tensor)
-        assert isinstance(w2, torch.Tensor)
-        direct = DirectRoutes(ids, None, experts, tokens)
-        gate_up_gemv(
-            intermediate_rows, hidden_states, w13, direct, configs.gate_up, epilogue, top_k=top_k, overlap=overlap
-        )
-        down_gemv(hidden_states, intermediate_rows, w2, direct, configs.down, **second)
+    kind = kind if problem.quant.weight is not None else ""
+    form = "Batched" if problem.activation_format == "batched" else ""
+    platform = Platform.from_name("rocm:gfx942" if target.startswith("gfx") else f"cuda:{target.replace('_', '')}")
+    layer = getattr(triton_moe, f"Triton{kind}{form}Experts")(problem, platform)
+    layer.implementation.has_hopper = layer.implementation.has_packed_hopper = False
+    # The first have all that a checkpoint may have, the last the least.
+    weights = list(empty_weights(layer))[0 if has_static or kind == "Quantized" else -1]
+    dummy = DummyLayer(layer, weights)
+    if not arrives_coded:
+        dummy.call(tokens)
         return
-    plan: BlockMap | DirectRoutes
-    if isinstance(configs, SinglePair):
-        assert isinstance(w2, PackedMatrix)
-        direct = DirectRoutes(ids, None, experts, configs.gate_up.block_m)
-        gate_up_gemm(
-            intermediate_rows, hidden_states, w13, direct, configs.gate_up, epilogue, top_k=top_k, overlap=overlap
-        )
-        down_single(hidden_states, intermediate_rows, w2, direct, configs.down, **second)
-        return
-    if batched:
-        numel = batch_workspace_numel(experts, tokens, configs.gate_up.block_m)
-        counts, workspace = empty(experts, of=torch.int32), ids.new_empty(numel)
-        plan = plan_batches(counts, tokens, configs.gate_up.block_m, workspace, tall=configs.tall)
-    elif configs.sort_routes:
-        numel = route_workspace_numel(tokens, top_k, experts, configs.gate_up.block_m)
-        workspace = ids.new_empty(numel)
-        flags = None
-        if target.arch == 90 and bits is not None and shares_launch(tokens, routes / experts, bits):
-            flags = ids.new_empty(max_num_blocks(routes, experts, configs.gate_up.block_m), FLAG_WORDS)
-        plan = sort_routes(
-            ids, None, experts, experts, configs.gate_up.block_m, workspace, tall=configs.tall, flags=flags
-        )
-    else:
-        plan = DirectRoutes(ids, None, experts, configs.gate_up.block_m)
-    gate_up_gemm(
-        intermediate_rows,
-        hidden_states,
-        w13,
-        plan,
-        configs.gate_up,
-        epilogue,
-        top_k=1 if batched else top_k,
-        overlap=overlap,
-    )
-    down_gemm(empty(rows_of_out, hidden), intermediate_rows, w2, plan, configs.down, **second)
-    if isinstance(plan, RoutePlan) and plan.flags is not None:
-        assert isinstance(w13, PackedMatrix)
-        assert isinstance(w2, PackedMatrix)
-        out = empty(rows_of_out, hidden)
-        both_gemms(out, intermediate_rows, hidden_states, w13, w2, plan, configs, epilogue, top_k=top_k, **second)
+
+    def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((tokens, columns), dtype=dtype, device="meta")
+
+    scale = empty(-(-hidden // 128), torch.float32)
+    rows = empty(hidden, torch.float8_e4m3fn), empty(top_k, torch.float32), empty(top_k, torch.int32)
+    dummy._multiply(ExpertInputs(*rows, hidden_scale=scale), tokens)
 
 
 # Without products.
@@ -424,15 +305,18 @@ def describe(target: str, case: str, name: str, kernel: Any) -> dict[str, Any]:
         "warps": kernel.metadata.num_warps,
         "matrix": {word: assembly.count(word) for word in MATRIX_INSTRUCTIONS if word in assembly},
     }
+    products = [line for line in kernel.asm.get("ptx", "").splitlines() if "mma" in line]
+    row["products"] = {word: sum(word in line for line in products) for word in KINDS}
     if target.startswith("gfx"):
         row["registers"] = max(int(n) for n in re.findall(r"\.vgpr_count:\s+(\d+)", assembly))
         row["spill_bytes"] = 4 * sum(int(n) for n in re.findall(r"\.[sv]gpr_spill_count:\s+(\d+)", assembly))
     else:
-        row["registers"], row["spill_bytes"] = _cubin_usage(kernel.asm["cubin"])
+        row["registers"], row["spill_bytes"] = cubin_usage(kernel.asm["cubin"])
     return row
 
 
-def _cubin_usage(cubin: bytes) -> tuple[int, int]:
+def cubin_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -446,36 +330,31 @@ def _cubin_usage(cubin: bytes) -> tuple[int, int]:
     return max(registers), sum(stack)
 
 
-def compile_targets(rows_of: Callable[[str, str, int, set[str]], Iterable[dict[str, Any]]], every: list[str]) -> None:
-    """Prints the rows of the targets and cases that the command names.
+def rows_of(target: str, case: str, shared_bytes: int, done: set[str]) -> list[dict[str, Any]]:
+    """A layer's products and what rounds for them, or all that a plain case launches."""
+    is_plain = case in PLAIN_CASES
+    with compiling_only(None if is_plain else done) as compiled:
+        PLAIN_CASES[case](shared_bytes) if is_plain else launch_layer(target, case)
+    wanted = [one for one in compiled if is_plain or any(word in one[0] for word in IN_EVERY_CASE)]
+    return [describe(target, case, *one) for one in wanted]
 
-    Args:
-        rows_of: from a target, a case, the target's bytes of shared memory, and the names of kernels that no further
-            case of the target compiles, as `compiling_only` takes them.
-        every: names of all cases.
-    """
+
+def main() -> None:
+    """Prints the rows of the targets and cases that the command names."""
     found: dict[str, list[dict[str, Any]]] = {}
     for number, argument in enumerate(sys.argv[1:]):
         target, _, names = argument.partition("=")
         gpu, shared_bytes = TARGETS[target]
         triton.runtime.driver.set_active(OfflineDriver(gpu, number))
+        least_block_m = 16 if gpu.backend == "hip" else 1
         # There is no device to ask.
         device_limits.max_shared_bytes = lambda device, most=shared_bytes: most
+        device_limits.least_block_m = lambda device, least=least_block_m: least
         done: set[str] = set()
-        cases = names.split(",") if names else every
+        cases = names.split(",") if names else [*PLAIN_CASES, *CASES]
         found[target] = [row for case in cases for row in rows_of(target, case, shared_bytes, done)]
     print(json.dumps(found))
 
 
-def rows_of(target: str, case: str, shared_bytes: int, done: set[str]) -> list[dict[str, Any]]:
-    """A case's GEMMs, or all that a plain case launches."""
-    is_plain = case in PLAIN_CASES
-    with compiling_only(None if is_plain else done) as compiled:
-        PLAIN_CASES[case](shared_bytes) if is_plain else launch_gemms(case, shared_bytes)
-    # Products stand behind the launches of their plan.
-    products = 3 if compiled[-1][0] == "_both_kernel" else 2
-    return [describe(target, case, *one) for one in (compiled if is_plain else compiled[-products:])]
-
-
 if __name__ == "__main__":
-    compile_targets(rows_of, [*PLAIN_CASES, *CASES])
+    main()

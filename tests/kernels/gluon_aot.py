@@ -1,7 +1,7 @@
 """Compiles the Gluon kernels of every shipped rule for sm_90a, without a device; prints one JSON row each.
 
-Run as a separate program, since a process that interprets Triton cannot compile it. Of packed weights it compiles two
-kernels, and with `--packed` those of every rule and kind of weight, and nothing else (three minutes).
+Run as a separate program, since its process becomes one for a device that is not there. Of packed weights it compiles
+two kernels, and with `--packed` those of every rule and kind of weight, and nothing else (three minutes).
 """
 
 from __future__ import annotations
@@ -9,143 +9,108 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import pathlib
-import re
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon._runtime import GluonASTSource
+import torch
 
+from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.hopper.config import (
     CONFIG_RULES,
+    QUANTIZED_BLOCK_M,
     QUANTIZED_RULES,
     HopperGemmConfig,
     HopperQuantizedConfig,
     select_config,
 )
-from moereg.kernels.hopper.gemm import _grouped_kernel
-from moereg.kernels.hopper.packed_config import PACKED_RULES, STAGED_ELEMENTS, HopperPackedRule
-from moereg.kernels.hopper.packed_gemm import _packed_grouped_kernel, packed_format
-from moereg.kernels.hopper.quantized_gemm import _quantized_grouped_kernel
+from moereg.kernels.hopper.gemm import down_gemm, gate_up_gemm
+from moereg.kernels.hopper.packed_config import PACKED_RULES, HopperPackedRule
+from moereg.kernels.hopper.packed_gemm import down_packed, gate_up_packed
+from moereg.kernels.hopper.quantized_gemm import quantized_down_gemm, quantized_gate_up_gemm
+from moereg.kernels.launch.ahead import Launches, Target, become
+from moereg.kernels.packed.weights import PackedMatrix
+from moereg.kernels.quantized.operands import QuantizedMatrices, QuantizedRows
+from moereg.kernels.rows.block_map import batch_workspace_numel, plan_batches
+from moereg.kernels.rows.plan import RoutePlan, route_workspace_numel
+from moereg.kernels.rows.sort import sort_routes
+from moereg.kernels.sizes import GUARD_ROWS
+from tests.kernels.aot_compile import cubin_usage
 
-CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+TOKENS, TOP_K, EXPERTS, HIDDEN, INTER = 1024, 8, 64, 2048, 768
+ROUTES = TOKENS * TOP_K
+
+SILU = GateUpEpilogue("silu", gated=True)
 
 
-def _box(block: list[int], dtype: str = "bf16") -> str:
-    layout = gl.NVMMASharedLayout(min(128, 2 * block[-1]), 16, len(block))
-    return f"tensordesc<{dtype}{block},{layout!r}>"
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def compile_one(
-    name: str,
+def plan_of(block_m: int, slack: int = 0) -> RoutePlan:
+    workspace = empty(route_workspace_numel(TOKENS, TOP_K, EXPERTS, 16), dtype=torch.int32)
+    return sort_routes(empty(TOKENS, TOP_K, dtype=torch.int32), None, EXPERTS, EXPERTS, block_m, workspace, slack=slack)
+
+
+def launch_16_bits(
     config: HopperGemmConfig,
     is_gate_up: bool,
     by_token: bool,
     batched: bool = False,
-    dtype: str = "bf16",
-) -> dict[str, Any]:
-    """The resources and instructions of one kernel; gated silu in the first GEMM, no bias.
-
-    In fp16 the second GEMM weights its rows.
-    """
-    weighted = dtype == "fp16" and not is_gate_up
-    columns = config.block_n // (4 if is_gate_up else 2)
-    weights = [config.block_n // 16, 2, 8, 64] if is_gate_up else [1, config.block_n, 64]
-    signature = {
-        "out": _box([1, config.rows_of_store(columns), columns], dtype),
-        "weights": _box(weights, dtype),
-        "rows": f"*{dtype}" if by_token else _box([config.block_m // 2, 64], dtype),
-        "slack_rows": "constexpr" if by_token else _box([config.slack, 64], dtype),
-        "bias": "constexpr",
-        "topk_weights": "*fp32" if weighted else "constexpr",
-        **dict.fromkeys(("sorted_routes", "block_expert", "block_row", "block_end"), "*i32"),
-        **dict.fromkeys(("num_blocks", "tile_counter"), "*i32"),
-        **dict.fromkeys(("num_tiles_n", "group_m", "num_steps", "num_columns"), "i32"),
-        **dict.fromkeys(("hidden_chunks", "stride_chunks"), "i32"),
-        "max_tokens": "i32",
-    }
-    constants: dict[str, Any] = {
-        "BY_TOKEN": by_token,
-        "TOP_K": 8 if by_token else None,
-        "MASK_K": False,
-        "BLOCK_N": config.block_n,
-        "BLOCK_M": config.block_m,
-        "SLACK": config.slack,
-        "BODIES": config.bodies,
-        "STAGES": config.num_stages,
-        "ACTIVATION": "silu" if is_gate_up else None,
-        "GATED": is_gate_up,
-        "ALPHA": 1.0,
-        "BETA": 0.0,
-        "LIMIT": None,
-        "OVERLAP": True,
-        "bias": None,
-        **({} if weighted else {"topk_weights": None}),
-        **({"slack_rows": None} if by_token else {}),
-        **({"sorted_routes": None} if batched else {"max_tokens": None}),
-    }
-    return _compile(name, _grouped_kernel, signature, constants)
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Gated silu in the first GEMM, no bias. In fp16 the second GEMM weights its rows."""
+    sizes = (EXPERTS, TOKENS) if batched else (GUARD_ROWS + ROUTES,)
+    intermediate = empty(*sizes, INTER, dtype=dtype)
+    plan: Any = plan_of(config.block_m, config.slack)
+    if batched:
+        workspace = empty(batch_workspace_numel(EXPERTS, TOKENS, 16), dtype=torch.int32)
+        counts = empty(EXPERTS, dtype=torch.int32)
+        plan = plan_batches(counts, TOKENS, config.block_m, workspace, slack=config.slack)
+    if is_gate_up:
+        rows = empty(TOKENS if by_token else math.prod(sizes), HIDDEN, dtype=dtype)
+        w13, top_k = empty(EXPERTS, 2 * INTER, HIDDEN, dtype=dtype), TOP_K if by_token else None
+        gate_up_gemm(intermediate, rows, w13, plan, config, SILU, top_k=top_k, overlap=True)
+    else:
+        out, w2 = empty(*sizes, HIDDEN, dtype=dtype), empty(EXPERTS, HIDDEN, INTER, dtype=dtype)
+        weights = empty(TOKENS, TOP_K, dtype=torch.float32) if dtype == torch.float16 else None
+        down_gemm(out, intermediate, w2, plan, config, topk_weights=weights, overlap=True)
 
 
-def compile_quantized(
-    name: str,
+def launch_8_bits(
     config: HopperQuantizedConfig,
-    dtype: str,
+    dtype: torch.dtype,
     is_gate_up: bool,
     grouped: bool,
     static: bool = False,
-    stored_dtype: str = "bf16",
-) -> dict[str, Any]:
-    """The resources of a kernel of 8-bit codes, `fp8e4nv` or `i8`.
+    stored: torch.dtype = torch.bfloat16,
+) -> None:
+    """With grouped or given scales the first GEMM writes codes; given ones are of whole tensors.
 
-    With grouped or given scales the first GEMM writes codes; given ones are of whole tensors. The second one stores
-    rows in bf16, or in fp16 and weighted.
+    The second one stores rows in bf16, or in fp16 and weighted.
     """
-    weighted = stored_dtype == "fp16" and not is_gate_up
-    writes_codes = is_gate_up and (grouped or static)
-    operand = repr(gl.NVMMASharedLayout(128, 8, 2))
-    stored = gl.NVMMASharedLayout(128, 8 if writes_codes else 16, 3)
-    out = [1, 64, 128] if writes_codes else [1, 64, 64]
-    signature = {
-        "out": f"tensordesc<{dtype if writes_codes else stored_dtype}{out},{stored!r}>",
-        "out_scale": "*fp32" if writes_codes else "constexpr",
-        "static_scale": "*fp32" if writes_codes and static else "constexpr",
-        "rows": f"tensordesc<{dtype}[64, 128],{operand}>",
-        "row_scale": "*fp32",
-        "weights": f"tensordesc<{dtype}[1, 128, 128],{gl.NVMMASharedLayout(128, 8, 3)!r}>",
-        "column_scale": "*fp32",
-        "topk_weights": "*fp32" if weighted else "constexpr",
-        "sorted_routes": "*i32" if weighted else "constexpr",
-        **dict.fromkeys(("block_expert", "block_row", "block_end", "num_blocks", "tile_counter"), "*i32"),
-        **dict.fromkeys(("num_tiles_n", "group_m", "num_steps", "num_columns", "group_rows"), "i32"),
-        **dict.fromkeys(("stride_row_scale", "stride_expert_scale", "stride_column_scale", "stride_out_scale"), "i32"),
-        "stride_static": "i32",
-    }
-    constants: dict[str, Any] = {
-        "bias": None,
-        "GROUPED": grouped,
-        "BY_COLUMN": not grouped and not static,
-        "ROUNDED": gl.bfloat16 if writes_codes else None,
-        "STAGES": config.num_stages,
-        "BUFFERS": 1 if writes_codes else config.num_buffers,
-        "ACTIVATION": "silu" if is_gate_up else None,
-        "GATED": is_gate_up,
-        "ALPHA": 1.0,
-        "BETA": 0.0,
-        "LIMIT": None,
-        "MASK_N": False,
-        "LEADS": config.leads and grouped,
-        "EARLY": config.early,
-        "OVERLAP": True,
-        **{name: None for name in signature if signature[name] == "constexpr"},
-    }
-    return _compile(name, _quantized_grouped_kernel, signature, constants)
+    columns, depth = (2 * INTER, HIDDEN) if is_gate_up else (HIDDEN, INTER)
+    group = 128 if grouped else 0
+
+    def rows_of(size: int, guard: int = 0) -> QuantizedRows:
+        scale = empty(size // 128 if grouped else 1, ROUTES, dtype=torch.float32).T
+        return QuantizedRows(empty(guard + ROUTES, size, dtype=dtype), scale, group)
+
+    group_rows = 128 if grouped else INTER if static and is_gate_up else HIDDEN if static else 1
+    scale = empty(EXPERTS, columns // group_rows, depth // 128 if grouped else 1, dtype=torch.float32)
+    matrices = QuantizedMatrices(empty(EXPERTS, columns, depth, dtype=dtype), scale, group_rows, group)
+    plan = plan_of(QUANTIZED_BLOCK_M)
+    if is_gate_up:
+        coded: dict[str, Any] = {}
+        out: torch.Tensor | QuantizedRows = empty(GUARD_ROWS + ROUTES, INTER, dtype=stored)
+        if grouped or static:
+            out = rows_of(INTER, GUARD_ROWS)
+            coded = {"rounded": stored, "static_scale": empty(1, dtype=torch.float32) if static else None}
+        quantized_gate_up_gemm(out, rows_of(HIDDEN), matrices, plan, SILU, config, **coded, overlap=True)
+    else:
+        weights = empty(TOKENS, TOP_K, dtype=torch.float32) if stored == torch.float16 else None
+        rows = empty(GUARD_ROWS + ROUTES, HIDDEN, dtype=stored)
+        quantized_down_gemm(rows, rows_of(INTER), matrices, plan, config, topk_weights=weights, overlap=True)
 
 
 # As `packed_format` takes them: each way of restoring.
@@ -157,138 +122,96 @@ PACKED_WEIGHTS = {
 }
 
 
-def compile_packed(weights: str, rule: HopperPackedRule, is_gate_up: bool) -> dict[str, Any]:
-    """The resources of a kernel of packed weights; gated silu in the first GEMM, a bias, an even number of steps."""
-    config = rule.gate_up if is_gate_up else rule.down
-    by_token = is_gate_up and not rule.copies_rows
-    fmt = packed_format(*PACKED_WEIGHTS[weights])
-    assert fmt is not None
-    words = 16 if fmt.element == "int8" else 8
-    columns = 64 // (2 if is_gate_up else 1)
-
-    def words_box(block: list[int]) -> str:
-        return f"tensordesc<i32{block},{gl.NVMMASharedLayout(min(128, 4 * block[-1]), 32, 2)!r}>"
-
-    signature = {
-        "out": _box([1, STAGED_ELEMENTS // columns, columns]),
-        "weights": words_box([config.columns * words // 32, 32]),
-        "scales": words_box([config.columns // 8, 8]) if fmt.scales else "constexpr",
-        "row_scale": "constexpr" if fmt.scales == "float32" else "*fp32",
-        "rows": "*bf16" if by_token else _box([config.block_m // 2, 64]),
-        "slack_rows": "constexpr" if by_token or not config.slack else _box([config.slack, 64]),
-        "bias": "*bf16",
-        **dict.fromkeys(("sorted_routes", "block_expert", "block_row", "block_end"), "*i32"),
-        **dict.fromkeys(("num_blocks", "tile_counter"), "*i32"),
-        **dict.fromkeys(("num_tiles_n", "group_m", "num_steps", "num_columns"), "i32"),
-        **dict.fromkeys(("scale_words", "hidden_chunks", "stride_chunks"), "i32"),
-    }
-    constants: dict[str, Any] = {
-        "BY_TOKEN": by_token,
-        "TOP_K": 8 if by_token else None,
-        "MASK_K": False,
-        "BLOCK_N": config.block_n,
-        "BLOCK_M": config.block_m,
-        "SLACK": config.slack,
-        "STAGES": config.num_stages(4 * words),
-        "CONSUMERS": config.num_consumers,
-        "ODD": False,
-        "FORMAT": fmt,
-        "ACTIVATION": "silu" if is_gate_up else None,
-        "GATED": is_gate_up,
-        "ALPHA": 1.0,
-        "BETA": 0.0,
-        "LIMIT": None,
-        "CONSUMER_REGISTERS": config.consumer_registers,
-        "PRODUCER_REGISTERS": config.producer_registers,
-        "OVERLAP": True,
-        **{name: None for name in ("scales", "row_scale", "slack_rows") if signature[name] == "constexpr"},
-    }
-    name = f"{'gate_up' if is_gate_up else 'down'} {weights} {config.block_m}x{config.block_n}"
-    options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
-    return _compile(name, _packed_grouped_kernel, signature, constants, **options)
+def launch_packed(weights: str, rule: HopperPackedRule, is_gate_up: bool) -> None:
+    """Gated silu in the first GEMM, a bias, an even number of steps."""
+    element, group, scale_dtype = PACKED_WEIGHTS[weights]
+    columns, depth = (2 * INTER, HIDDEN) if is_gate_up else (HIDDEN, INTER)
+    words = empty(EXPERTS, depth // 64, columns, 16 if element == "int8" else 8, dtype=torch.int32)
+    group_scale = None
+    if group:
+        kind, per_word = (torch.float32, 1) if scale_dtype == "float32" else (torch.int32, 64 * 2 // group)
+        per_word = min(4, max(1, per_word))
+        group_scale = empty(EXPERTS, depth // (group * per_word), columns, dtype=kind)
+    row_scale = None if scale_dtype == "float32" and group else empty(EXPERTS, columns, dtype=torch.float32)
+    matrix = PackedMatrix(words, element, group, scale_dtype, group_scale, None, row_scale)
+    config, bias = rule.gate_up if is_gate_up else rule.down, empty(EXPERTS, columns)
+    plan, intermediate = plan_of(config.block_m, config.slack), empty(GUARD_ROWS + ROUTES, INTER)
+    if is_gate_up:
+        rows, top_k = (empty(ROUTES, HIDDEN), None) if rule.copies_rows else (empty(TOKENS, HIDDEN), TOP_K)
+        epilogue = GateUpEpilogue("silu", gated=True, bias=bias)
+        gate_up_packed(intermediate, rows, matrix, plan, config, epilogue, top_k=top_k, overlap=True)
+    else:
+        down_packed(empty(GUARD_ROWS + ROUTES, HIDDEN), intermediate, matrix, plan, config, bias=bias, overlap=True)
 
 
-def _compile(
-    name: str, kernel: Any, signature: dict[str, str], constants: dict[str, Any], **options: int
-) -> dict[str, Any]:
-    names = kernel.arg_names
-    kinds = {**signature, **dict.fromkeys(constants, "constexpr")}
-    aligned = [
-        place for place, argument in enumerate(names) if kinds[argument].startswith("*") and argument != "tile_counter"
-    ]
-    source = GluonASTSource(
-        fn=kernel,
-        signature={argument: kinds[argument] for argument in names},
-        constexprs={(names.index(argument),): value for argument, value in constants.items()},
-        attrs={(place,): [["tt.divisibility", 16]] for place in (*aligned, names.index("num_columns"))},
-    )
-    compiled = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True, **options}
-    )
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        usage = _cuobjdump("--dump-resource-usage", cubin.name)
-        stack_bytes = int(re.findall(r"STACK:(\d+)", usage)[-1])
-        # What spills writes to the stack; to list a kernel's instructions takes half a second.
-        sass = _cuobjdump("-sass", cubin.name) if stack_bytes else ""
-    return {
-        "name": name,
-        "registers": int(re.findall(r"REG:(\d+)", usage)[-1]),
-        "stack_bytes": stack_bytes,
-        "shared_bytes": compiled.metadata.shared,
-        "wgmma": len(re.findall("wgmma.mma_async", compiled.asm["ptx"])),
-        "bulk_tensor": len(re.findall(r"cp\.async\.bulk\.tensor", compiled.asm["ptx"])),
-        "saturating": compiled.asm["ptx"].count("cvt.rn.satfinite.e4m3x2.f32"),
-        "spills": len(re.findall(r"\bSTL\b", sass)),
-    }
-
-
-def _cuobjdump(option: str, path: str) -> str:
-    return subprocess.run([CUOBJDUMP, option, path], capture_output=True, text=True, check=True).stdout
-
-
-def compile_16_bits() -> Iterator[dict[str, Any]]:
+def launch_all_16_bits() -> Iterator[str]:
     done = set()
     # In the batched format rows lie in order, so its rules are those for infinitely many columns.
     batched_rules = [select_config(rule.max_rows_per_expert, math.inf, 1) for rule in CONFIG_RULES]
     for config in dict.fromkeys(rule.down for rule in CONFIG_RULES):
-        yield compile_one(f"down fp16 {config.block_m}x{config.block_n}", config, False, False, dtype="fp16")
+        launch_16_bits(config, False, False, dtype=torch.float16)
+        yield f"down fp16 {config.block_m}x{config.block_n}"
     for rule, batched in [*((rule, False) for rule in CONFIG_RULES), *((rule, True) for rule in batched_rules)]:
         for name, config, is_gate_up in (("gate_up", rule.gate_up, True), ("down", rule.down, False)):
             by_token = is_gate_up and not rule.copies_rows and not batched
             if (config, is_gate_up, by_token, batched) not in done:
                 done.add((config, is_gate_up, by_token, batched))
                 source = " by token" if by_token else " batched" if batched else ""
-                label = f"{name} {config.block_m}x{config.block_n}{source}"
-                yield compile_one(label, config, is_gate_up, by_token, batched)
+                launch_16_bits(config, is_gate_up, by_token, batched)
+                yield f"{name} {config.block_m}x{config.block_n}{source}"
 
 
-def compile_8_bits() -> Iterator[dict[str, Any]]:
+def launch_all_8_bits() -> Iterator[str]:
+    codes = torch.float8_e4m3fn
     for rule in QUANTIZED_RULES:
         most = rule.max_rows_per_expert
-        if rule.grouped:
-            yield compile_quantized(f"gate_up fp8e4nv grouped {most}", rule.gate_up, "fp8e4nv", True, True)
-            for stored in ("bf16", "fp16"):
-                name = f"down fp8e4nv grouped {stored} {most}"
-                yield compile_quantized(name, rule.down, "fp8e4nv", False, True, stored_dtype=stored)
-        else:
+        for kind, dtype in (("fp8e4nv", codes), ("i8", torch.int8)):
             # Either dtype's products and either GEMM's epilogue.
-            yield compile_quantized(f"gate_up fp8e4nv {most}", rule.gate_up, "fp8e4nv", True, False)
-            for stored in ("bf16", "fp16"):
-                yield compile_quantized(f"down i8 {stored} {most}", rule.down, "i8", False, False, stored_dtype=stored)
-            yield compile_quantized(f"gate_up fp8e4nv given {most}", rule.gate_up, "fp8e4nv", True, False, True)
-            yield compile_quantized(f"down fp8e4nv given {most}", rule.down, "fp8e4nv", False, False, True)
+            label = f"{kind}{' grouped' if rule.grouped else ''}"
+            if dtype == codes:
+                launch_8_bits(rule.gate_up, dtype, True, rule.grouped)
+                yield f"gate_up {label} {most}"
+            if (dtype == codes) == rule.grouped:
+                for stored in (torch.bfloat16, torch.float16):
+                    launch_8_bits(rule.down, dtype, False, rule.grouped, stored=stored)
+                    yield f"down {label} {stored} {most}"
+        if not rule.grouped:
+            launch_8_bits(rule.gate_up, codes, True, False, True)
+            yield f"gate_up fp8e4nv given {most}"
+            launch_8_bits(rule.down, codes, False, False, True)
+            yield f"down fp8e4nv given {most}"
+
+
+def launch_all_packed(every: bool) -> Iterator[str]:
+    # Tokens by their routes and two halves a consumer; boxes and three consumers.
+    some = (("mxfp4", PACKED_RULES[1], True), ("int4", PACKED_RULES[2], False))
+    for weights, rule, is_gate_up in itertools.product(PACKED_WEIGHTS, PACKED_RULES, (True, False)) if every else some:
+        launch_packed(weights, rule, is_gate_up)
+        yield f"{'gate_up' if is_gate_up else 'down'} {weights} {rule.down.block_m}x{rule.down.block_n}"
+
+
+def compile_last(name: str, launches: Launches) -> dict[str, Any]:
+    """The resources and instructions of the kernel that was launched last."""
+    compiled, _, _ = launches.take()[-1].compile()
+    registers, stack_bytes = cubin_usage(compiled.asm["cubin"])
+    return {
+        "name": name,
+        "registers": registers,
+        "stack_bytes": stack_bytes,
+        "shared_bytes": compiled.metadata.shared,
+        "wgmma": compiled.asm["ptx"].count("wgmma.mma_async"),
+        "bulk_tensor": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
+        "saturating": compiled.asm["ptx"].count("cvt.rn.satfinite.e4m3x2.f32"),
+    }
 
 
 if __name__ == "__main__":
-    kernels: Iterable[dict[str, Any]]
-    if sys.argv[1:] == ["--packed"]:
-        every = itertools.product(PACKED_WEIGHTS, PACKED_RULES, (True, False))
-        kernels = itertools.starmap(compile_packed, every)
-    else:
-        # Tokens by their routes and two halves a consumer; boxes and three consumers.
-        some = (("mxfp4", PACKED_RULES[1], True), ("int4", PACKED_RULES[2], False))
-        kernels = itertools.chain(compile_16_bits(), compile_8_bits(), itertools.starmap(compile_packed, some))
-    for row in kernels:
-        print(json.dumps(row), flush=True)
+    target = Target.of("cuda", "sm90")
+    assert target is not None
+    launches = become(target)
+    only_packed = sys.argv[1:] == ["--packed"]
+    names = launch_all_packed(only_packed)
+    if not only_packed:
+        names = itertools.chain(launch_all_16_bits(), launch_all_8_bits(), names)
+    for name in names:
+        print(json.dumps(compile_last(name, launches)), flush=True)

@@ -18,9 +18,8 @@ from moereg.dispatch import select_backend
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.hopper.config import CONFIG_RULES, FIVE_BODIES, THREE_BODIES, TWO_BODIES
 from moereg.kernels.rows.block_map import batch_workspace_numel, plan_batches
-from moereg.kernels.rows.copy import copy_rows
 from moereg.kernels.rows.plan import RoutePlan, route_workspace_numel
-from moereg.kernels.rows.reduce import reduce_sorted_rows
+from moereg.kernels.rows.reduce import copy_rows, reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import GUARD_ROWS
 from moereg.layer.factory import make_kernel

@@ -217,13 +217,6 @@ def test_tasks_behind_one_that_raised_are_not_begun(two_threads: None, monkeypat
     assert begun == [0, 1, 2, 3]
 
 
-def test_a_runtime_that_gives_no_thread(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_openmp", lambda: types.SimpleNamespace(GOMP_parallel=lambda *arguments: None))
-    ran: list[int] = []
-    run_tasks([lambda place=place: ran.append(place) for place in range(6)], [64] * 6)  # type: ignore[misc]
-    assert sorted(ran) == list(range(6))
-
-
 @needs_region
 @pytest.mark.parametrize("activation_format", ["standard", "batched"])
 @pytest.mark.parametrize("quant", ["unquantized", "int4_w4a16_g128", "int8_w8a8"])
@@ -313,10 +306,28 @@ def test_one_thread_is_of_the_caller_and_of_the_call(two_threads: None) -> None:
 
 @needs_region
 @pytest.mark.parametrize("activation_format", ["standard", "batched"])
-@pytest.mark.parametrize(("quant", "expected"), [("unquantized", [1, 2]), ("int4_w4a16_g128", [])])
-def test_a_small_layer_takes_one_thread_where_it_only_reads(
-    two_threads: None, monkeypatch: pytest.MonkeyPatch, quant: str, expected: list[int], activation_format: str
+@pytest.mark.parametrize(
+    ("quant", "one_thread_bytes", "expected"),
+    [
+        # It only reads, and little.
+        ("unquantized", threads.ONE_THREAD_BYTES, [1, 2]),
+        ("unquantized", 0, ["region"]),
+        ("int4_w4a16_g128", threads.ONE_THREAD_BYTES, ["region"]),
+        # Steps that are too short for threads that share an interpreter.
+        ("int8_w8a8", 0, []),
+    ],
+)
+def test_a_layer_is_one_region_or_of_one_thread(
+    two_threads: None,
+    monkeypatch: pytest.MonkeyPatch,
+    cpu_features: Callable[..., None],
+    quant: str,
+    one_thread_bytes: int,
+    expected: list[object],
+    activation_format: str,
 ) -> None:
+    cpu_features(int8=True)
+    monkeypatch.setattr(threads, "ONE_THREAD_BYTES", one_thread_bytes)
     facts = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 128, "top_k": 4}
     problem = MoEProblem(**facts, quant=quant, activation_format=activation_format, max_num_tokens=4)
     kernel = make_kernel(problem, make_weights(problem, CPU))
@@ -324,8 +335,11 @@ def test_a_small_layer_takes_one_thread_where_it_only_reads(
     assert real is not None
 
     class Counting:
-        GOMP_parallel = staticmethod(real.GOMP_parallel)
         omp_get_max_threads = staticmethod(real.omp_get_max_threads)
+
+        def GOMP_parallel(self, *arguments: Any) -> None:
+            asked.append("region")
+            real.GOMP_parallel(*arguments)
 
         def omp_set_num_threads(self, num_threads: int) -> None:
             asked.append(num_threads)
@@ -335,34 +349,6 @@ def test_a_small_layer_takes_one_thread_where_it_only_reads(
     (call, *_) = random_calls(problem, 1, "uniform", 0, CPU)
     kernel(*call)
     assert asked == expected
-
-
-@needs_region
-@pytest.mark.parametrize(("quant", "regions"), [("unquantized", 1), ("int4_w4a16_g128", 1), ("int8_w8a8", 0)])
-def test_a_layer_is_one_region(
-    two_threads: None,
-    monkeypatch: pytest.MonkeyPatch,
-    cpu_features: Callable[..., None],
-    quant: str,
-    regions: int,
-) -> None:
-    """But for int8, whose steps are too short for threads that share an interpreter."""
-    cpu_features(int8=True)
-    monkeypatch.setattr(threads, "ONE_THREAD_BYTES", 0)
-    problem = MoEProblem(num_experts=8, hidden_size=256, intermediate_size=128, top_k=4, quant=quant)
-    kernel = make_kernel(problem, make_weights(problem, CPU))
-    real, begun = threads._openmp(), []
-    assert real is not None
-
-    class Counting:
-        def GOMP_parallel(self, *arguments: Any) -> None:
-            begun.append(arguments)
-            real.GOMP_parallel(*arguments)
-
-    monkeypatch.setattr(threads, "_openmp", Counting)
-    (call, *_) = random_calls(problem, 1, "uniform", 0, CPU)
-    kernel(*call)
-    assert len(begun) == regions
 
 
 @needs_region

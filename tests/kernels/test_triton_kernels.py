@@ -21,7 +21,7 @@ from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.rules import CONFIG_RULES, select_config
 from moereg.kernels.rows.direct import DirectRoutes
-from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_sorted_rows
+from moereg.kernels.rows.reduce import reduce_routes, reduce_sorted_rows
 from moereg.kernels.rows.tiles import tile_of_number
 from moereg.testing.interpreter import patch_interpreter
 from tests.kernels.references import down_reference, gate_up_reference, reduce_routes_reference
@@ -211,7 +211,7 @@ def test_reduce_routes(num_tokens: int, top_k: int, hidden_size: int, dtype: tor
     rows = random(num_tokens * top_k, hidden_size, dtype=dtype)
     rows[route_expert < 0] = math.nan
     out = Guarded(num_tokens, hidden_size, dtype=dtype)
-    reduce_routes(out.tensor, rows, route_expert, ReduceConfig(block=256 if num_tokens > 5 else 64))
+    reduce_routes(out.tensor, rows, route_expert, columns=256 if num_tokens > 5 else 64)
     out.check()
     reference = reduce_routes_reference(rows, route_expert, num_tokens)
     if reference.norm() == 0:

@@ -384,10 +384,17 @@ class RecordedLayer:
         return made
 
     def __call__(
-        self, num_tokens: int, *, shift: int = 0, has_map: bool = True, hidden_size: int = 16, batches: int = 0
+        self,
+        num_tokens: int,
+        *,
+        shift: int = 0,
+        has_map: bool = True,
+        hidden_size: int = 16,
+        batches: int = 0,
+        out_dtype: torch.dtype = torch.int32,
     ) -> tuple[list[int | None], list[list[Any]]]:
         shape = (batches, num_tokens, hidden_size) if batches else (num_tokens, hidden_size)
-        out, x, scratch = self.tensor(*shape), self.tensor(*shape, shift=shift), self.tensor(64)
+        out, x, scratch = self.tensor(*shape).view(out_dtype), self.tensor(*shape, shift=shift), self.tensor(64)
         weights, ids = self.tensor(num_tokens, 2), self.tensor(num_tokens, 2)
         expert_map = self.tensor(8) if has_map else None
         w13 = self.tensor(8, 16, 16)
@@ -417,7 +424,7 @@ def test_equal_calls_are_replayed_with_their_own_tensors(layer: RecordedLayer) -
 
 @pytest.mark.parametrize(
     "change",
-    [{"num_tokens": 5}, {"has_map": False}, {"hidden_size": 32}, {"batches": 3}],
+    [{"num_tokens": 5}, {"has_map": False}, {"hidden_size": 32}, {"batches": 3}, {"out_dtype": torch.float32}],
     ids=lambda change: str(change),
 )
 def test_what_a_launch_depends_on_is_recorded_anew(layer: RecordedLayer, change: dict[str, Any]) -> None:

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 import triton
 
-from tests.kernels.aot_run import compile_all
-from tests.kernels.registers import register_bound, spill_bound
-
-SCRIPT = "aot_quantized.py"
+from tests.kernels.aot_run import compile_all, register_bound, spill_bound
 
 FAST_CASES = {
     "sm_80": ("int8_prefill",),
@@ -157,7 +154,7 @@ def check(target: str, rows: list[dict[str, Any]], cases: tuple[str, ...]) -> No
 def test_kernels_compile(targets: tuple[str, ...]) -> None:
     # Without names the script takes all. Triton before 3.8 has no block-scaled products for sm_100, its only ones here.
     cases = {target: FAST_CASES[target] for target in targets if FAST_CASES[target]}
-    for target, rows in compile_all(SCRIPT, cases).items():
+    for target, rows in compile_all(cases).items():
         check(target, rows, cases[target])
 
 
@@ -165,5 +162,52 @@ def test_kernels_compile(targets: tuple[str, ...]) -> None:
 @pytest.mark.timeout(900)
 def test_more_shapes_compile() -> None:
     cases = {target: names for target, names in SLOW_CASES.items() if names}  # Without names the script takes all.
-    for target, rows in compile_all(SCRIPT, cases).items():
+    for target, rows in compile_all(cases).items():
         check(target, rows, cases[target])
+
+
+# Layers whose activations are rounded in 16 bits have no instruction of small floats.
+ROUNDED_FAST_CASES = {
+    "sm_90": ("rounded_nvfp4_static_prefill",),
+    "gfx942": ("rounded_nvfp4_decode",),
+}
+ROUNDED_SLOW_CASES = {
+    "sm_80": ("rounded_nvfp4_decode", "rounded_mx_decode", "rounded_nvfp4_batched"),
+    "sm_90": (
+        "rounded_nvfp4_decode",
+        "rounded_nvfp4_odd",
+        "rounded_nvfp4_batched",
+        "rounded_mx_decode",
+        "rounded_mx_prefill",
+    ),
+    "sm_100": ("rounded_nvfp4_decode", "rounded_nvfp4_static_prefill", "rounded_mx_prefill"),
+    "gfx942": ("rounded_mx_decode", "rounded_nvfp4_batched"),
+}
+
+
+def check_rounded(rows: list[dict[str, Any]], cases: tuple[str, ...]) -> None:
+    order = ("requantize_rows", "gate_up", "requantize_rows", "down")
+    assert [(row["case"], row["kernel"]) for row in rows] == [(case, name) for case in cases for name in order]
+    for row in rows:
+        if row["kernel"] == "requantize_rows":
+            assert not row["matrix"], row
+            assert row["spill_bytes"] == 0, row
+            assert row["registers"] <= register_bound(MAX_REGISTERS_OF_ROWS), row
+        else:
+            assert row["matrix"], row
+
+
+# Each takes 10 s, and one is quick.
+@pytest.mark.parametrize(
+    "target",
+    [target if target == "sm_90" else pytest.param(target, marks=pytest.mark.slow) for target in ROUNDED_FAST_CASES],
+)
+def test_layers_that_round_compile(target: str) -> None:
+    check_rounded(compile_all({target: ROUNDED_FAST_CASES[target]})[target], ROUNDED_FAST_CASES[target])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_more_layers_that_round_compile() -> None:
+    for target, rows in compile_all(ROUNDED_SLOW_CASES).items():
+        check_rounded(rows, ROUNDED_SLOW_CASES[target])

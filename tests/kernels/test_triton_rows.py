@@ -11,9 +11,8 @@ import torch
 from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.gemm.grouped import gate_up_gemm
-from moereg.kernels.rows.copy import CopyConfig, copy_rows
 from moereg.kernels.rows.plan import route_workspace_numel
-from moereg.kernels.rows.reduce import ReduceConfig, reduce_routes, reduce_sorted_rows
+from moereg.kernels.rows.reduce import copy_rows, reduce_routes, reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
 from moereg.testing.interpreter import patch_interpreter
 from tests.kernels.references import copy_rows_reference
@@ -50,7 +49,7 @@ def test_tokens_are_copied_to_the_rows_of_all_their_routes(
     tokens = random(num_tokens, hidden_size, dtype=dtype)
     route_row = rows_of_routes(num_tokens, top_k, num_valid)
     rows = torch.full((num_tokens * top_k, hidden_size), math.nan, dtype=dtype, device=DEVICE)
-    copy_rows(rows, tokens, route_row, CopyConfig(block=64))
+    copy_rows(rows, tokens, route_row, columns=64)
     assert torch.equal(rows[:num_valid], copy_rows_reference(tokens, route_row))
     assert rows[num_valid:].isnan().all()
 
@@ -72,7 +71,7 @@ def test_sorted_rows_are_added_with_the_weights_of_their_routes(
         # Of routes that add nothing.
         weights[(route_row < 0).view_as(weights)] = math.nan
     out = torch.full((num_tokens, hidden_size), math.nan, device=DEVICE)
-    reduce_sorted_rows(out, rows, route_row, weights, ReduceConfig(block=64, early=early))
+    reduce_sorted_rows(out, rows, route_row, weights, early=early, columns=64)
     expected = torch.zeros_like(out)
     for route, row in enumerate(route_row.tolist()):
         if row >= 0:

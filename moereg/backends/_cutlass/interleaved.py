@@ -18,7 +18,7 @@ import torch
 
 from moereg.backends._cutlass.scales import row_scales
 from moereg.backends._loaded import Call, Implementation
-from moereg.backends._triton.workspace import Piece, bytes_of, cut, route_plan_bytes, row_pieces
+from moereg.backends._triton.workspace import Piece, bytes_of, cut, plan_bytes, row_pieces
 from moereg.experts import Experts
 from moereg.kernels.quack.epilogues import GateUp, down_epilogue, gate_up_epilogue
 from moereg.kernels.quack.products import GemmConfig, cache_folder, grouped_product, select_config
@@ -108,7 +108,7 @@ class Interleaved(Implementation):
         return (first // itemsize,), (second // itemsize,)
 
     def _plan_bytes(self, num_tokens: int) -> int:
-        return route_plan_bytes(self.problem, num_tokens, _BLOCK_M)
+        return plan_bytes(self.problem, num_tokens, _BLOCK_M)
 
     def _first_pieces(self, num_routes: int) -> tuple[Piece, ...]:
         """The intermediate [N, I], then what a subclass needs."""
@@ -124,7 +124,7 @@ class Interleaved(Implementation):
         problem, inputs, weights = self.problem, call.inputs, call.weights
         num_tokens, top_k = inputs.topk_ids.shape
         num_routes = num_tokens * top_k
-        plan_bytes = self._plan_bytes(num_tokens)
+        size = self._plan_bytes(num_tokens)
         second = call.workspace2.view(torch.uint8)
         plan = sort_routes(
             inputs.topk_ids,
@@ -132,10 +132,10 @@ class Interleaved(Implementation):
             problem.num_experts,
             problem.num_local_experts,
             _BLOCK_M,
-            second[:plan_bytes].view(torch.int32),
+            second[:size].view(torch.int32),
         )
-        source, weight, scale, rows, *_ = cut(second[plan_bytes:], *self._second_pieces(num_tokens, num_routes))
-        found = self._inputs(call, second[plan_bytes:])
+        source, weight, scale, rows, *_ = cut(second[size:], *self._second_pieces(num_tokens, num_routes))
+        found = self._inputs(call, second[size:])
         made = SortedInputs(source, weight, None if found.scale is None else scale)
         route_weights = None if problem.apply_router_weight_on_input else inputs.topk_weights
         sorted_inputs(made, plan, route_weights, found.routes_per_row, found.scale)

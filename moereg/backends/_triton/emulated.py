@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -54,6 +53,16 @@ class Emulated(packed.Packed):
             element.mantissa_bits, _SMALLEST_NORMAL[fmt.dtype], element.max_value, fmt.group[1], fmt.global_scale
         )
 
+    def select(self, call: Call) -> ways.PlainWay:
+        inputs, hidden_states = call.inputs, call.inputs.hidden_states
+        rows_per_expert = inputs.topk_ids.numel() / self.problem.num_experts
+        if hidden_states.dim() == 3:
+            rows_per_expert = batched_rows_per_expert(self.problem, hidden_states.shape[1])
+        # Also for one token: its rows are rounded in a launch between the products.
+        configs = ways.select_configs(hidden_states, rows_per_expert, self.packed_bits)
+        assert isinstance(configs, GemmPair)
+        return Rounded(configs, self.grid())
+
 
 class Standard(Emulated, packed.Standard):
     """Standard format."""
@@ -70,12 +79,6 @@ class Standard(Emulated, packed.Standard):
         second = in_front // problem.torch_dtype.itemsize + routes * problem.hidden_size
         return (routes, intermediate_size), (second,)
 
-    def select(self, call: Call) -> ways.PlainWay:
-        rows_per_expert = call.inputs.topk_ids.numel() / self.problem.num_experts
-        # Also for one token: its rows are rounded in a launch between the products.
-        configs = ways.select_tiles(len(call.out), rows_per_expert, call.out, self.packed_bits)
-        return Rounded(configs, self.grid())
-
 
 class Batched(Emulated, packed.Batched):
     """Batched format."""
@@ -86,12 +89,6 @@ class Batched(Emulated, packed.Batched):
         intermediate, _ = super().workspace_shapes(num_tokens)
         num_bytes = self.plan_bytes(num_tokens) + _factors(problem.num_local_experts * num_tokens).padded_bytes
         return intermediate, (num_bytes // problem.torch_dtype.itemsize,)
-
-    def select(self, call: Call) -> ways.PlainWay:
-        hidden_states = call.inputs.hidden_states
-        rows_per_expert = batched_rows_per_expert(self.problem, hidden_states.shape[1])
-        configs = ways.select_tiles(math.inf, rows_per_expert, hidden_states, self.packed_bits)
-        return Rounded(configs, self.grid())
 
 
 @dataclass(frozen=True, slots=True)

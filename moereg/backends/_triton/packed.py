@@ -25,7 +25,6 @@ from moereg.kernels.hopper.packed_config import MIN_PACKED_HOPPER_ROWS, select_p
 from moereg.kernels.hopper.packed_gemm import MIN_DEPTH, down_packed, gate_up_packed, packed_format
 from moereg.kernels.packed.weights import BLOCK, PackedMatrix
 from moereg.kernels.rows.plan import max_num_blocks
-from moereg.kernels.rows.reduce import DEFAULT_REDUCE_CONFIG
 from moereg.kernels.sizes import FLAG_WORDS, GUARD_ROWS, WEIGHT_PAD
 from moereg.platforms import PlatformRule
 from moereg.quantize import Quantized, expert_matrix, unpack_nibbles
@@ -289,7 +288,7 @@ class HopperPacked(Hopper):
 
     gate_up = staticmethod(gate_up_packed)
     down = staticmethod(down_packed)
-    reduction = DEFAULT_REDUCE_CONFIG
+    reduces_early = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from moereg.backends._loaded import Call
 from moereg.backends._triton import ways
 from moereg.backends._triton.recorded import Recorded
-from moereg.backends._triton.workspace import batch_plan_bytes, batched_rows_per_expert, route_plan_bytes
+from moereg.backends._triton.workspace import batched_rows_per_expert
 from moereg.experts import Experts
 from moereg.kernels.gemm.rules import MIN_BLOCK_M
 from moereg.kernels.hopper import config as hopper
@@ -24,6 +24,7 @@ class Interleaved(Recorded):
     """Independent of the activation format; a subclass sizes its workspaces and selects a way."""
 
     recorded_weights: ClassVar[tuple[str, ...]] = ("w13", "w2", "w13_bias", "w2_bias")
+    shortest_tile: ClassVar[int] = MIN_BLOCK_M
 
     packed_bits: int | None = None
     """Bits of a packed weight; None where weights have the dtype of the activations."""
@@ -68,9 +69,6 @@ class Standard(Interleaved):
         plan_numel = self.plan_bytes(num_tokens) // problem.torch_dtype.itemsize
         return ((rows, round_up(problem.intermediate_size, WEIGHT_PAD)), (plan_numel + rows * problem.hidden_size,))
 
-    def plan_bytes(self, num_tokens: int) -> int:
-        return route_plan_bytes(self.problem, num_tokens, MIN_BLOCK_M)
-
     def select(self, call: Call) -> ways.PlainWay:
         problem, hidden_states = self.problem, call.inputs.hidden_states
         rows_per_expert = call.inputs.topk_ids.numel() / problem.num_experts
@@ -96,9 +94,6 @@ class Batched(Interleaved):
         intermediate = (problem.num_local_experts, num_tokens, columns)
         return intermediate, (self.plan_bytes(num_tokens) // problem.torch_dtype.itemsize,)
 
-    def plan_bytes(self, num_tokens: int) -> int:
-        return batch_plan_bytes(self.problem, num_tokens, MIN_BLOCK_M)
-
     def select(self, call: Call) -> ways.PlainWay:
         problem, hidden_states = self.problem, call.inputs.hidden_states
         rows_per_expert = batched_rows_per_expert(problem, hidden_states.shape[1])
@@ -107,7 +102,7 @@ class Batched(Interleaved):
         if call.out.dtype == hidden_states.dtype and self.fits_hopper(hidden_states, rows_per_expert):
             # Rows are boxes already, and none are copied.
             return ways.Hopper(hopper.select_config(rows_per_expert, math.inf, problem.num_local_experts))
-        return ways.select_batched(problem, hidden_states, rows_per_expert, self.packed_bits)
+        return ways.select(problem, hidden_states, rows_per_expert, self.packed_bits)
 
 
 def permute_biases(weights: ExpertWeights, halves: int) -> dict[str, torch.Tensor]:

@@ -12,12 +12,10 @@ from moereg.backends._triton import quantized_ways as ways
 from moereg.backends._triton.recorded import Recorded
 from moereg.backends._triton.workspace import (
     Piece,
-    batch_plan_bytes,
     batched_rows_per_expert,
     bytes_of,
     group_columns,
     intermediate_pieces,
-    route_plan_bytes,
     row_pieces,
 )
 from moereg.experts import Experts
@@ -60,6 +58,7 @@ class MultipliedCodes(Recorded):
         *("a13_scale", "a2_scale"),
         _ARRIVED,
     )
+    shortest_tile: ClassVar[int] = MIN_BLOCK_M
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
@@ -182,9 +181,6 @@ class Standard(MultipliedCodes):
         second = self.plan_bytes(num_tokens) + max(tokens, to_reduce)
         return (first // itemsize,), (second // itemsize,)
 
-    def plan_bytes(self, num_tokens: int) -> int:
-        return route_plan_bytes(self.problem, num_tokens, MIN_BLOCK_M)
-
     def select(self, call: Call) -> ways.QuantizedWay:
         problem, hidden_states = self.problem, call.inputs.hidden_states
         device = hidden_states.device
@@ -207,9 +203,6 @@ class Batched(MultipliedCodes):
         first = bytes_of(intermediate_pieces(problem, self.activation_format, rows))
         tokens = bytes_of(row_pieces(self.activation_format, rows, problem.hidden_size))
         return (first // itemsize,), ((self.plan_bytes(num_tokens) + tokens) // itemsize,)
-
-    def plan_bytes(self, num_tokens: int) -> int:
-        return batch_plan_bytes(self.problem, num_tokens, MIN_BLOCK_M)
 
     def select(self, call: Call) -> ways.QuantizedWay:
         problem = self.problem

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from moereg.backends._loaded import Call, Implementation
 from moereg.backends._triton.work import Way
+from moereg.backends._triton.workspace import plan_bytes
 from moereg.experts import Experts
 from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.launch.replay import LaunchRecording, recording
@@ -22,20 +23,23 @@ class Recorded(Implementation):
     """A subclass says which tensors of its weights kernels are given, and launches.
 
     Attributes:
-        recordings: By strides, tokens, device and which tensors are present; the problem fixes everything else that a
-            launch depends on, except pointers. The latest used is last.
+        recordings: By strides, tokens, the output's dtype, device and which tensors are present; the problem fixes
+            everything else that a launch depends on, except pointers. The latest used is last.
     """
 
     recorded_weights: ClassVar[tuple[str, ...]] = ()
     """Names, of those that may be absent too."""
 
+    shortest_tile: ClassVar[int]
+    """Rows of the shortest tile of the shipped configurations."""
+
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
-        self.recordings: dict[tuple[tuple[int, ...], int, int, int | None, int], LaunchRecording] = {}
+        self.recordings: dict[tuple[Any, ...], LaunchRecording] = {}
 
-    @abc.abstractmethod
     def plan_bytes(self, num_tokens: int) -> int:
         """In front of the second workspace, for a call of that many tokens (max_T in the batched format)."""
+        return plan_bytes(self.problem, num_tokens, self.shortest_tile)
 
     @abc.abstractmethod
     def work(self, call: Call, overlap: bool) -> Any:
@@ -75,7 +79,7 @@ class Recorded(Implementation):
             return
         hidden_states = inputs.hidden_states
         # The last dimension but one is tokens in either format.
-        key = (hidden_states.stride(), hidden_states.shape[-2], out.stride(-2), device.index, missing)
+        key = (hidden_states.stride(), hidden_states.shape[-2], out.stride(-2), out.dtype, device.index, missing)
         recorded = self.recordings.pop(key, None)
         if recorded is None:
             with recording(tensors) as recorded:

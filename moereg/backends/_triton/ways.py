@@ -38,10 +38,9 @@ from moereg.kernels.hopper.packed_config import HopperPackedRule
 from moereg.kernels.launch import device as limits
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.rows.block_map import BlockMap
-from moereg.kernels.rows.copy import copy_rows
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import RoutePlan
-from moereg.kernels.rows.reduce import ReduceConfig, reduce_sorted_rows
+from moereg.kernels.rows.reduce import copy_rows, reduce_sorted_rows
 from moereg.kernels.sizes import GUARD_ROWS, WEIGHT_PAD
 from moereg.spec.problem import MoEProblem
 from moereg.weights.layouts import round_up
@@ -71,38 +70,22 @@ class PlainWork(Work):
 PlainWay: TypeAlias = Way[PlainWork]
 
 
-def select(
-    problem: MoEProblem, hidden_states: torch.Tensor, rows_per_expert: float, packed_bits: int | None
-) -> Gemv | Single | Direct | Sorted:
-    """The way of a call in the standard format on the Triton kernels.
+def select(problem: MoEProblem, hidden_states: torch.Tensor, rows_per_expert: float, packed_bits: int | None) -> Tiles:
+    """The way of a call on the Triton kernels.
 
     Args:
         problem: the layer.
-        hidden_states: [T, H].
+        hidden_states: [T, H], or [E, max_T, H] in the batched format.
         rows_per_expert: the average.
         packed_bits: of a weight, where weights are packed.
     """
-    single = problem.top_k <= MAX_TOP_K
-    configs = _select_config(hidden_states.shape[0], rows_per_expert, hidden_states, packed_bits, single=single)
+    is_batched = hidden_states.dim() == 3
+    single = problem.top_k <= MAX_TOP_K and not is_batched
+    configs = select_configs(hidden_states, rows_per_expert, packed_bits, single=single)
     if isinstance(configs, GemvPair):
         return Gemv(configs)
     if isinstance(configs, SinglePair):
         return Single(configs)
-    configs = _fit(configs, problem, hidden_states, rows_per_expert, packed_bits)
-    return Sorted(configs) if configs.sort_routes else Direct(configs)
-
-
-def select_batched(
-    problem: MoEProblem, hidden_states: torch.Tensor, rows_per_expert: float, packed_bits: int | None
-) -> Batched:
-    """The way of a call in the batched format on the Triton kernels; arguments as in `select`, of [E, max_T, H]."""
-    configs = select_tiles(math.inf, rows_per_expert, hidden_states, packed_bits)
-    return Batched(_fit(configs, problem, hidden_states, rows_per_expert, packed_bits))
-
-
-def _fit(
-    configs: GemmPair, problem: MoEProblem, hidden_states: torch.Tensor, rows_per_expert: float, packed_bits: int | None
-) -> GemmPair:
     depth = round_up(problem.intermediate_size, WEIGHT_PAD)
     shape = CallShape(
         most_rows=hidden_states.shape[-2],
@@ -115,38 +98,23 @@ def _fit(
         is_packed=packed_bits is not None,
         shared_bytes=limits.max_shared_bytes(hidden_states.device),
     )
-    return fit_pair(configs, shape)
+    configs = fit_pair(configs, shape)
+    if is_batched:
+        return Batched(configs)
+    return Sorted(configs) if configs.sort_routes else Direct(configs)
 
 
-def select_tiles(
-    num_tokens: float, rows_per_expert: float, hidden_states: torch.Tensor, packed_bits: int | None
-) -> GemmPair:
-    """Configurations of the grouped GEMMs, for rows that come with a plan however few they are.
-
-    Args:
-        num_tokens: T; infinity in the batched format.
-        rows_per_expert: the average.
-        hidden_states: [T, H] or [E, max_T, H].
-        packed_bits: of a weight, where weights are packed.
-    """
-    configs = _select_config(num_tokens, rows_per_expert, hidden_states, packed_bits, single=False)
-    assert isinstance(configs, GemmPair)
-    return configs
-
-
-def _select_config(
-    num_tokens: float, rows_per_expert: float, hidden_states: torch.Tensor, packed_bits: int | None, *, single: bool
+def select_configs(
+    hidden_states: torch.Tensor, rows_per_expert: float, packed_bits: int | None, *, single: bool = False
 ) -> GemvPair | SinglePair | GemmPair:
-    device = hidden_states.device
-    return rules.select_config(
-        num_tokens,
-        rows_per_expert,
-        hidden_states.element_size(),
-        limits.max_shared_bytes(device),
-        packed_bits,
-        limits.least_block_m(device),
-        single=single,
-    )
+    """Configurations of both products from the tables; arguments as in `select`, `single` as in `rules.select_config`.
+
+    The batched format has infinitely many tokens, since its rows come with a plan however few they are.
+    """
+    device, num_tokens = hidden_states.device, math.inf if hidden_states.dim() == 3 else len(hidden_states)
+    shared_bytes, least = limits.max_shared_bytes(device), limits.least_block_m(device)
+    sizes = num_tokens, rows_per_expert, hidden_states.element_size(), shared_bytes, packed_bits, least
+    return rules.select_config(*sizes, single=single)
 
 
 def fits_hopper(
@@ -243,7 +211,7 @@ class Hopper(PlainWay):
     gate_up: ClassVar[Callable[..., None]] = staticmethod(hopper.gate_up_gemm)
     down: ClassVar[Callable[..., None]] = staticmethod(hopper.down_gemm)
     # The second product waits for the first before it lets the reduction start, so that places are written by then.
-    reduction: ClassVar[ReduceConfig] = ReduceConfig(early=True)
+    reduces_early: ClassVar[bool] = True
 
     def run(self, work: PlainWork) -> None:
         call, config, overlap = work.call, self.config, work.overlap
@@ -264,5 +232,5 @@ class Hopper(PlainWay):
         more: dict[str, Any] = {"bias": work.w2_bias, "topk_weights": work.early_weights, "overlap": overlap}
         self.down(out, intermediate, work.w2, plan, config.down, **more)
         if isinstance(plan, RoutePlan):
-            weights = work.late_weights
-            reduce_sorted_rows(call.out, out[GUARD_ROWS:], plan.route_row, weights, self.reduction, overlap=overlap)
+            rows, weights = out[GUARD_ROWS:], work.late_weights
+            reduce_sorted_rows(call.out, rows, plan.route_row, weights, early=self.reduces_early, overlap=overlap)

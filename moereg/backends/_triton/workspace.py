@@ -36,21 +36,18 @@ class Piece(NamedTuple):
         return round_up(self.num_bytes, WORKSPACE_ALIGNMENT)
 
 
-def route_plan_bytes(problem: MoEProblem, num_tokens: int, shortest_tile: int) -> int:
-    """Bytes that hold the plan of sorted routes, whatever the configuration.
+def plan_bytes(problem: MoEProblem, num_tokens: int, shortest_tile: int) -> int:
+    """Bytes that hold the plan of sorted routes, or of the tiles of the batched format, whatever the configuration.
 
     Args:
         problem: the layer.
-        num_tokens: T.
+        num_tokens: T, or max_T in the batched format.
         shortest_tile: rows of the shortest tile of the shipped configurations.
     """
-    words = route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, shortest_tile)
-    return Piece((words,), torch.int32).padded_bytes
-
-
-def batch_plan_bytes(problem: MoEProblem, max_tokens: int, shortest_tile: int) -> int:
-    """Bytes that hold the tiles of the batched format, whatever the configuration; arguments as `route_plan_bytes`."""
-    words = batch_workspace_numel(problem.num_local_experts, max_tokens, shortest_tile)
+    if problem.activation_format == "batched":
+        words = batch_workspace_numel(problem.num_local_experts, num_tokens, shortest_tile)
+    else:
+        words = route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, shortest_tile)
     return Piece((words,), torch.int32).padded_bytes
 
 

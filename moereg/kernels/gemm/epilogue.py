@@ -9,13 +9,16 @@ import torch
 
 
 class ActivationConstant(NamedTuple):
-    """The kernels' constant that says how a product is activated; the fields are those of `GateUpEpilogue`."""
+    """The kernels' constant that says how a product is activated; the fields are those of `GateUpEpilogue`.
 
-    name: str
-    gated: bool
-    alpha: float
-    beta: float
-    limit: float | None
+    Without a name nothing is: that of the second product.
+    """
+
+    name: str | None = None
+    gated: bool = False
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

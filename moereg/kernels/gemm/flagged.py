@@ -28,7 +28,7 @@ from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_pr
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.rows.plan import RoutePlan
-from moereg.kernels.rows.tiles import PlanArguments, RouteArguments, claim_tile
+from moereg.kernels.rows.tiles import PlanArguments, RouteArguments, RouteShape, claim_tile
 from moereg.kernels.sizes import FLAG_WORDS
 
 _FLAG_WORDS = tl.constexpr(FLAG_WORDS)
@@ -110,7 +110,7 @@ def _both_kernel(
     w13_stride_bias,
     w2_strides,  # MatrixStrides
     w2_stride_bias,
-    TOP_K: tl.constexpr,
+    ROUTES: tl.constexpr,  # RouteShape
     ACTIVATION: tl.constexpr,  # ActivationConstant
     UP_FORMAT: tl.constexpr,  # WeightFormat, as the next but one
     UP_TILE: tl.constexpr,  # TileShape, as the next but one
@@ -127,28 +127,18 @@ def _both_kernel(
     wait_for_previous(OVERLAP)
     used_blocks = tl.load(plan.num_blocks)
     if number < used_blocks * up_tiles:
-        up = claim_tile(direct, 0, plan, used_blocks, up_tiles, True, False, TOP_K, 1, UP_TILE, number)
+        up = claim_tile(direct, 0, plan, used_blocks, up_tiles, ROUTES, UP_TILE, number)
         first = GateUp(intermediate, hidden_states, w13, w13_bias, route_factors)
         strides = Strides(stride_hidden, w13_strides, w13_stride_bias, stride_intermediate)
-        gate_up_tile(
-            up,
-            first,
-            hidden_size,
-            w13_depth,
-            w13_columns,
-            strides,
-            True,
-            TOP_K,
-            ACTIVATION,
-            UP_FORMAT,
-            UP_TILE,
-            OVERLAP,
-        )
+        # fmt: off
+        gate_up_tile(up, first, hidden_size, w13_depth, w13_columns, strides, ROUTES, ACTIVATION, UP_FORMAT, UP_TILE,
+                     OVERLAP)
+        # fmt: on
         _raise_flag(tiles.flags + number // up_tiles * _FLAG_WORDS)
     elif number < used_blocks * (up_tiles + down_tiles):
         release_next(OVERLAP)
         number -= used_blocks * up_tiles
-        down = claim_tile(direct, 0, plan, used_blocks, down_tiles, True, False, TOP_K, 1, DOWN_TILE, number)
+        down = claim_tile(direct, 0, plan, used_blocks, down_tiles, ROUTES, DOWN_TILE, number)
         flag = tiles.flags + number // down_tiles * _FLAG_WORDS
         count = _flag_value(flag)
         if count < up_tiles:
@@ -179,23 +169,13 @@ def both_gemms(
     topk_weights: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
-    """`grouped.gate_up_gemm` and then `grouped.down_gemm`.
+    """`grouped.gate_up_gemm` and then `grouped.down_gemm`, with the arguments of both.
 
     Args:
-        out: of the second product: [N, H].
-        intermediate: [N, I_pad], overwritten as by the first product.
-        hidden_states: [T, H].
-        w13: packed, 4 bits a weight.
-        w2: likewise.
+        w13, w2: packed, 4 bits a weight.
         plan: with flags, as `sort_routes` wrote them: they are used up.
         configs: launch configurations with as many warps in both products, without tall tiles, one tile of rows after
             the other.
-        epilogue: of the first product.
-        top_k: K.
-        bias: of the second product, [E, H] or None.
-        route_factors: of the first product.
-        topk_weights: of the second.
-        overlap: as of both products.
     """
     gate_up, down = configs.gate_up, configs.down
     up, last = operand_of(w13, gate_up), operand_of(w2, down)
@@ -232,7 +212,7 @@ def both_gemms(
         0 if epilogue.bias is None else epilogue.bias.stride(0),
         last.strides,
         0 if bias is None else bias.stride(0),
-        TOP_K=top_k,
+        ROUTES=RouteShape(True, False, top_k, 1),
         ACTIVATION=epilogue.constant,
         UP_FORMAT=up.format,
         UP_TILE=up_shape,

@@ -159,15 +159,11 @@ def gate_up_gemv(
 ) -> None:
     """Writes `act(hidden_states[token] @ w13[expert].T + bias)` for every route with a local expert.
 
+    Arguments as for `gate_up_gemm` of `grouped`.
+
     Args:
         out: [N, I_pad], rows contiguous, by route: rows of other routes stay as they are.
-        hidden_states: [T, H] bf16, fp16 or fp32, rows contiguous.
-        w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; same dtype.
         routes: of any number of tokens, whatever its `block_m`.
-        config: launch configuration.
-        epilogue: bias and activation.
-        top_k: K.
-        route_factors: as for `gate_up_gemm`.
         overlap: whether the next kernel was launched to start early.
     """
     topk_ids, bias = routes.topk_ids, epilogue.bias
@@ -178,23 +174,9 @@ def gate_up_gemv(
     launch(
         _gemv_gate_up_kernel,
         (topk_ids.numel() * num_tiles,),
-        out,
-        hidden_states,
-        w13,
-        bias,
-        route_factors,
-        topk_ids,
-        routes.expert_map,
-        routes.num_experts,
-        w13.shape[0],
-        hidden_size,
-        num_columns,
-        num_tiles,
-        hidden_states.stride(0),
-        w13.stride(0),
-        w13.stride(1),
-        0 if bias is None else bias.stride(0),
-        out.stride(0),
+        *(out, hidden_states, w13, bias, route_factors, topk_ids, routes.expert_map),
+        *(routes.num_experts, w13.shape[0], hidden_size, num_columns, num_tiles, hidden_states.stride(0)),
+        *(w13.stride(0), w13.stride(1), 0 if bias is None else bias.stride(0), out.stride(0)),
         TOP_K=top_k,
         ACTIVATION=epilogue.constant,
         MASK_K=reaches_past(hidden_size, hidden_size, config.block_k),
@@ -219,15 +201,11 @@ def down_gemv(
 ) -> None:
     """Writes the sum over a token's routes of `(intermediate[route] @ w2[expert].T + bias) * topk_weight`.
 
+    Arguments as for `down_gemm` of `grouped`.
+
     Args:
         out: [T, H], rows contiguous: overwritten; zeros where no route has a local expert.
-        intermediate: [N, I_pad] bf16, fp16 or fp32, rows contiguous, from `gate_up_gemv`.
-        w2: [E, H, I_pad], same dtype.
         routes: as for `gate_up_gemv`.
-        config: launch configuration.
-        bias: [E, H], any float dtype, or None.
-        topk_weights: [T, K] fp32 contiguous, or None for no weight.
-        overlap: whether to start while `gate_up_gemv` with `overlap`, launched just before, still runs.
     """
     topk_ids = routes.topk_ids
     num_columns = w2.shape[1]
@@ -237,23 +215,9 @@ def down_gemv(
     launch(
         _gemv_down_kernel,
         (topk_ids.shape[0] * num_tiles,),
-        out,
-        intermediate,
-        w2,
-        bias,
-        topk_weights,
-        topk_ids,
-        routes.expert_map,
-        routes.num_experts,
-        w2.shape[0],
-        depth,
-        num_columns,
-        num_tiles,
-        intermediate.stride(0),
-        w2.stride(0),
-        w2.stride(1),
-        0 if bias is None else bias.stride(0),
-        out.stride(0),
+        *(out, intermediate, w2, bias, topk_weights, topk_ids, routes.expert_map),
+        *(routes.num_experts, w2.shape[0], depth, num_columns, num_tiles, intermediate.stride(0), w2.stride(0)),
+        *(w2.stride(1), 0 if bias is None else bias.stride(0), out.stride(0)),
         TOP_K=topk_ids.shape[1],
         MASK_K=reaches_past(depth, depth, config.block_k),
         BLOCK_N=config.block_n,

@@ -23,7 +23,7 @@ from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.rows.block_map import BlockMap, load_num_tall
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import RoutePlan
-from moereg.kernels.rows.tiles import claim_tile, plan_arguments
+from moereg.kernels.rows.tiles import claim_tile, plan_arguments, route_shape
 from moereg.kernels.sizes import WEIGHT_PAD
 
 
@@ -53,8 +53,7 @@ def gate_up_tile(
     depth,
     num_columns,
     strides,
-    SORTED: tl.constexpr,
-    TOP_K: tl.constexpr,
+    ROUTES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     FORMAT: tl.constexpr,
     TILE: tl.constexpr,
@@ -66,22 +65,14 @@ def gate_up_tile(
     if TILE.mask_n:
         # Columns past the end repeat the last one, which costs no bandwidth and needs no mask.
         columns = tl.minimum(columns, num_columns - 1)
-    a_rows = gemm.hidden_states + (tile.routes // TOP_K).to(tl.int64) * strides.rows
+    a_rows = gemm.hidden_states + (tile.routes // ROUTES.top_k).to(tl.int64) * strides.rows
     expert = tile.expert.to(tl.int64)
-    x = product(
-        a_rows,
-        gemm.matrices,
-        strides.matrices,
-        depth,
-        num_columns,
-        expert,
-        columns,
-        tile.row_mask,
-        hidden_size,
-        FORMAT,
-        TILE,
-    )  # [BLOCK_M, BLOCK_N] fp32
-    if not SORTED:
+    # [BLOCK_M, BLOCK_N] fp32
+    # fmt: off
+    x = product(a_rows, gemm.matrices, strides.matrices, depth, num_columns, expert, columns, tile.row_mask,
+                hidden_size, FORMAT, TILE)
+    # fmt: on
+    if not ROUTES.sorted:
         # Not released earlier: the few programs of the second GEMM would crowd onto the multiprocessors that are free
         # first.
         release_next(OVERLAP)
@@ -112,10 +103,7 @@ def _gate_up_kernel(
     num_columns,
     num_tiles_n,
     strides,  # Strides
-    SORTED: tl.constexpr,
-    SINGLE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr,
+    ROUTES: tl.constexpr,  # RouteShape
     ACTIVATION: tl.constexpr,  # ActivationConstant
     FORMAT: tl.constexpr,  # WeightFormat
     TILE: tl.constexpr,  # TileShape
@@ -125,7 +113,7 @@ def _gate_up_kernel(
     number = tl.program_id(0)
     first_block = 0
     used_blocks = None
-    if SORTED:
+    if ROUTES.sorted:
         wait_for_previous(OVERLAP)
         release_next(OVERLAP)
         used_blocks = tl.load(plan.num_blocks)
@@ -133,36 +121,21 @@ def _gate_up_kernel(
         first_block = load_num_tall(plan.num_blocks)
         tall_tiles_n = tl.cdiv(num_columns, TALL.block_n)
         if number < first_block * tall_tiles_n:
-            tile = claim_tile(
-                direct, num_tokens, plan, first_block, tall_tiles_n, SORTED, SINGLE, TOP_K, BLOCK_TOP_K, TALL, number
-            )
+            tile = claim_tile(direct, num_tokens, plan, first_block, tall_tiles_n, ROUTES, TALL, number)
             gate_up_tile(
-                tile, gemm, hidden_size, depth, num_columns, strides, SORTED, TOP_K, ACTIVATION, FORMAT, TALL, OVERLAP
+                tile, gemm, hidden_size, depth, num_columns, strides, ROUTES, ACTIVATION, FORMAT, TALL, OVERLAP
             )
             return
         number -= first_block * tall_tiles_n
         used_blocks -= first_block
-    if SORTED:
+    if ROUTES.sorted:
         if number >= used_blocks * num_tiles_n:
             return
-    tile = claim_tile(
-        direct,
-        num_tokens,
-        plan,
-        used_blocks,
-        num_tiles_n,
-        SORTED,
-        SINGLE,
-        TOP_K,
-        BLOCK_TOP_K,
-        TILE,
-        number,
-        first_block,
-    )
-    if not SORTED:
+    tile = claim_tile(direct, num_tokens, plan, used_blocks, num_tiles_n, ROUTES, TILE, number, first_block)
+    if not ROUTES.sorted:
         if tile.expert < 0:
             return
-    gate_up_tile(tile, gemm, hidden_size, depth, num_columns, strides, SORTED, TOP_K, ACTIVATION, FORMAT, TILE, OVERLAP)
+    gate_up_tile(tile, gemm, hidden_size, depth, num_columns, strides, ROUTES, ACTIVATION, FORMAT, TILE, OVERLAP)
 
 
 class Down(NamedTuple):
@@ -195,19 +168,11 @@ def down_tile(tile, gemm, depth, num_columns, strides, FORMAT: tl.constexpr, TIL
         loaded_columns = tl.minimum(columns, num_columns - 1)
     a_rows = gemm.intermediate + tile.valid_rows.to(tl.int64) * strides.rows
     expert = tile.expert.to(tl.int64)
-    x = product(
-        a_rows,
-        gemm.matrices,
-        strides.matrices,
-        depth,
-        num_columns,
-        expert,
-        loaded_columns,
-        tile.row_mask,
-        depth,
-        FORMAT,
-        TILE,
-    )  # [BLOCK_M, BLOCK_N] fp32
+    # [BLOCK_M, BLOCK_N] fp32
+    # fmt: off
+    x = product(a_rows, gemm.matrices, strides.matrices, depth, num_columns, expert, loaded_columns, tile.row_mask,
+                depth, FORMAT, TILE)
+    # fmt: on
 
     if gemm.row_factors is not None:
         x *= tl.load(gemm.row_factors + tile.valid_rows)[:, None]
@@ -233,10 +198,7 @@ def _down_kernel(
     num_columns,
     num_tiles_n,
     strides,  # Strides
-    SORTED: tl.constexpr,
-    SINGLE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr,
+    ROUTES: tl.constexpr,  # RouteShape
     FORMAT: tl.constexpr,  # WeightFormat
     TILE: tl.constexpr,  # TileShape
     TALL: tl.constexpr,  # TileShape of tall tiles, or None
@@ -246,7 +208,7 @@ def _down_kernel(
     number = tl.program_id(0)
     first_block = 0
     used_blocks = None
-    if SORTED:
+    if ROUTES.sorted:
         used_blocks = tl.load(plan.num_blocks)
     if TALL is not None:
         first_block = load_num_tall(plan.num_blocks)
@@ -254,32 +216,17 @@ def _down_kernel(
         if number < first_block * tall_tiles_n:
             wait_for_previous(OVERLAP)
             release_next(OVERLAP)
-            tile = claim_tile(
-                direct, num_tokens, plan, first_block, tall_tiles_n, SORTED, SINGLE, TOP_K, BLOCK_TOP_K, TALL, number
-            )
+            tile = claim_tile(direct, num_tokens, plan, first_block, tall_tiles_n, ROUTES, TALL, number)
             down_tile(tile, gemm, depth, num_columns, strides, FORMAT, TALL)
             return
         number -= first_block * tall_tiles_n
         used_blocks -= first_block
-    if SORTED:
+    if ROUTES.sorted:
         if number >= used_blocks * num_tiles_n:
             wait_for_previous(OVERLAP)
             return
-    tile = claim_tile(
-        direct,
-        num_tokens,
-        plan,
-        used_blocks,
-        num_tiles_n,
-        SORTED,
-        SINGLE,
-        TOP_K,
-        BLOCK_TOP_K,
-        TILE,
-        number,
-        first_block,
-    )
-    if not SORTED:
+    tile = claim_tile(direct, num_tokens, plan, used_blocks, num_tiles_n, ROUTES, TILE, number, first_block)
+    if not ROUTES.sorted:
         if tile.expert < 0:
             wait_for_previous(OVERLAP)
             return
@@ -343,8 +290,6 @@ def gate_up_gemm(
         w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; same dtype, zero padded, H_pad a
             multiple of 64, fewer than 2**31 elements per expert. Or packed, for 16-bit activations.
         plan: from `sort_routes` or `plan_batches` with `config.block_m`.
-        config: launch configuration.
-        epilogue: bias and activation.
         top_k: K; 1 in the batched format.
         route_factors: N fp32, contiguous, by route: multiplies the product before the bias; the router's weights where
             they scale inputs. None: no factor.
@@ -394,7 +339,6 @@ def down_gemm(
         w2: [E, H, I_pad], same dtype, zero padded, I_pad a multiple of 64, fewer than 2**31 elements per expert. Or
             packed.
         plan: from `sort_routes` or `plan_batches` with `config.block_m`.
-        config: launch configuration.
         bias: [E, H], any float dtype, or None.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
         row_factors: [N] fp32 contiguous, in the order of `intermediate`: multiplies the product before the bias; None:
@@ -437,15 +381,10 @@ def _launch(
         kernel,
         (num_programs(plan, config, num_columns),),
         gemm,
-        *plan_arguments(plan, operand.num_experts),
-        *depths,
-        num_columns,
+        *(*plan_arguments(plan, operand.num_experts), *depths, num_columns),
         triton.cdiv(num_columns, config.block_n),
         Strides(rows.stride(0), operand.strides, stride_bias, gemm.out.stride(0)),
-        SORTED=isinstance(plan, BlockMap),
-        SINGLE=isinstance(plan, DirectRoutes) and plan.single,
-        TOP_K=top_k,
-        BLOCK_TOP_K=triton.next_power_of_2(top_k),
+        ROUTES=route_shape(plan, top_k),
         FORMAT=operand.format,
         TILE=tile_shape(config, num_columns, depth_a, depth, config.block_k * config.slices, config.mask_rows),
         TALL=_tall_shape(config, plan, operand, depth_a),

@@ -91,7 +91,6 @@ def tile_shape(
     """The constant of a launch.
 
     Args:
-        config: launch configuration.
         num_columns: rows of an expert's weights.
         depth_a: elements of a row of activations.
         depth: K_pad, elements of a row of weights.

@@ -29,10 +29,7 @@ MAX_TOP_K = 16
 def _down_single_kernel(
     out,
     intermediate,
-    w2,
-    group_scale,
-    zero_point,
-    row_scale,
+    matrices,  # Matrices
     bias,
     topk_weights,
     topk_ids,
@@ -42,10 +39,7 @@ def _down_single_kernel(
     depth,
     num_columns,
     stride_intermediate,
-    stride_expert,
-    stride_column,  # Weights that are not packed.
-    stride_scale,
-    stride_zero_point,
+    strides,  # MatrixStrides
     stride_bias,
     TOP_K: tl.constexpr,
     PIECES: tl.constexpr,
@@ -69,10 +63,12 @@ def _down_single_kernel(
         topk_ids, expert_map, rows // BLOCK_N // PIECES, TOP_K, num_experts, num_local_experts
     )
     row_expert = tl.maximum(row_expert, 0).to(tl.int64)
+    group_scale = matrices.group_scale
     if group_scale is not None:
-        group_scale += row_expert * stride_scale
+        group_scale += row_expert * strides.scale
+    zero_point = matrices.zero_point
     if zero_point is not None:
-        zero_point += row_expert * stride_zero_point
+        zero_point += row_expert * strides.zero_point
 
     slices = tl.arange(0, SLICES)  # [SLICES]
     routes = slices // PIECES
@@ -82,26 +78,16 @@ def _down_single_kernel(
     a_pointers = intermediate + a_first[:, None, None] + tl.zeros([1, 1, BLOCK_M], tl.int32)
     # Matrix units need the other columns of the product.
     a_mask = valid[:, None, None] & (tl.arange(0, BLOCK_M) == 0)[None, None, :]
-    w2 += row_expert * stride_expert
+    weights = matrices.weights + row_expert * strides.expert
     wait_for_previous(OVERLAP)
-    sums = accumulate_slices(
-        a_pointers,
-        w2,
-        group_scale,
-        zero_point,
-        columns,
-        own_block,
-        a_mask,
-        depth,
-        depth // 64,
-        num_columns,
-        FORMAT,
-        TILE,
-        PIECES,
-    )  # [SLICES, BLOCK_N, BLOCK_M] fp32
+    # [SLICES, BLOCK_N, BLOCK_M] fp32
+    # fmt: off
+    sums = accumulate_slices(a_pointers, weights, group_scale, zero_point, columns, own_block, a_mask, depth,
+                             depth // 64, num_columns, FORMAT, TILE, PIECES)
+    # fmt: on
     x = tl.sum(sums, 2)  # [SLICES, BLOCK_N]
-    if row_scale is not None:
-        x *= tl.reshape(tl.load(row_scale + row_expert * num_columns + columns), (SLICES, BLOCK_N))
+    if matrices.row_scale is not None:
+        x *= tl.reshape(tl.load(matrices.row_scale + row_expert * num_columns + columns), (SLICES, BLOCK_N))
     if bias is not None:
         b = tl.reshape(tl.load(bias + row_expert * stride_bias + columns).to(tl.float32), (SLICES, BLOCK_N))
         x += tl.where((slices % PIECES == 0)[:, None], b, 0.0)
@@ -125,15 +111,13 @@ def down_single(
 ) -> None:
     """Writes the sum over a token's routes of `(intermediate[route] @ w2[expert].T + bias) * topk_weight`.
 
+    Arguments as for `down_gemm` of `grouped`.
+
     Args:
         out: [1, H], rows contiguous: overwritten; zeros where no route has a local expert.
         intermediate: [N, I_pad] bf16 or fp16, rows contiguous; those of routes without a local expert may be NaN.
-        w2: packed, H rows of I_pad elements.
         routes: of one token, K at most `MAX_TOP_K`.
         config: launch configuration, of more than one slice; gets as many as there are routes, at the price of stages.
-        bias: [E, H], any float dtype, or None.
-        topk_weights: [1, K] fp32 contiguous, or None for no weight.
-        overlap: whether to start while the kernel in front, launched with `overlap`, still runs.
     """
     topk_ids = routes.topk_ids
     top_k = topk_ids.shape[1]
@@ -145,19 +129,8 @@ def down_single(
     launch(
         _down_single_kernel,
         (triton.cdiv(num_columns, config.block_n),),
-        out,
-        intermediate,
-        *operand.matrices,
-        bias,
-        topk_weights,
-        topk_ids,
-        routes.expert_map,
-        routes.num_experts,
-        operand.num_experts,
-        depth,
-        num_columns,
-        intermediate.stride(0),
-        *operand.strides,
+        *(out, intermediate, operand.matrices, bias, topk_weights, topk_ids, routes.expert_map),
+        *(routes.num_experts, operand.num_experts, depth, num_columns, intermediate.stride(0), operand.strides),
         0 if bias is None else bias.stride(0),
         TOP_K=top_k,
         PIECES=pieces,

@@ -8,10 +8,10 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
 from moereg.kernels.hopper.config import HopperGemmConfig
 from moereg.kernels.hopper.packed_config import HopperPackedConfig
-from moereg.kernels.hopper.ring import BLOCK_K
+from moereg.kernels.hopper.ring import BLOCK_K, PlanPointers, ProductTile
 from moereg.kernels.launch.overlap import overlapping
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.plan import RoutePlan
@@ -29,31 +29,32 @@ def product_arguments(
         bias: [E, columns of the product] in the order of the weight's rows, or None.
         overlap: whether to start while the kernel in front still runs, and to let the next one start early.
     """
+    routes = plan.sorted_routes if isinstance(plan, RoutePlan) else None
+    counter = plan.tile_counters[1:] if epilogue is None else plan.tile_counters
     return {
         "bias": bias,
-        "block_expert": plan.block_expert,
-        "block_row": plan.block_row,
-        "block_end": plan.block_end,
-        "num_blocks": plan.num_blocks,
-        "tile_counter": plan.tile_counters[1:] if epilogue is None else plan.tile_counters,
-        "ACTIVATION": None if epilogue is None else epilogue.activation,
-        "GATED": epilogue is not None and epilogue.gated,
-        "ALPHA": 1.0 if epilogue is None else epilogue.alpha,
-        "BETA": 0.0 if epilogue is None else epilogue.beta,
-        "LIMIT": None if epilogue is None else epilogue.limit,
+        "plan": PlanPointers(routes, plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks, counter),
+        "ACTIVATION": ActivationConstant() if epilogue is None else epilogue.constant,
         "num_warps": 4,
         **overlapping(overlap),
     }
 
 
+def tile_of(
+    config: HopperGemmConfig | HopperPackedConfig, rows: torch.Tensor, depth: int, top_k: int | None, **others: Any
+) -> ProductTile:
+    """The constant of a product, over weights of `depth` elements a row; `others` as in `ProductTile`."""
+    sizes = config.block_m, config.block_n, config.slack
+    return ProductTile(*sizes, top_k=top_k, mask_k=rows.shape[1] != depth, **others)
+
+
 def row_arguments(
-    rows: torch.Tensor, depth: int, plan: BlockMap, config: HopperGemmConfig | HopperPackedConfig, top_k: int | None
+    rows: torch.Tensor, plan: BlockMap, config: HopperGemmConfig | HopperPackedConfig, top_k: int | None
 ) -> dict[str, Any]:
     """Rows of 16-bit activations: maps of boxes where they lie in order, a pointer where tokens are copied by route.
 
     Args:
         rows: of activations; behind the guard.
-        depth: elements of a row of weights.
         plan: tiles of rows.
         config: launch configuration, with the plan's `block_m` and `slack`.
         top_k: K where `rows` are tokens, or None.
@@ -68,14 +69,8 @@ def row_arguments(
     return {
         "rows": rows if by_token else boxes(config.block_m // 2),
         "slack_rows": None if by_token or not config.slack else boxes(config.slack),
-        "sorted_routes": plan.sorted_routes if isinstance(plan, RoutePlan) else None,
         "hidden_chunks": rows.shape[1] // 8,
         "stride_chunks": rows.stride(0) // 8,
-        "BY_TOKEN": by_token,
-        "TOP_K": top_k,
-        "MASK_K": rows.shape[1] != depth,
-        "BLOCK_M": config.block_m,
-        "SLACK": config.slack,
     }
 
 

@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.hopper.arguments import clipped_map, product_arguments, row_arguments, tensor_map
+from moereg.kernels.hopper.arguments import clipped_map, product_arguments, row_arguments, tensor_map, tile_of
 from moereg.kernels.hopper.config import HopperGemmConfig, select_group_m
-from moereg.kernels.hopper.consumer import RowWeights, consume
-from moereg.kernels.hopper.producer import produce, produce_by_token
+from moereg.kernels.hopper.consumer import Output, RowWeights, consume
+from moereg.kernels.hopper.producer import WeightBoxes, produce, produce_by_token
 from moereg.kernels.hopper.ring import BLOCK_K, Ring, TileOrder, allocate_barriers, allocate_turns
 from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.launch.overlap import release_next, wait_for_previous
@@ -48,12 +48,7 @@ def _grouped_kernel(
     slack_rows,
     bias,
     topk_weights,
-    sorted_routes,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
-    tile_counter,
+    plan,  # PlanPointers
     num_tiles_n,
     group_m,
     num_steps,
@@ -61,65 +56,48 @@ def _grouped_kernel(
     hidden_chunks,
     stride_chunks,
     max_tokens,
-    BY_TOKEN: gl.constexpr,
-    TOP_K: gl.constexpr,
-    MASK_K: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    SLACK: gl.constexpr,
-    BODIES: gl.constexpr,
-    STAGES: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    GATED: gl.constexpr,
-    ALPHA: gl.constexpr,
-    BETA: gl.constexpr,
-    LIMIT: gl.constexpr,
+    TILE: gl.constexpr,  # ProductTile
+    ACTIVATION: gl.constexpr,  # ActivationConstant
     OVERLAP: gl.constexpr,
 ):
     """Allocates shared memory, then splits a program's warps into a producer and two consumers.
 
     See `consume`, `produce` and `produce_by_token` for the arguments. `rows` is the tensor map `half_rows` or, where
-    BY_TOKEN, the pointer `hidden_states`.
+    tokens are copied, the pointer `hidden_states`.
     """
+    BY_TOKEN: gl.constexpr = TILE.top_k is not None
     dtype: gl.constexpr = weights.dtype
     operand: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     CHUNK: gl.constexpr = [out.block_shape[1], out.block_shape[2]]
-    weights_shared = gl.allocate_shared_memory(dtype, [STAGES] + weights.block_shape, weights.layout)
-    rows_shared = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_M // 2, BLOCK_K], operand)
-    slack_shared = gl.allocate_shared_memory(dtype, [STAGES, SLACK, BLOCK_K], operand)
+    weights_shared = gl.allocate_shared_memory(dtype, [TILE.stages] + weights.block_shape, weights.layout)
+    rows_shared = gl.allocate_shared_memory(dtype, [2 * TILE.stages, TILE.block_m // 2, BLOCK_K], operand)
+    slack_shared = gl.allocate_shared_memory(dtype, [TILE.stages, TILE.slack, BLOCK_K], operand)
     staging = gl.allocate_shared_memory(dtype, [4] + CHUNK, gl.NVMMASharedLayout.get_default_for(CHUNK, dtype))
     # One arrival announces the boxes' bytes; copies by token add one for each producer thread.
-    full, empty = allocate_barriers(STAGES, 129 if BY_TOKEN else 1)
+    full, empty = allocate_barriers(TILE.stages, 129 if BY_TOKEN else 1)
     turns = allocate_turns()
     fence_async_shared()
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
     row_weights = RowWeights(None, None)
     if topk_weights is not None:
-        row_weights = RowWeights(sorted_routes, topk_weights)
+        row_weights = RowWeights(plan.sorted_routes, topk_weights)
     ring = Ring(weights=weights_shared, rows=rows_shared, slack_rows=slack_shared, full=full, empty=empty)
-    order = TileOrder(
-        block_expert=block_expert,
-        block_row=block_row,
-        block_end=block_end,
-        num_blocks=gl.load(num_blocks),
-        num_tiles_n=num_tiles_n,
-        group_m=group_m,
-    )
+    order = TileOrder(plan, gl.load(plan.num_blocks), num_tiles_n, group_m)
+    output = Output(out, staging, bias, row_weights, None, num_columns, max_tokens)
+    boxes = WeightBoxes(weights, None, num_columns, None)
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
-    # fmt: off
     gl.warp_specialize(
-        [(consume, (out, bias, row_weights, ring, turns, staging, order, num_steps, num_columns, max_tokens, 0,
-                    BY_TOKEN, BLOCK_N, BLOCK_M, SLACK, BODIES, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-         (consume, (out, bias, row_weights, ring, turns, staging, order, num_steps, num_columns, max_tokens, 1,
-                    BY_TOKEN, BLOCK_N, BLOCK_M, SLACK, BODIES, STAGES, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-         (produce_by_token, (weights, rows, sorted_routes, ring, turns, tile_counter, order, num_steps, num_columns,
-                             hidden_chunks, stride_chunks, TOP_K, MASK_K, BLOCK_N, BLOCK_M, SLACK, BODIES, STAGES))
-         if BY_TOKEN else
-         (produce, (weights, rows, slack_rows, ring, turns, tile_counter, order, num_steps, num_columns,
-                    BLOCK_N, BLOCK_M, SLACK, BODIES, STAGES))],
-        [4, 4 if BY_TOKEN else 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
-    # fmt: on
+        [
+            (consume, (output, ring, turns, order, num_steps, 0, TILE, ACTIVATION)),
+            (consume, (output, ring, turns, order, num_steps, 1, TILE, ACTIVATION)),
+            (produce_by_token, (boxes, rows, ring, turns, order, num_steps, hidden_chunks, stride_chunks, TILE))
+            if BY_TOKEN
+            else (produce, (boxes, rows, slack_rows, ring, turns, order, num_steps, TILE)),
+        ],
+        [4, 4 if BY_TOKEN else 1],
+        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+    )
 
 
 def gate_up_gemm(
@@ -145,8 +123,6 @@ def gate_up_gemm(
             H_pad multiples of 64.
         plan: from `sort_routes`, or in the batched format from `plan_batches`, with `config.block_m` and
             `config.slack`; its first tile counter is used up.
-        config: launch configuration.
-        epilogue: bias and activation.
         top_k: K, or None.
         overlap: whether to start while the kernel in front still runs, and to let the next one start early.
     """
@@ -196,7 +172,6 @@ def down_gemm(
         intermediate: [GUARD_ROWS + N, I_pad] or [E, max_T, I_pad], contiguous, as `gate_up_gemm` wrote it.
         w2: [E, H, I_pad], contiguous, same dtype.
         plan: as for `gate_up_gemm`; its second tile counter is used up.
-        config: launch configuration.
         bias: [E, H] contiguous, any float dtype, or None.
         topk_weights: [T, K] fp32 contiguous, or None for no weight; None in the batched format.
         overlap: as for `gate_up_gemm`.
@@ -240,9 +215,7 @@ def _launch(
         num_steps=depth // BLOCK_K.value,
         num_columns=num_columns,
         max_tokens=out.shape[1] if out.dim() == 3 else None,
-        BLOCK_N=config.block_n,
-        BODIES=config.bodies,
-        STAGES=config.num_stages,
-        **row_arguments(rows, depth, plan, config, top_k),
+        TILE=tile_of(config, rows, depth, top_k, bodies=config.bodies, stages=config.num_stages),
+        **row_arguments(rows, plan, config, top_k),
         **product_arguments(plan, epilogue, bias, overlap=overlap),
     )

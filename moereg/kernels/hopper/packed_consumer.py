@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moereg.kernels.hopper.consumer import Place, RowWeights, store_tile
+from moereg.kernels.hopper.consumer import Place, store_tile
 from moereg.kernels.hopper.packed_restore import restore
 from moereg.kernels.hopper.ring import BLOCK_K, NO_TILE, locate, next_slot, reinterpret, take_tile
 from moereg.kernels.sizes import GUARD_ROWS
@@ -34,29 +34,18 @@ def _fragment(
     GATED: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    """Restores 64 of a warpgroup's columns of a slot.
+    """Restores 64 of a warpgroup's columns of a slot whose bytes have arrived: [64, BLOCK_K] bfloat16 in registers.
 
-    Args:
-        ring: a `PackedRing`.
-        slot: whose bytes have arrived.
-        half: which 64 of the columns; 0 where there are no more.
-        parity: 1 in odd steps.
-        WARPGROUP: which part of the tile.
-        ROWS: of the product.
-        TILE: a `PackedTile`.
-        GATED: whether the columns are gates and ups.
-        FORMAT: a `PackedFormat`.
-
-    Returns:
-        [64, BLOCK_K] bfloat16 in registers.
+    `half` says which 64 of the columns, 0 where there are no more, and `parity` is 1 in odd steps.
     """
-    return restore(ring, (TILE.consumers * slot + WARPGROUP) * TILE.halves + half, parity, ROWS, GATED, FORMAT)
+    HALVES: gl.constexpr = TILE.block_n // TILE.consumers // 64
+    return restore(ring, (TILE.consumers * slot + WARPGROUP) * HALVES + half, parity, ROWS, GATED, FORMAT)
 
 
 @gluon.jit
 def _wait_for_slot(ring, slot, phase, TILE: gl.constexpr):
     mbarrier.wait(ring.full.index(slot), phase)
-    if TILE.fence:
+    if TILE.top_k is not None:
         # What cp.async wrote is read by wgmma through another proxy.
         fence_async_shared()
 
@@ -118,17 +107,8 @@ def multiply_one(
     steps take turns, and a turn of the loop takes both, so that none is copied while a product reads it. No product is
     under way when a turn ends: ptxas would keep the registers of all fragments to the end, and serialize products.
 
-    Args:
-        ring: a `PackedRing`.
-        slot: the first slot.
-        phase: the round it is in.
-        num_steps: steps along the reduced dimension, at least three.
-        WARPGROUP: which part of the columns.
-        ROWS: BLOCK_M, or half of it for a tile that has no more rows.
-        SLACK: rows behind them, or 0.
-        TILE: a `PackedTile`.
-        GATED: whether the columns are gates and ups.
-        FORMAT: a `PackedFormat`.
+    Arguments as for `multiply` of `ring.py`, with a `PackedRing`, at least three steps, whether the columns are gates
+    and ups, and a `PackedFormat`.
 
     Returns:
         [64, ROWS] fp32; [64, SLACK] fp32, or the former again without slack; the next slot and its phase.
@@ -227,15 +207,17 @@ _GUARD = gl.constexpr(GUARD_ROWS)
 
 
 @gluon.jit
-def _scaled(x, row_scale, expert, column, num_columns, UNIT: gl.constexpr, GATED: gl.constexpr):
+def _scaled(x, output, expert, column, UNIT: gl.constexpr, GATED: gl.constexpr):
     """[COLUMNS, ROWS] times the scales of the weight's rows and the unit of restored numbers."""
-    if row_scale is not None:
+    if output.row_scale is not None:
         at = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
         if GATED:
             at = at // 16 * 16 + at % 8 * 2 + at // 8 % 2
         at += column
         # Columns past the last are dropped when stored.
-        value = gl.load(row_scale + expert.to(gl.int64) * num_columns + at, mask=at < num_columns, other=0.0)
+        value = gl.load(
+            output.row_scale + expert.to(gl.int64) * output.num_columns + at, mask=at < output.num_columns, other=0.0
+        )
         return x * (value * UNIT)[:, None]
     elif UNIT != 1.0:
         return x * UNIT
@@ -247,22 +229,14 @@ def _scaled(x, row_scale, expert, column, num_columns, UNIT: gl.constexpr, GATED
 def _store_half(
     product,
     slack_product,
-    out,
-    staging,
-    bias,
-    row_scale,
+    output,
     tile,
     half,
-    num_columns,
     WARPGROUP: gl.constexpr,
     ROWS: gl.constexpr,
     SLACK: gl.constexpr,
     FORMAT: gl.constexpr,
     ACTIVATION: gl.constexpr,
-    GATED: gl.constexpr,
-    ALPHA: gl.constexpr,
-    BETA: gl.constexpr,
-    LIMIT: gl.constexpr,
 ):
     """Scales and stores the products of 64 columns, number `half` of all."""
     place = Place(
@@ -270,31 +244,23 @@ def _store_half(
         column=half * 64,
         anchor=tile.row + tile.num_rows,
         row=_GUARD - tile.num_rows,
-        out_column=half * out.block_shape[2],
-        row_weights=RowWeights(None, None),
+        out_column=half * output.out.block_shape[2],
     )
     UNIT: gl.constexpr = 1.0 if FORMAT.element == "float4_e2m1fn" else 64.0
-    # fmt: off
-    product = _scaled(product, row_scale, tile.expert, half * 64, num_columns, UNIT, GATED)
-    store_tile(product, out, staging, bias, place, num_columns, WARPGROUP, 0, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+    product = _scaled(product, output, tile.expert, half * 64, UNIT, ACTIVATION.gated)
+    store_tile(product, output, place, WARPGROUP, 0, ACTIVATION)
     if SLACK > 0:
-        slack_product = _scaled(slack_product, row_scale, tile.expert, half * 64, num_columns, UNIT, GATED)
-        store_tile(slack_product, out, staging, bias, place, num_columns, WARPGROUP, ROWS, ACTIVATION, GATED, ALPHA,
-               BETA, LIMIT)
-    # fmt: on
+        slack_product = _scaled(slack_product, output, tile.expert, half * 64, UNIT, ACTIVATION.gated)
+        store_tile(slack_product, output, place, WARPGROUP, ROWS, ACTIVATION)
 
 
 @gluon.jit
 def _consume_tile(
-    out,
-    bias,
-    row_scale,
+    output,
     ring,
-    staging,
     slot,
     phase,
     num_steps,
-    num_columns,
     tile,
     WARPGROUP: gl.constexpr,
     ROWS: gl.constexpr,
@@ -302,88 +268,54 @@ def _consume_tile(
     TILE: gl.constexpr,
     FORMAT: gl.constexpr,
     ACTIVATION: gl.constexpr,
-    GATED: gl.constexpr,
-    ALPHA: gl.constexpr,
-    BETA: gl.constexpr,
-    LIMIT: gl.constexpr,
 ):
     """Multiplies and stores a tile of up to ROWS + SLACK rows; returns the next slot of the ring and its phase."""
-    half = (TILE.consumers * tile.column_tile + WARPGROUP) * TILE.halves
+    GATED: gl.constexpr = ACTIVATION.gated
+    HALVES: gl.constexpr = TILE.block_n // TILE.consumers // 64
+    half = (TILE.consumers * tile.column_tile + WARPGROUP) * HALVES
     # fmt: off
-    if TILE.halves == 1:
+    if HALVES == 1:
         product, slack_product, slot, phase = multiply_one(
             ring, slot, phase, num_steps, WARPGROUP, ROWS, SLACK, TILE, GATED, FORMAT)
-        _store_half(product, slack_product, out, staging, bias, row_scale, tile, half, num_columns,
-                    WARPGROUP, ROWS, SLACK, FORMAT, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+        _store_half(product, slack_product, output, tile, half, WARPGROUP, ROWS, SLACK, FORMAT, ACTIVATION)
     else:
         low, slack_low, high, slack_high, slot, phase = multiply_two(
             ring, slot, phase, num_steps, WARPGROUP, ROWS, SLACK, TILE, GATED, FORMAT)
-        _store_half(low, slack_low, out, staging, bias, row_scale, tile, half, num_columns,
-                    WARPGROUP, ROWS, SLACK, FORMAT, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
-        _store_half(high, slack_high, out, staging, bias, row_scale, tile, half + 1, num_columns,
-                    WARPGROUP, ROWS, SLACK, FORMAT, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+        _store_half(low, slack_low, output, tile, half, WARPGROUP, ROWS, SLACK, FORMAT, ACTIVATION)
+        _store_half(high, slack_high, output, tile, half + 1, WARPGROUP, ROWS, SLACK, FORMAT, ACTIVATION)
     # fmt: on
     return slot, phase
 
 
 @gluon.jit
 def consume_packed(
-    out,
-    bias,
-    row_scale,
+    output,
     ring,
     turns,
-    staging,
     order,
     num_steps,
-    num_columns,
     WARPGROUP: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    SLACK: gl.constexpr,
     TILE: gl.constexpr,
     FORMAT: gl.constexpr,
     ACTIVATION: gl.constexpr,
-    GATED: gl.constexpr,
-    ALPHA: gl.constexpr,
-    BETA: gl.constexpr,
-    LIMIT: gl.constexpr,
 ):
-    """Multiplies and stores one warpgroup's part of every tile of the program. Run by four warps.
-
-    Args:
-        out: map of the compact rows behind the guard, clipped at an expert's end; boxes of a staged store.
-        bias: pointer to [E, num_columns], or None.
-        row_scale: pointer to [E, num_columns] fp32, or None.
-        ring: a `PackedRing`.
-        turns: `Turns`.
-        staging: [2 * consumers, rows, columns] staged stores, two of each warpgroup.
-        order: a `TileOrder`.
-        num_steps: steps along the reduced dimension, at least three.
-        num_columns: rows of an expert's weight.
-        WARPGROUP: which part of the columns.
-        TILE: a `PackedTile`.
-        FORMAT: a `PackedFormat`.
-
-    The others are those of `consume` in `consumer.py`.
-    """
+    """As `consume` of `consumer.py`, of a `PackedRing` in a `PackedFormat`; there are at least three steps."""
+    BLOCK_M: gl.constexpr = TILE.block_m
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     tile_number, turn, turn_phase = take_tile(turns, gl.to_tensor(0), gl.to_tensor(0))
     while tile_number != NO_TILE:
-        tile = locate(tile_number, order, BLOCK_M, SLACK)
+        tile = locate(tile_number, order, BLOCK_M, TILE.slack)
         # fmt: off
         if tile.num_rows > BLOCK_M:
-            slot, phase = _consume_tile(
-                out, bias, row_scale, ring, staging, slot, phase, num_steps, num_columns, tile,
-                WARPGROUP, BLOCK_M, SLACK, TILE, FORMAT, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+            slot, phase = _consume_tile(output, ring, slot, phase, num_steps, tile,
+                                        WARPGROUP, BLOCK_M, TILE.slack, TILE, FORMAT, ACTIVATION)
         elif tile.num_rows > BLOCK_M // 2:
-            slot, phase = _consume_tile(
-                out, bias, row_scale, ring, staging, slot, phase, num_steps, num_columns, tile,
-                WARPGROUP, BLOCK_M, 0, TILE, FORMAT, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+            slot, phase = _consume_tile(output, ring, slot, phase, num_steps, tile,
+                                        WARPGROUP, BLOCK_M, 0, TILE, FORMAT, ACTIVATION)
         else:
-            slot, phase = _consume_tile(
-                out, bias, row_scale, ring, staging, slot, phase, num_steps, num_columns, tile,
-                WARPGROUP, BLOCK_M // 2, 0, TILE, FORMAT, ACTIVATION, GATED, ALPHA, BETA, LIMIT)
+            slot, phase = _consume_tile(output, ring, slot, phase, num_steps, tile,
+                                        WARPGROUP, BLOCK_M // 2, 0, TILE, FORMAT, ACTIVATION)
         # fmt: on
         tile_number, turn, turn_phase = take_tile(turns, turn, turn_phase)
     tma.store_wait(0)

@@ -15,12 +15,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.hopper.arguments import clipped_map, product_arguments, row_arguments, tensor_map
+from moereg.kernels.hopper.arguments import clipped_map, product_arguments, row_arguments, tensor_map, tile_of
 from moereg.kernels.hopper.config import select_group_m
+from moereg.kernels.hopper.consumer import Output, RowWeights
 from moereg.kernels.hopper.packed_config import STAGED_ELEMENTS, HopperPackedConfig
 from moereg.kernels.hopper.packed_consumer import consume_packed
-from moereg.kernels.hopper.packed_producer import produce_packed, produce_packed_by_token
-from moereg.kernels.hopper.packed_restore import PackedFormat, PackedTile
+from moereg.kernels.hopper.packed_restore import PackedFormat
+from moereg.kernels.hopper.producer import WeightBoxes, produce, produce_by_token
 from moereg.kernels.hopper.ring import BLOCK_K, TileOrder, allocate_barriers, allocate_turns
 from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.launch.overlap import release_next, wait_for_previous
@@ -63,12 +64,7 @@ def _packed_grouped_kernel(
     rows,
     slack_rows,
     bias,
-    sorted_routes,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
-    tile_counter,
+    plan,  # PlanPointers
     num_tiles_n,
     group_m,
     num_steps,
@@ -76,88 +72,69 @@ def _packed_grouped_kernel(
     scale_words,
     hidden_chunks,
     stride_chunks,
-    BY_TOKEN: gl.constexpr,
-    TOP_K: gl.constexpr,
-    MASK_K: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    SLACK: gl.constexpr,
-    STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    ODD: gl.constexpr,
-    FORMAT: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    GATED: gl.constexpr,
-    ALPHA: gl.constexpr,
-    BETA: gl.constexpr,
-    LIMIT: gl.constexpr,
+    TILE: gl.constexpr,  # ProductTile
+    FORMAT: gl.constexpr,  # PackedFormat
+    ACTIVATION: gl.constexpr,  # ActivationConstant
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    """Allocates shared memory, then splits a program's warps into a producer and CONSUMERS consumers.
+    """Allocates shared memory, then splits a program's warps into a producer and two or three consumers.
 
-    See `consume_packed`, `produce_packed` and `produce_packed_by_token` for the arguments. `rows` is the tensor map
-    `half_rows` or, where BY_TOKEN, the pointer `hidden_states`.
+    See `consume_packed`, `produce` and `produce_by_token` for the arguments. `rows` is the tensor map `half_rows` or,
+    where tokens are copied, the pointer `hidden_states`.
     """
+    BY_TOKEN: gl.constexpr = TILE.top_k is not None
     dtype: gl.constexpr = out.dtype
     operand: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    COLUMNS: gl.constexpr = BLOCK_N // CONSUMERS
-    WORDS: gl.constexpr = weights.block_shape[0] * 32 // COLUMNS
-    SPAN: gl.constexpr = FORMAT.span
-    TILE: gl.constexpr = PackedTile(CONSUMERS, COLUMNS // 64, STAGES, ODD, BY_TOKEN)
+    SLOTS: gl.constexpr = TILE.consumers * TILE.stages
     CHUNK: gl.constexpr = [out.block_shape[1], out.block_shape[2]]
-    words_shared = gl.allocate_shared_memory(gl.int32, [CONSUMERS * STAGES] + weights.block_shape, weights.layout)
-    rows_shared = gl.allocate_shared_memory(dtype, [2 * STAGES, BLOCK_M // 2, BLOCK_K], operand)
+    words_shared = gl.allocate_shared_memory(gl.int32, [SLOTS] + weights.block_shape, weights.layout)
+    rows_shared = gl.allocate_shared_memory(dtype, [2 * TILE.stages, TILE.block_m // 2, BLOCK_K], operand)
     scales_shared = None
     if scales is not None:
-        scales_shared = gl.allocate_shared_memory(gl.int32, [CONSUMERS * STAGES] + scales.block_shape, scales.layout)
+        scales_shared = gl.allocate_shared_memory(gl.int32, [SLOTS] + scales.block_shape, scales.layout)
     slack_shared = None
-    if SLACK > 0:
-        slack_shared = gl.allocate_shared_memory(dtype, [STAGES, SLACK, BLOCK_K], operand)
+    if TILE.slack > 0:
+        slack_shared = gl.allocate_shared_memory(dtype, [TILE.stages, TILE.slack, BLOCK_K], operand)
     staging = gl.allocate_shared_memory(
-        dtype, [2 * CONSUMERS] + CHUNK, gl.NVMMASharedLayout.get_default_for(CHUNK, dtype)
+        dtype, [2 * TILE.consumers] + CHUNK, gl.NVMMASharedLayout.get_default_for(CHUNK, dtype)
     )
     # One arrival announces the boxes' bytes; copies by token add one for each producer thread.
-    full, empty = allocate_barriers(STAGES, 129 if BY_TOKEN else 1, CONSUMERS)
-    turns = allocate_turns(CONSUMERS)
+    full, empty = allocate_barriers(TILE.stages, 129 if BY_TOKEN else 1, TILE.consumers)
+    turns = allocate_turns(TILE.consumers)
     fence_async_shared()
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
+    ring = PackedRing(words_shared, scales_shared, rows_shared, slack_shared, full, empty)
+    order = TileOrder(plan, gl.load(plan.num_blocks), num_tiles_n, group_m)
+    output = Output(out, staging, bias, RowWeights(None, None), row_scale, num_columns, None)
+    boxes = WeightBoxes(weights, scales, num_columns, scale_words)
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
-    # fmt: off
-    ring = PackedRing(weights=words_shared, scales=scales_shared, rows=rows_shared, slack_rows=slack_shared,
-                      full=full, empty=empty)
-    order = TileOrder(block_expert=block_expert, block_row=block_row, block_end=block_end,
-                      num_blocks=gl.load(num_blocks), num_tiles_n=num_tiles_n, group_m=group_m)
-    if CONSUMERS == 2:
+    if TILE.consumers == 2:
         gl.warp_specialize(
-            [(consume_packed, (out, bias, row_scale, ring, turns, staging, order, num_steps, num_columns, 0,
-                               BLOCK_M, SLACK, TILE, FORMAT, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (consume_packed, (out, bias, row_scale, ring, turns, staging, order, num_steps, num_columns, 1,
-                               BLOCK_M, SLACK, TILE, FORMAT, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (produce_packed_by_token, (weights, scales, rows, sorted_routes, ring, turns, tile_counter, order,
-                                        num_steps, num_columns, scale_words, hidden_chunks, stride_chunks,
-                                        TOP_K, MASK_K, COLUMNS, CONSUMERS, WORDS, SPAN, BLOCK_M, SLACK, STAGES))
-             if BY_TOKEN else
-             (produce_packed, (weights, scales, rows, slack_rows, ring, turns, tile_counter, order, num_steps,
-                               num_columns, scale_words, COLUMNS, CONSUMERS, WORDS, SPAN, BLOCK_M, SLACK,
-                               STAGES))],
-            [4, 4 if BY_TOKEN else 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
+            [
+                (consume_packed, (output, ring, turns, order, num_steps, 0, TILE, FORMAT, ACTIVATION)),
+                (consume_packed, (output, ring, turns, order, num_steps, 1, TILE, FORMAT, ACTIVATION)),
+                (produce_by_token, (boxes, rows, ring, turns, order, num_steps, hidden_chunks, stride_chunks, TILE))
+                if BY_TOKEN
+                else (produce, (boxes, rows, slack_rows, ring, turns, order, num_steps, TILE)),
+            ],
+            [4, 4 if BY_TOKEN else 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
     else:
-        gl.static_assert(CONSUMERS == 3 and not BY_TOKEN)
+        gl.static_assert(TILE.consumers == 3 and not BY_TOKEN)
         gl.warp_specialize(
-            [(consume_packed, (out, bias, row_scale, ring, turns, staging, order, num_steps, num_columns, 0,
-                               BLOCK_M, SLACK, TILE, FORMAT, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (consume_packed, (out, bias, row_scale, ring, turns, staging, order, num_steps, num_columns, 1,
-                               BLOCK_M, SLACK, TILE, FORMAT, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (consume_packed, (out, bias, row_scale, ring, turns, staging, order, num_steps, num_columns, 2,
-                               BLOCK_M, SLACK, TILE, FORMAT, ACTIVATION, GATED, ALPHA, BETA, LIMIT)),
-             (produce_packed, (weights, scales, rows, slack_rows, ring, turns, tile_counter, order, num_steps,
-                               num_columns, scale_words, COLUMNS, CONSUMERS, WORDS, SPAN, BLOCK_M, SLACK,
-                               STAGES))],
-            [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])
-    # fmt: on
+            [
+                (consume_packed, (output, ring, turns, order, num_steps, 0, TILE, FORMAT, ACTIVATION)),
+                (consume_packed, (output, ring, turns, order, num_steps, 1, TILE, FORMAT, ACTIVATION)),
+                (consume_packed, (output, ring, turns, order, num_steps, 2, TILE, FORMAT, ACTIVATION)),
+                (produce, (boxes, rows, slack_rows, ring, turns, order, num_steps, TILE)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
 
 
 def packed_format(element: str, group: int, scale_dtype: str) -> PackedFormat | None:
@@ -249,14 +226,18 @@ def _launch(
         num_steps=steps,
         num_columns=num_columns,
         scale_words=0 if weight.group_scale is None else weight.group_scale.shape[1],
-        BLOCK_N=config.block_n,
-        STAGES=config.num_stages(4 * words),
-        CONSUMERS=config.num_consumers,
-        ODD=steps % 2 == 1,
+        TILE=tile_of(
+            *(config, rows, weight.depth, top_k),
+            bodies=0,
+            stages=config.num_stages(4 * words),
+            consumers=config.num_consumers,
+            span=fmt.span,
+            odd=steps % 2 == 1,
+        ),
         FORMAT=fmt,
         CONSUMER_REGISTERS=config.consumer_registers,
         PRODUCER_REGISTERS=config.producer_registers,
         **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
-        **row_arguments(rows, weight.depth, plan, config, top_k),
+        **row_arguments(rows, plan, config, top_k),
         **product_arguments(plan, epilogue, bias, overlap=overlap),
     )

@@ -18,24 +18,6 @@ from triton.experimental.gluon import language as gl
 from moereg.kernels.hopper.ring import BLOCK_K, reinterpret
 
 
-class PackedTile(NamedTuple):
-    """The kernels' constant for what a tile covers.
-
-    Attributes:
-        consumers: of `HopperPackedConfig`.
-        halves: parts of 64 columns of a consumer, 1 or 2.
-        stages: slots of the ring.
-        odd: whether the number of steps is odd.
-        fence: whether threads copied the rows, rather than tensor maps.
-    """
-
-    consumers: int
-    halves: int
-    stages: int
-    odd: bool
-    fence: bool
-
-
 class PackedFormat(NamedTuple):
     """The kernels' constant that says how weights are packed and how they are restored.
 

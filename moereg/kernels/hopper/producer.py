@@ -1,6 +1,8 @@
-"""The producers of a Hopper grouped GEMM with 16-bit weights, in Triton's Gluon: fill the ring of `ring.py`."""
+"""The producers of a Hopper grouped GEMM with 16-bit or packed weights, in Triton's Gluon: fill the ring."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,72 +21,101 @@ from moereg.kernels.hopper.ring import (
 )
 
 
+class WeightBoxes(NamedTuple):
+    """The weights of a product as a producer reads them.
+
+    Attributes:
+        weights: map of the weights, boxes [BLOCK_N // 16, 2, 8, BLOCK_K] where gate and up are interleaved, or
+            [1, BLOCK_N, BLOCK_K]; of packed ones, of the words as lines of 32, boxes of a consumer's.
+        scales: map of the words of a packed weight's scales as lines of 8, boxes of a consumer's; or None.
+        num_columns: rows of an expert's weight.
+        scale_words: words of scales of a row.
+    """
+
+    weights: Any
+    scales: Any
+    num_columns: Any
+    scale_words: Any
+
+
+@gluon.constexpr_function
+def _words_of_block(box, columns):
+    """Words of a block of a row of packed weights; 0: weights are not packed."""
+    return box[0] * 32 // columns if len(box) == 2 else 0
+
+
+@gluon.constexpr_function
+def _weight_bytes(block_n, words, has_scales):
+    """Bytes of a step's weights and scales."""
+    return block_n * 4 * (words + has_scales) if words else block_n * 128
+
+
 @gluon.jit
-def _load_weights(weights, shared, ready, expert, column_tile, k, num_columns, BLOCK_N: gl.constexpr):
+def _load_weights(boxes, ring, slot, ready, tile, k, num_steps, TILE: gl.constexpr):
+    """Starts the copies of a step's weights; of packed ones' words and scales, a box of each for every consumer."""
+    weights = boxes.weights
+    first = tile.column_tile * TILE.block_n
     if len(weights.block_shape) == 4:
-        load_box(weights, [(expert * num_columns + column_tile * BLOCK_N) // 16, 0, 0, k * BLOCK_K], ready, shared)
+        at = [(tile.expert * boxes.num_columns + first) // 16, 0, 0, k * BLOCK_K]
+        load_box(weights, at, ready, ring.weights.index(slot))
+    elif len(weights.block_shape) == 3:
+        load_box(weights, [tile.expert, first, k * BLOCK_K], ready, ring.weights.index(slot))
     else:
-        load_box(weights, [expert, column_tile * BLOCK_N, k * BLOCK_K], ready, shared)
+        COLUMNS: gl.constexpr = TILE.block_n // TILE.consumers
+        WORDS: gl.constexpr = _words_of_block(weights.block_shape, COLUMNS)
+        row = (tile.expert * num_steps + k) * boxes.num_columns + first
+        for part in gl.static_range(TILE.consumers):
+            place = TILE.consumers * slot + part
+            line = row // (32 // WORDS) + part * (COLUMNS * WORDS // 32)
+            load_box(weights, [line, 0], ready, ring.weights.index(place))
+            if boxes.scales is not None:
+                scale_row = (tile.expert * boxes.scale_words + k // TILE.span) * boxes.num_columns + first
+                at = [scale_row // 8 + part * (COLUMNS // 8), 0]
+                load_box(boxes.scales, at, ready, ring.scales.index(place))
 
 
 @gluon.constexpr_function
 def _most_of_halves(block_m: int, slack: int, bodies: int) -> tuple[int, int]:
     """The most rows of a tile that is multiplied as a half or a quarter, and as these or a half and the slack."""
-    half = block_m // 2 if bodies & 0b10 else 0
+    half = block_m // 2 if bodies & 0b10 or not bodies else 0
     return half, block_m // 2 + slack if bodies & 0b100 else half
 
 
 @gluon.jit
-def _place_slack(num_rows, BLOCK_M: gl.constexpr, SLACK: gl.constexpr, BODIES: gl.constexpr):
+def _place_slack(num_rows, TILE: gl.constexpr):
     """Whether a tile's body reads the slack, and the row of the tile that it begins with: behind a half or all."""
-    MOST: gl.constexpr = _most_of_halves(BLOCK_M, SLACK, BODIES)
-    has_slack = (num_rows > BLOCK_M) | ((num_rows > MOST[0]) & (num_rows <= MOST[1]))
-    return has_slack, gl.where(num_rows > MOST[1], BLOCK_M, BLOCK_M // 2)
+    MOST: gl.constexpr = _most_of_halves(TILE.block_m, TILE.slack, TILE.bodies)
+    if TILE.bodies == 0:
+        return num_rows > TILE.block_m, TILE.block_m
+    else:
+        has_slack = (num_rows > TILE.block_m) | ((num_rows > MOST[0]) & (num_rows <= MOST[1]))
+        return has_slack, gl.where(num_rows > MOST[1], TILE.block_m, TILE.block_m // 2)
 
 
 @gluon.jit
-def produce(
-    weights,
-    half_rows,
-    slack_rows,
-    ring,
-    turns,
-    tile_counter,
-    order,
-    num_steps,
-    num_columns,
-    BLOCK_N: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    SLACK: gl.constexpr,
-    BODIES: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def produce(boxes, half_rows, slack_rows, ring, turns, order, num_steps, TILE: gl.constexpr):
     """Fills the ring with boxes of the weights and of rows that lie in order. Run by one warp.
 
     Reads the weights and rows by tensor maps, `order` and the tile counter, which it counts up. Announces each tile,
-    then for each step waits until both consumers have emptied a slot, says how many bytes its `full` has to wait for,
+    then for each step waits until all consumers have emptied a slot, says how many bytes its `full` has to wait for,
     and starts the copies: of what the tile's body reads, see `BODIES` of `config.py`. A quarter comes as a half.
 
     Args:
-        weights: map of a weight, boxes [BLOCK_N // 16, 2, 8, BLOCK_K] where gate and up are interleaved, or
-            [1, BLOCK_N, BLOCK_K].
+        boxes: `WeightBoxes`.
         half_rows: map of the rows, boxes [BLOCK_M // 2, BLOCK_K].
-        slack_rows: map of the rows, boxes [SLACK, BLOCK_K].
-        ring: a `Ring`.
+        slack_rows: map of the rows, boxes [SLACK, BLOCK_K]; None without slack.
+        ring: a `Ring` or `PackedRing`.
         turns: `Turns`.
-        tile_counter: pointer to the number of tiles that programs have taken beyond their first ones.
         order: a `TileOrder`.
         num_steps: steps along the reduced dimension.
-        num_columns: rows of an expert's weight.
-        BLOCK_N: columns of a tile.
-        BLOCK_M: rows of a tile.
-        SLACK: rows by which a tile may be longer.
-        BODIES: which bodies tiles have: a bit each.
-        STAGES: slots of the ring.
+        TILE: a `ProductTile`.
     """
+    BLOCK_M: gl.constexpr = TILE.block_m
     HALF: gl.constexpr = BLOCK_M // 2
-    MOST: gl.constexpr = _most_of_halves(BLOCK_M, SLACK, BODIES)
+    MOST: gl.constexpr = _most_of_halves(BLOCK_M, TILE.slack, TILE.bodies)
     ROW_BYTES: gl.constexpr = 2 * BLOCK_K
+    WORDS: gl.constexpr = _words_of_block(boxes.weights.block_shape, TILE.block_n // TILE.consumers)
+    WEIGHT_BYTES: gl.constexpr = _weight_bytes(TILE.block_n, WORDS, boxes.scales is not None)
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     turn = gl.to_tensor(0)
@@ -93,51 +124,61 @@ def produce(
     tile_number = gl.program_id(0)
     while tile_number < num_tiles:
         turn, turn_phase = announce_tile(tile_number, turns, turn, turn_phase, 1)
-        following = next_tile(tile_counter)
-        tile = locate(tile_number, order, BLOCK_M, SLACK)
+        following = next_tile(order.plan.tile_counter)
+        tile = locate(tile_number, order, BLOCK_M, TILE.slack)
         row, num_rows = tile.row, tile.num_rows
-        has_high = num_rows > MOST[1]
-        has_slack, slack_at = _place_slack(num_rows, BLOCK_M, SLACK, BODIES)
+        if TILE.bodies != 0:
+            has_high = num_rows > MOST[1]
+            has_slack, slack_at = _place_slack(num_rows, TILE)
         for k in range(num_steps):
             ready = ring.full.index(slot)
             at = k * BLOCK_K
             mbarrier.wait(ring.empty.index(slot), phase)
             if MOST[0] > 0:
-                mbarrier.expect(ready, (BLOCK_N + HALF) * ROW_BYTES, pred=num_rows <= MOST[0])
+                mbarrier.expect(ready, WEIGHT_BYTES + HALF * ROW_BYTES, pred=num_rows <= MOST[0])
             if MOST[1] > MOST[0]:
                 low = (num_rows > MOST[0]) & (num_rows <= MOST[1])
-                mbarrier.expect(ready, (BLOCK_N + HALF + SLACK) * ROW_BYTES, pred=low)
+                mbarrier.expect(ready, WEIGHT_BYTES + (HALF + TILE.slack) * ROW_BYTES, pred=low)
             high = (num_rows > MOST[1]) & (num_rows <= BLOCK_M)
-            mbarrier.expect(ready, (BLOCK_N + BLOCK_M) * ROW_BYTES, pred=high)
-            mbarrier.expect(ready, (BLOCK_N + BLOCK_M + SLACK) * ROW_BYTES, pred=num_rows > BLOCK_M)
-            _load_weights(
-                weights, ring.weights.index(slot), ready, tile.expert, tile.column_tile, k, num_columns, BLOCK_N
-            )
+            mbarrier.expect(ready, WEIGHT_BYTES + BLOCK_M * ROW_BYTES, pred=high)
+            if TILE.slack > 0:
+                mbarrier.expect(ready, WEIGHT_BYTES + (BLOCK_M + TILE.slack) * ROW_BYTES, pred=num_rows > BLOCK_M)
+            if TILE.bodies == 0:
+                # The same as in front of the loop; instructions are in the order that was measured.
+                has_high = num_rows > MOST[1]
+                has_slack, slack_at = _place_slack(num_rows, TILE)
+            _load_weights(boxes, ring, slot, ready, tile, k, num_steps, TILE)
             load_box(half_rows, [row, at], ready, ring.rows.index(2 * slot))
             load_box(half_rows, [row + HALF, at], ready, ring.rows.index(2 * slot + 1), pred=has_high)
-            load_box(slack_rows, [row + slack_at, at], ready, ring.slack_rows.index(slot), pred=has_slack)
-            slot, phase = next_slot(slot, phase, STAGES)
+            if TILE.slack > 0:
+                load_box(slack_rows, [row + slack_at, at], ready, ring.slack_rows.index(slot), pred=has_slack)
+            slot, phase = next_slot(slot, phase, TILE.stages)
         tile_number = following
     announce_tile(NO_TILE, turns, turn, turn_phase, 1)
 
 
 @gluon.jit
-def load_routes(sorted_routes, row, num_rows, first, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def _load_routes(sorted_routes, tile, first, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Routes of a tile's rows from row `first` on, [ROWS]; rows past the end repeat the last one."""
     at = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))  # [ROWS]
-    return gl.load(sorted_routes + row + gl.maximum(gl.minimum(at, num_rows - 1), 0))
+    return gl.load(sorted_routes + tile.row + gl.maximum(gl.minimum(at, tile.num_rows - 1), 0))
 
 
 @gluon.jit
-def _load_slack_routes(
-    sorted_routes, tile, BLOCK_M: gl.constexpr, SLACK: gl.constexpr, BODIES: gl.constexpr, LAYOUT: gl.constexpr
-):
-    _, first = _place_slack(tile.num_rows, BLOCK_M, SLACK, BODIES)
-    return load_routes(sorted_routes, tile.row, tile.num_rows, first, SLACK, LAYOUT)
+def _load_parts(sorted_routes, tile, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Routes of a tile's halves and slack: [HALF] twice and [SLACK]; without slack the third means nothing."""
+    HALF: gl.constexpr = TILE.block_m // 2
+    low = _load_routes(sorted_routes, tile, 0, HALF, LAYOUT)
+    high = _load_routes(sorted_routes, tile, HALF, HALF, LAYOUT)
+    if TILE.slack > 0:
+        _, first = _place_slack(tile.num_rows, TILE)
+        return low, high, _load_routes(sorted_routes, tile, first, TILE.slack, LAYOUT)
+    else:
+        return low, high, low
 
 
 @gluon.jit
-def token_offsets(routes, stride_chunks, TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
+def _token_offsets(routes, stride_chunks, TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
     """Offsets of a step of the routes' tokens, in elements: [ROWS, BLOCK_K]."""
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
     # A stride in chunks of 8 elements shows the compiler that every 16 bytes are aligned.
@@ -145,7 +186,7 @@ def token_offsets(routes, stride_chunks, TOP_K: gl.constexpr, LAYOUT: gl.constex
 
 
 @gluon.jit
-def copy_tokens(shared, pointers, k, hidden_chunks, MASK_K: gl.constexpr, LAYOUT: gl.constexpr):
+def _copy_tokens(shared, pointers, k, hidden_chunks, MASK_K: gl.constexpr, LAYOUT: gl.constexpr):
     """Starts the copies of step k of tokens to shared memory, zeros beyond the hidden size where MASK_K."""
     if MASK_K:
         # The weights beyond H are zeros, but NaN may lie behind a token.
@@ -158,24 +199,7 @@ def copy_tokens(shared, pointers, k, hidden_chunks, MASK_K: gl.constexpr, LAYOUT
 
 @gluon.jit
 def produce_by_token(
-    weights,
-    hidden_states,
-    sorted_routes,
-    ring,
-    turns,
-    tile_counter,
-    order,
-    num_steps,
-    num_columns,
-    hidden_chunks,
-    stride_chunks,
-    TOP_K: gl.constexpr,
-    MASK_K: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    SLACK: gl.constexpr,
-    BODIES: gl.constexpr,
-    STAGES: gl.constexpr,
+    boxes, hidden_states, ring, turns, order, num_steps, hidden_chunks, stride_chunks, TILE: gl.constexpr
 ):
     """Fills the ring with boxes of the weights and, 16 bytes at a time, with the tokens of the routes.
 
@@ -184,17 +208,18 @@ def produce_by_token(
     threads.
 
     Args:
-        weights: as for `produce`, like all that is not listed.
+        boxes: as for `produce`, like all that is not listed.
         hidden_states: pointer to the tokens [T, H].
-        sorted_routes: pointer to the routes in sorted order.
         hidden_chunks: H / 8: chunks of 16 bytes of a token.
         stride_chunks: chunks from one token to the next.
-        TOP_K: routes of a token.
-        MASK_K: whether the last step reaches past H.
     """
-    HALF: gl.constexpr = BLOCK_M // 2
-    MOST: gl.constexpr = _most_of_halves(BLOCK_M, SLACK, BODIES)
+    TOP_K: gl.constexpr = TILE.top_k
+    MASK_K: gl.constexpr = TILE.mask_k
+    MOST: gl.constexpr = _most_of_halves(TILE.block_m, TILE.slack, TILE.bodies)
+    WORDS: gl.constexpr = _words_of_block(boxes.weights.block_shape, TILE.block_n // TILE.consumers)
+    WEIGHT_BYTES: gl.constexpr = _weight_bytes(TILE.block_n, WORDS, boxes.scales is not None)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    sorted_routes = order.plan.sorted_routes
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     turn = gl.to_tensor(0)
@@ -203,41 +228,40 @@ def produce_by_token(
     tile_number = gl.program_id(0)
     # A program without a first tile has none to locate.
     if tile_number < num_tiles:
-        following = next_tile(tile_counter)
-        tile = locate(tile_number, order, BLOCK_M, SLACK)
-        low = load_routes(sorted_routes, tile.row, tile.num_rows, 0, HALF, LAYOUT)  # [HALF]
-        high = load_routes(sorted_routes, tile.row, tile.num_rows, HALF, HALF, LAYOUT)  # [HALF]
-        slack = _load_slack_routes(sorted_routes, tile, BLOCK_M, SLACK, BODIES, LAYOUT)  # [SLACK]
+        following = next_tile(order.plan.tile_counter)
+        tile = locate(tile_number, order, TILE.block_m, TILE.slack)
+        low, high, slack = _load_parts(sorted_routes, tile, TILE, LAYOUT)
         while tile_number < num_tiles:
             turn, turn_phase = announce_tile(tile_number, turns, turn, turn_phase, 4)
-            low_offsets = token_offsets(low, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
-            high_offsets = token_offsets(high, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
-            slack_offsets = token_offsets(slack, stride_chunks, TOP_K, LAYOUT)  # [SLACK, BLOCK_K]
+            low_offsets = _token_offsets(low, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
+            high_offsets = _token_offsets(high, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
+            if TILE.slack > 0:
+                slack_offsets = _token_offsets(slack, stride_chunks, TOP_K, LAYOUT)  # [SLACK, BLOCK_K]
             # The next tile's routes and the number of the tile after it arrive during this tile.
             tile_number = following
-            following = next_tile(tile_counter)
-            next_one = locate(gl.minimum(tile_number, num_tiles - 1), order, BLOCK_M, SLACK)
-            low = load_routes(sorted_routes, next_one.row, next_one.num_rows, 0, HALF, LAYOUT)
-            high = load_routes(sorted_routes, next_one.row, next_one.num_rows, HALF, HALF, LAYOUT)
-            slack = _load_slack_routes(sorted_routes, next_one, BLOCK_M, SLACK, BODIES, LAYOUT)
-            expert, column_tile, num_rows = tile.expert, tile.column_tile, tile.num_rows
-            has_slack, _ = _place_slack(num_rows, BLOCK_M, SLACK, BODIES)
-            has_high = num_rows > MOST[1]
+            following = next_tile(order.plan.tile_counter)
+            next_one = locate(gl.minimum(tile_number, num_tiles - 1), order, TILE.block_m, TILE.slack)
+            low, high, slack = _load_parts(sorted_routes, next_one, TILE, LAYOUT)
+            if TILE.bodies != 0:
+                has_slack, _ = _place_slack(tile.num_rows, TILE)
             tokens = hidden_states
             for k in range(num_steps):
                 ready = ring.full.index(slot)
                 mbarrier.wait(ring.empty.index(slot), phase)
-                mbarrier.expect(ready, 2 * BLOCK_N * BLOCK_K)
-                _load_weights(weights, ring.weights.index(slot), ready, expert, column_tile, k, num_columns, BLOCK_N)
-                copy_tokens(ring.rows.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
-                if has_high:
+                mbarrier.expect(ready, WEIGHT_BYTES)
+                _load_weights(boxes, ring, slot, ready, tile, k, num_steps, TILE)
+                _copy_tokens(ring.rows.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                if tile.num_rows > MOST[1]:
                     high_half = ring.rows.index(2 * slot + 1)
-                    copy_tokens(high_half, tokens + high_offsets, k, hidden_chunks, MASK_K, LAYOUT)
-                if has_slack:
-                    slack_rows = ring.slack_rows.index(slot)
-                    copy_tokens(slack_rows, tokens + slack_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                    _copy_tokens(high_half, tokens + high_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                if TILE.slack > 0:
+                    if TILE.bodies == 0:
+                        has_slack, _ = _place_slack(tile.num_rows, TILE)
+                    if has_slack:
+                        slack_rows = ring.slack_rows.index(slot)
+                        _copy_tokens(slack_rows, tokens + slack_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                 async_copy.mbarrier_arrive(ready, increment_count=False)
                 tokens += BLOCK_K
-                slot, phase = next_slot(slot, phase, STAGES)
+                slot, phase = next_slot(slot, phase, TILE.stages)
             tile = next_one
     announce_tile(NO_TILE, turns, turn, turn_phase, 4)

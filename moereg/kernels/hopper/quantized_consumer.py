@@ -6,6 +6,8 @@ only, and the columns of a group are in one warp.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moereg.kernels.hopper.consumer import activate, activate_halves, barrier, load_weights, store_box
-from moereg.kernels.hopper.quantized_ring import BLOCK_K, BLOCK_M, COLUMNS, OWN_ROWS, first_columns
+from moereg.kernels.gemm.activation import activate, activate_halves
+from moereg.kernels.hopper.consumer import barrier, load_weights, store_box
+from moereg.kernels.hopper.quantized_producer import BLOCK_K, BLOCK_M, COLUMNS, OWN_ROWS, first_columns
 from moereg.kernels.hopper.ring import NO_TILE, locate, next_slot, reinterpret, take_tile
 from moereg.kernels.sizes import GUARD_ROWS
 
@@ -129,7 +132,7 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def activate_fast(gate, up, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, BETA: gl.constexpr, LIMIT: gl.constexpr):
+def activate_fast(gate, up, ACTIVATION: gl.constexpr):
     """As `activate_halves`, within a few units in the last place of fp32; zero where a sigmoid is below 2**-126.
 
     64 numbers a thread are activated, rounded and encoded while nothing is multiplied. Divisions and exponentials that
@@ -137,7 +140,11 @@ def activate_fast(gate, up, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, BETA:
 
     Gates of either infinity and NaN give what `activate_halves` gives: their numbers, minus infinity NaN.
     """
-    if ACTIVATION == "silu" or ACTIVATION == "swigluoai":
+    NAME: gl.constexpr = ACTIVATION.name
+    ALPHA: gl.constexpr = ACTIVATION.alpha
+    BETA: gl.constexpr = ACTIVATION.beta
+    LIMIT: gl.constexpr = ACTIVATION.limit
+    if NAME == "silu" or NAME == "swigluoai":
         if LIMIT is not None:
             # Comparisons keep NaN, which a minimum would replace by the limit.
             gate = gl.where(gate > LIMIT, LIMIT, gate)
@@ -150,7 +157,7 @@ def activate_fast(gate, up, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, BETA:
         )
         return gate * inverse * (up + BETA)
     else:
-        return activate_halves(gate, up, ACTIVATION, ALPHA, BETA, LIMIT)
+        return activate_halves(gate, up, ACTIVATION)
 
 
 @gluon.jit
@@ -232,6 +239,48 @@ def _skip(ring, slot, phase, num_steps, STAGES: gl.constexpr):
     return slot, phase
 
 
+class CodeOutput(NamedTuple):
+    """The memory that consumers of codes store to, and what they apply to a product before.
+
+    Attributes:
+        out: map of the compact rows behind the guard, clipped at an expert's end, boxes [1, OWN_ROWS, columns].
+        out_scale: pointer to the scales of `out`, or None where it holds no codes.
+        static_scale: pointer to the given scales of `out`, of each expert or of all; None where they are dynamic.
+        staging: [2 * buffers, OWN_ROWS, columns] staged stores.
+        stride_scale: from one group's scales of `out` to the next one's.
+        stride_static: from one expert's given scale to the next one's: 1, or 0 where all have one.
+        bias: pointer to [E, num_columns], or None.
+        row_weights: `RowWeights`.
+        num_columns: rows of an expert's weight.
+    """
+
+    out: Any
+    out_scale: Any
+    static_scale: Any
+    staging: Any
+    stride_scale: Any
+    stride_static: Any
+    bias: Any
+    row_weights: Any
+    num_columns: Any
+
+
+class CodeScales(NamedTuple):
+    """Scales that do not change along a row.
+
+    Attributes:
+        row: pointer to one scale per row; read where scales are not grouped, as the next.
+        column: pointer to one scale per column, or per `group_rows` of them.
+        group_rows: rows of a weight that share a scale.
+        stride_expert: from one expert's column scales to the next one's.
+    """
+
+    row: Any
+    column: Any
+    group_rows: Any
+    stride_expert: Any
+
+
 @gluon.jit
 def _scale_and_bias(
     x,
@@ -242,8 +291,7 @@ def _scale_and_bias(
     first,
     num_columns,
     group_rows,
-    GROUPED: gl.constexpr,
-    BY_COLUMN: gl.constexpr,
+    TILE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
     """Multiplies a half's product by the scales that do not change along a row, and adds the bias.
@@ -256,11 +304,12 @@ def _scale_and_bias(
         weight: [OWN_ROWS] weights of rows, which multiply the bias, or None.
         first: row of the expert's weight that the half begins with.
         num_columns: rows of the expert's weight.
-        group_rows: rows of it that share a scale; read where not BY_COLUMN.
+        group_rows: rows of it that share a scale.
+        TILE: a `CodeTile`.
     """
     columns = gl.minimum(first + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)), num_columns - 1)
-    if not GROUPED:
-        if BY_COLUMN:
+    if not TILE.grouped:
+        if TILE.by_column:
             x = x * row_scale[:, None] * gl.load(column_scales + columns)[None, :]
         else:
             # Gate's rows, and up's, have one scale each.
@@ -308,21 +357,20 @@ def _divide_by_given(y, given, scale):
 
 
 @gluon.jit
-def _store_codes(
-    y, out, out_scale, static_scale, staging, tile, group, stride, stride_static, WARPGROUP, LAYOUT: gl.constexpr
-):
-    """Stores `y` [OWN_ROWS, COLUMNS], a group a row, as codes through a warpgroup's part of `staging`, and its scales.
+def _store_codes(y, output, tile, group, WARPGROUP: gl.constexpr, LAYOUT: gl.constexpr):
+    """Stores `y` [OWN_ROWS, COLUMNS], a group a row, as codes through a warpgroup's staged store, and its scales.
 
-    The tensor map `out` drops rows past the expert's end, and a mask their scales.
+    The tensor map drops rows past the expert's end, and a mask their scales.
     """
-    if static_scale is None:
+    out = output.out
+    if output.static_scale is None:
         codes, scale = _encode(y, 448.0, out.dtype)  # [OWN_ROWS, COLUMNS], [OWN_ROWS]
     else:
-        given = gl.load(static_scale + tile.expert * stride_static)
+        given = gl.load(output.static_scale + tile.expert * output.stride_static)
         scale = gl.zeros([OWN_ROWS], gl.float32, gl.SliceLayout(1, LAYOUT)) + given  # [OWN_ROWS]
         # The conversion saturates, and keeps NaN.
         codes = _divide_by_given(y, given, scale).to(out.dtype)  # [OWN_ROWS, COLUMNS]
-    buffer = staging.index(WARPGROUP)
+    buffer = output.staging.index(WARPGROUP)
     tma.store_wait(0)
     barrier()
     buffer.store(codes)
@@ -332,7 +380,9 @@ def _store_codes(
     store_box(out, at, _box_of(buffer, out))
     own = WARPGROUP * OWN_ROWS + gl.arange(0, OWN_ROWS, gl.SliceLayout(1, LAYOUT))  # [OWN_ROWS]
     # Scales of a group lie together, as they are read.
-    gl.store(out_scale + group.to(gl.int64) * stride + tile.row + own, scale, mask=own < tile.num_rows)
+    gl.store(
+        output.out_scale + group.to(gl.int64) * output.stride_scale + tile.row + own, scale, mask=own < tile.num_rows
+    )
 
 
 @gluon.jit
@@ -342,20 +392,21 @@ def _box_of(buffer, out):
 
 
 @gluon.jit
-def _store_half(y, out, staging, tile, column, WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BUFFERS: gl.constexpr):
+def _store_half(y, output, tile, column, WARPGROUP: gl.constexpr, FIRST: gl.constexpr, BUFFERS: gl.constexpr):
     """Stores `y` [OWN_ROWS, up to COLUMNS] from `column` on, chunk by chunk through a warpgroup's buffers.
 
-    FIRST is the column of the tile that `y` begins with. The tensor map `out` drops rows past the expert's end.
+    FIRST is the column of the tile that `y` begins with. The tensor map drops rows past the expert's end.
     """
+    out = output.out
     LENGTH: gl.constexpr = y.shape[1]
     CHUNK: gl.constexpr = out.block_shape[2]
     if LENGTH > CHUNK:
         # [OWN_ROWS, LENGTH // 2]
         low, high = gl.split(gl.permute(gl.reshape(y, (OWN_ROWS, 2, LENGTH // 2)), (0, 2, 1)))
-        _store_half(low, out, staging, tile, column, WARPGROUP, FIRST, BUFFERS)
-        _store_half(high, out, staging, tile, column + LENGTH // 2, WARPGROUP, FIRST + LENGTH // 2, BUFFERS)
+        _store_half(low, output, tile, column, WARPGROUP, FIRST, BUFFERS)
+        _store_half(high, output, tile, column + LENGTH // 2, WARPGROUP, FIRST + LENGTH // 2, BUFFERS)
     else:
-        buffer = staging.index(BUFFERS * WARPGROUP + FIRST // CHUNK % BUFFERS)  # [OWN_ROWS, CHUNK]
+        buffer = output.staging.index(BUFFERS * WARPGROUP + FIRST // CHUNK % BUFFERS)  # [OWN_ROWS, CHUNK]
         # The others may still be read.
         tma.store_wait(BUFFERS - 1)
         barrier()
@@ -368,76 +419,40 @@ def _store_half(y, out, staging, tile, column, WARPGROUP: gl.constexpr, FIRST: g
 
 @gluon.jit
 def consume_codes(
-    out,
-    out_scale,
-    static_scale,
-    row_scale,
-    column_scale,
-    bias,
-    row_weights,
+    output,
+    scales,
     ring,
     turns,
-    staging,
     lead,
     order,
     num_steps,
-    num_columns,
-    group_rows,
-    stride_expert_scale,
-    stride_out_scale,
-    stride_static,
     WARPGROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    GROUPED: gl.constexpr,
-    BY_COLUMN: gl.constexpr,
-    ROUNDED: gl.constexpr,
+    TILE: gl.constexpr,
     ACTIVATION: gl.constexpr,
-    GATED: gl.constexpr,
-    ALPHA: gl.constexpr,
-    BETA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    MASK_N: gl.constexpr,
-    LEADS: gl.constexpr,
 ):
     """Multiplies and stores one warpgroup's rows of every tile of the program. Run by four warps.
 
     Waits for a tile to be announced and for each slot of the ring to be full; reads the ring, `order`, the bias and
-    the scales that do not change along a row; writes `staging` and, through it, `out`, and the scales of its codes.
+    the scales that do not change along a row; writes the staged stores and, through these, the output, and the scales
+    of its codes.
 
     Args:
-        out: map of the compact rows behind the guard, clipped at an expert's end, boxes [1, OWN_ROWS, columns].
-        out_scale: pointer to the scales of `out`, or None where it holds no codes.
-        static_scale: pointer to the given scales of `out`, of each expert or of all; None where they are dynamic.
-        row_scale: pointer to one scale per row; read where not GROUPED.
-        column_scale: pointer to one scale per column, or per `group_rows` of them; likewise.
-        bias: pointer to [E, num_columns], or None.
-        row_weights: `RowWeights`.
+        output: a `CodeOutput`.
+        scales: `CodeScales`.
         ring: a `CodeRing` as `operands_of` returns it.
         turns: `Turns`.
-        staging: [2 * BUFFERS, OWN_ROWS, columns] staged stores.
         lead: [1, 1] barrier at which the first warpgroup arrives once a tile, after a step.
         order: a `TileOrder`.
         num_steps: steps along the reduced dimension.
-        num_columns: rows of an expert's weight.
-        group_rows: rows of it that share a scale.
-        stride_expert_scale: from one expert's column scales to the next one's.
-        stride_out_scale: from one group's scales of `out` to the next one's.
-        stride_static: from one expert's given scale to the next one's: 1, or 0 where all have one.
         WARPGROUP: 0 or 1: which half of the rows.
-        STAGES: slots of the ring.
-        BUFFERS: staged stores of each warpgroup.
-        GROUPED: whether scales change from step to step.
-        BY_COLUMN: whether each column has a scale; else `group_rows` is all columns of a half.
-        ROUNDED: dtype that numbers are rounded to before they are quantized, or None.
-        ACTIVATION: of a `GateUpEpilogue`, like the next four; None in the second product.
-        GATED: likewise; False there.
-        ALPHA: likewise.
-        BETA: likewise.
-        LIMIT: likewise.
-        MASK_N: whether the last half reaches past the last column, where zeros are stored.
-        LEADS: of `HopperQuantizedConfig`.
+        TILE: a `CodeTile`.
+        ACTIVATION: `ActivationConstant`.
     """
+    GATED: gl.constexpr = ACTIVATION.gated
+    STAGES: gl.constexpr = TILE.stages
+    LEADS: gl.constexpr = TILE.leads
+    ROUNDED: gl.constexpr = TILE.rounded
+    num_columns = output.num_columns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -452,70 +467,63 @@ def consume_codes(
             half_columns = num_columns // 2 if GATED else num_columns
             low_column, high_column = first_columns(column_tile, num_columns, GATED)
             own_expert = tile.expert.to(gl.int64)
-            own_column_scale = column_scale + own_expert * stride_expert_scale
+            own_column_scale = scales.column + own_expert * scales.stride_expert
             if LEADS:
                 if WARPGROUP == 1:
                     mbarrier.wait(lead.index(0), lead_phase)
             weight = None
-            if row_weights.topk_weights is not None:
-                weight = load_weights(row_weights, tile.row + gl.minimum(own, tile.num_rows - 1))  # [OWN_ROWS]
-            if GROUPED:
-                # fmt: off
-                low, high, slot, phase = multiply_pieces(ring, slot, phase, num_steps, lead, weight, WARPGROUP, STAGES,
-                                                         LEADS, LAYOUT)
-                # fmt: on
+            if output.row_weights.topk_weights is not None:
+                weight = load_weights(output.row_weights, tile.row + gl.minimum(own, tile.num_rows - 1))  # [OWN_ROWS]
+            if TILE.grouped:
+                low, high, slot, phase = multiply_pieces(
+                    ring, slot, phase, num_steps, lead, weight, WARPGROUP, STAGES, LEADS, LAYOUT
+                )
                 own_row_scale = None
             else:
                 low, high, slot, phase = _multiply_plain(ring, slot, phase, num_steps, WARPGROUP, STAGES)
-                own_row_scale = gl.load(row_scale + (tile.row + gl.minimum(own, tile.num_rows - 1)))  # [OWN_ROWS]
+                own_row_scale = gl.load(scales.row + (tile.row + gl.minimum(own, tile.num_rows - 1)))  # [OWN_ROWS]
                 if weight is not None:
                     own_row_scale *= weight
             own_bias = None
-            if bias is not None:
-                own_bias = bias + own_expert * num_columns
+            if output.bias is not None:
+                own_bias = output.bias + own_expert * num_columns
+            # [OWN_ROWS, COLUMNS] each
             # fmt: off
             low = _scale_and_bias(low, own_row_scale, own_column_scale, own_bias, weight, low_column, num_columns,
-                                  group_rows, GROUPED, BY_COLUMN, LAYOUT)  # [OWN_ROWS, COLUMNS]
+                                  scales.group_rows, TILE, LAYOUT)
             high = _scale_and_bias(high, own_row_scale, own_column_scale, own_bias, weight, high_column, num_columns,
-                                   group_rows, GROUPED, BY_COLUMN, LAYOUT)  # [OWN_ROWS, COLUMNS]
+                                   scales.group_rows, TILE, LAYOUT)
             # fmt: on
             if GATED:
-                if out_scale is not None:
-                    y = activate_fast(low, high, ACTIVATION, ALPHA, BETA, LIMIT)  # [OWN_ROWS, COLUMNS]
+                if output.out_scale is not None:
+                    y = activate_fast(low, high, ACTIVATION)  # [OWN_ROWS, COLUMNS]
                 else:
-                    y = activate_halves(low, high, ACTIVATION, ALPHA, BETA, LIMIT)  # [OWN_ROWS, COLUMNS]
-                if MASK_N:
+                    y = activate_halves(low, high, ACTIVATION)  # [OWN_ROWS, COLUMNS]
+                if TILE.mask_n:
                     at = low_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
                     y = gl.where((at < half_columns)[None, :], y, 0.0)
-                if out_scale is not None:
+                if output.out_scale is not None:
                     y = round_pairs(y, ROUNDED)
-                    # fmt: off
-                    _store_codes(y, out, out_scale, static_scale, staging, tile, column_tile, stride_out_scale,
-                                 stride_static, WARPGROUP, LAYOUT)
-                    # fmt: on
+                    _store_codes(y, output, tile, column_tile, WARPGROUP, LAYOUT)
                 else:
-                    _store_half(y, out, staging, tile, low_column, WARPGROUP, 0, BUFFERS)
+                    _store_half(y, output, tile, low_column, WARPGROUP, 0, TILE.buffers)
             else:
-                if ACTIVATION is not None:
-                    low = activate(low, ACTIVATION, ALPHA)
-                    high = activate(high, ACTIVATION, ALPHA)
-                    if MASK_N:
+                if ACTIVATION.name is not None:
+                    low = activate(low, ACTIVATION)
+                    high = activate(high, ACTIVATION)
+                    if TILE.mask_n:
                         at = low_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
                         low = gl.where((at < half_columns)[None, :], low, 0.0)
                         high = gl.where((at + COLUMNS < half_columns)[None, :], high, 0.0)
-                if out_scale is not None:
+                if output.out_scale is not None:
                     low = low.to(ROUNDED).to(gl.float32)
                     high = high.to(ROUNDED).to(gl.float32)
-                    # fmt: off
-                    _store_codes(low, out, out_scale, static_scale, staging, tile, 2 * column_tile, stride_out_scale,
-                                 stride_static, WARPGROUP, LAYOUT)
+                    _store_codes(low, output, tile, 2 * column_tile, WARPGROUP, LAYOUT)
                     if high_column < half_columns:
-                        _store_codes(high, out, out_scale, static_scale, staging, tile, 2 * column_tile + 1,
-                                     stride_out_scale, stride_static, WARPGROUP, LAYOUT)
-                    # fmt: on
+                        _store_codes(high, output, tile, 2 * column_tile + 1, WARPGROUP, LAYOUT)
                 else:
-                    _store_half(low, out, staging, tile, low_column, WARPGROUP, 0, BUFFERS)
-                    _store_half(high, out, staging, tile, high_column, WARPGROUP, COLUMNS, BUFFERS)
+                    _store_half(low, output, tile, low_column, WARPGROUP, 0, TILE.buffers)
+                    _store_half(high, output, tile, high_column, WARPGROUP, COLUMNS, TILE.buffers)
         else:
             slot, phase = _skip(ring, slot, phase, num_steps, STAGES)
         if LEADS:

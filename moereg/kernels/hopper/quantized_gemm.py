@@ -7,7 +7,7 @@ canonical order. Sizes as in `kernels/quantized/products.py`; rows come in the c
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -19,9 +19,18 @@ from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.hopper.arguments import clipped_map, product_arguments, tensor_map
 from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M, HopperQuantizedConfig, select_group_m
 from moereg.kernels.hopper.consumer import RowWeights
-from moereg.kernels.hopper.quantized_consumer import consume_codes
-from moereg.kernels.hopper.quantized_producer import load_early, produce_codes
-from moereg.kernels.hopper.quantized_ring import BLOCK_K, BLOCK_M, COLUMNS, OWN_ROWS, CodeRing, operands_of
+from moereg.kernels.hopper.quantized_consumer import CodeOutput, CodeScales, consume_codes
+from moereg.kernels.hopper.quantized_producer import (
+    BLOCK_K,
+    BLOCK_M,
+    COLUMNS,
+    OWN_ROWS,
+    CodeRing,
+    CodeTile,
+    load_early,
+    operands_of,
+    produce_codes,
+)
 from moereg.kernels.hopper.ring import TileOrder, allocate_barrier, allocate_barriers, allocate_turns
 from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.launch.overlap import release_next, wait_for_previous
@@ -56,12 +65,7 @@ def _quantized_grouped_kernel(
     column_scale,
     bias,
     topk_weights,
-    sorted_routes,
-    block_expert,
-    block_row,
-    block_end,
-    num_blocks,
-    tile_counter,
+    plan,  # PlanPointers
     num_tiles_n,
     group_m,
     num_steps,
@@ -72,81 +76,60 @@ def _quantized_grouped_kernel(
     stride_column_scale,
     stride_out_scale,
     stride_static,
-    GROUPED: gl.constexpr,
-    BY_COLUMN: gl.constexpr,
-    ROUNDED: gl.constexpr,
-    STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    GATED: gl.constexpr,
-    ALPHA: gl.constexpr,
-    BETA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    MASK_N: gl.constexpr,
-    LEADS: gl.constexpr,
-    EARLY: gl.constexpr,
+    TILE: gl.constexpr,  # CodeTile
+    ACTIVATION: gl.constexpr,  # ActivationConstant
     OVERLAP: gl.constexpr,
 ):
     """Allocates shared memory, then splits a program's warps into a producer and two consumers.
 
     See `consume_codes` and `produce_codes` for the arguments.
     """
+    GATED: gl.constexpr = ACTIVATION.gated
+    STAGES: gl.constexpr = TILE.stages
     dtype: gl.constexpr = weights.dtype
     CHUNK: gl.constexpr = [OWN_ROWS, out.block_shape[2]]
     rows_shared = gl.allocate_shared_memory(dtype, [2 * STAGES] + rows.block_shape, rows.layout)
     weights_shared = gl.allocate_shared_memory(dtype, [2 * STAGES] + weights.block_shape, weights.layout)
     staging = gl.allocate_shared_memory(
-        out.dtype, [2 * BUFFERS] + CHUNK, gl.NVMMASharedLayout.get_default_for(CHUNK, out.dtype)
+        out.dtype, [2 * TILE.buffers] + CHUNK, gl.NVMMASharedLayout.get_default_for(CHUNK, out.dtype)
     )
     # Not read where scales do not change along a row.
-    SCALE_SLOTS: gl.constexpr = STAGES if GROUPED else 1
+    SCALE_SLOTS: gl.constexpr = STAGES if TILE.grouped else 1
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     row_scales = gl.allocate_shared_memory(gl.float32, [SCALE_SLOTS, BLOCK_M], LINE)
     half_scales = gl.allocate_shared_memory(gl.float32, [2 * SCALE_SLOTS, 1], LINE)
     # One arrival announces the boxes' bytes; copies of scales add one for each producer thread.
-    full, empty = allocate_barriers(STAGES, 33 if GROUPED else 1)
+    full, empty = allocate_barriers(STAGES, 33 if TILE.grouped else 1)
     turns = allocate_turns()
     # Not read where these are off.
     lead = turns.taken
     early = turns.taken
-    if LEADS:
+    if TILE.leads:
         lead = allocate_barrier()
-    if EARLY:
+    if TILE.early:
         early = allocate_barrier()
     fence_async_shared()
-    if EARLY:
+    if TILE.early:
         load_early(weights, weights_shared, num_tiles_n, early, num_columns, GATED, STAGES)
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
-    ring = CodeRing(
-        rows=rows_shared, weights=weights_shared, row_scales=row_scales, half_scales=half_scales, full=full, empty=empty
-    )
+    ring = CodeRing(rows_shared, weights_shared, row_scales, half_scales, full, empty)
     operands = operands_of(ring, STAGES)
     row_weights = RowWeights(None, None)
     if topk_weights is not None:
-        row_weights = RowWeights(sorted_routes, topk_weights)
-    order = TileOrder(
-        block_expert=block_expert,
-        block_row=block_row,
-        block_end=block_end,
-        num_blocks=gl.load(num_blocks),
-        num_tiles_n=num_tiles_n,
-        group_m=group_m,
+        row_weights = RowWeights(plan.sorted_routes, topk_weights)
+    order = TileOrder(plan, gl.load(plan.num_blocks), num_tiles_n, group_m)
+    output = CodeOutput(
+        out, out_scale, static_scale, staging, stride_out_scale, stride_static, bias, row_weights, num_columns
     )
+    scales = CodeScales(row_scale, column_scale, group_rows, stride_expert_scale)
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
     # fmt: off
     gl.warp_specialize(
-        [(consume_codes, (out, out_scale, static_scale, row_scale, column_scale, bias, row_weights, operands, turns,
-                          staging, lead, order, num_steps, num_columns, group_rows, stride_expert_scale,
-                          stride_out_scale, stride_static, 0, STAGES, BUFFERS, GROUPED, BY_COLUMN, ROUNDED, ACTIVATION,
-                          GATED, ALPHA, BETA, LIMIT, MASK_N, LEADS)),
-         (consume_codes, (out, out_scale, static_scale, row_scale, column_scale, bias, row_weights, operands, turns,
-                          staging, lead, order, num_steps, num_columns, group_rows, stride_expert_scale,
-                          stride_out_scale, stride_static, 1, STAGES, BUFFERS, GROUPED, BY_COLUMN, ROUNDED, ACTIVATION,
-                          GATED, ALPHA, BETA, LIMIT, MASK_N, LEADS)),
-         (produce_codes, (rows, row_scale, weights, column_scale, ring, turns, early, tile_counter, order, num_steps,
-                          num_columns, group_rows, stride_row_scale, stride_expert_scale, stride_column_scale,
-                          GROUPED, GATED, STAGES, EARLY))],
+        [(consume_codes, (output, scales, operands, turns, lead, order, num_steps, 0, TILE, ACTIVATION)),
+         (consume_codes, (output, scales, operands, turns, lead, order, num_steps, 1, TILE, ACTIVATION)),
+         (produce_codes, (rows, weights, scales, ring, turns, early, order, num_steps, num_columns, stride_row_scale,
+                          stride_column_scale, GATED, TILE))],
         [4, 1], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS])
     # fmt: on
 
@@ -174,23 +157,12 @@ def quantized_gate_up_gemm(
             multiple of 128, by rows, or one for each of gate and up.
         plan: from `sort_routes` with `QUANTIZED_BLOCK_M` and no slack; its first tile counter is used up.
         epilogue: bias, in the order of w13's rows, and activation.
-        config: launch configuration.
         rounded: dtype that numbers are rounded to before they are quantized; given with codes.
         static_scale: [E] or [1] fp32, the scales of codes where they are given.
         overlap: whether to start while the kernel in front still runs, and to let the next one start early.
     """
-    _launch(
-        out,
-        rows,
-        w13,
-        plan,
-        config,
-        bias=epilogue.bias,
-        epilogue=epilogue,
-        rounded=rounded,
-        static_scale=static_scale,
-        overlap=overlap,
-    )
+    coded: dict[str, Any] = {"rounded": rounded, "static_scale": static_scale}
+    _launch(out, rows, w13, plan, config, bias=epilogue.bias, epilogue=epilogue, **coded, overlap=overlap)
 
 
 def quantized_down_gemm(
@@ -207,15 +179,10 @@ def quantized_down_gemm(
     """Writes `(intermediate[row] @ w2[expert].T + bias) * topk_weight` for every sorted row.
 
     Args:
-        out: [GUARD_ROWS + N, H] bf16 or fp16, contiguous, 16-byte aligned, H a multiple of 8: overwritten behind the
-            guard up to the last valid row, in sorted order.
         intermediate: codes and scales [N, ...] of rows behind the guard, as `quantized_gate_up_gemm` wrote them.
         w2: [E, H, I_pad].
         plan: as for `quantized_gate_up_gemm`; its second tile counter is used up.
-        config: launch configuration.
-        bias: [E, H] contiguous, any float dtype, or None.
-        topk_weights: [T, K] fp32 contiguous, or None for no weight.
-        overlap: as for `quantized_gate_up_gemm`.
+        out, config, bias, topk_weights, overlap: as for `down_gemm` of `hopper/gemm.py`.
     """
     _launch(out, intermediate, w2, plan, config, bias=bias, topk_weights=topk_weights, overlap=overlap)
 
@@ -256,6 +223,9 @@ def _launch(
     num_steps = depth // BLOCK_K.value
     group_m = select_group_m(num_columns * depth)
     out_columns = _CHUNK if out_scale is None else COLUMNS.value
+    given = product_arguments(plan, epilogue, bias, overlap=overlap)
+    if topk_weights is None:
+        given["plan"] = given["plan"]._replace(sorted_routes=None)
     launch(
         _quantized_grouped_kernel,
         (num_multiprocessors(target.device),),
@@ -267,7 +237,6 @@ def _launch(
         weights=tensor_map(weight.q, weight.q.shape, weight.q.stride(), (1, COLUMNS.value, BLOCK_K.value)),
         column_scale=weight.scale,
         topk_weights=topk_weights,
-        sorted_routes=None if topk_weights is None else plan.sorted_routes,
         num_tiles_n=triton.cdiv(columns, COLUMNS.value * (1 if gated else 2)),
         group_m=group_m,
         num_steps=num_steps,
@@ -278,15 +247,17 @@ def _launch(
         stride_column_scale=weight.scale.stride(1),
         stride_out_scale=out_scale.stride(1) if out_scale is not None and grouped else 0,
         stride_static=int(static_scale is not None and static_scale.numel() > 1),
-        GROUPED=grouped,
-        BY_COLUMN=weight.group_rows == 1,
-        ROUNDED=None if rounded is None else TRITON_DTYPES[rounded],
-        STAGES=config.num_stages,
-        # A half of a tile is one store of 8 KiB as codes.
-        BUFFERS=config.num_buffers if out_scale is None else 1,
-        MASK_N=epilogue is not None and columns % COLUMNS.value != 0,
-        # In a shorter row, it would arrive a second time before the other warpgroup has waited once.
-        LEADS=config.leads and grouped and num_steps > config.num_stages,
-        EARLY=config.early and overlap and group_m == 1 and num_steps >= config.num_stages,
-        **product_arguments(plan, epilogue, bias, overlap=overlap),
+        TILE=CodeTile(
+            stages=config.num_stages,
+            # A half of a tile is one store of 8 KiB as codes.
+            buffers=config.num_buffers if out_scale is None else 1,
+            grouped=grouped,
+            by_column=weight.group_rows == 1,
+            rounded=None if rounded is None else TRITON_DTYPES[rounded],
+            mask_n=epilogue is not None and columns % COLUMNS.value != 0,
+            # In a shorter row, it would arrive a second time before the other warpgroup has waited once.
+            leads=config.leads and grouped and num_steps > config.num_stages,
+            early=config.early and overlap and group_m == 1 and num_steps >= config.num_stages,
+        ),
+        **given,
     )

@@ -1,14 +1,102 @@
-"""The producer of a Hopper grouped GEMM of 8-bit codes, in Triton's Gluon: fills the ring of `quantized_ring.py`."""
+"""The producer of a Hopper grouped GEMM of 8-bit codes, in Triton's Gluon, and the ring of shared memory that it fills.
+
+A tile is 128 rows of activations by two halves of 128 rows of a weight: gate and up of the same columns, or 256 columns
+in a row. A slot of the ring holds one step along the reduced dimension, with its scales where they change from step to
+step.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from moereg.kernels.hopper.quantized_ring import BLOCK_K, BLOCK_M, COLUMNS, OWN_ROWS, first_columns
-from moereg.kernels.hopper.ring import NO_TILE, announce_tile, load_box, load_chunks, locate, next_slot, next_tile
+from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M
+from moereg.kernels.hopper.ring import (
+    NO_TILE,
+    announce_tile,
+    load_box,
+    load_chunks,
+    locate,
+    next_slot,
+    next_tile,
+    reinterpret,
+)
+
+# Rows of a tile, and of a warpgroup; columns of a half, which is a block of scales and a group of codes.
+BLOCK_M = gl.constexpr(QUANTIZED_BLOCK_M)
+OWN_ROWS = gl.constexpr(QUANTIZED_BLOCK_M // 2)
+COLUMNS = gl.constexpr(128)
+
+# Codes of the reduced dimension per step: 128 bytes, the widest swizzle, and one group of scales.
+BLOCK_K = gl.constexpr(128)
+
+
+class CodeTile(NamedTuple):
+    """The kernels' constant for how a product of codes is multiplied and stored.
+
+    Attributes:
+        stages: slots of the ring.
+        buffers: staged stores of each warpgroup.
+        grouped: whether scales change from step to step.
+        by_column: whether each column has a scale; else all columns of a half have one.
+        rounded: dtype that numbers are rounded to before they are quantized, or None.
+        mask_n: whether the last half reaches past the last column, where zeros are stored.
+        leads: of `HopperQuantizedConfig`.
+        early: whether the first tile's first weights are asked for early, see `load_early`.
+    """
+
+    stages: int
+    buffers: int
+    grouped: bool
+    by_column: bool
+    rounded: Any
+    mask_n: bool
+    leads: bool
+    early: bool
+
+
+class CodeRing(NamedTuple):
+    """The shared memory of a ring with STAGES slots.
+
+    Attributes:
+        rows: [2 * STAGES, OWN_ROWS, BLOCK_K] codes of a slot's activations, those of each warpgroup by themselves.
+        weights: [2 * STAGES, 1, COLUMNS, BLOCK_K] codes of a slot's weights, by halves; for consumers
+            [2 * STAGES, COLUMNS, BLOCK_K].
+        row_scales: [STAGES, BLOCK_M] fp32 scales of a slot's rows; for consumers [2 * STAGES, OWN_ROWS]. Neither these
+            nor the next are read where scales do not change along a row.
+        half_scales: [2 * STAGES, 1] fp32 scales of a slot's weights, one per half.
+        full: [STAGES, 1] barriers that complete when the bytes of a slot have arrived.
+        empty: [STAGES, 1] barriers that complete when both consumers have multiplied them.
+    """
+
+    rows: Any
+    weights: Any
+    row_scales: Any
+    half_scales: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def operands_of(ring, STAGES: gl.constexpr):
+    """Returns a producer's `CodeRing` as its consumers read it: the same memory in other shapes."""
+    weights = reinterpret(ring.weights, ring.weights.dtype, [2 * STAGES, COLUMNS, BLOCK_K], ring.rows.layout)
+    row_scales = reinterpret(
+        ring.row_scales, gl.float32, [2 * ring.row_scales.shape[0], OWN_ROWS], ring.row_scales.layout
+    )
+    return CodeRing(ring.rows, weights, row_scales, ring.half_scales, ring.full, ring.empty)
+
+
+@gluon.jit
+def first_columns(column_tile, num_columns, GATED: gl.constexpr):
+    """The row of an expert's weight, and column of the product, that either half of a tile begins with."""
+    low = column_tile * COLUMNS if GATED else column_tile * 2 * COLUMNS
+    high = num_columns // 2 + low if GATED else low + COLUMNS
+    return low, high
 
 
 @gluon.jit
@@ -66,24 +154,18 @@ def _load_rows(rows, row, num_rows, at, ring, slot):
 @gluon.jit
 def produce_codes(
     rows,
-    row_scale,
     weights,
-    column_scale,
+    scales,
     ring,
     turns,
     early,
-    tile_counter,
     order,
     num_steps,
     num_columns,
-    group_rows,
     stride_row_scale,
-    stride_expert_scale,
     stride_column_scale,
-    GROUPED: gl.constexpr,
     GATED: gl.constexpr,
-    STAGES: gl.constexpr,
-    EARLY: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """Fills the ring with boxes of rows in sorted order and of both halves' weights, and their scales. Run by one warp.
 
@@ -93,25 +175,21 @@ def produce_codes(
 
     Args:
         rows: map of the codes of rows, boxes [OWN_ROWS, BLOCK_K].
-        row_scale: pointer to the scales of the rows.
         weights: map of the codes of a weight, boxes [1, COLUMNS, BLOCK_K].
-        column_scale: pointer to the scales of the weights.
+        scales: `CodeScales`.
         ring: a `CodeRing`.
         turns: `Turns`.
         early: [1, 1] barrier of the weights that `load_early` asked for, or None.
-        tile_counter: pointer to the number of tiles that programs have taken beyond their first ones.
         order: a `TileOrder`.
         num_steps: steps along the reduced dimension.
         num_columns: rows of an expert's weight.
-        group_rows: rows of a weight that share a scale.
         stride_row_scale: from a row's scale of one step to that of the next.
-        stride_expert_scale: from one expert's scales to the next one's.
         stride_column_scale: from the scales of some rows of a weight to those of the next rows.
-        GROUPED: whether scales change from step to step.
         GATED: whether the weight holds gates.
-        STAGES: slots of the ring.
-        EARLY: whether the first tile's first weights have been asked for, see `load_early`.
+        TILE: a `CodeTile`.
     """
+    STAGES: gl.constexpr = TILE.stages
+    EARLY: gl.constexpr = TILE.early
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(1)
     turn = gl.to_tensor(0)
@@ -123,14 +201,14 @@ def produce_codes(
     tile_number = gl.program_id(0)
     while tile_number < num_tiles:
         turn, turn_phase = announce_tile(tile_number, turns, turn, turn_phase, 1)
-        following = next_tile(tile_counter)
+        following = next_tile(order.plan.tile_counter)
         tile = locate(tile_number, order, BLOCK_M, 0)
         expert, row, num_rows = tile.expert, tile.row, tile.num_rows
         low, high = first_columns(tile.column_tile, num_columns, GATED)
-        if GROUPED:
-            own_scales = column_scale + expert.to(gl.int64) * stride_expert_scale
-            low_scales = own_scales + gl.minimum(low, num_columns - 1) // group_rows * stride_column_scale
-            high_scales = own_scales + gl.minimum(high, num_columns - 1) // group_rows * stride_column_scale
+        if TILE.grouped:
+            own_scales = scales.column + expert.to(gl.int64) * scales.stride_expert
+            low_scales = own_scales + gl.minimum(low, num_columns - 1) // scales.group_rows * stride_column_scale
+            high_scales = own_scales + gl.minimum(high, num_columns - 1) // scales.group_rows * stride_column_scale
         if EARLY:
             guess_expert, guess_tile = _guess(order.num_tiles_n)
             # Nothing of the first tile, or the weights of its first steps if the guess was right.
@@ -155,8 +233,8 @@ def produce_codes(
                 _load_rows(rows, row, num_rows, at, ring, slot)
                 load_box(weights, [expert, low, at], ready, ring.weights.index(2 * slot))
                 load_box(weights, [expert, high, at], ready, ring.weights.index(2 * slot + 1))
-            if GROUPED:
-                _copy_scales(ring, slot, row_scale, low_scales, high_scales, tile, k, stride_row_scale)
+            if TILE.grouped:
+                _copy_scales(ring, slot, scales.row, low_scales, high_scales, tile, k, stride_row_scale)
             slot, phase = next_slot(slot, phase, STAGES)
         tile_number = following
     announce_tile(NO_TILE, turns, turn, turn_phase, 1)

@@ -53,21 +53,65 @@ class Ring(NamedTuple):
     empty: Any
 
 
+class ProductTile(NamedTuple):
+    """The kernels' constant for what a tile of a product covers.
+
+    Attributes:
+        block_m: of `HopperGemmConfig` or `HopperPackedConfig`, as the next two.
+        block_n: columns; each consumer takes a part.
+        slack: rows by which a tile may be longer.
+        bodies: of `HopperGemmConfig`; 0, of packed weights: a half, all, all and the slack.
+        stages: slots of the ring.
+        top_k: routes of a token where the producer copies rows by the tokens of their routes; None: they lie in order.
+        mask_k: whether the last step reaches past the end of a token then.
+        consumers: warpgroups that multiply.
+        span: steps that a word of a packed weight's scales serves.
+        odd: whether the number of steps is odd, of packed weights.
+    """
+
+    block_m: int
+    block_n: int
+    slack: int
+    bodies: int
+    stages: int
+    top_k: int | None
+    mask_k: bool
+    consumers: int = 2
+    span: int = 1
+    odd: bool = False
+
+
+class PlanPointers(NamedTuple):
+    """A `BlockMap` or `RoutePlan` as a kernel takes it.
+
+    Attributes:
+        sorted_routes: None where no route is read.
+        block_expert: like the next three of the map.
+        block_row: first row of a tile.
+        block_end: end of the rows of the tile's expert.
+        num_blocks: tiles of rows in use.
+        tile_counter: number of tiles that programs have taken beyond their first ones; counted up.
+    """
+
+    sorted_routes: Any
+    block_expert: Any
+    block_row: Any
+    block_end: Any
+    num_blocks: Any
+    tile_counter: Any
+
+
 class TileOrder(NamedTuple):
     """The tiles of a product and the order in which programs take them.
 
     Attributes:
-        block_expert: pointer to the `BlockMap`'s tensor of this name, like the next two.
-        block_row: likewise.
-        block_end: likewise.
+        plan: `PlanPointers`.
         num_blocks: tiles of rows in use.
         num_tiles_n: tiles along the columns of a weight.
         group_m: tiles of rows that share the columns of a weight before the next columns are taken, for the L2.
     """
 
-    block_expert: Any
-    block_row: Any
-    block_end: Any
+    plan: Any
     num_blocks: Any
     num_tiles_n: Any
     group_m: Any
@@ -116,10 +160,11 @@ def locate(tile_number, order, BLOCK_M: gl.constexpr, SLACK: gl.constexpr):
     # The last group may be smaller.
     blocks = gl.minimum(order.num_blocks - first, order.group_m)
     block = first + within % blocks
-    row = gl.load(order.block_row + block)
-    num_rows = gl.load(order.block_end + block) - row
+    row = gl.load(order.plan.block_row + block)
+    num_rows = gl.load(order.plan.block_end + block) - row
     num_rows = gl.where(num_rows > BLOCK_M + SLACK, BLOCK_M, num_rows)
-    return Tile(expert=gl.load(order.block_expert + block), column_tile=within // blocks, row=row, num_rows=num_rows)
+    expert = gl.load(order.plan.block_expert + block)
+    return Tile(expert=expert, column_tile=within // blocks, row=row, num_rows=num_rows)
 
 
 @gluon.jit
@@ -137,16 +182,7 @@ def _previous(slot, STAGES: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    ring,
-    slot,
-    phase,
-    num_steps,
-    WARPGROUP: gl.constexpr,
-    ROWS: gl.constexpr,
-    SLACK: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    FENCE: gl.constexpr,
+    ring, slot, phase, num_steps, WARPGROUP: gl.constexpr, ROWS: gl.constexpr, SLACK: gl.constexpr, TILE: gl.constexpr
 ):
     """Multiplies one warpgroup's half of a tile, out of the next `num_steps` slots of the ring.
 
@@ -160,15 +196,14 @@ def multiply(
         WARPGROUP: 0 or 1: which half of the columns.
         ROWS: BLOCK_M, or half or a quarter of it for a tile with fewer rows.
         SLACK: rows behind them, or 0.
-        BLOCK_N: columns of a tile.
-        STAGES: slots of the ring.
-        FENCE: whether threads copied the rows, rather than tensor maps.
+        TILE: a `ProductTile`.
 
     Returns:
         [BLOCK_N // 2, ROWS] fp32; [BLOCK_N // 2, SLACK] fp32, or the former again without slack; the next slot and its
         phase.
     """
-    COLUMNS: gl.constexpr = BLOCK_N // 2
+    COLUMNS: gl.constexpr = TILE.block_n // 2
+    STAGES: gl.constexpr = TILE.stages
     PARTS: gl.constexpr = 2 * ring.rows.shape[1] // ROWS
     dtype: gl.constexpr = ring.rows.dtype
     operand: gl.constexpr = ring.rows.layout
@@ -182,7 +217,7 @@ def multiply(
     gl.assume(num_steps > 0)
     for k in range(num_steps):
         mbarrier.wait(ring.full.index(slot), phase)
-        if FENCE:
+        if TILE.top_k is not None:
             # What cp.async wrote is read by wgmma through another proxy.
             fence_async_shared()
         a = columns.index(2 * slot + WARPGROUP)  # [COLUMNS, BLOCK_K]

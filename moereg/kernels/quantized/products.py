@@ -22,7 +22,7 @@ from moereg.kernels.quantized.codes import TRITON_DTYPES, encode, quantize_tile
 from moereg.kernels.quantized.operands import CodedOutput, CodeStrides, QuantizedMatrices, QuantizedRows
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.direct import DirectRoutes
-from moereg.kernels.rows.tiles import claim_tile, plan_arguments
+from moereg.kernels.rows.tiles import claim_tile, plan_arguments, route_shape
 from moereg.kernels.sizes import CODE_PAD
 
 
@@ -285,55 +285,46 @@ def launch_codes(
         mask_n: whether tiles reach past the last column.
     """
     assert config.block_m == plan.block_m
-    check_steps(rows, weights, config)
+    # A step of the main loop lies within one group of each operand, or hardware scales within it.
+    step = min(config.block_k, CODE_PAD)
+    assert rows.depth == weights.depth
+    assert config.block_k % step == rows.depth % step == 0 and weights.q.stride(2) == rows.q.stride(1) == 1
+    assert (weights.global_scale is None) == (rows.global_scale is None) == (rows.scale.dtype != torch.float8_e4m3fn)
+    # Codes of 4 bits are multiplied by codes of 8 where powers of two scale both.
+    assert weights.q.dtype == rows.q.dtype or (weights.q.dtype == rows.scale.dtype == torch.uint8)
+    assert weights.scale.dtype == rows.scale.dtype
+    assert weights.scale.stride(2) == 1 and rows.scale.stride(1) == 1
+    for group in (rows.group, weights.group_columns):
+        if rows.scale.dtype in _SCALED_GROUPS:
+            assert group == _SCALED_GROUPS[rows.scale.dtype], "hardware fixes how many columns share a scale"
+        else:
+            assert group % step == 0, f"a step of {step} columns crosses groups of {group}"
     launch(
         kernel,
         (plan.max_blocks * num_tiles_n,),
-        *outputs,
-        rows.tensors,
-        weights.tensors,
-        *others,
-        *plan_arguments(plan, weights.q.shape[0]),
-        weights.depth,
-        num_columns,
-        num_tiles_n,
-        weights.group_rows,
+        *(*outputs, rows.tensors, weights.tensors, *others),
+        *(*plan_arguments(plan, weights.q.shape[0]), weights.depth, num_columns, num_tiles_n, weights.group_rows),
         CodeStrides(rows.q.stride(0), rows.scale.stride(0), *weights.q.stride()[:2], *weights.scale.stride()[:2]),
         *strides,
-        SORTED=isinstance(plan, BlockMap),
-        TOP_K=top_k,
-        BLOCK_TOP_K=triton.next_power_of_2(top_k),
-        CODES=code_pair(rows, weights, num_columns, config.block_n),
-        TILE=code_tile(config, weights.depth, mask_n=mask_n),
-        RELEASE_LATE=releases_late(plan),
+        # One token takes a tile as several do.
+        ROUTES=route_shape(plan, top_k)._replace(single=False),
+        CODES=CodePair(
+            a_group=rows.group,
+            b_group=weights.group_columns,
+            dot_format=_DOT_FORMATS.get(rows.q.dtype),
+            uniform=weights.group_rows % config.block_n == 0 and num_columns % config.block_n == 0,
+        ),
+        TILE=CodeTile(
+            config.block_m, config.block_n, *steps(config, weights.depth), config.group_m, config.mask_rows, mask_n
+        ),
+        # Else the many small programs of the next kernel would crowd onto the multiprocessors that are free first, and
+        # run there one after the other while the rest waits: 3 % of qwen3-30b-a3b at 64 and 256 tokens on an H200.
+        # Programs of one token all end at a time.
+        RELEASE_LATE=isinstance(plan, BlockMap) or plan.topk_ids.shape[0] > 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **constants,
         **overlapping(overlap),
-    )
-
-
-def code_tile(config: GroupedGemmConfig, depth: int, *, mask_n: bool) -> CodeTile:
-    """The constant of a launch, over `depth` reduced columns."""
-    block_k, unroll = steps(config, depth)
-    return CodeTile(
-        block_m=config.block_m,
-        block_n=config.block_n,
-        block_k=block_k,
-        unroll=unroll,
-        group_m=config.group_m,
-        mask_rows=config.mask_rows,
-        mask_n=mask_n,
-    )
-
-
-def code_pair(rows: QuantizedRows, matrices: QuantizedMatrices, num_columns: int, block_n: int) -> CodePair:
-    """The constant of a launch by tiles of `block_n` of `num_columns` columns."""
-    return CodePair(
-        a_group=rows.group,
-        b_group=matrices.group_columns,
-        dot_format=_DOT_FORMATS.get(rows.q.dtype),
-        uniform=matrices.group_rows % block_n == 0 and num_columns % block_n == 0,
     )
 
 
@@ -346,32 +337,6 @@ def steps(config: GroupedGemmConfig, depth: int) -> tuple[int, int]:
     step = min(config.block_k, CODE_PAD)
     several = depth % config.block_k == 0 and depth >= 4 * config.block_k
     return step, config.block_k // step if several else 1
-
-
-def releases_late(plan: BlockMap | DirectRoutes) -> bool:
-    """Whether the next kernel may start only when the products are done.
-
-    Its many small programs would crowd onto the multiprocessors that are free first, and run there one after the other
-    while the rest waits: 3 % of qwen3-30b-a3b at 64 and 256 tokens on an H200. Programs of one token all end at a time.
-    """
-    return isinstance(plan, BlockMap) or plan.topk_ids.shape[0] > 1
-
-
-def check_steps(rows: QuantizedRows, matrices: QuantizedMatrices, config: GroupedGemmConfig) -> None:
-    """Asserts that a step of the main loop lies within one group of each operand, or hardware scales within it."""
-    step = min(config.block_k, CODE_PAD)
-    assert rows.depth == matrices.depth
-    assert config.block_k % step == rows.depth % step == 0 and matrices.q.stride(2) == rows.q.stride(1) == 1
-    assert (matrices.global_scale is None) == (rows.global_scale is None) == (rows.scale.dtype != torch.float8_e4m3fn)
-    # Codes of 4 bits are multiplied by codes of 8 where powers of two scale both.
-    assert matrices.q.dtype == rows.q.dtype or (matrices.q.dtype == rows.scale.dtype == torch.uint8)
-    assert matrices.scale.dtype == rows.scale.dtype
-    assert matrices.scale.stride(2) == 1 and rows.scale.stride(1) == 1
-    for group in (rows.group, matrices.group_columns):
-        if rows.scale.dtype in _SCALED_GROUPS:
-            assert group == _SCALED_GROUPS[rows.scale.dtype], "hardware fixes how many columns share a scale"
-        else:
-            assert group % step == 0, f"a step of {step} columns crosses groups of {group}"
 
 
 class _Output(NamedTuple):
@@ -410,10 +375,8 @@ def _quantized_gate_up_kernel(
     stride_out,
     stride_out_scale,
     stride_static,
-    SORTED: tl.constexpr,
+    ROUTES: tl.constexpr,  # RouteShape
     SOURCE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr,
     CODES: tl.constexpr,  # CodePair
     OUTPUT: tl.constexpr,  # _Output
     ACTIVATION: tl.constexpr,  # ActivationConstant
@@ -425,15 +388,15 @@ def _quantized_gate_up_kernel(
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_K: tl.constexpr = TILE.block_k
     used_blocks = None
-    if SORTED:
+    if ROUTES.sorted:
         wait_for_previous(OVERLAP)
         if not RELEASE_LATE:
             release_next(OVERLAP)
         used_blocks = tl.load(plan.num_blocks)
         if tl.program_id(0) >= used_blocks * num_tiles_n:
             return
-    tile = claim_tile(direct, num_tokens, plan, used_blocks, num_tiles_n, SORTED, False, TOP_K, BLOCK_TOP_K, TILE)
-    if not SORTED:
+    tile = claim_tile(direct, num_tokens, plan, used_blocks, num_tiles_n, ROUTES, TILE)
+    if not ROUTES.sorted:
         wait_for_previous(OVERLAP)
         if not RELEASE_LATE:
             release_next(OVERLAP)
@@ -537,12 +500,10 @@ def quantized_gate_up_gemm(
         hidden_states: [T, H_pad], or [N, H_pad] by route, or [E * max_T, H_pad] in the batched format.
         w13: [E, 2 * I, H_pad] gate first, or [E, I, H_pad] where not gated; scales of both halves by canonical row,
             global ones for each half.
-        plan: from `sort_routes` or `plan_batches` with `config.block_m`.
         config: launch configuration; `block_n` divides 128 and counts gate and up once.
         epilogue: with a bias [E, 2 * I] or [E, I].
-        top_k: K; 1 in the batched format.
         by_route: whether a route has a row of hidden states of its own.
-        overlap: whether to start while the kernel in front, the last one of plan and hidden states, still runs.
+        plan, top_k, overlap: as for `gate_up_gemm` of `gemm.grouped`.
     """
     halves = 2 if epilogue.gated else 1
     num_columns, block_n, bias = w13.q.shape[1] // halves, config.block_n, epilogue.bias
@@ -594,9 +555,7 @@ def _quantized_down_kernel(
     strides,  # CodeStrides
     stride_bias,
     stride_out,
-    SORTED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr,
+    ROUTES: tl.constexpr,  # RouteShape
     CODES: tl.constexpr,  # CodePair
     TILE: tl.constexpr,  # CodeTile
     RELEASE_LATE: tl.constexpr,
@@ -606,13 +565,13 @@ def _quantized_down_kernel(
     BLOCK_K: tl.constexpr = TILE.block_k
     # The tile map was complete before the previous kernel began, so read it before waiting.
     used_blocks = None
-    if SORTED:
+    if ROUTES.sorted:
         used_blocks = tl.load(plan.num_blocks)
         if tl.program_id(0) >= used_blocks * num_tiles_n:
             wait_for_previous(OVERLAP)
             return
-    tile = claim_tile(direct, num_tokens, plan, used_blocks, num_tiles_n, SORTED, False, TOP_K, BLOCK_TOP_K, TILE)
-    if not SORTED:
+    tile = claim_tile(direct, num_tokens, plan, used_blocks, num_tiles_n, ROUTES, TILE)
+    if not ROUTES.sorted:
         if tile.expert < 0:
             wait_for_previous(OVERLAP)
             return
@@ -671,16 +630,11 @@ def quantized_down_gemm(
 ) -> None:
     """Writes `(intermediate[row] @ w2[expert].T + bias) * topk_weight` for every sorted row to its route's row.
 
+    Arguments as for `down_gemm` of `gemm.grouped`, of codes.
+
     Args:
-        out: [N, H] bf16, fp16 or fp32, rows contiguous: rows of valid routes are overwritten, the others stay.
-            [E * max_T, H] in the batched format: every valid row to its own place.
         intermediate: [N, I_pad], in the order of `quantized_gate_up_gemm`.
         w2: [E, H, I_pad].
-        plan: from `sort_routes` or `plan_batches` with `config.block_m`.
-        config: launch configuration.
-        bias: [E, H], any float dtype, or None.
-        topk_weights: [T, K] fp32 contiguous, or None for no weight.
-        overlap: whether to start while the kernel that writes `intermediate`, launched just before, still runs.
     """
     num_columns = w2.q.shape[1]
     # Sorted routes are looked up, so only direct ones need K.

@@ -5,6 +5,8 @@ A token for each route that arrived, or a token with all of its routes. Sizes: K
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -91,31 +93,41 @@ def unpack_tokens(
         The columns, [num_rows, bytes] uint8 each; ids, [num_rows, 1] int32, -1 behind the routes; weights, [num_rows,
         1] fp32, where they travelled. Other rows behind the routes hold anything.
     """
-    num_ranks, dtype = counts.shape[0], WORD_DTYPES[words.word]
-    columns = tuple(received.new_empty((num_rows, width * words.word)) for width in words.widths)
     ids = received.new_empty((num_rows, 1), dtype=torch.int32)
     weights = received.new_empty((num_rows, 1), dtype=torch.float32) if has_weights else None
-    if num_rows == 0:
-        return columns, ids, weights
+    columns = _launch(_unpack_tokens_kernel, received, counts, ids, weights, words, top_k, num_rows)
+    return columns, ids, weights
+
+
+def _launch(
+    kernel: Any,
+    received: torch.Tensor,
+    counts: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None,
+    words: RowWords,
+    top_k: int,
+    *num_rows: int,
+) -> tuple[torch.Tensor, ...]:
+    """Launches a kernel that fills ids, weights and columns, which it returns; it may take their number of rows."""
+    columns = tuple(received.new_empty((len(ids), width * words.word)) for width in words.widths)
+    dtype = WORD_DTYPES[words.word]
 
     def launches() -> None:
-        second = columns[1] if len(columns) > 1 else None
         launch(
-            _unpack_tokens_kernel,
+            kernel,
             (received.shape[0], triton.cdiv(words.widths[0], words.block)),
-            columns[0].view(dtype),
-            None if second is None else second.view(dtype),
-            ids,
-            None if weights is None else weights.view(torch.int32),
-            received.view(dtype),
-            received.view(torch.int32),
-            counts,
-            num_rows,
-            **words.constants(num_ranks, top_k),
+            *(columns[0].view(dtype), columns[1].view(dtype) if len(columns) > 1 else None, ids),
+            *(None if weights is None else weights.view(torch.int32), received.view(dtype)),
+            *(received.view(torch.int32), counts),
+            *num_rows,
+            **words.constants(counts.shape[0], top_k),
         )
 
-    launch_remembered("unpack_tokens", launches, (received, counts, *columns, ids, weights), (words, top_k))
-    return columns, ids, weights
+    if len(ids):
+        tensors = (received, counts, *columns, ids, weights)
+        launch_remembered(kernel, launches, tensors, (words, top_k))
+    return columns
 
 
 @triton.jit
@@ -177,27 +189,8 @@ def split_rows(
         The columns, [rows, bytes] uint8 each, which hold anything behind the tokens; ids, [rows, K] int32, -1 for
         routes to other ranks and behind the tokens; weights, [rows, K] fp32.
     """
-    num_rows, num_ranks, dtype = received.shape[0], counts.shape[0], WORD_DTYPES[words.word]
-    columns = tuple(received.new_empty((num_rows, width * words.word)) for width in words.widths)
+    num_rows = received.shape[0]
     ids = received.new_empty((num_rows, top_k), dtype=torch.int32)
     weights = received.new_empty((num_rows, top_k), dtype=torch.float32)
-    if num_rows == 0:
-        return columns, ids, weights
-
-    def launches() -> None:
-        first, second = columns[0].view(dtype), columns[1].view(dtype) if len(columns) > 1 else None
-        launch(
-            _split_rows_kernel,
-            (num_rows, triton.cdiv(words.widths[0], words.block)),
-            first,
-            second,
-            ids,
-            weights.view(torch.int32),
-            received.view(dtype),
-            received.view(torch.int32),
-            counts,
-            **words.constants(num_ranks, top_k),
-        )
-
-    launch_remembered("split_rows", launches, (received, counts, *columns, ids, weights), words)
+    columns = _launch(_split_rows_kernel, received, counts, ids, weights, words, top_k)
     return columns, ids, weights

@@ -1,35 +1,78 @@
-"""Adds up the rows of a token's routes, in Triton. Sizes: T tokens, K choices per token, H hidden."""
+"""Copies tokens to the sorted rows of their routes, and adds up the rows of a token's routes, in Triton.
+
+Sizes: T tokens, K choices per token, H hidden.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.overlap import overlapping, wait_for_previous
+from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.direct import load_local_expert
 
+COLUMNS: Final = 1024
+"""Columns of a row that a program copies or adds up."""
 
-@dataclass(frozen=True, slots=True)
-class ReduceConfig:
-    """Launch configuration of the reduction.
 
-    Attributes:
-        block: columns per program; a power of two.
-        num_warps: warps per program.
-        early: whether the sorted rows' places and weights are read before the kernel in front has ended. It then has
-            waited itself before it let this one start, since still older kernels wrote the places.
+@triton.jit
+def _copy_rows_kernel(
+    out,
+    hidden_states,
+    route_row,
+    hidden_size,
+    stride_out,
+    stride_hidden,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_previous(OVERLAP)
+    release_next(OVERLAP)
+    # A program copies a token, not a row, so that each token is read once.
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    mask = columns < hidden_size
+    x = tl.load(hidden_states + token * stride_hidden + columns, mask=mask)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(route_row + token * TOP_K + k).to(tl.int64)
+        tl.store(out + row * stride_out + columns, x, mask=mask & (row >= 0))
+
+
+def copy_rows(
+    out: torch.Tensor,
+    hidden_states: torch.Tensor,
+    route_row: torch.Tensor,
+    *,
+    overlap: bool = False,
+    columns: int = COLUMNS,
+) -> None:
+    """Writes each token to the sorted rows of its routes.
+
+    Args:
+        out: [T * K, H], dtype of the tokens, rows contiguous: overwritten up to the last valid row.
+        hidden_states: [T, H], rows contiguous.
+        route_row: [T * K] int32, the row of a route, negative where it adds nothing.
+        overlap: whether to start while the kernel that writes `route_row` still runs, and to let the next start early.
+        columns: that a program copies; a power of two.
     """
-
-    block: int = 1024
-    num_warps: int = 4
-    early: bool = False
-
-
-DEFAULT_REDUCE_CONFIG = ReduceConfig()
+    num_tokens, hidden_size = hidden_states.shape
+    assert out.shape == (route_row.numel(), hidden_size) and route_row.numel() % num_tokens == 0
+    assert out.stride(1) == hidden_states.stride(1) == 1
+    block = min(columns, triton.next_power_of_2(hidden_size))
+    launch(
+        _copy_rows_kernel,
+        (num_tokens, triton.cdiv(hidden_size, block)),
+        *(out, hidden_states, route_row),
+        *(hidden_size, out.stride(0), hidden_states.stride(0)),
+        TOP_K=route_row.numel() // num_tokens,
+        BLOCK=block,
+        **overlapping(overlap),
+    )
 
 
 @triton.jit
@@ -67,12 +110,12 @@ def reduce_routes(
     out: torch.Tensor,
     route_rows: torch.Tensor,
     route_expert: torch.Tensor,
-    config: ReduceConfig = DEFAULT_REDUCE_CONFIG,
     *,
     expert_map: torch.Tensor | None = None,
     num_experts: int | None = None,
     num_local_experts: int | None = None,
     overlap: bool = False,
+    columns: int = COLUMNS,
 ) -> None:
     """Writes the sum of each token's valid routes, added in fp32 from choice 0 to K - 1.
 
@@ -82,37 +125,29 @@ def reduce_routes(
             routes are read.
         route_expert: [T * K] or [T, K] int32, negative where a route adds nothing; with `num_experts` the
             router's ids, `topk_ids`.
-        config: launch configuration.
         expert_map: [num_experts] int32, local expert or -1; None: identity.
         num_experts: ids from here on add nothing; None: the numbers are local experts already.
         num_local_experts: mapped experts from here on add nothing; given with `num_experts`.
         overlap: whether to start while the kernel that writes `route_rows` still runs.
+        columns: that a program adds up; a power of two.
     """
     num_tokens, hidden_size = out.shape
     assert route_rows.shape[0] == route_expert.numel() and route_expert.numel() % num_tokens == 0
     assert out.stride(1) == route_rows.stride(1) == 1 and route_rows.shape[1] == hidden_size
-    block = min(config.block, triton.next_power_of_2(hidden_size))
+    block = min(columns, triton.next_power_of_2(hidden_size))
     launch(
         _reduce_routes_kernel,
         (num_tokens, triton.cdiv(hidden_size, block)),
-        out,
-        route_rows,
-        route_expert,
-        expert_map,
-        num_experts,
-        num_local_experts,
-        hidden_size,
-        route_rows.stride(0),
-        out.stride(0),
+        *(out, route_rows, route_expert, expert_map),
+        *(num_experts, num_local_experts, hidden_size, route_rows.stride(0), out.stride(0)),
         TOP_K=route_expert.numel() // num_tokens,
         BLOCK=block,
-        num_warps=config.num_warps,
         **overlapping(overlap),
     )
 
 
 @triton.jit
-def _reduce_sorted_rows_kernel(
+def reduce_sorted_rows_kernel(
     out,
     sorted_rows,
     route_row,
@@ -125,6 +160,7 @@ def _reduce_sorted_rows_kernel(
     EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Sums of the rows at `route_row`, see `reduce_sorted_rows`; EARLY: a power of two from TOP_K on, or 0."""
     token = tl.program_id(0).to(tl.int64)
     if EARLY > 0:
         choices = tl.arange(0, EARLY)  # [EARLY]
@@ -159,8 +195,10 @@ def reduce_sorted_rows(
     sorted_rows: torch.Tensor,
     route_row: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    config: ReduceConfig = DEFAULT_REDUCE_CONFIG,
+    *,
+    early: bool = False,
     overlap: bool = False,
+    columns: int = COLUMNS,
 ) -> None:
     """Writes the weighted sum of each token's valid routes, added in fp32 from choice 0 to K - 1.
 
@@ -170,27 +208,23 @@ def reduce_sorted_rows(
             valid routes are read.
         route_row: [T * K] int32, the row of a route, negative where it adds nothing.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
-        config: launch configuration.
+        early: whether the rows' places and weights are read before the kernel in front has ended. It then has waited
+            itself before it let this one start, since still older kernels wrote the places.
         overlap: whether to start while the kernel that writes `sorted_rows` still runs.
+        columns: as for `reduce_routes`.
     """
     num_tokens, hidden_size = out.shape
     assert sorted_rows.shape[0] == route_row.numel() and route_row.numel() % num_tokens == 0
     top_k = route_row.numel() // num_tokens
     assert out.stride(1) == sorted_rows.stride(1) == 1 and sorted_rows.shape[1] == hidden_size
-    block = min(config.block, triton.next_power_of_2(hidden_size))
+    block = min(columns, triton.next_power_of_2(hidden_size))
     launch(
-        _reduce_sorted_rows_kernel,
+        reduce_sorted_rows_kernel,
         (num_tokens, triton.cdiv(hidden_size, block)),
-        out,
-        sorted_rows,
-        route_row,
-        topk_weights,
-        hidden_size,
-        sorted_rows.stride(0),
-        out.stride(0),
+        *(out, sorted_rows, route_row, topk_weights),
+        *(hidden_size, sorted_rows.stride(0), out.stride(0)),
         TOP_K=top_k,
         BLOCK=block,
-        EARLY=triton.next_power_of_2(top_k) if config.early else 0,
-        num_warps=config.num_warps,
+        EARLY=triton.next_power_of_2(top_k) if early else 0,
         **overlapping(overlap),
     )

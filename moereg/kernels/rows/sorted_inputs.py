@@ -89,12 +89,7 @@ def sorted_inputs(
     launch(
         _sorted_inputs_kernel,
         (triton.cdiv(num_routes, _BLOCK),),
-        out.source,
-        out.weight,
-        out.scale,
-        plan.sorted_routes,
-        plan.expert_offsets[-1:],
-        topk_weights,
+        *(out.source, out.weight, out.scale, plan.sorted_routes, plan.expert_offsets[-1:], topk_weights),
         source_scale,
         num_routes,
         ROUTES_PER_SOURCE=routes_per_source,

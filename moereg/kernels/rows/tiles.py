@@ -43,6 +43,22 @@ class RouteArguments(NamedTuple):
     expert_map: torch.Tensor | None = None
 
 
+class RouteShape(NamedTuple):
+    """The kernels' constant for how tiles find their rows.
+
+    Attributes:
+        sorted: whether rows come from a `BlockMap`.
+        single: whether there is one token, where they do not.
+        top_k: K; the sources of sorted rows are tokens of this many.
+        block_top_k: a power of two from K on.
+    """
+
+    sorted: bool
+    single: bool
+    top_k: int
+    block_top_k: int
+
+
 class PlanArguments(NamedTuple):
     """The rows of a grouped GEMM, as its kernel takes them.
 
@@ -72,10 +88,7 @@ def claim_tile(
     plan,
     used_blocks,
     num_tiles_n,
-    SORTED: tl.constexpr,
-    SINGLE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_TOP_K: tl.constexpr,
+    ROUTES: tl.constexpr,
     TILE: tl.constexpr,
     number=None,
     first_block=0,
@@ -88,14 +101,13 @@ def claim_tile(
         plan: `PlanArguments`.
         used_blocks: number of tiles of rows; with all columns more tiles than the number of this one.
         num_tiles_n: number of tiles of columns.
-        SORTED: whether the rows come from a `BlockMap`.
-        SINGLE: whether there is one token.
+        ROUTES: `RouteShape`.
         TILE: with `block_m` and `group_m`.
         number: of the tile among those of `used_blocks`; None: the program's. Read where the rows are sorted.
         first_block: tile of rows that comes first among them.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
-    if SORTED:
+    if ROUTES.sorted:
         if number is None:
             number = tl.program_id(0)
         block, column_tile = tile_of_number(number, used_blocks, num_tiles_n, TILE.group_m)
@@ -113,18 +125,13 @@ def claim_tile(
     else:
         own_route = tl.program_id(0) // num_tiles_n
         column_tile = tl.program_id(0) % num_tiles_n
+        TOP_K: tl.constexpr = ROUTES.top_k
+        BLOCK_TOP_K: tl.constexpr = ROUTES.block_top_k
+        # fmt: off
         expert, routes, row_mask = direct_rows(
-            direct.topk_ids,
-            direct.expert_map,
-            own_route,
-            num_tokens,
-            plan.num_experts,
-            plan.num_local_experts,
-            TOP_K,
-            BLOCK_M,
-            BLOCK_TOP_K,
-            SINGLE,
-        )
+            direct.topk_ids, direct.expert_map, own_route, num_tokens, plan.num_experts, plan.num_local_experts,
+            TOP_K, BLOCK_M, BLOCK_TOP_K, ROUTES.single)
+        # fmt: on
         return Tile(expert, column_tile, routes, routes, routes, row_mask)
 
 
@@ -138,6 +145,12 @@ def tile_of_number(number, num_blocks, num_tiles_n, GROUP_M: tl.constexpr):
     group_blocks = tl.minimum(num_blocks - first_block, GROUP_M)
     within = number % (GROUP_M * num_tiles_n)
     return first_block + within % group_blocks, within // group_blocks
+
+
+def route_shape(plan: BlockMap | DirectRoutes, top_k: int) -> RouteShape:
+    """The constant of a launch; `top_k` is K, or 1 where routes are only looked up or rows lie by expert."""
+    is_single = isinstance(plan, DirectRoutes) and plan.single
+    return RouteShape(isinstance(plan, BlockMap), is_single, top_k, triton.next_power_of_2(top_k))
 
 
 def plan_arguments(plan: BlockMap | DirectRoutes, num_local_experts: int) -> tuple[RouteArguments, int, PlanArguments]:
