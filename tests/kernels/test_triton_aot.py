@@ -39,6 +39,7 @@ MAX_REGISTERS_SM90 = {
     ("routing", "plan_batches"): 96,
     ("routing", "place_tokens"): 64,
     ("routing", "spread_tokens"): 20,
+    ("routing", "sum_batches"): 39,
     ("short_routing", "count_chunks"): 31,
     ("short_routing", "place_routes"): 128,
     ("short_routing", "reduce_sorted_rows"): 48,

@@ -17,7 +17,6 @@ from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_pr
 from moereg.kernels.launch.remembered import launch_again, launch_remembered
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.direct import load_local_expert
-from moereg.kernels.rows.reduce import reduce_sorted_rows_kernel
 
 # Ids that a program reads at a time, 16 a thread, and columns of a row that a program copies or adds up.
 _IDS: Final = 2048
@@ -98,6 +97,33 @@ def _spread_tokens_kernel(
         if topk_weights is not None:
             scaled = (x.to(tl.float32) * tl.load(topk_weights + token * TOP_K + k)).to(x.dtype)
         tl.store(rows + row * hidden_size + columns, scaled, mask=mask & (row >= 0))
+
+
+@triton.jit
+def _sum_batches_kernel(
+    out,
+    expert_out,
+    row_of_route,
+    topk_weights,
+    hidden_size,
+    stride_rows,
+    stride_out,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        route = token * TOP_K + k
+        row = tl.load(row_of_route + route).to(tl.int64)
+        # Routes that add nothing have no rows, and their weights may be NaN.
+        mask = (columns < hidden_size) & (row >= 0)
+        value = tl.load(expert_out + row * stride_rows + columns, mask=mask, other=0.0).to(tl.float32)
+        if topk_weights is not None:
+            value *= tl.load(topk_weights + route, mask=row >= 0, other=0.0)
+        total += value
+    tl.store(out + token * stride_out + columns, total.to(out.dtype.element_ty), mask=columns < hidden_size)
 
 
 def lay_out_batches(
@@ -182,12 +208,10 @@ def sum_batches(
     topk_weights = None if topk_weights is None else topk_weights.contiguous()
     block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
     launch_again(
-        reduce_sorted_rows_kernel,
+        _sum_batches_kernel,
         (num_tokens, triton.cdiv(hidden_size, block)),
         *(out, expert_out, row_of_route, topk_weights),
         *(hidden_size, expert_out.stride(1), out.stride(0)),
         TOP_K=top_k,
         BLOCK=block,
-        EARLY=0,
-        OVERLAP=False,
     )
