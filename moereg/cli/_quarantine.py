@@ -11,7 +11,7 @@ from moereg.evidence.quarantine import QuarantineRecord, change_quarantine, quar
 from moereg.plugins.loader import current_platform, list_cells, load_backends
 from moereg.registry import BackendCell
 from moereg.spec.problem import MoEProblem
-from moereg.spec.quant_schemes import QuantScheme, get_scheme
+from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing.check import CellName, Check
 from moereg.testing.outcomes import IMPORT, Outcome, Report
 
@@ -119,7 +119,7 @@ def _schemes(check: Check, cell: BackendCell) -> tuple[QuantScheme, ...]:
     elif isinstance(argument, Mapping) and "problem" in argument:
         stored = MoEProblem.from_dict(argument["problem"]).quant
     elif argument is not None:
-        stored = get_scheme(argument) if isinstance(argument, str) else QuantScheme.from_dict(argument)
+        stored = QuantScheme.from_dict(argument)
     computed = None if stored is None else cell.scheme_for(stored)
     return cell.schemes if computed is None else (computed,)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from moereg.evidence.quarantine import read_quarantine
 from moereg.plugins.loader import current_platform, list_cells, load_backends
 from moereg.registry import BackendCell, BackendRegistry
 from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import get_scheme
 from moereg.testing.check import CellName, Check
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.outcomes import IMPORT, Outcome, Report, Result
@@ -55,7 +57,7 @@ QUANTIZED = "TorchQuantizedExperts"
 DRAWN = DrawnLayer(backend="torch", experts=QUANTIZED, rule="cpu", computes="int8_w8a16", problem=PROBLEM, num_tokens=1)
 SCHEMES: dict[str, tuple[str, object]] = {
     "numbers": ("numbers", {"problem": PROBLEM.to_dict(), "is_first": True}),
-    "a fault": ("faults", "int8_w8a16"),
+    "a fault": ("faults", dataclasses.asdict(get_scheme("int8_w8a16"))),
     "a drawn layer": ("drawn", {"label": "seed0-0", "layer": DRAWN.to_dict()}),
 }
 

@@ -64,8 +64,9 @@ def _load_weights(boxes, ring, slot, ready, tile, k, num_steps, TILE: gl.constex
         COLUMNS: gl.constexpr = TILE.block_n // TILE.consumers
         WORDS: gl.constexpr = _words_of_block(weights.block_shape, COLUMNS)
         row = (tile.expert * num_steps + k) * boxes.num_columns + first
-        for part in gl.static_range(TILE.consumers):
-            place = TILE.consumers * slot + part
+        PARTS: gl.constexpr = TILE.consumers  # Triton 3.6 counts to a constant, not to the field of one.
+        for part in gl.static_range(PARTS):
+            place = PARTS * slot + part
             line = row // (32 // WORDS) + part * (COLUMNS * WORDS // 32)
             load_box(weights, [line, 0], ready, ring.weights.index(place))
             if boxes.scales is not None:
