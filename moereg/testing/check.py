@@ -201,19 +201,19 @@ def _drawn(cell: BackendCell, argument: Mapping[str, Any]) -> None:
 KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
     "deciding": checks.check_deciding,
     "rejections": lambda cell, argument: checks.check_rejections(cell),
-    "permute": lambda cell, argument: checks.check_permute(cell),
     "workspaces": lambda cell, argument: checks.check_workspaces_grow(cell),
+    "permute": lambda cell, argument: checks.check_permute(cell),
     "numbers": lambda cell, argument: checks.check_numbers(_case(cell, argument), argument["is_first"]),
     "faults": lambda cell, argument: checks.check_faults_are_caught(cell, QuantScheme.from_dict(argument)),
     "rounding": lambda cell, argument: checks.check_activations_are_rounded(cell, QuantScheme.from_dict(argument)),
     "reload": lambda cell, argument: checks.check_reload(cell),
     "equal_bits": lambda cell, argument: checks.check_equal_bits(cell),
-    "compile": lambda cell, argument: checks.check_compiles(cell),
     "graph": lambda cell, argument: checks.check_graph_replay(cell),
     "synchronization": lambda cell, argument: checks.check_no_synchronization(cell),
+    "compile": lambda cell, argument: checks.check_compiles(cell),
     "drawn": _drawn,
 }
-"""Every kind of check, in the order in which a report shows them."""
+"""Every kind of check in the order of running: what costs little or decides most comes first, for every cell."""
 
 # Of the others, one looks into a compiled graph, and those of a GPU watch what is launched.
 _POISONED_KINDS: Final = ("permute", "numbers", "faults", "rounding", "reload", "drawn")

@@ -16,7 +16,7 @@ from moereg.plugins.loader import current_platform, load_backends, missing_backe
 from moereg.registry import BackendCell
 from moereg.testing import cases
 from moereg.testing.cases import is_imitated, runnable_platform, running_as
-from moereg.testing.check import CellName, Check, chosen_machine
+from moereg.testing.check import KINDS, CellName, Check, chosen_machine
 from moereg.testing.drawing import DrawnLayer, draw_layer, limits_of, redraw, simpler_layers
 from moereg.testing.modules import import_modules, is_file_name
 from moereg.testing.problems import accepted_neighbor, accepted_problems
@@ -25,22 +25,6 @@ _ALIKE_ON_A_GPU: Final = 8
 """Drawn layers in a row for which, as far as moereg can know, kernels are compiled once."""
 
 _TRIES: Final = 30
-
-# In the order of running: what costs little or decides most comes first, for every cell.
-_ORDER: Final = (
-    "deciding",
-    "rejections",
-    "workspaces",
-    "permute",
-    "numbers",
-    "faults",
-    "rounding",
-    "reload",
-    "equal_bits",
-    "graph",
-    "synchronization",
-    "compile",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +110,9 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
 def _in_turn(checks: Sequence[Check]) -> tuple[Check, ...]:
     """Kind after kind, and within a kind one check of each cell in turn, so that little time says something of each."""
     counts: collections.Counter[tuple[CellName, str]] = collections.Counter()
-    keys = {}
+    keys, order = {}, list(KINDS)
     for check in checks:
-        keys[check] = (_ORDER.index(check.kind), counts[check.cell, check.kind])
+        keys[check] = (order.index(check.kind), counts[check.cell, check.kind])
         counts[check.cell, check.kind] += 1
     return tuple(sorted(checks, key=keys.__getitem__))
 
