@@ -27,11 +27,11 @@ from moereg.layer.kernel import MoEKernel
 from moereg.numerics.reference import reference_experts
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
-from moereg.spec.quant_schemes import get_scheme
+from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.testing import checks
-from moereg.testing.cases import Case, first_case
-from moereg.testing.check import KINDS, CellName, Check
-from moereg.testing.checks import ImportWatch, check_case, check_numbers
+from moereg.testing.cases import Case, first_case, running_as
+from moereg.testing.check import KINDS, CellName, Check, chosen_machine
+from moereg.testing.checks import ImportWatch, check_numbers
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.guards import FILLS, FORMS, poisoned_empty
 from moereg.testing.inputs import ROUTINGS, make_inputs, make_weights
@@ -57,13 +57,13 @@ class RightExperts(FakeExperts):
         workspace2: torch.Tensor,
     ) -> None:
         self.num_calls += 1
-        out.copy_(self.result(inputs, weights))
+        out.copy_(self.result(inputs, weights, self.computes))
         self.spoil(out, inputs, weights, workspace13, workspace2)
 
-    def result(self, inputs: ExpertInputs, weights: PermutedWeights) -> torch.Tensor:
+    def result(self, inputs: ExpertInputs, weights: PermutedWeights, computes: QuantScheme) -> torch.Tensor:
         canonical = ExpertWeights(**dict(weights.per_expert), quant=self.problem.quant)  # type: ignore[arg-type]
         call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, inputs.expert_map)
-        return reference_experts(self.problem, canonical, *call, computes=self.computes)
+        return reference_experts(self.problem, canonical, *call, computes=computes)
 
     def spoil(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights, *workspaces: Any) -> None:
         """Breaks the promise."""
@@ -96,13 +96,38 @@ def case_of(experts: type[FakeExperts], **changes: Any) -> Case:
     return Case(cell_of(experts, problem.quant.name), Platform.from_name("cpu"), problem)
 
 
-def drawn(experts: type[FakeExperts], num_calls: int = 1, changes: dict[str, Any] | None = None, **call: Any) -> None:
-    """Runs `check_case` on a layer."""
+def drawn(experts: type[FakeExperts], changes: dict[str, Any] | None = None, **call: Any) -> None:
+    """Runs two calls of a layer."""
     case = case_of(experts, **(changes or {}))
     layer = DrawnLayer(
         backend="fresh", experts="", rule="cpu", computes="", problem=case.problem, **{"num_tokens": 5, **call}
     )
-    check_case(case, layer, num_calls)
+    with running_as(chosen_machine("cpu")):
+        KINDS["drawn"](case.cell, {"label": "", "layer": layer.to_dict()})
+
+
+def numbers(experts: type[FakeExperts], **changes: Any) -> None:
+    case = case_of(experts, **changes)
+    with running_as(chosen_machine("cpu")):
+        KINDS["numbers"](case.cell, {"problem": case.problem.to_dict(), "is_first": False})
+
+
+def run_kind(kind: str, experts: type[FakeExperts]) -> None:
+    """Runs a check on a class as it is run where nothing else is said."""
+    match kind:
+        case "numbers":
+            numbers(experts)
+        case "drawn":
+            drawn(experts)
+        case "rounding":
+            of_scheme(kind, "int8_w8a8", cell_of(experts, "int8_w8a8"))
+        case _:
+            KINDS[kind](cell_of(experts), watch() if kind == "deciding" else None)
+
+
+def of_scheme(kind: str, scheme: str, cell: BackendCell) -> None:
+    """A check of one of the schemes of a cell."""
+    KINDS[kind](cell, dataclasses.asdict(get_scheme(scheme)))
 
 
 def watch(*packages: str) -> ImportWatch:
@@ -147,10 +172,10 @@ class KeepingExperts(RightExperts):
 
     kept: PermutedWeights | None = None
 
-    def result(self, inputs: ExpertInputs, weights: PermutedWeights) -> torch.Tensor:
+    def result(self, inputs: ExpertInputs, weights: PermutedWeights, computes: QuantScheme) -> torch.Tensor:
         if self.kept is None:
             self.kept = PermutedWeights("", {name: weights[name].clone() for name in weights.per_expert})
-        return super().result(inputs, self.kept)
+        return super().result(inputs, self.kept, computes)
 
 
 class WearingExperts(RightExperts):
@@ -164,20 +189,17 @@ class WearingExperts(RightExperts):
 
 
 class Kept16BitExperts(RightExperts):
-    """Does not quantize activations."""
+    """Does not quantize activations, but for a share."""
 
-    def result(self, inputs: ExpertInputs, weights: PermutedWeights) -> torch.Tensor:
-        canonical = ExpertWeights(**dict(weights.per_expert), quant=self.problem.quant)  # type: ignore[arg-type]
-        kept = dataclasses.replace(self.computes, name="kept", activation=None)
-        call = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, inputs.expert_map)
-        return reference_experts(self.problem, canonical, *call, computes=kept)
+    share = 0.0
+
+    def result(self, inputs: ExpertInputs, weights: PermutedWeights, computes: QuantScheme) -> torch.Tensor:
+        kept = super().result(inputs, weights, dataclasses.replace(computes, name="kept", activation=None))
+        return torch.lerp(kept, super().result(inputs, weights, computes), self.share)
 
 
 class Mostly16BitExperts(Kept16BitExperts):
-    """Quantizes a third of what it should."""
-
-    def result(self, inputs: ExpertInputs, weights: PermutedWeights) -> torch.Tensor:
-        return torch.lerp(super().result(inputs, weights), RightExperts.result(self, inputs, weights), 1 / 3)
+    share = 1 / 3
 
 
 def shrinking(place: int, where: int) -> type[RightExperts]:
@@ -194,10 +216,6 @@ def shrinking(place: int, where: int) -> type[RightExperts]:
 def in_call(number: int) -> type[RightExperts]:
     """Gives other bits in one call, within the tolerance."""
     return spoiling(lambda self, out, *_: out.mul_(1 + 2e-7 * (self.num_calls == number)))
-
-
-def numbers(experts: type[FakeExperts], **changes: Any) -> None:
-    check_numbers(case_of(experts, **changes))
 
 
 def wrong_where(routing: str) -> type[RightExperts]:
@@ -235,15 +253,8 @@ def with_prepared(broken: Callable[[ExpertInputs], object]) -> type[FakeExperts]
     """A batched class that does something to what `prepare` made."""
 
     class SpoilingBatchedExperts(BatchedExperts):
-        def apply(
-            self,
-            out: torch.Tensor,
-            inputs: ExpertInputs,
-            weights: PermutedWeights,
-            workspace13: torch.Tensor,
-            workspace2: torch.Tensor,
-        ) -> None:
-            super().apply(out, inputs, weights, workspace13, workspace2)
+        def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+            super().compute(out, inputs, weights)
             broken(inputs)
 
     return SpoilingBatchedExperts
@@ -285,14 +296,14 @@ def reads_stale(self: Any, out: torch.Tensor, inputs: Any, weights: Any, workspa
 def deciding_beside(*packages: str) -> None:
     """The check of a class whose module has imported these, where they are there."""
     with mock.patch.dict(sys.modules, {package: ModuleType(package) for package in packages}):
-        checks.check_deciding(cell_of(RightExperts), watch(*packages))
+        KINDS["deciding"](cell_of(RightExperts), watch(*packages))
 
 
 def taking(code: str, experts: type[RightExperts] = RightExperts) -> None:
     """The check where a cell takes a problem that it must reject, or rejects it for another reason."""
     problem = first_case(cell_of(RightExperts)).problem
     with mock.patch.object(checks, "rejected_problems", return_value=[(code, problem)]):
-        checks.check_rejections(cell_of(experts))
+        KINDS["rejections"](cell_of(experts), None)
 
 
 class Wrapped:
@@ -324,58 +335,48 @@ def returning_its_own() -> None:
         numbers(RightExperts)
 
 
-# The kind of check, the fault, what the check says, and how it is run on a backend with that fault.
-BROKEN: list[tuple[str, str, str, Callable[[], object]]] = [
-    ("deciding", "raises", "its predicate raised KeyError", lambda: checks.check_deciding(
-        cell_of(predicate(lambda *_: no_such_key())), watch())),
-    ("deciding", "raises elsewhere", "its predicate raised KeyError", lambda: checks.check_deciding(
-        cell_of(predicate(lambda problem, platform: no_such_key() if platform.kind == "cuda" else [])), watch())),
-    ("deciding", "raises outside of its claim", "its predicate raised KeyError", lambda: checks.check_deciding(
-        cell_of(predicate(lambda problem, platform: no_such_key() if problem.has_bias else [])), watch())),
-    ("deciding", "shouts", "a reason must be a lowercase clause, got 'Too small'", lambda: checks.check_deciding(
-        cell_of(predicate(lambda problem, platform: ["Too small"])), watch())),
+# The kind of check, the fault, what the check says, and a class with that fault, or what runs the check on one.
+BROKEN: list[tuple[str, str, str, Callable[[], object] | type[FakeExperts]]] = [
+    ("deciding", "raises", "its predicate raised KeyError", predicate(lambda *_: no_such_key())),
+    ("deciding", "raises elsewhere", "its predicate raised KeyError", predicate(
+        lambda problem, platform: no_such_key() if platform.kind == "cuda" else [])),
+    ("deciding", "raises outside of its claim", "its predicate raised KeyError", predicate(
+        lambda problem, platform: no_such_key() if problem.has_bias else [])),
+    ("deciding", "shouts", "a reason must be a lowercase clause, got 'Too small'", predicate(
+        lambda problem, platform: ["Too small"])),
     ("deciding", "imports", "choosing a backend imports numba;", lambda: deciding_beside("numba", "json")),
     ("rejections", "takes all", "must be rejected with code 'bias'", lambda: taking("bias")),
     ("rejections", "another reason", "must be rejected with code 'bias'", lambda: taking(
         "bias", predicate(lambda problem, platform: ["too wide"] if problem.hidden_size == 128 else []))),
-    ("rejections", "shouts", "a reason must be a lowercase clause, got 'Too small'", lambda: checks.check_rejections(
-        cell_of(predicate(lambda problem, platform: ["Too small"] if problem.has_bias else [])))),
-    ("workspaces", "first", "elements for more tokens than ones of", lambda: checks.check_workspaces_grow(
-        cell_of(shrinking(0, 20)))),
-    ("workspaces", "second, late", "elements for more tokens than ones of", lambda: checks.check_workspaces_grow(
-        cell_of(shrinking(1, 690)))),
-    ("permute", "writes", "w2 was written to", lambda: checks.check_permute(cell_of(WritingExperts))),
-    ("permute", "layout", "layouts says ('canonical',), permute_weights gave 'other'", lambda: checks.check_permute(
-        cell_of(OtherLayoutExperts))),
-    ("reload", "keeps", "reload left the old weights", lambda: checks.check_reload(cell_of(KeepingExperts))),
-    ("reload", "wears", "equal weights gave another result after a reload", lambda: checks.check_reload(
-        cell_of(WearingExperts))),
-    *(("equal_bits", f"call {number}", "equal inputs gave other bits", lambda number=number: checks.check_equal_bits(
-        cell_of(in_call(number)))) for number in (1, 2, 4)),
-    ("compile", "first size", "T=17: compiled code gave another result than eager code", lambda: checks.check_compiles(
-        cell_of(in_call(2)))),
-    ("compile", "second size", "T=5: compiled code gave another result than eager code", lambda: checks.check_compiles(
-        cell_of(in_call(4)))),
-    ("rounding", "keeps 16 bits", "activations were kept at 16 bits", lambda: checks.check_activations_are_rounded(
-        cell_of(Kept16BitExperts, "int8_w8a8"), get_scheme("int8_w8a8"))),
-    ("rounding", "mostly keeps them", "activations were kept at 16 bits", lambda: checks.check_activations_are_rounded(
-        cell_of(Mostly16BitExperts, "int8_w8a8"), get_scheme("int8_w8a8"))),
-    ("numbers", "out, behind", "memory 1 bytes behind out", lambda: numbers(spoiling(beside(1, "behind")))),
-    ("numbers", "out, before", "bytes in front of out", lambda: numbers(spoiling(beside(1, "before")))),
-    ("numbers", "first scratch, behind", "behind workspace13", lambda: numbers(spoiling(beside(4, "behind")))),
-    ("numbers", "second scratch, before", "in front of workspace2", lambda: numbers(spoiling(beside(5, "before")))),
-    ("numbers", "tokens", "hidden_states was written to", lambda: numbers(
-        spoiling(lambda self, out, inputs, *_: inputs.hidden_states[-1, -1:].add_(1)))),
-    ("numbers", "ids", "topk_ids was written to", lambda: numbers(
-        spoiling(lambda self, out, inputs, *_: inputs.topk_ids[-1, -1:].add_(1)))),
-    ("numbers", "routing weights", "topk_weights was written to", lambda: numbers(
-        spoiling(lambda self, out, inputs, *_: inputs.topk_weights[-1, -1:].add_(1)))),
-    ("numbers", "equal ids", "topk_ids was written to, with what it held", lambda: numbers(
-        spoiling(lambda self, out, inputs, *_: inputs.topk_ids.copy_(inputs.topk_ids.clone())))),
-    ("numbers", "weights", "permuted w13 was written to", lambda: numbers(
-        spoiling(lambda self, out, inputs, weights, *_: weights["w13"][-1, -1, -1:].add_(1)))),
-    ("numbers", "canonical weights", "canonical w2 was written to", lambda: numbers(writes_kept_weights())),
-    ("numbers", "permuting", "canonical w2 was written to", lambda: numbers(WritingExperts)),
+    ("rejections", "shouts", "a reason must be a lowercase clause, got 'Too small'", predicate(
+        lambda problem, platform: ["Too small"] if problem.has_bias else [])),
+    ("workspaces", "first", "elements for more tokens than ones of", shrinking(0, 20)),
+    ("workspaces", "second, late", "elements for more tokens than ones of", shrinking(1, 690)),
+    ("permute", "writes", "w2 was written to", WritingExperts),
+    ("permute", "layout", "layouts says ('canonical',), permute_weights gave 'other'", OtherLayoutExperts),
+    ("reload", "keeps", "reload left the old weights", KeepingExperts),
+    ("reload", "wears", "equal weights gave another result after a reload", WearingExperts),
+    *(("equal_bits", f"call {number}", "equal inputs gave other bits", in_call(number)) for number in (1, 2, 4)),
+    ("compile", "first size", "T=17: compiled code gave another result than eager code", in_call(2)),
+    ("compile", "second size", "T=5: compiled code gave another result than eager code", in_call(4)),
+    ("rounding", "keeps 16 bits", "activations were kept at 16 bits", Kept16BitExperts),
+    ("rounding", "mostly keeps them", "activations were kept at 16 bits", Mostly16BitExperts),
+    ("numbers", "out, behind", "memory 1 bytes behind out", spoiling(beside(1, "behind"))),
+    ("numbers", "out, before", "bytes in front of out", spoiling(beside(1, "before"))),
+    ("numbers", "first scratch, behind", "behind workspace13", spoiling(beside(4, "behind"))),
+    ("numbers", "second scratch, before", "in front of workspace2", spoiling(beside(5, "before"))),
+    ("numbers", "tokens", "hidden_states was written to", spoiling(
+        lambda self, out, inputs, *_: inputs.hidden_states[-1, -1:].add_(1))),
+    ("numbers", "ids", "topk_ids was written to", spoiling(
+        lambda self, out, inputs, *_: inputs.topk_ids[-1, -1:].add_(1))),
+    ("numbers", "routing weights", "topk_weights was written to", spoiling(
+        lambda self, out, inputs, *_: inputs.topk_weights[-1, -1:].add_(1))),
+    ("numbers", "equal ids", "topk_ids was written to, with what it held", spoiling(
+        lambda self, out, inputs, *_: inputs.topk_ids.copy_(inputs.topk_ids.clone()))),
+    ("numbers", "weights", "permuted w13 was written to", spoiling(
+        lambda self, out, inputs, weights, *_: weights["w13"][-1, -1, -1:].add_(1))),
+    ("numbers", "canonical weights", "canonical w2 was written to", writes_kept_weights()),
+    ("numbers", "permuting", "canonical w2 was written to", WritingExperts),
     ("numbers", "given map", "expert_map was written to", lambda: numbers(
         spoiling(lambda self, out, inputs, *_: inputs.expert_map.neg_(), facts=EVERYTHING),
         placement="map", num_experts=6, num_local_experts=2)),
@@ -387,36 +388,33 @@ BROKEN: list[tuple[str, str, str, Callable[[], object]]] = [
         with_prepared(lambda inputs: inputs.expert_num_tokens.neg_()), activation_format="batched")),
     ("numbers", "behind prepared rows", "bytes behind prepared hidden_states was written to", lambda: numbers(
         with_prepared(lambda inputs: beside(0, "behind")(inputs.hidden_states)), activation_format="batched")),
-    ("numbers", "reads scratch", "are not finite", lambda: numbers(
-        spoiling(lambda self, out, inputs, weights, one, two: out.add_(two.flatten()[0] * 0)))),
-    ("numbers", "leaves out as it was", "rows [0] of 1 are not finite", lambda: numbers(
-        spoiling(lambda self, out, *_: out.copy_(out.new_full(out.shape, -1).sqrt())))),
-    ("numbers", "a little off", ", bound", lambda: numbers(off_by(1.2))),
-    *(("numbers", f"{count} tokens", f"T={count} uniform: error", lambda count=count: numbers(
-        spoiling(lambda self, out, *_: out.add_(len(out) == count)))) for count in (1, 2, 17, 63)),
-    *(("numbers", routing, f"T=17 {routing}: error", lambda routing=routing: numbers(wrong_where(routing)))
-      for routing in ROUTINGS),
+    ("numbers", "reads scratch", "are not finite", spoiling(
+        lambda self, out, inputs, weights, one, two: out.add_(two.flatten()[0] * 0))),
+    ("numbers", "leaves out as it was", "rows [0] of 1 are not finite", spoiling(
+        lambda self, out, *_: out.copy_(out.new_full(out.shape, -1).sqrt()))),
+    ("numbers", "a little off", ", bound", off_by(1.2)),
+    *(("numbers", f"{count} tokens", f"T={count} uniform: error", spoiling(
+        lambda self, out, *_, count=count: out.add_(len(out) == count))) for count in (1, 2, 17, 63)),
+    *(("numbers", routing, f"T=17 {routing}: error", wrong_where(routing)) for routing in ROUTINGS),
     ("numbers", "returns its own", "a layer must return the out that it was given", returning_its_own),
-    ("numbers", "later", "out was written to after the call had returned", lambda: numbers(spoiling(writes_later))),
-    ("drawn", "a little off", ", bound", lambda: drawn(off_by(1.2))),
-    ("drawn", "later", "out was written to after the call had returned", lambda: drawn(spoiling(writes_later))),
+    ("numbers", "later", "out was written to after the call had returned", spoiling(writes_later)),
+    ("drawn", "a little off", ", bound", off_by(1.2)),
+    ("drawn", "later", "out was written to after the call had returned", spoiling(writes_later)),
     ("drawn", "huge scratch", ", bound", lambda: drawn(
         spoiling(lambda self, out, inputs, weights, one, two: out.add_(float((two > 1e38).all()))), fill="huge")),
     ("drawn", "stale scratch", ", bound", lambda: drawn(spoiling(reads_stale), fill="stale")),
-    ("drawn", "first call", ", bound", lambda: drawn(
-        spoiling(lambda self, out, *_: out.add_(self.num_calls == 1)), num_calls=2)),
-    ("drawn", "second call", ", bound", lambda: drawn(
-        spoiling(lambda self, out, *_: out.add_(self.num_calls == 2)), num_calls=2)),
-    ("drawn", "bits", "equal inputs gave other bits", lambda: drawn(in_call(2), num_calls=2)),
+    *(("drawn", f"call {number}", ", bound", spoiling(
+        lambda self, out, *_, number=number: out.add_(self.num_calls == number))) for number in (1, 2)),
+    ("drawn", "bits", "equal inputs gave other bits", in_call(2)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("kind", "fault", "message", "run"), BROKEN, ids=lambda value: value if isinstance(value, str) else ""
+    ("kind", "fault", "message", "broken"), BROKEN, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_broken_promise_is_seen(kind: str, fault: str, message: str, run: Callable[[], object]) -> None:
+def test_a_broken_promise_is_seen(kind: str, fault: str, message: str, broken: Any) -> None:
     with pytest.raises(AssertionError, match=re.escape(message)):
-        run()
+        run_kind(kind, broken) if isinstance(broken, type) else broken()
 
 
 # Below: a GPU that is faked, and faults that are planted.
@@ -431,42 +429,13 @@ def test_no_check_is_without_a_backend_that_it_refuses() -> None:
         assert any(piece in message for message in messages for piece in promise), promise
 
 
-RUN_BY = {
-    "deciding": "check_deciding",
-    "rejections": "check_rejections",
-    "permute": "check_permute",
-    "workspaces": "check_workspaces_grow",
-    "numbers": "check_numbers",
-    "faults": "check_faults_are_caught",
-    "rounding": "check_activations_are_rounded",
-    "reload": "check_reload",
-    "equal_bits": "check_equal_bits",
-    "compile": "check_compiles",
-    "graph": "check_graph_replay",
-    "synchronization": "check_no_synchronization",
-    "drawn": "check_case",
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_check_runs_what_its_name_says(kind: str) -> None:
-    cell = cell_of(RightExperts, "int8_w8a8")
-    case = first_case(cell)
-    problem = case.problem
-    layer = DrawnLayer(backend="fresh", experts="", rule="cpu", computes="", problem=problem, num_tokens=3)
-    given: dict[str, tuple[object, tuple[object, ...], dict[str, object]]] = {
-        "deciding": (watch(), (cell, watch()), {}),
-        "numbers": ({"problem": problem.to_dict(), "is_first": True}, (case, True), {}),
-        "faults": (dataclasses.asdict(problem.quant), (cell, problem.quant), {}),
-        "rounding": (dataclasses.asdict(problem.quant), (cell, problem.quant), {}),
-        "drawn": ({"label": "seed0-0", "layer": layer.to_dict()}, (case, layer), {"num_calls": 2}),
-    }
-    argument, arguments, named = given.get(kind, (None, (cell,), {}))
-    checked = mock.Mock()
-    replaced = {"deciding": checked} if kind == "deciding" else {}
-    with mock.patch.object(checks, RUN_BY[kind], checked, create=True), mock.patch.dict(KINDS, replaced):
-        KINDS[kind](cell, argument)
-    checked.assert_called_once_with(*arguments, **named)
+@pytest.mark.parametrize("is_first", [False, True])
+def test_numbers_are_told_which_case_is_the_first(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(checks, "calls_of", lambda case, is_first: seen.append(is_first) or [])
+    cell = cell_of(RightExperts)
+    KINDS["numbers"](cell, {"problem": first_case(cell).problem.to_dict(), "is_first": is_first})
+    assert seen == [is_first]
 
 
 def promises_of(module: ModuleType) -> Iterator[list[str]]:
@@ -500,7 +469,7 @@ def test_faults_are_planted_in_biases_where_a_cell_has_them(monkeypatch: pytest.
     monkeypatch.setattr(checks, "plant_faults", lambda weights: seen.append(weights.w2_bias is not None) or [])
     for has_bias in (True, False):
         facts = dataclasses.replace(LITTLE, bias=has_bias)
-        checks.check_faults_are_caught(cell_of(spoiling(print, facts=facts)), get_scheme("unquantized"))
+        of_scheme("faults", "unquantized", cell_of(spoiling(print, facts=facts)))
     assert seen == [True, False]
 
 
@@ -511,28 +480,23 @@ def test_each_fault_must_be_seen_well_above_the_bound(
     cell = cell_of(RightExperts, scheme)
     bound = layer_tolerance(first_case(cell).problem, 17, scheme)
     monkeypatch.setattr(checks, "plant_faults", spoiled_by(1.1 * least * bound))
-    checks.check_faults_are_caught(cell, get_scheme(scheme))
+    of_scheme("faults", scheme, cell)
     monkeypatch.setattr(checks, "plant_faults", spoiled_by(0.9 * least * bound))
     with pytest.raises(AssertionError, match=rf"{scheme} with share .*: error .*, must be above"):
-        checks.check_faults_are_caught(cell, get_scheme(scheme))
+        of_scheme("faults", scheme, cell)
 
 
 def test_what_is_within_the_bound_passes() -> None:
     numbers(off_by(0.8))
     drawn(off_by(0.8))
-    numbers(RightExperts)
 
 
 def test_a_right_class_passes_what_the_others_fail() -> None:
-    cell = cell_of(RightExperts)
-    for check in (checks.check_reload, checks.check_permute, checks.check_workspaces_grow, checks.check_equal_bits):
-        check(cell)
-    checks.check_rejections(cell)
-    checks.check_deciding(cell, watch("json"))
-    quantized = cell_of(RightExperts, "int8_w8a8")
-    checks.check_activations_are_rounded(quantized, get_scheme("int8_w8a8"))
+    for kind in sorted({kind for kind, *_ in BROKEN} - {"compile"}):
+        run_kind(kind, RightExperts)
+    KINDS["deciding"](cell_of(RightExperts), watch("json"))
     for fill in FILLS:
-        drawn(RightExperts, num_calls=2, fill=fill)
+        drawn(RightExperts, fill=fill)
     numbers(with_prepared(lambda inputs: None), activation_format="batched")
     for placement, facts in (("map", EVERYTHING), ("contiguous", LITTLE)):
         numbers(spoiling(lambda *_: None, facts=facts), placement=placement, num_experts=6, num_local_experts=3)
@@ -543,7 +507,7 @@ def test_interpreted_kernels_have_two_experts_with_faults(monkeypatch: pytest.Mo
     seen: list[int] = []
     monkeypatch.setattr(checks, "plant_faults", lambda weights: seen.append(weights.num_experts) or [])
     for rules in (("cpu",), ("cuda:sm90",)):
-        checks.check_faults_are_caught(cell_of(RightExperts, rules=rules), get_scheme("unquantized"))
+        of_scheme("faults", "unquantized", cell_of(RightExperts, rules=rules))
     assert seen == [6, 2]
 
 
@@ -568,14 +532,14 @@ def test_a_caller_compiles_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(checks, "build", lambda case: kernel)
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        checks.check_compiles(cell_of(RightExperts))
+        KINDS["compile"](cell_of(RightExperts), None)
 
 
 def test_a_class_that_does_not_claim_equal_bits_need_not_give_them() -> None:
     class Varying(in_call(2)):  # type: ignore[misc]
         facts = LITTLE
 
-    drawn(Varying, num_calls=2)
+    drawn(Varying)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -591,7 +555,6 @@ def test_a_drawn_layer_runs_as_it_says(form: str) -> None:
     with wrapped(call, lambda problem, weights, **named: made.append((weights, named["ep_rank"]))):
         drawn(
             RightExperts,
-            num_calls=2,
             changes={"num_experts": 6, "num_local_experts": 3},
             **{"form": form, "ep_rank": 1, "wide_ids": True, "routing": "skewed", "seed": 3},
         )
@@ -645,7 +608,7 @@ class FakeGPU:
         yield
         self.is_capturing = False
 
-    def run(self, check: Callable[[BackendCell], None]) -> None:
+    def run(self, kind: str) -> None:
         with (
             mock.patch.object(checks, "build", return_value=self),
             mock.patch.object(checks, "collecting_later", contextlib.nullcontext),
@@ -654,7 +617,7 @@ class FakeGPU:
             mock.patch.object(torch.cuda, "graph", self.capturing),
             mock.patch.object(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(self, "mode", mode)),
         ):
-            check(cell_of(RightExperts))
+            KINDS[kind](cell_of(RightExperts), None)
 
 
 @pytest.mark.parametrize("kind", ["permute", "numbers", "faults", "rounding", "reload", "drawn"])
@@ -687,12 +650,12 @@ def test_memory_that_nothing_wrote_is_nan_in_every_type(monkeypatch: pytest.Monk
 def test_a_replay_must_read_its_inputs_anew_each_time(broken: str) -> None:
     told = pytest.raises(AssertionError, match="a replayed graph gave another result than eager code")
     with told if broken else contextlib.nullcontext():
-        FakeGPU(broken).run(checks.check_graph_replay)
+        FakeGPU(broken).run("graph")
 
 
 def test_a_call_must_not_wait_and_torch_is_left_as_it_was() -> None:
-    FakeGPU().run(checks.check_no_synchronization)
+    FakeGPU().run("synchronization")
     waiting = FakeGPU("waits")
     with pytest.raises(RuntimeError, match="synchronizing"):
-        waiting.run(checks.check_no_synchronization)
+        waiting.run("synchronization")
     assert waiting.mode == "default"
