@@ -13,14 +13,11 @@ import torch
 from moereg.backends._flashinfer import building, cutlass_int4, package
 from moereg.backends._flashinfer.cutlass import Rows
 from moereg.backends._flashinfer.loading import Library
-from moereg.experts import ExpertInputs
 from moereg.platforms import Platform
 from moereg.quantize.formats import Quantized, restore
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantFormat
-from moereg.testing.inputs import make_inputs, make_weights
-from tests.support.experts_run import apply_experts
-from tests.support.flashinfer_imitation import CLASSES, ActivationType, Fixed, Imitation
+from tests.support.flashinfer_imitation import CLASSES, ActivationType
 
 pytestmark = pytest.mark.peers
 
@@ -85,40 +82,6 @@ def test_tactics_are_asked_of_flashinfers_own_runner(runner, quant):
     assert made[:3] == tuple(implementation.dtypes[name] for name in names)
     flags = (quant == "fp8_block128", quant in _PACKED, quant == "mxfp4_mxfp8", quant == "int4_w4a8_g128")
     assert made[3:] == (*flags, False, False)
-
-
-@pytest.mark.parametrize("quant", _SCHEMES)
-def test_calls_bind_to_flashinfers_functions(core, quant):
-    problem = MoEProblem(num_experts=4, hidden_size=128, intermediate_size=128, top_k=2, quant=quant, has_bias=True)
-    weights, inputs = (
-        make_weights(problem, torch.device("cpu")),
-        make_inputs(problem, 2, "uniform", torch.device("cpu")),
-    )
-    experts = CLASSES[quant](problem, Platform.from_name("cuda:sm90"))
-    imitation = Imitation()
-    bound = []
-
-    def checked(theirs, ours):
-        def call(*arguments, **keywords):
-            bound.append(inspect.signature(theirs).bind(*arguments, **keywords))
-            return ours(*arguments, **keywords)
-
-        return call
-
-    experts.implementation.library = Library(
-        checked(core.cutlass_fused_moe, imitation.fused_moe),
-        checked(core.cutlass_fused_moe_workspace_size, imitation.workspace_bytes),
-        core.ActivationType,
-        None,
-        None,
-    )
-    experts.implementation._tuner = Fixed()
-    permuted = experts.permute_weights(weights.contiguous(), problem)
-    out = apply_experts(experts, ExpertInputs(*inputs.call), permuted)
-    # Blocks take memory of their own, so nobody asks for its size.
-    assert len(bound) == 1 if quant == "fp8_block128" else len(bound) >= 2
-    assert ActivationType.Swiglu == core.ActivationType.Swiglu
-    assert out.isfinite().all()
 
 
 def test_what_4_bit_integers_rely_on(core):

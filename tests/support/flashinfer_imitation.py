@@ -15,6 +15,7 @@ from moereg.backends import flashinfer_moe
 from moereg.backends._flashinfer.cutlass_layouts import interleave_fp4
 from moereg.backends._flashinfer.loading import Library
 from moereg.quantize import unpack_nibbles
+from tests.peers.contract import stand_in
 
 ActivationType = enum.IntEnum("ActivationType", {"Swiglu": 3, "Geglu": 4, "SwigluBias": 5, "Relu2": 6, "GegluTanh": 8})
 
@@ -36,12 +37,14 @@ class Imitation:
 
     @property
     def library(self) -> Library:
-        return Library(self.fused_moe, self.workspace_bytes, ActivationType, None, Path("fused_moe_90.so"))
+        functions = {"cutlass_fused_moe": self.fused_moe, "cutlass_fused_moe_workspace_size": self.workspace_bytes}
+        checked = (stand_in(f"flashinfer.fused_moe.{name}", function) for name, function in functions.items())
+        return Library(*checked, ActivationType, None, Path("fused_moe_90.so"))
 
-    def workspace_bytes(self, num_rows, hidden, intermediate, num_experts, top_k, *, x_dtype, weight_dtype, **_):
-        assert hidden % 8 == 0
-        assert intermediate % 8 == 0
-        return num_rows * top_k * (2 * intermediate + hidden) + 256
+    def workspace_bytes(self, max_num_tokens, hidden_size, intermediate_size, top_k, **_):
+        assert hidden_size % 8 == 0
+        assert intermediate_size % 8 == 0
+        return max_num_tokens * top_k * (2 * intermediate_size + hidden_size) + 256
 
     def _block_bytes(self, num_rows, hidden, intermediate, top_k):
         """As much as any call of the process asked for, whatever its layer: FlashInfer's runner keeps the largest."""
