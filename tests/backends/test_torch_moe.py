@@ -10,11 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moereg.backends.cutlass_moe import TorchGroupedExperts
@@ -183,16 +179,6 @@ def test_fp32_stays_canonical_on_intel() -> None:
     )
     assert permuted["w13"] is weights.w13
     assert permuted.layout == "canonical"
-
-
-def test_fake_tensors_notice_host_reads() -> None:
-    """Negative control of the next test."""
-    with FakeTensorMode():
-        ids = torch.zeros(16, 2, dtype=torch.int32)
-        with pytest.raises(DataDependentOutputException):
-            ids.max().item()
-        with pytest.raises(DynamicOutputShapeException):
-            ids.nonzero()
 
 
 @pytest.mark.parametrize("experts_class", [TorchGroupedExperts, TorchDenseExperts, TorchBatchedExperts])

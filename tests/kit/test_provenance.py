@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from moereg import cli
 from moereg.evidence import provenance as module
 from moereg.evidence.provenance import clocks, provenance
 from moereg.platforms import Platform
-from moereg.tuning.roofline import Ceilings
 
 H200 = Platform("cuda", "sm90", "NVIDIA H200", versions={"torch": "2.13.0", "triton": "3.8.0"}, probed=True)
 
@@ -61,31 +57,6 @@ def test_nothing_of_the_current_directory_runs(hostile: Path) -> None:
     assert not hostile.exists()
     subprocess.run(["git", "status"], capture_output=True, check=True)
     assert hostile.exists()  # The effect that it would have had.
-
-
-def test_bench_runs_nothing_of_the_current_directory(
-    hostile: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ceilings = Ceilings(matmul_tflops=0.1, read_gbps=10.0, read_by="nothing")
-    monkeypatch.setattr("moereg.cli._bench.measure_ceilings", lambda dtype, device: ceilings)
-    line = "bench --experts 2 --hidden 16 --intermediate 16 --top-k 1 --tokens 1 --rounds 1 --deny triton --json"
-    assert cli.main(line.split()) == cli.OK
-    assert not hostile.exists()
-    assert json.loads(capsys.readouterr().out)["commit"] == module._commit(Path(__file__).parents[2])
-
-
-def test_no_program_is_started(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(event: str, arguments: tuple[object, ...]) -> None:
-        if watching and event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.spawn"):
-            raise AssertionError(f"{event} {arguments}")
-
-    watching = True
-    sys.addaudithook(refuse)  # Cannot be taken away again.
-    try:
-        provenance(H200, ("torch",))
-    finally:
-        watching = False
-    assert not hostile.exists()
 
 
 def test_the_commit_is_that_of_the_checkout(tmp_path: Path) -> None:

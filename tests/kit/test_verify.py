@@ -71,7 +71,6 @@ BROKEN = {
     "hoards": ("numbers", "crashed", "of memory in spoil of bad_backends.py"),
     "floods": ("numbers", "crashed", "to its standard streams in spoil of bad_backends.py"),
     "uninitialized": ("numbers", "failed", "are not finite"),
-    "writes_weights": ("numbers", "failed", "canonical w13 was written to"),
     "importing_predicate": ("deciding", "failed", "choosing a backend imports triton"),
 }
 
