@@ -79,26 +79,18 @@ def check(
     weights = make_weights(problem, DEVICE) if weights is None else weights
     layer = GuardedLayer(case_of(problem, platform), weights, calls=[inputs])
     out = layer(inputs)
-    if routing == "nowhere":
-        assert (out == 0).all()
-    else:
-        error = relative_error(out, layer.truths[0])
-        assert error < bound_of(problem, num_tokens), error
+    error = relative_error(out, layer.truths[0])
+    assert error < bound_of(problem, num_tokens), error
     if DEVICE.type == "cuda":
         assert torch.equal(out, layer(inputs))
 
 
 PLAIN: Final[dict[str, tuple[int, str, dict[str, Any]]]] = {
     "one_token": (1, "uniform", {}),
-    "odd_sizes": (2, "unmapped", {"hidden_size": 255, "intermediate_size": 129}),
     # Tiles of rows that fill no whole number of groups of four.
     "fp32": (9, "uniform", {"dtype": "float32", "has_bias": True, "activation": "gelu", "num_experts": 6, "top_k": 3}),
-    "fp16": (17, "unmapped", {"dtype": "float16", "activation": "gelu_tanh", "has_bias": True}),
-    "swigluoai": (17, "unmapped", {"activation": "swigluoai", "has_bias": True}),
     "map": (9, "unmapped", {"num_experts": 60, "top_k": 8, "num_local_experts": 15, "placement": "map"}),
     "one_expert": (63, "one_expert", {"dtype": "float16", "intermediate_size": 64}),
-    "weights_on_inputs": (17, "unmapped", {"top_k": 1, "apply_router_weight_on_input": True, "has_bias": True}),
-    "nowhere": (3, "nowhere", {"has_bias": True}),
 }
 
 

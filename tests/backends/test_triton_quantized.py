@@ -186,25 +186,24 @@ def interesting_rows(columns: int, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
+def check_codes(x: torch.Tensor, scheme: QuantScheme) -> None:
+    static = torch.tensor([0.03], device=DEVICE) if row_format(scheme).static else None
+    expected = quantize_activations(x, scheme, None if static is None else static[0])
+    assert_same(quantize(x, scheme, static_scale=static), expected, x.shape[1])
+
+
 @pytest.mark.few
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize(("columns", "dtype"), [(384, BF16), (130, FP16), (1500, FP32), (64, BF16)])
 def test_codes_and_scales_are_those_of_quantize(scheme: QuantScheme, columns: int, dtype: torch.dtype) -> None:
-    x = interesting_rows(columns, dtype)
-    assert scheme.activation is not None
-    static = torch.tensor([0.03], device=DEVICE) if scheme.activation.static else None
-    expected = quantize_activations(x, scheme, None if static is None else static[0])
-    assert_same(quantize(x, scheme, static_scale=static), expected, columns)
+    check_codes(interesting_rows(columns, dtype), scheme)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 def test_infinity_and_nan_are_those_of_quantize(scheme: QuantScheme) -> None:
     x = random(5, 260)
     x[1, 3], x[2, 200], x[3, 130], x[3, 0] = math.inf, math.nan, -math.inf, math.nan
-    assert scheme.activation is not None
-    static = torch.tensor([0.03], device=DEVICE) if scheme.activation.static else None
-    expected = quantize_activations(x, scheme, None if static is None else static[0])
-    assert_same(quantize(x, scheme, static_scale=static), expected, 260)
+    check_codes(x, scheme)
 
 
 def test_one_scale_spans_the_rows_that_count() -> None:
@@ -514,13 +513,9 @@ def test_several_steps_a_turn_where_a_row_has_enough(depth: int, block_k: int, e
     assert steps(dataclasses.replace(CONFIG, block_k=block_k), depth) == expected
 
 
-def conformance_weights(problem: MoEProblem) -> ExpertWeights:
-    return make_weights(problem, DEVICE)
-
-
 def test_permuted_weights_are_views_where_nothing_is_padded() -> None:
     problem = make_problem(get_scheme("fp8_block128"), 256, 128)
-    weights = conformance_weights(problem)
+    weights = make_weights(problem, DEVICE)
     permuted = TritonQuantizedExperts(problem, SM90).permute_weights(weights, problem)
     for name, tensor in weights.tensors().items():
         assert permuted[name].data_ptr() == tensor.data_ptr(), name
@@ -529,7 +524,7 @@ def test_permuted_weights_are_views_where_nothing_is_padded() -> None:
 @pytest.mark.parametrize("per_half", [False, True])
 def test_one_scale_a_matrix_becomes_one_a_half(per_half: bool) -> None:
     problem = make_problem(get_scheme("fp8_tensor_dynamic"), 130, 200)
-    weights = conformance_weights(problem)
+    weights = make_weights(problem, DEVICE)
     assert weights.w13_scale is not None
     w13_scale = torch.rand(4, 2, device=DEVICE) if per_half else torch.rand(4, device=DEVICE)
     weights = dataclasses.replace(weights, w13_scale=w13_scale)
@@ -547,7 +542,7 @@ def test_one_static_scale_for_all_experts_is_shared() -> None:
     """Then a token is quantized once and not for each of its routes."""
     problem = make_problem(get_scheme("fp8_tensor_static"), 130, 72)
     weights = dataclasses.replace(
-        conformance_weights(problem),
+        make_weights(problem, DEVICE),
         a13_scale=torch.tensor(0.02, device=DEVICE),
         a2_scale=torch.tensor(0.03, device=DEVICE),
     )
