@@ -63,34 +63,12 @@ def test_every_4_bit_integer_lies_where_the_kernel_puts_it():
     assert torch.equal(interleave_int4(codes), _int4_by_hand(codes))
 
 
-def test_no_bit_of_a_4_bit_float_is_lost():
-    every = torch.ones(16, 32, dtype=torch.uint8)
-    places = torch.zeros(16, 32, 8, dtype=torch.bool)
-    for bit in range(8):
-        moved = interleave_fp4(every << bit)
-        places |= torch.stack([moved >> place & 1 for place in range(8)], 2).bool()
-    assert places.all()
-
-
 def test_up_rows_come_first_and_halves_are_padded_apart():
     w13 = torch.arange(1, 13.0).view(1, 4, 3)
     found = arrange(w13, 3, 4, num_halves=2)
     assert found.tolist() == [
         [[7, 8, 9, 0], [10, 11, 12, 0], [0, 0, 0, 0], [1, 2, 3, 0], [4, 5, 6, 0], [0, 0, 0, 0]],
     ]
-
-
-def test_a_matrix_that_stays_is_shared():
-    w2 = torch.randn(2, 8, 8)
-    assert arrange(w2, 8, 8).data_ptr() == w2.data_ptr()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8], ids=str)
-def test_elements_of_every_size_are_moved(dtype):
-    w13 = torch.randint(1, 100, (1, 4, 2)).float().to(dtype)
-    found = arrange(w13, 2, 2, num_halves=2)
-    assert found.dtype == dtype
-    assert torch.equal(found.float(), w13.float()[:, [2, 3, 0, 1]])
 
 
 def test_scales_of_64_rows_and_128_columns_lie_together():

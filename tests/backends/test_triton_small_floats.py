@@ -210,44 +210,37 @@ def test_static_global_scales(kind: Any, static: float, columns: int, dtype: tor
     check_each(kind, x, torch.tensor([static], device=DEVICE))
 
 
+SCALES = (STATIC, STATIC[:1], None)
+
+
 @each_nvfp4
-def test_rows_of_routes_have_their_experts_scales(kind: Any) -> None:
-    x = random(5, 130).to(BF16)
-    found = kind(x, STATIC, "routes")
-    for route, expert in enumerate(IDS.flatten().tolist()):
-        own = slice(route, route + 1)
-        if expert in range(4):
-            found.check(own, x[route // 2, None], STATIC[expert])
-        else:
+@pytest.mark.parametrize(
+    ("rows", "columns", "scale"),
+    [
+        ("routes", 130, STATIC),
+        *(("sorted", columns, scale) for columns in (48, 2000) for scale in SCALES),
+        *(("batched", 1100, scale) for scale in SCALES),
+    ],
+)
+def test_rows_have_their_experts_scales(kind: Any, rows: str, columns: int, scale: torch.Tensor | None) -> None:
+    x, ids, plan = random(12, columns).to(BF16), IDS.flatten(), sorted_plan(IDS)
+    # Of each row that is rounded its expert, and -1 of those that are left alone.
+    experts = {
+        "routes": torch.where(ids < 4, ids, -1).tolist(),
+        "sorted": [int(plan.route_expert[route]) for route in plan.sorted_routes[:8]] + [-1, -1],
+        "batched": [row // 3 if row % 3 < COUNTS[row // 3] else -1 for row in range(12)],
+    }[rows]
+    x = x[: 5 if rows == "routes" else len(experts)]
+    if rows == "batched":
+        x[torch.tensor(experts) < 0] = math.nan
+    found = kind(x, scale, rows)
+    for row, expert in enumerate(experts):
+        own = slice(row, row + 1)
+        if expert < 0:
             found.check_untouched(own)
-
-
-@each_nvfp4
-@pytest.mark.parametrize("columns", [48, 2000])
-@pytest.mark.parametrize("scale", [STATIC, STATIC[:1], None])
-def test_sorted_rows(kind: Any, scale: torch.Tensor | None, columns: int) -> None:
-    x, plan = random(10, columns).to(BF16), sorted_plan(IDS)
-    found = kind(x, scale, "sorted")
-    assert int(plan.expert_offsets[-1]) == 8
-    found.check_untouched(slice(8, None))
-    for row in range(8):
-        expert = int(plan.route_expert[plan.sorted_routes[row]])
-        found.check(slice(row, row + 1), x[row, None], None if scale is None else scale.expand(4)[expert])
-
-
-@each_nvfp4
-@pytest.mark.parametrize("scale", [STATIC, STATIC[:1], None])
-def test_batched_rows(kind: Any, scale: torch.Tensor | None) -> None:
-    x = random(12, 1100).to(BF16)
-    in_use = [row % 3 < COUNTS[row // 3] for row in range(12)]
-    x[~torch.tensor(in_use)] = math.nan
-    found = kind(x, scale, "batched")
-    for row in range(12):
-        if in_use[row]:
-            own = None if scale is None else scale.expand(4)[row // 3]
-            found.check(slice(row, row + 1), x[row, None], own)
         else:
-            found.check_untouched(slice(row, row + 1))
+            source = x[row // 2 if rows == "routes" else row, None]
+            found.check(own, source, None if scale is None else scale.expand(4)[expert])
 
 
 def test_repeated_factors_and_routing_weights_that_are_rounded_in_first() -> None:
