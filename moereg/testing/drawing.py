@@ -90,8 +90,7 @@ class DrawnLayer:
 
     def to_dict(self) -> dict[str, Any]:
         """Strings and numbers only; `from_dict` reads them back."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**values, "problem": self.problem.to_dict()}
+        return {**vars(self), "problem": self.problem.to_dict()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DrawnLayer:

@@ -46,15 +46,17 @@ _WORKSPACE_ALIGNMENT: Final = 256  # As `Experts.apply` promises.
 _HUGE: Final = {torch.bfloat16: 3e38, torch.float32: 3e38, torch.float16: 6e4}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Block:
-    """One allocation: a band, a tensor's bytes `[start, end)`, and a band."""
+    """One allocation: a band, a tensor's bytes `[start, end)`, and a band; its contents and version once frozen."""
 
     name: str
     raw: torch.Tensor
     start: int
     end: int
     tensor: torch.Tensor
+    frozen: torch.Tensor | None = None
+    version: int = 0
 
 
 class GuardedMemory:
@@ -63,8 +65,6 @@ class GuardedMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._blocks: list[_Block] = []
-        # The contents of frozen blocks, and the versions of their tensors.
-        self._frozen: dict[int, tuple[torch.Tensor, int]] = {}
 
     def allocate(
         self,
@@ -129,9 +129,9 @@ class GuardedMemory:
 
     def freeze(self) -> None:
         """Forbids changes to every tensor made so far."""
-        for number, block in enumerate(self._blocks):
-            if number not in self._frozen:
-                self._frozen[number] = (block.raw.clone(), block.tensor._version)
+        for block in self._blocks:
+            if block.frozen is None:
+                block.frozen, block.version = block.raw.clone(), block.tensor._version
 
     def check(self) -> None:
         """Waits for the device and compares every byte that must not have changed.
@@ -142,27 +142,26 @@ class GuardedMemory:
         # All bands have one answer, since each answer waits for the GPU.
         wrong = [
             (block.raw[: block.start] != _BYTE).any() | (block.raw[block.end :] != _BYTE).any()
-            if number not in self._frozen
-            else (block.raw != self._frozen[number][0]).any()
-            for number, block in enumerate(self._blocks)
+            if block.frozen is None
+            else (block.raw != block.frozen).any()
+            for block in self._blocks
         ]
         if wrong and bool(torch.stack(wrong).any()):
             raise AssertionError("; ".join(self._wrongs()))
-        for number, (_, version) in self._frozen.items():
-            block = self._blocks[number]
-            assert block.tensor._version == version, f"{block.name} was written to, with what it held"
+        for block in self._blocks:
+            is_same = block.frozen is None or block.tensor._version == block.version
+            assert is_same, f"{block.name} was written to, with what it held"
 
     def _wrongs(self) -> Iterator[str]:
-        for number, block in enumerate(self._blocks):
-            given = self._frozen[number][0] if number in self._frozen else None
-            changed = torch.nonzero(block.raw != (_BYTE if given is None else given)).flatten()
+        for block in self._blocks:
+            changed = torch.nonzero(block.raw != (_BYTE if block.frozen is None else block.frozen)).flatten()
             before, behind = changed[changed < block.start], changed[changed >= block.end]
             inside = changed[(changed >= block.start) & (changed < block.end)]
             if len(before):
                 yield f"memory {block.start - int(before[-1])} bytes in front of {block.name} was written to"
             if len(behind):
                 yield f"memory {int(behind[0]) - block.end + 1} bytes behind {block.name} was written to"
-            if given is not None and len(inside):
+            if block.frozen is not None and len(inside):
                 yield f"{block.name} was written to, at byte {int(inside[0]) - block.start}"
 
 
@@ -178,11 +177,9 @@ class GuardedWorkspaces:
         self._memory = memory
         self._tensors: dict[tuple[tuple[tuple[int, ...], ...], torch.dtype], tuple[torch.Tensor, ...]] = {}
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
+    def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Gives layers that run inside their scratch from here."""
-        with WORKSPACES.answered_by(self._take):
-            yield
+        return WORKSPACES.answered_by(self._take)
 
     def _take(
         self, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device

@@ -144,27 +144,28 @@ def rejected_problems(cell: BackendCell) -> Iterator[tuple[str, MoEProblem]]:
         yield "activation", changed(activation=dataclasses.replace(inside.activation, beta=inside.activation.beta + 1))
     if not facts.swiglu_limit and inside.activation.gated:
         yield "swiglu_limit", changed(activation=dataclasses.replace(inside.activation, limit=1.0))
-    if not facts.bias:
-        yield "bias", changed(has_bias=True)
-    for dtype in {"bfloat16", "float16", "float32"} - facts.dtypes:
-        yield "dtype", changed(dtype=dtype)
-    for activation_format in {"standard", "batched"} - facts.activation_formats:
-        yield "activation_format", changed(activation_format=activation_format)
-    for placement in {"contiguous", "map"} - facts.placements:
-        yield "placement", changed(placement=placement)
+    for field, values, claimed in (
+        ("dtype", {"bfloat16", "float16", "float32"}, facts.dtypes),
+        ("activation_format", {"standard", "batched"}, facts.activation_formats),
+        ("placement", {"contiguous", "map"}, facts.placements),
+    ):
+        for value in sorted(values - claimed):
+            yield field, changed(**{field: value})
     if inside.held_experts == "all" and "some" not in facts.held_experts:
         yield "placement", changed(num_local_experts=inside.num_experts - 1)
     if "all" not in facts.held_experts:
         yield "placement", changed(num_local_experts=inside.num_experts)
-    if not facts.router_weight_on_input:
-        yield "router_weight_on_input", changed(top_k=1, apply_router_weight_on_input=True)
     for field in facts.requires_multiple:
         yield "alignment", changed(**{field: getattr(inside, field) + 1})
     if facts.max_experts is not None:
         yield "size", changed(num_experts=facts.max_experts + 1, num_local_experts=facts.max_experts + 1)
     if facts.max_num_tokens is not None:
         yield "size", changed(max_num_tokens=facts.max_num_tokens + 1)
-    if not facts.graph_capture:
-        yield "graph_capture", changed(graph_capture=True)
-    if not facts.deterministic:
-        yield "deterministic", changed(deterministic=True)
+    for code, is_claimed, changes in (
+        ("bias", facts.bias, {"has_bias": True}),
+        ("router_weight_on_input", facts.router_weight_on_input, {"top_k": 1, "apply_router_weight_on_input": True}),
+        ("graph_capture", facts.graph_capture, {"graph_capture": True}),
+        ("deterministic", facts.deterministic, {"deterministic": True}),
+    ):
+        if not is_claimed:
+            yield code, changed(**changes)
