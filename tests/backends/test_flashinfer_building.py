@@ -198,9 +198,12 @@ def _reason(name="bfloat16"):
     return loading.reason_not_built("sm90", name, "--quant unquantized")
 
 
-def test_kernels_that_are_built_give_no_reason(built):
+def test_kernels_are_of_this_version_and_of_architectures_that_have_them(built, monkeypatch):
     assert _reason() is None
     assert manifest.read_manifest(built).sets == ("bfloat16", "fp8_block128")
+    assert loading.reason_not_built("sm107", "bfloat16", "").endswith("builds these kernels for, got sm107")
+    monkeypatch.setattr(package, "installed_version", lambda: "0.7.3")
+    assert _reason().startswith(f"requires kernels of FlashInfer 0.7.3, got {built} of 0.7.2; run moereg build-kernels")
 
 
 def test_kernels_that_are_not_in_it(built):
@@ -208,11 +211,6 @@ def test_kernels_that_are_not_in_it(built):
         f"requires the kernels fp8, got {built} with bfloat16, fp8_block128; "
         "run moereg build-kernels flashinfer_cutlass --quant unquantized"
     )
-
-
-def test_a_shared_object_of_another_version(built, monkeypatch):
-    monkeypatch.setattr(package, "installed_version", lambda: "0.7.3")
-    assert _reason().startswith(f"requires kernels of FlashInfer 0.7.3, got {built} of 0.7.2; run moereg build-kernels")
 
 
 @pytest.mark.parametrize(
@@ -232,20 +230,12 @@ def test_a_manifest_of_another_file(built, change, text):
     assert f"requires to know what {built} holds, but its manifest {text}" in _reason()
 
 
-def test_a_shared_object_that_nobody_describes(built):
-    """Where FlashInfer puts none, and a missing kernel would end the process."""
+def test_a_shared_object_that_nobody_describes(built, monkeypatch):
+    """Where FlashInfer puts none, and a missing kernel would end the process; a whole build in its cache has none."""
     manifest.manifest_path(built).unlink()
     assert _reason().startswith(f"requires to know what {built} holds, which has no manifest; run moereg build-kernels")
-
-
-def test_a_whole_build_in_flashinfers_cache_has_no_manifest(built, monkeypatch):
-    manifest.manifest_path(built).unlink()
     monkeypatch.setattr(package, "aot_path", lambda module: built.with_name("elsewhere.so"))
     assert _reason() is None
-
-
-def test_architectures_without_such_kernels():
-    assert loading.reason_not_built("sm107", "bfloat16", "").endswith("builds these kernels for, got sm107")
 
 
 def test_a_file_that_the_loader_refuses_says_why(built, monkeypatch, caplog):
