@@ -16,22 +16,18 @@ from moereg.runtime.workspace import WORKSPACES
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
 from moereg.tuning.inputs import random_call
-from moereg.weights.permuted import ExpertWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+PROBLEM = MoEProblem(num_experts=8, hidden_size=512, intermediate_size=256, top_k=2)
 
 
 def test_a_graph_keeps_its_scratch_when_the_pool_gives_its_own_back() -> None:
     """By the time of a replay, a buffer that graph and pool share would be someone else's memory."""
-    problem = MoEProblem(num_experts=8, hidden_size=512, intermediate_size=256, top_k=2)
     generator = torch.Generator("cuda").manual_seed(0)
-    w13, w2 = (
-        (torch.randn(shape, generator=generator, device="cuda") * shape[-1] ** -0.5).bfloat16()
-        for shape in ((8, 512, 512), (8, 512, 256))
-    )
-    weights = ExpertWeights(w13=w13, w2=w2)
-    kernel = make_kernel(problem, weights, select_backend(problem, require="triton"))
-    call = random_call(problem, 64, "uniform", generator)
+    weights = make_weights(PROBLEM, torch.device("cuda"))
+    kernel = make_kernel(PROBLEM, weights, select_backend(PROBLEM, require="triton"))
+    call = random_call(PROBLEM, 64, "uniform", generator)
     WORKSPACES.release()
     # Captured on a stream whose scratch the pool holds already, since a new one's would be the graph's in any case.
     stream = torch.cuda.Stream()
@@ -52,22 +48,21 @@ def test_a_graph_keeps_its_scratch_when_the_pool_gives_its_own_back() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert all((other == 7).all() for other in others), "a replay wrote into memory that is not its own"
-    truth = reference_experts(problem, weights, *call)
-    assert relative_error(out, truth) <= tolerance(problem.quant, problem.dtype, out.numel())
+    truth = reference_experts(PROBLEM, weights, *call)
+    assert relative_error(out, truth) <= tolerance(PROBLEM.quant, PROBLEM.dtype, out.numel())
 
 
 def test_compiled_code_with_cuda_graphs_runs_a_layer_that_was_never_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernel and scratch are made while memory comes from the pool of the graph, in which nothing may stay alive."""
     monkeypatch.undo()  # Inductor traces the poisoned torch.empty and cannot lower it.
-    problem = MoEProblem(num_experts=8, hidden_size=512, intermediate_size=256, top_k=2)
     generator = torch.Generator("cuda").manual_seed(0)
-    weights = make_weights(problem, torch.device("cuda"))
-    layer, call = MoELayer(problem, weights), random_call(problem, 64, "uniform", generator)
+    weights = make_weights(PROBLEM, torch.device("cuda"))
+    layer, call = MoELayer(PROBLEM, weights), random_call(PROBLEM, 64, "uniform", generator)
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
     with torch.no_grad():
         for _ in range(4):
             found = compiled(*call).clone()
-        truth = reference_experts(problem, weights, *call)
-        assert relative_error(found, truth) <= tolerance(problem.quant, problem.dtype, found.numel())
+        truth = reference_experts(PROBLEM, weights, *call)
+        assert relative_error(found, truth) <= tolerance(PROBLEM.quant, PROBLEM.dtype, found.numel())
         assert torch.equal(layer(*call), found)

@@ -26,7 +26,7 @@ from moereg.layer.factory import make_kernel
 from moereg.layer.kernel import MoEKernel
 from moereg.numerics.reference import reference_experts
 from moereg.numerics.tolerances import layer_tolerance
-from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
+from moereg.registry import BackendCell
 from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.testing import checks
 from moereg.testing.cases import Case, first_case, running_as
@@ -35,7 +35,7 @@ from moereg.testing.checks import ImportWatch, check_numbers
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.guards import FILLS, FORMS, poisoned_empty
 from moereg.testing.inputs import ROUTINGS, make_inputs, make_weights
-from tests.support.fakes import EVERYTHING, LITTLE, BatchedExperts, FakeExperts
+from tests.support.fakes import EVERYTHING, LITTLE, BatchedExperts, FakeExperts, cell_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -79,15 +79,6 @@ def spoiling(broken: Callable[..., object], base: type[FakeExperts] = RightExper
     for name, member in members.items():
         setattr(SpoilingExperts, name, member)
     return SpoilingExperts
-
-
-def cell_of(
-    experts: type[FakeExperts], scheme: str = "unquantized", rules: tuple[str, ...] = ("cpu", "cuda:sm90")
-) -> BackendCell:
-    registry = BackendRegistry()
-    register_moe_backend("fresh", 1, (scheme,), rules, registry=registry)(experts)
-    (cell,) = registry.cells
-    return cell
 
 
 def case_of(experts: type[FakeExperts], **changes: Any) -> Case:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moereg.author import Facts, MoEProblem, Platform
-from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
+from moereg.registry import BackendCell
 from moereg.spec.activations import ACTIVATIONS
 from moereg.testing import cases, checks, drawing, listing
 from moereg.testing.cases import GPU_TOKENS, TOKENS, Case, calls_of, fault_schemes, fault_tokens, first_case
@@ -21,6 +21,7 @@ from moereg.testing.drawing import INTERPRETED, NATIVE, DrawnLayer, draw_layer, 
 from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
 from moereg.testing.problems import accepted_neighbor, accepted_problems, claimed_problems, rejected_problems
+from tests.support import fakes
 from tests.support.fakes import EVERYTHING, LITTLE, FakeExperts
 
 CPU = Platform.from_name("cpu")
@@ -31,10 +32,7 @@ def cell_of(
     facts: Facts, schemes: tuple[str, ...] = ("unquantized",), rule: str = "cpu", **members: Any
 ) -> BackendCell:
     experts = type("FactualExperts", (FakeExperts,), {"facts": facts, "__module__": __name__, **members})
-    registry = BackendRegistry()
-    register_moe_backend("fresh", 1, schemes, (rule,), registry=registry)(experts)
-    (cell,) = registry.cells
-    return cell
+    return fakes.cell_of(experts, *schemes, rules=(rule,))
 
 
 def test_claimed_problems_reach_every_fact() -> None:

@@ -10,10 +10,8 @@ import torch
 from moereg.author import PermutedWeights
 from moereg.platforms import Platform
 from moereg.prepare_finalize import local_prepare_finalize
-from moereg.registry import register_moe_backend
 from moereg.runtime.workspace import WORKSPACES
 from moereg.spec.problem import MoEProblem
-from moereg.testing import cases
 from moereg.testing.cases import Case
 from moereg.testing.checks import check_numbers
 from moereg.testing.guards import (
@@ -26,7 +24,7 @@ from moereg.testing.guards import (
     guard_weights,
 )
 from moereg.testing.inputs import make_inputs, make_weights
-from tests.support.fakes import FakeExperts
+from tests.support.fakes import FakeExperts, cell_of
 
 CPU = torch.device("cpu")
 PROBLEM = MoEProblem(num_experts=3, hidden_size=8, intermediate_size=4, top_k=2, dtype="bfloat16", has_bias=True)
@@ -169,16 +167,10 @@ def test_rows_past_an_experts_count_are_nan() -> None:
         prepare.memory.check()
 
 
-def case_of(experts: type[FakeExperts]) -> Case:
-    register_moe_backend(name="fresh", priority=1, quant_schemes=("unquantized",), platforms=("*",))(experts)
-    cell = next(cell for cell in cases.runnable_cells() if cell.name == "fresh")
-    return Case(cell, Platform.from_name("cpu"), PROBLEM)
-
-
-def test_a_device_with_and_without_its_index_is_one(isolated_registry: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_with_and_without_its_index_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     # As cuda and cuda:0: a case names the kind of device, a tensor the one it is on.
     monkeypatch.setattr("moereg.testing.cases._device_of", lambda cell, platform: torch.device("cpu:0"))
     mapped = dataclasses.replace(PROBLEM, num_experts=8, num_local_experts=3, placement="map")
-    case = dataclasses.replace(case_of(FakeExperts), problem=mapped)
+    case = Case(cell_of(FakeExperts), Platform.from_name("cpu"), mapped)
     assert case.device != torch.empty(0).device
     check_numbers(case)

@@ -16,13 +16,12 @@ from moereg.dispatch import evaluate
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts
 from moereg.plugins.loader import current_platform
-from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.selection.request import Request
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import Inputs, make_inputs, make_weights
 from moereg.weights.permuted import ExpertWeights
-from tests.support.fakes import BatchedExperts, FakeExperts, PerRouteExperts
+from tests.support.fakes import BatchedExperts, FakeExperts, PerRouteExperts, cell_of
 
 CPU = torch.device("cpu")
 FORMS = {"reduced": FakeExperts, "per_route": PerRouteExperts, "per_expert": BatchedExperts}
@@ -40,10 +39,8 @@ def problem_for(form: str, **changes: Any) -> MoEProblem:
 
 def selection_of(problem: MoEProblem, experts: type[FakeExperts] = FakeExperts, name: str = "fake") -> Selection:
     """A selection of a class that is registered only here."""
-    registry = BackendRegistry()
-    register_moe_backend(name, 1, ("unquantized",), ("*",), registry=registry)(experts)
     request = Request(require=(name,))
-    decision = evaluate(registry.cells[0], problem, current_platform(), request)
+    decision = evaluate(cell_of(experts, rules=("*",), name=name), problem, current_platform(), request)
     assert decision.accepted, decision.reasons
     return Selection(problem, current_platform(), request, (decision,), "required")
 

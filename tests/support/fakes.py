@@ -10,6 +10,7 @@ from moereg.author import ExpertInputs, Experts, ExpertWeights, Facts, PermutedW
 from moereg.kernels.plain.device import local_expert_ids
 from moereg.numerics.reference import reference_experts
 from moereg.platforms import Platform
+from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
 from moereg.spec.problem import MoEProblem
 
 EVERYTHING = Facts(
@@ -125,6 +126,16 @@ class RaisingExperts(FakeExperts):
 
     def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         raise RuntimeError("a bug\nof two lines")
+
+
+def cell_of(
+    experts: type[Experts], *schemes: str, rules: tuple[str, ...] = ("cpu", "cuda:sm90"), name: str = "fresh"
+) -> BackendCell:
+    """The cell of a class in a registry of its own; of unquantized weights where no scheme is named."""
+    registry = BackendRegistry()
+    register_moe_backend(name, 1, schemes or ("unquantized",), rules, registry=registry)(experts)
+    (cell,) = registry.cells
+    return cell
 
 
 def _expert(problem: MoEProblem, weights: PermutedWeights, expert: int, x: torch.Tensor) -> Any:
