@@ -12,9 +12,7 @@ from moereg.registry import BackendCell
 from moereg.spec.problem import MoEProblem
 from moereg.testing import cases, checks, listing, problems
 from moereg.testing.check import KINDS, Check
-from moereg.testing.interpreter import patch_interpreter
 
-DEVICE = cases.default_device()
 pytestmark = pytest.mark.usefixtures("one_thread")
 SUITES = {name: listing.list_suite(name) for name in list_backends()}
 CELLS = cases.runnable_cells()
@@ -66,12 +64,6 @@ def promises() -> list[Any]:
             marks += [pytest.mark.gpu] if check.kind in ("graph", "synchronization") else []
             found.append(pytest.param(cell, check, marks=marks, id=check.id))
     return found
-
-
-@pytest.fixture(autouse=True)
-def _patched_interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 # The cell is a parameter of its own for `--ledger`.

@@ -289,51 +289,29 @@ def test_records_are_merged_by_cell_and_device(tmp_path: pathlib.Path) -> None:
     assert (record.versions, record.rule, record.tier) == (VERSIONS, "cuda:sm80+", "kernel")
 
 
-@pytest.fixture
-def conformance(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Conformance:
-    """A session of pytest with --ledger on an H200, which has seen nothing yet."""
+def test_a_run_records_what_passed_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """A session of pytest with --ledger on an H200; a process that crashes does not name its cell."""
     for name, empty in (("_PASSED", {}), ("_FAILED", set()), ("_CRASHED", [])):
         monkeypatch.setattr(conftest, name, empty)
     monkeypatch.setattr("moereg.plugins.loader.current_platform", lambda: H200)
-    return Conformance(tmp_path / "ledger.json")
-
-
-class Conformance:
-    """Reports results as pytest does."""
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self.path = path
-
-    def report(self, cell: BackendCell, outcome: str, is_named: bool = True) -> None:
-        """One call of a test of a cell; if its process crashed, the cell is not named."""
-        properties = [("cell", conftest._key(cell))] if is_named else []
-        result = SimpleNamespace(
-            nodeid=f"tests/kit/test_conformance.py::test_it[{cell.name}-{cell.class_name}-cuda:sm90]",
-            user_properties=properties,
-            when="call",
-            passed=outcome == "passed",
-            failed=outcome == "failed",
-        )
-        conftest.pytest_runtest_logreport(result)  # type: ignore[arg-type]
-
-    def records(self) -> dict[str, int]:
-        """Experts classes of what is written at the end, with their cases."""
-        config = SimpleNamespace(getoption=lambda name: str(self.path))
-        conftest.pytest_sessionfinish(SimpleNamespace(config=config))  # type: ignore[arg-type]
-        return {record.experts: record.cases for record in read_ledger(self.path)}
-
-
-def test_a_run_records_what_passed_and_nothing_else(conformance: Conformance) -> None:
     dense, grouped = (builtin(name, "unquantized", H200) for name in ("TorchDenseExperts", "TorchGroupedExperts"))
     batched = builtin("TritonBatchedExperts", "unquantized", H200)
     elsewhere = builtin("TorchPackedExperts", "unquantized", EPYC)
-    for cell, outcome in ((dense, "passed"), (dense, "passed"), (dense, "skipped"), (elsewhere, "passed")):
-        conformance.report(cell, outcome)
-    for outcome in ("passed", "failed", "passed"):
-        conformance.report(grouped, outcome)
-    conformance.report(batched, "passed")
-    conformance.report(batched, "failed", is_named=False)
-    assert conformance.records() == {"TorchDenseExperts": 2}
+    reports = [(dense, "passed"), (dense, "passed"), (dense, "skipped"), (elsewhere, "passed"), (grouped, "passed")]
+    reports += [(grouped, "failed"), (grouped, "passed"), (batched, "passed"), (batched, "crashed")]
+    for cell, outcome in reports:
+        result = SimpleNamespace(
+            nodeid=f"tests/kit/test_conformance.py::test_it[{cell.name}-{cell.class_name}-cuda:sm90]",
+            user_properties=[("cell", conftest._key(cell))] if outcome != "crashed" else [],
+            when="call",
+            passed=outcome == "passed",
+            failed=outcome in ("failed", "crashed"),
+        )
+        conftest.pytest_runtest_logreport(result)  # type: ignore[arg-type]
+    path = tmp_path / "ledger.json"
+    config = SimpleNamespace(getoption=lambda name: str(path))
+    conftest.pytest_sessionfinish(SimpleNamespace(config=config))  # type: ignore[arg-type]
+    assert {record.experts: record.cases for record in read_ledger(path)} == {"TorchDenseExperts": 2}
 
 
 def test_a_commit_of_moereg_says_nothing_of_another_distribution(
