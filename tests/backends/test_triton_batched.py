@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_batches
 from moereg.kernels.sizes import SPREAD_HEAVY
 from tests.kernels.references import block_map_reference
-from tests.kernels.triton_cases import (
-    DEVICE,
-)
+from tests.kernels.triton_cases import DEVICE
 
 
 def make_plan(

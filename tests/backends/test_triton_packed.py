@@ -44,17 +44,19 @@ SCHEMES = (
 )
 
 # Columns shared by warps on the matrix units, and a step cut into slices, one a warp.
+TILE = GroupedGemmConfig(block_m=16, block_n=16, block_k=STEP, group_m=1, num_warps=4, num_stages=2, mask_rows=True)
 CONFIGS = {
-    "warps_share_columns": GroupedGemmConfig(
-        block_m=16, block_n=16, block_k=STEP, group_m=1, num_warps=4, num_stages=2, mask_rows=True
-    ),
-    "long_step": GroupedGemmConfig(
-        block_m=16, block_n=16, block_k=2 * STEP, group_m=1, num_warps=4, num_stages=2, mask_rows=True
-    ),
-    "slices": GroupedGemmConfig(
-        block_m=16, block_n=16, block_k=STEP, group_m=1, num_warps=2, num_stages=2, mask_rows=True, slices=2
-    ),
+    "warps_share_columns": TILE,
+    "long_step": dataclasses.replace(TILE, block_k=2 * STEP),
+    "slices": dataclasses.replace(TILE, num_warps=2, slices=2),
 }
+SINGLE = dataclasses.replace(TILE, block_m=1, num_warps=8, slices=8)
+
+
+def plain_problem(scheme: str, num_experts: int, dtype: str = "bfloat16") -> MoEProblem:
+    """Rows of 200 elements, which neither a step nor a block divides, and 24 columns, no whole number of tiles."""
+    sizes = {"num_experts": num_experts, "top_k": 1, "hidden_size": 24, "intermediate_size": 200}
+    return MoEProblem(**sizes, dtype=dtype, quant=scheme, activation="relu2")
 
 
 def make_weights(problem: MoEProblem) -> ExpertWeights:
@@ -86,10 +88,7 @@ def packed_w2(problem: MoEProblem, weights: ExpertWeights) -> PackedMatrix:
 )
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_products_are_those_of_restored_weights(scheme: str, dtype: str, config: GroupedGemmConfig) -> None:
-    # Rows of 200 elements: neither a step nor a block divides them.
-    problem = MoEProblem(
-        num_experts=2, top_k=1, hidden_size=24, intermediate_size=200, dtype=dtype, quant=scheme, activation="relu2"
-    )
+    problem = plain_problem(scheme, 2, dtype)
     weights = make_weights(problem)
     restored = dequantize_weights(weights, torch.float64)[1]
     num_tokens = 5
@@ -151,16 +150,7 @@ def test_slices_give_the_layer(scheme: str, num_tokens: int, monkeypatch: pytest
 )
 def test_routes_of_one_token_are_added_up(scheme: str, pieces: int) -> None:
     """Compares with fp64 sums on restored weights; routes name one expert twice, an unknown one and another rank's."""
-    # Rows of 200 elements fill no whole number of steps, and 24 columns no whole number of tiles.
-    problem = MoEProblem(
-        num_experts=3,
-        top_k=1,
-        hidden_size=24,
-        intermediate_size=200,
-        dtype="bfloat16",
-        quant=scheme,
-        activation="relu2",
-    )
+    problem = plain_problem(scheme, 3)
     weights = make_weights(problem)
     restored = dequantize_weights(weights, torch.float64)[1]
     expert_map = torch.tensor([2, -1, 0, 1, 0], dtype=torch.int32, device=DEVICE)
@@ -176,12 +166,9 @@ def test_routes_of_one_token_are_added_up(scheme: str, pieces: int) -> None:
         if expert is not None:
             row.zero_()[:200] = torch.randn(200, generator=generator).to(row)
     out = torch.empty(1, 24, device=DEVICE)
-    config = GroupedGemmConfig(
-        block_m=1, block_n=16, block_k=STEP, group_m=1, num_warps=8, num_stages=2, mask_rows=True, slices=8
-    )
     w2 = packed_w2(problem, weights)
-    routes = DirectRoutes(topk_ids, expert_map, 5, config.block_m)
-    down_single(out, rows, w2, routes, config, bias=bias, topk_weights=topk_weights)
+    routes = DirectRoutes(topk_ids, expert_map, 5, SINGLE.block_m)
+    down_single(out, rows, w2, routes, SINGLE, bias=bias, topk_weights=topk_weights)
     expected, bound = (torch.zeros(24, dtype=torch.float64, device=DEVICE) for _ in range(2))
     for row, weight, expert in zip(rows, topk_weights[0].tolist(), local, strict=True):
         if expert is not None:
@@ -192,9 +179,7 @@ def test_routes_of_one_token_are_added_up(scheme: str, pieces: int) -> None:
 
 
 def test_more_routes_take_more_slices_and_fewer_stages() -> None:
-    config = GroupedGemmConfig(
-        block_m=1, block_n=16, block_k=STEP, group_m=1, num_warps=8, num_stages=6, mask_rows=True, slices=8
-    )
+    config = dataclasses.replace(SINGLE, num_stages=6)
     assert share_slices(config, 2) == (config, 4)
     assert share_slices(config, 6) == (config, 1)
     wide = dataclasses.replace(config, num_warps=16, slices=16, num_stages=3)

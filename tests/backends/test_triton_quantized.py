@@ -19,12 +19,7 @@ from moereg.backends._triton.work import gate_up_epilogue
 from moereg.backends.triton_moe import TritonQuantizedExperts
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
 from moereg.kernels.quantized.config import CONFIG_RULES, select_quantized_config
-from moereg.kernels.quantized.operands import (
-    CodedOutput,
-    QuantizedRows,
-    Quantizer,
-    RowFormat,
-)
+from moereg.kernels.quantized.operands import CodedOutput, QuantizedRows, Quantizer, RowFormat
 from moereg.kernels.quantized.products import quantized_down_gemm, quantized_gate_up_gemm, steps
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows
 from moereg.kernels.quantized.rows_batched import quantize_batched_rows
@@ -298,16 +293,8 @@ MATRIX_SCHEMES = (*map(get_scheme, NAMED), QuantScheme("e5m2_token", E5M2, E5M2)
 
 
 def make_problem(scheme: QuantScheme, hidden: int, intermediate: int, **keywords: Any) -> MoEProblem:
-    return MoEProblem(
-        **{
-            "num_experts": 4,
-            "hidden_size": hidden,
-            "intermediate_size": intermediate,
-            "top_k": 2,
-            "quant": scheme,
-            **keywords,
-        }
-    )
+    sizes = {"num_experts": 4, "hidden_size": hidden, "intermediate_size": intermediate, "top_k": 2}
+    return MoEProblem(**{**sizes, "quant": scheme, **keywords})
 
 
 def make_stage_weights(problem: MoEProblem) -> ExpertWeights:
