@@ -80,8 +80,6 @@ def test_unmapped_and_out_of_range_ids_add_nothing(experts_class: type[Experts])
 def test_biases_of_a_bf16_layer(experts_class: type[Experts], bias_dtype: torch.dtype) -> None:
     problem = make_problem(has_bias=True, activation_format=format_of(experts_class))
     inputs, weights = make_inputs(problem, 63, "uniform", CPU), make_weights(problem, CPU)
-    assert weights.w13_bias is not None
-    assert weights.w2_bias is not None
     biases = {"w13_bias": weights.w13_bias.to(bias_dtype), "w2_bias": weights.w2_bias.to(bias_dtype)}
     weights = dataclasses.replace(weights, **biases)
     error = relative_error(run(experts_class, problem, inputs, weights), truth_of(problem, weights, inputs))

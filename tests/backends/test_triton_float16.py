@@ -56,7 +56,6 @@ def check(scheme: str, activation_format: str, routing_scale: float, size: int, 
             scales = dict(zip(("a13_scale", "a2_scale"), given, strict=True))
         weights = quantize_weights(weights, scheme, **scales)
     selection = select_backend(problem, SM90 if DEVICE == "cpu" else None, require="triton")
-    assert selection.winner is not None
     kernel = make_kernel(problem, weights, selection)
     for num_tokens in tokens:
         inputs = make_inputs(problem, num_tokens, "uniform", device)

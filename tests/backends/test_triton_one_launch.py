@@ -140,7 +140,6 @@ def test_one_launch_gives_the_bits_of_two(
         # Each tile of the first product has counted once, and nothing else was written there.
         assert len(plans) == number + 1
         plan, num_blocks = plans[-1], int(plans[-1].num_blocks)
-        assert plan.flags is not None
         assert plan.flags[:num_blocks, 0].tolist() == [2] * num_blocks
         assert (plan.flags[num_blocks:] == GARBAGE).all()
         assert (plan.flags[:, 1:] == GARBAGE).all()

@@ -81,7 +81,6 @@ def implementation(problem: MoEProblem) -> quantized.Standard:
 
 
 def row_format(scheme: QuantScheme) -> RowFormat:
-    assert scheme.activation is not None
     return quantized.row_format(scheme.activation)
 
 
@@ -128,8 +127,6 @@ def assert_same(found: QuantizedRows, expected: Quantized, columns: int) -> None
 
 def assert_same_e2m1(found: QuantizedRows, expected: Quantized, columns: int) -> None:
     """The same of packed codes, but for codes without a meaning, those of groups whose scale is NaN."""
-    assert expected.scale_2 is not None
-    assert found.global_scale is not None
     scale_2 = expected.scale_2.expand(len(found.q), 1)
     assert torch.equal(bits(found.global_scale), bits(scale_2[:, 0].contiguous()))
     num_groups, num_bytes = expected.scale.shape[1], -(-columns // 2)
@@ -307,7 +304,6 @@ def make_stage_weights(problem: MoEProblem) -> ExpertWeights:
 def restored(rows: QuantizedRows, scheme: QuantScheme, columns: int) -> torch.Tensor:
     """The numbers of the kernels' codes."""
     fmt = scheme.activation
-    assert fmt is not None
     if rows.global_scale is not None:
         return dequantize_activations(Quantized(rows.q, rows.scale, rows.global_scale[:, None]), scheme, columns, FP64)
     scale = rows.scale if fmt.group[1] == WHOLE else rows.scale[:, : -(-columns // fmt.group[1])]
@@ -512,7 +508,6 @@ def test_permuted_weights_are_views_where_nothing_is_padded() -> None:
 def test_one_scale_a_matrix_becomes_one_a_half(per_half: bool) -> None:
     problem = make_problem(get_scheme("fp8_tensor_dynamic"), 130, 200)
     weights = make_weights(problem, DEVICE)
-    assert weights.w13_scale is not None
     w13_scale = torch.rand(4, 2, device=DEVICE) if per_half else torch.rand(4, device=DEVICE)
     weights = dataclasses.replace(weights, w13_scale=w13_scale)
     layer = TritonQuantizedExperts(problem, SM90)

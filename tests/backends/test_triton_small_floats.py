@@ -115,7 +115,6 @@ class Numbers:
         values, scale_2 = self.expected(x, static)
         found = self.out[rows]
         if scale_2 is not None:
-            assert self.factors is not None
             assert torch.equal(bits(self.factors[rows]), bits(scale_2))
             # The scale alone makes the rest of such a row NaN.
             values, found = values[~scale_2.isnan()], found[~scale_2.isnan()]
@@ -188,7 +187,6 @@ def test_odd_numbers(kind: Any, dtype: torch.dtype) -> None:
 @each_form
 def test_ties_go_to_even_codes(kind: Any, dtype: torch.dtype) -> None:
     fmt = get_scheme(kind.scheme).activation
-    assert fmt is not None
     values = torch.arange(0, 97, device=DEVICE) / 16 if fmt.bits == 4 else torch.arange(0, 449, device=DEVICE) / 32
     # Every group's largest magnitude is the largest code, so that its scale is 1.
     largest = 6.0 if fmt.bits == 4 else 448.0
@@ -247,7 +245,6 @@ def test_repeated_factors_and_routing_weights_that_are_rounded_in_first() -> Non
     x, weights = random(12, 48).to(BF16), torch.rand(12, device=DEVICE) + 0.1
     found, repeated = Numbers(x), torch.full((36,), math.nan, device=DEVICE)
     requantize_rows(found.out, x, found.grid, factors=repeated)
-    assert found.factors is not None
     assert torch.equal(repeated.view(12, 3), found.factors[:, None].expand(12, 3))
     weighted = PowerNumbers(x)
     requantize_rows(weighted.out, x, weighted.grid, topk_weights=weights)

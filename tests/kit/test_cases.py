@@ -104,7 +104,6 @@ def test_a_refusal_by_facts_has_no_neighbor_and_one_by_the_predicate_has_the_nea
     sizes = {"num_experts": 4, "intermediate_size": 24, "top_k": 2, "dtype": "float32"}
     problem = MoEProblem(hidden_size=72, **sizes)
     neighbor = accepted_neighbor(cell, problem, CPU)
-    assert neighbor is not None
     assert (neighbor.hidden_size, neighbor.intermediate_size, neighbor.num_experts) == (128, 64, 4)
     assert accepted_neighbor(cell, dataclasses.replace(problem, has_bias=True), CPU) is None
     assert accepted_neighbor(cell, dataclasses.replace(problem, hidden_size=64, has_bias=True), CPU) is None
@@ -153,7 +152,6 @@ def test_a_kernel_has_the_map_of_its_case() -> None:
         if problem.placement == "map" and problem.is_expert_parallel
     )
     expert_map = cases.build(case).expert_map
-    assert expert_map is not None
     assert expert_map.tolist() == [2, -1, 1, -1, 0, -1, -1, -1]
 
 

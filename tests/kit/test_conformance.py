@@ -31,7 +31,6 @@ def kind_of(cell: BackendCell, check: Check) -> object:
             if is_batched or problem.hidden_size % 2:
                 return name
             computes = cell.scheme_for(problem.quant)
-            assert computes is not None
             fmt = computes.weight
             return name, fmt and (fmt.dtype, fmt.scale_dtype, fmt.symmetric), computes.activation
         case "faults":
@@ -82,7 +81,6 @@ def test_every_cell_runs_here_or_says_why_not() -> None:
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.name}-{cell.class_name}-{cell.rules[0]}")
 def test_predicates_of_built_in_cells_refuse_nothing_that_facts_claim(cell: BackendCell) -> None:
     platform = cases.runnable_platform(cell)
-    assert platform is not None
     assert problems.accepted_problems(cell, platform) == list(dict.fromkeys(problems.claimed_problems(cell)))
 
 

@@ -95,7 +95,6 @@ def test_a_drawn_layer_is_one_that_its_cell_claims(cell: BackendCell) -> None:
             other = redraw(layer, rng.choice, limits)
             for drawn in (layer, other):
                 case = drawn.case()
-                assert case is not None
                 assert case.cell == cell
                 cases.select_cell(case)  # Asserts that the cell accepts the problem.
                 assert DrawnLayer.from_json(str(drawn)) == drawn

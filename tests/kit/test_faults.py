@@ -81,25 +81,16 @@ def test_faults_are_what_they_say() -> None:
     w13, _ = dequantize_weights(weights, torch.float32)
 
     swapped = faults.gate_up_swapped(weights)
-    assert swapped is not None
     assert torch.equal(dequantize_weights(swapped, torch.float32)[0], torch.cat((w13[:, 32:], w13[:, :32]), dim=1))
-    assert swapped.w13_bias is not None
-    assert weights.w13_bias is not None
     assert torch.equal(swapped.w13_bias[:, :32], weights.w13_bias[:, 32:])
 
     shifted = faults.scale_off_by_one_group(weights)
-    assert shifted is not None
-    assert shifted.w13_scale is not None
-    assert weights.w13_scale is not None
     assert torch.equal(shifted.w13_scale, weights.w13_scale.flip(-1))
 
     dropped = faults.zero_point_dropped(weights)
-    assert dropped is not None
-    assert dropped.w13_zero_point is not None
     assert (unpack_nibbles(dropped.w13_zero_point, 2) == 8).all()
 
     nibbles = faults.nibbles_swapped(weights, "w2")
-    assert nibbles is not None
     pairs = unpack_nibbles(weights.w2, 32).unflatten(-1, (16, 2))
     assert torch.equal(unpack_nibbles(nibbles.w2, 32), pairs.flip(-1).flatten(-2))
     assert torch.equal(nibbles.w13, weights.w13)
@@ -110,14 +101,8 @@ def test_scales_of_whole_matrices_move_to_the_next_expert() -> None:
     plain = make_plain_weights(problem, CPU)
     weights = quantize_weights(plain, problem.quant, separate_halves=True)
     shifted = faults.scale_off_by_one_group(weights, "w2")
-    assert shifted is not None
-    assert shifted.w2_scale is not None
-    assert weights.w2_scale is not None
     assert torch.equal(shifted.w2_scale, weights.w2_scale.roll(1))
     halves = faults.scale_off_by_one_group(weights, "w13")
-    assert halves is not None
-    assert halves.w13_scale is not None
-    assert weights.w13_scale is not None
     assert torch.equal(halves.w13_scale, weights.w13_scale.flip(1))
 
 
