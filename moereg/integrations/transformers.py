@@ -377,11 +377,8 @@ def explain_model(
 @contextlib.contextmanager
 def _bar(progress: bool | Callable[[int, int], None], total: int) -> Iterator[Callable[[int, int], None]]:
     """Transformers' own bar, which its `disable_progress_bar` turns off, or the caller's function."""
-    if not isinstance(progress, bool):
-        yield progress
-        return
-    if not progress:
-        yield lambda done, total: None
+    if progress is not True:
+        yield progress or (lambda done, total: None)
         return
     from transformers.utils import logging
 

@@ -223,10 +223,7 @@ class _Rank:
         found: dict[str, Any] = {
             "wire": moves.wire.name,
             "activation_format": kernel.selection.problem.activation_format,
-            "backend": winner.backend,
-            "experts": winner.experts,
-            "computes": winner.computes,
-            "tier": winner.tier,
+            **{name: getattr(winner, name) for name in ("backend", "experts", "computes", "tier")},
         }
         tolerance = layer_tolerance(self.problem, num_tokens, winner.scheme or winner.computes)
         expected = reference_experts(self.part, self.weights, *whole, expert_map=self.first, computes=winner.scheme)
