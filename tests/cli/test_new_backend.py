@@ -16,11 +16,7 @@ from moereg.cli._new_backend import _FILES, _TEMPLATES
 from moereg.registry import BackendCell, BackendRegistry, registering_origin
 from moereg.testing import cases, checks, problems
 from tests.cli.command import Call, CallJson
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # import-linter brings it
+from tests.support.toml import tomllib
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

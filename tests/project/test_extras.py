@@ -11,11 +11,7 @@ from packaging.utils import canonicalize_name
 from moereg.plugins.loader import load_backends
 from moereg.registry import BUILTIN
 from tests.ranges import Row, rows_of
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib  # import-linter brings it
+from tests.support.toml import tomllib
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -17,11 +17,7 @@ from moereg.spec import model_shapes as shapes
 from moereg.tuning.roofline import Ceilings
 from tests.support.console_blocks import Command, Environment, commands_in
 from tests.support.snippets import Block, blocks_of, small_models, write_layers
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # import-linter brings it
+from tests.support.toml import tomllib
 
 ROOT: Final = Path(__file__).parents[2]
 # Of these tests/project/test_author_pages.py runs all blocks, as they are written, in an environment of their own.
