@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
@@ -91,15 +93,8 @@ class PreparedModel:
 
 def grouped(layers: tuple[LayerChoice, ...]) -> list[tuple[LayerChoice, ...]]:
     """Neighbors that got the same answer, together."""
-    groups: list[list[LayerChoice]] = []
-    for layer in layers:
-        key = (layer.class_name, layer.problem, layer.backend, layer.refusal, layer.kept)
-        first = groups[-1][0] if groups else None
-        if first and key == (first.class_name, first.problem, first.backend, first.refusal, first.kept):
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
-    return [tuple(group) for group in groups]
+    answer = operator.attrgetter("class_name", "problem", "backend", "refusal", "kept")
+    return [tuple(group) for _, group in itertools.groupby(layers, answer)]
 
 
 def _names(group: tuple[LayerChoice, ...]) -> str:
@@ -382,11 +377,8 @@ def explain_model(
 @contextlib.contextmanager
 def _bar(progress: bool | Callable[[int, int], None], total: int) -> Iterator[Callable[[int, int], None]]:
     """Transformers' own bar, which its `disable_progress_bar` turns off, or the caller's function."""
-    if not isinstance(progress, bool):
-        yield progress
-        return
-    if not progress:
-        yield lambda done, total: None
+    if progress is not True:
+        yield progress or (lambda done, total: None)
         return
     from transformers.utils import logging
 

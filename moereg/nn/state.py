@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import math
 import re
@@ -136,17 +135,8 @@ class CanonicalModule(torch.nn.Module):
         if self._is_freed:
             destination.update({prefix + name: tensor for name, tensor in self.weights.tensors().items()})
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        others: tuple[Any, ...] = (local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        _, strict, missing_keys, _, error_msgs = others
         if self._is_freed:
             given = {name: state_dict[prefix + name] for name in self._freed if prefix + name in state_dict}
             missing_keys += [prefix + name for name in self._freed if strict and name not in given]
@@ -186,12 +176,6 @@ class CanonicalModule(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._handle = new_handle(self)
-
-    @abc.abstractmethod
-    def check_and_run(
-        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
-    ) -> None:
-        """As `MoEKernel.check_and_run`."""
 
 
 def router_tensors(

@@ -14,14 +14,10 @@ from moereg.platforms.probe import installed_versions
 
 
 def accept_plugin(value: str, loaded: object) -> None:
-    """Registers the kind that an entry point names.
-
-    Args:
-        value: As the distribution declares it.
-        loaded: The object: a `PlatformKind`, or a function that returns a `Platform` or None.
+    """Checks what an entry point of that value names, a kind or a probe, and registers a kind.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: It is neither a `PlatformKind` nor a function.
         ArgumentError: Another kind has that name.
     """
     if isinstance(loaded, PlatformKind):
@@ -34,14 +30,7 @@ def accept_plugin(value: str, loaded: object) -> None:
 
 
 def claim_of(value: str, loaded: Any) -> Platform | None:
-    """A plugin's statement about this machine.
-
-    Args:
-        value: As the distribution declares it.
-        loaded: As `accept_plugin` took it.
-
-    Returns:
-        The machine, or None where the plugin does not know it.
+    """This machine as a plugin that `accept_plugin` took describes it; None where the plugin does not know it.
 
     Raises:
         TypeError: The probe returned something else.
@@ -62,10 +51,7 @@ def claim_of(value: str, loaded: Any) -> Platform | None:
 
 
 def decide_claims(claims: Mapping[str, Platform]) -> Platform | None:
-    """The machine at hand by what plugins say of it; None where none claims it.
-
-    Args:
-        claims: Platforms by `name of distribution version`.
+    """The machine at hand by what plugins, as `name of distribution version`, say of it; None where none claims it.
 
     Raises:
         PluginError: Several plugins claim this machine.

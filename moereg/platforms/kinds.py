@@ -221,11 +221,9 @@ def load_kinds_with(load: Callable[[], Any]) -> None:
 
 
 def miss_kinds_of(plugin: str, sentence: str) -> None:
-    """Notes why a platform plugin brought nothing, for the errors about kinds that are not known.
+    """Notes why a platform plugin, by its entry point, brought nothing, for the errors about kinds that are not known.
 
-    Args:
-        plugin: Name of its entry point.
-        sentence: With the cure: `platform plugin 'x' of y 1.0 failed to load: ...; repair or uninstall it`.
+    The sentence says the cure: `platform plugin 'x' of y 1.0 failed to load: ...; repair or uninstall it`.
     """
     _MISSED[plugin] = sentence
 

@@ -47,7 +47,12 @@ def element_of(fmt: QuantFormat) -> Element:
     else:
         dtype = getattr(torch, fmt.dtype, None)
         # float8_e8m0fnu holds positive numbers only; it is for scales.
-        if not (isinstance(dtype, torch.dtype) and _is_float8(dtype) and torch.finfo(dtype).min < 0):
+        if not (
+            isinstance(dtype, torch.dtype)
+            and dtype.is_floating_point
+            and dtype.itemsize == 1
+            and torch.finfo(dtype).min < 0
+        ):
             known = ", ".join(["float4_e2m1fn", *INTEGERS, "the 8-bit floats of torch"])
             raise ValueError(f"no element type {fmt.dtype!r} to quantize to or from (known: {known})")
         element = float8_element(dtype)
@@ -56,22 +61,12 @@ def element_of(fmt: QuantFormat) -> Element:
     return element
 
 
-def _is_float8(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize == 1
-
-
 def total_scale(
     scale: torch.Tensor, scale_2: torch.Tensor | None, fmt: QuantFormat, rows: int, columns: int
 ) -> torch.Tensor:
     """The divisor that turns numbers into codes: the product of their scales, rounded to fp32.
 
-    Args:
-        scale, scale_2: As in `Quantized`, for these rows.
-        fmt: The format.
-        rows, columns: R and K.
-
-    Returns:
-        fp32, broadcastable to [..., rows, columns].
+    Broadcastable to [..., rows, columns].
     """
     product = scale.float() if scale_2 is None else scale.float() * scale_2
     return expand_groups(product, fmt.group, rows, columns)
@@ -80,30 +75,16 @@ def total_scale(
 def spread_zero_points(
     zero_point: torch.Tensor, fmt: QuantFormat, num_groups: int, rows: int, columns: int
 ) -> torch.Tensor:
-    """Zero points as signed integers in fp32, broadcastable to [..., rows, columns].
-
-    Args:
-        zero_point: As in `Quantized`, for these rows.
-        fmt: The format.
-        num_groups: Of a row.
-        rows, columns: R and K.
-    """
+    """Zero points of these rows as signed integers in fp32, broadcastable to [..., rows, columns]."""
     return expand_groups(element_of(fmt).decode(zero_point, num_groups), fmt.group, rows, columns)
 
 
 def restore(
     matrix: Quantized, fmt: QuantFormat, rows: int, columns: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The numbers that a quantized matrix stands for.
+    """The numbers [..., rows, columns] that a quantized matrix stands for, computed in fp32 or fp64.
 
-    Args:
-        matrix: With scales for halves of the rows already one per row, [rows, 1].
-        fmt: Its format.
-        rows, columns: R and K.
-        dtype: To compute in: fp32, which rounds each product, or fp64.
-
-    Returns:
-        [..., rows, columns] in `dtype`.
+    Scales for halves of the rows are already one per row, [rows, 1].
     """
     values = element_of(fmt).decode(matrix.q, columns).to(dtype)
     if matrix.zero_point is not None:

@@ -19,14 +19,9 @@ def group_rows(group: tuple[int, int], rows: int) -> int:
 
 
 def group_extrema(x: torch.Tensor, group: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest and largest element of each group, or 0 where all are on one side of it.
+    """The smallest and largest element of each group of x [..., R, K], or 0 where all are on one side of it.
 
-    Args:
-        x: [..., R, K].
-        group: (rows, columns), `WHOLE` for all.
-
-    Returns:
-        Two of [..., ceil(R/rows), ceil(K/columns)], NaN where the group holds one.
+    Both are [..., ceil(R/group rows), ceil(K/group columns)], and NaN where the group holds one.
     """
     rows, columns = x.shape[-2:]
     extent_rows, extent_columns = (
@@ -45,16 +40,9 @@ def group_extrema(x: torch.Tensor, group: tuple[int, int]) -> tuple[torch.Tensor
 
 
 def expand_groups(values: torch.Tensor, group: tuple[int, int], rows: int, columns: int) -> torch.Tensor:
-    """Repeats one value per group for each of its elements.
+    """Repeats one value per group [..., ceil(R/group rows), ceil(K/group columns)] for each of its elements.
 
-    Args:
-        values: [..., ceil(R/group rows), ceil(K/group columns)].
-        group: (rows, columns), `WHOLE` for all.
-        rows: R.
-        columns: K.
-
-    Returns:
-        Broadcastable to [..., R, K].
+    The result is broadcastable to [..., R, K].
     """
     for dim, size, extent in ((-2, rows, group[0]), (-1, columns, group[1])):
         if extent not in (1, WHOLE) and extent < size:
@@ -114,14 +102,8 @@ def _power_of_two(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def global_scale(amax: torch.Tensor, max_value: float, scale_dtype: torch.dtype) -> torch.Tensor:
     """The second scale: with it the group scales fill the range of their own type.
 
-    Args:
-        amax: fp32, largest magnitude of all that shares it.
-        max_value: The element type's.
-        scale_dtype: Of the group scales.
-
-    Returns:
-        fp32, amax / (max_value * largest group scale), 2688 for nvfp4, or amax / max_value where group scales have a
-        range of 8 bits of exponent, which needs no filling; 1 where amax is 0, NaN where it is not finite.
+    It is amax / (max_value * largest group scale), 2688 for nvfp4, or amax / max_value where group scales have a range
+    of 8 bits of exponent, which needs no filling; 1 where amax is 0, NaN where it is not finite.
     """
     limit = torch.finfo(scale_dtype).max
     return choose_scale(amax, max_value * (limit if limit < _WIDE_RANGE else 1.0), torch.float32)

@@ -67,13 +67,12 @@ def quantize_weights(
     for name in MATRICES:
         halves = weights.num_halves if separate_halves and name == "w13" else 1
         for expert, matrix in enumerate(getattr(weights, name)):
-            try:
-                quantized = _quantize_matrix(matrix, scheme.weight, halves)
-            except _NotFiniteError:
+            quantized = _quantize_matrix(matrix, scheme.weight, halves)
+            if not quantized.scale.float().isfinite().all():
                 raise ValueError(
                     f"weights must be finite to be quantized, got infinity or NaN in {name} of expert {expert}; "
                     "look at the checkpoint"
-                ) from None
+                )
             parts: dict[TensorRole, torch.Tensor | None] = {
                 "weight": quantized.q,
                 "scale": quantized.scale,
@@ -162,10 +161,6 @@ def row_blocks(rows: int, columns: int, fmt: QuantFormat) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-class _NotFiniteError(ValueError):
-    pass
-
-
 def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int) -> Quantized:
     """Quantizes [R, K]; each of the `halves` parts of the rows has its own scale if one scale spans all rows."""
     element = element_of(fmt)
@@ -185,8 +180,6 @@ def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int) -> Qua
     ]
     if scale is None:
         scale = torch.cat([block.scale for block in blocks])
-    if not scale.float().isfinite().all():
-        raise _NotFiniteError
     zero_points = [block.zero_point for block in blocks if block.zero_point is not None]
     q = torch.cat([block.q for block in blocks])
     return Quantized(q, scale, scale_2, torch.cat(zero_points) if zero_points else None)

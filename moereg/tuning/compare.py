@@ -102,32 +102,19 @@ class Measurement:
         return self.roofline_us / self.time_us
 
 
-@dataclasses.dataclass(frozen=True)
 class _OwnCalls:
-    """One candidate's own inputs and outputs, and its runs on them.
+    """One candidate's own copies of calls, outputs full of NaN, and the runs on them once it is known to be right."""
 
-    Attributes:
-        pristine: The calls that were copied.
-        calls: Copies of them.
-        outs: [T,H], one per call.
-        runs: What is timed; empty until it is known to be right.
-    """
-
-    pristine: Sequence[Call]
-    calls: list[Call]
-    outs: list[torch.Tensor]
-    runs: list[Run] = dataclasses.field(default_factory=list)
-
-    @classmethod
-    def of(cls, calls: Sequence[Call]) -> _OwnCalls:
-        """Copies of calls, with outputs full of NaN."""
-        own = [Call(*(tensor.clone() for tensor in call)) for call in calls]
-        return cls(calls, own, [torch.full_like(call.hidden_states, math.nan) for call in calls])
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._pristine = calls
+        self.calls = [Call(*(tensor.clone() for tensor in call)) for call in calls]
+        self.outs = [torch.full_like(call.hidden_states, math.nan) for call in calls]
+        self.runs: list[Run] = []
 
     def written(self) -> tuple[str, ...]:
         """Names of the inputs that differ from their originals, or whose writes torch counted."""
         names: dict[str, None] = {}
-        for own, call in zip(self.calls, self.pristine, strict=True):
+        for own, call in zip(self.calls, self._pristine, strict=True):
             for name, tensor, pristine in zip(Call._fields, own, call, strict=True):
                 if (not tensor.is_inference() and tensor._version) or not same_bytes(tensor, pristine):
                     names[name] = None
@@ -147,13 +134,7 @@ class Culprits:
     """
 
     def __init__(self, selection: Selection, device: torch.device, watch: Callable[[Decision, str], object]) -> None:
-        """Knows which candidates may be named.
-
-        Args:
-            selection: The selection that has the candidates.
-            device: Where they run.
-            watch: Is told which candidate runs next, and in which of its methods.
-        """
+        """For the candidates of a selection, which run on `device`."""
         self.stopped: BackendError | None = None
         self._selection: Final = selection
         self._device: Final = device
@@ -161,13 +142,7 @@ class Culprits:
 
     @contextlib.contextmanager
     def naming(self, errors: _Errors, decision: Decision, step: str) -> Iterator[None]:
-        """Keeps an exception from inside under a candidate's name, if none is kept yet.
-
-        Args:
-            errors: Where it is kept.
-            decision: The candidate that runs inside.
-            step: The method of its that runs inside.
-        """
+        """Keeps an exception of the candidate that runs inside, in its method `step`, if none of its is kept yet."""
         self._watch(decision, step)
         try:
             yield
@@ -183,11 +158,7 @@ class Culprits:
     def stop_if_lost(self, errors: _Errors, decisions: Sequence[Decision], step: str, error: Exception) -> None:
         """Says that one of the backends that ran took the device down, where it answers no more."""
         if decisions and self._is_lost():
-            self._stop(errors, decisions, f"took the device down in {step}: {described(error)}")
-
-    def not_restored(self, errors: _Errors, decisions: Sequence[Decision], error: Exception) -> None:
-        """Names the backends that wrote to weights that could not be restored, after which no other can be judged."""
-        self._stop(errors, decisions, f"wrote to the layer's weights, which could not be made anew: {described(error)}")
+            self.stop(errors, decisions, f"took the device down in {step}: {described(error)}")
 
     def skip(self, errors: _Errors, decisions: Sequence[Decision]) -> None:
         """Says of candidates that nothing was measured, and why."""
@@ -196,7 +167,8 @@ class Culprits:
             name, origin = self.stopped.backend, self.stopped.origin
             errors.setdefault(decision, BackendError(f"not measured, since {self.stopped}", name, origin))
 
-    def _stop(self, errors: _Errors, decisions: Sequence[Decision], deed: str) -> None:
+    def stop(self, errors: _Errors, decisions: Sequence[Decision], deed: str) -> None:
+        """Says that one of the backends did something after which no other can be judged."""
         who = " or ".join(f"backend {decision.backend!r} of {decision.origin}" for decision in decisions)
         first = decisions[0]
         cure = f"do without it (--deny {first.backend})" if len(decisions) == 1 else "run them one by one (--require)"
@@ -224,11 +196,6 @@ class _Findings:
     first_ms: dict[Decision, float] = dataclasses.field(default_factory=dict)
 
 
-@contextlib.contextmanager
-def _silent(_description: str) -> Iterator[Callable[[int, int], object]]:
-    yield lambda done, total: None
-
-
 class Comparison:
     """The accepted candidates of a selection, all built on the same weights and kept, so that they run in turns.
 
@@ -247,7 +214,7 @@ class Comparison:
         make_weights: Callable[[], ExpertWeights],
         inputs: Mapping[Any, Sequence[Call]],
         tolerance: Tolerance,
-        phase: Phase = _silent,
+        phase: Phase = lambda description: contextlib.nullcontext(lambda done, total: None),
         watch: Watch = lambda decision, step: None,
     ) -> None:
         """Makes the weights and the references, then permutes the weights for every accepted candidate.
@@ -388,7 +355,7 @@ class Comparison:
         """Compares the output of the first call."""
         reference = self._references[key][decision.computes][0]
         with self._culprits.naming(found.errors, decision, "apply"):
-            own = _OwnCalls.of(self._inputs[key][:1])
+            own = _OwnCalls(self._inputs[key][:1])
             start = time.perf_counter()
             with self._culprits.naming(found.errors, decision, "apply"):
                 found.relative_errors[decision] = output_error(self._kernels[decision], own.calls[0], reference)
@@ -404,16 +371,14 @@ class Comparison:
 
     def _has_written(self, found: _Findings, decision: Decision, step: str, own: _OwnCalls | None) -> bool:
         if changed := self._torch.restore():
-            self._found.damages[decision] = f"{step} {_changed(changed)}"
-            found.damages[decision] = self._found.damages[decision]
+            found.damages[decision] = self._found.damages[decision] = f"{step} {_changed(changed)}"
             self._kernels.pop(decision, None)
         inputs = own.written() if own else ()
         if inputs:
             found.damages[decision] = f"{step} wrote to its inputs ({', '.join(inputs)})"
         if written := self._watched.written():
             # Excluded for good: it may have written to what it runs on.
-            self._found.damages[decision] = f"{step} {_wrote(written)}"
-            found.damages[decision] = self._found.damages[decision]
+            found.damages[decision] = self._found.damages[decision] = f"{step} {_wrote(written)}"
             # Its permuted weights may be as large as the new ones, so they are freed first.
             self._kernels.pop(decision, None)
             if own:
@@ -428,7 +393,8 @@ class Comparison:
             else:
                 self._watched.renew()
         except Exception as error:
-            self._culprits.not_restored(found.errors, writers, error)
+            deed = f"wrote to the layer's weights, which could not be made anew: {described(error)}"
+            self._culprits.stop(found.errors, writers, deed)
 
     def _bound(self, decision: Decision, key: Hashable) -> float:
         return self._tolerance(self.problem, self._num_tokens(key), decision.scheme or decision.computes)
@@ -453,7 +419,7 @@ class Comparison:
         for decision in [one for one in self._kernels if self._is_right(found, one, key)]:
             # For example, a kernel that cannot be captured although its facts say so.
             with self._culprits.naming(found.errors, decision, "apply"):
-                own = _OwnCalls.of(self._inputs[key])
+                own = _OwnCalls(self._inputs[key])
                 own.runs.extend(kernel_runs(self._kernels[decision], own.calls, own.outs))
                 owns[decision] = own
             if decision in found.errors:

@@ -177,17 +177,7 @@ def _fill(target: torch.Tensor, pool: torch.Tensor, start: int, scale: float) ->
 
 
 def random_call(problem: MoEProblem, num_tokens: int, routing: str, generator: torch.Generator) -> Call:
-    """Random tokens and routes, on the generator's device.
-
-    Args:
-        problem: The layer.
-        num_tokens: T.
-        routing: One of `ROUTINGS`.
-        generator: A generator of the device.
-
-    Raises:
-        ValueError: The routing is not known.
-    """
+    """Random tokens and routes, on the generator's device; a routing that is none of `ROUTINGS` is a ValueError."""
     if routing not in ROUTINGS:
         raise ValueError(f"unknown routing {routing!r} (known: {', '.join(ROUTINGS)})")
     device, num_experts = generator.device, problem.num_experts

@@ -35,15 +35,13 @@ from moereg.prepare_finalize.wire import PlainWire, Wire
 from moereg.runtime.memory import format_bytes
 from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import Call, num_calls, random_call, random_weights
-from moereg.tuning.timing import Run, Timing, can_be_captured, capture, wait_for
+from moereg.tuning.timing import HELD_CYCLES, Run, Timing, can_be_captured, capture, wait_for
 from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["NO_ROW", "Job", "run_rank"]
 
 _BATCH_SECONDS: Final = 2e-3
 _MOST_AT_A_TIME: Final = 8
-# The host asks for a batch while the GPU is held; 1.5 ms or more at up to 2 GHz.
-_HELD_CYCLES: Final = 3_000_000
 _LEAVING_SECONDS: Final = 20.0
 
 _LARGEST_ROOM: Final = 4e9
@@ -225,10 +223,7 @@ class _Rank:
         found: dict[str, Any] = {
             "wire": moves.wire.name,
             "activation_format": kernel.selection.problem.activation_format,
-            "backend": winner.backend,
-            "experts": winner.experts,
-            "computes": winner.computes,
-            "tier": winner.tier,
+            **{name: getattr(winner, name) for name in ("backend", "experts", "computes", "tier")},
         }
         tolerance = layer_tolerance(self.problem, num_tokens, winner.scheme or winner.computes)
         expected = reference_experts(self.part, self.weights, *whole, expert_map=self.first, computes=winner.scheme)
@@ -297,15 +292,9 @@ NO_ROW: Final[dict[str, Any]] = {
 def calls_of_group(
     problem: MoEProblem, num_tokens: int, size: int, routing: str, seed: int, device: torch.device
 ) -> list[Call]:
-    """Calls of all ranks' tokens, rank after rank; the same on every rank. Popular experts stay popular.
+    """Calls of all ranks' tokens, `num_tokens` a rank, rank after rank; the same on every rank.
 
-    Args:
-        problem: The layer.
-        num_tokens: T of each rank.
-        size: Ranks.
-        routing: One of `ROUTINGS`.
-        seed: Of everything.
-        device: Where to make them.
+    Popular experts stay popular.
     """
     generator = torch.Generator(device).manual_seed(seed)
     popularity = torch.randperm(problem.num_experts, generator=generator, device=device) + 1
@@ -328,13 +317,9 @@ def of_rank(call: Call, rank: int, size: int) -> Call:
 
 
 def time_over_ranks(runs: Sequence[Run], device: torch.device, rounds: int, seconds: float) -> Timing:
-    """Times runs on all ranks at once; every rank has to call it. A sample is the slowest rank's mean over a batch.
+    """Times runs on all ranks at once, in turns; every rank has to call it.
 
-    Args:
-        runs: One for each set of inputs, called in turns.
-        device: This rank's.
-        rounds: Samples, at most.
-        seconds: After which no further sample is taken, once there are three.
+    A sample is the slowest rank's mean over a batch. There are `rounds` of them, or at least three in those seconds.
     """
     for run in runs[:2]:
         run()
@@ -360,7 +345,7 @@ def _timed(runs: Sequence[Run], device: torch.device) -> float:
         return time.perf_counter() - start
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     wait_for(device)
-    torch.cuda._sleep(_HELD_CYCLES)
+    torch.cuda._sleep(HELD_CYCLES)
     dist.all_reduce(together)
     begin.record()
     for run in runs:
@@ -382,9 +367,7 @@ def bare_collectives(
     """Tokens with their routes out, once to each rank that needs them, and a row back from each, without padding.
 
     Args:
-        problem: The layer.
-        calls: This rank's.
-        tables: Which rank holds which expert.
+        problem, calls, tables: The layer, this rank's calls, and which rank holds which expert.
         row_bytes: Of a token on its way out.
 
     Returns:
@@ -422,14 +405,7 @@ def _there_and_home(
 def kernel_runs_over_ranks(
     kernel: MoEKernel, calls: Sequence[Call], outs: Sequence[torch.Tensor], eager: bool
 ) -> tuple[list[Run], bool]:
-    """One run a call, and whether they are replays of graphs.
-
-    Args:
-        kernel: Of all ranks, or of this rank alone.
-        calls: This rank's.
-        outs: [T,H], one a call, overwritten.
-        eager: Whether nothing is captured.
-    """
+    """One run a call, which overwrites its [T,H] of `outs`, and whether they are replays of graphs."""
     runs: list[Run] = [functools.partial(kernel, *call, out=out) for call, out in zip(calls, outs, strict=True)]
     for run in runs:  # Each may have sizes of its own, whose kernels are compiled here.
         run()

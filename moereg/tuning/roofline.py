@@ -94,9 +94,7 @@ def roofline_us(works: Sequence[Traffic], ceilings: Ceilings) -> float:
 def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:
     """Measures both ceilings: a second or two, on a CPU with torch's current number of threads.
 
-    Args:
-        dtype: Dtype of the product; on a CPU a product in fp32 counts too.
-        device: Device to measure.
+    The product is in that dtype; on a CPU one in fp32 counts too.
     """
     read_gbps, read_by = _measure_read(device)
     if device.type == "cpu":

@@ -21,6 +21,7 @@ from moereg.runtime.gc_pause import collecting_later
 from moereg.tuning.inputs import Call
 
 __all__ = [
+    "HELD_CYCLES",
     "ROUNDS",
     "SECONDS",
     "Run",
@@ -42,7 +43,7 @@ _MIN_ROUNDS: Final = 3
 _OUTRUN_SECONDS: Final = 2e-4
 _BATCH: Final = 48
 # 1.5 ms or more on GPUs that do up to 2 GHz: the host asks for a batch meanwhile.
-_HELD_CYCLES: Final = 3_000_000
+HELD_CYCLES: Final = 3_000_000
 
 Run = Callable[[], object]
 """One call on its own inputs. On a GPU it may return before the work is done."""
@@ -89,29 +90,16 @@ class Timing:
 def time_kernels(
     kernels: Mapping[Key, MoEKernel], calls: Sequence[Call], rounds: int = ROUNDS, seconds: float = SECONDS
 ) -> dict[Key, Timing]:
-    """Times kernels of one problem on the same calls.
-
-    Args:
-        kernels: By the key of the result.
-        calls: All of one number of tokens, on the kernels' device.
-        rounds: Samples of each kernel, at least 1.
-        seconds: After which a kernel takes no further sample, once it has three.
-
-    Returns:
-        By key, with `rounds` samples or fewer.
-    """
+    """Times kernels of one problem on the same calls, all of one number of tokens, as `time_runs` does."""
     outs = [torch.empty_like(call.hidden_states) for call in calls]
     runs = {key: kernel_runs(kernel, calls, outs) for key, kernel in kernels.items()}
     return time_runs(runs, calls[0].hidden_states.device, rounds, seconds)
 
 
 def kernel_runs(kernel: MoEKernel, calls: Sequence[Call], outs: Sequence[torch.Tensor]) -> list[Run]:
-    """One run a call: the replay of a graph where the kernel's facts allow it, else the call.
+    """One run a call, which overwrites its [T,H] of `outs`: a graph's replay where the kernel's facts allow it.
 
-    Args:
-        kernel: Called once first, so that nothing is left to compile.
-        calls: Kept alive by the runs, like `outs`.
-        outs: [T,H], one per call; overwritten by each run.
+    The kernel is called once first, so that nothing is left to compile.
     """
     eager = [functools.partial(kernel, *call, out=out) for call, out in zip(calls, outs, strict=True)]
     eager[0]()
@@ -225,7 +213,7 @@ def _event_samples(
     events: dict[Key, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {key: [] for key in runs}
     for turn, (key, number) in enumerate(_turns(num_samples)):
         if outrun and turn % _BATCH == 0:
-            torch.cuda._sleep(_HELD_CYCLES)
+            torch.cuda._sleep(HELD_CYCLES)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         run = runs[key][number % len(runs[key])]
         start.record()

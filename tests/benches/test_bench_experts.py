@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.cli.command import ROOT, run_python
 
 # Two more backends, and ceilings that take no time.
 PLUGIN = """
@@ -29,19 +27,12 @@ def bench(folder: Path, expression: str) -> tuple[str, dict[str, Any]]:
     """Output and stored results of the benches that the expression selects."""
     (folder / "more_backends.py").write_text(PLUGIN)
     results = folder / "results.json"
-    command = [sys.executable, "-m", "pytest", "benches/bench_experts.py", "-q", "-p", "more_backends"]
+    command = ["-m", "pytest", "benches/bench_experts.py", "-q", "-p", "more_backends"]
     paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
     # Under several workers, pytest-benchmark measures nothing.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    done = subprocess.run(
-        [*command, "-k", expression, f"--benchmark-json={results}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        cwd=ROOT,
-        env={**environment, "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""},
-    )
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": ""}
+    done = run_python(*command, "-k", expression, f"--benchmark-json={results}", env=environment)
     assert done.returncode == 1, done.stdout + done.stderr  # The wrong one failed.
     stored: dict[str, Any] = json.loads(results.read_text())
     return done.stdout, stored

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benches import report, results_page
+from benches import report, results_page, stored
 from benches.stored import load, quant_rows
 
 MEASURED = {
@@ -139,3 +139,13 @@ def test_a_peer_with_wrong_numbers_has_no_time(monkeypatch: pytest.MonkeyPatch, 
     assert "| big fp8_block128 | uniform | 1 | 20.0 | peer | 30.0 (29.0) | 1.50 | 2.0e-03, 2.0e-03 |" in lines
     assert "| big fp8_block128 | uniform | 64 | peer | wrong numbers: error 9.0e-01 > 3.0e-02 |" in lines
     assert sum("| 64 |" in line for line in lines) == 1
+
+
+def test_the_instruction_set_is_what_libraries_may_use(monkeypatch: pytest.MonkeyPatch, cpu_features: Any) -> None:
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    cpu_features(onednn=True, bf16=True, fp16=False, int8=True, amx=False)
+    assert stored.instruction_set() == "AVX512 with bf16, int8"
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    cpu_features(onednn=True, bf16=False, fp16=False, int8=False, amx=False)
+    assert stored.instruction_set() == "AVX512, oneDNN limited to AVX2"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
 SIZES = "--experts 8 --hidden 64 --intermediate 32 --top-k 2"
 SELECTION_KEYS = ["schema", "problem", "platform", "platform_source", "request", "selected", "source", "decisions"]
 SELECTION_KEYS += ["notices", "platform_claimed_by"]
@@ -29,22 +30,17 @@ def strict_json(text: str) -> dict[str, Any]:
     return value
 
 
-def run_module(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moereg", *line.split()],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env={**os.environ, **environment},
-        cwd=Path(__file__).parents[2],
-    )
+def run_python(*arguments: str, **keywords: Any) -> subprocess.CompletedProcess[str]:
+    keywords = {"capture_output": True, "text": True, "timeout": 240, "cwd": ROOT, **keywords}
+    return subprocess.run([sys.executable, *arguments], check=False, **keywords)
+
+
+def run_module(line: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run_python("-m", "moereg", *line.split(), cwd=cwd or ROOT, env={**os.environ, **environment})
 
 
 def run_code(code: str, *arguments: str, **keywords: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
-    root = Path(__file__).parents[2]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, cwd=root, **keywords)
+    return run_python("-c", textwrap.dedent(code), *arguments, **keywords)
 
 
 def check_run(found: dict[str, Any]) -> None:

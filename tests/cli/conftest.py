@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from moereg import cli
 from moereg.tuning.roofline import Ceilings
 from tests.cli.command import Call, strict_json
+from tests.support.snippets import write_layers
 
 
 @pytest.fixture
@@ -50,26 +48,6 @@ def ceilings(monkeypatch: pytest.MonkeyPatch) -> Ceilings:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen3-MoE in bfloat16 with one dense layer and two of experts; tests only read it."""
-    path = tmp_path_factory.mktemp("checkpoint")
-    config = {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 3,
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [0],
-        "hidden_act": "silu",
-    }
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for layer in (1, 2):
-        block = f"model.layers.{layer}.mlp"
-        tensors[f"{block}.gate.weight"] = torch.randn(4, 64, generator=generator)
-        for expert in range(4):
-            for name, shape in (("gate_proj", (32, 64)), ("up_proj", (32, 64)), ("down_proj", (64, 32))):
-                tensors[f"{block}.experts.{expert}.{name}.weight"] = torch.randn(shape, generator=generator) / 8
-    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(config))
+    path = tmp_path_factory.mktemp("checkpoint") / "written"
+    write_layers(path, first=1, end=3, num_experts=4, hidden_size=64, intermediate_size=32)
     return path

@@ -88,6 +88,8 @@ BAD_LINES = [
     ("verify torch --platform cuda:sm0 --no-isolate", "cuda:sm90"),
     ("verify torch --no-isolate --check nothing", "unknown check 'nothing'"),
     ("verify torch --ledger /nowhere/l.json", "/nowhere"),
+    ("verify --unquarantine", "--unquarantine takes a backend's name"),
+    ("verify torch --quarantine --unquarantine", "leave one out"),
     ("new-backend", "NAME"),
     ("new-backend My-Kernel", "for instance my_kernel"),
     ("new-backend torch", "torch is of builtin; choose another"),

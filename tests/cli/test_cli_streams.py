@@ -18,9 +18,9 @@ import torch
 
 from moereg import cli
 from moereg.cli._streams import guarded_streams
-from tests.cli.command import run_code, run_module
+from tests.cli.command import ROOT, run_code, run_module
+from tests.support.wheels import install
 
-ROOT = Path(__file__).parents[2]
 SIZES = "--experts 4 --hidden 16 --intermediate 8 --top-k 2 --platform cpu"
 FITS = {
     "info": "info",
@@ -193,11 +193,7 @@ class LoudExperts(Experts):
 
 
 def test_what_plugins_print_is_not_the_result(tmp_path: Path) -> None:
-    (tmp_path / "moereg_loud.py").write_text(PRINTING)
-    info = tmp_path / "moereg_loud-1.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moereg-loud\nVersion: 1.2\n")
-    (info / "entry_points.txt").write_text("[moereg.backends]\nloud = moereg_loud\n")
+    install(tmp_path, "moereg-loud", {"loud": "moereg_loud"}, {"moereg_loud.py": PRINTING})
     process = run_module(f"{FITS['run']} --json", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert process.returncode == 1, process.stderr
     found: dict[str, Any] = json.loads(process.stdout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moereg.runtime.python_process import python_command
-from tests.cli.command import SIZES
+from tests.cli.command import SIZES, run_module
 
 IMPORTED = ("numpy", "safetensors", "tempfile", "torch", "triton", "typing_extensions")
 
@@ -27,15 +26,7 @@ def test_nothing_of_the_current_folder_is_imported(tmp_path: Path, line: str) ->
     for name in IMPORTED:
         text = "import pathlib, sys\npathlib.Path(__file__).with_name('ran').write_text(str(sys.orig_argv))\n"
         (tmp_path / f"{name}.py").write_text(f"{text}raise ImportError('hostile')\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "moereg", *line.split()],
-        cwd=tmp_path,
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    done = run_module(line, tmp_path, TRITON_CACHE_DIR=str(tmp_path / "cache"))
     ran = tmp_path / "ran"
     assert not ran.exists(), ran.read_text()
     assert done.returncode in (0, 3), done.stderr

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moereg.cli._explain import _range_of
-from tests.cli.command import Call
-from tests.support.tiny_models import needs, tiny_config
+import pytest
 
-CallJson = Callable[[str], tuple[int, dict[str, Any]]]
+from moereg.cli._explain import _range_of
+from tests.cli.command import Call, CallJson
+from tests.support.tiny_models import needs, tiny_config
 
 
 def saved(folder: Path, model_type: str, **values: Any) -> Path:
@@ -61,6 +60,14 @@ def test_what_is_not_served_exits_with_3_and_the_reason(call: Call, call_json: C
     assert code == 3
     assert found["layers"][0]["selection"] is None
     assert "its activation" in found["layers"][0]["refusal"]
+
+
+@pytest.mark.parametrize(("model_type", "text"), [("nonsense", "config.json': "), ("llama", "has no routed experts")])
+def test_what_is_no_model_of_experts(call: Call, tmp_path: Path, model_type: str, text: str) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+    code, out, err = call(f"explain --model-dir {tmp_path}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert text in err
 
 
 def test_nothing_fits_says_why(call: Call, tmp_path: Path) -> None:

@@ -197,21 +197,6 @@ def test_the_command_quarantines_and_lifts(
     sys.modules.pop("backend", None)
 
 
-BAD_LINES = {
-    "nobody's": ("verify torhc --unquarantine", "did you mean 'torch'"),
-    "nothing": ("verify --unquarantine", "--unquarantine takes a backend's name"),
-    "both": ("verify torch --quarantine --unquarantine", "leave one out"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_LINES)
-def test_bad_input_is_one_line(call: Call, name: str) -> None:
-    line, message = BAD_LINES[name]
-    code, out, err = call(line)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert message in err
-
-
 def test_a_file_that_cannot_be_written_is_told_before_anything_runs(
     call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,12 +50,11 @@ def _breach_in(error: Exception) -> str | None:
 
 def _is_raised_on_purpose(error: BaseException) -> bool:
     """Whether a raise statement of the package is where an error comes from, and not something that it called."""
-    frame, _ = list(traceback.walk_tb(error.__traceback__))[-1]
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     assert last is not None
-    code = frame.f_code
+    code = last.tb_frame.f_code
     return code.co_filename.startswith(_PACKAGE) and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 

@@ -13,6 +13,16 @@ from moereg.nn.module import MoELayer
 from tests.support.tiny_models import families, tiny_model
 
 
+def check_layer(layer: MoELayer, experts: Any) -> None:
+    """Both compute the same."""
+    x, top_k = torch.randn(5, layer.problem.hidden_size), layer.problem.top_k
+    ids = torch.stack([torch.randperm(layer.problem.num_experts)[:top_k] for _ in range(5)])
+    weights = torch.rand(5, top_k)
+    with torch.no_grad():
+        wanted = experts(x, ids, weights)
+    torch.testing.assert_close(layer(x, weights, ids), wanted.view(x.shape), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.few(most=1)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_layer_takes_the_place_of_a_modules_experts(family: str) -> None:
@@ -20,14 +30,8 @@ def test_a_layer_takes_the_place_of_a_modules_experts(family: str) -> None:
     block: Any = next(module for module in model.modules() if hasattr(module, "experts"))
     experts = block.experts
     layer = MoELayer.from_module(block)
-    hidden, top_k = layer.problem.hidden_size, layer.problem.top_k
-    x = torch.randn(5, hidden)
-    ids = torch.stack([torch.randperm(layer.problem.num_experts)[:top_k] for _ in range(5)])
-    weights = torch.rand(5, top_k)
-    with torch.no_grad():
-        wanted = experts(x, ids, weights)
-    torch.testing.assert_close(layer(x, weights, ids), wanted, rtol=1e-5, atol=1e-6)
-    assert layer.problem == MoELayer.from_module(experts, top_k=top_k).problem
+    check_layer(layer, experts)
+    assert layer.problem == MoELayer.from_module(experts, top_k=layer.problem.top_k).problem
     assert not layer.has_shared_experts
     block.shared_experts = torch.nn.Linear(1, 1)
     assert MoELayer.from_module(block).has_shared_experts
@@ -63,12 +67,6 @@ def test_layers_of_every_family_or_a_reason(family: str) -> None:
             reasons.append(str(error))
             continue
         assert layer.has_shared_experts == any("shared" in name for name, _ in module.named_children())
-        x = torch.randn(4, layer.problem.hidden_size)
-        top_k = layer.problem.top_k
-        ids = torch.stack([torch.randperm(layer.problem.num_experts)[:top_k] for _ in range(4)])
-        weights = torch.rand(4, top_k)
-        with torch.no_grad():
-            wanted = module.experts(x, ids, weights)
-        torch.testing.assert_close(layer(x, weights, ids), wanted.view(x.shape), rtol=1e-5, atol=1e-6)
+        check_layer(layer, module.experts)
     known = r"no MoELayer can be made of \w+: \w+|from_module takes a module with the experts of one layer"
     assert all(re.match(known, reason) for reason in reasons)

@@ -217,7 +217,9 @@ def test_the_way_out_of_a_patched_class_runs_without_moereg() -> None:
     prepare(model, progress=False)
     with pytest.raises(ArgumentError, match=r"moereg\.integrations\.transformers\.restore\(model\) runs it without"):
         model.train()(PROMPT)
+    assert kernels_of(model)
     restore(model)
+    assert not any(serving.served(module) for module in model.modules())
     assert model(PROMPT).logits.requires_grad
     assert torch.equal(logits_of(model.eval()), expected)
 

@@ -13,7 +13,7 @@ import torch
 
 from moereg.errors import ArgumentError, RequestError, UnsupportedProblemError
 from moereg.integrations._experts import serving
-from moereg.integrations.transformers import prepare, register, restore
+from moereg.integrations.transformers import prepare, refresh, register
 from moereg.layer import MoEKernel
 from tests.support.live_models import PROMPT, close, eager, logits_of
 from tests.support.tiny_models import needs, tiny_model
@@ -154,6 +154,7 @@ def test_writes_into_parameters_and_other_parameters_are_followed() -> None:
     assert not close(logits_of(model), before, 1e-3)
     after = [kernel for layer in model.model.layers for kernel in serving.served(layer.mlp.experts).kernels.values()]
     assert [id(kernel) for kernel in after] == [id(kernel) for kernel in kernels]  # Captured graphs see it.
+    refresh(model)
     with pytest.MonkeyPatch.context() as patched:  # Once: frozen layers are not read again.
         patched.setattr(type(after[0]), "reload", None)
         logits_of(model)
@@ -204,17 +205,6 @@ def test_a_model_that_is_gone_leaves_no_kernel() -> None:
     del model
     gc.collect()
     assert kernel() is None
-
-
-def test_restore_undoes_a_patch_and_drops_kernels() -> None:
-    model = tiny_model("llama4")
-    expected = logits_of(model)
-    prepare(model, progress=False)
-    experts = model.model.layers[0].feed_forward.experts
-    assert serving.served(experts) is not None
-    restore(model)
-    assert serving.served(experts) is None
-    assert torch.equal(logits_of(model), expected)
 
 
 def test_a_patch_leaves_models_alone_that_are_not_prepared() -> None:

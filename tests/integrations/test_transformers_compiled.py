@@ -13,42 +13,46 @@ from tests.support.live_models import PROMPT, close, eager
 from tests.support.tiny_models import tiny_model
 
 
+@pytest.fixture
+def experts() -> Any:
+    """Of the first layer of a tiny Mixtral, which asks for moereg."""
+    found = tiny_model("mixtral").model.layers[0].mlp.experts
+    found.config._experts_implementation = "moereg"
+    return found
+
+
+ROUTES = torch.tensor([[0, 1], [2, 3], [3, 1]])
+CALL = (torch.linspace(-2, 2, 96).view(3, 32), ROUTES, torch.linspace(0.2, 0.9, 6).view(3, 2))
+
+
 class TestCompiled:
-    def test_a_prepared_layer_is_one_graph(self) -> None:
-        experts = tiny_model("mixtral").model.layers[0].mlp.experts
+    def test_a_prepared_layer_is_one_graph(self, experts: Any) -> None:
         prepare(experts_model := torch.nn.Sequential(Holder(experts)), progress=False)
-        hidden, ids, weights = torch.randn(3, 32), torch.tensor([[0, 1], [2, 3], [3, 1]]), torch.rand(3, 2)
         compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
         with torch.no_grad():
-            expected = experts(hidden, ids, weights)
-            assert torch.equal(compiled(hidden, ids, weights), expected)
+            expected = experts(*CALL)
+            assert torch.equal(compiled(*CALL), expected)
             experts.down_proj.mul_(2)  # Seen, although nothing is compiled again.
-            assert close(compiled(hidden, ids, weights), 2 * expected)
+            assert close(compiled(*CALL), 2 * expected)
         assert experts_model[0].experts is experts
 
-    def test_the_first_call_may_be_compiled(self) -> None:
-        experts = tiny_model("mixtral").model.layers[0].mlp.experts
-        experts.config._experts_implementation = "moereg"
-        hidden, ids, weights = torch.randn(3, 32), torch.tensor([[0, 1], [2, 3], [3, 1]]), torch.rand(3, 2)
+    def test_the_first_call_may_be_compiled(self, experts: Any) -> None:
         with torch.no_grad():
-            found = torch.compile(experts, backend="aot_eager")(hidden, ids, weights)
-            assert torch.equal(found, experts(hidden, ids, weights))
+            found = torch.compile(experts, backend="aot_eager")(*CALL)
+            assert torch.equal(found, experts(*CALL))
 
-    def test_a_first_call_in_one_graph_says_what_to_do(self) -> None:
-        experts = tiny_model("mixtral").model.layers[0].mlp.experts
-        experts.config._experts_implementation = "moereg"
+    def test_a_first_call_in_one_graph_says_what_to_do(self, experts: Any) -> None:
         compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
         with (
             torch.no_grad(),
             pytest.raises(Exception, match="moereg makes kernels outside of compiled code: call moereg"),
         ):
-            compiled(torch.randn(1, 32), torch.tensor([[0, 1]]), torch.rand(1, 2))
+            compiled(*(tensor[:1] for tensor in CALL))  # Dynamo keeps code by sizes, from other tests too.
 
-    def test_a_backward_pass_of_compiled_code_says_why_not(self) -> None:
-        experts = tiny_model("mixtral").model.layers[0].mlp.experts
+    def test_a_backward_pass_of_compiled_code_says_why_not(self, experts: Any) -> None:
         prepare(torch.nn.Sequential(Holder(experts)), progress=False)
         compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
-        out = compiled(torch.randn(3, 32, requires_grad=True), torch.tensor([[0, 1]] * 3), torch.rand(3, 2))
+        out = compiled(CALL[0].clone().requires_grad_(), *CALL[1:])
         with pytest.raises(RuntimeError, match="moereg computes no gradients"):
             out.sum().backward()
 

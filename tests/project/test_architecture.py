@@ -7,7 +7,6 @@ import functools
 import importlib
 import importlib.util
 import re
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,11 +34,7 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
 from moereg.testing import CellName, Check, Outcome, Report, Result
 from moereg.tuning.over_ranks import NO_ROW
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # import-linter brings it
+from tests.support.toml import tomllib
 
 ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "architecture.md"

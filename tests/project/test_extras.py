@@ -10,11 +10,8 @@ from packaging.utils import canonicalize_name
 
 from moereg.plugins.loader import load_backends
 from moereg.registry import BUILTIN
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib  # import-linter brings it
+from tests.ranges import Row, rows_of
+from tests.support.toml import tomllib
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -55,3 +52,10 @@ def test_a_pin_is_inside_its_range(extra: str, package: str) -> None:
     for pin in pins:
         versions = [one.version for one in pin.specifier if one.operator in ("==", ">=", "<=")]
         assert all(EXTRAS[extra, package].contains(version) for version in versions), f"{pin} in {extra}"
+
+
+def test_tests_run_at_the_ends_of_the_ranges() -> None:
+    rows = rows_of((ROOT / "pyproject.toml").read_text())
+    assert rows[0] == Row("3.10", "lowest", ("torch==2.11.*", "triton==3.6.*"))
+    assert [row.python for row in rows[1:]] == ["3.10", "3.11", "3.12", "3.13", "3.14"]
+    assert all(row.requirements == ("torch>=2.11", "triton>=3.6") for row in rows[1:])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import pickle
-import subprocess
-import sys
 
 import pytest
 
 from moereg._aliases import FORMER_NAMES
 from moereg.spec.problem import MoEProblem
+from tests.cli.command import run_python
 
 
 @pytest.mark.parametrize(("former", "present"), FORMER_NAMES.items())
@@ -27,8 +26,7 @@ def test_submodules_and_names_of_a_former_package() -> None:
         "from moereg.warm_up.ahead import __name__ as name; from moereg import weights, layer, selection, plugins;"
         "print(name, weights.PermutedWeights, layer.make_kernel, selection.Selection, plugins.PluginStatus)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.startswith("moereg.layer.warm_up.ahead ")
+    assert run_python("-c", code).stdout.startswith("moereg.layer.warm_up.ahead ")
 
 
 def test_what_was_pickled_under_a_former_name_is_read() -> None:
@@ -39,7 +37,7 @@ def test_what_was_pickled_under_a_former_name_is_read() -> None:
 
 
 def test_a_former_name_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "moereg.python_process"], capture_output=True, text=True, timeout=120)
+    done = run_python("-m", "moereg.python_process")
     assert done.returncode == 0, done.stderr
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import moereg
+from tests.cli.command import run_code
 
 PACKAGE = Path(moereg.__file__).parent
 HEAVY = ("triton", "flashinfer", "cutlass", "quack", "aiter", "jax", "transformers")
@@ -34,15 +32,8 @@ print(json.dumps([winners, loaded, torch.cuda.is_initialized()]))
 """
 
 
-def run(code: str, **environment: str) -> Any:
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def run(code: str) -> Any:
+    process = run_code(code, env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)})
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 

@@ -30,11 +30,6 @@ class Command:
     expected: tuple[str, ...]
 
 
-def commands_of(page: Path) -> list[Command]:
-    blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [command for block in blocks for command in commands_in(block)]
-
-
 def commands_in(block: str) -> list[Command]:
     found: list[Command] = []
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:

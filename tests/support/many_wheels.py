@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.wheels import install
+
 ROOT = Path(__file__).parents[2]
 Costs = dict[str, float]
 """Milliseconds of CPU time: `scan`, `load`, `first` (the first selection, which loads) and `later` (each other one)."""
@@ -72,12 +74,8 @@ def install_wheels(folder: Path, count: int) -> Path:
     folder.mkdir()
     for number in range(count):
         name = f"wheel_{number:02d}"
-        (folder / f"moereg_{name}.py").write_text(WHEEL.format(name=name, number=number))
-        info = folder / f"moereg_{name}-1.2.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: moereg-{name}\nVersion: 1.2\n")
-        (info / "RECORD").write_text(f"moereg_{name}.py,,\n")
-        (info / "entry_points.txt").write_text(f"[moereg.backends]\n{name} = moereg_{name}\n")
+        files = {f"moereg_{name}.py": WHEEL.format(name=name, number=number)}
+        install(folder, f"moereg-{name}", {name: f"moereg_{name}"}, files)
     return folder
 
 

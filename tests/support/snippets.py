@@ -59,12 +59,13 @@ def small_models() -> Mapping[str, MoEShape]:
     }
 
 
-def write_layers(path: Path) -> None:
-    """Writes the experts and routers of a Qwen3-MoE of four layers, in bf16; the folder is made."""
-    num_layers, num_experts, hidden_size, intermediate_size = 4, 8, 256, 128
+def write_layers(
+    path: Path, first: int = 0, end: int = 4, num_experts: int = 8, hidden_size: int = 256, intermediate_size: int = 128
+) -> None:
+    """Writes experts and routers of a Qwen3-MoE, in bf16; layers before the first are dense. The folder is made."""
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for layer in range(num_layers):
+    for layer in range(first, end):
         block = f"model.layers.{layer}.mlp"
         tensors[f"{block}.gate.weight"] = torch.randn(num_experts, hidden_size, generator=generator)
         for expert in range(num_experts):
@@ -73,7 +74,8 @@ def write_layers(path: Path) -> None:
                 tensors[f"{block}.experts.{expert}.{name}_proj.weight"] = torch.randn(shape, generator=generator) / 16
     config = {
         "model_type": "qwen3_moe",
-        "num_hidden_layers": num_layers,
+        "num_hidden_layers": end,
+        "mlp_only_layers": [*range(first)],
         "hidden_size": hidden_size,
         "moe_intermediate_size": intermediate_size,
         "num_experts": num_experts,

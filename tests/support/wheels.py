@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,26 @@ def backend(name: str, **changes: str) -> str:
     return HEAD + cell(name, **changes)
 
 
+def install(
+    folder: Path,
+    distribution: str,
+    backends: dict[str, str],
+    files: dict[str, str],
+    version: str = "1.2",
+    group: str = "backends",
+) -> None:
+    """Puts a distribution into a folder: its files, and entry points by name."""
+    info = folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    for name, source in files.items():
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text(source)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    (info / "RECORD").write_text("".join(f"{name},,\n" for name in files))
+    points = "".join(f"{name} = {value}\n" for name, value in backends.items())
+    (info / "entry_points.txt").write_text(f"[moereg.{group}]\n{points}")
+
+
 class Wheels:
     """A folder of distributions on this process's path, and loaders that see them for the first time."""
 
@@ -40,23 +61,9 @@ class Wheels:
         self.folder = folder
         self.registry = registry
 
-    def install(
-        self,
-        distribution: str,
-        backends: dict[str, str],
-        files: dict[str, str],
-        version: str = "1.2",
-        group: str = "backends",
-    ) -> None:
-        info = self.folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        for name, source in files.items():
-            (self.folder / name).parent.mkdir(exist_ok=True, parents=True)
-            (self.folder / name).write_text(source)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-        (info / "RECORD").write_text("".join(f"{name},,\n" for name in files))
-        points = "".join(f"{name} = {value}\n" for name, value in backends.items())
-        (info / "entry_points.txt").write_text(f"[moereg.{group}]\n{points}")
+    def install(self, *what: Any, **keywords: Any) -> None:
+        """As the function of that name."""
+        install(self.folder, *what, **keywords)
 
     def load(self) -> dict[str, str]:
         """`loaded` or the error of every entry point."""

@@ -128,9 +128,30 @@ def more(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> N
     out.mul_(1.5)
 
 
-@pytest.mark.parametrize("first", [2, 5, 9])
-def test_right_at_first_and_wrong_later(first: int) -> None:
-    row = check_others(measure(doing(more, first)), "Doing")
+def more_for_others(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+    if not torch.equal(inputs.hidden_states, random_calls(PROBLEM, 5, "uniform", 0, CPU)[0].hidden_states):
+        out.mul_(1.5)
+
+
+class ReusingExperts(SharingExperts):
+    """Right wherever its output is made anew, and wrong where it has written to it before."""
+
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+        is_new = bool(out.isnan().all())
+        super().compute(out, inputs, weights)
+        out.mul_(1 if is_new else 1.5)
+
+
+WRONG = {
+    **{f"from call {first} on": doing(more, first) for first in (2, 5, 9)},
+    "for other inputs": doing(more_for_others),
+    "in timed runs alone": ReusingExperts,
+}
+
+
+@pytest.mark.parametrize("when", WRONG)
+def test_right_in_the_first_call_and_wrong_elsewhere(when: str) -> None:
+    row = check_others(measure(WRONG[when]), WRONG[when].__name__)
     assert row.relative_error == pytest.approx(0.5, rel=0.05)
     assert not row.damage
 
@@ -139,30 +160,6 @@ def test_leaving_what_was_there_before() -> None:
     """Does nothing where its output has been right once."""
     row = check_others(measure(doing(lambda out, inputs, weights: None, 6, instead=True)), "Doing")
     assert math.isnan(row.relative_error)
-
-
-def test_wrong_in_timed_runs_alone() -> None:
-    """Right wherever its output is made anew, and wrong where it has written to it before."""
-
-    class ReusingExperts(SharingExperts):
-        def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
-            is_new = bool(out.isnan().all())
-            super().compute(out, inputs, weights)
-            out.mul_(1 if is_new else 1.5)
-
-    row = check_others(measure(ReusingExperts), "ReusingExperts")
-    assert row.relative_error == pytest.approx(0.5, rel=0.05)
-
-
-def test_wrong_for_other_inputs() -> None:
-    first = random_calls(PROBLEM, 5, "uniform", 0, CPU)[0].hidden_states
-
-    def deed(out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
-        if not torch.equal(inputs.hidden_states, first):
-            out.mul_(1.5)
-
-    row = check_others(measure(doing(deed)), "Doing")
-    assert row.relative_error == pytest.approx(0.5, rel=0.05)
 
 
 @pytest.mark.parametrize("first", [2, 7, 9])
@@ -175,11 +172,13 @@ def test_raising_later_takes_no_other_down(first: int) -> None:
 FAULT = "CUDA error: an illegal memory access was encountered"
 
 
-def _patch_device(monkeypatch: pytest.MonkeyPatch, is_lost: Callable[[], object]) -> None:
-    """A device whose faults show at the next wait, and in everything that follows."""
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One entry for each fault of a device, which shows at the next wait, and in everything that follows."""
+    faults: list[bool] = []
 
     def fails(*arguments: object) -> None:
-        if is_lost():
+        if faults:
             raise RuntimeError(FAULT)
 
     def error_of(out: torch.Tensor, reference: torch.Tensor) -> float:
@@ -189,11 +188,10 @@ def _patch_device(monkeypatch: pytest.MonkeyPatch, is_lost: Callable[[], object]
     for module in ("compare", "timing", "watched"):
         monkeypatch.setattr(f"moereg.tuning.{module}.wait_for", fails)
     monkeypatch.setattr("moereg.tuning.compare.relative_error", error_of)
+    return faults
 
 
-def test_a_fault_that_shows_when_outputs_are_compared_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost: list[bool] = []
-    _patch_device(monkeypatch, lambda: lost)
+def test_a_fault_that_shows_when_outputs_are_compared_is_named(lost: list[bool]) -> None:
     found = measure(doing(lambda out, inputs, weights: lost.append(True)))
     assert found["Doing"].failure.startswith(
         f"backend 'fake_hostile' of {HOSTILE} raised in Doing.apply: RuntimeError: {FAULT}; do without it (--deny fake"
@@ -209,17 +207,13 @@ def test_a_fault_that_shows_when_outputs_are_compared_is_named(monkeypatch: pyte
     assert not any(row.passed for row in found.values())
 
 
-def test_a_device_that_is_lost_while_permuting_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost: list[bool] = []
-    _patch_device(monkeypatch, lambda: lost)
+def test_a_device_that_is_lost_while_permuting_has_a_name(lost: list[bool]) -> None:
     found = measure(permuting(lambda weights: lost.append(True)))
     assert f"raised in Permuting.permute_weights: RuntimeError: {FAULT}" in found["Permuting"].failure
     assert "took the device down in permute_weights" in found["After"].failure
 
 
-def test_a_device_that_is_lost_while_all_run_in_turns_names_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost: list[bool] = []
-    _patch_device(monkeypatch, lambda: lost)
+def test_a_device_that_is_lost_while_all_run_in_turns_names_all(lost: list[bool]) -> None:
     found = measure(doing(lambda out, inputs, weights: lost.append(True), 4))
     for row in found.values():
         assert not row.passed
@@ -335,10 +329,8 @@ def test_run_names_what_a_backend_wrote(
 
 @pytest.mark.parametrize("first", [1, 4])
 def test_run_names_who_ran_where_the_device_failed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, first: int
+    capsys: pytest.CaptureFixture[str], lost: list[bool], first: int
 ) -> None:
-    lost: list[bool] = []
-    _patch_device(monkeypatch, lambda: lost)
     experts = doing(lambda out, inputs, weights: lost.append(True), first)
     register_moe_backend("fake_hostile", 1, ("unquantized",), ("*",))(experts)
     assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile --json".split()) == cli.WRONG_NUMBERS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, Final
 
@@ -45,32 +45,28 @@ class FoundExperts:
 
 def find_experts(model: torch.nn.Module) -> tuple[FoundExperts, ...]:
     """Every module with routed experts, in the order of the model."""
-    return tuple(_find(model))
-
-
-def _find(model: torch.nn.Module) -> Iterator[FoundExperts]:
+    found: list[FoundExperts] = []
     inside: str | None = None
     for name, module in model.named_modules():
         if inside is not None and name.startswith(inside):
             continue  # Experts of a block that was found as a whole.
         class_name = type(module).__name__
         prefix = f"{name}." if name else ""
+        reason = _REFUSED.get(class_name)
         if (row := _PATCHES.get(class_name)) is not None:
             inside = prefix
             path = f"{prefix}{row.experts}" if row.experts else name
             experts = module.get_submodule(row.experts) if row.experts else module
-            yield _read(model, path, experts, module, row.top_k)
-        elif (reason := _REFUSED.get(class_name)) is not None:
+            found.append(_read(model, path, experts, module, row.top_k))
+        elif reason is None and has_interface(module):
+            found.append(_read(model, name, module, None))
+        elif reason is not None or _EXPERTS_NAME.search(class_name):
             inside = prefix
-            yield FoundExperts(name, module, refusal=reason)
-        elif has_interface(module):
-            yield _read(model, name, module, None)
-        elif _EXPERTS_NAME.search(class_name):
-            inside = prefix
-            reason = "it does not use transformers' experts interface, and moereg has no patch for it"
-            yield FoundExperts(name, module, refusal=reason)
+            found.append(FoundExperts(name, module, refusal=reason or _NO_INTERFACE))
+    return tuple(found)
 
 
+_NO_INTERFACE: Final = "it does not use transformers' experts interface, and moereg has no patch for it"
 _EXPERTS_NAME: Final = re.compile(r"(?<!Shared)(Experts|SparseMLP)$")
 
 

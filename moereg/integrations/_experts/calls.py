@@ -80,10 +80,6 @@ def _live_experts(
         return found.run(hidden_states, topk_ids, topk_weights)
 
 
-def _live_experts_fake(hidden_states: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-
-
 def _no_gradient(gradient: torch.Tensor) -> torch.Tensor:
     raise RuntimeError(
         "moereg computes no gradients: call the model under torch.no_grad(), or train it after "
@@ -92,6 +88,10 @@ def _no_gradient(gradient: torch.Tensor) -> torch.Tensor:
 
 
 _LIBRARY.impl("live_experts", _live_experts, "CompositeExplicitAutograd")
-torch.library.register_fake("moereg::live_experts", _live_experts_fake, lib=_LIBRARY)
+torch.library.register_fake(
+    "moereg::live_experts",
+    lambda hidden_states, *_: torch.empty_like(hidden_states, memory_format=torch.contiguous_format),
+    lib=_LIBRARY,
+)
 _LIBRARY.impl("no_gradient", _no_gradient, "CompositeExplicitAutograd")
 torch.library.register_fake("moereg::no_gradient", torch.empty_like, lib=_LIBRARY)

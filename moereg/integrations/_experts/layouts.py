@@ -44,14 +44,7 @@ class LiveExperts:
     has_bias: bool = False
 
     def problem(self, top_k: int, dtype: torch.dtype, all_experts: int | None = None, **others: Any) -> MoEProblem:
-        """The layer's problem.
-
-        Args:
-            top_k: K.
-            dtype: Of hidden states, where the weights do not decide it.
-            all_experts: Experts of all ranks together, where other ranks hold some.
-            others: Further keywords of `MoEProblem`.
-        """
+        """The layer's problem, in the weights' dtype where they decide it; `all_experts` are those of all ranks."""
         return MoEProblem(
             num_experts=all_experts or self.num_experts,
             num_local_experts=self.num_experts,
@@ -105,6 +98,16 @@ def _parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
     return value
 
 
+def _tensors(module: torch.nn.Module, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Parameters by field of `ExpertWeights`, of their names in the module by field."""
+    return {field: _parameter(module, name).detach() for field, name in names.items()}
+
+
+def _in_halves(rows: torch.Tensor) -> torch.Tensor:
+    """Gate and up one after the other, of [E,2I,...] in which they alternate."""
+    return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
+
+
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
@@ -142,18 +145,17 @@ def _fused(module: torch.nn.Module) -> LiveExperts:
     rows, columns = (up.shape[2], up.shape[1]) if is_transposed else (up.shape[1], up.shape[2])
 
     def canonical(module: torch.nn.Module) -> ExpertWeights:
-        fields = {field: _parameter(module, name).detach() for field, name in names.items()}
+        fields = _tensors(module, names)
         if is_transposed:
             fields |= {field: fields[field].transpose(1, 2) for field in ("w13", "w2")}
         if is_gated and not is_concatenated:
-            for field in ("w13", "w13_bias") if has_bias else ("w13",):
-                fields[field] = torch.cat([fields[field][:, 0::2], fields[field][:, 1::2]], dim=1)
+            fields |= {field: _in_halves(fields[field]) for field in ("w13", "w13_bias") if field in fields}
         return ExpertWeights(**fields)  # type: ignore[arg-type]
 
     def stored(weights: ExpertWeights) -> Mapping[str, torch.Tensor]:
         fields = {field: getattr(weights, field) for field in names}
         if is_gated and not is_concatenated:
-            for field in ("w13", "w13_bias") if has_bias else ("w13",):
+            for field in fields.keys() & {"w13", "w13_bias"}:
                 gate, up = fields[field].chunk(2, dim=1)
                 fields[field] = torch.stack([gate, up], dim=2).flatten(1, 2)
         if is_transposed:
@@ -236,19 +238,15 @@ def _fp8(module: torch.nn.Module) -> LiveExperts:
     activation = recognize(module, gate_function(module, True) if is_gated else module.act_fn, is_gated)  # type: ignore[arg-type]
 
     def canonical(module: torch.nn.Module) -> ExpertWeights:
-        fields = {field: _parameter(module, name).detach() for field, name in names.items()}
-        for field in ("w13_scale", "w2_scale"):
-            scale = fields[field]
+        fields = _tensors(module, names)
+        for field in ("w13", "w2"):
+            scale = fields[f"{field}_scale"].to(torch.float8_e8m0fnu if is_fp4 else torch.float32)
             if is_fp4:
-                scale = scale.to(torch.float8_e8m0fnu)
+                fields[field] = fields[field].view(torch.uint8)
             elif block is None:
-                scale = scale.float().flatten(1)  # [E,2,1] of gate and up, [E,1,1] of down.
+                scale = scale.flatten(1)  # [E,2,1] of gate and up, [E,1,1] of down.
                 scale = scale[:, 0] if scale.shape[1] == 1 else scale
-            else:
-                scale = scale.float()
-            fields[field] = scale
-        if is_fp4:
-            fields |= {field: fields[field].view(torch.uint8) for field in ("w13", "w2")}
+            fields[f"{field}_scale"] = scale
         return ExpertWeights(**fields, quant=quant)
 
     return LiveExperts(
@@ -264,27 +262,21 @@ def _fp8(module: torch.nn.Module) -> LiveExperts:
 
 def _mxfp4(module: torch.nn.Module) -> LiveExperts:
     """`Mxfp4GptOssExperts`: codes and scales in the order of another library's kernels, which undoes it."""
-    bias = _parameter(module, "gate_up_proj_bias")
-    down_bias = _parameter(module, "down_proj_bias")
+    biases = {"w13_bias": "gate_up_proj_bias", "w2_bias": "down_proj_bias"}
+    bias, down_bias = (_parameter(module, name) for name in biases.values())
     alpha, limit = float(module.alpha), float(module.limit)  # type: ignore[arg-type]
 
     def canonical(module: torch.nn.Module) -> ExpertWeights:
-        fields = {
-            "w13_bias": _parameter(module, "gate_up_proj_bias").detach(),
-            "w2_bias": _parameter(module, "down_proj_bias").detach(),
-        }
+        fields = _tensors(module, biases)
         for field, name in (("w13", "gate_up_proj"), ("w2", "down_proj")):
             config = getattr(module, f"{name}_precision_config", None)
             if config is None:
                 raise ArgumentError(f"{name} has no scales yet; load the model's weights first")
             fields[field] = _unswizzled(getattr(module, name)).view(torch.uint8)
-            scale = _unswizzled(config.weight_scale)
-            fields[f"{field}_scale"] = scale.view(torch.uint8).view(torch.float8_e8m0fnu)
-        for field in ("w13", "w13_scale", "w13_bias"):
-            # Bytes move as bytes: not every torch concatenates e8m0.
-            rows = fields[field].view(torch.uint8) if field == "w13_scale" else fields[field]
-            joined = torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
-            fields[field] = joined.view(torch.float8_e8m0fnu) if field == "w13_scale" else joined
+            fields[f"{field}_scale"] = _unswizzled(config.weight_scale).view(torch.uint8)
+        fields |= {field: _in_halves(fields[field]) for field in ("w13", "w13_scale", "w13_bias")}
+        # Bytes until here: not every torch concatenates e8m0.
+        fields |= {field: fields[field].view(torch.float8_e8m0fnu) for field in ("w13_scale", "w2_scale")}
         return ExpertWeights(**fields, quant="mxfp4_w4a16")
 
     return LiveExperts(
@@ -295,7 +287,7 @@ def _mxfp4(module: torch.nn.Module) -> LiveExperts:
         activation=Activation("swigluoai", alpha=alpha, beta=1.0, limit=limit),
         has_bias=True,
         # The codes are no parameters once they are swizzled.
-        parameters=("gate_up_proj_bias", "down_proj_bias"),
+        parameters=tuple(biases.values()),
         canonical=canonical,
     )
 

@@ -127,12 +127,9 @@ class ServedExperts:
         return self._live
 
     def kernel(self, top_k: int, dtype: torch.dtype, selection: Selection | None = None) -> MoEKernel:
-        """The kernel for such calls, made of the parameters as they are now.
+        """The kernel for such calls, made of the parameters as they are now if it is not there yet.
 
-        Args:
-            top_k: K.
-            dtype: Of the problem.
-            selection: How to make one that is not there yet; chosen by the request where None.
+        The selection says how to make it, or the request where that is None.
 
         Raises:
             ArgumentError: The module cannot be served; says why and what to do.
@@ -292,12 +289,7 @@ def served(module: torch.nn.Module) -> ServedExperts | None:
 
 
 def attach(module: torch.nn.Module, made: ServedExperts | None = None) -> ServedExperts:
-    """Gives a module its place for kernels.
-
-    Args:
-        module: Experts.
-        made: Takes the place of what the module has; where None, that stays.
-    """
+    """Gives a module its place for kernels. What it has stays where `made` is None."""
     found = served(module)
     if made is not None or found is None:
         found = ServedExperts(module) if made is None else made
