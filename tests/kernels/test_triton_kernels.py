@@ -23,6 +23,7 @@ from moereg.kernels.gemm.rules import CONFIG_RULES, select_config
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.reduce import reduce_routes, reduce_sorted_rows
 from moereg.kernels.rows.tiles import tile_of_number
+from moereg.numerics.reference import relative_error
 from moereg.testing.interpreter import patch_interpreter
 from tests.kernels.references import down_reference, gate_up_reference, reduce_routes_reference
 from tests.kernels.triton_cases import (
@@ -34,19 +35,12 @@ from tests.kernels.triton_cases import (
     bound,
     make_plan,
     random,
-    relative_error,
     route,
     rows_with_gaps,
 )
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE == "cpu":
-        patch_interpreter()
 
 
 @triton.jit
