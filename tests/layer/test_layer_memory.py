@@ -8,11 +8,13 @@ import gc
 import pickle
 import re
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from moereg.dispatch import select_backend
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import relative_error
 from moereg.runtime import torch_op as compiled
@@ -32,6 +34,67 @@ from tests.layer.small_layers import (
     selection_of,
 )
 from tests.support.fakes import FakeExperts
+
+
+def every_second(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack((tensor, tensor.roll(1)), dim=-1)[..., 0]
+
+
+def behind_others(tensor: torch.Tensor) -> torch.Tensor:
+    flat = torch.cat((tensor.flatten()[:1], tensor.flatten()))
+    return flat[1:].view(tensor.shape)
+
+
+# The same numbers in every way that torch can hold them.
+STRIDES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "every second column": every_second,
+    "transposed": lambda tensor: tensor.transpose(0, -1).contiguous().transpose(0, -1),
+    "behind others": behind_others,
+    "parameter": lambda tensor: torch.nn.Parameter(tensor, requires_grad=tensor.dtype.itemsize > 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
+@pytest.mark.parametrize("activation_format", ["standard", "batched"])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [("unquantized", "bfloat16"), ("unquantized", "float32"), ("int8_w8a8", "bfloat16"), ("nvfp4", "bfloat16")],
+)
+def test_weights_of_any_strides(scheme: str, dtype: str, activation_format: str) -> None:
+    problem = problem_of(
+        num_experts=3,
+        hidden_size=48,
+        intermediate_size=40,
+        has_bias=True,
+        quant=scheme,
+        dtype=dtype,
+        activation_format=activation_format,
+        exact_activations=True,
+    )
+    weights = make_weights(problem, CPU)
+    selection = select_backend(problem, "cpu")
+    inputs = make_inputs(problem, 5, "uniform", CPU)
+    want = call(make_kernel(problem, weights, selection), inputs)
+    for way, strided in STRIDES.items():
+        others = dataclasses.replace(weights, **{name: strided(value) for name, value in weights.tensors().items()})
+        kernel = make_kernel(problem, others, selection)
+        assert torch.equal(call(kernel, inputs), want), way
+        kernel.reload(others)
+        assert torch.equal(call(kernel, inputs), want), way
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_bias_may_be_one_number_for_all(dtype: str) -> None:
+    """Memory behind it was read as the other numbers."""
+    problem = problem_of(hidden_size=64, intermediate_size=32, has_bias=True, dtype=dtype)
+    weights = make_weights(problem, CPU)
+    sizes = {"w13_bias": (8, 64), "w2_bias": (8, 64)}
+    for bias_dtype in (problem.torch_dtype, torch.float32):
+        one = torch.tensor(0.5, dtype=bias_dtype)
+        expanded = dataclasses.replace(weights, **{name: one.expand(size) for name, size in sizes.items()})
+        whole = dataclasses.replace(weights, **{name: torch.full(size, 0.5).to(one) for name, size in sizes.items()})
+        inputs = make_inputs(problem, 5, "uniform", CPU)
+        assert torch.equal(call(make_kernel(problem, expanded), inputs), call(make_kernel(problem, whole), inputs))
 
 
 def test_reload_reads_views_of_its_own_storage() -> None:
