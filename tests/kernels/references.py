@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -21,19 +22,7 @@ def block_map_reference(
     tall: int = 0,
     heavy_first: int = False,
 ) -> BlockMap:
-    """The map in torch, with every tensor cut to the part in use; synchronizes.
-
-    Args:
-        counts: [E] integers, rows of each expert.
-        offsets: [E] integers, first row of each.
-        block_m: rows per tile.
-        slack: rows by which the last tile of an expert may be longer.
-        tall: as in `BlockMap`.
-        heavy_first: likewise.
-
-    Returns:
-        New tensors.
-    """
+    """The map in torch, with every tensor cut to the part in use; of each expert's rows and first row, [E] integers."""
     is_low = (counts <= block_m) | (tall == 0)
     heights = torch.where(is_low, block_m, tall)
     blocks = ((counts - slack + heights - 1) // heights).maximum((counts > 0).to(counts.dtype))
@@ -78,21 +67,7 @@ def sort_routes_reference(
     tall: int = 0,
     heavy_first: int = False,
 ) -> RoutePlan:
-    """The plan of `sort_routes` by a stable sort in torch, with every tensor cut to the part in use.
-
-    Args:
-        topk_ids: [T, K] int32.
-        expert_map: [num_experts] int32 or None.
-        num_experts: number of ids.
-        num_local_experts: E.
-        block_m: rows per tile.
-        slack: rows by which the last tile of an expert may be longer.
-        tall: as in `BlockMap`.
-        heavy_first: likewise.
-
-    Returns:
-        New tensors: `sorted_routes` [valid routes], `block_*` [tiles in use], the others as in `RoutePlan`.
-    """
+    """The plan of `sort_routes` by a stable sort in torch, with every tensor cut to the part in use."""
     ids = topk_ids.flatten().long()
     known = (ids >= 0) & (ids < num_experts)
     local = ids if expert_map is None else expert_map.long()[ids.where(known, ids.new_zeros(()))]
@@ -108,30 +83,12 @@ def sort_routes_reference(
         route_row=route_row.int(),
         sorted_routes=sorted_routes.int(),
         expert_offsets=offsets.int(),
-        block_expert=blocks.block_expert,
-        block_row=blocks.block_row,
-        block_end=blocks.block_end,
-        num_blocks=blocks.num_blocks,
-        tile_counters=blocks.tile_counters,
-        num_tall=blocks.num_tall,
-        counts=blocks.counts,
-        block_m=block_m,
-        slack=slack,
-        tall=tall,
-        heavy_first=heavy_first,
+        **{field.name: getattr(blocks, field.name) for field in dataclasses.fields(BlockMap)},
     )
 
 
 def copy_rows_reference(hidden_states: torch.Tensor, route_row: torch.Tensor) -> torch.Tensor:
-    """The result of `copy_rows`, in torch; synchronizes.
-
-    Args:
-        hidden_states: [T, H].
-        route_row: [T * K] int32.
-
-    Returns:
-        [valid routes, H].
-    """
+    """The result of `copy_rows`, [valid routes, H]."""
     top_k = route_row.numel() // hidden_states.shape[0]
     valid = route_row >= 0
     order = route_row[valid].argsort()
@@ -159,14 +116,7 @@ def gate_up_reference(
     top_k: int,
     route_factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The result of `gate_up_gemm`, in torch and fp32, expert by expert; synchronizes.
-
-    Args:
-        hidden_states: as for `gate_up_gemm`, and so on.
-
-    Returns:
-        [valid routes, I_pad] fp32, rows in sorted order, not rounded.
-    """
+    """The result of `gate_up_gemm`, expert by expert: [valid routes, I_pad] fp32 in sorted order, not rounded."""
     offsets = plan.expert_offsets.tolist()
     num_columns = w13.shape[1]
     gated, activation, alpha, limit = epilogue.gated, epilogue.activation, epilogue.alpha, epilogue.limit
@@ -196,14 +146,7 @@ def down_reference(
     bias: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The result of `down_gemm`, in torch and fp32, expert by expert; synchronizes.
-
-    Args:
-        intermediate: as for `down_gemm`, and so on.
-
-    Returns:
-        [N, H] fp32 by route, not rounded; NaN where a route is not valid.
-    """
+    """The result of `down_gemm`, expert by expert: [N, H] fp32 by route, not rounded; NaN where one is not valid."""
     offsets = plan.expert_offsets.tolist()
     out = intermediate.new_full((plan.route_expert.numel(), w2.shape[1]), math.nan, dtype=torch.float32)
     for expert, (row, end) in enumerate(itertools.pairwise(offsets)):
@@ -218,15 +161,6 @@ def down_reference(
 
 
 def reduce_routes_reference(route_rows: torch.Tensor, route_expert: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """The result of `reduce_routes`, in torch.
-
-    Args:
-        route_rows: [T * K, H], any float dtype.
-        route_expert: [T * K] int32.
-        num_tokens: T.
-
-    Returns:
-        [T, H] fp32, not rounded.
-    """
+    """The result of `reduce_routes`, [T, H] fp32, not rounded."""
     rows = torch.where((route_expert >= 0)[:, None], route_rows.float(), 0.0)
     return rows.view(num_tokens, -1, rows.shape[1]).sum(1)

@@ -19,18 +19,11 @@ from moereg.prepare_finalize import BatchedPrepareFinalize
 from moereg.prepare_finalize import batched as module
 from moereg.spec.problem import MoEProblem
 from moereg.testing.guards import GuardedMemory
-from moereg.testing.interpreter import patch_interpreter
 from moereg.tuning.inputs import random_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IN_TORCH, IN_TRITON = BatchedPrepareFinalize(in_triton=False), BatchedPrepareFinalize(in_triton=True)
 NAN = math.nan
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 def problem_of(num_experts: int, num_local: int, top_k: int, hidden_size: int, **facts: object) -> MoEProblem:

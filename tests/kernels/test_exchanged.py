@@ -11,15 +11,8 @@ from moereg.kernels.rows import arrived, exchanged
 from moereg.prepare_finalize import exchange
 from moereg.prepare_finalize.exchange import RowLayout, rounded_rows
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
-from moereg.testing.interpreter import patch_interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 @st.composite

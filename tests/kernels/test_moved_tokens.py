@@ -19,16 +19,9 @@ from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementT
 from moereg.prepare_finalize.wire import CodedWire, PlainWire, as_bytes
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
-from moereg.testing.interpreter import patch_interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PLACEMENT = ExpertPlacement(5, ((3, 0, 4), (1, 2, 3)))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 class Ranks:

@@ -7,11 +7,7 @@ which numbers an operand consists of is this file's.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +36,7 @@ from moereg.quantize import dequantize_weights, quantize_weights
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import WHOLE, get_scheme
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from tests.kernels.test_triton_aot import run_script
 
 
 class Words:
@@ -358,18 +355,8 @@ def test_stages_are_as_measured() -> None:
 @pytest.mark.timeout(360)
 def test_compiling_ahead_finds_every_rule() -> None:
     """The launch code runs at every number of tokens, so a border of the rules is a number with launches of its own."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("packed_launches.py")
-    done = subprocess.run(
-        [sys.executable, script, json.dumps(layer().to_dict()), "96,97,160,161,384,385,704,705"],
-        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    counts = "96,97,160,161,384,385,704,705"
+    found = json.loads(run_script("packed_launches.py", json.dumps(layer().to_dict()), counts))
     assert {96, 97, 161, 385, 705} <= set(found["counts"])
     names = [name.rpartition(":")[2] for name in found["names"]]
     assert names.count("_packed_grouped_kernel") == 2 * len(PACKED_RULES)

@@ -21,7 +21,6 @@ from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.plan import RoutePlan, max_num_blocks
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.spec.problem import MoEProblem
-from moereg.testing.interpreter import patch_interpreter
 from moereg.tuning.inputs import random_weights
 from tests.kernels.references import block_map_reference
 from tests.kernels.triton_cases import BF16, DEVICE, FP16, SM90, Guarded, bound, make_problem, random
@@ -30,12 +29,6 @@ from tests.kernels.triton_cases import BF16, DEVICE, FP16, SM90, Guarded, bound,
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
 H200_SHARED_BYTES = 227 * 1024
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE == "cpu":
-        patch_interpreter()
 
 
 def fitted(

@@ -1,12 +1,21 @@
-"""The Triton kernels compile without the devices, with matrix instructions and without spilling."""
+"""The Triton kernels compile without the devices, with the right matrix instructions and without spilling."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
+import triton
 
-from tests.kernels.aot_run import compile_all, register_bound, spill_bound
+# The version of Triton that bounds were recorded with.
+IS_SAME: Final = triton.__version__.startswith("3.8.")
+HAS_BLOCK_SCALED: Final = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 FAST_CASES = ("routing", "short_routing", "read", "one_token", "decode", "prefill", "fp32_decode", "batched_decode")
@@ -17,136 +26,253 @@ SLOW_CASES["sm_90"] += ("middle", "batched_prefill")
 TALL_CASES = ("small", "tall", "batched_decode")
 # Packed weights: one case of each way to restore them, and slices with either kind of scales.
 PACKED_CASES = (
-    "int4_one_token",
-    "mxfp4_one_token",
-    "int4_g32_zp_decode",
-    "nvfp4_decode",
-    "int8_weights_decode",
-    "mxfp4_tall",
-    "mxfp4_prefill",
+    *("int4_one_token", "mxfp4_one_token", "int4_g32_zp_decode", "nvfp4_decode", "int8_weights_decode"),
+    *("mxfp4_tall", "mxfp4_prefill"),
 )
-
-# Most registers a thread on sm_90 with Triton 3.6.0 and 3.8.0, so that a change that costs some is noticed. 255 is all
-# there are.
-MAX_REGISTERS_SM90 = {
-    ("routing", "sort_routes"): 157,
-    ("routing", "count_chunks"): 40,
-    ("routing", "scan_chunks"): 72,
-    ("routing", "place_routes"): 56,
-    ("routing", "reduce_routes"): 32,
-    ("routing", "reduce_sorted_rows"): 39,
-    ("routing", "copy_rows"): 20,
-    ("routing", "plan_batches"): 96,
-    ("routing", "place_tokens"): 64,
-    ("routing", "spread_tokens"): 20,
-    ("routing", "sum_batches"): 39,
-    ("short_routing", "count_chunks"): 31,
-    ("short_routing", "place_routes"): 128,
-    ("short_routing", "reduce_sorted_rows"): 48,
-    ("read", "xor_words"): 64,
-    ("one_token", "gemv_gate_up"): 128,
-    ("one_token", "gemv_down"): 118,
-    ("decode", "gate_up"): 64,
-    ("decode", "down"): 96,
-    ("prefill", "gate_up"): 248,
-    ("prefill", "down"): 214,
-    ("gpt_oss_prefill", "gate_up"): 224,
-    ("gpt_oss_prefill", "down"): 255,
-    ("middle", "gate_up"): 248,
-    ("middle", "down"): 212,
-    ("small", "gate_up"): 128,
-    ("small", "down"): 130,
-    ("tall", "gate_up"): 120,
-    ("tall", "down"): 128,
-    ("not_gated", "gate_up"): 182,
-    ("not_gated", "down"): 214,
-    ("odd", "gate_up"): 255,
-    ("odd", "down"): 255,
-    ("fp32_decode", "gate_up"): 80,
-    ("fp32_decode", "down"): 72,
-    ("fp32_prefill", "gate_up"): 100,
-    ("fp32_prefill", "down"): 94,
-    ("batched_decode", "gate_up"): 72,
-    ("batched_decode", "down"): 72,
-    ("batched_prefill", "gate_up"): 224,
-    ("batched_prefill", "down"): 206,
+# Of what moves tokens between ranks.
+MOVING_CASES = {"sm_80": ("moving", "exchange"), "sm_90": ("moving", "exchange"), "sm_100": ("moving",)}
+# Codes: the registered cells decide which case compiles for which device.
+CODED_CASES = {"sm_80": ("int8_prefill",), "sm_100": ("mx4_prefill", "nv4_prefill"), "gfx942": ("int8_prefill",)}
+SLOW_CODED_CASES = {
+    "sm_80": ("int8_decode",),
+    "sm_89": ("block_decode", "block_prefill", "channel_prefill", "dynamic_prefill"),
+    "sm_90": (
+        *("channel_prefill", "block_batched_decode", "block_one_token", "block_to_11_rows", "block_to_100_rows"),
+        *("block_coded", "block_odd", "channel_decode", "static_prefill", "dynamic_prefill", "mx_decode", "mx_prefill"),
+        *("int8_decode", "dynamic_batched_prefill"),
+    ),
+    "sm_100": (
+        *("block_decode", "block_prefill", "mx_prefill", "block_to_100_rows", "channel_prefill", "mx_decode"),
+        *("mx4_decode", "nv4_decode", "nv4_batched_prefill", "int8_prefill"),
+    ),
+    "sm_120": ("mx_decode", "mx_prefill"),
+    "gfx942": ("int8_decode",),
+}
+# Layers whose activations are rounded in 16 bits have no instruction of small floats.
+SLOW_ROUNDED_CASES = {
+    "sm_80": ("rounded_nvfp4_decode", "rounded_mx_decode", "rounded_nvfp4_batched"),
+    "sm_90": (
+        *("rounded_nvfp4_decode", "rounded_nvfp4_odd", "rounded_nvfp4_batched", "rounded_mx_decode"),
+        "rounded_mx_prefill",
+    ),
+    "sm_100": ("rounded_nvfp4_decode", "rounded_nvfp4_static_prefill", "rounded_mx_prefill"),
+    "gfx942": ("rounded_nvfp4_decode", "rounded_mx_decode", "rounded_nvfp4_batched"),
 }
 
+# Most registers a thread on sm_90 with Triton 3.8.0, so that a change that costs some is noticed. 255 is all there are.
+# Of a layer's cases: those of the first product and of the second.
+MAX_REGISTERS_SM90: Final[dict[str, dict[str, int] | tuple[int, int]]] = {
+    "routing": {
+        **{"sort_routes": 157, "count_chunks": 40, "scan_chunks": 72, "place_routes": 56, "reduce_routes": 32},
+        **{"reduce_sorted_rows": 39, "copy_rows": 20, "plan_batches": 96, "place_tokens": 64, "spread_tokens": 20},
+        "sum_batches": 39,
+    },
+    "short_routing": {"count_chunks": 31, "place_routes": 128, "reduce_sorted_rows": 48},
+    "read": {"xor_words": 64},
+    "one_token": (128, 118),
+    "decode": (64, 96),
+    "prefill": (248, 214),
+    "gpt_oss_prefill": (224, 255),
+    "middle": (248, 212),
+    "small": (128, 130),
+    "tall": (120, 128),
+    "not_gated": (182, 214),
+    "odd": (255, 255),
+    "fp32_decode": (80, 72),
+    "fp32_prefill": (100, 94),
+    "batched_decode": (72, 72),
+    "batched_prefill": (224, 206),
+    "block_one_token": (128, 124),
+    "block_decode": (86, 129),
+    "block_to_11_rows": (96, 140),
+    "block_to_100_rows": (180, 193),
+    "block_prefill": (255, 190),
+    "block_odd": (255, 255),
+    "block_coded": (180, 246),
+    "channel_decode": (80, 114),
+    "channel_prefill": (255, 182),
+    "static_prefill": (254, 180),
+    "dynamic_prefill": (255, 180),
+    "mx_decode": (143, 179),
+    "mx_prefill": (255, 252),
+    "int8_decode": (56, 72),
+    "int8_prefill": (121, 128),
+    "block_batched_decode": (96, 118),
+    "dynamic_batched_prefill": (254, 181),
+}
 # Rows of 511 elements are not aligned, which costs an address a row and element. Such sizes must be right, not fast. In
-# the other, ptxas stops at 80 registers and parks one 8-byte value.
-MAX_SPILL_BYTES_SM90 = {("odd", "down"): 1224, ("fp32_prefill", "down"): 8}
+# fp32, ptxas stops at 80 registers and parks one 8-byte value. Two accumulators and a partial product of 128 x 128 fill
+# the registers, and gated channel scales come on top.
+MAX_SPILL_BYTES_SM90 = {
+    "odd": (0, 1224),
+    "fp32_prefill": (0, 8),
+    "channel_prefill": (40, 0),
+    "mx_prefill": (48, 0),
+    "block_odd": (680, 448),
+}
+# Quantizing holds a row, or a kilobyte of one; in the batched format also its place in the tiles.
+MAX_REGISTERS_OF_ROWS, MAX_REGISTERS_OF_BATCHED_ROWS = 96, 99
+
+# A tile too low for wgmma or tcgen05 takes mma.sync, which Triton gives fp16 on these two: exact, if not as fast.
+RESTORES_FP8_IN_LOW_TILES = ("sm_90", "sm_100")
+
+# Products that the layers of `gluon_aot` launch: fewer would be a rule that none of them takes.
+NUM_GLUON_KERNELS = 42
+
+LARGE = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+
+Cases = dict[str, tuple[str, ...]]
+Rows = list[dict[str, Any]]
 
 
-def check(target: str, rows: list[dict[str, Any]], num_expected: int) -> None:
-    assert len(rows) == num_expected
+def run_script(name: str, *arguments: str) -> str:
+    """What a script of this folder prints, in a process that does not interpret."""
+    path = Path(__file__).with_name(name)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(path.parents[2]), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(path), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{name} {' '.join(arguments)}:\n{done.stderr}"
+    return done.stdout
+
+
+def check_resources(row: dict[str, Any], registers: int, spill_bytes: int = 0) -> None:
+    """With another Triton than the recorded one up to a sixth more registers and four words more."""
+    assert row["registers"] <= (registers if IS_SAME else min(registers + registers // 6, 255)), row
+    assert row["spill_bytes"] <= (spill_bytes if IS_SAME else spill_bytes + 16), row
+
+
+def check_on_sm90(row: dict[str, Any]) -> None:
+    most, which = MAX_REGISTERS_SM90[row["case"]], row["kernel"].endswith("down")
+    spill_bytes = MAX_SPILL_BYTES_SM90.get(row["case"], (0, 0))[which]
+    check_resources(row, most[row["kernel"]] if isinstance(most, dict) else most[which], spill_bytes)
+
+
+def check_16_bits(target: str, rows: Rows, cases: tuple[str, ...]) -> None:
+    # Eleven and three kernels plan, copy and reduce, eight read; every other case is two GEMMs.
+    assert len(rows) == sum({"routing": 11, "short_routing": 3, "read": 8}.get(case, 2) for case in cases)
     for row in rows:
-        key = row["case"], row["kernel"]
-        matrix = set(row["matrix"])
-        # A tile of one row uses plain multiply-adds.
-        if row["case"] in ("routing", "short_routing", "read", "one_token"):
-            assert not matrix, row
-        elif row["case"].startswith("fp32") and target != "gfx942":
-            # IEEE products of 32 bits have no matrix instruction on NVIDIA; one here would be TF32.
-            assert not matrix, row
-        else:
-            largest = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-            expected = {largest[target]}
-            if target != "gfx942" and row["case"] in ("decode", "fp32_decode", "fp32_prefill"):
-                expected = {"mma.sync"}
-            elif target != "gfx942" and row["case"] in TALL_CASES:
-                expected.add("mma.sync")
-            assert matrix == expected, row
+        case, expected = row["case"], {LARGE.get(target, "mma.sync")}
+        # A tile of one row uses plain multiply-adds. IEEE products of 32 bits have no matrix instruction on NVIDIA; one
+        # there would be TF32.
+        if case in ("routing", "short_routing", "read", "one_token") or (case[:4] == "fp32" and target != "gfx942"):
+            expected = set()
+        elif target != "gfx942" and case == "decode":
+            expected = {"mma.sync"}
+        elif target != "gfx942" and case in TALL_CASES:
+            expected.add("mma.sync")
+        assert set(row["matrix"]) == expected, row
         if target == "sm_90":
-            assert row["registers"] <= register_bound(MAX_REGISTERS_SM90[key]), row
-            assert row["spill_bytes"] <= spill_bound(MAX_SPILL_BYTES_SM90.get(key, 0)), row
+            check_on_sm90(row)
+
+
+def check_packed(target: str, rows: Rows, cases: tuple[str, ...]) -> None:
+    shares = {row["case"] for row in rows if row["kernel"] == "both"}
+    assert shares == ({"int4_g32_zp_decode", "nvfp4_decode"} if target == "sm_90" else set())
+    assert len([row for row in rows if row["kernel"] != "both"]) == 2 * (len(cases) - len(shares))
+    for row in rows:
+        # Slices are products of three dimensions, which Triton gives to the instructions of a warp.
+        is_sliced = row["case"].endswith("one_token") and target != "gfx942"
+        assert set(row["matrix"]) == {"mma.sync" if is_sliced else LARGE.get(target, "mma.sync")}, row
+        # A word or two of the largest tiles on others than sm_90, which all rules were measured on.
+        assert row["spill_bytes"] <= (0 if target == "sm_90" else 8), row
+
+
+def check_moving(target: str, rows: Rows, cases: tuple[str, ...]) -> None:
+    for case in cases:
+        kernels = {row["kernel"] for row in rows if row["case"] == case}
+        assert len(kernels) == {"moving": 9, "exchange": 4}[case]
+    for row in rows:
+        # The most with Triton 3.8.0: whole rows that are quantized.
+        check_resources(row, 192 if row["case"] == "exchange" else 64 if target == "sm_80" else 63)
+
+
+def check_coded(target: str, rows: Rows, cases: tuple[str, ...]) -> None:
+    products = [(row["case"], row["kernel"]) for row in rows if row["kernel"].startswith("quantized_")]
+    assert products == [(case, f"quantized_{name}") for case in cases for name in ("gate_up", "down")]
+    for row in rows:
+        case = row["case"]
+        if not row["kernel"].startswith("quantized_"):
+            assert not row["matrix"], row
+            is_batched = "batched" in row["kernel"]
+            check_resources(row, MAX_REGISTERS_OF_BATCHED_ROWS if is_batched else MAX_REGISTERS_OF_ROWS)
+            continue
+        is_low = case.endswith(("decode", "one_token", "to_11_rows"))
+        large = LARGE.get(target, "mma.sync")
+        assert set(row["matrix"]) == {"mma.sync" if is_low and target != "gfx942" else large}, row
+        # Instructions of the last two do not name types: one takes them from a descriptor, the other is not PTX.
+        if target != "gfx942" and (target != "sm_100" or is_low):
+            kind = ".s8" if case.startswith("int8") else ".bf16" if case.startswith(("mx", "nv4")) else "e4m3"
+            if kind == "e4m3" and is_low and target in RESTORES_FP8_IN_LOW_TILES:
+                kind = ".f16.f16"
+            kinds = {"e4m3", ".block_scale"} if case.startswith("mx") and target == "sm_120" else {kind}
+            assert {word for word, count in row["products"].items() if count} == kinds, row
+        elif case.startswith("mx"):
+            assert row["products"][".block_scale"], row
+        elif case.startswith("nv4"):
+            assert row["products"]["mxf4nvf4"] == row["products"][".block_scale"] == row["matrix"][large], row
+        if case.startswith("nv4"):
+            assert row["spill_bytes"] == 0, row
+        if target == "sm_90":
+            check_on_sm90(row)
+
+
+def check_rounded(target: str, rows: Rows, cases: tuple[str, ...]) -> None:
+    order = ("requantize_rows", "gate_up", "requantize_rows", "down")
+    assert [(row["case"], row["kernel"]) for row in rows] == [(case, name) for case in cases for name in order]
+    for row in rows:
+        assert bool(row["matrix"]) == (row["kernel"] != "requantize_rows"), row
+        if row["kernel"] == "requantize_rows":
+            check_resources(row, MAX_REGISTERS_OF_ROWS)
 
 
 # The GPU whose registers are counted is quick; the slow tests run the others.
+RUNS: dict[str, tuple[Callable[[str, Rows, tuple[str, ...]], None], Cases]] = {
+    "16 bits": (check_16_bits, {"sm_90": FAST_CASES}),
+    "codes": (check_coded, {"sm_90": ("block_decode", "block_prefill", "int8_prefill")}),
+    "rounded": (check_rounded, {"sm_90": ("rounded_nvfp4_static_prefill",)}),
+    "slow 16 bits elsewhere": (check_16_bits, dict.fromkeys(("sm_80", "sm_100", "gfx942"), FAST_CASES)),
+    "slow 16 bits": (check_16_bits, SLOW_CASES),
+    "slow packed weights": (check_packed, dict.fromkeys(TARGETS, PACKED_CASES)),
+    "slow moving": (check_moving, MOVING_CASES),
+    "slow codes elsewhere": (check_coded, CODED_CASES),
+    "slow codes": (check_coded, SLOW_CODED_CASES),
+    "slow rounded": (check_rounded, SLOW_ROUNDED_CASES),
+}
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "targets", [("sm_90",), pytest.param(("sm_80", "sm_100", "gfx942"), marks=pytest.mark.slow)], ids="-".join
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name[:4] == "slow" else []) for name in RUNS]
 )
-def test_kernels_compile(targets: tuple[str, ...]) -> None:
-    for target, rows in compile_all(dict.fromkeys(targets, FAST_CASES)).items():
-        # Eleven and three kernels plan, copy and reduce, eight read; every other case is two GEMMs.
-        check(target, rows, 11 + 3 + 8 + 2 * (len(FAST_CASES) - 3))
+def test_kernels_compile(name: str) -> None:
+    check, cases = RUNS[name]
+    if not HAS_BLOCK_SCALED and check is check_coded:
+        # Block-scaled products need Triton 3.8 on these two; backends say so. Without names the script takes all.
+        for target in {"sm_100", "sm_120"} & {*cases}:
+            cases = {**cases, target: tuple(case for case in cases[target] if not case.startswith(("mx", "nv4")))}
+        cases = {target: names for target, names in cases.items() if names}
+    found = json.loads(
+        run_script("aot_compile.py", *(f"{target}={','.join(names)}" for target, names in cases.items()))
+    )
+    assert found.keys() == cases.keys()
+    for target, rows in found.items():
+        check(target, rows, cases[target])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_more_shapes_compile() -> None:
-    for target, rows in compile_all(SLOW_CASES).items():
-        check(target, rows, 2 * len(SLOW_CASES[target]))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_packed_weights_compile() -> None:
-    for target, rows in compile_all(dict.fromkeys(TARGETS, PACKED_CASES)).items():
-        shares = {row["case"] for row in rows if row["kernel"] == "both"}
-        assert shares == ({"int4_g32_zp_decode", "nvfp4_decode"} if target == "sm_90" else set())
-        assert len([row for row in rows if row["kernel"] != "both"]) == 2 * (len(PACKED_CASES) - len(shares))
-        for row in rows:
-            # Slices are products of three dimensions, which Triton gives to the instructions of a warp.
-            sliced = row["case"].endswith("one_token")
-            expected = {
-                "sm_80": "mma.sync",
-                "sm_90": "mma.sync" if sliced else "wgmma.mma_async",
-                "sm_100": "mma.sync" if sliced else "tcgen05.mma",
-                "gfx942": "v_mfma",
-            }[target]
-            assert set(row["matrix"]) == {expected}, row
-            # A word or two of the largest tiles on others than sm_90, which all rules were measured on.
-            assert row["spill_bytes"] <= (0 if target == "sm_90" else 8), row
-
-
-@pytest.mark.slow
-def test_what_moves_tokens_between_ranks_compiles() -> None:
-    both = ("moving", "exchange")
-    for target, rows in compile_all({"sm_80": both, "sm_90": both, "sm_100": ("moving",)}).items():
-        # The most with Triton 3.8.0: whole rows that are quantized.
-        most = {"moving": 64 if target == "sm_80" else 63, "exchange": 192}
-        for case, num_kernels in (("moving", 9), ("exchange", 4 if target != "sm_100" else 0)):
-            assert len({row["kernel"] for row in rows if row["case"] == case}) == num_kernels
-        for row in rows:
-            assert row["registers"] <= register_bound(most[row["case"]]), row
-            assert row["spill_bytes"] == 0, row
+@pytest.mark.timeout(1260)
+def test_every_shipped_rule_for_hopper_compiles() -> None:
+    """With wgmma and tensor copies, without spilling."""
+    rows = [json.loads(line) for line in run_script("gluon_aot.py").splitlines()]
+    assert len(rows) == NUM_GLUON_KERNELS
+    for row in rows:
+        assert row["wgmma"], row
+        assert row["bulk_tensor"], row
+        assert row["stack_bytes"] == 0, row
+        # 256 KiB of registers for a program's 384 threads, 168 each before they are shared out anew by role.
+        assert row["registers"] <= 168, row
+        # Numbers that are encoded are not clamped before their conversion.
+        stores_codes = row["name"].startswith(("gate_up fp8_block128", "gate_up fp8_tensor_static"))
+        assert (row["saturating"] > 0) == stores_codes, row
+        assert row["shared_bytes"] <= 227 * 1024, row

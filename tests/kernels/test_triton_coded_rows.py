@@ -12,16 +12,9 @@ from moereg.kernels.quantized.operands import QuantizedRows
 from moereg.kernels.quantized.rows_sorted import copy_coded_rows
 from moereg.quantize import quantize_activations
 from moereg.spec.quant_schemes import get_scheme
-from moereg.testing.interpreter import patch_interpreter
 from tests.kernels.test_triton_quantize_sorted import DEVICE, raw, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 @pytest.mark.parametrize("name", ["fp8_block128", "fp8_channel_token", "mxfp8", "int8_w8a8"])

@@ -23,6 +23,7 @@ from moereg.kernels.gemm.rules import CONFIG_RULES, select_config
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.reduce import reduce_routes, reduce_sorted_rows
 from moereg.kernels.rows.tiles import tile_of_number
+from moereg.numerics.reference import relative_error
 from moereg.testing.interpreter import patch_interpreter
 from tests.kernels.references import down_reference, gate_up_reference, reduce_routes_reference
 from tests.kernels.triton_cases import (
@@ -34,19 +35,12 @@ from tests.kernels.triton_cases import (
     bound,
     make_plan,
     random,
-    relative_error,
     route,
     rows_with_gaps,
 )
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE == "cpu":
-        patch_interpreter()
 
 
 @triton.jit
@@ -134,61 +128,84 @@ STAGE_CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", STAGE_CASES, ids=str)
-def test_gate_up_gemm(case: StageCase) -> None:
+def check_stages(case: StageCase, way: str) -> None:
+    """Both products by tiles of sorted rows, by tiles whose rows are tokens ("direct") or by a vector a route."""
     gated = case.activation != "relu2"
-    halves = 2 if gated else 1
     columns, depth = -(-case.intermediate_size // 64) * 64, -(-case.hidden_size // 64) * 64
-    hidden_states = rows_with_gaps(case.num_tokens, case.hidden_size, case.dtype)
-    w13 = torch.zeros(case.num_experts, halves * columns, depth, dtype=case.dtype, device=DEVICE)
-    used = halves * case.intermediate_size
-    scale = case.hidden_size**-0.5
-    w13[:, :used, : case.hidden_size] = random(case.num_experts, used, case.hidden_size, dtype=case.dtype, scale=scale)
+    halves, tokens, top_k, experts = 2 if gated else 1, case.num_tokens, case.top_k, case.num_experts
+    used, scale = halves * case.intermediate_size, case.hidden_size**-0.5
+    hidden_states = rows_with_gaps(tokens, case.hidden_size, case.dtype)
+    w13 = torch.zeros(experts, halves * columns, depth, dtype=case.dtype, device=DEVICE)
+    w13[:, :used, : case.hidden_size] = random(experts, used, case.hidden_size, dtype=case.dtype, scale=scale)
     if gated:
         w13[:, 0::2] *= 2
-    bias = None
+    w2 = random(experts, case.hidden_size, columns, dtype=case.dtype, scale=0.1)
+    w13_bias = w2_bias = None
     if case.bias is not None:
-        bias = torch.zeros(case.num_experts, halves * columns, dtype=case.bias, device=DEVICE)
-        bias[:, :used] = random(case.num_experts, used, dtype=case.bias)
-    topk_weights = random(case.num_tokens, case.top_k, dtype=FP32).abs() if case.weights else None
-    ids = route(case.kind, case.num_tokens, case.top_k, case.num_experts)
-    plan = make_plan(ids, None, case.num_experts, case.num_experts, case.config.block_m)
-    epilogue = GateUpEpilogue(case.activation, gated, **case.scalars, bias=bias)
-    keywords: dict[str, Any] = {"top_k": case.top_k, "route_factors": topk_weights}
-    out = Guarded(ids.numel(), columns, dtype=case.dtype)
-    gate_up_gemm(out.tensor, hidden_states, w13, plan, case.config, epilogue, **keywords)
+        w13_bias = torch.zeros(experts, halves * columns, dtype=case.bias, device=DEVICE)
+        w13_bias[:, :used] = random(experts, used, dtype=case.bias)
+        w2_bias = random(experts, case.hidden_size, dtype=case.bias)
+    topk_weights = random(tokens, top_k, dtype=FP32).abs()
+    ids = route(case.kind, tokens, top_k, experts)
+    plan = make_plan(ids, None, experts, experts, case.config.block_m)
+    epilogue = GateUpEpilogue(case.activation, gated, **case.scalars, bias=w13_bias)
+    first: dict[str, Any] = {"top_k": top_k, "route_factors": topk_weights if case.weights else None}
+    second: dict[str, Any] = {"bias": w2_bias, "topk_weights": None if case.weights else topk_weights}
+    valid = plan.route_expert >= 0
+    order = plan.sorted_routes[: int(valid.sum())].long()
+    config, routes, places = case.config, plan, torch.arange(len(order), device=DEVICE)
+    if way != "sorted":
+        routes, places = DirectRoutes(ids, None, experts, max(16, 1 << (tokens - 1).bit_length())), order
+        config = GroupedGemmConfig(
+            block_m=routes.block_m, block_n=32, block_k=128, group_m=1, num_warps=4, num_stages=2, mask_rows=True
+        )
+    intermediate = Guarded(ids.numel(), columns, dtype=case.dtype)
+    if way == "gemv":
+        gate_up_gemv(intermediate.tensor, hidden_states, w13, routes, GATE_UP_GEMV, epilogue, **first)
+    else:
+        gate_up_gemm(intermediate.tensor, hidden_states, w13, routes, config, epilogue, **first)
+    intermediate.check()
+    is_written = torch.zeros_like(valid).index_fill_(0, places, True)
+    assert intermediate.tensor[~is_written].isnan().all()
+    assert (intermediate.tensor[places, case.intermediate_size :] == 0).all()
+    reference = gate_up_reference(hidden_states, w13, plan, epilogue, **first)
+    if len(order):
+        assert relative_error(intermediate.tensor[places], reference) < bound(case.dtype, 1)
+
+    by_route = down_reference(intermediate.tensor[places], w2, plan, **second)
+    if way == "gemv":
+        out = Guarded(tokens, case.hidden_size, dtype=case.dtype)
+        down_gemv(out.tensor, intermediate.tensor, w2, routes, DOWN_GEMV, **second)
+        expected, found = reduce_routes_reference(by_route, plan.route_expert, tokens), out.tensor
+        assert len(order) or (found == 0).all()
+    else:
+        out = Guarded(ids.numel(), case.hidden_size, dtype=case.dtype)
+        down_gemm(out.tensor, intermediate.tensor, w2, routes, config, **second)
+        assert out.tensor[~valid].isnan().all()
+        expected, found = by_route[valid], out.tensor[valid]
     out.check()
-    reference = gate_up_reference(hidden_states, w13, plan, epilogue, **keywords)
-    valid = reference.shape[0]
-    assert out.tensor[valid:].isnan().all()
-    assert (out.tensor[:valid, case.intermediate_size :] == 0).all()
-    if valid:
-        assert relative_error(out.tensor[:valid], reference) < bound(case.dtype, 1)
+    if len(order):
+        assert relative_error(found, expected) < bound(case.dtype, 1)
 
 
 @pytest.mark.parametrize("case", STAGE_CASES, ids=str)
-def test_down_gemm(case: StageCase) -> None:
-    columns = -(-case.intermediate_size // 64) * 64
-    ids = route(case.kind, case.num_tokens, case.top_k, case.num_experts)
-    plan = make_plan(ids, None, case.num_experts, case.num_experts, case.config.block_m)
-    valid = int(plan.expert_offsets[-1])
-    intermediate = torch.full((ids.numel(), columns), math.nan, dtype=case.dtype, device=DEVICE)
-    intermediate[:valid] = 0
-    intermediate[:valid, : case.intermediate_size] = random(valid, case.intermediate_size, dtype=case.dtype)
-    w2 = torch.zeros(case.num_experts, case.hidden_size, columns, dtype=case.dtype, device=DEVICE)
-    w2[:, :, : case.intermediate_size] = random(
-        case.num_experts, case.hidden_size, case.intermediate_size, dtype=case.dtype, scale=0.1
-    )
-    bias = random(case.num_experts, case.hidden_size, dtype=case.bias) if case.bias is not None else None
-    topk_weights = None if case.weights else random(case.num_tokens, case.top_k, dtype=FP32).abs()
-    out = Guarded(ids.numel(), case.hidden_size, dtype=case.dtype)
-    down_gemm(out.tensor, intermediate, w2, plan, case.config, bias=bias, topk_weights=topk_weights)
-    out.check()
-    reference = down_reference(intermediate, w2, plan, bias=bias, topk_weights=topk_weights)
-    written = plan.route_expert >= 0
-    assert out.tensor[~written].isnan().all()
-    if valid:
-        assert relative_error(out.tensor[written], reference[written]) < bound(case.dtype, 1)
+def test_sorted_stages(case: StageCase) -> None:
+    check_stages(case, "sorted")
+
+
+# As many tokens as either way ships for, and one more of the vectors: interpreted, more take seconds each.
+@pytest.mark.few
+@pytest.mark.parametrize(
+    ("way", "case"),
+    [
+        (way, dataclasses.replace(case, num_tokens=min(case.num_tokens, most)))
+        for way, most in (("gemv", 2), ("direct", 16))
+        for case in STAGE_CASES
+    ],
+    ids=str,
+)
+def test_unsorted_stages(case: StageCase, way: str) -> None:
+    check_stages(case, way)
 
 
 def test_down_gemm_writes_another_dtype() -> None:
@@ -250,72 +267,6 @@ def test_order_within_an_expert_does_not_change_bits() -> None:
         down_gemm(rows, intermediate, w2, plan, WIDE)
         results.append(rows)
     assert torch.equal(*results)
-
-
-# As many tokens as either way ships for, and one more of the vectors: interpreted, more take seconds each.
-@pytest.mark.few
-@pytest.mark.parametrize(
-    ("way", "case"),
-    [
-        (way, dataclasses.replace(case, num_tokens=min(case.num_tokens, most)))
-        for way, most in (("gemv", 2), ("direct", 16))
-        for case in STAGE_CASES
-    ],
-    ids=str,
-)
-def test_unsorted_stages_agree_with_sorted_ones(case: StageCase, way: str) -> None:
-    """A vector a route, and tiles whose rows are tokens, against the references of the sorted stages."""
-    gated = case.activation != "relu2"
-    columns, depth = -(-case.intermediate_size // 64) * 64, -(-case.hidden_size // 64) * 64
-    rows, tokens, top_k, experts = (2 if gated else 1) * columns, case.num_tokens, case.top_k, case.num_experts
-    hidden_states = rows_with_gaps(tokens, case.hidden_size, case.dtype)
-    w13 = torch.zeros(experts, rows, depth, dtype=case.dtype, device=DEVICE)
-    w13[:, :, : case.hidden_size] = random(
-        experts, rows, case.hidden_size, dtype=case.dtype, scale=case.hidden_size**-0.5
-    )
-    w2 = random(experts, case.hidden_size, columns, dtype=case.dtype, scale=0.1)
-    w13_bias = random(experts, rows, dtype=case.bias) if case.bias is not None else None
-    w2_bias = random(experts, case.hidden_size, dtype=case.bias) if case.bias is not None else None
-    topk_weights = random(tokens, top_k, dtype=FP32).abs()
-    ids = route(case.kind, tokens, top_k, experts)
-    plan = make_plan(ids, None, experts, experts, 16)
-    epilogue = GateUpEpilogue(case.activation, gated, **case.scalars, bias=w13_bias)
-    first: dict[str, Any] = {"top_k": top_k, "route_factors": topk_weights if case.weights else None}
-    second: dict[str, Any] = {"bias": w2_bias, "topk_weights": None if case.weights else topk_weights}
-    intermediate = Guarded(ids.numel(), columns, dtype=case.dtype)
-    valid = plan.route_expert >= 0
-    order = plan.sorted_routes[: int(valid.sum())].long()
-    direct = DirectRoutes(ids, None, experts, max(16, 1 << (tokens - 1).bit_length()))
-    if way == "gemv":
-        gate_up_gemv(intermediate.tensor, hidden_states, w13, direct, GATE_UP_GEMV, epilogue, **first)
-    else:
-        config = GroupedGemmConfig(
-            block_m=direct.block_m, block_n=32, block_k=128, group_m=1, num_warps=4, num_stages=2, mask_rows=True
-        )
-        gate_up_gemm(intermediate.tensor, hidden_states, w13, direct, config, epilogue, **first)
-    intermediate.check()
-    assert intermediate.tensor[~valid].isnan().all()
-    reference = gate_up_reference(hidden_states, w13, plan, epilogue, **first)
-    if len(order):
-        assert relative_error(intermediate.tensor[order], reference) < bound(case.dtype, 1)
-
-    by_route = down_reference(intermediate.tensor[order], w2, plan, **second)
-    if way == "gemv":
-        out = Guarded(tokens, case.hidden_size, dtype=case.dtype)
-        down_gemv(out.tensor, intermediate.tensor, w2, direct, DOWN_GEMV, **second)
-        out.check()
-        expected = reduce_routes_reference(by_route, plan.route_expert, tokens)
-        if not len(order):
-            assert (out.tensor == 0).all()
-            return
-        assert relative_error(out.tensor, expected) < bound(case.dtype, 1)
-    else:
-        out = Guarded(ids.numel(), case.hidden_size, dtype=case.dtype)
-        down_gemm(out.tensor, intermediate.tensor, w2, direct, config, **second)
-        out.check()
-        assert out.tensor[~valid].isnan().all()
-        if len(order):
-            assert relative_error(out.tensor[valid], by_route[valid]) < bound(case.dtype, 1)
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4])

@@ -15,7 +15,6 @@ from moereg.kernels.quantized.rows_sorted import quantize_to_sorted_rows
 from moereg.kernels.sizes import AMAX_PROGRAMS
 from moereg.quantize import quantize_activations
 from moereg.spec.quant_schemes import QUANT_SCHEMES
-from moereg.testing.interpreter import patch_interpreter
 
 STATIC = QUANT_SCHEMES["fp8_tensor_static"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,12 +31,6 @@ FORMATS = {
     "fp8_channel_token": RowFormat(torch.float8_e4m3fn, -448.0, 448.0),
     "int8_w8a8": RowFormat(torch.int8, -128.0, 127.0),
 }
-
-
-@pytest.fixture(autouse=True)
-def _interpreter() -> None:
-    if DEVICE.type == "cpu":
-        patch_interpreter()
 
 
 def tokens(num_tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor:

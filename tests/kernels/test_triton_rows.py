@@ -14,17 +14,10 @@ from moereg.kernels.gemm.grouped import gate_up_gemm
 from moereg.kernels.rows.plan import route_workspace_numel
 from moereg.kernels.rows.reduce import copy_rows, reduce_routes, reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
-from moereg.testing.interpreter import patch_interpreter
 from tests.kernels.references import copy_rows_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE == "cpu":
-        patch_interpreter()
 
 
 def random(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:

@@ -11,7 +11,6 @@ from moereg.kernels.rows import sort
 from moereg.kernels.rows.plan import SortConfig, max_num_blocks, route_workspace_numel
 from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import SPREAD_HEAVY
-from moereg.testing.interpreter import patch_interpreter
 from tests.kernels.references import sort_routes_reference
 from tests.kernels.triton_cases import (
     DEVICE,
@@ -27,12 +26,6 @@ from tests.kernels.triton_cases import (
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _interpreter() -> None:
-    if DEVICE == "cpu":
-        patch_interpreter()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +91,7 @@ def test_sort_routes_is_a_stable_partition_of_valid_routes(data: st.DataObject) 
         num_local = num_experts
     heavy_first = tall == 0 and data.draw(st.sampled_from([False, True, SPREAD_HEAVY]), "heavy_first")
     choices = torch.tensor(ids, dtype=torch.int32, device=DEVICE)
-    plan = make_plan(choices, expert_map, num_experts, num_local, block_m, config, tall, heavy_first)
+    plan = make_plan(choices, expert_map, num_experts, num_local, block_m, config, tall=tall, heavy_first=heavy_first)
     assert_plans_equal(
         plan, sort_routes_reference(choices, expert_map, num_experts, num_local, block_m, 0, tall, heavy_first)
     )

@@ -39,11 +39,6 @@ def bound(dtype: torch.dtype, roundings: int) -> float:
     return 2e-6 if dtype == FP32 else 1.25 * ROUNDOFF[dtype] * math.sqrt(roundings / 3)
 
 
-def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """NaN where either holds one."""
-    return float((out.double() - reference.double()).norm() / reference.double().norm())
-
-
 class Guarded:
     """A NaN-filled tensor with NaN around it that has to stay."""
 
@@ -101,23 +96,12 @@ def make_plan(
     num_local: int,
     block_m: int,
     config: SortConfig = ONE_LAUNCH,
-    tall: int = 0,
-    heavy_first: int = False,
+    **keywords: Any,
 ) -> RoutePlan:
     """`sort_routes` in a workspace of garbage, with a guard behind it."""
     needed = route_workspace_numel(*ids.shape, num_local, block_m, config)
     workspace = torch.full((needed + 64,), -(2**30), dtype=torch.int32, device=DEVICE)
-    plan = sort_routes(
-        ids,
-        expert_map,
-        num_experts,
-        num_local,
-        block_m,
-        workspace[:needed],
-        config,
-        tall=tall,
-        heavy_first=heavy_first,
-    )
+    plan = sort_routes(ids, expert_map, num_experts, num_local, block_m, workspace[:needed], config, **keywords)
     assert (workspace[needed:] == -(2**30)).all(), "sort_routes wrote behind its workspace"
     return plan
 
@@ -134,13 +118,5 @@ def assert_plans_equal(plan: RoutePlan, reference: RoutePlan) -> None:
 def make_problem(
     num_experts: int, top_k: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype, **keywords: Any
 ) -> MoEProblem:
-    return MoEProblem(
-        num_experts=num_experts,
-        top_k=top_k,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        dtype=dtype,
-        graph_capture=True,
-        deterministic=True,
-        **keywords,
-    )
+    sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    return MoEProblem(**sizes, top_k=top_k, dtype=dtype, graph_capture=True, deterministic=True, **keywords)

@@ -200,22 +200,6 @@ def test_kernels_share_one_workspace() -> None:
     assert seen[0][0] != seen[0][1]
 
 
-def test_compiles_without_graph_breaks() -> None:
-    torch._dynamo.reset()
-    problem = problem_of()
-    kernel = kernel_of(problem)
-
-    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
-    def model(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return kernel(x * 2, weights, ids) + 1
-
-    for num_tokens in (3, 5, 11, 0):
-        inputs = make_inputs(problem, num_tokens, "unmapped", CPU)
-        found = model(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-        doubled = dataclasses.replace(inputs, hidden_states=inputs.hidden_states * 2)
-        torch.testing.assert_close(found, call(kernel, doubled) + 1)
-
-
 def test_compiles_with_out_and_int64_ids() -> None:
     torch._dynamo.reset()
     kernel = kernel_of(problem_of())
@@ -229,24 +213,6 @@ def test_compiles_with_out_and_int64_ids() -> None:
     found = model(INPUTS.hidden_states, INPUTS.topk_weights, INPUTS.topk_ids.long(), out)
     assert torch.equal(out, call(kernel, INPUTS))
     assert torch.equal(found, out + 1)
-
-
-def test_compiled_layers_of_one_model_stay_apart() -> None:
-    torch._dynamo.reset()
-    problem = problem_of()
-    kernels = [kernel_of(problem, weights=make_weights(problem, CPU, seed)) for seed in range(3)]
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def model(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        for kernel in kernels:
-            x = x + kernel(x, weights, ids)
-        return x
-
-    x = INPUTS.hidden_states
-    for kernel in kernels:
-        x = x + kernel(x, INPUTS.topk_weights, INPUTS.topk_ids)
-    found = model(INPUTS.hidden_states, INPUTS.topk_weights, INPUTS.topk_ids)
-    torch.testing.assert_close(found, x)
 
 
 def test_compiled_code_outlives_no_kernel() -> None:

@@ -34,15 +34,6 @@ def test_local_ids(num_local_experts: int, expert_map: list[int] | None, expecte
     assert local_expert_ids(IDS, problem.num_local_experts, mapping).tolist() == expected
 
 
-def test_standard_hands_on_what_it_got() -> None:
-    x = torch.randn(5, 8)
-    prepared = StandardPrepareFinalize().prepare(x, WEIGHTS, IDS, problem_of(), None)
-    assert prepared.inputs.hidden_states is x
-    assert prepared.inputs.topk_ids is IDS
-    assert prepared.num_tokens == 5
-    assert prepared.row_of_route is None
-
-
 @pytest.mark.parametrize("weight_on_input", [False, True])
 def test_standard_sums_what_is_routed(weight_on_input: bool) -> None:
     top_k = 1 if weight_on_input else 2
