@@ -61,16 +61,7 @@ def explain_backends(
     prefer: Names = None,
     deny: Names = None,
 ) -> Selection:
-    """As `select_backend`, but returns a selection without a winner if nothing fits.
-
-    Args:
-        problem, platform, require, prefer, deny: As in `select_backend`.
-
-    Returns:
-        The selection; its `winner` is None if nothing fits.
-
-    Raises:
-        ArgumentError, RequestError, UnknownNameError: As `select_backend`.
+    """As `select_backend`, arguments and errors too, but if nothing fits its selection has None for a `winner`.
 
     Example:
         >>> problem = moereg.MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)

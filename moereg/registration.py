@@ -200,24 +200,10 @@ def _can_be_called(expected: Iterable[inspect.Parameter], found: Iterable[inspec
     they have defaults.
     """
     required = [parameter.name for parameter in expected if parameter.default is parameter.empty]
-    optional = {parameter.name for parameter in expected} - set(required)
-    named = [parameter for parameter in found if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    others = {parameter.name: parameter for parameter in found}
-    for name in required:
-        others.pop(name, None)
-    return [parameter.name for parameter in named[: len(required)]] == required and all(
-        name in optional or parameter.default is not parameter.empty or parameter.kind in _VARIADIC
-        for name, parameter in others.items()
-    )
-
-
-_VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-def check_tier(tier: str) -> None:
-    """A tier is one of `TIERS`."""
-    if not isinstance(tier, str) or tier not in TIERS:
-        raise ArgumentError(f"tier must be one of {TIERS}, got {shown(tier)}")
+    named = [parameter.name for parameter in found if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = {each.name for each in found if each.default is each.empty and each.kind not in variadic}
+    return named[: len(required)] == required and needed <= {parameter.name for parameter in expected}
 
 
 def _read_probes(probes: Iterable[Probe]) -> tuple[Probe, ...]:

@@ -75,20 +75,17 @@ class _Loader:
         self._pending: list[tuple[PluginStatus | None, Cell]] = []
         self._statuses: tuple[PluginStatus, ...] | None = None
         self._has_platforms = False
-        self._claims: dict[str, Platform] | None = None
-        self._platform: Platform | None = None
 
     def load(self) -> tuple[PluginStatus, ...]:
-        if self._statuses is None:
-            with self._lock:
-                if self._statuses is None:
-                    self._statuses = self._load_all()
-                    # Last: a user's filter may turn these into errors.
-                    for status in self._statuses:
-                        _warn(status)
-                    if (unknown := unknown_names(os.environ.get("MOEREG_PLUGINS"), self._statuses)) is not None:
-                        warnings.warn(unknown, PluginWarning, stacklevel=_outside())
-        return self._statuses
+        with self._lock:
+            if self._statuses is None:
+                self._statuses = self._load_all()
+                # Last: a user's filter may turn these into errors.
+                for status in self._statuses:
+                    _warn(status)
+                if (unknown := unknown_names(os.environ.get("MOEREG_PLUGINS"), self._statuses)) is not None:
+                    warnings.warn(unknown, PluginWarning, stacklevel=_outside())
+            return self._statuses
 
     def _load_all(self) -> tuple[PluginStatus, ...]:
         if (loading := _LOADING.get()) is not None:
@@ -228,38 +225,39 @@ class _Loader:
         ]
 
     def platform(self) -> Platform:
-        if self._platform is None:
-            with self._lock:
-                if self._platform is None:
-                    self._platform = decide_claims(self._claimed()) or probe_platform()
-        return self._platform
+        with self._lock:
+            return self._platform
 
-    def _claimed(self) -> dict[str, Platform]:
+    @functools.cached_property
+    def _platform(self) -> Platform:
+        return decide_claims(self._claims) or probe_platform()
+
+    @functools.cached_property
+    def _claims(self) -> dict[str, Platform]:
         """The platforms that plugins say this machine is, by plugin. Each is asked once."""
-        if self._claims is None:
-            claims: dict[str, Platform] = {}
-            statuses = list(self.load())
-            failed: list[PluginStatus] = []
-            for place, status in enumerate(statuses):
-                if status.group != PLATFORM_GROUP or status.status != "loaded":
-                    continue
-                started = time.perf_counter()
-                try:
-                    platform = claim_of(status.value, status.loaded)
-                except BaseException as error:  # As with modules: one bad plugin must not affect the others.
-                    if stops_the_process(error):
-                        raise
-                    statuses[place] = status.failed(error)
-                    failed.append(statuses[place])
-                    continue
-                finally:
-                    _log_if_slow(f"asking {status.value}", status.distribution, started)
-                if platform is not None:
-                    claims[f"{status.name} of {status.distribution}"] = platform
-            self._statuses, self._claims = tuple(statuses), claims
-            for status in failed:
-                _warn(status, "could not say whether this machine is its own, and moereg goes on without it")
-        return self._claims
+        claims: dict[str, Platform] = {}
+        statuses = list(self.load())
+        failed: list[PluginStatus] = []
+        for place, status in enumerate(statuses):
+            if status.group != PLATFORM_GROUP or status.status != "loaded":
+                continue
+            started = time.perf_counter()
+            try:
+                platform = claim_of(status.value, status.loaded)
+            except BaseException as error:  # As with modules: one bad plugin must not affect the others.
+                if stops_the_process(error):
+                    raise
+                statuses[place] = status.failed(error)
+                failed.append(statuses[place])
+                continue
+            finally:
+                _log_if_slow(f"asking {status.value}", status.distribution, started)
+            if platform is not None:
+                claims[f"{status.name} of {status.distribution}"] = platform
+        self._statuses = tuple(statuses)
+        for status in failed:
+            _warn(status, "could not say whether this machine is its own, and moereg goes on without it")
+        return claims
 
 
 def _check_api_version(point: PluginStatus) -> None:

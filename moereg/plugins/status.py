@@ -210,7 +210,7 @@ def unknown_names(text: str | None, statuses: Sequence[PluginStatus]) -> str | N
 
     An environment outlives wheels, so it is no error.
     """
-    known = {plugin for status in statuses for plugin in (("", status.name), (status.group, status.name))}
+    known = {(group, status.name) for status in statuses for group in ("", status.group)}
     unknown = [
         shown(f"{group}:{name}".removeprefix(":").removeprefix("moereg."))
         for group, name in _entries(text or "")

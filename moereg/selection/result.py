@@ -168,11 +168,9 @@ class Decision(Verdict):
         """
         check_mapping(name or "a decision", values)
         field = functools.partial(check_field, name, values)
-        texts: dict[str, Any] = {
-            text: field(text, check_text) for text in ("backend", "experts", "rule", "computes", "origin")
-        }
+        texts = ("backend", "experts", "rule", "computes", "origin")
         decision = cls(
-            **texts,
+            **{text: field(text, check_text) for text in texts},
             priority=field("priority", functools.partial(check_count, minimum=-HIGHEST_PRIORITY)),
             tier=field("tier", functools.partial(check_one_of, known=TIERS)),
             origin_version=field("origin_version", check_text) if "origin_version" in values else "",
@@ -182,8 +180,7 @@ class Decision(Verdict):
         if field("accepted", check_flag) is not decision.accepted:
             rule = f"accepted must be {decision.accepted} with {len(decision.reasons)} reasons"
             raise ArgumentError(f"{name}{'.' * bool(name)}{rule}, got {values['accepted']}")
-        cells = REGISTRY.load() if cells is None else cells
-        return _with_cell(decision, cells)
+        return _with_cell(decision, REGISTRY.load() if cells is None else cells)
 
 
 def _check_reason(path: str, value: object) -> Reason:
