@@ -77,6 +77,8 @@ class _Loader:
         self._has_platforms = False
 
     def load(self) -> tuple[PluginStatus, ...]:
+        if self._statuses is not None:  # Without the lock: another thread may hold it while a plugin's probe selects.
+            return self._statuses
         with self._lock:
             if self._statuses is None:
                 self._statuses = self._load_all()
@@ -224,13 +226,10 @@ class _Loader:
             and self._owner_of(cell.implementation.__module__) == point.owner
         ]
 
+    @functools.cached_property
     def platform(self) -> Platform:
         with self._lock:
-            return self._platform
-
-    @functools.cached_property
-    def _platform(self) -> Platform:
-        return decide_claims(self._claims) or probe_platform()
+            return decide_claims(self._claims) or probe_platform()
 
     @functools.cached_property
     def _claims(self) -> dict[str, Platform]:
@@ -361,7 +360,7 @@ def current_platform() -> Platform:
     Raises:
         PluginError: Two plugins claim this machine.
     """
-    return _LOADER.platform()
+    return _LOADER.platform
 
 
 def read_platform(platform: Platform | str | None) -> Platform:
