@@ -203,9 +203,9 @@ class _Loader:
         cells = [cell for home, cell in self._pending if home == point]
         names = {cell.name for home, cell in self._pending if home in (None, point)}
         early = [] if registry is None else self._early(point, registry)
-        for cell in early:
-            cells.append(dataclasses.replace(cell, origin=point.owner.origin, origin_version=point.owner.version))
-            names.add(cell.name)
+        names.update(cell.name for cell in early)
+        origin, version = point.owner
+        cells += [dataclasses.replace(cell, origin=origin, origin_version=version) for cell in early]
         if names != ({point.name} if registry is not None else set()):
             what = "no backend" if registry is None else f"a {registry.kind.noun} of that name and no other"
             same = (other for other in self._scanned[0] if other.module == point.module)
