@@ -168,9 +168,11 @@ class Decision(Verdict):
         """
         check_mapping(name or "a decision", values)
         field = functools.partial(check_field, name, values)
-        texts = ("backend", "experts", "rule", "computes", "origin")
+        texts: dict[str, Any] = {
+            text: field(text, check_text) for text in ("backend", "experts", "rule", "computes", "origin")
+        }
         decision = cls(
-            **{text: field(text, check_text) for text in texts},
+            **texts,
             priority=field("priority", functools.partial(check_count, minimum=-HIGHEST_PRIORITY)),
             tier=field("tier", functools.partial(check_one_of, known=TIERS)),
             origin_version=field("origin_version", check_text) if "origin_version" in values else "",
