@@ -61,16 +61,7 @@ def explain_backends(
     prefer: Names = None,
     deny: Names = None,
 ) -> Selection:
-    """As `select_backend`, but returns a selection without a winner if nothing fits.
-
-    Args:
-        problem, platform, require, prefer, deny: As in `select_backend`.
-
-    Returns:
-        The selection; its `winner` is None if nothing fits.
-
-    Raises:
-        ArgumentError, RequestError, UnknownNameError: As `select_backend`.
+    """As `select_backend`, arguments and errors too, but if nothing fits its selection has None for a `winner`.
 
     Example:
         >>> problem = moereg.MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
@@ -147,16 +138,9 @@ def select_backend(
             logger.warning("%s", notice)
     key = (selection.problem, str(selection.platform), winner.backend)
     if next(_times(key)) == 0:
-        others = [f"{one.backend}{one.of_wheel}" for one in selection.decisions[1:] if one.accepted]
-        logger.info(
-            "MoE %s on %s: %s (%s), computes %s, by %s; next: %s%s",
-            selection.problem,
-            selection.platform,
-            f"{winner.backend}{winner.of_wheel}",
-            winner.experts,
-            winner.computes,
-            selection.source,
-            ", ".join(others) or "none",
-            "".join(f"; {notice}" for notice in selection.notices if notice not in selection.request.notices),
-        )
+        chosen, *others = (f"{one.backend}{one.of_wheel}" for one in selection.decisions if one.accepted)
+        new = [f"; {notice}" for notice in selection.notices if notice not in selection.request.notices]
+        by = f"({winner.experts}), computes {winner.computes}, by {selection.source}"
+        next_ = f"{', '.join(others) or 'none'}{''.join(new)}"
+        logger.info("MoE %s on %s: %s %s; next: %s", selection.problem, selection.platform, chosen, by, next_)
     return selection

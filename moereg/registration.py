@@ -11,7 +11,6 @@ import contextvars
 import functools
 import inspect
 import itertools
-import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Final, TypeVar
@@ -29,8 +28,6 @@ from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme, get_scheme
 BUILTIN: Final = "builtin"
 """The origin of moereg's own cells."""
 
-_RESERVED: Final = (BUILTIN, "moereg")
-
 AUTO: Final = "auto"
 """In require or prefer: no wish, which beats one of a weaker source. No backend has this name."""
 
@@ -46,11 +43,6 @@ Probe = Callable[[Platform], str | None]
 """Looks for a toolchain or prebuilt library on the machine at hand; returns the reason it cannot run, or None."""
 
 T = TypeVar("T")
-
-
-def is_reserved(name: str) -> bool:
-    """Whether a name stands for moereg itself, so that no other distribution may have it."""
-    return re.sub(r"[-_.]+", "-", name).lower() in _RESERVED
 
 
 _ORIGIN: contextvars.ContextVar[tuple[str, str]] = contextvars.ContextVar("moereg_origin", default=("", ""))
@@ -74,11 +66,7 @@ class Registration:
     """
 
     def __init__(self, registry: Any, name: object, implementation: object) -> None:
-        """Finds the origin of a class, for a `moereg.registry.Registry`.
-
-        Raises:
-            RegistrationError: The origin's name stands for moereg itself.
-        """
+        """Finds the origin of a class, for a `moereg.registry.Registry`."""
         module = str(getattr(implementation, "__module__", "nowhere"))
         self._registry = registry
         origin, version = _ORIGIN.get()
@@ -86,11 +74,6 @@ class Registration:
         if not origin:
             owner = registry.owner_of(str(name), module)
             origin, version = owner or (BUILTIN if module.startswith("moereg.") else module, "")
-            if is_reserved(origin) and (owner or not module.startswith("moereg.")):
-                raise RegistrationError(
-                    f"{registry.kind.noun} {shown(name)} of module {module}: {origin!r} stands for moereg itself; "
-                    "rename that distribution or module"
-                )
         self._origin = {"origin": origin, "origin_version": __version__ if origin == BUILTIN else version}
         self._is_owned = owner is not None
         called = getattr(implementation, "__name__", None) or shown(implementation)
@@ -151,7 +134,7 @@ def check_name(name: str) -> None:
         raise ArgumentError(f"a name has at most {LONGEST_NAME} characters, got {len(name)}")
     if name == AUTO:
         raise ArgumentError(f"{AUTO!r} is no name of a backend, since it is no wish in requests; rename it")
-    if is_reserved(name):
+    if name in (BUILTIN, "moereg"):
         raise ArgumentError(f"{name!r} is no name of a backend, since it stands for moereg itself; rename it")
 
 
@@ -200,24 +183,10 @@ def _can_be_called(expected: Iterable[inspect.Parameter], found: Iterable[inspec
     they have defaults.
     """
     required = [parameter.name for parameter in expected if parameter.default is parameter.empty]
-    optional = {parameter.name for parameter in expected} - set(required)
-    named = [parameter for parameter in found if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    others = {parameter.name: parameter for parameter in found}
-    for name in required:
-        others.pop(name, None)
-    return [parameter.name for parameter in named[: len(required)]] == required and all(
-        name in optional or parameter.default is not parameter.empty or parameter.kind in _VARIADIC
-        for name, parameter in others.items()
-    )
-
-
-_VARIADIC: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-def check_tier(tier: str) -> None:
-    """A tier is one of `TIERS`."""
-    if not isinstance(tier, str) or tier not in TIERS:
-        raise ArgumentError(f"tier must be one of {TIERS}, got {shown(tier)}")
+    named = [parameter.name for parameter in found if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = {each.name for each in found if each.default is each.empty and each.kind not in variadic}
+    return named[: len(required)] == required and needed <= {parameter.name for parameter in expected}
 
 
 def _read_probes(probes: Iterable[Probe]) -> tuple[Probe, ...]:

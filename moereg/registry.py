@@ -19,15 +19,15 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 from typing_extensions import Unpack
 
 from moereg.arguments import check_instance
-from moereg.errors import RegistrationError
+from moereg.errors import ArgumentError, RegistrationError, shown
 from moereg.experts import Experts
 from moereg.platforms import KINDS, Platform, PlatformKind, PlatformRule
 from moereg.registration import (
     BUILTIN,
+    TIERS,
     Probe,
     Registration,
     check_experts,
-    check_tier,
     read_schemes,
     registering_origin,
 )
@@ -323,7 +323,8 @@ def register_moe_backend(
         with registration.checking():
             shared = registration.shared_fields(name, priority, platforms, requires, probes, opt_in)
             check_experts(experts)
-            check_tier(tier)
+            if tier not in TIERS:
+                raise ArgumentError(f"tier must be one of {TIERS}, got {shown(tier)}")
             schemes, facts = read_schemes(quant_schemes), narrow_facts(experts.facts, narrowed)
         registration.store(BackendCell(experts=experts, schemes=schemes, facts=facts, tier=tier, **shared))
         return experts

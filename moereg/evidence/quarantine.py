@@ -100,10 +100,8 @@ class QuarantineRecord(Record):
     @property
     def reason(self) -> Reason:
         """As a decision says it."""
-        text = (
-            f"requires that it passes the conformance kit on this machine, got a failure on {self.date}: {self.failure}"
-        )
-        return Reason("quarantined", text)
+        text = "requires that it passes the conformance kit on this machine, got a failure on"
+        return Reason("quarantined", f"{text} {self.date}: {self.failure}")
 
     def is_from(self, platform: Platform) -> bool:
         """Whether it failed on that machine."""
@@ -187,9 +185,7 @@ def read_quarantine() -> Quarantine:
     A file that cannot be used is a `QuarantineWarning`, once, and nothing is quarantined then.
     """
     path = quarantine_path()
-    if path is None:
-        return EMPTY
-    return read_once(path, _believed, EMPTY)
+    return EMPTY if path is None else read_once(path, _believed, EMPTY)
 
 
 def _believed(path: Path) -> Quarantine:

@@ -163,18 +163,7 @@ def explain_movements(
     prefer: WayNames = None,
     deny: WayNames = None,
 ) -> MovementSelection:
-    """As `select_movement`, but returns a selection without a winner if nothing fits. No group is needed.
-
-    Args:
-        problem, group, platform, require, prefer, deny: As in `select_movement`.
-
-    Returns:
-        The selection; its `winner` is None if nothing fits.
-
-    Raises:
-        ArgumentError: The problem, group or platform is something else, or the ranks do not divide the experts.
-        RequestError: A name is both required and denied, or something is not a name.
-        UnknownNameError: A way or platform is not known.
+    """As `select_movement`, arguments and errors too, but if nothing fits its selection has None for a `winner`.
 
     Example:
         >>> problem = moereg.MoEProblem(
@@ -217,7 +206,9 @@ def select_movement(
 
     Raises:
         UnsupportedProblemError: Nothing fits; carries the selection and says every way's reasons.
-        ArgumentError, RequestError, UnknownNameError: As `explain_movements`.
+        ArgumentError: The problem, group or platform is something else, or the ranks do not divide the experts.
+        RequestError: A name is both required and denied, or something is not a name.
+        UnknownNameError: A way or platform is not known.
 
     Example:
         >>> problem = moereg.MoEProblem(

@@ -160,18 +160,16 @@ def _chosen(
     movement: Movement,
 ) -> tuple[Plan, dict[str, Any]]:
     """This rank's plan, and what has to be equal on all ranks."""
+    given = movement if isinstance(movement, GroupPrepareFinalize) else None
+    tables = PlacementTables(placement, group.rank, device) if given is None else given.tables
+    expert_map: torch.Tensor | None = tables.expert_map
+    if given is None and problem.placement == "contiguous":
+        expert_map = resolve_expert_map(problem, group.rank, None, device)
     if isinstance(movement, PrepareFinalize):
-        seen = movement.experts_problem if isinstance(movement, GroupPrepareFinalize) else problem
-        moves: PrepareFinalize = movement
-        if not isinstance(movement, GroupPrepareFinalize):
-            moves = resolve_prepare_finalize(problem, movement)
+        seen = problem if given is None else given.experts_problem
+        moves = given or resolve_prepare_finalize(problem, movement)
         selection = selection or select_backend(seen, platform_of(device))
         winner = winner_of(selection, seen)
-        expert_map = resolve_expert_map(problem, group.rank, None, device) if problem.placement != "map" else None
-        if isinstance(movement, GroupPrepareFinalize) or problem.placement == "map":
-            tables = movement.tables if isinstance(movement, GroupPrepareFinalize) else None
-            tables = tables or PlacementTables(placement, group.rank, device)
-            expert_map = tables.expert_map
         plan = Plan(problem, selection, moves, expert_map, group)
         return plan, {"way": moves.name, **_kernel_fields(selection, winner), "placement": placement.digest}
     if not isinstance(movement, MovementSelection):
@@ -183,14 +181,10 @@ def _chosen(
         )
     decision, selection = _first_with_backend(movement, selection)
     winner = winner_of(selection, selection.problem)
-    tables = PlacementTables(placement, group.rank, device)
     wire = _wire(problem, selection, winner)
     moves = decision.cell.movement(
         problem=problem, experts_problem=selection.problem, group=group, tables=tables, wire=wire
     )
-    expert_map = tables.expert_map
-    if problem.placement == "contiguous":
-        expert_map = resolve_expert_map(problem, group.rank if problem.is_expert_parallel else 0, None, device)
     said = {
         "way": decision.name,
         "activation format": decision.activation_format,

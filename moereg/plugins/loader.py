@@ -75,20 +75,19 @@ class _Loader:
         self._pending: list[tuple[PluginStatus | None, Cell]] = []
         self._statuses: tuple[PluginStatus, ...] | None = None
         self._has_platforms = False
-        self._claims: dict[str, Platform] | None = None
-        self._platform: Platform | None = None
 
     def load(self) -> tuple[PluginStatus, ...]:
-        if self._statuses is None:
-            with self._lock:
-                if self._statuses is None:
-                    self._statuses = self._load_all()
-                    # Last: a user's filter may turn these into errors.
-                    for status in self._statuses:
-                        _warn(status)
-                    if (unknown := unknown_names(os.environ.get("MOEREG_PLUGINS"), self._statuses)) is not None:
-                        warnings.warn(unknown, PluginWarning, stacklevel=_outside())
-        return self._statuses
+        if self._statuses is not None:  # Without the lock: another thread may hold it while a plugin's probe selects.
+            return self._statuses
+        with self._lock:
+            if self._statuses is None:
+                self._statuses = self._load_all()
+                # Last: a user's filter may turn these into errors.
+                for status in self._statuses:
+                    _warn(status)
+                if (unknown := unknown_names(os.environ.get("MOEREG_PLUGINS"), self._statuses)) is not None:
+                    warnings.warn(unknown, PluginWarning, stacklevel=_outside())
+            return self._statuses
 
     def _load_all(self) -> tuple[PluginStatus, ...]:
         if (loading := _LOADING.get()) is not None:
@@ -204,9 +203,9 @@ class _Loader:
         cells = [cell for home, cell in self._pending if home == point]
         names = {cell.name for home, cell in self._pending if home in (None, point)}
         early = [] if registry is None else self._early(point, registry)
-        for cell in early:
-            cells.append(dataclasses.replace(cell, origin=point.owner.origin, origin_version=point.owner.version))
-            names.add(cell.name)
+        names.update(cell.name for cell in early)
+        origin, version = point.owner
+        cells += [dataclasses.replace(cell, origin=origin, origin_version=version) for cell in early]
         if names != ({point.name} if registry is not None else set()):
             what = "no backend" if registry is None else f"a {registry.kind.noun} of that name and no other"
             same = (other for other in self._scanned[0] if other.module == point.module)
@@ -227,39 +226,37 @@ class _Loader:
             and self._owner_of(cell.implementation.__module__) == point.owner
         ]
 
+    @functools.cached_property
     def platform(self) -> Platform:
-        if self._platform is None:
-            with self._lock:
-                if self._platform is None:
-                    self._platform = decide_claims(self._claimed()) or probe_platform()
-        return self._platform
+        with self._lock:
+            return decide_claims(self._claims) or probe_platform()
 
-    def _claimed(self) -> dict[str, Platform]:
+    @functools.cached_property
+    def _claims(self) -> dict[str, Platform]:
         """The platforms that plugins say this machine is, by plugin. Each is asked once."""
-        if self._claims is None:
-            claims: dict[str, Platform] = {}
-            statuses = list(self.load())
-            failed: list[PluginStatus] = []
-            for place, status in enumerate(statuses):
-                if status.group != PLATFORM_GROUP or status.status != "loaded":
-                    continue
-                started = time.perf_counter()
-                try:
-                    platform = claim_of(status.value, status.loaded)
-                except BaseException as error:  # As with modules: one bad plugin must not affect the others.
-                    if stops_the_process(error):
-                        raise
-                    statuses[place] = status.failed(error)
-                    failed.append(statuses[place])
-                    continue
-                finally:
-                    _log_if_slow(f"asking {status.value}", status.distribution, started)
-                if platform is not None:
-                    claims[f"{status.name} of {status.distribution}"] = platform
-            self._statuses, self._claims = tuple(statuses), claims
-            for status in failed:
-                _warn(status, "could not say whether this machine is its own, and moereg goes on without it")
-        return self._claims
+        claims: dict[str, Platform] = {}
+        statuses = list(self.load())
+        failed: list[PluginStatus] = []
+        for place, status in enumerate(statuses):
+            if status.group != PLATFORM_GROUP or status.status != "loaded":
+                continue
+            started = time.perf_counter()
+            try:
+                platform = claim_of(status.value, status.loaded)
+            except BaseException as error:  # As with modules: one bad plugin must not affect the others.
+                if stops_the_process(error):
+                    raise
+                statuses[place] = status.failed(error)
+                failed.append(statuses[place])
+                continue
+            finally:
+                _log_if_slow(f"asking {status.value}", status.distribution, started)
+            if platform is not None:
+                claims[f"{status.name} of {status.distribution}"] = platform
+        self._statuses = tuple(statuses)
+        for status in failed:
+            _warn(status, "could not say whether this machine is its own, and moereg goes on without it")
+        return claims
 
 
 def _check_api_version(point: PluginStatus) -> None:
@@ -363,7 +360,7 @@ def current_platform() -> Platform:
     Raises:
         PluginError: Two plugins claim this machine.
     """
-    return _LOADER.platform()
+    return _LOADER.platform
 
 
 def read_platform(platform: Platform | str | None) -> Platform:

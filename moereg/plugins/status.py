@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple
 import importlib_metadata
 
 from moereg.errors import ArgumentError, MoeregError, PluginError, RegistrationError, described, one_line, shown
-from moereg.registration import is_reserved
 
 BACKEND_GROUP: Final = "moereg.backends"
 PLATFORM_GROUP: Final = "moereg.platforms"
@@ -148,14 +147,12 @@ def _read_point(point: importlib_metadata.EntryPoint, owner: Owner) -> PluginSta
 
     Raises:
         ValueError: It names no module.
-        RegistrationError: Its distribution would pass for moereg, or no table could show its name.
+        RegistrationError: No table could show its name.
     """
     try:
         module = str(point.module)
     except Exception:  # What is raised differs between versions of importlib_metadata.
         raise _no_module(point.value) from None
-    if is_reserved(owner.origin):
-        raise RegistrationError(f"the name {owner.origin!r} stands for moereg itself")
     if one_line(point.name, _LONGEST) != point.name:
         raise RegistrationError(f"an entry point's name is at most {_LONGEST} printable characters; choose another")
     return PluginStatus(
@@ -210,7 +207,7 @@ def unknown_names(text: str | None, statuses: Sequence[PluginStatus]) -> str | N
 
     An environment outlives wheels, so it is no error.
     """
-    known = {plugin for status in statuses for plugin in (("", status.name), (status.group, status.name))}
+    known = {(group, status.name) for status in statuses for group in ("", status.group)}
     unknown = [
         shown(f"{group}:{name}".removeprefix(":").removeprefix("moereg."))
         for group, name in _entries(text or "")

@@ -127,7 +127,7 @@ def register_prepare_finalize(
 
 
 def _read_formats(formats: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(formats, str) or not isinstance(formats, (tuple, list, set, frozenset)) or not formats:
+    if not isinstance(formats, (tuple, list, set, frozenset)) or not formats:
         raise ArgumentError(f"formats must be a tuple of activation formats, got {shown(formats)}")
     for name in formats:
         if name not in ACTIVATION_FORMATS:

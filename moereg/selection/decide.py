@@ -133,15 +133,8 @@ def judge_cell(
 ) -> dict[str, Any]:
     """The fields of a `Verdict` on a cell, a backend's or that of a token dispatcher.
 
-    Its reasons are those that come first, the machine, the request, its facts, then its class's own predicate.
-
-    Args:
-        cell: The cell.
-        rule: Its rule for the platform, if any.
-        platform, request: As in `decide`.
-        first: Reasons before all others.
-        facts: The reasons out of what the class declares.
-        **asked: What the predicate is asked about besides the platform.
+    Its reasons are those that come first, the machine, the request, its facts, then its class's own predicate, which is
+    asked about the platform and what else is `asked`. `rule` is the cell's for the platform, if any.
     """
     wish = request.wish(cell.name)
     # Denying a wheel's backend keeps its code out of the choice.
@@ -180,19 +173,16 @@ def judge_cell(
 
 def _outranking(decisions: Sequence[Decision], cells: Sequence[BackendCell]) -> list[str]:
     """A line for each backend of another distribution that fits with a priority above every built-in cell's."""
-    highest = max((cell.priority for cell in cells if cell.origin == BUILTIN), default=None)
-    if highest is None:
-        return []
-    above: dict[str, str] = {}
+    highest = max((cell.priority for cell in cells if cell.origin == BUILTIN), default=math.inf)
+    above: dict[str, Decision] = {}
     for decision in decisions:
         if decision.accepted and decision.origin != BUILTIN and decision.priority > highest:
-            line = (
-                f"backend {decision.backend!r} of {decision.provider} has priority {decision.priority}, above every "
-                f"built-in backend's (at most {highest}): it goes first wherever it fits; --deny {decision.backend} "
-                "does without it"
-            )
-            above.setdefault(decision.backend, line)
-    return list(above.values())
+            above.setdefault(decision.backend, decision)
+    return [
+        f"backend {name!r} of {one.provider} has priority {one.priority}, above every built-in backend's (at most "
+        f"{highest}): it goes first wherever it fits; --deny {name} does without it"
+        for name, one in above.items()
+    ]
 
 
 def rank(decisions: Iterable[Decision], request: Request) -> tuple[Decision, ...]:

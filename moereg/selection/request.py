@@ -121,10 +121,8 @@ class Request:
         for name in request._contradictions:
             asking = next(wish.source for wish in required if wish.for_scheme(scheme))
             denying = next(wish.source for wish in denied if _is_among(name, wish.all_for(scheme)))
-            raise RequestError(
-                f"backend {name!r} is both required and denied (by {asking} and {denying}); remove it from one of the "
-                "two"
-            )
+            said = f"backend {name!r} is both required and denied (by {asking} and {denying})"
+            raise RequestError(f"{said}; remove it from one of the two")
         return request
 
     @classmethod
@@ -223,12 +221,11 @@ def _strongest(wishes: Iterable[_Source], scheme: str) -> tuple[str, ...]:
 
 
 def _read_source(names: Names, word: str) -> _Source:
+    found: dict[str, tuple[str, ...]] = {}
     if isinstance(names, Mapping):
-        found = {
-            scheme: _split(value, f"{word} for {shown(scheme)}") for scheme, value in check_mapping(word, names).items()
-        }
+        for scheme, value in check_mapping(word, names).items():
+            found[scheme] = _split(value, f"{word} for {shown(scheme)}")
     else:
-        found = {}
         for item in _split(() if names is None else names, word):
             scheme, _, name = (part.strip() for part in item.rpartition("="))
             found[scheme] = (*found.get(scheme, ()), *_split(name, word))
@@ -248,13 +245,13 @@ def _read_source(names: Names, word: str) -> _Source:
     return source
 
 
-def _check_schemes(wish: _Source, wanted: str, cells: Iterable[BackendCell]) -> Iterator[str]:
+def _check_schemes(wish: _Source, wanted: str, cells: Sequence[BackendCell]) -> Iterator[str]:
     """Checks that schemes are known, of which the problem's is one; yields notices."""
-    others = [name for name in wish.names if name and name != wanted and name not in QUANT_SCHEMES]
-    known = {wanted, *QUANT_SCHEMES, *(scheme.name for cell in cells for scheme in cell.schemes)} if others else set()
-    for name in others:
-        if name not in known:
-            yield wish.notice(UnknownSchemeError(unknown_name_message("quant scheme", name, known)))
+    for name in wish.names:
+        if name and name != wanted and name not in QUANT_SCHEMES:
+            known = {wanted, *QUANT_SCHEMES, *(scheme.name for cell in cells for scheme in cell.schemes)}
+            if name not in known:
+                yield wish.notice(UnknownSchemeError(unknown_name_message("quant scheme", name, known)))
 
 
 def _check_backends(

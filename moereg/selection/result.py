@@ -182,8 +182,7 @@ class Decision(Verdict):
         if field("accepted", check_flag) is not decision.accepted:
             rule = f"accepted must be {decision.accepted} with {len(decision.reasons)} reasons"
             raise ArgumentError(f"{name}{'.' * bool(name)}{rule}, got {values['accepted']}")
-        cells = REGISTRY.load() if cells is None else cells
-        return _with_cell(decision, cells)
+        return _with_cell(decision, REGISTRY.load() if cells is None else cells)
 
 
 def _check_reason(path: str, value: object) -> Reason:

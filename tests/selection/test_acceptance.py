@@ -72,17 +72,23 @@ def run(folder: Path, code: str) -> Any:
     return json.loads(process.stdout)
 
 
-def test_it_is_listed_and_selected(folder: Path) -> None:
+def test_it_is_listed_selected_and_run(folder: Path) -> None:
     found = run(
         folder,
         """
+        import torch
         from moereg.plugins.loader import load_backends
         from moereg.registry import BUILTIN
+        weights = moereg.ExpertWeights(w13=torch.zeros(4, 16, 8).bfloat16(), w2=torch.zeros(4, 8, 8).bfloat16())
+        selection = moereg.select_backend(problem, platform="cpu", require="new")
+        kernel = moereg.make_kernel(problem, weights, selection=selection)
+        out = kernel(torch.zeros(2, 8).bfloat16(), torch.ones(2, 2), torch.tensor([[0, 1], [2, 3]]))
         biased = moereg.MoEProblem(**{**problem.to_dict(), "has_bias": True})
         print(json.dumps({
             "names": load_backends().names,
             "origin": {cell.origin for cell in load_backends().by_name("new")} == {BUILTIN},
-            "required": moereg.select_backend(problem, platform="cpu", require="new").backend,
+            "required": selection.backend,
+            "out": out.tolist(),
             "by priority": moereg.select_backend(problem, platform="cpu").backend,
             "rejected": [
                 decision.to_dict()["reasons"]
@@ -95,27 +101,13 @@ def test_it_is_listed_and_selected(folder: Path) -> None:
     assert set(found["names"]) > {"new", "torch"}
     assert found["origin"]
     assert found["required"] == "new"
+    assert found["out"] == [[3.0] * 8] * 2
     assert found["by priority"] == "torch"
     bias = {"code": "bias", "text": "does not apply biases, got has_bias=True"}
     platform = {"code": "platform", "text": "requires platform in (cuda:sm100f), got cpu"}
     assert found["rejected"] == [[bias], [platform]] or found["rejected"] == [[platform], [bias]]
     elsewhere = found["elsewhere"]
     assert (elsewhere["backend"], elsewhere["experts"], elsewhere["rule"]) == ("new", "NewExperts", "cuda:sm100f")
-
-
-def test_it_runs(folder: Path) -> None:
-    found = run(
-        folder,
-        """
-        import torch
-        weights = moereg.ExpertWeights(w13=torch.zeros(4, 16, 8).bfloat16(), w2=torch.zeros(4, 8, 8).bfloat16())
-        selection = moereg.select_backend(problem, platform="cpu", require="new")
-        kernel = moereg.make_kernel(problem, weights, selection=selection)
-        out = kernel(torch.zeros(2, 8).bfloat16(), torch.ones(2, 2), torch.tensor([[0, 1], [2, 3]]))
-        print(json.dumps(out.tolist()))
-        """,
-    )
-    assert found == [[3.0] * 8] * 2
 
 
 def test_info_shows_it(folder: Path) -> None:

@@ -31,6 +31,7 @@ from moereg.spec.problem import MoEProblem
 from tests.support.wheels import Wheels
 
 H200 = Platform("cuda", "sm90", "NVIDIA H200", versions={"deep-ep": "1.1.0"}, probed=True)
+BOTH = ("standard", "batched")
 FACTS = MovementFacts(
     transports=frozenset({"cuda:nccl"}),
     dtypes=frozenset({"bfloat16"}),
@@ -63,6 +64,11 @@ def problem_of(**changes: Any) -> MoEProblem:
     return MoEProblem(**{"num_experts": 16, "hidden_size": 256, "intermediate_size": 64, "top_k": 2, **changes})
 
 
+def register(registry: MovementRegistry, movement: Any = Moving, **changes: Any) -> None:
+    keywords = {"name": "moving", "priority": 1, "formats": ("standard",), "platforms": ("cuda:sm90+",), **changes}
+    register_prepare_finalize(registry=registry, **keywords)(movement)
+
+
 def judged(
     registry: MovementRegistry,
     problem: MoEProblem | None = None,
@@ -76,8 +82,7 @@ def judged(
 def reason_of(problem: MoEProblem | None = None, group: GroupFacts | None = None, **narrowed: Any) -> tuple[str, str]:
     """The only reason against a way that is narrowed so."""
     registry = MovementRegistry()
-    keywords = {"platforms": ("cuda:sm90+",), "formats": ("standard",), **narrowed}
-    register_prepare_finalize("moving", priority=1, registry=registry, **keywords)(Moving)
+    register(registry, **narrowed)
     (decision,) = judged(registry, problem, group).decisions
     (reason,) = decision.reasons
     return reason.code, reason.text
@@ -129,19 +134,15 @@ def test_each_reason_stands_alone(
 
 
 def test_limits_are_served_themselves() -> None:
-    limits: dict[str, Any] = {"max_top_k": 2, "max_group_size": 4}
     registry = MovementRegistry()
-    register_prepare_finalize(
-        "moving", priority=1, registry=registry, platforms=("cuda:sm90+",), formats=("standard",), **limits
-    )(Moving)
+    register(registry, max_top_k=2, max_group_size=4)
     assert judged(registry, problem_of(top_k=2), GroupFacts(4)).winner is not None
 
 
 def test_priority_ranks_and_words_beat_it() -> None:
     registry = MovementRegistry()
     for name, priority in (("slow", 1), ("fast", 2)):
-        decorate = register_prepare_finalize(name, priority, ("standard", "batched"), ("cuda",), registry=registry)
-        decorate(type(name, (Moving,), {}))
+        register(registry, type(name, (Moving,), {}), name=name, priority=priority, formats=BOTH)
     assert [decision.name for decision in judged(registry).accepted] == ["fast", "fast", "slow", "slow"]
     batched = judged(registry, problem_of(activation_format="batched")).winner
     assert batched is not None
@@ -156,16 +157,8 @@ def test_priority_ranks_and_words_beat_it() -> None:
 
 def test_a_way_has_a_line_and_says_if_its_priority_is_a_guess() -> None:
     registry = MovementRegistry()
-    for priority, predicted, narrowed in ((3, True, {"max_group_size": 4}), (1, False, {})):
-        register_prepare_finalize(
-            "moving",
-            priority,
-            ("standard", "batched"),
-            ("cuda",),
-            registry=registry,
-            predicted=predicted,
-            **narrowed,  # type: ignore[arg-type]
-        )(Moving)
+    register(registry, priority=3, formats=BOTH, platforms=("cuda",), predicted=True, max_group_size=4)
+    register(registry, formats=BOTH, platforms=("cuda",))
     assert judged(registry).table().splitlines()[1:] == [
         f"chosen    moving (standard or batched of {__name__}, cuda, predicted priority 3)"
     ]
@@ -199,7 +192,7 @@ def test_a_predicate_adds_reasons_and_one_that_raises_is_a_reason() -> None:
                 raise KeyError("three")
             return ["requires an even number of experts a rank"]
 
-    register_prepare_finalize("picky", 1, ("standard",), ("*",), registry=registry)(Picky)
+    register(registry, Picky)
     (decision,) = judged(registry).decisions
     assert [(reason.code, reason.text) for reason in decision.reasons] == [
         ("backend", "requires an even number of experts a rank")
@@ -224,35 +217,26 @@ def test_a_predicate_adds_reasons_and_one_that_raises_is_a_reason() -> None:
 )
 def test_a_decorator_that_is_wrong_stores_nothing(arguments: dict[str, Any], message: str) -> None:
     registry = MovementRegistry()
-    keywords = {"name": "moving", "priority": 1, "formats": ("standard",), "platforms": ("cuda",), **arguments}
     with pytest.raises(RegistrationError, match=message):
-        register_prepare_finalize(registry=registry, **keywords)(Moving)
+        register(registry, **arguments)
     assert not registry.cells
 
 
 def test_classes_are_checked_and_names_belong_to_one_distribution() -> None:
     registry = MovementRegistry()
-    with pytest.raises(RegistrationError, match=r"must subclass moereg\.author\.GroupPrepareFinalize"):
-        register_prepare_finalize("moving", 1, ("standard",), ("*",), registry=registry)(dict)  # type: ignore[type-var]
-
-    class Half(GroupPrepareFinalize):
-        facts = FACTS
-
-    with pytest.raises(RegistrationError, match="abstract methods are missing: finalize, prepare"):
-        register_prepare_finalize("moving", 1, ("standard",), ("*",), registry=registry)(Half)
-
-    class Other(Moving):
-        def prepare(self, tokens: torch.Tensor) -> Moved:  # type: ignore[override]
-            raise AssertionError
-
-    with pytest.raises(RegistrationError, match="prepare must take"):
-        register_prepare_finalize("moving", 1, ("standard",), ("*",), registry=registry)(Other)
-    register_prepare_finalize("moving", 1, ("standard",), ("*",), registry=registry)(Moving)
+    for movement, message in (
+        (dict, r"must subclass moereg\.author\.GroupPrepareFinalize"),
+        (type("Half", (GroupPrepareFinalize,), {"facts": FACTS}), "abstract methods are missing: finalize, prepare"),
+        (type("Other", (Moving,), {"prepare": lambda self, tokens: None}), "prepare must take"),
+    ):
+        with pytest.raises(RegistrationError, match=message):
+            register(registry, movement)
+    register(registry)
     with pytest.raises(RegistrationError, match="registers 'moving' twice"):
-        register_prepare_finalize("moving", 2, ("standard",), ("*",), registry=registry)(Moving)
+        register(registry, priority=2)
     registry.owner_of = lambda name, module: ("moereg-other", "1.0")
     with pytest.raises(RegistrationError, match=r"belongs to tests\.selection\.test_movement"):
-        register_prepare_finalize("moving", 1, ("batched",), ("*",), registry=registry)(Moving)
+        register(registry, formats=("batched",))
 
 
 def test_what_moereg_brings() -> None:

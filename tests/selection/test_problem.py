@@ -26,24 +26,12 @@ def make_problem(**changes: Any) -> MoEProblem:
 
 def test_fields_are_ratcheted() -> None:
     # A field enters only if selection or two backends read it; changing this list is deliberate.
-    assert [field.name for field in dataclasses.fields(MoEProblem)] == [
-        "num_experts",
-        "hidden_size",
-        "intermediate_size",
-        "top_k",
-        "dtype",
-        "quant",
-        "activation",
-        "has_bias",
-        "activation_format",
-        "num_local_experts",
-        "placement",
-        "apply_router_weight_on_input",
-        "graph_capture",
-        "deterministic",
-        "exact_activations",
-        "max_num_tokens",
-    ]
+    fields = (
+        "num_experts hidden_size intermediate_size top_k dtype quant activation has_bias activation_format "
+        "num_local_experts placement apply_router_weight_on_input graph_capture deterministic exact_activations "
+        "max_num_tokens"
+    )
+    assert [field.name for field in dataclasses.fields(MoEProblem)] == fields.split()
 
 
 def test_defaults() -> None:

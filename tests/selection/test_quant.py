@@ -63,15 +63,10 @@ def test_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUANT_SCHEMES)
-def test_only_dynamic_global_scales_are_optional(name: str) -> None:
+def test_only_dynamic_global_scales_are_optional_and_no_bias_is_quantized(name: str) -> None:
     rows = QUANT_SCHEMES[name].tensor_rows(E, H, I, num_halves=2, has_bias=True)
     optional = {row.name for row in rows if not row.required}
     assert optional == ({"a13_scale", "a2_scale"} if name == "nvfp4" else set())
-
-
-@pytest.mark.parametrize("name", QUANT_SCHEMES)
-def test_biases_are_never_quantized(name: str) -> None:
-    rows = QUANT_SCHEMES[name].tensor_rows(E, H, I, num_halves=2, has_bias=True)
     assert {row for row in rows if row.role == "bias"} == {
         TensorRow("w13", "bias", None, ((E, 2 * I),)),
         TensorRow("w2", "bias", None, ((E, H),)),

@@ -54,14 +54,9 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def cells() -> tuple[BackendCell, ...]:
     registry = BackendRegistry()
     for name, priority in (("bad", 20), ("good", 10)):
-        register_moe_backend(
-            name,
-            priority,
-            ("unquantized", "int8_w8a16"),
-            ("cpu", "cuda:sm90"),
-            requires=("kernels>=1",),
-            registry=registry,
-        )(type(f"{name.capitalize()}Experts", (FakeExperts,), {}))
+        schemes, rules = ("unquantized", "int8_w8a16"), ("cpu", "cuda:sm90")
+        decorate = register_moe_backend(name, priority, schemes, rules, requires=("kernels>=1",), registry=registry)
+        decorate(type(f"{name.capitalize()}Experts", (FakeExperts,), {}))
     return registry.cells
 
 
@@ -128,32 +123,29 @@ def test_cells_on_one_rule_that_differ_in_narrowed_facts_are_held_one_by_one() -
 def test_versions_are_those_that_the_cell_runs_on(cells: tuple[BackendCell, ...]) -> None:
     made = record(cells[0])
     assert made.versions == {name: VERSIONS[name] for name in ("kernels", "moereg", "torch")}
-    updated = Platform("cpu", "x86_64", "A CPU", versions={**VERSIONS, "other": "4"}, probed=True)
+    updated = dataclasses.replace(HERE, versions={**VERSIONS, "other": "4"})
     assert choose(cells, Quarantine([made]), updated).backend == "good"
-    updated = Platform("cpu", "x86_64", "A CPU", versions={**VERSIONS, "kernels": "1.3"}, probed=True)
-    assert choose(cells, Quarantine([made]), updated).backend == "bad"
+    brought = dataclasses.replace(cells[0], origin="other")
+    assert record(brought).versions == VERSIONS
+    assert not record(brought).holds(brought, updated)
 
 
 def test_schemes_are_held_one_by_one_and_other_machines_are_not(cells: tuple[BackendCell, ...]) -> None:
     held = Quarantine([record(cells[0])])
     assert choose(cells, held, quant="int8_w8a16").backend == "bad"
     assert [found.scheme for found in held.of_cell(cells[0], HERE)] == ["unquantized"]
-    assert choose(cells, held, Platform("cpu", "x86_64", "A CPU", versions=VERSIONS)).backend == "bad"
+    assert choose(cells, held, dataclasses.replace(HERE, probed=False)).backend == "bad"
     with pytest.raises(ValueError, match="only what failed on the machine at hand can be quarantined"):
         QuarantineRecord.of(cells[0], EIGHT, Platform.from_name("cuda:sm90"), "off")
     with pytest.raises(ValueError, match="verify it there"):
         QuarantineRecord.of(cells[0], EIGHT, Platform("cuda", "sm80", probed=True), "off")
 
 
-def test_a_record_is_of_one_device_and_of_the_wheel_that_brought_the_cell(cells: tuple[BackendCell, ...]) -> None:
+def test_a_record_is_of_one_device(cells: tuple[BackendCell, ...]) -> None:
     made = record(cells[0])
     assert made.is_from(HERE)
     assert not made.is_from(dataclasses.replace(HERE, device_name="Another CPU"))
     assert not made.is_from(dataclasses.replace(HERE, kind="cuda", arch="sm90"))
-    brought = dataclasses.replace(cells[0], origin="other")
-    assert record(brought).versions == VERSIONS
-    updated = dataclasses.replace(HERE, versions={**VERSIONS, "other": "4"})
-    assert not record(brought).holds(brought, updated)
 
 
 def test_a_scheme_by_another_name_is_the_same_and_a_long_failure_is_cut(cells: tuple[BackendCell, ...]) -> None:
@@ -259,7 +251,7 @@ def test_texts_that_a_terminal_would_obey_are_refused(file: Path, cells: tuple[B
     with pytest.raises(ValueError, match="versions must be an object of texts"):
         record(cells[0], versions="2.13")
     # A driver may say anything; what is written can be read back.
-    odd = Platform("cpu", "x86_64", "A\x1b[2J CPU", versions=VERSIONS, probed=True)
+    odd = dataclasses.replace(HERE, device_name="A\x1b[2J CPU")
     change_quarantine([QuarantineRecord.of(cells[0], PLAIN, odd, "off\x1b[2J")])
     assert choose(cells, read_quarantine(), odd).backend == "good"
 

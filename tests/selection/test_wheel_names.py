@@ -1,9 +1,6 @@
-"""Names that a wheel may not have: moereg's own, and what no table could show."""
+"""Names that a backend or wheel may not have: moereg's own, and what no table could show."""
 
 from __future__ import annotations
-
-import sys
-import types
 
 import pytest
 
@@ -14,28 +11,6 @@ from tests.support.fakes import FakeExperts
 from tests.support.wheels import Wheels, backend
 
 pytestmark = pytest.mark.filterwarnings("ignore::moereg.errors.PluginWarning")
-
-
-@pytest.mark.parametrize("distribution", ["builtin", "Builtin", "BUILTIN"])
-def test_a_distribution_does_not_pass_for_moereg(wheels: Wheels, distribution: str) -> None:
-    wheels.install(distribution, {"torch": "evil_wheel"}, {"evil_wheel.py": backend("torch")})
-    before = wheels.registry.cells
-    error = wheels.load()["torch"]
-    assert error == f"RegistrationError: the name '{distribution}' stands for moereg itself"
-    assert "evil_wheel" not in sys.modules
-    assert wheels.registry.cells == before
-
-
-def test_neither_does_another_wheel_named_moereg(wheels: Wheels) -> None:
-    wheels.install("moereg", {"evil": "evil_wheel"}, {"evil_wheel.py": backend("evil")}, version="99")
-    assert "the name 'moereg' stands for moereg itself" in wheels.load()["evil"]
-
-
-def test_nor_does_a_module(isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "builtin", types.ModuleType("builtin"))
-    kind = type("Evil", (FakeExperts,), {"__module__": "builtin"})
-    with pytest.raises(RegistrationError, match="'builtin' stands for moereg itself"):
-        register_moe_backend("torch", 500, ("unquantized",), ("*",))(kind)
 
 
 @pytest.mark.parametrize("name", ["builtin", "moereg", "a" * 101])
