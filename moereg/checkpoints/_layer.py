@@ -15,8 +15,6 @@ from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["CheckpointLayer"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class CheckpointLayer:

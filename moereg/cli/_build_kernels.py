@@ -20,8 +20,6 @@ from moereg.runtime.progress import duration
 from moereg.runtime.python_process import num_cores
 from moereg.selection.result import SCHEMA
 
-__all__ = ["build_kernels"]
-
 
 def estimate(plan: BuildPlan, jobs: int) -> str:
     """How long a build takes, as one line."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moereg.cli._options import (
-    COMMANDS,
     ProblemFlags,
     Shown,
     UsageError,
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from moereg.cli._bench import BenchResult, RunResult
     from moereg.cli._ep import EpResult
     from moereg.cli._quantize import QuantizeResult
-
-__all__ = ["COMMANDS"]
 
 
 @command(cells="Show every cell, not a line a backend.")

@@ -32,8 +32,6 @@ from moereg.tuning.timing import ROUNDS, SECONDS, Run, Timing, kernel_runs, time
 from moereg.tuning.watched import WatchedTensors, same_bytes
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["Comparison", "Measurement", "Phase", "Tolerance", "Watch", "output_error"]
-
 Tolerance = Callable[[MoEProblem, int, QuantScheme | str], float]
 """The bound for a layer, a number of tokens and the computed scheme: `moereg.numerics.tolerances.layer_tolerance`."""
 

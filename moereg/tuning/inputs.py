@@ -13,8 +13,6 @@ from moereg.quantize import quantize_weights
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["ROUTINGS", "Call", "num_calls", "random_call", "random_calls", "random_weights"]
-
 ROUTINGS: Final = ("uniform", "zipf", "one_set")
 """Each token's experts alike likely; likely as 1 / rank, the ranks anew each call; the same experts for all tokens."""
 

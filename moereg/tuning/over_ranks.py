@@ -38,8 +38,6 @@ from moereg.tuning.inputs import Call, num_calls, random_call, random_weights
 from moereg.tuning.timing import HELD_CYCLES, Run, Timing, can_be_captured, capture, wait_for
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["NO_ROW", "Job", "run_rank"]
-
 _BATCH_SECONDS: Final = 2e-3
 _MOST_AT_A_TIME: Final = 8
 _LEAVING_SECONDS: Final = 20.0

@@ -18,8 +18,6 @@ from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import Call
 from moereg.tuning.timing import Run, time_runs
 
-__all__ = ["Ceilings", "Traffic", "expert_bytes", "measure_ceilings", "roofline_us", "settled_us", "work_of"]
-
 # Far beyond any cache; on a GPU also long against the start of a kernel.
 _CPU_READ_BYTES: Final = 1 << 29
 _GPU_READ_BYTES: Final = 1 << 32

@@ -20,20 +20,6 @@ from moereg.layer.factory import MoEKernel
 from moereg.runtime.gc_pause import collecting_later
 from moereg.tuning.inputs import Call
 
-__all__ = [
-    "HELD_CYCLES",
-    "ROUNDS",
-    "SECONDS",
-    "Run",
-    "Timing",
-    "can_be_captured",
-    "capture",
-    "kernel_runs",
-    "time_kernels",
-    "time_runs",
-    "wait_for",
-]
-
 ROUNDS: Final = 48
 """Samples of each kernel, where they take no longer than `SECONDS`."""
 SECONDS: Final = 1.0

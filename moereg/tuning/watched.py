@@ -9,8 +9,6 @@ import torch
 
 from moereg.tuning.timing import wait_for
 
-__all__ = ["WatchedTensors", "same_bytes"]
-
 # 8-byte words that are summed at a time: few enough for a CPU's cache, enough to keep a GPU busy.
 _CPU_WORDS: Final = 1 << 18
 _GPU_WORDS: Final = 1 << 22
