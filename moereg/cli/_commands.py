@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moereg.cli._options import (
+    COMMANDS,
     ProblemFlags,
     Shown,
     UsageError,
@@ -26,6 +27,8 @@ from moereg.cli._options import (
 from moereg.cli._output import BAD_INPUT, NOTHING_FITS, OK, WRONG_NUMBERS, code_of_verdict, print_error
 from moereg.errors import BackendError
 from moereg.selection.result import SCHEMA
+
+__all__ = ["COMMANDS"]
 
 if TYPE_CHECKING:
     from moereg.cli._bench import BenchResult, RunResult
