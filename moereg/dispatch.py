@@ -61,7 +61,10 @@ def explain_backends(
     prefer: Names = None,
     deny: Names = None,
 ) -> Selection:
-    """As `select_backend`, arguments and errors too, but if nothing fits its selection has None for a `winner`.
+    """As `select_backend`, errors too, but if nothing fits its selection has None for a `winner`.
+
+    Args:
+        problem, platform, require, prefer, deny: As in `select_backend`.
 
     Example:
         >>> problem = moereg.MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)

@@ -163,7 +163,10 @@ def explain_movements(
     prefer: WayNames = None,
     deny: WayNames = None,
 ) -> MovementSelection:
-    """As `select_movement`, arguments and errors too, but if nothing fits its selection has None for a `winner`.
+    """As `select_movement`, errors too, but if nothing fits its selection has None for a `winner`.
+
+    Args:
+        problem, group, platform, require, prefer, deny: As in `select_movement`.
 
     Example:
         >>> problem = moereg.MoEProblem(
