@@ -71,20 +71,8 @@ def reference_experts(
     Raises:
         ValueError: `computes` cannot serve the problem's scheme, or the weights are of another one.
     """
-    call = _Call.of(problem, weights, hidden_states, topk_weights, topk_ids, expert_map, dtype, computes)
-    call = dataclasses.replace(call, rounds_intermediate=rounds_intermediate).with_tensor_scales()
-    out = torch.zeros(len(hidden_states), problem.hidden_size, dtype=dtype, device=hidden_states.device)
-    for expert in range(problem.num_local_experts):
-        token, slot = call.routes(expert)
-        if not len(token):
-            continue
-        gemm2 = call.rounded(call.intermediate(expert), expert, "a2") @ call.matrix("w2", expert).T
-        if weights.w2_bias is not None:
-            gemm2 += weights.w2_bias[expert].to(dtype)
-        if not problem.apply_router_weight_on_input:
-            gemm2 *= topk_weights[token, slot].to(dtype).unsqueeze(1)
-        out.index_add_(0, token, gemm2)
-    return out
+    call = LayerCall.of(problem, weights, hidden_states, topk_weights, topk_ids, expert_map, dtype, computes)
+    return dataclasses.replace(call, rounds_intermediate=rounds_intermediate).output()
 
 
 @in_plain_torch
@@ -133,7 +121,7 @@ def calibrate_activation_scales(
     Returns:
         a13_scale and a2_scale, fp32 [E]. An expert that no token went to gets the largest of the others.
     """
-    call = _Call.of(problem, weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float32, None)
+    call = LayerCall.of(problem, weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float32, None)
     experts = range(problem.num_local_experts)
     found = []
     for rows in (call.input, call.intermediate):
@@ -143,13 +131,14 @@ def calibrate_activation_scales(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """One call of a layer, expert by expert.
+class LayerCall:
+    """One call of a layer, expert by expert, in steps that a diagnosis can get wrong one at a time.
 
     Attributes:
         tokens: [T,H] in `dtype`.
         local_ids: [T,K] int64, local expert or -1.
         scheme: What is computed.
+        scales_input: Whether routing weights scale the input, or else the output.
         scales: fp32, a whole call's dynamic scales of both matmuls' inputs, by name.
     """
 
@@ -160,6 +149,7 @@ class _Call:
     local_ids: torch.Tensor
     scheme: QuantScheme
     dtype: torch.dtype
+    scales_input: bool
     rounds_intermediate: bool = ROUNDS_INTERMEDIATE
     scales: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
@@ -174,7 +164,8 @@ class _Call:
         expert_map: torch.Tensor | None,
         dtype: torch.dtype,
         computes: QuantScheme | str | None,
-    ) -> _Call:
+    ) -> LayerCall:
+        """The arguments of `reference_experts`, checked, with local experts for ids."""
         scheme = problem.quant if computes is None else get_scheme(computes)
         if not scheme.serves(problem.quant):
             raise ValueError(
@@ -187,9 +178,29 @@ class _Call:
                 "both name the checkpoint's scheme"
             )
         local_ids = _local_ids(problem, topk_ids, expert_map)
-        return cls(problem, weights, hidden_states.to(dtype), topk_weights, local_ids, scheme, dtype)
+        scales_input = problem.apply_router_weight_on_input
+        return cls(problem, weights, hidden_states.to(dtype), topk_weights, local_ids, scheme, dtype, scales_input)
 
-    def with_tensor_scales(self) -> _Call:
+    def output(self) -> torch.Tensor:
+        """[T,H] in `dtype`."""
+        call = self._with_tensor_scales()
+        out = torch.zeros(len(self.tokens), self.problem.hidden_size, dtype=self.dtype, device=self.tokens.device)
+        for expert in range(self.problem.num_local_experts):
+            token, slot = call.routes(expert)
+            if len(token):
+                out.index_add_(0, token, call.gemm2(expert, self.topk_weights[token, slot].to(self.dtype)))
+        return out
+
+    def gemm2(self, expert: int, topk_weights: torch.Tensor) -> torch.Tensor:
+        """An expert's share of the output, [rows, H], from the routing weights [rows] of its rows."""
+        gemm2 = self.rounded(self.intermediate(expert), expert, "a2") @ self.matrix("w2", expert).T
+        if self.weights.w2_bias is not None:
+            gemm2 += self.bias("w2", expert)
+        if not self.scales_input:
+            gemm2 *= topk_weights.unsqueeze(1)
+        return gemm2
+
+    def _with_tensor_scales(self) -> LayerCall:
         """The same with the dynamic scales that span all routed rows of a call, where the scheme has such."""
         call = self
         if spans_tokens(self.scheme):
@@ -215,11 +226,16 @@ class _Call:
         quantized = expert_matrix(self.weights.tensors(), name, expert)
         return dequantize_rows(quantized, fmt, columns, slice(None), self.dtype)
 
+    def bias(self, name: str, expert: int) -> torch.Tensor:
+        """One expert's bias of w13 or w2."""
+        bias: torch.Tensor = self.weights.tensors()[f"{name}_bias"][expert].to(self.dtype)
+        return bias
+
     def input(self, expert: int) -> torch.Tensor:
         """An expert's rows [rows, H] before quantizing."""
         token, slot = self.routes(expert)
         x = self.tokens[token]
-        if self.problem.apply_router_weight_on_input:
+        if self.scales_input:
             x = x * self.topk_weights[token, slot].to(self.dtype).unsqueeze(1)
             if self.scheme.activation is not None:
                 x = x.to(self.problem.torch_dtype).to(self.dtype)
@@ -229,7 +245,7 @@ class _Call:
         """The activation function's output for an expert's rows, [rows, I], before quantizing."""
         gemm1 = self.rounded(self.input(expert), expert, "a13") @ self.matrix("w13", expert).T
         if self.weights.w13_bias is not None:
-            gemm1 += self.weights.w13_bias[expert].to(self.dtype)
+            gemm1 += self.bias("w13", expert)
         hidden = self.problem.activation(gemm1)
         if self.scheme.activation is not None and self.rounds_intermediate:
             hidden = hidden.to(self.problem.torch_dtype).to(self.dtype)

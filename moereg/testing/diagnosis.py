@@ -1,0 +1,310 @@
+"""Diagnoses wrong numbers: compares them with what usual mistakes would give, and names those that match.
+
+Each mistake is the reference with one step done wrong. A match has to be as close to that as a right kernel is to the
+truth, so a mistake that is not in the list matches nothing. Two mistakes may give the same numbers (with one expert a
+token, say); then both are named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+import torch
+
+from moereg.numerics.reference import LayerCall, relative_error
+from moereg.numerics.tolerances import layer_tolerance
+from moereg.quantize import spans_tokens
+from moereg.runtime.torch_state import in_plain_torch
+from moereg.spec.activations import ACTIVATIONS
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import MATRICES, QuantScheme
+from moereg.testing.faults import plant_faults
+from moereg.weights.permuted import ExpertWeights
+
+_Edit = Callable[[torch.Tensor], torch.Tensor]
+
+_MOST_ROWS: Final = 64
+_MOST_ELEMENTS: Final = 1 << 27
+"""Elements of experts' matrices that one mistake may read; about a second on a CPU for all mistakes."""
+
+_TILES: Final = (16, 32, 64, 128, 256)
+
+
+@in_plain_torch
+def diagnose(
+    problem: MoEProblem,
+    weights: ExpertWeights,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor,
+    truth: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    computes: QuantScheme | str | None = None,
+) -> tuple[str, ...]:
+    """Names the mistakes that explain a wrong output.
+
+    Args:
+        problem, weights, hidden_states, topk_weights, topk_ids, expert_map, computes: As in `reference_experts`.
+        out: [T,H], what the kernel gave; NaN where it wrote nothing.
+        truth: [T,H] fp32, the result of `reference_experts`.
+
+    Returns:
+        Clauses such as `gate and up swapped`; none if no mistake matches. Synchronizes the device.
+    """
+    if not out.numel():
+        return ()
+    if out.isnan().all():
+        return ("out was not written",)
+    found: tuple[str, ...] = ()
+    if out.isfinite().all():
+        right = LayerCall.of(
+            problem, weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float32, computes
+        )
+        call = _MistakenCall(**vars(right))
+        if spans_tokens(call.scheme):  # One scale of a call depends on every row.
+            found = _matching(call, out, truth)
+        else:
+            kept = _worst_rows(problem, out, truth)
+            found = _matching(call.with_rows(kept), out[kept], truth[kept])
+    return found or _wrong_tail(out, truth, layer_tolerance(problem, len(out), computes))
+
+
+def _matching(call: _MistakenCall, out: torch.Tensor, truth: torch.Tensor) -> tuple[str, ...]:
+    error, bound = relative_error(out, truth), layer_tolerance(call.problem, len(out), call.scheme)
+    errors = {}
+    for name, mistaken in _mistakes(call):
+        wrong = mistaken.output()
+        if relative_error(wrong, truth) > bound:
+            errors[name] = relative_error(out, wrong)
+    least = min(errors.values(), default=error)
+    if least <= min(bound, error / 2):
+        return tuple(name for name, one in errors.items() if one <= min(bound, 1.5 * least))
+    return _rounded_through_8_bits(call, out, error)
+
+
+def _wrong_tail(out: torch.Tensor, truth: torch.Tensor, bound: float) -> tuple[str, ...]:
+    """The last rows or columns, where they alone are wrong."""
+    difference = (out.double() - truth.double()).nan_to_num(nan=torch.inf)
+    for name, dim in (("rows", 0), ("columns", 1)):
+        size = out.shape[dim]
+        usual = torch.linalg.vector_norm(truth.double()) / size**0.5
+        is_wrong = torch.linalg.vector_norm(difference, dim=1 - dim) > 3 * bound * usual
+        num_wrong = int(is_wrong.sum())
+        if 0 < num_wrong <= size / 2 and is_wrong[size - num_wrong :].all():
+            tail = out.narrow(dim, size - num_wrong, num_wrong)
+            verb = "were not written" if tail.isnan().all() else "are wrong"
+            return (f"the last {num_wrong} of {size} {name} of out {verb}",)
+    return ()
+
+
+def _worst_rows(problem: MoEProblem, out: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """Indices of the rows that differ most, as many as can be computed again and again."""
+    rows = problem.activation.num_halves + 1
+    elements = rows * problem.hidden_size * problem.intermediate_size * problem.top_k
+    count = min(len(out), _MOST_ROWS, max(1, _MOST_ELEMENTS // elements))
+    distance = torch.linalg.vector_norm(out.double() - truth.double(), dim=1)
+    worst: torch.Tensor = distance.topk(count).indices.sort().values
+    return worst
+
+
+@dataclasses.dataclass(frozen=True)
+class _MistakenCall(LayerCall):
+    """A call that goes wrong in one place.
+
+    Attributes:
+        edits: By name, what is done to a matrix of one expert (`w13` or `w2`), its bias (`w13_bias`), or the rows that
+            are multiplied by a matrix (`a13`, `a2`).
+    """
+
+    edits: Mapping[str, _Edit] = dataclasses.field(default_factory=dict)
+
+    def with_rows(self, kept: torch.Tensor) -> _MistakenCall:
+        return dataclasses.replace(
+            self, tokens=self.tokens[kept], topk_weights=self.topk_weights[kept], local_ids=self.local_ids[kept]
+        )
+
+    def with_edits(self, **edits: _Edit) -> _MistakenCall:
+        return dataclasses.replace(self, edits=edits)
+
+    def matrix(self, name: str, expert: int) -> torch.Tensor:
+        return self._edited(name, super().matrix(name, expert))
+
+    def bias(self, name: str, expert: int) -> torch.Tensor:
+        return self._edited(f"{name}_bias", super().bias(name, expert))
+
+    def rounded(self, x: torch.Tensor, expert: int, name: str) -> torch.Tensor:
+        return self._edited(name, super().rounded(x, expert, name))
+
+    def _edited(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return self.edits[name](tensor) if name in self.edits else tensor
+
+
+def _mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
+    """Every usual mistake that the call can have."""
+    yield from _matrix_mistakes(call)
+    yield from _routing_mistakes(call)
+    yield from _activation_mistakes(call)
+    yield from _bias_mistakes(call)
+    yield from _scale_mistakes(call)
+    yield from _missing_columns(call)
+
+
+def _matrix_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
+    if call.problem.activation.gated:
+        yield "gate and up swapped", call.with_edits(w13=_halves_swapped, w13_bias=_halves_swapped)
+        yield (
+            "gate and up rows of w13 read in turn instead of as halves",
+            call.with_edits(w13=_deinterleaved, w13_bias=_deinterleaved),
+        )
+        yield (
+            "gate and up rows of w13 read as halves of interleaved rows",
+            call.with_edits(w13=_interleaved, w13_bias=_interleaved),
+        )
+    for name in MATRICES:
+        yield f"{name} transposed", call.with_edits(**{name: _transposed})
+    yield "both matrices transposed", call.with_edits(w13=_transposed, w2=_transposed)
+    if call.problem.num_local_experts > 1:
+        for step, name in ((1, "next"), (-1, "previous")):
+            shifted = (call.local_ids + step) % call.problem.num_local_experts
+            yield (
+                f"experts off by one (each has the {name} one's weights)",
+                dataclasses.replace(call, local_ids=torch.where(call.local_ids < 0, -1, shifted)),
+            )
+
+
+def _routing_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
+    weights = call.topk_weights
+    yield "routing weights omitted", dataclasses.replace(call, topk_weights=torch.ones_like(weights))
+    yield "routing weights applied twice", dataclasses.replace(call, topk_weights=weights.square())
+    total = weights.sum(1, keepdim=True)
+    yield "routing weights normalized to a sum of 1", dataclasses.replace(call, topk_weights=weights / total)
+    if call.problem.top_k > 1:
+        reversed_ = weights.flip(1)
+        yield "routing weights of a token in reverse order", dataclasses.replace(call, topk_weights=reversed_)
+    place = "output instead of the input" if call.scales_input else "input instead of the output"
+    yield f"routing weights applied to the {place}", dataclasses.replace(call, scales_input=not call.scales_input)
+
+
+def _activation_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
+    right = call.problem.activation
+    others = [other for other in ACTIVATIONS.values() if other.gated == right.gated and other.name != right.name]
+    for other in others:
+        yield f"activation {other} instead of {right}", _with_problem(call, activation=other)
+    for field, none in (("limit", None), ("beta", 0.0), ("alpha", 1.0)):
+        if getattr(right, field) != none:
+            without = dataclasses.replace(right, **{field: none})  # type: ignore[arg-type]
+            yield f"{field} of the activation ignored", _with_problem(call, activation=without)
+
+
+def _bias_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
+    if call.problem.has_bias:
+        for name in MATRICES:
+            yield f"bias of {name} forgotten", call.with_edits(**{f"{name}_bias": torch.zeros_like})
+        yield "both biases forgotten", call.with_edits(w13_bias=torch.zeros_like, w2_bias=torch.zeros_like)
+
+
+def _scale_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
+    if call.scheme.weight is not None:
+        scales = {
+            name: torch.ones_like(scale.float()).to(scale.dtype)
+            for name, scale in call.weights.tensors("scale").items()
+        }
+        for names in (*((name,) for name in scales), tuple(scales)):
+            text = "all scales of weights" if len(names) > 1 else f"scales of {names[0].removesuffix('_scale')}"
+            changed = dataclasses.replace(call.weights, **{name: scales[name] for name in names})  # type: ignore[arg-type]
+            yield f"{text} omitted", dataclasses.replace(call, weights=changed)
+        for name, spoiled in plant_faults(call.weights):
+            if not name.startswith(("gate and up", "bias")):
+                yield name, dataclasses.replace(call, weights=spoiled)
+    if call.scheme.activation is not None:
+        kept = dataclasses.replace(call.scheme, activation=None)
+        yield "activations left at 16 bits", dataclasses.replace(call, scheme=kept)
+
+
+def _missing_columns(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
+    """The end of a sum left out: what is beyond the last whole tile, or the last tile."""
+    for name, text, size in (
+        ("a13", "columns of hidden_states", call.problem.hidden_size),
+        ("a2", "columns of the intermediate", call.problem.intermediate_size),
+    ):
+        missing = {1, *(size % tile or tile for tile in _TILES)}
+        for count in sorted(one for one in missing if one < size):
+            yield f"the last {count} of {size} {text} left out", call.with_edits(**{name: _without_last(count)})
+
+
+def _rounded_through_8_bits(call: _MistakenCall, out: torch.Tensor, error: float) -> tuple[str, ...]:
+    """Rounding of what has 16 bits, where that explains most of a small error."""
+    places = {"hidden_states": ("a13",), "the intermediate": ("a2",), "activations": ("a13", "a2")}
+    places = places if call.scheme.activation is None else {}
+    places |= {"weights": MATRICES} if call.scheme.weight is None else {}
+    dtype = call.problem.torch_dtype
+    errors = {}
+    for rounding, round_to in _ROUNDINGS.items():
+
+        def edit(x: torch.Tensor, round_to: _Edit = round_to) -> torch.Tensor:
+            return round_to(x.to(dtype).float())  # A kernel has the intermediate in 16 bits, too.
+
+        for place, names in places.items():
+            wrong = call.with_edits(**dict.fromkeys(names, edit)).output()
+            errors[f"{place} rounded through 8 bits ({rounding})"] = relative_error(out, wrong)
+    # An error of another origin would add to that of the rounding instead of being explained by it.
+    best = min(errors, key=lambda name: errors[name], default=None)
+    return () if best is None or not errors[best] < error / 2 else (best,)
+
+
+def _with_problem(call: _MistakenCall, **changes: object) -> _MistakenCall:
+    return dataclasses.replace(call, problem=dataclasses.replace(call.problem, **changes))  # type: ignore[arg-type]
+
+
+def _halves_swapped(rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat(rows.chunk(2)[::-1])
+
+
+def _deinterleaved(rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat([rows[0::2], rows[1::2]])
+
+
+def _interleaved(rows: torch.Tensor) -> torch.Tensor:
+    return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
+
+
+def _transposed(matrix: torch.Tensor) -> torch.Tensor:
+    """The same memory read as the transposed matrix's."""
+    return matrix.reshape(matrix.shape[1], matrix.shape[0]).T
+
+
+def _without_last(count: int) -> _Edit:
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        kept = x.clone()
+        kept[:, -count:] = 0
+        return kept
+
+    return cut
+
+
+def _cast(dtype: torch.dtype) -> _Edit:
+    largest = torch.finfo(dtype).max
+    return lambda x: x.clamp(-largest, largest).to(dtype).to(x.dtype)
+
+
+def _scaled(round_to: _Edit, largest: float, dim: int | None) -> _Edit:
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        amax = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
+        scale = amax.clamp(min=1e-30) / largest
+        return round_to(x / scale) * scale
+
+    return rounded
+
+
+_E4M3: Final = _cast(torch.float8_e4m3fn)
+_ROUNDINGS: Final[Mapping[str, _Edit]] = {
+    "float8_e4m3fn without a scale": _E4M3,
+    "float8_e5m2 without a scale": _cast(torch.float8_e5m2),
+    "float8_e4m3fn, a scale for each row": _scaled(_E4M3, 448.0, 1),
+    "float8_e4m3fn, one scale": _scaled(_E4M3, 448.0, None),
+    "int8, a scale for each row": _scaled(torch.round, 127.0, 1),
+    "int8, one scale": _scaled(torch.round, 127.0, None),
+}

@@ -1,0 +1,180 @@
+"""Wrong layers and the mistakes that the kit names: each usual one by its name, others by none."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import layer_tolerance
+from moereg.quantize import dequantize_weights
+from moereg.spec.activations import ACTIVATIONS
+from moereg.spec.problem import MoEProblem
+from moereg.testing.diagnosis import diagnose
+from moereg.testing.inputs import make_inputs, make_weights
+
+_CPU = torch.device("cpu")
+
+
+def _problem(**changes):
+    sizes = {"num_experts": 6, "num_local_experts": 6, "top_k": 2, "hidden_size": 136, "intermediate_size": 72}
+    return MoEProblem(**{**sizes, **changes})
+
+
+def _layer(problem, inputs, w13, w2, b13=None, b2=None, activation=None, rounded=lambda x: x, shift=0):
+    """A layer in plain torch, bf16 between the products as a kernel has it, from dense matrices."""
+    x, weights = inputs.hidden_states, inputs.topk_weights
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for token, ids in enumerate(inputs.topk_ids.tolist()):
+        for slot, expert in enumerate(ids):
+            expert = (expert + shift) % problem.num_experts
+            gemm1 = w13[expert].float() @ rounded(x[token].float())
+            hidden = (activation or problem.activation)(gemm1 if b13 is None else gemm1 + b13[expert].float())
+            gemm2 = w2[expert].float() @ rounded(hidden.bfloat16().float())
+            out[token] += weights[token, slot] * (gemm2 if b2 is None else gemm2 + b2[expert].float())
+    return out.bfloat16()
+
+
+def _setting(**changes):
+    problem = _problem(**changes)
+    weights, inputs = make_weights(problem, _CPU), make_inputs(problem, 9, "uniform", _CPU)
+    truth = reference_experts(problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
+    return problem, weights, inputs, truth
+
+
+def _names(setting, out):
+    problem, weights, inputs, truth = setting
+    return diagnose(
+        problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, out.to(torch.bfloat16), truth
+    )
+
+
+def _with_weights(inputs, weights):
+    return dataclasses.replace(inputs, topk_weights=weights)
+
+
+def _e4m3(x):
+    return x.to(torch.float8_e4m3fn).float()
+
+
+def _cut(count):
+    return lambda x: torch.cat([x[:-count], torch.zeros(count)])
+
+
+# A layer gone wrong, from the problem, the inputs and the dense matrices; the words that its diagnosis has to have.
+_MISTAKES = {
+    "gate and up swapped": lambda p, i, w13, w2: _layer(p, i, w13.roll(72, 1), w2),
+    "read in turn": lambda p, i, w13, w2: _layer(p, i, torch.cat([w13[:, 0::2], w13[:, 1::2]], 1), w2),
+    "w13 transposed": lambda p, i, w13, w2: _layer(p, i, w13.reshape(6, 136, 144).mT, w2),
+    "w2 transposed": lambda p, i, w13, w2: _layer(p, i, w13, w2.reshape(6, 72, 136).mT),
+    "routing weights omitted": lambda p, i, w13, w2: _layer(
+        p, _with_weights(i, torch.ones_like(i.topk_weights)), w13, w2
+    ),
+    "applied twice": lambda p, i, w13, w2: _layer(p, _with_weights(i, i.topk_weights**2), w13, w2),
+    "off by one": lambda p, i, w13, w2: _layer(p, i, w13, w2, shift=1),
+    "activation gelu": lambda p, i, w13, w2: _layer(p, i, w13, w2, activation=ACTIVATIONS["gelu"]),
+    "the last 8 of 136 columns of hidden_states": lambda p, i, w13, w2: _layer(
+        p, i, w13, w2, rounded=lambda x: _cut(8)(x) if len(x) == 136 else x
+    ),
+    "the last 8 of 72 columns of the intermediate": lambda p, i, w13, w2: _layer(
+        p, i, w13, w2, rounded=lambda x: _cut(8)(x) if len(x) == 72 else x
+    ),
+    "activations rounded through 8 bits": lambda p, i, w13, w2: _layer(p, i, w13, w2, rounded=_e4m3),
+    "weights rounded through 8 bits": lambda p, i, w13, w2: _layer(p, i, _e4m3(w13), _e4m3(w2)),
+}
+
+
+@pytest.mark.parametrize("name", _MISTAKES)
+def test_a_usual_mistake_is_named(name):
+    setting = problem, weights, inputs, _ = _setting()
+    found = _names(setting, _MISTAKES[name](problem, inputs, weights.w13, weights.w2))
+    assert any(name in one for one in found), found
+    assert len(found) == 1 or name == "activation gelu", found  # Its tanh form differs by less than bfloat16 shows.
+
+
+def test_a_router_weight_on_the_wrong_side_is_named():
+    setting = problem, weights, inputs, _ = _setting(top_k=1)
+    scaled = dataclasses.replace(
+        inputs,
+        hidden_states=(inputs.hidden_states * inputs.topk_weights).bfloat16(),
+        topk_weights=torch.ones_like(inputs.topk_weights),
+    )
+    (name,) = _names(setting, _layer(problem, scaled, weights.w13, weights.w2))
+    assert name == "routing weights applied to the input instead of the output"
+
+
+@pytest.mark.parametrize("forgotten", ["w13", "w2", "both"])
+def test_a_forgotten_bias_is_named(forgotten):
+    setting = problem, weights, inputs, _ = _setting(has_bias=True, activation="swigluoai")
+    biases = {"b13": weights.w13_bias, "b2": weights.w2_bias}
+    for name in {"w13": ["b13"], "w2": ["b2"], "both": ["b13", "b2"]}[forgotten]:
+        biases[name] = None
+    (name,) = _names(setting, _layer(problem, inputs, weights.w13, weights.w2, **biases))
+    assert name == ("both biases forgotten" if forgotten == "both" else f"bias of {forgotten} forgotten")
+
+
+@pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "mxfp4_w4a16", "int8_w8a16"])
+def test_omitted_scales_are_named(scheme):
+    setting = problem, weights, inputs, _ = _setting(quant=scheme, hidden_size=128, intermediate_size=64)
+    w2_scale = torch.ones_like(weights.w2_scale.float()).to(weights.w2_scale.dtype)
+    spoiled = dataclasses.replace(weights, w2_scale=w2_scale)
+    assert _names(setting, _layer(problem, inputs, *dequantize_weights(spoiled))) == ("scales of w2 omitted",)
+    assert not _names(setting, _layer(problem, inputs, *dequantize_weights(weights)))
+
+
+def test_missing_rows_and_columns_are_counted():
+    setting = _setting()
+    truth = setting[-1]
+    cut = truth.clone()
+    cut[-2:] = float("nan")
+    assert _names(setting, cut) == ("the last 2 of 9 rows of out were not written",)
+    cut = truth.clone()
+    cut[:, -8:] = 0
+    assert _names(setting, cut) == ("the last 8 of 136 columns of out are wrong",)
+    assert _names(setting, torch.full_like(truth, float("nan"))) == ("out was not written",)
+    assert _names(setting, truth[:0]) == ()
+
+
+def test_causes_that_coincide_are_both_named():
+    """With one expert a token and weights of a sum of 1, weights that are left out and normalized ones are equal."""
+    setting = problem, weights, inputs, _ = _setting(top_k=1)
+    names = _names(
+        setting, _layer(problem, _with_weights(inputs, torch.ones_like(inputs.topk_weights)), weights.w13, weights.w2)
+    )
+    assert names == ("routing weights omitted", "routing weights normalized to a sum of 1")
+
+
+def _noise(truth, share):
+    noise = torch.randn(truth.shape, generator=torch.Generator().manual_seed(3))
+    return truth + share * noise * truth.norm() / noise.norm()
+
+
+# Mistakes that nobody listed.
+_UNKNOWN = {
+    "5 % of noise": lambda truth: _noise(truth, 0.05),
+    "3 % of noise": lambda truth: _noise(truth, 0.03),
+    "as much noise as signal": lambda truth: _noise(truth, 1.0),
+    "5 % larger": lambda truth: truth * 1.05,
+    "negated": lambda truth: -truth,
+    "magnitudes": lambda truth: truth.abs(),
+    "columns shifted": lambda truth: truth.roll(1, 1),
+    "rows shifted": lambda truth: truth.roll(1, 0),
+    "columns reversed": lambda truth: truth.flip(1),
+    "every other column missing": lambda truth: truth * (torch.arange(truth.shape[1]) % 2),
+    "first columns missing": lambda truth: torch.cat([torch.zeros(len(truth), 8), truth[:, 8:]], 1),
+    "clamped": lambda truth: truth.clamp(-0.3 * truth.abs().max(), 0.3 * truth.abs().max()),
+    "zeros": torch.zeros_like,
+}
+
+
+@pytest.mark.parametrize("name", _UNKNOWN)
+def test_an_unknown_mistake_matches_none(name):
+    setting = _setting()
+    assert _names(setting, _UNKNOWN[name](setting[-1])) == ()
+
+
+def test_a_right_layer_matches_none():
+    setting = problem, weights, inputs, truth = _setting()
+    out = _layer(problem, inputs, weights.w13, weights.w2)
+    assert relative_error(out, truth) <= layer_tolerance(problem, len(out))
+    assert _names(setting, out) == ()
