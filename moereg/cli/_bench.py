@@ -39,6 +39,7 @@ from moereg.dispatch import EmulationWarning, explain_backends, select_backend
 from moereg.errors import BackendError, TooLargeError, UnknownNameError, UnsupportedProblemError, unknown_name_message
 from moereg.evidence.provenance import provenance
 from moereg.layer.backend_calls import device_types
+from moereg.layer.factory import make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform, probe_cpu, torch_device
@@ -49,6 +50,7 @@ from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.selection.result import SCHEMA, Decision, Selection, nearest_by_backend
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
+from moereg.testing.diagnosis import diagnose
 from moereg.tuning.compare import Comparison, Measurement
 from moereg.tuning.inputs import ROUTINGS, Call, num_calls, random_calls, random_weights
 from moereg.tuning.roofline import Ceilings, expert_bytes, measure_ceilings
@@ -227,6 +229,7 @@ class RunResult:
         time_us: Median of several calls; None if the numbers are wrong.
         permute_ms: Time to permute the weights once.
         weights_bytes: Bytes of the canonical weights.
+        causes: Usual mistakes that explain wrong numbers.
         failure: The backend's exception, under its name; empty if it ran.
         damage: What the backend wrote to without permission, under its name; empty if nothing.
     """
@@ -240,6 +243,7 @@ class RunResult:
     time_us: float | None = None
     permute_ms: float | None = None
     weights_bytes: int | None = None
+    causes: tuple[str, ...] = ()
     failure: str = ""
     damage: str = ""
 
@@ -263,6 +267,7 @@ class RunResult:
             "relative_error": self.relative_error,
             "tolerance": self.tolerance,
             "passed": self.passed,
+            "causes": list(self.causes),
             "failure": self.failure or None,
             "damage": self.damage or None,
             "time_us": self.time_us,
@@ -305,6 +310,8 @@ class RunResult:
         if self.scheme_loss is not None:
             loss = f"{self.scheme_loss:.2e} against fp32, of {winner.computes} itself"
             rows = (*rows[:-1], ("loss", loss), rows[-1])
+        if self.causes:
+            rows = (*rows, ("likely cause", ", or ".join(self.causes)))
         for name, value in rows:
             table.add_row(name, value)
         for decision in nearest_by_backend(selection.decisions):
@@ -393,8 +400,15 @@ def _measure(
     if unquantized is not None:
         with phase("computing the unquantized reference"):
             loss = relative_error(reference, reference_experts(_plain_problem(problem), unquantized, *calls[0]))
+    causes: tuple[str, ...] = ()
+    if row.relative_error is not None and not row.relative_error <= row.tolerance:
+        with phase("looking for the cause"):
+            out = torch.full_like(hidden_states, math.nan)
+            make_kernel(problem, weights, alone)(*calls[0], out=out)
+            causes = diagnose(problem, weights, *calls[0], out, reference, computes=winner.computes)
     return dataclasses.replace(
         result,
+        causes=causes,
         tolerance=row.tolerance,
         relative_error=row.relative_error,
         scheme_loss=loss,

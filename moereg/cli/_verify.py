@@ -19,6 +19,7 @@ from moereg.cli._progress import phase
 from moereg.errors import one_line
 from moereg.evidence.ledger import Verification, merge_ledger, read_ledger
 from moereg.testing.check import CellName, chosen_machine
+from moereg.testing.diagnosis import causes_in
 from moereg.testing.modules import import_modules, is_file_name
 from moereg.testing.outcomes import Outcome, Report, Result
 from moereg.testing.suite import verify
@@ -90,8 +91,9 @@ def verify_backend(
                 advance(done, total)
             outcome = result.outcome
             num_failed += outcome.is_failure
-            if outcome.is_failure and outcome.message not in printed and len(printed) < _MOST_SHOWN:
-                printed.add(outcome.message)
+            causes = causes_in(outcome.message)
+            if outcome.is_failure and printed.isdisjoint(causes) and len(printed) < _MOST_SHOWN:
+                printed.update(causes)
                 print(f"{outcome.status}: {result.check.id}: {outcome.message}", file=sys.stderr, flush=True)
             elif not is_terminal and time.monotonic() - last > _EVERY_SECONDS:
                 last = time.monotonic()
@@ -163,10 +165,8 @@ def show_verify(report: Report) -> None:
         table.add_row(*_row(report, cell))
     if table.row_count:
         target.print(table)
-    alike: dict[tuple[CellName, str], list[Result]] = {}
-    for result in report.failures:
-        alike.setdefault((result.check.cell, result.outcome.message), []).append(result)
-    for results in list(alike.values())[:_MOST_SHOWN]:
+    alike = _by_cause(report.failures)
+    for results in alike[:_MOST_SHOWN]:
         _show_failures(report, results)
     if len(alike) > _MOST_SHOWN:
         target.print(f"and {len(alike) - _MOST_SHOWN} more kinds of failures; --json has all of them")
@@ -201,6 +201,19 @@ def _count(outcomes: Sequence[Outcome]) -> str | Text:
     if passed < len(outcomes):
         return Text(f"{passed} of {len(outcomes)}", style="yellow")
     return str(passed) if passed else "-"
+
+
+def _by_cause(failures: Sequence[Result]) -> list[list[Result]]:
+    """Failures of one cell that have a cause in common, the most common causes first; each with its clearest first."""
+    groups = []
+    for cell in dict.fromkeys(result.check.cell for result in failures):
+        left = [(causes_in(result.outcome.message), result) for result in failures if result.check.cell == cell]
+        while left:
+            ((common, _),) = collections.Counter(cause for causes, _ in left for cause in causes).most_common(1)
+            group = [(len(causes), result.check.kind == "drawn", result) for causes, result in left if common in causes]
+            groups.append([result for *_, result in sorted(group, key=lambda found: found[:2])])
+            left = [(causes, result) for causes, result in left if common not in causes]
+    return groups
 
 
 def _show_failures(report: Report, results: Sequence[Result]) -> None:

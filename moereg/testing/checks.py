@@ -43,6 +43,7 @@ from moereg.testing.cases import (
     runnable_platform,
     select_cell,
 )
+from moereg.testing.diagnosis import diagnose, worded
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.faults import plant_faults
 from moereg.testing.guards import (
@@ -150,6 +151,17 @@ class GuardedLayer:
     def reference(self, inputs: Inputs, computes: QuantScheme | None = None) -> torch.Tensor:
         """The expected result of a call."""
         return _reference(self.case, self.weights, inputs, self.expert_map, computes)
+
+    def check_close(self, inputs: Inputs, out: torch.Tensor, truth: torch.Tensor) -> None:
+        """Raises AssertionError where the error is above the bound; it names the usual mistakes that explain it."""
+        error, bound = relative_error(out, truth), _bound(self.case, len(out))
+        if error <= bound:
+            return
+        rows = torch.nonzero(~out.isfinite().all(1)).flatten().tolist()
+        found = f"; rows {rows[:8]} of {len(out)} are not finite" if rows else ""
+        call = (self.case.problem, self.weights, *inputs.call)
+        causes = diagnose(*call, out, truth, self.expert_map, self.case.computes)
+        raise AssertionError(f"error {error:.2e}, bound {bound:.0e}{found}{worded(causes)}")
 
 
 @dataclasses.dataclass
@@ -276,7 +288,7 @@ def check_case(case: Case, layer: DrawnLayer, num_calls: int = 1) -> None:
     outs = [guarded(inputs, layer.fill) for _ in range(num_calls)]
     guarded.late.check()
     for out in outs:
-        _check_close(case, out, truth)
+        guarded.check_close(inputs, out, truth)
     if case.cell.facts.deterministic:
         assert all(torch.equal(out, outs[0]) for out in outs), "equal inputs gave other bits"
 
@@ -295,7 +307,7 @@ def check_numbers(case: Case, is_first: bool = False) -> None:
     layer = GuardedLayer(case, make_weights(case.problem, case.device), calls=list(named.values()))
     for (call, inputs), truth in zip(named.items(), layer.truths, strict=True):
         try:
-            _check_close(case, layer(inputs), truth)
+            layer.check_close(inputs, layer(inputs), truth)
         except AssertionError as error:
             raise AssertionError(f"{call}: {error}") from error
     layer.late.check()
@@ -470,12 +482,3 @@ def _reference(
 
 def _bound(case: Case, num_tokens: int) -> float:
     return layer_tolerance(case.problem, num_tokens, case.computes)
-
-
-def _check_close(case: Case, out: torch.Tensor, truth: torch.Tensor) -> None:
-    error, bound = relative_error(out, truth), _bound(case, len(out))
-    if error <= bound:
-        return
-    rows = torch.nonzero(~out.isfinite().all(1)).flatten().tolist()
-    found = f"; rows {rows[:8]} of {len(out)} are not finite" if rows else ""
-    raise AssertionError(f"error {error:.2e}, bound {bound:.0e}{found}")

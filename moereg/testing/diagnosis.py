@@ -8,7 +8,8 @@ token, say); then both are named.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -24,6 +25,9 @@ from moereg.testing.faults import plant_faults
 from moereg.weights.permuted import ExpertWeights
 
 _Edit = Callable[[torch.Tensor], torch.Tensor]
+
+_CAUSE: Final = "; likely cause"
+_NUMBER: Final = re.compile(r"\b\d+\b")
 
 _MOST_ROWS: Final = 64
 _MOST_ELEMENTS: Final = 1 << 27
@@ -70,6 +74,19 @@ def diagnose(
             kept = _worst_rows(problem, out, truth)
             found = _matching(call.with_rows(kept), out[kept], truth[kept])
     return found or _wrong_tail(out, truth, layer_tolerance(problem, len(out), computes))
+
+
+def worded(causes: Sequence[str]) -> str:
+    """The end of a message: `; likely cause: gate and up swapped`. Empty if there is none."""
+    if not causes:
+        return ""
+    return f"{_CAUSE}{'s' * (len(causes) > 1)}: {', or '.join(causes)}"
+
+
+def causes_in(message: str) -> tuple[str, ...]:
+    """The causes that a message ends with, without their numbers; the message itself if it names none."""
+    _, found, causes = message.rpartition(_CAUSE)
+    return tuple(_NUMBER.sub("N", causes.partition(": ")[2]).split(", or ")) if found else (message,)
 
 
 def _matching(call: _MistakenCall, out: torch.Tensor, truth: torch.Tensor) -> tuple[str, ...]:

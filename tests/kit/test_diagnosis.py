@@ -10,7 +10,7 @@ from moereg.numerics.tolerances import layer_tolerance
 from moereg.quantize import dequantize_weights
 from moereg.spec.activations import ACTIVATIONS
 from moereg.spec.problem import MoEProblem
-from moereg.testing.diagnosis import diagnose
+from moereg.testing.diagnosis import causes_in, diagnose, worded
 from moereg.testing.inputs import make_inputs, make_weights
 
 _CPU = torch.device("cpu")
@@ -178,3 +178,11 @@ def test_a_right_layer_matches_none():
     out = _layer(problem, inputs, weights.w13, weights.w2)
     assert relative_error(out, truth) <= layer_tolerance(problem, len(out))
     assert _names(setting, out) == ()
+
+
+def test_causes_are_read_back_from_a_message():
+    first = "error 1, bound 2" + worded(["the last 8 of 48 columns of out are wrong", "out is late"])
+    assert first == "error 1, bound 2; likely causes: the last 8 of 48 columns of out are wrong, or out is late"
+    assert causes_in(first) == ("the last N of N columns of out are wrong", "out is late")
+    assert causes_in("x" + worded(["out is late"])) == ("out is late",)
+    assert causes_in("x" + worded([])) == ("x",)
