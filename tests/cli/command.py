@@ -16,7 +16,7 @@ SIZES = "--experts 8 --hidden 64 --intermediate 32 --top-k 2"
 SELECTION_KEYS = ["schema", "problem", "platform", "platform_source", "request", "selected", "source", "decisions"]
 SELECTION_KEYS += ["notices", "platform_claimed_by"]
 RUN_KEYS = ["schema", "backend", "platform", "problem", "tokens", "relative_error", "tolerance", "passed"]
-RUN_KEYS += ["failure", "damage", "time_us", "permute_ms", "selection"]
+RUN_KEYS += ["causes", "failure", "damage", "time_us", "permute_ms", "selection"]
 Call = Callable[[str], tuple[int, str, str]]
 CallJson = Callable[[str], tuple[int, dict[str, Any]]]
 

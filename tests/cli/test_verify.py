@@ -54,6 +54,15 @@ def test_a_failure_is_told_once_with_the_line_that_runs_it_again(
     assert "1 failed" in capsys.readouterr().out
 
 
+def test_failures_with_one_cause_are_told_once_with_their_cause(call: Call) -> None:
+    code, out, err = call(f"verify swapped {MODULE} --check numbers --check seed0-1")
+    assert code == 1
+    assert out.count("likely cause: gate and up swapped") == 1
+    assert out.count("FAILED") == 1
+    assert "and so do" in out
+    assert err.count("\n") == 1
+
+
 def test_a_drawn_layer_is_made_simpler_and_runs_again(call_json: CallJson) -> None:
     code, report = call_json(f"verify nan {MODULE} --check seed0-0")
     assert code == 1

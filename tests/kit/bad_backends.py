@@ -157,6 +157,14 @@ class NanExperts(GoodExperts):
         out[-1:] = float("nan")
 
 
+@bad("swapped")
+class SwappedExperts(GoodExperts):
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        return PermutedWeights(
+            "canonical", {**weights.tensors(), "w13": weights.w13.roll(weights.intermediate_size, 1)}
+        )
+
+
 @bad("importing_predicate")
 class ImportingPredicateExperts(GoodExperts):
     @classmethod
