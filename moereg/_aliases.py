@@ -17,6 +17,7 @@ FORMER_NAMES: Final = {
     "moereg.agreement": "moereg.prepare_finalize.ranks_agree",
     "moereg.ambient": "moereg.runtime.torch_state",
     "moereg.backend_calls": "moereg.layer.backend_calls",
+    "moereg.backends.flashinfer_int4_moe": "moereg.backends.flashinfer_moe",
     "moereg.backends._flashinfer.more_sets": "moereg.backends._flashinfer.building",
     "moereg.balancing": "moereg.prepare_finalize.eplb",
     "moereg.building": "moereg.experts",

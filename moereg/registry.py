@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable
@@ -212,7 +213,12 @@ class Registry(Generic[C]):
         self._lock = threading.Lock()
         self.owner_of: Callable[[str, str], tuple[str, str] | None] = lambda name, module: None
         self.collect: Callable[[C], bool] = lambda cell: False
-        self.load: Callable[[], tuple[C, ...]] = lambda: self._cells
+        self.load: Callable[[], tuple[C, ...]] = self._load_first
+
+    def _load_first(self) -> tuple[C, ...]:
+        """Imports the loader of plugins, which sets `load` of the registries that it fills."""
+        importlib.import_module("moereg.plugins.loader")
+        return self._cells if self.load == self._load_first else self.load()
 
     @property
     def cells(self) -> tuple[C, ...]:

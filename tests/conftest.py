@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import getpass
 import os
 import resource
@@ -70,11 +69,11 @@ def cpu_features(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     from moereg.kernels.plain import cpu
     from moereg.selection import requirements
 
-    monkeypatch.setattr(requirements, "ask_probe", functools.cache(requirements.ask_probe.__wrapped__))
+    monkeypatch.setattr(requirements, "_ANSWERS", {})
     here = cpu.features()
 
     def answer(**fields: bool) -> None:
-        requirements.ask_probe.cache_clear()
+        requirements._ANSWERS.clear()
         monkeypatch.setattr(cpu, "features", lambda: dataclasses.replace(here, **fields))
 
     return answer

@@ -79,20 +79,21 @@ def verify_backend(
         MoeregError: Anything that the user can cure.
     """
     last = time.monotonic()
-    num_failed = 0
+    num_failed = num_printed = 0
     printed: set[str] = set()
     is_terminal = sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
         advance = stack.enter_context(phase("verifying")) if is_terminal else None
 
         def progress(done: int, total: int, result: Result) -> None:
-            nonlocal last, num_failed
+            nonlocal last, num_failed, num_printed
             if advance is not None:
                 advance(done, total)
             outcome = result.outcome
             num_failed += outcome.is_failure
             causes = causes_in(outcome.message)
-            if outcome.is_failure and printed.isdisjoint(causes) and len(printed) < _MOST_SHOWN:
+            if outcome.is_failure and printed.isdisjoint(causes) and num_printed < _MOST_SHOWN:
+                num_printed += 1
                 printed.update(causes)
                 print(f"{outcome.status}: {result.check.id}: {outcome.message}", file=sys.stderr, flush=True)
             elif not is_terminal and time.monotonic() - last > _EVERY_SECONDS:

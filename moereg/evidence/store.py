@@ -123,7 +123,7 @@ def read_records(path: Path, kind: type[R], schema: int, is_own: bool = False) -
         raise ValueError(f"it must be readable JSON, got {described(error)}") from error
     if not isinstance(document, Mapping) or document.get("schema") != schema:
         found = document.get("schema") if isinstance(document, Mapping) else type(document).__name__
-        raise ValueError(f"it must be an object of schema {schema}, got {found!r}")
+        raise ValueError(f"it must be an object of schema {schema}, got {shown(found)}")
     if not isinstance(document.get("records"), list):
         raise ValueError("its records must be a list")
     records = []

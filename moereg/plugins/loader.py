@@ -75,6 +75,7 @@ class _Loader:
         self._pending: list[tuple[PluginStatus | None, Cell]] = []
         self._statuses: tuple[PluginStatus, ...] | None = None
         self._has_platforms = False
+        self._platform: Platform | None = None
 
     def load(self) -> tuple[PluginStatus, ...]:
         if self._statuses is not None:  # Without the lock: another thread may hold it while a plugin's probe selects.
@@ -226,10 +227,13 @@ class _Loader:
             and self._owner_of(cell.implementation.__module__) == point.owner
         ]
 
-    @functools.cached_property
+    @property
     def platform(self) -> Platform:
-        with self._lock:
-            return decide_claims(self._claims) or probe_platform()
+        # No cached_property: its own lock, up to Python 3.11, would be taken before that of the loader.
+        if self._platform is None:
+            with self._lock:
+                self._platform = self._platform or decide_claims(self._claims) or probe_platform()
+        return self._platform
 
     @functools.cached_property
     def _claims(self) -> dict[str, Platform]:

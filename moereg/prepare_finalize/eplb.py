@@ -8,6 +8,7 @@ takes nothing off it, and experts stay where they were as far as the new groups 
 
 from __future__ import annotations
 
+import collections
 import heapq
 from collections.abc import Sequence
 
@@ -99,7 +100,7 @@ def rank_loads(placement: ExpertPlacement, loads: Sequence[float] | torch.Tensor
         loads: [num_experts].
     """
     own = loads.tolist() if isinstance(loads, torch.Tensor) else loads
-    holders = [len(placement.ranks_of_expert(expert)) for expert in range(placement.num_experts)]
+    holders = collections.Counter(expert for experts in placement.experts_of_rank for expert in experts)
     return [sum(own[expert] / holders[expert] for expert in experts) for experts in placement.experts_of_rank]
 
 

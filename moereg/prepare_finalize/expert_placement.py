@@ -207,8 +207,11 @@ def _experts(name: str, value: object) -> tuple[int, ...]:
 
 def _tensors(placement: ExpertPlacement, rank: int) -> tuple[torch.Tensor, ...]:
     """`expert_map`, `num_holders`, `holders` and `expert_maps` on the CPU."""
-    holders = [placement.ranks_of_expert(expert) for expert in range(placement.num_experts)]
-    padded = [[*ranks, *[-1] * (placement.num_ranks - len(ranks))] for ranks in holders]
+    holders: list[list[int]] = [[] for _ in range(placement.num_experts)]
+    for holder, experts in enumerate(placement.experts_of_rank):
+        for expert in experts:
+            holders[expert].append(holder)
+    padded = [ranks + [-1] * (placement.num_ranks - len(ranks)) for ranks in holders]
     return (
         torch.tensor(placement.expert_map(rank), dtype=torch.int32),
         torch.tensor([len(ranks) for ranks in holders], dtype=torch.int32),

@@ -7,7 +7,6 @@ error. A layer's kernel and scratch are alive: they serve later calls too.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import contextvars
 import threading
@@ -55,10 +54,27 @@ def outside_pools(function: Callable[[], T], device: torch.device) -> T:
     stream = torch.cuda.current_stream(device)
     with_gradients, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
-    def run() -> T:
-        with torch.cuda.stream(stream), torch.inference_mode(is_inference), torch.set_grad_enabled(with_gradients):
-            return function()
+    results: list[T] = []
+    errors: list[BaseException] = []
 
-    # Waits for the thread after an interrupt, too: it works on the caller's stream, where the caller goes on.
-    with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="moereg-outside-pools") as pool:
-        return pool.submit(contextvars.copy_context().run, run).result()
+    def run() -> None:
+        try:
+            with torch.cuda.stream(stream), torch.inference_mode(is_inference), torch.set_grad_enabled(with_gradients):
+                results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    # No executor: those refuse work once the main thread has ended.
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="moereg-outside-pools")
+    thread.start()
+    try:
+        thread.join()
+    finally:
+        # After an interrupt, too: it works on the caller's stream, where the caller goes on.
+        thread.join()
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # The error's frames hold this list, and with it what the function had allocated.
+    return results[0]

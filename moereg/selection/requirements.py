@@ -25,10 +25,21 @@ def clause(reason: str) -> str:
 _PROBING: Final = threading.RLock()
 """Threads that ask at once wait for one. A probe may select in turn."""
 
+_ANSWERS: Final[dict[tuple[Probe, Platform], Reason | None]] = {}
+"""A machine does not change while a process runs, and a probe may take seconds."""
 
-@functools.cache  # A machine does not change while a process runs, and a probe may take seconds.
+
 def ask_probe(probe: Probe, platform: Platform) -> Reason | None:
     """The reason by which a probe says that a cell cannot run there, or None; it runs once a platform."""
+    key = (probe, platform)
+    if key not in _ANSWERS:
+        with _PROBING:
+            if key not in _ANSWERS:
+                _ANSWERS[key] = _answer(probe, platform)
+    return _ANSWERS[key]
+
+
+def _answer(probe: Probe, platform: Platform) -> Reason | None:
     try:
         text: object = probe(platform)
     except BaseException as error:  # As with predicates: the bug of one backend must not affect the others.
@@ -60,8 +71,7 @@ def lacks(cell: Cell, rule: PlatformRule | None, platform: Platform, is_asked: b
             if reason := _requirement_reason(text, platform.versions.get(_requirement_name(text))):
                 reasons.append(reason)
         if rule is not None and is_asked and cell.probes:
-            with _PROBING:
-                reasons.extend(reason for probe in cell.probes if (reason := ask_probe(probe, platform)))
+            reasons.extend(reason for probe in cell.probes if (reason := ask_probe(probe, platform)))
     return reasons
 
 

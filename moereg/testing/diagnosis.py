@@ -30,8 +30,15 @@ _CAUSE: Final = "; likely cause"
 _NUMBER: Final = re.compile(r"\b\d+\b")
 
 _MOST_ROWS: Final = 64
-_MOST_ELEMENTS: Final = 1 << 27
-"""Elements of experts' matrices that one mistake may read; about a second on a CPU for all mistakes."""
+_USUAL_ELEMENTS: Final = 1 << 25
+_MOST_ELEMENTS: Final = 1 << 29
+"""Elements of experts' matrices that one mistake reads: as many rows as stay below the first, none above the second.
+
+There are about 60 mistakes. On a CPU they take seconds where one reads the first, half a minute where it reads the
+second.
+"""
+_MOST_BYTES: Final = 1 << 30
+"""Of weights whose codes and scales are spoiled, which takes copies."""
 
 _TILES: Final = (16, 32, 64, 128, 256)
 
@@ -61,7 +68,9 @@ def diagnose(
     if not out.numel():
         return ()
     if out.isnan().all():
-        return ("out was not written",)
+        return ("out is NaN, as if it was not written",)
+    if _elements(problem) > _MOST_ELEMENTS:
+        return ()
     found: tuple[str, ...] = ()
     if out.isfinite().all():
         right = LayerCall.of(
@@ -69,7 +78,8 @@ def diagnose(
         )
         call = _MistakenCall(**vars(right))
         if spans_tokens(call.scheme):  # One scale of a call depends on every row.
-            found = _matching(call, out, truth)
+            if _elements(problem) // problem.top_k * problem.num_local_experts <= _MOST_ELEMENTS:
+                found = _matching(call, out, truth)
         else:
             kept = _worst_rows(problem, out, truth)
             found = _matching(call.with_rows(kept), out[kept], truth[kept])
@@ -112,16 +122,20 @@ def _wrong_tail(out: torch.Tensor, truth: torch.Tensor, bound: float) -> tuple[s
         num_wrong = int(is_wrong.sum())
         if 0 < num_wrong <= size / 2 and is_wrong[size - num_wrong :].all():
             tail = out.narrow(dim, size - num_wrong, num_wrong)
-            verb = "were not written" if tail.isnan().all() else "are wrong"
+            verb = "are NaN, as if they were not written" if tail.isnan().all() else "are wrong"
             return (f"the last {num_wrong} of {size} {name} of out {verb}",)
     return ()
 
 
+def _elements(problem: MoEProblem) -> int:
+    """Elements of the matrices that one token's experts have."""
+    rows = problem.activation.num_halves + 1
+    return rows * problem.hidden_size * problem.intermediate_size * problem.top_k
+
+
 def _worst_rows(problem: MoEProblem, out: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     """Indices of the rows that differ most, as many as can be computed again and again."""
-    rows = problem.activation.num_halves + 1
-    elements = rows * problem.hidden_size * problem.intermediate_size * problem.top_k
-    count = min(len(out), _MOST_ROWS, max(1, _MOST_ELEMENTS // elements))
+    count = min(len(out), _MOST_ROWS, max(1, _USUAL_ELEMENTS // _elements(problem)))
     distance = torch.linalg.vector_norm(out.double() - truth.double(), dim=1)
     worst: torch.Tensor = distance.topk(count).indices.sort().values
     return worst
@@ -233,7 +247,7 @@ def _scale_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
             text = "all scales of weights" if len(names) > 1 else f"scales of {names[0].removesuffix('_scale')}"
             changed = dataclasses.replace(call.weights, **{name: scales[name] for name in names})  # type: ignore[arg-type]
             yield f"{text} omitted", dataclasses.replace(call, weights=changed)
-        for name, spoiled in plant_faults(call.weights):
+        for name, spoiled in plant_faults(call.weights) if call.weights.num_bytes <= _MOST_BYTES else ():
             if not name.startswith(("gate and up", "bias")):
                 yield name, dataclasses.replace(call, weights=spoiled)
     if call.scheme.activation is not None:

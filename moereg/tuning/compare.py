@@ -313,6 +313,17 @@ class Comparison:
         shapes = self._kernels[decision].experts.workspace_shapes(self.problem, num_tokens)
         return sum(math.prod(shape) for shape in shapes) * self.problem.torch_dtype.itemsize
 
+    def output(self, decision: Decision, key: Hashable) -> torch.Tensor:
+        """A candidate's output of a key's first call, [T,H], NaN where it writes nothing.
+
+        Raises:
+            KeyError: The candidate could not be built, or was wrong to write.
+        """
+        call = self._inputs[key][0]
+        written = torch.full_like(call.hidden_states, math.nan)
+        self._kernels[decision](*call, out=written)
+        return written
+
     def reference(self, decision: Decision, key: Hashable) -> torch.Tensor:
         """The reference for a candidate's output of a key's first call, [T,H] fp32."""
         return self._references[key][decision.computes][0]

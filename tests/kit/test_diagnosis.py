@@ -127,11 +127,11 @@ def test_missing_rows_and_columns_are_counted():
     truth = setting[-1]
     cut = truth.clone()
     cut[-2:] = float("nan")
-    assert _names(setting, cut) == ("the last 2 of 9 rows of out were not written",)
+    assert _names(setting, cut) == ("the last 2 of 9 rows of out are NaN, as if they were not written",)
     cut = truth.clone()
     cut[:, -8:] = 0
     assert _names(setting, cut) == ("the last 8 of 136 columns of out are wrong",)
-    assert _names(setting, torch.full_like(truth, float("nan"))) == ("out was not written",)
+    assert _names(setting, torch.full_like(truth, float("nan"))) == ("out is NaN, as if it was not written",)
     assert _names(setting, truth[:0]) == ()
 
 

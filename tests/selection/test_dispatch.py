@@ -17,8 +17,8 @@ from moereg.dispatch import EmulationWarning, explain_backends, select_backend
 from moereg.errors import RequestError, UnknownBackendError, UnknownSchemeError, UnsupportedProblemError
 from moereg.platforms import Platform
 from moereg.registry import BackendRegistry, register_moe_backend, registering_origin
+from moereg.selection import requirements
 from moereg.selection.request import Request
-from moereg.selection.requirements import ask_probe
 from moereg.selection.result import Decision, Selection, nearest_by_backend
 from moereg.spec.activations import Activation
 from moereg.spec.facts import Facts
@@ -35,7 +35,7 @@ H100 = Platform("cuda", "sm90", "NVIDIA H100", versions={"some-library": "2.1"},
 def fakes(isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch) -> Iterator[BackendRegistry]:
     """A registry that a test fills; nothing of other tests is kept."""
     isolated_registry.restore(())
-    ask_probe.cache_clear()
+    requirements._ANSWERS.clear()
     dispatch._times.cache_clear()
     return isolated_registry
 

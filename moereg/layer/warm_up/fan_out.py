@@ -36,8 +36,9 @@ def fan_out(num_tasks: int, work: Callable[[int], Any], num_forks: int) -> Itera
     try:
         for _ in range(min(num_forks, num_tasks)):
             here, there = context.Pipe()
-            forks.append(context.Process(target=_serve, args=(there, [*at_work, here], work)))
-            forks[-1].start()
+            fork = context.Process(target=_serve, args=(there, [*at_work, here], work))
+            fork.start()
+            forks.append(fork)
             there.close()
             hand_next(here)
         while at_work:
