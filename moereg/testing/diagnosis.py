@@ -38,7 +38,7 @@ There are about 60 mistakes. On a CPU they take seconds where one reads the firs
 second.
 """
 _MOST_BYTES: Final = 1 << 30
-"""Of weights whose codes and scales are spoiled, which takes copies."""
+"""The largest weights whose codes and scales are spoiled, which takes copies."""
 
 _TILES: Final = (16, 32, 64, 128, 256)
 
