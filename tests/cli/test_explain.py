@@ -145,8 +145,10 @@ def test_every_candidate_says_whether_it_was_verified(call: Call, call_json: Cal
     line = "explain --model qwen3-30b-a3b --platform cuda:sm80"
     decisions = {decision["experts"]: decision for decision in call_json(line)[1]["decisions"]}
     assert decisions["TritonExperts"]["verified_on_platform"] is False
-    row = next(line.split() for line in call(line)[1].splitlines() if "TritonExperts" in line)
-    assert (row[0], row[-1]) == ("chosen", "elsewhere")
+    said = call(line)[1].splitlines()
+    # Each has run elsewhere; evidence of either may be older than its code.
+    rows = [next(row.split() for row in said if experts in row) for experts in ("TritonExperts", "TorchDenseExperts")]
+    assert [(row[0], row[-1]) for row in rows] == [("chosen", "elsewhere"), ("fits", "elsewhere")]
     on_sm90 = call_json(line.replace("sm80", "sm90"))[1]["decisions"]
     expected = {decision["experts"]: decision["verified_on_platform"] for decision in on_sm90 if decision["accepted"]}
     shown = call(line.replace("sm80", "sm90"))[1].splitlines()
