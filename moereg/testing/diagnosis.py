@@ -34,8 +34,8 @@ _USUAL_ELEMENTS: Final = 1 << 25
 _MOST_ELEMENTS: Final = 1 << 29
 """Elements of experts' matrices that one mistake reads: as many rows as stay below the first, none above the second.
 
-There are about 60 mistakes. On a CPU they take seconds where one reads the first, half a minute where it reads the
-second.
+There are up to about 60 mistakes, and a CPU that restores weights reads some hundred million elements a second (an
+estimate).
 """
 _MOST_BYTES: Final = 1 << 30
 """The largest weights whose codes and scales are spoiled, which takes copies."""
