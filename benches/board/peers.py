@@ -220,24 +220,6 @@ def missing_table(missing: Sequence[Place]) -> str:
     return f"{len(missing)} of the {total} planned rows.\n\n{table(['layer', 'scheme', 'rows'], lines)}"
 
 
-def summary_table(found: Sequence[Comparison], missing: Sequence[Place], document: dict[str, Any]) -> str:
-    """A few lines for the first page."""
-    groups = [(name, own) for name, own in groups_of(found).items() if own]
-    lines = []
-    for name, own in groups:
-        _, mean, worst, *_ = _judgment(own)
-        lines.append([name, mean, worst.partition(" ")[0], page.counted([one.outcome for one in own])])
-    peers = sorted({peer.name.partition(" (")[0] for one in found for peer in one.peers})
-    filled = table(["group", "fastest other's time / ours, mean", "worst", "rows"], lines)
-    total = len(compare.planned(GPU_LAYERS))
-    files = rows.documents("h200")
-    dates = collections.Counter(str(files[one.own.process.partition(":")[0]]["date"]) for one in found)
-    counted = " and ".join(f"{count} on {date}" for date, count in sorted(dates.items(), reverse=True))
-    text = f"The others are {', '.join(f'`{name}`' for name in peers)}. Measured on {document['device']}: "
-    text += f"{total - len(missing)} of {total} planned rows, {counted}, each with that day's moereg."
-    return "\n\n".join(filter(None, (filled, wrapped(text), vllm_text(found))))
-
-
 # Layers with a file for the H200 and 16-bit experts in vLLM's fused_moe/configs; it takes heuristics for all others.
 _VLLM_CONFIGURED: Final = ("qwen3-30b-a3b", "mixtral-8x7b")
 
@@ -252,42 +234,43 @@ def vllm_text(found: Iterable[Comparison]) -> str:
 
 
 def headline() -> str:
-    """Summary of all rows beside other people's kernels, and of what they lack, in a paragraph each."""
-    board, wheels = board_comparisons(), wheels_comparisons()
-    ratios = [geometric_mean([one.ratio for one in found if one.ratio]) for found in (board, wheels)]
-    outcomes = [page.counted([one.outcome for one in found]) for found in (board, wheels)]
-    device = _first_of_board()["device"]
-    text = f"Each row was measured in one process on an {device}, each kernel only after its output was checked; less "
-    text += (
-        f"than 3 % is a tie. Over the board's {len(board)} rows the fastest other kernel takes {ratios[0]:.2f} times "
-    )
-    text += f"as long as moereg's `{OWN}` (geometric mean; {outcomes[0]}), and over another {len(wheels)} rows the "
-    text += f"fastest wheel takes {ratios[1]:.2f} times as long ({outcomes[1]})."
+    """Rows won, tied and lost, by group, with what each figure lacks: the first page's table."""
+    board, missing = board_comparisons(), compare.missing(GPU_LAYERS, board_comparisons())
+    groups = {name: own for name, own in groups_of(board).items() if own}
+    shards = _shards()
+    lines = []
+    for name, own in {
+        **groups,
+        f"all {len(board)} rows of the board": board,
+        "benches of plugins": wheels_comparisons(),
+        **{f"fp8 tensor-parallel shards, 16 tokens or more, against {label}": own for label, own in shards.items()},
+    }.items():
+        _, mean, worst, *_ = _judgment(own)
+        lines.append([name, mean, worst.partition(" ")[0], page.counted([one.outcome for one in own])])
+    others = sorted({peer.name.partition(" (")[0] for one in board for peer in one.peers})
+    text = f"Each row was measured in one process on an {_first_of_board()['device']}, each kernel only after its "
+    text += "output was checked; less than 3 % is a tie, and means are geometric. The board's others are "
+    text += f"{', '.join(f'`{name}`' for name in others)}; {len(missing)} of its {len(board) + len(missing)} planned "
+    text += "rows are missing."
     of_itself = sum(one.outcome == "lost" for one in page.rows_of("h200")) - sum(one.outcome == "lost" for one in board)
     if of_itself:
-        text += f" The board counts {of_itself} more lost, to another class of `{OWN}`."
-    return "\n\n".join(filter(None, (wrapped(text), _shards_text(), page.absent_text("h200"))))
+        text += f" It counts {of_itself} more lost, to another class of `{OWN}`."
+    if shards:
+        text += f" Rows of shards predate `{OWN}`'s Hopper kernels for per-tensor scales."
+    heads = ["rows", f"fastest other's time / `{OWN}`'s, mean", "worst", "outcome"]
+    return "\n\n".join(filter(None, (table(heads, lines), wrapped(text), page.absent_text("h200"))))
 
 
-def _shards_text() -> str:
-    """Results of two libraries built from source on shards of tensor parallelism, which the board lacks."""
+def _shards() -> dict[str, list[Comparison]]:
+    """Rows of two libraries built from source on shards of tensor parallelism, which the board lacks."""
     try:
         found = compare.judged(compare.of_file(rows.RESULTS / _LIBRARIES))
     except FileNotFoundError:
-        return ""
-    parts = []
-    for name, label in (("hpc_ops", "HPC-Ops"), ("alpha_moe", "Alpha-MoE")):
-        ran = [one for one in found if " TP" in one.place.layer and one.best is not None and one.best.name == name]
-        many = [one for one in ran if one.place.tokens >= 16]
-        if many:
-            behind = 1 / min(one.ratio or math.inf for one in many)
-            lost = sum(one.outcome == "lost" for one in many)
-            parts.append(f"{label} is faster in {lost} of {len(many)} rows, by up to {behind:.2f} times")
-    text = (
-        f"The board has no tensor-parallel shards. On fp8 shards with 16 tokens or more, {', and '.join(parts)}; with "
-    )
-    text += f"fewer tokens `{OWN}` is faster. These rows predate `{OWN}`'s Hopper kernels for per-tensor scales."
-    return wrapped(text) if parts else ""
+        return {}
+    many = [one for one in found if " TP" in one.place.layer and one.place.tokens >= 16 and one.best is not None]
+    labels = {"hpc_ops": "HPC-Ops", "alpha_moe": "Alpha-MoE"}
+    own = {label: [one for one in many if one.best and one.best.name == name] for name, label in labels.items()}
+    return {label: comparisons for label, comparisons in own.items() if comparisons}
 
 
 def report(paths: Sequence[pathlib.Path] = ()) -> str:
@@ -363,6 +346,5 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "peers_elsewhere": elsewhere_table,
     "wheels_groups": lambda: groups_table(wheels_comparisons()),
     "wheels_losses": lambda: losses_table(wheels_comparisons()),
-    "peers_summary": _of_board(lambda found, missing: summary_table(found, missing, _first_of_board())),
     "headline": headline,
 }

@@ -136,6 +136,8 @@ class WholeModel:
         self._codes: list[ExpertWeights] = []
         self._kernels: list[MoEKernel] = []
         self._first: dict[Case, torch.Tensor] = {}
+        # Inputs of each layer's experts, and what they give, in fp32.
+        self._layers: list[tuple[torch.nn.Module, tuple[torch.Tensor, ...], torch.Tensor]] = []
         if spec.quant:
             self._codes = [self._round(module) for module in self.experts]
             self.names.append(QUANTIZED)
@@ -147,7 +149,8 @@ class WholeModel:
         with hooked(self.experts, forward_hook=lambda module, inputs, out: torch.zeros_like(out)):
             control = difference(self._logits(), self._expected)
         bound = max(_FACTOR * difference(self._eager, self._expected)["norm"], _LEAST)
-        record |= {"bound": bound, "control": control, "checks": {}}
+        layer_bound = max(_FACTOR * self._layer_error(), _LEAST)
+        record |= {"bound": bound, "layer_bound": layer_bound, "control": control, "checks": {}}
 
     @property
     def is_late(self) -> bool:
@@ -170,8 +173,14 @@ class WholeModel:
         return logits
 
     def _reference(self) -> torch.Tensor:
-        """Logits of the same weights in fp32; one layer at a time has them, and gets its own bits back."""
+        """Logits of the same weights in fp32; one layer at a time has them, and gets its own bits back.
+
+        Keeps what goes into each layer's experts and comes out of them.
+        """
         inner = self.model.get_decoder()
+
+        def keep(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+            self._layers.append((module, inputs, out))
 
         def widen(module: torch.nn.Module, _: Any) -> None:
             module.float()
@@ -181,8 +190,20 @@ class WholeModel:
 
         self.use(EAGER)
         parts = [inner.embed_tokens, *inner.layers, inner.norm, self.model.lm_head]
-        with hooked(parts, forward_pre_hook=widen, forward_hook=narrow):
+        with hooked(self.experts, forward_hook=keep), hooked(parts, forward_pre_hook=widen, forward_hook=narrow):
             return self._logits()
+
+    def _layer_error(self) -> float:
+        """The largest distance from fp32 of any layer's experts, each on the inputs that it had in fp32.
+
+        Rounding grows from layer to layer, in some models until logits say nothing; here it cannot.
+        """
+
+        def error(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], expected: torch.Tensor) -> float:
+            found = module(*(each.to(self.model.dtype) if each.is_floating_point() else each for each in inputs))
+            return difference(found, expected)["norm"]
+
+        return max(error(*layer) for layer in self._layers)
 
     def use(self, name: str) -> None:
         """Switches all layers, at the price of an attribute, so that plain calls can be timed in turns."""
@@ -235,19 +256,19 @@ class WholeModel:
         return self._kernels
 
     def check(self) -> None:
-        """Compares the logits of each implementation with those in fp32, and drops what is wrong."""
+        """Compares each implementation's experts and logits with those in fp32, and drops what is wrong."""
         checks = self.record["checks"]
         for name in self.names:
             try:
                 self.use(name)
-                logits = self._logits()
+                logits, layers = self._logits(), self._layer_error()
             except Exception as error:
                 checks[name] = {"passed": False, "outcome": _outcome(error)}
                 forget(error)
                 continue
             found = difference(logits, self._expected)
-            passed = found["norm"] <= self.record["bound"]
-            checks[name] = {**found, "passed": passed, "to_eager": difference(logits, self._eager)}
+            passed = found["norm"] <= self.record["bound"] and layers <= self.record["layer_bound"]
+            checks[name] = {**found, "layers": layers, "passed": passed, "to_eager": difference(logits, self._eager)}
             print(f"{name}: {checks[name]}", flush=True)
         self.names = [name for name in self.names if "outcome" in checks[name] or checks[name]["passed"]]
 

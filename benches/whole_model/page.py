@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Final
 
 from benches.markdown import table
 from benches.stored import RESULTS
+from benches.whole_model.models import CONTEXT
 
 __all__ = ["TABLES", "draw_whole_models", "records", "summary"]
 
@@ -89,6 +91,21 @@ def speeds_table(found: Sequence[Mapping[str, Any]] | None = None) -> str:
     return _speeds(found, lambda phase, mode: phase == "prefill" or mode == "graph", _case)
 
 
+def readme_table(found: Sequence[Mapping[str, Any]] | None = None) -> str:
+    """Speed of the fastest other implementation and of moereg, by model, for what a reader asks first."""
+    asked = [("prefill", "eager", 1, 4096), *(("decode", "graph", batch, CONTEXT) for batch in (1, 16, 64))]
+    lines = []
+    for record in records() if found is None else found:
+        cells = []
+        for case in asked:
+            rows = _rows(record).get(case, {})
+            gain, other = _gain(rows), max((rows.get(name, {}).get("tokens_per_s", 0) for name in _RIVALS), default=0)
+            cells.append(f"{other:,.0f} → {_speed(rows.get(_OURS), 0)}" + (f" ({gain:.2f}x)" if gain else ""))
+        lines.append([record["model"], *cells])
+    heads = [f"decoding {batch} sequence{'s' * (batch > 1)}" for _, _, batch, _ in asked[1:]]
+    return table(["tokens a second", "prompt of 4,096 tokens", *heads], lines)
+
+
 def calls_table(found: Sequence[Mapping[str, Any]] | None = None) -> str:
     """Decode steps that are called and compiled."""
 
@@ -100,19 +117,22 @@ def calls_table(found: Sequence[Mapping[str, Any]] | None = None) -> str:
 
 
 def checks_table(found: Sequence[Mapping[str, Any]] | None = None) -> str:
-    """Distances of logits from those in fp32."""
+    """Distances of experts' outputs and of logits from those in fp32."""
     lines = []
     for record in records() if found is None else found:
         for name, check in record["checks"].items():
             if "norm" not in check:
-                lines.append([record["model"], _NAMES[name], check["outcome"], "", "", ""])
+                lines.append([record["model"], _NAMES[name], check["outcome"], "", "", "", ""])
                 continue
             same = f"{check['same_token']:.1%}", f"{check['to_eager']['same_token']:.1%}"
-            lines.append([record["model"], _NAMES[name], f"{check['norm']:.4f}", f"{check['max']:.4f}", *same])
+            distances = (f"{check[of]:.4f}" for of in ("layers", "norm", "max"))
+            lines.append([record["model"], _NAMES[name], *distances, *same])
         zeros = record["control"]
-        control = f"{zeros['norm']:.4f}", f"{zeros['max']:.4f}", f"{zeros['same_token']:.1%}"
-        lines.append([record["model"], f"experts return zeros (bound {record['bound']:.4f})", *control, ""])
-    header = ["model", "experts", "distance from fp32", "largest", "same token as fp32", "same as eager"]
+        control = "1.0000", f"{zeros['norm']:.4f}", f"{zeros['max']:.4f}", f"{zeros['same_token']:.1%}"
+        bounds = f"bounds {record['layer_bound']:.4f} and {record['bound']:.4f}"
+        lines.append([record["model"], f"experts return zeros ({bounds})", *control, ""])
+    logits = ["logits' distance", "largest", "same token as fp32", "same as eager"]
+    header = ["model", "experts", "experts' distance from fp32", *logits]
     return table(header, lines)
 
 
@@ -177,6 +197,7 @@ def picture() -> str:
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "whole_models_picture": picture,
     "whole_models": speeds_table,
+    "whole_models_summary": readme_table,
     "whole_models_calls": calls_table,
     "whole_models_checks": checks_table,
     "whole_models_memory": memory_table,
@@ -199,7 +220,7 @@ def summary(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw_whole_models(path: pathlib.Path, found: Sequence[Mapping[str, Any]]) -> None:
-    """Tokens a second over those of grouped_mm: a panel for each model, a group of bars for each case.
+    """Speed over that of grouped_mm: a panel for each model, a group of bars for each case.
 
     Args:
         path: An SVG, overwritten.
@@ -210,39 +231,39 @@ def draw_whole_models(path: pathlib.Path, found: Sequence[Mapping[str, Any]]) ->
 
     style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": path.name}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(10, 2.1 * len(found) + 0.7), layout="constrained", facecolor="white")
-        grid = figure.subplots(len(found), 1, squeeze=False)
-        for axes, record in zip(grid.flat, found, strict=True):
+        height = math.ceil(len(found) / 2)
+        figure = Figure(figsize=(11, 2 * height + 0.7), layout="constrained", facecolor="white")
+        grid = figure.subplots(height, 2, squeeze=False)
+        for axes in grid.flat[len(found) :]:
+            axes.remove()
+        handles = {}
+        for axes, record in zip(grid.flat, found, strict=False):
             cases = {
                 key: rows
                 for key, rows in _rows(record).items()
                 if (key[0] == "prefill" or key[1] == "graph") and "ms" in rows.get("grouped_mm", {})
             }
             names = [name for name in _NAMES if any("ms" in rows.get(name, {}) for rows in cases.values())]
+            width = 0.8 / len(names)
             for number, name in enumerate(names):
-                color = _COLORS[list(_NAMES).index(name)]
-                width = 0.8 / len(names)
-                for place, rows in enumerate(cases.values()):
-                    if "ms" in rows.get(name, {}):
-                        height = rows["grouped_mm"]["ms"] / rows[name]["ms"]
-                        x = place + (number - (len(names) - 1) / 2) * width
-                        axes.bar(x, height, 0.92 * width, color=color, label=_NAMES[name])
-                        speed = rows[name]["tokens_per_s"]
-                        text = f"{speed / 1e3:.1f}k" if speed >= 1e4 else f"{speed:,.0f}"
-                        axes.annotate(text, (x, height), ha="center", va="bottom", size=6)
+                times = {place: rows for place, rows in enumerate(cases.values()) if "ms" in rows.get(name, {})}
+                bars = axes.bar(
+                    [place + (number - (len(names) - 1) / 2) * width for place in times],
+                    [rows["grouped_mm"]["ms"] / rows[name]["ms"] for rows in times.values()],
+                    0.92 * width,
+                    color=_COLORS[list(_NAMES).index(name)],
+                    label=_NAMES[name],
+                )
+                handles[_NAMES[name]] = bars
+                if name.startswith(_OURS):
+                    axes.bar_label(bars, fmt="%.2f", size=6, color="white", label_type="center", rotation=90)
             axes.axhline(1.0, color="#777777", linewidth=0.8, linestyle="--", zorder=0)
-            axes.set_xticks(range(len(cases)), [_case(*key) for key in cases])
+            axes.set_xticks(range(len(cases)), [_case(*key).replace(" ", "\n", 1) for key in cases], size=7)
             axes.tick_params(axis="x", length=0)
             axes.set_title(record["model"], loc="left", size=9)
-        handles = {}
-        for axes in grid.flat:
-            handles |= {bar.get_label(): bar for bar in axes.containers}
         figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=5, frameon=False)
         figure.suptitle(
-            "Whole models in transformers, by experts implementation: speed over grouped_mm, with tokens a second",
-            x=0.01,
-            ha="left",
-            size=9,
+            "Models in transformers, by experts implementation: speed over grouped_mm", x=0.01, ha="left", size=9
         )
         figure.savefig(path, metadata={"Date": None})
 

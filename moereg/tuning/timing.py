@@ -140,8 +140,8 @@ def time_runs(
 ) -> dict[Key, Timing]:
     """Times things in turns: a round runs each once, on the inputs that are next for it, and starts with another one.
 
-    On a GPU short replays are queued in batches, so that the device is timed and not the host. If any run is not a
-    replay, nothing is queued in batches: the host's time then counts for all.
+    On a GPU replays are queued, short ones in batches, so that the device is timed and not the host. If any run is no
+    replay, each waits until the device is idle: the host's time then counts for all.
 
     Args:
         runs: By the key of the result; one for each set of inputs.
@@ -161,9 +161,8 @@ def time_runs(
         affordable = int(seconds / one_seconds) if one_seconds * rounds > seconds else rounds
         num_samples[key] = min(rounds, max(_MIN_ROUNDS, affordable))
     if device.type == "cuda":
-        # A call that is not a replay includes its host time.
-        outrun = shortest < _OUTRUN_SECONDS and all(_is_replay(run) for own in runs.values() for run in own)
-        samples = _event_samples(runs, num_samples, device, outrun)
+        queues = all(_is_replay(run) for own in runs.values() for run in own)
+        samples = _event_samples(runs, num_samples, device, queues, shortest < _OUTRUN_SECONDS)
     else:
         samples = _wall_clock_samples(runs, num_samples, device, seconds, before)
     return {key: Timing(tuple(samples[key])) for key in runs}
@@ -192,13 +191,16 @@ def _turns(num_samples: Mapping[Key, int]) -> Iterator[tuple[Key, int]]:
 
 
 def _event_samples(
-    runs: Mapping[Key, Sequence[Run]], num_samples: Mapping[Key, int], device: torch.device, outrun: bool
+    runs: Mapping[Key, Sequence[Run]], num_samples: Mapping[Key, int], device: torch.device, queues: bool, outrun: bool
 ) -> dict[Key, list[float]]:
-    # Do not wait in between, so that the device always has the next run queued. Runs that end before the host launches
-    # the next are queued in batches while the device is held.
+    # Replays do not wait, so that the device always has the next one queued. If they end before the host launches the
+    # next, they are queued in batches while the device is held. Other runs wait: behind a long one the host would get
+    # ahead, and its time vanish.
     events: dict[Key, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {key: [] for key in runs}
     for turn, (key, number) in enumerate(_turns(num_samples)):
-        if outrun and turn % _BATCH == 0:
+        if not queues:
+            wait_for(device)
+        elif outrun and turn % _BATCH == 0:
             torch.cuda._sleep(HELD_CYCLES)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         run = runs[key][number % len(runs[key])]

@@ -197,6 +197,14 @@ def test_on_a_gpu_each_call_is_a_graph_whose_replays_are_timed(
     assert len(gpu) == 3 + 1
 
 
+def test_beside_a_plain_call_each_sample_waits_for_an_idle_gpu(gpu: list[torch.device]) -> None:
+    # Behind a long run the host would get ahead, and the time that it takes vanish.
+    (replay,) = timing.capture([lambda: None])
+    del gpu[:]
+    time_runs({"replay": [replay], "call": [lambda: None]}, torch.device("cuda"), rounds=4)
+    assert len(gpu) == 2 + 2 * 4 + 1
+
+
 @pytest.mark.usefixtures("gpu")
 def test_each_graph_captures_the_run_on_its_own_inputs() -> None:
     captured: list[int] = []
