@@ -30,8 +30,7 @@ def softmax_topk(
     Raises:
         ValueError: The logits are not [T,E] floating point, or `top_k` is not in 1..E.
 
-    Source:
-        transformers 5.23, `MixtralTopKRouter`, `Qwen3MoeTopKRouter` and their copies.
+    Source: transformers 5.23, `MixtralTopKRouter`, `Qwen3MoeTopKRouter` and their copies.
     """
     _check_logits(router_logits, top_k)
     check_flag("renormalize", renormalize)
@@ -52,8 +51,7 @@ def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor,
     Raises:
         ValueError: The logits are not [T,E] floating point, or `top_k` is not in 1..E.
 
-    Source:
-        transformers 5.23, `GptOssTopKRouter`.
+    Source: transformers 5.23, `GptOssTopKRouter`.
     """
     _check_logits(router_logits, top_k)
     topk_logits, topk_ids = torch.topk(router_logits.float(), top_k, dim=-1)
@@ -95,8 +93,7 @@ def grouped_sigmoid_topk(
     Raises:
         ValueError: Logits, `top_k`, groups or bias do not fit together.
 
-    Source:
-        transformers 5.23, `DeepseekV3TopkRouter`; DeepSeek-V3 report, arXiv 2412.19437, section 2.1.2.
+    Source: transformers 5.23, `DeepseekV3TopkRouter`; DeepSeek-V3 report, arXiv 2412.19437, section 2.1.2.
     """
     num_experts = _check_logits(router_logits, top_k)
     check_groups(num_experts, top_k, num_groups, topk_groups, scored_experts=2)
@@ -171,8 +168,7 @@ def llama4_topk(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, 
     Raises:
         ValueError: The logits are not [T,E] floating point, or `top_k` is not in 1..E.
 
-    Source:
-        transformers 5.23, `Llama4Router` and `Llama4TextMoe`.
+    Source: transformers 5.23, `Llama4Router` and `Llama4TextMoe`.
     """
     _check_logits(router_logits, top_k)
     topk_logits, topk_ids = torch.topk(router_logits.float(), top_k, dim=-1)
@@ -196,8 +192,7 @@ def topk_sigmoid(
     Raises:
         ValueError: Logits, `top_k` and bias do not fit together.
 
-    Source:
-        transformers 5.23, `Cohere2MoeTopKRouter`, `FlintTopKRouter`, `Kolibri1TopKRouter`.
+    Source: transformers 5.23, `Cohere2MoeTopKRouter`, `FlintTopKRouter`, `Kolibri1TopKRouter`.
     """
     _check_logits(router_logits, top_k)
     check_flag("renormalize", renormalize)
@@ -224,8 +219,7 @@ def biased_softmax_topk(
     Raises:
         ValueError: Logits, `top_k` and bias do not fit together.
 
-    Source:
-        transformers 5.23, `Ernie4_5_MoeTopKRouter`.
+    Source: transformers 5.23, `Ernie4_5_MoeTopKRouter`.
     """
     _check_logits(router_logits, top_k)
     check_number("smallest_sum", smallest_sum)
@@ -257,8 +251,7 @@ def sqrtsoftplus_topk(
     Raises:
         ValueError: Logits, `top_k` and bias do not fit together.
 
-    Source:
-        transformers 5.23, `DeepseekV4TopKRouter`.
+    Source: transformers 5.23, `DeepseekV4TopKRouter`.
     """
     _check_logits(router_logits, top_k)
     check_number("scaling_factor", scaling_factor)
@@ -284,8 +277,7 @@ def sparsemixer(router_logits: torch.Tensor, top_k: int, jitter: float) -> tuple
     Raises:
         ValueError: The logits are not [T,E] floating point, or `top_k` is not 2.
 
-    Source:
-        transformers 5.23, `sparsemixer` of Phimoe; SparseMixer, arXiv 2409.12136.
+    Source: transformers 5.23, `sparsemixer` of Phimoe; SparseMixer, arXiv 2409.12136.
     """
     _check_logits(router_logits, top_k)
     check_number("jitter", jitter)
