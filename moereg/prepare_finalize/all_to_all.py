@@ -106,7 +106,11 @@ class AllToAll(GroupPrepareFinalize):
         problem: MoEProblem,
         expert_map: torch.Tensor | None,
     ) -> Moved:
-        _refuse_capture(hidden_states.device)
+        if hidden_states.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ArgumentError(
+                "a CUDA graph can only capture what waits for nothing on the host, got all_to_all, which waits for "
+                "counts; say graph_capture=True in the problem, so that a way which can be captured is chosen"
+            )
         with torch.cuda.device_of(hidden_states):
             device, top_k = hidden_states.device, topk_ids.shape[1]
             weights_out = topk_weights if self._weights_travel else None
@@ -231,12 +235,3 @@ def _reading(counts: torch.Tensor) -> Callable[[], list[list[list[int]]]]:
         return found
 
     return read
-
-
-def _refuse_capture(device: torch.device) -> None:
-    capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
-    if device.type == "cuda" and capturing():
-        raise ArgumentError(
-            "a CUDA graph can only capture what waits for nothing on the host, got all_to_all, which waits for counts; "
-            "say graph_capture=True in the problem, so that a way which can be captured is chosen"
-        )
