@@ -90,7 +90,7 @@ class Verification(Record):
             tier=cell.tier,
             cases=cases,
             digest=cell_digest(cell),
-            facts=_narrowed(cell),
+            facts=narrowed_text(cell.facts, cell.experts.facts),
             **found,
         )
 
@@ -110,16 +110,12 @@ class Verification(Record):
         schemes = tuple(scheme.name for scheme in cell.schemes)
         if rule is None or (self.rule, self.schemes) != (rule.text, schemes):
             return False
-        return self.facts in ("", _narrowed(cell))
+        return self.facts in ("", narrowed_text(cell.facts, cell.experts.facts))
 
     @property
     def key(self) -> tuple[str, str, tuple[str, ...], str, str, str, str]:
         """The subject of a record: a later one of the same cell on the same device replaces an earlier one."""
         return (self.backend, self.experts, self.schemes, self.rule, self.platform, self.device, self.facts)
-
-
-def _narrowed(cell: BackendCell) -> str:
-    return narrowed_text(cell.facts, cell.experts.facts)
 
 
 def cell_digest(cell: BackendCell) -> str:

@@ -10,14 +10,11 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from typing_extensions import Self
 
 from moereg.errors import described, shown
-
-_MOST_BYTES: Final = 16 << 20
-"""A record has about 500 bytes, and every command reads all of them."""
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Record")
@@ -108,17 +105,12 @@ def read_records(path: Path, kind: type[R], schema: int, is_own: bool = False) -
         ValueError: It cannot be read, others may write to it, or it does not hold records of this schema.
     """
     try:
-        # A pipe would otherwise wait for a writer.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with open(path, encoding="utf-8") as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_BYTES:
-                raise ValueError(
-                    f"it must be a file of at most {_MOST_BYTES >> 20} MiB, got {status.st_size >> 20} MiB"
-                )
             others_write = status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             if is_own and others_write:
                 raise ValueError("it must belong to this user or to root, and nobody else may write to it")
-            document = json.loads(file.read().decode("utf-8"))
+            document = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"it must be readable JSON, got {described(error)}") from error
     if not isinstance(document, Mapping) or document.get("schema") != schema:

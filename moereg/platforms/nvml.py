@@ -81,18 +81,13 @@ def _first_visible() -> Iterator[tuple[Any, Any] | None]:
         yield None
         return
     try:
-        handle = _handle(nvml)
-        yield None if handle is None else (nvml, handle)
+        handle = ctypes.c_void_p()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+        if visible.isdigit():
+            # CUDA numbers devices fastest first unless told otherwise; on hosts with one model both orders agree.
+            code = nvml.nvmlDeviceGetHandleByIndex_v2(int(visible), ctypes.byref(handle))
+        else:
+            code = nvml.nvmlDeviceGetHandleByUUID(visible.encode(), ctypes.byref(handle))
+        yield (nvml, handle) if code == 0 else None
     finally:
         nvml.nvmlShutdown()
-
-
-def _handle(nvml: object) -> object | None:
-    handle = ctypes.c_void_p()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
-    if visible.isdigit():
-        # CUDA numbers devices fastest first unless told otherwise; on hosts with one model both orders agree.
-        code = nvml.nvmlDeviceGetHandleByIndex_v2(int(visible), ctypes.byref(handle))  # type: ignore[attr-defined]
-    else:
-        code = nvml.nvmlDeviceGetHandleByUUID(visible.encode(), ctypes.byref(handle))  # type: ignore[attr-defined]
-    return handle if code == 0 else None

@@ -25,10 +25,9 @@ from moereg.prepare_finalize.exchange import (
     split_rows,
     unpack_tokens,
 )
-from moereg.prepare_finalize.expert_placement import PlacementTables
-from moereg.prepare_finalize.group import Group, GroupFacts
+from moereg.prepare_finalize.group import GroupFacts
 from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
-from moereg.prepare_finalize.wire import Received, Wire
+from moereg.prepare_finalize.wire import Received
 from moereg.spec.facts import MovementFacts
 from moereg.spec.problem import DTYPES, MoEProblem
 
@@ -72,19 +71,16 @@ class AllToAll(GroupPrepareFinalize):
         router_weight_on_input=True,
     )
     sums: ClassVar[bool] = False
+    _ones: torch.Tensor | None = None
 
     @classmethod
     def experts_problem_of(cls, problem: MoEProblem, group: GroupFacts, activation_format: str) -> MoEProblem:
         seen = super().experts_problem_of(problem, group, activation_format)
+        if cls.sums:
+            return seen
         most = seen.max_num_tokens
         routes = None if most is None else most * min(problem.top_k, problem.num_local_experts)
         return dataclasses.replace(seen, top_k=1, max_num_tokens=routes)
-
-    def __init__(
-        self, problem: MoEProblem, experts_problem: MoEProblem, group: Group, tables: PlacementTables, wire: Wire
-    ) -> None:
-        super().__init__(problem, experts_problem, group, tables, wire)
-        self._ones = torch.ones((0, 1), device=group.device)
 
     def copied(self) -> Self:
         other = super().copied()
@@ -110,7 +106,11 @@ class AllToAll(GroupPrepareFinalize):
         problem: MoEProblem,
         expert_map: torch.Tensor | None,
     ) -> Moved:
-        _refuse_capture(hidden_states.device)
+        if hidden_states.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise ArgumentError(
+                "a CUDA graph can only capture what waits for nothing on the host, got all_to_all, which waits for "
+                "counts; say graph_capture=True in the problem, so that a way which can be captured is chosen"
+            )
         with torch.cuda.device_of(hidden_states):
             device, top_k = hidden_states.device, topk_ids.shape[1]
             weights_out = topk_weights if self._weights_travel else None
@@ -170,21 +170,24 @@ class AllToAll(GroupPrepareFinalize):
     def _received(
         self, rows: torch.Tensor, arriving: torch.Tensor, num_routes: int, layout: RowLayout, problem: MoEProblem
     ) -> tuple[Received, torch.Tensor, torch.Tensor]:
-        """The experts' tokens, their weights and their ids: one for each route."""
-        if self.in_triton:
-            from moereg.kernels.rows.arrived import unpack_tokens as unpack_in_triton  # Loads Triton.
-
-            num_rows = rounded_rows(num_routes, problem.max_num_tokens)
-            parts, ids, weights = unpack_in_triton(
-                rows, arriving, num_rows, layout.top_k, layout.has_weights, layout.words
-            )
+        """The experts' tokens, their weights and their ids: one for each route, or all of a token where it `sums`."""
+        if not self.in_triton:
+            parts, ids, weights = (split_rows if self.sums else unpack_tokens)(rows, layout)
         else:
-            parts, ids, weights = unpack_tokens(rows, layout)
+            from moereg.kernels.rows import arrived  # Loads Triton, which may not be there.
+
+            if self.sums:
+                parts, ids, weights = arrived.split_rows(rows, arriving, layout.top_k, layout.words)
+            else:
+                num_rows = rounded_rows(num_routes, problem.max_num_tokens)
+                parts, ids, weights = arrived.unpack_tokens(
+                    rows, arriving, num_rows, layout.top_k, layout.has_weights, layout.words
+                )
         return self.wire.decode(parts), self._ones_of(len(ids)) if weights is None else weights, ids
 
     def _ones_of(self, count: int) -> torch.Tensor:
         """[count,1] fp32 ones, which nobody writes into."""
-        if len(self._ones) < count:
+        if self._ones is None or len(self._ones) < count:
             with torch.inference_mode(False):
                 self._ones = torch.ones((count, 1), device=self.group.device)
         return first_rows(self._ones, count)
@@ -217,21 +220,6 @@ class AllToAllSums(AllToAll):
 
     sums: ClassVar[bool] = True
 
-    @classmethod
-    def experts_problem_of(cls, problem: MoEProblem, group: GroupFacts, activation_format: str) -> MoEProblem:
-        return super(AllToAll, cls).experts_problem_of(problem, group, activation_format)
-
-    def _received(
-        self, rows: torch.Tensor, arriving: torch.Tensor, num_routes: int, layout: RowLayout, problem: MoEProblem
-    ) -> tuple[Received, torch.Tensor, torch.Tensor]:
-        if self.in_triton:
-            from moereg.kernels.rows.arrived import split_rows as split_in_triton  # Loads Triton.
-
-            parts, ids, weights = split_in_triton(rows, arriving, layout.top_k, layout.words)
-        else:
-            parts, ids, weights = split_rows(rows, layout)
-        return self.wire.decode(parts), weights, ids
-
 
 def _reading(counts: torch.Tensor) -> Callable[[], list[list[list[int]]]]:
     """Starts to copy numbers to the host; the result waits for them."""
@@ -247,12 +235,3 @@ def _reading(counts: torch.Tensor) -> Callable[[], list[list[list[int]]]]:
         return found
 
     return read
-
-
-def _refuse_capture(device: torch.device) -> None:
-    capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
-    if device.type == "cuda" and capturing():
-        raise ArgumentError(
-            "a CUDA graph can only capture what waits for nothing on the host, got all_to_all, which waits for counts; "
-            "say graph_capture=True in the problem, so that a way which can be captured is chosen"
-        )

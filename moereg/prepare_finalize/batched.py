@@ -56,35 +56,23 @@ class BatchedPrepareFinalize(PrepareFinalize):
             return Prepared(quick, hidden_states.shape[0], batches.row_of_route)
         from moereg.kernels.plain.device import local_expert_ids  # Loads torch, which choosing does without.
 
-        num_tokens, hidden_size = hidden_states.shape
-        num_slots = topk_ids.shape[1]
-        num_local_experts = problem.num_local_experts
-        local = local_expert_ids(topk_ids, num_local_experts, expert_map).flatten()
-        # Unmapped routes form a group behind the last expert, so that one stable sort places everything.
-        group = torch.where(local >= 0, local, num_local_experts)
-        sorted_group, order = torch.sort(group, stable=True)
-        token = order // num_slots
-        # The sort is stable, so a token's routes to one expert are neighbors; all but the first add no row.
-        is_new = torch.ones_like(sorted_group)
-        is_new[1:] = (sorted_group[1:] != sorted_group[:-1]) | (token[1:] != token[:-1])
-        num_rows = torch.nn.functional.pad(is_new.cumsum(0), (1, 0))
-        first = num_rows[torch.searchsorted(sorted_group, torch.arange(num_local_experts + 1, device=group.device))]
-        place = num_rows[1:] - 1 - first[sorted_group]
-        kept = sorted_group < num_local_experts
-        surplus = num_local_experts * num_tokens
-        row = torch.where(kept, sorted_group * num_tokens + place, surplus)
-        # One row beyond the experts' rows takes routes that go nowhere.
-        rows = hidden_states.new_empty(surplus + 1, hidden_size)
-        rows[row] = hidden_states[token]
+        (num_tokens, hidden_size), num_local = hidden_states.shape, problem.num_local_experts
+        local = local_expert_ids(topk_ids, num_local, expert_map)
+        # Unmapped routes go to one expert more, whose rows are dropped.
+        expert = torch.where(local >= 0, local, num_local)
+        is_routed = torch.zeros((num_tokens, num_local + 1), dtype=torch.int32, device=local.device)
+        place = is_routed.scatter_(1, expert, 1).cumsum(0) - 1  # [T,E+1], each token counts itself
+        row = torch.where(local >= 0, expert * num_tokens + place.gather(1, expert), num_local * num_tokens)
+        rows = hidden_states.new_empty(num_local * num_tokens + 1, hidden_size)
         if problem.apply_router_weight_on_input:
             # The experts do not see routes in this format, so the scaling happens here.
-            rows[row] = (rows[row] * topk_weights.flatten()[order].unsqueeze(1)).to(rows.dtype)
-        row_of_route = torch.empty_like(row)
-        row_of_route[order] = torch.where(kept, row, -1)
-        counts = (first[1:] - first[:-1]).to(torch.int32)
-        of_experts = rows[:surplus].view(num_local_experts, num_tokens, hidden_size)
+            rows[row] = (hidden_states.unsqueeze(1) * topk_weights.unsqueeze(2)).to(rows.dtype)
+        else:
+            rows[row] = hidden_states.unsqueeze(1).expand(*row.shape, hidden_size)
+        of_experts = rows[:-1].view(num_local, num_tokens, hidden_size)
+        counts = is_routed[:, :-1].sum(0, dtype=torch.int32)
         inputs = ExpertInputs(of_experts, topk_weights, topk_ids, counts, expert_map)
-        return Prepared(inputs, num_tokens, row_of_route.view(num_tokens, num_slots))
+        return Prepared(inputs, num_tokens, torch.where(local >= 0, row, -1))
 
     def finalize(self, out: torch.Tensor, expert_out: torch.Tensor, prepared: Prepared, problem: MoEProblem) -> None:
         assert prepared.row_of_route is not None

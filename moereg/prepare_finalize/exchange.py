@@ -120,10 +120,8 @@ def pack_tokens(
     counts, (rank, row, place) = placed
     before = counts.cumsum(0) - counts  # [R,2]
     at = rank.clamp(min=0).long()
-    if by_token:
-        home_row = torch.where(row >= 0, before[at, 0] + row, -1).to(torch.int32)
-    else:
-        home_row = torch.where(rank >= 0, before[at, 1] + place, -1).to(torch.int32)
+    within = row if by_token else place
+    home_row = torch.where(within >= 0, before[at, 0 if by_token else 1] + within, -1).to(torch.int32)
     token, choice = (row >= 0).nonzero(as_tuple=True)
     order = (before[at[token, choice], 0] + row[token, choice]).argsort()
     token, choice = token[order], choice[order]

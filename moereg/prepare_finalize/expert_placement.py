@@ -207,14 +207,10 @@ def _experts(name: str, value: object) -> tuple[int, ...]:
 
 def _tensors(placement: ExpertPlacement, rank: int) -> tuple[torch.Tensor, ...]:
     """`expert_map`, `num_holders`, `holders` and `expert_maps` on the CPU."""
-    holders: list[list[int]] = [[] for _ in range(placement.num_experts)]
-    for holder, experts in enumerate(placement.experts_of_rank):
-        for expert in experts:
-            holders[expert].append(holder)
-    padded = [ranks + [-1] * (placement.num_ranks - len(ranks)) for ranks in holders]
-    return (
-        torch.tensor(placement.expert_map(rank), dtype=torch.int32),
-        torch.tensor([len(ranks) for ranks in holders], dtype=torch.int32),
-        torch.tensor(padded, dtype=torch.int32),
-        torch.tensor([placement.expert_map(each) for each in range(placement.num_ranks)], dtype=torch.int32),
-    )
+    num_ranks = placement.num_ranks
+    maps = torch.tensor([placement.expert_map(each) for each in range(num_ranks)], dtype=torch.int32)
+    ranks = torch.arange(num_ranks, dtype=torch.int32).expand(placement.num_experts, -1)
+    # Ranks that do not hold an expert go behind those that do.
+    holders = ranks.masked_fill(maps.t() < 0, num_ranks).sort(1).values
+    holders[holders == num_ranks] = -1
+    return maps[rank].clone(), (maps >= 0).sum(0, dtype=torch.int32), holders, maps

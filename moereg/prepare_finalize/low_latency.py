@@ -180,7 +180,11 @@ class LowLatency(GroupPrepareFinalize):
         room, device = self._room, rooms.counts.device
         counts = rooms.counts[:, : self.problem.num_local_experts].contiguous()
         end = counts.cumsum(0)  # [ranks,E]
-        source, within = _sources(end, counts, room)  # [E, ranks * room] each
+        # Source rank of each row of an expert, [E, ranks * room], and its slot there: they stand in order of ranks.
+        row = torch.arange(len(end) * room, device=device)
+        source = torch.searchsorted(end.t().contiguous(), row.expand(end.shape[1], -1).contiguous(), right=True)
+        source = source.clamp(max=len(end) - 1)
+        within = (row - (end - counts).t().gather(1, source)).clamp(0, room - 1)
         expert = torch.arange(len(source), device=device).unsqueeze(1)
         place = (expert * room + within).flatten()
         parts = [column.view(torch.uint8)[source.flatten(), place] for column in rooms.columns]
@@ -230,12 +234,3 @@ class LowLatency(GroupPrepareFinalize):
         lies = (begin + torch.arange(room, device=counts.device)).clamp(max=max_rows - 1)
         lies += torch.arange(num_local, device=counts.device).unsqueeze(1) * max_rows
         results[:, : num_local * room] = expert_out.flatten(0, 1)[lies.flatten(1)]
-
-
-def _sources(end: torch.Tensor, counts: torch.Tensor, room: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Source rank of each row of an expert, and its slot there: they stand in order of ranks."""
-    size = len(end)
-    places = torch.arange(size * room, device=end.device)
-    source = torch.searchsorted(end.t().contiguous(), places.expand(end.shape[1], -1).contiguous(), right=True)
-    source = source.clamp(max=size - 1)  # [E, ranks * room]
-    return source, (places - (end - counts).t().gather(1, source)).clamp(0, room - 1)

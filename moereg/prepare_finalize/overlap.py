@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import threading
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,12 +19,6 @@ class Tokens(NamedTuple):
     hidden_states: torch.Tensor
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
-
-
-_STREAMS: Final[dict[torch.device, torch.cuda.Stream]] = {}
-"""A stream for movement on each GPU: layers run one after another, and so does what they move."""
-
-_LOCK: Final = threading.Lock()
 
 
 def run_over_group(
@@ -108,10 +102,9 @@ def _parts(tokens: Tokens, out: torch.Tensor, count: int) -> list[tuple[Tokens, 
     return [(Tokens(*(tensor[part] for tensor in tokens)), out[part]) for part in parts]
 
 
+@functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    with _LOCK:
-        if device not in _STREAMS:
-            # Movement is short, and the next products wait for it: it goes first where both could start. NCCL keeps
-            # streams of its own, whose priority is the process group's.
-            _STREAMS[device] = torch.cuda.Stream(device, priority=-1)
-        return _STREAMS[device]
+    """The stream for movement on a GPU: layers run one after another, and so does what they move."""
+    # Movement is short, and the next products wait for it: it goes first where both could start. NCCL keeps streams of
+    # its own, whose priority is the process group's.
+    return torch.cuda.Stream(device, priority=-1)

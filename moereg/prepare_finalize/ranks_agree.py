@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from moereg.errors import RanksDifferError, described
 from moereg.prepare_finalize import Group
@@ -14,8 +13,7 @@ _NO_LAYER: Final = 0
 """Instead of a layer's number: a rank makes a kernel or moves experts. Layers count from 1."""
 
 
-@dataclass(frozen=True)
-class Together:
+class Together(NamedTuple):
     """A step that ranks take together, as an error words it.
 
     Attributes:

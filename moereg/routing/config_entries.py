@@ -10,10 +10,12 @@ Functions take the parsed file and an entry's name. What is missing, of another 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from moereg.errors import CheckpointError, shown
+
+T = TypeVar("T")
 
 LARGEST_SIZE: Final = 2**20
 """Largest hidden or intermediate size; published ones are up to 53,248."""
@@ -39,35 +41,24 @@ def read_count(
         minimum: Smallest value that makes sense.
         maximum: Largest value that is accepted.
     """
-    value = _find(config, names)
-    value = default if value is None else value
-    if type(value) is not int or not minimum <= value <= maximum:
-        exceeds = type(value) is int and value > maximum
-        rule = f"be at most {maximum}" if exceeds else f"be a whole number of at least {minimum}"
-        raise _error(config, names, rule, value)
-    return value
+    rule = f"be a whole number of at least {minimum}"
+    value = _read(config, names, default, lambda found: type(found) is int and found >= minimum, rule)
+    return _read(config, names, value, lambda found: found <= maximum, f"be at most {maximum}")
 
 
 def read_number(config: Mapping[str, Any], *names: str, default: float | None = None) -> float:
     """A finite number; arguments as in `read_count`."""
-    value = _find(config, names)
-    value = default if value is None else value
-    if (
-        not isinstance(value, (int, float))
-        or isinstance(value, bool)
-        or not -_LARGEST_NUMBER <= value <= _LARGEST_NUMBER
-    ):
-        raise _error(config, names, f"be a number of at most {_LARGEST_NUMBER:.0f} either way", value)
-    return float(value)
+
+    def is_number(found: Any) -> bool:
+        is_real = isinstance(found, (int, float)) and not isinstance(found, bool)
+        return is_real and -_LARGEST_NUMBER <= found <= _LARGEST_NUMBER
+
+    return float(_read(config, names, default, is_number, f"be a number of at most {_LARGEST_NUMBER:.0f} either way"))
 
 
 def read_flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """True or false, and neither "false" nor 0."""
-    value = config.get(name)
-    value = default if value is None else value
-    if type(value) is not bool:
-        raise _error(config, (name,), "be true or false", value)
-    return value
+    return _read(config, (name,), default, lambda found: type(found) is bool, "be true or false")
 
 
 def read_choice(config: Mapping[str, Any], name: str, choices: Sequence[Any], default: Any, cure: str = _CURE) -> Any:
@@ -80,11 +71,7 @@ def read_choice(config: Mapping[str, Any], name: str, choices: Sequence[Any], de
         default: Meant where it is absent.
         cure: What to do about another value.
     """
-    value = config.get(name)
-    value = default if value is None else value
-    if not is_one_of(value, choices):
-        raise _error(config, (name,), f"be in {list(choices)}", value, cure)
-    return value
+    return _read(config, (name,), default, lambda found: is_one_of(found, choices), f"be in {list(choices)}", cure)
 
 
 def is_one_of(value: Any, choices: Iterable[Any]) -> bool:
@@ -102,64 +89,60 @@ def _is_same(value: Any, other: Any) -> bool:
 
 def read_indices(config: Mapping[str, Any], name: str) -> frozenset[int] | None:
     """An optional list of indices of layers, no more than a model has."""
-    value = config.get(name)
-    if value is None:
-        return None
-    if not (
-        isinstance(value, list)
-        and len(value) <= MOST_LAYERS
-        and all(type(item) is int and 0 <= item < MOST_LAYERS for item in value)
-    ):
-        raise _error(config, (name,), f"be a list of layer indices below {MOST_LAYERS}", value)
-    return frozenset(value)
+
+    def is_indices(found: Any) -> bool:
+        is_list = isinstance(found, list) and len(found) <= MOST_LAYERS
+        return is_list and all(type(item) is int and 0 <= item < MOST_LAYERS for item in found)
+
+    rule = f"be a list of layer indices below {MOST_LAYERS}"
+    return None if config.get(name) is None else frozenset(_read(config, (name,), None, is_indices, rule))
 
 
 def read_name(config: Mapping[str, Any], name: str) -> str | None:
     """An optional text."""
-    value = config.get(name)
-    if value is not None and not isinstance(value, str):
-        raise _error(config, (name,), "be a name", value)
-    return value
+    if config.get(name) is None:
+        return None
+    return _read(config, (name,), "", lambda found: isinstance(found, str), "be a name")
 
 
 def read_names(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """An optional list of names."""
-    value = config.get(name)
-    if value is None:
-        return ()
-    if not (isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)):
-        raise _error(config, (name,), "be a list of module names", value)
-    return tuple(value)
+
+    def is_names(found: object) -> bool:
+        return isinstance(found, (list, tuple)) and all(isinstance(item, str) for item in found)
+
+    return tuple(_read(config, (name,), (), is_names, "be a list of module names"))
 
 
 def read_object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """An optional JSON object; empty where it is absent."""
-    value = config.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise _error(config, (name,), "be an object", value)
-    return value
+    return _read(config, (name,), {}, lambda found: isinstance(found, dict), "be an object")
 
 
 def read_objects(config: Mapping[str, Any], name: str) -> Mapping[str, Mapping[str, Any]]:
     """An optional JSON object of objects; empty where it is absent."""
-    value = config.get(name)
-    if value is None:
-        return {}
-    if not (isinstance(value, dict) and all(isinstance(item, dict) for item in value.values())):
-        raise _error(config, (name,), "be an object of objects", value)
-    return value
+
+    def is_objects(found: object) -> bool:
+        return isinstance(found, dict) and all(isinstance(item, dict) for item in found.values())
+
+    return _read(config, (name,), {}, is_objects, "be an object of objects")
 
 
-def _find(config: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((config[name] for name in names if config.get(name) is not None), None)
-
-
-def _error(
-    config: Mapping[str, Any], names: Sequence[str], rule: str, value: Any, cure: str = _CURE
-) -> CheckpointError:
-    found = next((name for name in names if config.get(name) is not None), " or ".join(names))
+def _read(
+    config: Mapping[str, Any],
+    names: Sequence[str],
+    default: T | None,
+    is_valid: Callable[[T], bool],
+    rule: str,
+    cure: str = _CURE,
+) -> T:
+    """The entry by the first of its names that is there, else the default; either has to be valid."""
+    name = next((name for name in names if config.get(name) is not None), None)
+    value: Any = default if name is None else config[name]
+    if is_valid(value):
+        valid: T = value
+        return valid
     # The quantization config has no type of its own.
     model = f" of model type {shown(config['model_type'])}" if "model_type" in config else ""
-    return CheckpointError(f"{found}{model} must {rule}, got {'none' if value is None else shown(value)}; {cure}")
+    found = "none" if value is None else shown(value)
+    raise CheckpointError(f"{name or ' or '.join(names)}{model} must {rule}, got {found}; {cure}")

@@ -6,6 +6,7 @@ meaning is not known is refused.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -293,9 +294,7 @@ def _cohere2_router(config: Mapping[str, Any]) -> _Keywords:
 
 def _laguna_router(config: Mapping[str, Any]) -> _Keywords:
     _require_choice(config, "moe_apply_router_weight_on_input", (False,), False)
-    read = _sigmoid_topk(
-        scaling="moe_routed_scaling_factor", reads_renormalize=False, groups=None, epsilon=0.0, fp32_logits=False
-    )
+    read = _MINIMAX(scaling="moe_routed_scaling_factor")
     cap = "moe_router_logit_softcapping"
     return dict(read({**config, cap: None}), logit_softcap=max(read_number(config, cap, default=0.0), 0.0))
 
@@ -332,27 +331,58 @@ def _dbrx_router(config: Mapping[str, Any]) -> _Keywords:
 
 
 _DEEPSEEK_V3: Final = _sigmoid_topk(scaling_factor=2.5, groups=(8, 4))
-_TOPK_SOFTMAX: Final = _router("topk_softmax", scoring="softmax", renormalizes=True)
-_MINIMAX_M2: Final = _sigmoid_topk(reads_renormalize=False, groups=None, epsilon=0.0, fp32_logits=False)
+_HUNYUAN: Final = _softmax_topk(True, fp32_logits=True)
+_MINIMAX: Final = functools.partial(_sigmoid_topk, reads_renormalize=False, groups=None, epsilon=0.0, fp32_logits=False)
 
-_READERS: Final[Mapping[str, _Reader]] = {
-    "afmoe": _sigmoid_topk(scaling="route_scale", reads_renormalize=False, groups=None, fp32_logits=False),
-    "aria_text": _TOPK_SOFTMAX,
-    "axk1": _DEEPSEEK_V3,
-    "axk2": _axk2_router,
-    "bailing_hybrid": _DEEPSEEK_V3,
-    "beam": lambda config: dict(_DEEPSEEK_V3(config), fp32_weight=True),
-    "cohere2_moe": _cohere2_router,
+_READERS_OF: Final[Mapping[str, _Reader]] = {
+    "flex_olmo olmoe qwen2_moe qwen3_moe": _softmax_topk(),
+    "mellum qwen3_next qwen3_omni_moe_text qwen4_exp_text": _softmax_topk(default=True),
+    "minimax mixtral qwen3_5_moe_text qwen3_vl_moe_text": _softmax_topk(True),
+    "jamba": _softmax_topk(False),
+    "hunyuan_v1_moe": lambda config: dict(_HUNYUAN(config), fp32_weight=True),
     "dbrx": _dbrx_router,
-    "deepseek_ocr2_text": _deepseek_v2_router,
-    "deepseek_v2": _deepseek_v2_router,
-    "deepseek_v3": _DEEPSEEK_V3,
-    "deepseek_v32": _DEEPSEEK_V3,
+    "aria_text gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared": _router(
+        "topk_softmax", scoring="softmax", renormalizes=True
+    ),
+    "openai_privacy_filter": _router("topk_softmax", scoring="softmax", renormalizes=True, fp32_logits=True),
+    "cohere2_moe": _cohere2_router,
+    "deepseek_ocr2_text deepseek_v2 unlimited_ocr_text": _deepseek_v2_router,
+    "mistral4 mistral_large4_text": _mistral_router,
+    # Kimi-K2 is DeepSeek-V3 under its publisher's own name.
+    "axk1 bailing_hybrid deepseek_v3 deepseek_v32 kimi_k2": _DEEPSEEK_V3,
+    "beam": lambda config: dict(_DEEPSEEK_V3(config), fp32_weight=True),
+    "axk2": _axk2_router,
     "deepseek_v4": _deepseek_v4_router,
+    "dots3_note dots3_note_text glm4_moe glm4v_moe_text mimo_v2_flash nemotron_h solar_open": _sigmoid_topk(),
     # Published files say noaux_tc where others say how scores are made.
     "dots1": _sigmoid_topk(renormalize=False, scorings=("sigmoid", "noaux_tc")),
-    "dots3_note": _sigmoid_topk(),
-    "dots3_note_text": _sigmoid_topk(),
+    "glm4_moe_lite": _sigmoid_topk(scaling_factor=1.8),
+    "kimi_linear": _sigmoid_topk(scaling_factor=2.446),
+    "exaone_moe glm5_next glm5_next_text glm_moe_dsa": _sigmoid_topk(scaling_factor=2.5),
+    "hy_v3": _sigmoid_topk(scaling="router_scaling_factor", scaling_factor=2.826, reads_renormalize=False, groups=None),
+    "hy_v4": _sigmoid_topk(scaling_factor=2.827),
+    "afmoe": _sigmoid_topk(scaling="route_scale", reads_renormalize=False, groups=None, fp32_logits=False),
+    "minimax_m2": _MINIMAX(),
+    "minimax_m3_vl_text": _MINIMAX(scaling_factor=2.0),
+    "step3p5": _MINIMAX(scaling="moe_router_scaling_factor"),
+    "laguna": _laguna_router,
+    "lfm2_moe": _lfm2_router,
+    "llama4_text": _router("llama4_topk", scoring="sigmoid", renormalizes=False),
+    "flint": _router(
+        "topk_sigmoid",
+        scoring="sigmoid",
+        renormalize=lambda config: read_flag(config, "norm_topk_prob", True),
+        fp32_logits=True,
+        fp32_weight=True,
+    ),
+    "kolibri1": _router(
+        "topk_sigmoid",
+        scoring="sigmoid",
+        method="noaux_tc",
+        renormalize=lambda config: read_flag(config, "norm_topk_prob"),
+        has_correction_bias=True,
+        fp32_logits=True,
+    ),
     "ernie4_5_moe": _router(
         "biased_softmax_topk",
         scoring="softmax",
@@ -363,76 +393,16 @@ _READERS: Final[Mapping[str, _Reader]] = {
         fp32_logits=True,
         fp32_weight=True,
     ),
-    "exaone_moe": _sigmoid_topk(scaling_factor=2.5),
-    "flex_olmo": _softmax_topk(),
-    "flint": _router(
-        "topk_sigmoid",
-        scoring="sigmoid",
-        renormalize=lambda config: read_flag(config, "norm_topk_prob", True),
-        fp32_logits=True,
-        fp32_weight=True,
-    ),
-    "glm4_moe": _sigmoid_topk(),
-    "glm4_moe_lite": _sigmoid_topk(scaling_factor=1.8),
-    "glm4v_moe_text": _sigmoid_topk(),
-    "glm5_next": _sigmoid_topk(scaling_factor=2.5),
-    "glm5_next_text": _sigmoid_topk(scaling_factor=2.5),
-    "glm_moe_dsa": _sigmoid_topk(scaling_factor=2.5),
-    "gpt_oss": _TOPK_SOFTMAX,
-    "granitemoe": _TOPK_SOFTMAX,
-    "granitemoe_swa": _TOPK_SOFTMAX,
-    "granitemoehybrid": _TOPK_SOFTMAX,
-    "granitemoeshared": _TOPK_SOFTMAX,
-    "hunyuan_v1_moe": lambda config: dict(_softmax_topk(True, fp32_logits=True)(config), fp32_weight=True),
-    "hy_v3": _sigmoid_topk(scaling="router_scaling_factor", scaling_factor=2.826, reads_renormalize=False, groups=None),
-    "hy_v4": _sigmoid_topk(scaling_factor=2.827),
-    "jamba": _softmax_topk(False),
-    # Kimi-K2 is DeepSeek-V3 under its publisher's own name.
-    "kimi_k2": _DEEPSEEK_V3,
-    "kimi_linear": _sigmoid_topk(scaling_factor=2.446),
-    "kolibri1": _router(
-        "topk_sigmoid",
-        scoring="sigmoid",
-        method="noaux_tc",
-        renormalize=lambda config: read_flag(config, "norm_topk_prob"),
-        has_correction_bias=True,
-        fp32_logits=True,
-    ),
-    "laguna": _laguna_router,
-    "lfm2_moe": _lfm2_router,
-    "llama4_text": _router("llama4_topk", scoring="sigmoid", renormalizes=False),
-    "mellum": _softmax_topk(default=True),
-    "mimo_v2_flash": _sigmoid_topk(),
-    "minimax": _softmax_topk(True),
-    "minimax_m2": _MINIMAX_M2,
-    "minimax_m3_vl_text": _sigmoid_topk(
-        scaling_factor=2.0, reads_renormalize=False, groups=None, epsilon=0.0, fp32_logits=False
-    ),
-    "mistral4": _mistral_router,
-    "mistral_large4_text": _mistral_router,
-    "mixtral": _softmax_topk(True),
-    "nemotron_h": _sigmoid_topk(),
-    "olmoe": _softmax_topk(),
-    "openai_privacy_filter": _router("topk_softmax", scoring="softmax", renormalizes=True, fp32_logits=True),
     "phimoe": _router(
         "sparsemixer",
         scoring="softmax",
         renormalizes=False,
         jitter=lambda config: read_number(config, "router_jitter_noise", default=0.01),
     ),
-    "qwen2_moe": _softmax_topk(),
-    "qwen3_5_moe_text": _softmax_topk(True),
-    "qwen3_moe": _softmax_topk(),
-    "qwen3_next": _softmax_topk(default=True),
-    "qwen3_omni_moe_text": _softmax_topk(default=True),
-    "qwen3_vl_moe_text": _softmax_topk(True),
-    "qwen4_exp_text": _softmax_topk(default=True),
-    "solar_open": _sigmoid_topk(),
-    "step3p5": _sigmoid_topk(
-        scaling="moe_router_scaling_factor", reads_renormalize=False, groups=None, epsilon=0.0, fp32_logits=False
-    ),
-    "unlimited_ocr_text": _deepseek_v2_router,
 }
+"""By the model types that route alike: those of a row have one reader."""
 
-ROUTED_MODEL_TYPES: Final = tuple(_READERS)
+_READERS: Final = {model_type: reader for names, reader in _READERS_OF.items() for model_type in names.split()}
+
+ROUTED_MODEL_TYPES: Final = tuple(sorted(_READERS))
 """Model types whose configs are read."""

@@ -22,8 +22,7 @@ _REFUSED: Final[Mapping[str, tuple[str, ...]]] = {
         *("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
     ),
     "its routing weights are normalized together with those of its shared experts": (
-        "inkling_mm_model",
-        "inkling_text",
+        *("inkling_mm_model", "inkling_text"),
     ),
     "its activation caps gate and up with tanh, which no Activation does": ("inkling2", "inkling2_text"),
     "a bias is added to the sum of its experts, and its attention has experts too": ("jetmoe",),

@@ -111,10 +111,9 @@ class RouterSpec:
             check_number(name, getattr(self, name))
         check_count("scored_experts", self.scored_experts)
         topk.check_top_k(self.num_experts, self.top_k)
-        topk.check_groups(self.num_experts, self.top_k, self.num_groups, self.topk_groups)
         kind = _ROUTER_KINDS[self.kind]
-        if self.num_groups > 1:
-            topk.check_group_score(self.num_experts, self.num_groups, kind.scored_experts or self.scored_experts)
+        scored_experts = kind.scored_experts or self.scored_experts
+        topk.check_groups(self.num_experts, self.top_k, self.num_groups, self.topk_groups, scored_experts)
         # An option that is silently ignored would be wrong numbers.
         for field in dataclasses.fields(self):
             if (

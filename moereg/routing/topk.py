@@ -30,17 +30,12 @@ def softmax_topk(
     Raises:
         ValueError: The logits are not [T,E] floating point, or `top_k` is not in 1..E.
 
-    Source:
-        transformers 5.23, `MixtralTopKRouter`, `Qwen3MoeTopKRouter` and their copies.
+    Source: transformers 5.23, `MixtralTopKRouter`, `Qwen3MoeTopKRouter` and their copies.
     """
     _check_logits(router_logits, top_k)
     check_flag("renormalize", renormalize)
     scores = torch.softmax(_exact(router_logits, rounds_scores), dim=-1)
-    topk_scores, topk_ids = torch.topk(scores, top_k, dim=-1)
-    topk_weights = topk_scores.float()
-    if renormalize:
-        topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
-    return topk_weights, topk_ids.to(torch.int32)
+    return _weighted(*torch.topk(scores, top_k, dim=-1), renormalize)
 
 
 def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,8 +51,7 @@ def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor,
     Raises:
         ValueError: The logits are not [T,E] floating point, or `top_k` is not in 1..E.
 
-    Source:
-        transformers 5.23, `GptOssTopKRouter`.
+    Source: transformers 5.23, `GptOssTopKRouter`.
     """
     _check_logits(router_logits, top_k)
     topk_logits, topk_ids = torch.topk(router_logits.float(), top_k, dim=-1)
@@ -99,29 +93,19 @@ def grouped_sigmoid_topk(
     Raises:
         ValueError: Logits, `top_k`, groups or bias do not fit together.
 
-    Source:
-        transformers 5.23, `DeepseekV3TopkRouter`; DeepSeek-V3 report, arXiv 2412.19437, section 2.1.2.
+    Source: transformers 5.23, `DeepseekV3TopkRouter`; DeepSeek-V3 report, arXiv 2412.19437, section 2.1.2.
     """
     num_experts = _check_logits(router_logits, top_k)
-    check_groups(num_experts, top_k, num_groups, topk_groups)
+    check_groups(num_experts, top_k, num_groups, topk_groups, scored_experts=2)
     check_flag("renormalize", renormalize)
     for name, number in (("scaling_factor", scaling_factor), ("epsilon", epsilon), ("logit_softcap", logit_softcap)):
         check_number(name, number)
-    if num_groups > 1:
-        check_group_score(num_experts, num_groups, 2)
     logits = _exact(router_logits, rounds_scores)
     if logit_softcap:
         logits = torch.tanh(logits / logit_softcap) * logit_softcap
     scores = torch.sigmoid(logits)
-    choice_scores = _biased(scores, correction_bias)
-    if topk_groups < num_groups:
-        group_scores = _group(choice_scores, num_groups).topk(2, dim=-1).values.sum(dim=-1)
-        choice_scores = _mask_other_groups(choice_scores, group_scores, topk_groups)
-    topk_ids = torch.topk(choice_scores, top_k, dim=-1).indices
-    topk_weights = scores.gather(-1, topk_ids).float()
-    if renormalize:
-        topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + epsilon)
-    return topk_weights * scaling_factor, topk_ids.to(torch.int32)
+    choice_scores = _in_best_groups(_biased(scores, correction_bias), num_groups, topk_groups, scored_experts=2)
+    return _weighted(*_best(scores, choice_scores, top_k), renormalize, epsilon, scaling_factor)
 
 
 def grouped_softmax_topk(
@@ -159,21 +143,13 @@ def grouped_softmax_topk(
         2.2.2.
     """
     num_experts = _check_logits(router_logits, top_k)
-    check_groups(num_experts, top_k, num_groups, topk_groups)
+    check_count("scored_experts", scored_experts)
+    check_groups(num_experts, top_k, num_groups, topk_groups, scored_experts)
     check_number("scaling_factor", scaling_factor)
     check_flag("renormalize", renormalize)
-    check_count("scored_experts", scored_experts)
-    if num_groups > 1:
-        check_group_score(num_experts, num_groups, scored_experts)
     scores = torch.softmax(_exact(router_logits, rounds_scores), dim=-1)
-    if topk_groups < num_groups:
-        group_scores = _group(scores, num_groups).topk(scored_experts, dim=-1).values.sum(dim=-1)
-        scores = _mask_other_groups(scores, group_scores, topk_groups)
-    topk_scores, topk_ids = torch.topk(scores, top_k, dim=-1)
-    topk_weights = topk_scores.float()
-    if renormalize:
-        topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + _DEEPSEEK_V3_EPSILON)
-    return topk_weights * scaling_factor, topk_ids.to(torch.int32)
+    scores = _in_best_groups(scores, num_groups, topk_groups, scored_experts)
+    return _weighted(*torch.topk(scores, top_k, dim=-1), renormalize, _DEEPSEEK_V3_EPSILON, scaling_factor)
 
 
 def llama4_topk(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,8 +168,7 @@ def llama4_topk(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, 
     Raises:
         ValueError: The logits are not [T,E] floating point, or `top_k` is not in 1..E.
 
-    Source:
-        transformers 5.23, `Llama4Router` and `Llama4TextMoe`.
+    Source: transformers 5.23, `Llama4Router` and `Llama4TextMoe`.
     """
     _check_logits(router_logits, top_k)
     topk_logits, topk_ids = torch.topk(router_logits.float(), top_k, dim=-1)
@@ -217,17 +192,13 @@ def topk_sigmoid(
     Raises:
         ValueError: Logits, `top_k` and bias do not fit together.
 
-    Source:
-        transformers 5.23, `Cohere2MoeTopKRouter`, `FlintTopKRouter`, `Kolibri1TopKRouter`.
+    Source: transformers 5.23, `Cohere2MoeTopKRouter`, `FlintTopKRouter`, `Kolibri1TopKRouter`.
     """
     _check_logits(router_logits, top_k)
     check_flag("renormalize", renormalize)
     logits = router_logits.float()
-    topk_ids = torch.topk(_biased(logits, correction_bias), top_k, dim=-1).indices
-    topk_weights = torch.sigmoid(logits.gather(-1, topk_ids))
-    if renormalize:
-        topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
-    return topk_weights, topk_ids.to(torch.int32)
+    topk_logits, topk_ids = _best(logits, _biased(logits, correction_bias), top_k)
+    return _weighted(torch.sigmoid(topk_logits), topk_ids, renormalize)
 
 
 def biased_softmax_topk(
@@ -248,14 +219,12 @@ def biased_softmax_topk(
     Raises:
         ValueError: Logits, `top_k` and bias do not fit together.
 
-    Source:
-        transformers 5.23, `Ernie4_5_MoeTopKRouter`.
+    Source: transformers 5.23, `Ernie4_5_MoeTopKRouter`.
     """
     _check_logits(router_logits, top_k)
     check_number("smallest_sum", smallest_sum)
     scores = torch.softmax(router_logits.float(), dim=-1)
-    topk_ids = torch.topk(_biased(scores, correction_bias), top_k, dim=-1).indices
-    topk_weights = scores.gather(-1, topk_ids)
+    topk_weights, topk_ids = _best(scores, _biased(scores, correction_bias), top_k)
     topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True).clamp(min=smallest_sum)
     return topk_weights, topk_ids.to(torch.int32)
 
@@ -282,16 +251,13 @@ def sqrtsoftplus_topk(
     Raises:
         ValueError: Logits, `top_k` and bias do not fit together.
 
-    Source:
-        transformers 5.23, `DeepseekV4TopKRouter`.
+    Source: transformers 5.23, `DeepseekV4TopKRouter`.
     """
     _check_logits(router_logits, top_k)
     check_number("scaling_factor", scaling_factor)
     scores = torch.nn.functional.softplus(_exact(router_logits, rounds_scores)).sqrt()
-    topk_ids = torch.topk(_biased(scores, correction_bias), top_k, dim=-1).indices
-    topk_weights = scores.gather(-1, topk_ids).float()
-    topk_weights = topk_weights / (topk_weights.sum(dim=-1, keepdim=True) + _DEEPSEEK_V3_EPSILON)
-    return topk_weights * scaling_factor, topk_ids.to(torch.int32)
+    best = _best(scores, _biased(scores, correction_bias), top_k)
+    return _weighted(*best, renormalize=True, epsilon=_DEEPSEEK_V3_EPSILON, scaling_factor=scaling_factor)
 
 
 def sparsemixer(router_logits: torch.Tensor, top_k: int, jitter: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -311,8 +277,7 @@ def sparsemixer(router_logits: torch.Tensor, top_k: int, jitter: float) -> tuple
     Raises:
         ValueError: The logits are not [T,E] floating point, or `top_k` is not 2.
 
-    Source:
-        transformers 5.23, `sparsemixer` of Phimoe; SparseMixer, arXiv 2409.12136.
+    Source: transformers 5.23, `sparsemixer` of Phimoe; SparseMixer, arXiv 2409.12136.
     """
     _check_logits(router_logits, top_k)
     check_number("jitter", jitter)
@@ -374,17 +339,37 @@ def _check_logits(router_logits: torch.Tensor, top_k: int) -> int:
     return num_experts
 
 
-def _group(scores: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Views scores [T,E] as [T,G,E/G]; no size is left to infer, because zero tokens leave it undefined."""
-    return scores.view(len(scores), num_groups, scores.shape[1] // num_groups)
-
-
-def _mask_other_groups(scores: torch.Tensor, group_scores: torch.Tensor, topk_groups: int) -> torch.Tensor:
-    """Returns the scores [T,E] with -inf for experts outside each token's best groups by group_scores [T,G]."""
+def _in_best_groups(scores: torch.Tensor, num_groups: int, topk_groups: int, scored_experts: int) -> torch.Tensor:
+    """The scores [T,E] with -inf outside each token's best groups, by the sum of a group's `scored_experts` best."""
+    if topk_groups == num_groups:
+        return scores
+    # No size is left to infer, because zero tokens leave it undefined.
+    grouped = scores.view(len(scores), num_groups, scores.shape[1] // num_groups)
+    group_scores = grouped.topk(scored_experts, dim=-1).values.sum(dim=-1)
     best_groups = torch.topk(group_scores, topk_groups, dim=-1, sorted=False).indices
     is_best = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, best_groups, True)
-    grouped_scores = _group(scores, group_scores.shape[-1])
-    return grouped_scores.masked_fill(~is_best.unsqueeze(-1), float("-inf")).flatten(-2)
+    return grouped.masked_fill(~is_best.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def _best(scores: torch.Tensor, choice_scores: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores and ids of the experts with the best choice scores; both [T,K]."""
+    topk_ids = torch.topk(choice_scores, top_k, dim=-1).indices
+    return scores.gather(-1, topk_ids), topk_ids
+
+
+def _weighted(
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    renormalize: bool,
+    epsilon: float = 0.0,
+    scaling_factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights in fp32, divided by their sum + epsilon where they are renormalized, and scaled; ids in int32."""
+    topk_weights = topk_weights.float()
+    if renormalize:
+        total = topk_weights.sum(dim=-1, keepdim=True)
+        topk_weights = topk_weights / (total + epsilon if epsilon else total)
+    return topk_weights if scaling_factor == 1.0 else topk_weights * scaling_factor, topk_ids.to(torch.int32)
 
 
 def check_top_k(num_experts: int, top_k: int) -> None:
@@ -397,8 +382,8 @@ def check_top_k(num_experts: int, top_k: int) -> None:
         )
 
 
-def check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int) -> None:
-    """Checks that experts divide into groups, and that the chosen groups hold enough of them."""
+def check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int, scored_experts: int) -> None:
+    """Checks that experts divide into groups, and that there are enough to choose from and to make a group's score."""
     check_count("num_groups", num_groups, minimum=0)
     check_count("topk_groups", topk_groups, minimum=0)
     if num_groups < 1 or num_experts % num_groups:
@@ -417,11 +402,7 @@ def check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int
             f"top_k must not exceed the experts of the chosen groups, got top_k={top_k} with {reachable} experts in "
             f"{topk_groups} of {num_groups} groups; raise topk_groups or lower top_k"
         )
-
-
-def check_group_score(num_experts: int, num_groups: int, scored_experts: int) -> None:
-    """Checks that a group has the experts that make its score."""
-    if num_experts // num_groups < scored_experts:
+    if num_groups > 1 and num_experts // num_groups < scored_experts:
         count = "two best experts" if scored_experts == 2 else f"{scored_experts} best experts"
         raise ValueError(
             f"a group's score is the sum of its {count}, got {num_experts} experts in {num_groups} groups; "

@@ -14,7 +14,7 @@ import torch
 from moereg.dispatch import Decision, Selection, evaluate, machine_reasons
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.platforms import Platform, torch_device
-from moereg.plugins.loader import current_platform, load_backends
+from moereg.plugins.loader import current_platform
 from moereg.registry import BackendCell
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem
@@ -117,11 +117,6 @@ def why_not_runnable(cell: BackendCell) -> str:
     """The reasons by which this machine cannot run a cell's simplest problem."""
     decision = evaluate(cell, next(iter(claimed_problems(cell))), machine(), Request(require=(cell.name,)))
     return "; ".join(reason.text for reason in decision.reasons)
-
-
-def runnable_cells() -> list[BackendCell]:
-    """Registered cells that this machine can run."""
-    return [cell for cell in load_backends().cells if runnable_platform(cell) is not None]
 
 
 def is_imitated(cell: BackendCell) -> bool:

@@ -69,7 +69,7 @@ def run_check(check: Check, isolate: bool = True, seconds: float | None = None) 
     Args:
         check: One of `checks_of`.
         isolate: Whether it runs in a worker process, which later checks share while it lives. Without, a crash ends
-            this process, and only a loop in Python is given up.
+            this process, and it takes its time.
         seconds: Time that it gets; `CHECK_SECONDS` where None, and `GPU_CHECK_SECONDS` beside a GPU.
     """
     return _run(shared_worker() if isolate else Here(), check, _check_seconds(seconds))[0]

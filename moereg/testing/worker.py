@@ -35,79 +35,60 @@ _MOST_OUTPUT: Final = 64 << 20
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
-@dataclasses.dataclass
 class _Child:
     """A process that answers requests.
 
     Attributes:
-        pid: Its id, which is its group's too.
+        process: The process, whose id is its group's too.
         pipe: To it and from it.
         stdout, stderr: Files that its streams go to.
         num_checks: How many checks it has run.
-        is_reaped: Whether it has ended and been waited for, after which its id may be another's.
     """
 
-    pid: int
-    pipe: Connection[Request, Answer[Any]]
-    stdout: IO[bytes]
-    stderr: IO[bytes]
-    num_checks: int = 0
-    is_reaped: bool = False
-
-    @classmethod
-    def start(cls) -> _Child:
-        stdout, stderr = (tempfile.TemporaryFile(buffering=0) for _ in range(2))  # noqa: SIM115
-        here, there = multiprocessing.Pipe()
-        pid = os.fork()
-        if pid:
-            there.close()
-            return cls(pid, here, stdout, stderr)
-        try:
-            here.close()
-            os.setsid()
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.dup2(stdout.fileno(), 1)
-            os.dup2(stderr.fileno(), 2)
-            # Before anything else, so that a crash names its line of Python.
-            faulthandler.enable(2)
-            _work(there)
-        finally:
-            os._exit(0)
+    def __init__(self) -> None:
+        self.stdout, self.stderr = (tempfile.TemporaryFile(buffering=0) for _ in range(2))  # noqa: SIM115
+        self.pipe: Connection[Request, Answer[Any]]
+        self.pipe, there = multiprocessing.Pipe()
+        self.num_checks = 0
+        self.process = multiprocessing.get_context("fork").Process(target=_work, args=(self, there))
+        self.process.start()
+        there.close()
 
     def stop(self) -> None:
         """Ends it with all of its own children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        if not self.is_reaped:
-            os.kill(self.pid, signal.SIGKILL)
-            self.wait()
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
         self.pipe.close()
         self.stdout.close()
         self.stderr.close()
 
     def dump(self) -> None:
         """Ends it so that it dumps its stack."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGABRT)
-        deadline = time.monotonic() + _DUMP_S
-        while not self.is_reaped and self.wait(os.WNOHANG) is None and time.monotonic() < deadline:
-            time.sleep(_TICK_S)
+        if self.process.is_alive():
+            os.kill(self.process.pid or 0, signal.SIGABRT)
+            self.process.join(_DUMP_S)
 
-    def wait(self, options: int = 0) -> str | None:
-        """How it ended; None where it has not and the options say not to wait."""
-        pid, status = os.waitpid(self.pid, options)
-        if not pid:
-            return None
-        self.is_reaped = True
-        if not os.WIFSIGNALED(status):
-            return f"the process was ended with exit code {os.waitstatus_to_exitcode(status)}"
-        number = os.WTERMSIG(status)
+    def end(self, seconds: float | None = None) -> str | None:
+        """How it ended; None where it has not after so many seconds."""
+        self.process.join(seconds)
+        code = self.process.exitcode
+        if code is None or code >= 0:
+            return None if code is None else f"the process was ended with exit code {code}"
         known = {each.value: each.name for each in signal.Signals}
-        return f"the process died of {known.get(number, f'signal {number}')}"
+        return f"the process died of {known.get(-code, f'signal {-code}')}"
 
 
-def _work(pipe: Connection[Answer[Any], Request]) -> None:
+def _work(child: _Child, pipe: Connection[Answer[Any], Request]) -> None:
     """The child: answers requests until their pipe is closed."""
+    child.pipe.close()
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.dup2(child.stdout.fileno(), 1)
+    os.dup2(child.stderr.fileno(), 2)
+    # Before anything of a backend, so that a crash names its line of Python.
+    faulthandler.enable(2)
     while True:
         request = pipe.recv()
         if request.function is list_suite:
@@ -144,7 +125,7 @@ class _Supervisor:
     def handle(self, request: Request) -> Answer[Any]:
         if request.fresh:
             self.stop()
-        child = self._child = self._child or _Child.start()
+        child = self._child = self._child or _Child()
         for file in (child.stdout, child.stderr):
             file.seek(0)
             file.truncate()
@@ -177,25 +158,25 @@ class _Supervisor:
         try:
             child.pipe.send(request)
         except OSError:
-            return child.wait() or ""
+            return child.end() or ""
         while True:
             ready = wait([child.pipe, self._requests], _TICK_S)
             if child.pipe in ready:
                 try:
                     return child.pipe.recv()
                 except (EOFError, OSError):
-                    return child.wait() or ""
+                    return child.end() or ""
             if self._requests in ready:
                 # Nothing is asked while an answer is awaited: the parent has gone.
                 self.stop()
                 sys.exit(0)
-            if ended := child.wait(os.WNOHANG):
+            if ended := child.end(0):
                 return ended
             late = time.monotonic() - deadline
             # The child's own dump of where it is comes first, soon where the machine is not busy.
             if late > _DUMP_S or (late > 2 * _TICK_S and "most recent call first" in _read(child.stderr)):
                 return f"no end after {request.seconds:g} s"
-            used = _memory_bytes(child.pid)
+            used = _memory_bytes(child.process.pid)
             if used > request.memory_bytes:
                 child.dump()
                 return f"took {format_bytes(used)} of memory"
@@ -210,7 +191,7 @@ class _Supervisor:
         self._child = None
 
 
-def _memory_bytes(pid: int) -> int:
+def _memory_bytes(pid: int | None) -> int:
     """Bytes of memory that a process holds; 0 where the system does not say."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:

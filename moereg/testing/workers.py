@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -203,49 +202,23 @@ class Worker:
 
 
 class Here:
-    """As `Worker`, in this process: nothing is isolated, and only Python code can be given up."""
+    """As `Worker`, in this process, where a debugger may wait: nothing is isolated or given up."""
 
     is_isolated: Final = False
 
     def ask(
         self, function: Callable[..., _T | None], *arguments: Any, seconds: float = CHECK_SECONDS, fresh: bool = False
     ) -> Answer[_T]:
-        """As `Worker.ask`."""
+        """As `Worker.ask`, whatever the time."""
         start = time.monotonic()
-        try:
-            with interpreting(), _given_up_after(seconds):
-                value = function(*arguments)
-        except _TimeUpError:
-            return Answer(outcome=Outcome("timed_out", f"took longer than {seconds:g} s", seconds))
+        with interpreting():
+            value = function(*arguments)
         if isinstance(value, Outcome):
             return Answer(outcome=dataclasses.replace(value, seconds=time.monotonic() - start))
         return Answer(value)
 
     def stop(self) -> None:
         """Nothing to stop."""
-
-
-class _TimeUpError(BaseException):
-    """The time of a check that runs in this process is over."""
-
-
-def _raise_time_up(number: int, frame: object) -> None:
-    raise _TimeUpError
-
-
-@contextlib.contextmanager
-def _given_up_after(seconds: float) -> Iterator[None]:
-    """Raises `_TimeUpError` inside when the time is over; signals reach the main thread alone."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-    handler = signal.signal(signal.SIGALRM, _raise_time_up)
-    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, left)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def _is_interpreting() -> bool:

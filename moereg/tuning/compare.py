@@ -29,8 +29,9 @@ from moereg.spec.quant_schemes import QuantScheme
 from moereg.tuning.inputs import Call
 from moereg.tuning.roofline import Ceilings, roofline_us, work_of
 from moereg.tuning.timing import ROUNDS, SECONDS, Run, Timing, kernel_runs, time_kernels, time_runs, wait_for
-from moereg.tuning.watched import WatchedTensors, same_bytes
+from moereg.tuning.watched import WatchedTensors
 from moereg.weights.permuted import ExpertWeights
+from moereg.weights.unpermute import same_bits
 
 Tolerance = Callable[[MoEProblem, int, QuantScheme | str], float]
 """The bound for a layer, a number of tokens and the computed scheme: `moereg.numerics.tolerances.layer_tolerance`."""
@@ -114,7 +115,7 @@ class _OwnCalls:
         names: dict[str, None] = {}
         for own, call in zip(self.calls, self._pristine, strict=True):
             for name, tensor, pristine in zip(Call._fields, own, call, strict=True):
-                if (not tensor.is_inference() and tensor._version) or not same_bytes(tensor, pristine):
+                if (not tensor.is_inference() and tensor._version) or not same_bits(tensor, pristine):
                     names[name] = None
         return tuple(names)
 
@@ -373,27 +374,24 @@ class Comparison:
 
     def _blame(self, found: _Findings, decision: Decision, step: str, own: _OwnCalls | None = None) -> bool:
         """Reports what was written or set since the last time, if anything, and restores weights and torch's state."""
-        has_written = True  # Used where writes cannot be attributed.
+        has_written = True  # Where this raises, writes cannot be attributed.
         with self._culprits.naming(found.errors, decision, step):
-            has_written = self._has_written(found, decision, step, own)
+            if changed := self._torch.restore():
+                found.damages[decision] = self._found.damages[decision] = f"{step} {_changed(changed)}"
+                self._kernels.pop(decision, None)
+            inputs = own.written() if own else ()
+            if inputs:
+                found.damages[decision] = f"{step} wrote to its inputs ({', '.join(inputs)})"
+            if written := self._watched.written():
+                # Excluded for good: it may have written to what it runs on.
+                found.damages[decision] = self._found.damages[decision] = f"{step} {_wrote(written)}"
+                # Its permuted weights may be as large as the new ones, so they are freed first.
+                self._kernels.pop(decision, None)
+                if own:
+                    own.runs.clear()
+                self._restore(found, [decision])
+            has_written = bool(changed or inputs or written)
         return has_written
-
-    def _has_written(self, found: _Findings, decision: Decision, step: str, own: _OwnCalls | None) -> bool:
-        if changed := self._torch.restore():
-            found.damages[decision] = self._found.damages[decision] = f"{step} {_changed(changed)}"
-            self._kernels.pop(decision, None)
-        inputs = own.written() if own else ()
-        if inputs:
-            found.damages[decision] = f"{step} wrote to its inputs ({', '.join(inputs)})"
-        if written := self._watched.written():
-            # Excluded for good: it may have written to what it runs on.
-            found.damages[decision] = self._found.damages[decision] = f"{step} {_wrote(written)}"
-            # Its permuted weights may be as large as the new ones, so they are freed first.
-            self._kernels.pop(decision, None)
-            if own:
-                own.runs.clear()
-            self._restore(found, [decision])
-        return bool(changed or inputs or written)
 
     def _restore(self, found: _Findings, writers: Sequence[Decision]) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -26,6 +26,9 @@ _SAMPLE_TOKENS: Final = 64
 # A weight near 0 would hide that its route is wrong.
 _MIN_ROUTE_WEIGHT: Final = 0.1
 
+_Draw = tuple[list[int], float]
+"""Places in the pool where an expert's matrices start, and the expert's scale."""
+
 
 class Call(NamedTuple):
     """Inputs of one call.
@@ -45,7 +48,7 @@ def random_weights(
     problem: MoEProblem,
     generator: torch.Generator,
     device: torch.device,
-    advance: Callable[[int, int], object] | None = None,
+    advance: Callable[[int, int], object] = lambda done, total: None,
     experts: Sequence[int] | None = None,
 ) -> ExpertWeights:
     """Random weights at which outputs are of the order of 1; the same on every device.
@@ -65,25 +68,19 @@ def random_weights(
     num_drawn = problem.num_local_experts if experts is None else problem.num_experts
     experts = list(range(num_drawn) if experts is None else experts)
     pool = torch.randn(_POOL_NUMEL, generator=generator).to(device, problem.torch_dtype)
+    # Experts of one model differ in scale too. Those that others hold are drawn all the same.
+    draws: list[_Draw] = []
+    for _ in range(num_drawn):
+        starts = torch.randint(_POOL_NUMEL, (3,), generator=generator).tolist()
+        draws.append((starts, 0.8 + 0.4 * float(torch.rand((), generator=generator))))
     build = _unquantized_experts if problem.quant.weight is None else _quantized_experts
-    tensors = build(problem, pool, generator, _places(experts, num_drawn, advance))
+    tensors = build(problem, pool, generator.initial_seed(), [draws[expert] for expert in experts], advance)
     if problem.has_bias:
         rows = problem.activation.num_halves * problem.intermediate_size
         for name, columns in (("w13_bias", rows), ("w2_bias", problem.hidden_size)):
             bias = torch.randn(num_drawn, columns, generator=generator) * _BIAS_STD
             tensors[name] = bias[experts].to(device, problem.torch_dtype)
     return ExpertWeights(**tensors, quant=problem.quant)
-
-
-def _places(
-    experts: Sequence[int], num_drawn: int, advance: Callable[[int, int], object] | None
-) -> Iterator[int | None]:
-    """For each expert that is drawn, in order, where it goes; None where others hold it."""
-    place_of = {expert: place for place, expert in enumerate(experts)}
-    for expert in range(num_drawn):
-        yield place_of.get(expert)
-        if advance is not None:
-            advance(expert + 1, num_drawn)
 
 
 def _empty_experts(problem: MoEProblem, num_experts: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -95,52 +92,40 @@ def _empty_experts(problem: MoEProblem, num_experts: int, device: torch.device) 
     return {name: torch.empty(shape, dtype=problem.torch_dtype, device=device) for name, shape in shapes.items()}
 
 
-def _fill_expert(
-    problem: MoEProblem,
-    w13: torch.Tensor | None,
-    w2: torch.Tensor | None,
-    pool: torch.Tensor,
-    generator: torch.Generator,
-) -> None:
-    """Overwrites one expert's matrices; without them only draws its numbers."""
+def _fill_expert(problem: MoEProblem, w13: torch.Tensor, w2: torch.Tensor, pool: torch.Tensor, draw: _Draw) -> None:
+    """Overwrites one expert's matrices."""
     hidden, intermediate = problem.hidden_size, problem.intermediate_size
-    starts = torch.randint(_POOL_NUMEL, (3,), generator=generator).tolist()
-    # Experts of one model differ in scale too.
-    scale = 0.8 + 0.4 * float(torch.rand((), generator=generator))
-    if w13 is None or w2 is None:
-        return
-    _fill(w13[-intermediate:], pool, starts[0], scale * _UP_STD / math.sqrt(hidden))
+    (up, gate, down), scale = draw
+    _fill(w13[-intermediate:], pool, up, scale * _UP_STD / math.sqrt(hidden))
     if problem.activation.num_halves == 2:
-        _fill(w13[:intermediate], pool, starts[1], scale * _GATE_STD / math.sqrt(hidden))
-    _fill(w2, pool, starts[2], scale / math.sqrt(intermediate))
+        _fill(w13[:intermediate], pool, gate, scale * _GATE_STD / math.sqrt(hidden))
+    _fill(w2, pool, down, scale / math.sqrt(intermediate))
 
 
 def _unquantized_experts(
-    problem: MoEProblem, pool: torch.Tensor, generator: torch.Generator, places: Iterator[int | None]
+    problem: MoEProblem, pool: torch.Tensor, seed: int, draws: Sequence[_Draw], advance: Callable[[int, int], object]
 ) -> dict[str, torch.Tensor]:
-    tensors = _empty_experts(problem, problem.num_local_experts, pool.device)
-    for place in places:
-        w13, w2 = (None, None) if place is None else (tensors["w13"][place], tensors["w2"][place])
-        _fill_expert(problem, w13, w2, pool, generator)
+    tensors = _empty_experts(problem, len(draws), pool.device)
+    for place, draw in enumerate(draws):
+        _fill_expert(problem, tensors["w13"][place], tensors["w2"][place], pool, draw)
+        advance(place + 1, len(draws))
     return tensors
 
 
 def _quantized_experts(
-    problem: MoEProblem, pool: torch.Tensor, generator: torch.Generator, places: Iterator[int | None]
+    problem: MoEProblem, pool: torch.Tensor, seed: int, draws: Sequence[_Draw], advance: Callable[[int, int], object]
 ) -> dict[str, torch.Tensor]:
     buffer = _empty_experts(problem, 1, pool.device)
     # Uses its own generator, so that the weights are those of the unquantized layer, rounded.
-    own = torch.Generator().manual_seed(generator.initial_seed() + 1)
+    own = torch.Generator().manual_seed(seed + 1)
     sample = torch.randn(_SAMPLE_TOKENS, problem.hidden_size, generator=own).to(pool)
-    experts: list[dict[str, torch.Tensor]] = [{} for _ in range(problem.num_local_experts)]
-    for place in places:
-        if place is None:
-            _fill_expert(problem, None, None, pool, generator)
-            continue
-        _fill_expert(problem, buffer["w13"][0], buffer["w2"][0], pool, generator)
+    experts: list[dict[str, torch.Tensor]] = []
+    for draw in draws:
+        _fill_expert(problem, buffer["w13"][0], buffer["w2"][0], pool, draw)
         plain = ExpertWeights(w13=buffer["w13"], w2=buffer["w2"])
         a13, a2 = _static_scales(problem, plain, sample)
-        experts[place] = quantize_weights(plain, problem.quant, a13_scale=a13, a2_scale=a2).tensors()
+        experts.append(quantize_weights(plain, problem.quant, a13_scale=a13, a2_scale=a2).tensors())
+        advance(len(experts), len(draws))
     return {name: torch.cat([tensors.pop(name) for tensors in experts]) for name in list(experts[0])}
 
 

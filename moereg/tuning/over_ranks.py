@@ -35,7 +35,7 @@ from moereg.prepare_finalize.wire import PlainWire, Wire
 from moereg.runtime.memory import format_bytes
 from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import Call, num_calls, random_call, random_weights
-from moereg.tuning.timing import HELD_CYCLES, Run, Timing, can_be_captured, capture, wait_for
+from moereg.tuning.timing import HELD_CYCLES, Run, Timing, is_replay, kernel_runs, wait_for
 from moereg.weights.permuted import ExpertWeights
 
 _BATCH_SECONDS: Final = 2e-3
@@ -158,7 +158,7 @@ class _Rank:
         calls = calls_of_group(problem, num_tokens, 1, routing, self.job.seed + 1, self.device)
         kernel = make_kernel(problem, self.weights)
         outs = [torch.empty_like(call.hidden_states) for call in calls]
-        runs, _ = kernel_runs_over_ranks(kernel, calls, outs, self.job.eager)
+        runs = kernel_runs(kernel, calls, outs, over_ranks=True, captures=not self.job.eager)
         return time_over_ranks(runs, self.device, self.job.rounds, self.job.seconds).median_us
 
     def _rows_of(
@@ -237,11 +237,12 @@ class _Rank:
             found |= self._compared(kernel, first, whole)
         if not found["passed"]:
             return found
-        runs, is_captured = kernel_runs_over_ranks(kernel, own, outs, self.job.eager)
+        runs = kernel_runs(kernel, own, outs, over_ranks=True, captures=not self.job.eager)
         timing = time_over_ranks(runs, self.device, self.job.rounds, self.job.seconds)
         outs[0].fill_(math.nan)
         runs[0]()
         error = error_over_ranks(outs[0], mine)
+        is_captured = is_replay(runs[0])
         del runs
         if not error <= tolerance:  # NaN is wrong, too.
             return {**found, "relative_error": error, "passed": False}
@@ -398,20 +399,6 @@ def _there_and_home(
 ) -> None:
     dist.all_to_all_single(there[0], there[1], in_rows, out_rows)
     dist.all_to_all_single(home[0], home[1], out_rows, in_rows)
-
-
-def kernel_runs_over_ranks(
-    kernel: MoEKernel, calls: Sequence[Call], outs: Sequence[torch.Tensor], eager: bool
-) -> tuple[list[Run], bool]:
-    """One run a call, which overwrites its [T,H] of `outs`, and whether they are replays of graphs."""
-    runs: list[Run] = [functools.partial(kernel, *call, out=out) for call, out in zip(calls, outs, strict=True)]
-    for run in runs:  # Each may have sizes of its own, whose kernels are compiled here.
-        run()
-    wait_for(outs[0].device)
-    if eager or outs[0].device.type != "cuda" or not can_be_captured(kernel):
-        return runs, False
-    # Other threads, as NCCL's watchdog, go on meanwhile.
-    return capture(runs, error_mode="thread_local"), True
 
 
 def all_agree(is_so: bool, device: torch.device) -> bool:

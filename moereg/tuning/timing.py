@@ -82,18 +82,28 @@ def time_kernels(
     return time_runs(runs, calls[0].hidden_states.device, rounds, seconds)
 
 
-def kernel_runs(kernel: MoEKernel, calls: Sequence[Call], outs: Sequence[torch.Tensor]) -> list[Run]:
-    """One run a call, which overwrites its [T,H] of `outs`: a graph's replay where the kernel's facts allow it.
+def kernel_runs(
+    kernel: MoEKernel,
+    calls: Sequence[Call],
+    outs: Sequence[torch.Tensor],
+    *,
+    over_ranks: bool = False,
+    captures: bool = True,
+) -> list[Run]:
+    """One run a call, which overwrites its [T,H] of `outs`: a graph's replay where it `captures` and facts allow it.
 
-    The kernel is called once first, so that nothing is left to compile.
+    The kernel is called once first, so that nothing is left to compile; over ranks with each of the calls, which have
+    sizes of their own there.
     """
-    eager = [functools.partial(kernel, *call, out=out) for call, out in zip(calls, outs, strict=True)]
-    eager[0]()
+    runs: list[Run] = [functools.partial(kernel, *call, out=out) for call, out in zip(calls, outs, strict=True)]
+    for run in runs if over_ranks else runs[:1]:
+        run()
     device = outs[0].device
     wait_for(device)
-    if device.type != "cuda" or not can_be_captured(kernel) or not outs[0].numel():
-        return list(eager)
-    return capture(eager)
+    if not captures or device.type != "cuda" or not can_be_captured(kernel) or not (over_ranks or outs[0].numel()):
+        return runs
+    # Other threads, as NCCL's watchdog, go on meanwhile.
+    return capture(runs, error_mode="thread_local" if over_ranks else "global")
 
 
 def can_be_captured(kernel: MoEKernel) -> bool:
@@ -127,7 +137,8 @@ def _replay(graph: torch.cuda.CUDAGraph, _captured: Run) -> None:
     graph.replay()
 
 
-def _is_replay(run: Run) -> bool:
+def is_replay(run: Run) -> bool:
+    """Whether a run is that of a captured graph."""
     return isinstance(run, functools.partial) and run.func is _replay
 
 
@@ -161,7 +172,7 @@ def time_runs(
         affordable = int(seconds / one_seconds) if one_seconds * rounds > seconds else rounds
         num_samples[key] = min(rounds, max(_MIN_ROUNDS, affordable))
     if device.type == "cuda":
-        queues = all(_is_replay(run) for own in runs.values() for run in own)
+        queues = all(is_replay(run) for own in runs.values() for run in own)
         samples = _event_samples(runs, num_samples, device, queues, shortest < _OUTRUN_SECONDS)
     else:
         samples = _wall_clock_samples(runs, num_samples, device, seconds, before)

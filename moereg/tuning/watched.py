@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 
 from moereg.tuning.timing import wait_for
-
-# 8-byte words that are summed at a time: few enough for a CPU's cache, enough to keep a GPU busy.
-_CPU_WORDS: Final = 1 << 18
-_GPU_WORDS: Final = 1 << 22
+from moereg.weights.versions import checksums
 
 _State = tuple[int, int, int, tuple[int, ...]]
 """Address and bytes of the storage, torch's count of writes, sums of the bytes."""
@@ -30,12 +27,6 @@ class WatchedTensors:
             tensors: By the names that `written` gives; contiguous, on one device.
         """
         self._tensors: Final = dict(tensors)
-        device = next(iter(self._tensors.values())).device
-        generator = torch.Generator().manual_seed(0)
-        words = _CPU_WORDS if device.type == "cpu" else _GPU_WORDS
-        # A plain sum stays the same where rows change places. Odd, so that no bit of a word is lost.
-        factors = torch.randint(-(2**63), 2**63 - 1, (words,), generator=generator) | 1
-        self._factors: Final = factors.to(device)
         self._states: dict[str, _State] = {}
         self.renew()
 
@@ -67,23 +58,5 @@ class WatchedTensors:
         storage = tensor.untyped_storage()
         version = 0 if tensor.is_inference() else tensor._version
         end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-        sums = self._sums(tensor) if storage.nbytes() >= end else ()
+        sums = checksums(tensor) if storage.nbytes() >= end else ()
         return storage.data_ptr(), storage.nbytes(), version, sums
-
-    def _sums(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        sums = [(words * self._factors[: len(words)]).sum() for words in self._words(tensor)]
-        return tuple(torch.stack(sums).tolist()) if sums else ()
-
-    def _words(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        flat = tensor.detach().reshape(-1).view(torch.uint8)
-        for piece in flat.split(8 * len(self._factors)):
-            if len(piece) % 8 or piece.storage_offset() % 8:
-                padded = piece.new_zeros(-(-len(piece) // 8) * 8)
-                padded[: len(piece)] = piece
-                piece = padded
-            yield piece.view(torch.int64)
-
-
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors of one shape and dtype hold the same bits; NaN equals itself."""
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

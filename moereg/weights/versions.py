@@ -16,10 +16,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from moereg.errors import ArgumentError, MoeregWarning
 from moereg.weights.checks import DEBUG_VARIABLE
 
-_WORDS: Final = 2**18
-"""Bytes that are summed at a time: as 8-byte numbers they take 8 times as much."""
-
-
 _STEPPED: Final[dict[int, tuple[StorageWeakRef, int]]] = {}
 """For memory that an optimizer wrote into: which step of all optimizers of the process was the last. Fused optimizers
 raise no version."""
@@ -46,7 +42,7 @@ class TensorState(NamedTuple):
 
     Attributes:
         step: The last step of an optimizer that may have written it; 0 for none.
-        contents: With MOEREG_DEBUG=1 a number that other bytes change; None elsewhere, and while a graph is captured.
+        contents: With MOEREG_DEBUG=1 its `checksums`; None elsewhere, and while a graph is captured.
     """
 
     address: int
@@ -54,7 +50,7 @@ class TensorState(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     step: int = 0
-    contents: int | None = None
+    contents: tuple[int, ...] | None = None
 
 
 def states_of(tensors: Iterable[torch.Tensor]) -> tuple[TensorState, ...]:
@@ -70,7 +66,7 @@ def states_of(tensors: Iterable[torch.Tensor]) -> tuple[TensorState, ...]:
             tensor.dtype,
             tensor.device,
             _last_step(tensor) if (known := _asked.get(address)) is None else known,
-            _contents(tensor) if reads else None,
+            checksums(tensor) if reads else None,
         )
         for tensor in tensors
     )
@@ -167,11 +163,22 @@ def _last_step(tensor: torch.Tensor) -> int:
     return step
 
 
-def _contents(tensor: torch.Tensor) -> int:
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    # A plain sum stays the same where rows change places.
-    factors = torch.arange(1, _WORDS + 1, device=tensor.device) * 0x9E3779B97F4A7C1 | 1
-    total = 0
-    for place, piece in enumerate(flat.split(_WORDS)):
-        total += (2 * place + 1) * int((piece * factors[: len(piece)]).sum())
-    return total
+def checksums(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Sums of a tensor's bytes that change where bytes change or change places; one for each piece of it."""
+    factors = _factors(tensor.device)
+    sums = []
+    for piece in tensor.detach().reshape(-1).view(torch.uint8).split(8 * len(factors)):
+        if len(piece) % 8 or piece.storage_offset() % 8:
+            piece = torch.nn.functional.pad(piece, (0, -len(piece) % 8))
+        words = piece.view(torch.int64)
+        sums.append((words * factors[: len(words)]).sum())
+    return tuple(torch.stack(sums).tolist()) if sums else ()
+
+
+@functools.cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """Random numbers, since a plain sum stays the same where rows change places; odd, so that no bit is lost."""
+    generator = torch.Generator().manual_seed(0)
+    # 8-byte words that are summed at a time: few enough for a CPU's cache, enough to keep a GPU busy.
+    count = 1 << 18 if device.type == "cpu" else 1 << 22
+    return (torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1).to(device)

@@ -12,15 +12,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from moereg.testing import cases
-from moereg.testing.checks import check_layer
 from moereg.testing.drawing import DrawnLayer, draw_layer, limits_of
 from moereg.testing.interpreter import patch_interpreter
 from tests.fuzz.area import Area, Case
+from tests.support.kit import check_layer, runnable_cells
 
 
 def draw(rng: random.Random) -> Case:
     """A layer of any cell that runs here."""
-    cell = rng.choice(cases.runnable_cells())
+    cell = rng.choice(runnable_cells())
     return draw_layer(cell, rng.choice, limits_of(cell)).to_dict()
 
 

@@ -97,13 +97,6 @@ class SystemExitExperts(GoodExperts):
         sys.exit("no")
 
 
-@bad("loops")
-class LoopExperts(GoodExperts):
-    def spoil(self, *tensors: Any) -> None:
-        while True:
-            pass
-
-
 @bad("hangs")
 class HangExperts(GoodExperts):
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:

@@ -339,7 +339,7 @@ BROKEN: list[tuple[str, str, str, Callable[[], object] | type[FakeExperts]]] = [
     ("rejections", "takes all", "must be rejected with code 'bias'", lambda: taking("bias")),
     ("rejections", "another reason", "must be rejected with code 'bias'", lambda: taking(
         "bias", predicate(lambda problem, platform: ["too wide"] if problem.hidden_size == 128 else []))),
-    ("rejections", "shouts", "a reason must be a lowercase clause, got 'Too small'", predicate(
+    ("deciding", "shouts outside of its claim", "a reason must be a lowercase clause, got 'Too small'", predicate(
         lambda problem, platform: ["Too small"] if problem.has_bias else [])),
     ("workspaces", "first", "elements for more tokens than ones of", shrinking(0, 20)),
     ("workspaces", "second, late", "elements for more tokens than ones of", shrinking(1, 690)),

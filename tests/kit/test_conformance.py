@@ -12,10 +12,11 @@ from moereg.registry import BackendCell
 from moereg.spec.problem import MoEProblem
 from moereg.testing import cases, checks, listing, problems
 from moereg.testing.check import KINDS, Check
+from tests.support.kit import runnable_cells
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SUITES = {name: listing.list_suite(name) for name in list_backends()}
-CELLS = cases.runnable_cells()
+CELLS = runnable_cells()
 
 
 def kind_of(cell: BackendCell, check: Check) -> object:

@@ -15,13 +15,13 @@ import pytest
 
 from moereg.registry import BackendCell
 from moereg.testing import cases
-from moereg.testing.checks import check_layer
 from moereg.testing.drawing import GPU, DrawnLayer, draw_layer, limits_of, redraw
 from moereg.testing.interpreter import patch_interpreter
+from tests.support.kit import check_layer, runnable_cells
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = cases.default_device()
-CELLS = cases.runnable_cells()
+CELLS = runnable_cells()
 CELLS_OF_CLASS = collections.Counter(cell.class_name for cell in CELLS)
 SEED = int(os.environ.get("MOEREG_KIT_SEED", "0"))
 EXAMPLES = int(os.environ.get("MOEREG_KIT_EXAMPLES", "15"))

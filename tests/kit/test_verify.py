@@ -299,9 +299,7 @@ def test_a_module_may_register_a_class_of_another_module_of_its_package(
     assert {cell.experts for cell in suite.running} == {"OwnExperts"}
 
 
-def test_without_isolation_a_loop_is_given_up() -> None:
-    outcome = run_check(checks("loops", "numbers")[0], isolate=False, seconds=0.5)
-    assert outcome.status == "timed_out"
+def test_without_isolation_wrong_writes_are_seen() -> None:
     report = verify("writes_weights", modules=[FILE], isolate=False, only=["permute"])
     assert report.passed is False
     assert "w13 was written to" in report.failures[0].outcome.message

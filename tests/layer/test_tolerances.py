@@ -15,10 +15,10 @@ from moereg.numerics.tolerances import LARGEST_BOUND, layer_tolerance, tolerance
 from moereg.quantize import activation_scale, dequantize_weights, quantize_dequantize_activations, spans_tokens
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantFormat, QuantScheme
-from moereg.testing.cases import runnable_cells
 from moereg.testing.drawing import draw_layer, limits_of, redraw
 from moereg.testing.inputs import Inputs, make_inputs, make_weights
 from moereg.weights.permuted import ExpertWeights
+from tests.support.kit import runnable_cells
 
 CPU = torch.device("cpu")
 ROUNDING = [name for name, scheme in QUANT_SCHEMES.items() if scheme.activation is not None]

@@ -7,13 +7,15 @@ import math
 import pytest
 import torch
 
-from moereg.tuning.watched import WatchedTensors, same_bytes
+from moereg.tuning.watched import WatchedTensors
+from moereg.weights.unpermute import same_bits
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.float32])
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 8)])
 def test_each_byte_is_watched(dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moereg.tuning.watched._CPU_WORDS", 4)  # Several pieces of a few bytes.
+    # Several pieces of a few bytes.
+    monkeypatch.setattr("moereg.weights.versions._factors", lambda device: torch.tensor([3, -5, 7, 9]))
     base = torch.arange(2000, dtype=torch.int16).to(torch.uint8)
     tensor = base[8 : 8 + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
     watched = WatchedTensors({"it": tensor, "other": torch.zeros(3)})
@@ -45,5 +47,5 @@ def test_what_changes_places_is_seen_and_put_back() -> None:
 
 
 def test_bytes_are_compared_as_bytes() -> None:
-    assert same_bytes(torch.tensor([math.nan]), torch.tensor([math.nan]))
-    assert not same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert same_bits(torch.tensor([math.nan]), torch.tensor([math.nan]))
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))

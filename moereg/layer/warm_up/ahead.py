@@ -132,7 +132,7 @@ def ask(
     assert winner is not None
     request = {
         "selection": selection.to_dict(),
-        "counts": _ranges(counts),
+        "counts": list(counts),
         "jobs": jobs,
         "has_map": has_map,
         "weights": weights,
@@ -214,14 +214,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     assert process.stdout is not None
     process.stdout.close()
-
-
-def _ranges(counts: Sequence[int]) -> list[list[int]]:
-    """Ascending numbers as ranges, both ends included."""
-    found: list[list[int]] = []
-    for count in counts:
-        if found and count == found[-1][1] + 1:
-            found[-1][1] = count
-        else:
-            found.append([count, count])
-    return found

@@ -19,7 +19,7 @@ from moereg.layer import backend_calls
 from moereg.layer.warm_up.ahead import Ahead, ask, num_compilers
 from moereg.layer.warm_up.dummy import DummyLayer, described
 from moereg.layer.warm_up.result import CompiledVariant, WarmUp, check_token_counts
-from moereg.layer.warm_up.shipped import check_shipped
+from moereg.layer.warm_up.shipped import check_shipped, check_writable
 from moereg.prepare_finalize import BatchedPrepareFinalize, PrepareFinalize
 from moereg.runtime.progress import logger
 from moereg.runtime.torch_state import plain_torch
@@ -103,11 +103,8 @@ def _ahead(selection: Selection, weights: PermutedWeights, has_map: bool, counts
         return Ahead(fault=f"Triton's kernels are not compiled ahead for {platform}")
     folder = cache.cache_folder()
     # A shipped folder may be read-only and whole. What it lacks would be named by the compiler.
-    if check_shipped(folder, platform, shared_bytes) is None and (fault := cache.writing_fault(folder)) is not None:
-        raise ArgumentError(
-            f"kernels are compiled into a folder that can be written, got {folder} ({fault}); "
-            "set TRITON_CACHE_DIR to one that can"
-        )
+    if check_shipped(folder, platform, shared_bytes) is None:
+        check_writable(folder)
     key = json.dumps([selection.to_dict(), counts, has_map, description, str(folder)])
     if key not in _DONE:
         found = ask(selection, counts, jobs, has_map=has_map, weights=description, shared_bytes=shared_bytes)

@@ -41,6 +41,15 @@ def note_layer(
     cache.write_note(folder, layers if layer in layers else [*layers, layer])
 
 
+def check_writable(folder: Path, is_named: bool = False) -> None:
+    """Checks that kernels can be compiled into a folder: one that was named, or else Triton's own."""
+    from moereg.kernels.launch import cache
+
+    if (fault := cache.writing_fault(folder)) is not None:
+        cure = "name another one" if is_named else "set TRITON_CACHE_DIR to one that can"
+        raise ArgumentError(f"kernels are compiled into a folder that can be written, got {folder} ({fault}); {cure}")
+
+
 @contextlib.contextmanager
 def use_folder(platform: Platform, folder: Path | None) -> Iterator[Path]:
     """Has Triton keep its cache in a folder meanwhile.
@@ -58,9 +67,7 @@ def use_folder(platform: Platform, folder: Path | None) -> Iterator[Path]:
     from moereg.kernels.launch import cache
 
     place = cache.cache_folder() if folder is None else folder.expanduser().absolute()
-    if (fault := cache.writing_fault(place)) is not None:
-        option = "name another one" if folder is not None else "set TRITON_CACHE_DIR to one that can"
-        raise ArgumentError(f"kernels are compiled into a folder that can be written, got {place} ({fault}); {option}")
+    check_writable(place, is_named=folder is not None)
     if folder is None:
         yield place
         return

@@ -72,9 +72,8 @@ def _answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
     asked_map = expert_map if request["has_map"] else None
     moves = moving_kernels(selection.problem, platform)
     layers = [DummyLayer(experts, each, asked_map, moves=moves) for each in weights]
-    counts = [count for first, last in request["counts"] for count in range(first, last + 1)]
     try:
-        counts, variants = _sweep(layers, launches, counts, request["jobs"])
+        counts, variants = _sweep(layers, launches, request["counts"], request["jobs"])
     except _NothingAheadError as fault:
         return {"fault": str(fault)}
     # Those that move tokens serve every backend, also one that runs none of its own.
