@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -38,19 +39,19 @@ def call(
     """
     found = served(module)
     if has_interface(module):  # The others are patched where their own code is known.
-        call = (module, hidden_states, top_k_index, top_k_weights)
-        ways = {
-            "grouped_mm": lambda: _functions(module)["grouped_mm"](*call),
-            "eager": lambda: type(module).forward.__wrapped__(*call),  # type: ignore[attr-defined]
+        inputs = (hidden_states, top_k_index, top_k_weights)
+        ways: dict[str, Callable[[], torch.Tensor]] = {
+            "grouped_mm": lambda: _functions(module)["grouped_mm"](module, *inputs),
+            "eager": lambda: type(module).forward.__wrapped__(module, *inputs),  # type: ignore[attr-defined]
         }
-        own = own_output(module, found, call[1:], ways)
+        own = own_output(module, found, inputs, ways)
         if own is not None:
             return own  # type: ignore[no-any-return]
     if found is None:
         found = _attach_while_compiling(module) if torch.compiler.is_compiling() else attach(module)
     if torch.compiler.is_compiling():
-        call = detached([hidden_states, top_k_index, top_k_weights])
-        out: torch.Tensor = torch.ops.moereg.live_experts(*call, found.handle)
+        rows, ids, weights = detached([hidden_states, top_k_index, top_k_weights])
+        out: torch.Tensor = torch.ops.moereg.live_experts(rows, ids, weights, found.handle)
     else:
         out = found.run(hidden_states, top_k_index, top_k_weights)
     if not torch.is_grad_enabled():

@@ -49,7 +49,7 @@ def own_output(
     for name, way in ways.items():
         try:
             out = way()
-        except Exception as error:
+        except _CANNOT as error:
             if is_lack_of_memory(error):
                 raise
             reasons += f"; {name} raised {described(error)}"
@@ -64,6 +64,10 @@ def own_output(
         return out
     _say(f"moereg computes no gradients, so a backward pass to {type(module).__name__} will raise{reasons}")
     return None
+
+
+_CANNOT: Final = (RuntimeError, ValueError, TypeError, ImportError, OSError, NameError, AttributeError)
+"""Errors of code that does not run such a layer here. Not every one: checkpointing ends a recomputation by raising."""
 
 
 def weights_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
