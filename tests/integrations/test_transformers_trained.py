@@ -1,4 +1,4 @@
-"""Live models that are trained: on transformers' own code, with moereg's kernels and fresh weights back in inference."""
+"""Live models that are trained: on transformers' own code, and back on moereg with fresh weights in inference."""
 
 from __future__ import annotations
 
