@@ -38,6 +38,10 @@ class BackendError(MoeregError, RuntimeError):
         self.origin = origin
 
 
+class GradientError(MoeregError, RuntimeError):
+    """A backward pass came to experts that moereg ran, and it computes no gradients."""
+
+
 class RegistrationError(MoeregError, ValueError):
     """A backend registered something invalid; nothing of it was stored."""
 

@@ -17,6 +17,7 @@ from moereg.layer import backend_calls
 from moereg.layer.checks import check_call, check_no_alias, check_no_transform, check_values
 from moereg.layer.in_turn import InTurn
 from moereg.layer.move_experts import exchange_experts
+from moereg.layer.no_backward import joined
 from moereg.layer.one_expert import OneExpert
 from moereg.layer.warm_up import WarmUp, warm_up
 from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize
@@ -109,7 +110,8 @@ class MoEKernel:
             out: [T,H] to overwrite, contiguous, aliasing no input; a new tensor where None.
 
         Returns:
-            `out`: the sum over this rank's experts.
+            `out`: the sum over this rank's experts. Where an input requires a gradient, a view of it, and a backward
+            pass raises `GradientError`.
 
         Raises:
             BackendError: The backend's own code raised; names it and its distribution.
@@ -123,13 +125,12 @@ class MoEKernel:
         is_own = out is None
         if out is None:
             out = torch.empty_like(hidden_states)
-        if not self._communicates and hidden_states.shape[0] == 0:
-            return out
-        if torch.compiler.is_compiling():
-            run_compiled(hidden_states, topk_weights, topk_ids, out, self._handle)
-        else:
-            self.check_and_run(hidden_states, topk_weights, topk_ids, out, is_own)
-        return out
+        if self._communicates or hidden_states.shape[0]:
+            if torch.compiler.is_compiling():
+                run_compiled(hidden_states, topk_weights, topk_ids, out, self._handle)
+            else:
+                self.check_and_run(hidden_states, topk_weights, topk_ids, out, is_own)
+        return joined(out, hidden_states, topk_weights)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoEKernel:
         # Compiled code finds a kernel by its handle, so a copy needs its own.

@@ -13,6 +13,7 @@ import torch
 from moereg.dispatch import platform_of, select_backend
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.runtime.graph_pools import in_compiled_code
+from moereg.runtime.torch_op import detached
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 from moereg.weights.versions import TensorState, check_counted, states_of
@@ -48,7 +49,8 @@ def run_exported(
         **keywords: `ep_rank`, `require`, `prefer` and `deny`. Collections that JSON lacks, such as sets, become lists.
     """
     layer = _said_of({"problem": problem.to_dict(), "tensors": list(tensors), **keywords})
-    torch.ops.moereg.exported_layer(hidden_states, topk_weights, topk_ids, out, list(tensors.values()), layer)
+    call = detached([hidden_states, topk_weights, topk_ids, out])
+    torch.ops.moereg.exported_layer(*call, detached(tensors.values()), layer)
 
 
 # Dynamo, which `torch.export.export(..., strict=True)` uses, cannot look into the encoder.

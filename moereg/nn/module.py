@@ -14,6 +14,7 @@ from moereg.errors import ArgumentError
 from moereg.layer.checks import check_call, check_no_transform
 from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.layer.no_backward import joined
 from moereg.layer.one_expert import keeping_moves
 from moereg.nn.export_op import run_exported
 from moereg.nn.state import CanonicalModule, experts_of, has_shared_experts, router_tensors, zeros_for
@@ -219,20 +220,12 @@ class MoELayer(CanonicalModule):
             topk_ids: The same shape, int32 or int64, global experts; given exactly where `topk_weights` is.
 
         Returns:
-            [..., H]: the sum over this rank's experts.
+            [..., H]: the sum over this rank's experts. A backward pass to it raises `GradientError`.
 
         Raises:
-            ValueError: A shape, dtype or device is wrong, the layer has no router and no experts were named, or
-                something requires a gradient.
+            ValueError: A shape, dtype or device is wrong, or the layer has no router and no experts were named.
         """
         check_instance("hidden_states", hidden_states, torch.Tensor, "pass [..., H]")
-        if torch.is_grad_enabled() and any(
-            each is not None and each.requires_grad for each in self._parameters.values()
-        ):
-            raise ArgumentError(
-                "moereg is for inference and computes no gradients; call it under torch.no_grad(), or "
-                "layer.requires_grad_(False)"
-            )
         hidden_size = self.problem.hidden_size
         if not hidden_states.dim() or hidden_states.shape[-1] != hidden_size:
             raise ArgumentError(f"hidden_states must be [..., {hidden_size}], got {list(hidden_states.shape)}")
@@ -271,6 +264,8 @@ class MoELayer(CanonicalModule):
                 check_no_transform(error)
                 raise
             out = kernel(rows, topk_weights, topk_ids)
+        if not out.requires_grad:
+            out = joined(out, rows, topk_weights, *self._parameters.values())
         return out.view(hidden_states.shape)
 
     @in_plain_torch

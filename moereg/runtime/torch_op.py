@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import weakref
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -59,7 +60,12 @@ def layer_of(handle: torch.Tensor) -> Any:
 
 def run_compiled(*call_and_handle: torch.Tensor) -> None:
     """Runs a layer where its caller is being compiled: one opaque op that writes `out`; arguments as in its schema."""
-    torch.ops.moereg.moe_layer(*call_and_handle)
+    torch.ops.moereg.moe_layer(*detached(call_and_handle))
+
+
+def detached(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors that autograd does not follow: it refuses operators that write into an argument."""
+    return [each.detach() if each.requires_grad else each for each in tensors]
 
 
 def _moe_layer(*call_and_handle: torch.Tensor) -> None:

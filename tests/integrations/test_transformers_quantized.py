@@ -12,6 +12,7 @@ from moereg.errors import ArgumentError
 from moereg.integrations._experts import serving
 from moereg.integrations._experts.layouts import read_experts
 from moereg.integrations.transformers import explain_model, prepare
+from tests.support.no_backward import refuses_backward
 from tests.support.tiny_models import tiny_config
 
 HIDDEN, INTERMEDIATE, EXPERTS = 128, 128, 4
@@ -73,6 +74,10 @@ def test_fp8_experts_are_served_through_their_own_interface() -> None:
         assert {dtype for _, dtype in serving.served(experts).kernels} == {torch.float32, torch.bfloat16}
         experts.down_proj_scale_inv.mul_(2)  # Written in place, and so followed.
         assert (experts(hidden, ids, weights) - 2 * expected).abs().max() < 2 * bound
+    # No code of transformers' runs these on a CPU, so ours does, whoever wants gradients of its inputs.
+    out = experts.requires_grad_(False)(hidden.requires_grad_(), ids, weights)
+    assert (out.detach() - 2 * expected).abs().max() < 2 * bound
+    refuses_backward(out)
 
 
 def test_fp8_weights_are_kept_where_freeing_is_asked() -> None:

@@ -17,6 +17,7 @@ from moereg.tuning.inputs import random_call
 from moereg.weights.permuted import ExpertWeights
 from tests.layer.small_layers import CPU, FORMS, INPUTS, build_refused, call, kernel_of, problem_of
 from tests.support.fakes import FakeExperts
+from tests.support.no_backward import refuses_backward
 
 
 def refuse(kernel: MoEKernel, inputs: Inputs, text: str, **changes: Any) -> None:
@@ -89,16 +90,24 @@ def test_out_aliases_no_input() -> None:
     assert wide[4:].any()
 
 
-def test_inference_only() -> None:
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("field", ["hidden_states", "topk_weights"])
+@pytest.mark.parametrize("out", [None, torch.empty(4, 16)], ids=["new", "given"])
+def test_inputs_that_require_gradients(field: str, out: torch.Tensor | None, compiles: bool) -> None:
     kernel = kernel_of(problem_of())
-    text = "moereg is for inference: inputs must not require grad; call it under torch.no_grad()"
-    for field in ("hidden_states", "topk_weights"):
-        inputs = dataclasses.replace(INPUTS, **{field: getattr(INPUTS, field).clone().requires_grad_()})
-        refuse(kernel, inputs, text)
-        with torch.no_grad():
-            assert torch.equal(call(kernel, inputs), call(kernel, INPUTS))
-    with torch.inference_mode():
-        call(kernel, INPUTS)
+    torch._dynamo.reset()
+    called = torch.compile(kernel, backend="aot_eager", fullgraph=True) if compiles else kernel
+    inputs = dataclasses.replace(INPUTS, **{field: getattr(INPUTS, field).clone().requires_grad_()})
+    wanted = call(kernel, INPUTS, out=out).clone()
+    assert not wanted.requires_grad
+    found = call(called, inputs, out=out)
+    assert torch.equal(found.detach(), wanted)
+    refuses_backward(found)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            found = call(called, inputs, out=out)
+            assert out is None or compiles or found is out
+            assert not found.requires_grad
 
 
 def test_weights_may_be_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from moereg.weights.permuted import ExpertWeights
 from moereg.weights.unpermute import same_bits
 from tests.checkpoints.small_checkpoint import write_checkpoint
 from tests.layer.small_layers import CPU, copied, problem_of
+from tests.support.no_backward import refuses_backward
 
 # Layers on a CPU emulate codes of activations, which is no fault of theirs.
 pytestmark = pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")
@@ -211,6 +212,35 @@ def test_compiled_and_exported_layers(keep: bool) -> None:
         assert torch.equal(program.module()(x), wanted)
 
 
+@KEEPS
+@pytest.mark.parametrize("compiles", [False, True])
+def test_inputs_and_parameters_that_require_gradients(compiles: bool, keep: bool) -> None:
+    layer = layer_of(keep_canonical=keep)
+    x = tokens(layer).view(6, 64)
+    wanted = layer(x)
+    assert not wanted.requires_grad
+    trained = [torch.nn.Sequential(torch.nn.LayerNorm(64), layer)]  # As a model with frozen experts has it.
+    if keep:
+        trained += [layer_of().requires_grad_(), layer_of(), layer_of()]
+        trained[-2].w2.requires_grad_()
+        trained[-1].router_weight.requires_grad_()
+    for model in trained:
+        called = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
+        normed = model[0](x) if isinstance(model, torch.nn.Sequential) else x
+        assert torch.equal(called(x).detach(), layer(normed).detach())
+        refuses_backward(called(x))
+        with torch.no_grad():
+            assert not called(x).requires_grad
+
+
+def test_a_program_is_exported_with_inputs_that_require_gradients() -> None:
+    layer = layer_of()
+    model, x = torch.nn.Sequential(torch.nn.LayerNorm(64), layer), tokens(layer)
+    for strict in (False, True):
+        program = torch.export.export(model, (x,), strict=strict).module()
+        assert torch.equal(program(x).detach(), model(x).detach())
+
+
 def test_an_exported_program_holds_its_weights() -> None:
     """It found its layer by a number that means nothing to another process."""
     layer, other = layer_of(), layer_of(seed=1)
@@ -269,7 +299,6 @@ def test_bad_calls_are_refused() -> None:
     problem, x = layer.problem, tokens(layer)
     bare = MoELayer(problem, copied(layer.weights))
     weights, ids = torch.ones(6, 2), torch.zeros(6, 2, dtype=torch.int32)
-    trained = layer_of().requires_grad_(True)
     wrong = dataclasses.replace(ROUTER, top_k=3)
     for run, text in (
         (lambda: layer(torch.tensor(1.0)), "hidden_states must be [..., 64], got []"),
@@ -280,7 +309,6 @@ def test_bad_calls_are_refused() -> None:
         (lambda: layer(x, ids, weights), "topk_weights come before topk_ids, got them the other way round; exchange"),
         (lambda: layer(x.half()), "hidden_states must be float32, got float16; convert it"),
         (lambda: layer(None), "hidden_states must be a Tensor"),
-        (lambda: trained(x), "moereg is for inference and computes no gradients; call it under torch.no_grad(), or"),
         (lambda: MoELayer(problem, router_weight=torch.zeros(8, 64)), "router_weight needs router=..., which says how"),
         (lambda: MoELayer(problem, router=wrong), "router must be of the problem, E8 H64 I32 k2 "),
         (

@@ -14,6 +14,7 @@ import torch
 from moereg.errors import ArgumentError
 from moereg.integrations._experts.calls import call
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
+from moereg.integrations._experts.own import own_output
 from moereg.integrations._experts.serving import has_interface, served
 
 
@@ -132,8 +133,12 @@ def patch(block: torch.nn.Module) -> None:
 
         @functools.wraps(original)
         def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            experts = self.get_submodule(row.experts) if row.experts else self
-            return (original if served(experts) is None else row.forward)(self, *args, **kwargs)
+            found = served(self.get_submodule(row.experts) if row.experts else self)
+            if found is None:
+                return original(self, *args, **kwargs)
+            inputs = (*args, *kwargs.values())
+            own = own_output(self, found, inputs, {"code": lambda: original(self, *args, **kwargs)})
+            return row.forward(self, *args, **kwargs) if own is None else own
 
         forward._is_moereg = True
         kind.forward = forward

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-from moereg.integrations._experts.serving import ServedExperts, attach, refused, served
+from moereg.integrations._experts.own import own_output, weights_of
+from moereg.integrations._experts.serving import ServedExperts, attach, has_interface, served
+from moereg.layer.no_backward import joined
 from moereg.runtime.graph_pools import in_compiled_code
-from moereg.runtime.torch_op import layer_of
+from moereg.runtime.torch_op import detached, layer_of
 
 _attach_while_compiling = torch.compiler.disable(
     attach,
@@ -29,39 +32,39 @@ def call(
         top_k_weights: [T,K] in fp32 or the model's dtype.
 
     Returns:
-        [T,H] in the dtype of `hidden_states`. Its gradient raises.
+        [T,H] in the dtype of `hidden_states`. A backward pass to what a kernel computed raises `GradientError`.
 
     Raises:
-        ArgumentError: The module cannot be served, or it is being trained.
+        ArgumentError: The module cannot be served.
     """
     found = served(module)
+    if has_interface(module):  # The others are patched where their own code is known.
+        inputs = (hidden_states, top_k_index, top_k_weights)
+        ways: dict[str, Callable[[], torch.Tensor]] = {
+            "grouped_mm": lambda: _functions(module)["grouped_mm"](module, *inputs),
+            "eager": lambda: type(module).forward.__wrapped__(module, *inputs),  # type: ignore[attr-defined]
+        }
+        own = own_output(module, found, inputs, ways)
+        if own is not None:
+            return own  # type: ignore[no-any-return]
     if found is None:
         found = _attach_while_compiling(module) if torch.compiler.is_compiling() else attach(module)
-    needs_gradient = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
-    if needs_gradient and module.training:
-        raise refused(module, "it is being trained, and moereg computes no gradients; call model.eval() to infer")
     if torch.compiler.is_compiling():
-        out: torch.Tensor = torch.ops.moereg.live_experts(
-            hidden_states.detach(), top_k_index, top_k_weights.detach(), found.handle
-        )
+        rows, ids, weights = detached([hidden_states, top_k_index, top_k_weights])
+        out: torch.Tensor = torch.ops.moereg.live_experts(rows, ids, weights, found.handle)
     else:
         out = found.run(hidden_states, top_k_index, top_k_weights)
-    if not needs_gradient:
+    if not torch.is_grad_enabled():
         return out
-    joined: torch.Tensor = _NoGradient.apply(hidden_states, out)  # type: ignore[no-untyped-call]
-    return joined
+    return joined(out, hidden_states, top_k_weights, *weights_of(module))
 
 
-class _NoGradient(torch.autograd.Function):
-    """Joins an output to the graph, so that a backward pass says what is missing instead of leaving it out."""
+def _functions(module: torch.nn.Module) -> Any:
+    """Transformers' own implementations for a module."""
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS, FP8Experts
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    @staticmethod
-    def forward(ctx: Any, hidden_states: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.ops.moereg.no_gradient(gradients[0]), None
+    return ALL_FP8_EXPERTS_FUNCTIONS if isinstance(module, FP8Experts) else ALL_EXPERTS_FUNCTIONS
 
 
 _LIBRARY: Final = torch.library.Library("moereg", "FRAGMENT")
@@ -69,7 +72,6 @@ _LIBRARY.define(
     "live_experts(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor handle) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_LIBRARY.define("no_gradient(Tensor gradient) -> Tensor")
 
 
 def _live_experts(
@@ -80,18 +82,9 @@ def _live_experts(
         return found.run(hidden_states, topk_ids, topk_weights)
 
 
-def _no_gradient(gradient: torch.Tensor) -> torch.Tensor:
-    raise RuntimeError(
-        "moereg computes no gradients: call the model under torch.no_grad(), or train it after "
-        "moereg.integrations.transformers.restore(model) and set_experts_implementation('grouped_mm')"
-    )
-
-
 _LIBRARY.impl("live_experts", _live_experts, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "moereg::live_experts",
     lambda hidden_states, *_: torch.empty_like(hidden_states, memory_format=torch.contiguous_format),
     lib=_LIBRARY,
 )
-_LIBRARY.impl("no_gradient", _no_gradient, "CompositeExplicitAutograd")
-torch.library.register_fake("moereg::no_gradient", torch.empty_like, lib=_LIBRARY)

@@ -1,0 +1,90 @@
+"""Lets transformers' own code run experts that are trained, or to whose output a backward pass may come."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch.nn.utils import parametrize
+
+from moereg.errors import described, is_lack_of_memory
+from moereg.integrations._experts.serving import ServedExperts
+from moereg.layer.no_backward import wants_gradient
+
+logger: Final = logging.getLogger("moereg")
+
+
+def own_output(
+    module: torch.nn.Module,
+    found: ServedExperts | None,
+    inputs: tuple[Any, ...],
+    ways: Mapping[str, Callable[[], Any]],
+) -> Any | None:
+    """Output of a module's own code, on its own weights.
+
+    Args:
+        module: The experts, or the block around them whose forward is patched.
+        found: Their kernels, which read all weights again at their next call: training may write them in a way that
+            torch does not count.
+        inputs: Arguments of the call.
+        ways: Calls of the module's own code by name, the first choice first.
+
+    Returns:
+        What the first way returned that does not raise; None where moereg is to run: nobody trains the module or may
+        call for gradients, its weights were freed, or its own code has no backward either.
+    """
+    if found is not None and found.released:
+        return None
+    wanted = torch.is_grad_enabled() and wants_gradient(
+        *(each for each in inputs if isinstance(each, torch.Tensor)), *weights_of(module)
+    )
+    if not (wanted or module.training):
+        return None
+    if found is not None:
+        found.forget()
+    reasons = ""
+    for name, way in ways.items():
+        try:
+            out = way()
+        except _CANNOT as error:
+            if is_lack_of_memory(error):
+                raise
+            reasons += f"; {name} raised {described(error)}"
+            continue
+        if wanted and not (out[0] if isinstance(out, tuple) else out).requires_grad:
+            reasons += f"; {name} has no backward"
+            continue
+        _say(
+            f"moereg computes no gradients, so {type(module).__name__} runs transformers' own {name} in train() and "
+            f"where inputs or weights require a gradient; model.eval() under torch.no_grad() runs moereg{reasons}"
+        )
+        return out
+    _say(f"moereg computes no gradients, so a backward pass to {type(module).__name__} will raise{reasons}")
+    return None
+
+
+_CANNOT: Final = (RuntimeError, ValueError, TypeError, ImportError, OSError, NameError, AttributeError)
+"""Errors of code that does not run such a layer here. Not every one: checkpointing ends a recomputation by raising."""
+
+
+def weights_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters of a module, and what adapters make of them."""
+    yield from module.parameters()
+    for each in module.modules():
+        if parametrize.is_parametrized(each):
+            for name in each.parametrizations:  # type: ignore[union-attr]
+                yield getattr(each, name)
+
+
+# Compiled code says it while it is compiled: Dynamo makes no graph of logging.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _say(text: str) -> None:
+    _say_once(text)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.warning("%s", text)

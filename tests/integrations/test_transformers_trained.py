@@ -1,0 +1,270 @@
+"""Live models that are trained: on transformers' own code, and back on moereg with fresh weights in inference."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils import parametrize
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from moereg.errors import ArgumentError
+from moereg.integrations._experts import own
+from moereg.integrations.transformers import prepare, restore
+from moereg.layer import MoEKernel
+from tests.support.live_models import PROMPT, close, eager, logits_of
+from tests.support.no_backward import refuses_backward
+from tests.support.tiny_models import WITHOUT_INTERFACE, needs, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_said() -> None:
+    own._say_once.cache_clear()
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[MoEKernel]:
+    """Kernels in the order of their calls."""
+    calls: list[MoEKernel] = []
+    right = MoEKernel.__call__
+    monkeypatch.setattr(MoEKernel, "__call__", lambda self, *args: calls.append(self) or right(self, *args))
+    return calls
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Of a language model's loss, by parameter."""
+    model.zero_grad()
+    model(PROMPT, labels=PROMPT).loss.backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = 2e-6) -> bool:
+    return found.keys() == expected.keys() and all(close(found[name], expected[name], bound) for name in expected)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4", "dbrx"])
+def test_gradients_are_those_of_transformers(
+    family: str, mode: str, kernel_calls: list[MoEKernel], caplog: pytest.LogCaptureFixture
+) -> None:
+    needs(family)
+    model, plain = tiny_model(family), tiny_model(family)
+    way = "code" if family in WITHOUT_INTERFACE else "grouped_mm"
+    if way == "grouped_mm":
+        plain.set_experts_implementation("grouped_mm")
+    prepare(model, progress=False)
+    for each in (model, plain):
+        each.train(mode == "train")
+    with caplog.at_level(logging.WARNING, "moereg"):
+        found = gradients(model)
+        assert same(found, gradients(plain), 1e-6)
+        assert any("experts" in name for name in found)
+        gradients(model)
+    assert not kernel_calls
+    (said,) = [record.message for record in caplog.records if record.name == "moereg"]
+    assert f"runs transformers' own {way} in train() and where inputs or weights require a gradient; model.ev" in said
+    logits_of(model.eval())
+    assert len(kernel_calls) == 2
+
+
+@pytest.mark.parametrize("family", ["mixtral", "dbrx"])
+def test_weights_are_fresh_after_training_whoever_wrote_them(family: str, kernel_calls: list[MoEKernel]) -> None:
+    model = tiny_model(family)
+    prepare(model, progress=False)
+    before = logits_of(model)
+    for name, gradient in gradients(model.train()).items():
+        model.get_parameter(name).data.sub_(0.1 * gradient.sign())  # No version, and no step of torch's optimizers.
+    found = logits_of(model.eval())
+    assert kernel_calls[:2] == kernel_calls[2:]  # Written in place: captured graphs see it.
+    restore(model)
+    assert close(found, eager(model))
+    assert not close(found, before, 1e-3)
+
+
+class LoRA(torch.nn.Module):
+    """An adapter of a linear layer."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+def with_attention_adapters(model: Any) -> Any:
+    model.requires_grad_(False)
+    torch.manual_seed(7)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = LoRA(layer.self_attn.q_proj)
+    return model
+
+
+def test_adapters_of_attention_train_through_frozen_experts(kernel_calls: list[MoEKernel]) -> None:
+    model, plain = (with_attention_adapters(tiny_model("mixtral")) for _ in range(2))
+    plain.set_experts_implementation("grouped_mm")
+    prepare(model, progress=False)
+    for each in (model, plain):
+        each.train()
+        each.enable_input_require_grads()
+        if each is model:  # Recomputing ends by an exception, which must reach whoever waits for it.
+            each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        optimizer = torch.optim.AdamW([one for one in each.parameters() if one.requires_grad], lr=0.1)
+        for _ in range(2):
+            assert len(gradients(each)) == 4
+            optimizer.step()
+    assert not kernel_calls
+    assert close(logits_of(model.eval()), logits_of(plain.eval()))
+    assert len(kernel_calls) == 2
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_freed_experts_infer_and_say_how_to_train(mode: str, model: Any) -> None:
+    with_attention_adapters(model)
+    expected = logits_of(model)
+    prepare(model, free=True, progress=False)
+    out = model.train(mode == "train")(PROMPT).logits
+    assert close(out.detach(), expected)
+    refuses_backward(out)
+    restore(model)
+    assert len(gradients(model)) == 4
+
+
+def cut_off(*arguments: Any) -> torch.Tensor:
+    return grouped_mm_experts_forward(*arguments).detach()
+
+
+def raising(error: Exception) -> Callable[..., torch.Tensor]:
+    def raises(*_: Any) -> torch.Tensor:
+        raise error
+
+    return raises
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        (raising(NotImplementedError("no such strides")), "grouped_mm raised NotImplementedError: no such strides"),
+        (cut_off, "grouped_mm has no backward"),
+    ],
+    ids=["raises", "cut off"],
+)
+def test_eager_trains_where_grouped_mm_does_not(
+    way: Callable[..., torch.Tensor], said: str, monkeypatch: pytest.MonkeyPatch, caplog: Any, model: Any
+) -> None:
+    expected = gradients(model)
+    prepare(model, progress=False)
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", way)
+    with caplog.at_level(logging.WARNING, "moereg"):
+        assert same(gradients(model.train()), expected)
+    assert "own eager in train() and where inputs or weights require a gradient; " in caplog.text
+    assert f"; {said}" in caplog.text
+    # Where that has no backward either, the forward works all the same.
+    monkeypatch.setattr(type(model.model.layers[0].mlp.experts).forward, "__wrapped__", way)
+    out = model.eval()(PROMPT).logits
+    assert close(out.detach(), logits_of(model))
+    refuses_backward(out)
+
+
+def test_a_lack_of_memory_is_no_reason_for_eager(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    prepare(model, progress=False)
+    error = torch.OutOfMemoryError("no memory is left")
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", raising(error))
+    with pytest.raises(torch.OutOfMemoryError):
+        model(PROMPT)
+
+
+class Plus(torch.nn.Module):
+    """A parametrization that adds what is trained."""
+
+    def __init__(self, delta: torch.Tensor) -> None:
+        super().__init__()
+        self.factors = (delta,)  # Computed of an adapter's parameters, and none itself.
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.factors[0]
+
+
+def test_adapters_of_experts_get_their_gradients(model: Any) -> None:
+    model.requires_grad_(False)
+    delta = torch.zeros((), requires_grad=True)
+    parametrize.register_parametrization(model.model.layers[0].mlp.experts, "down_proj", Plus(delta))
+    found = []
+    for implementation in ("grouped_mm", "moereg"):
+        model.set_experts_implementation(implementation)
+        found += torch.autograd.grad(model(PROMPT, labels=PROMPT).loss, delta)  # In eval mode, of frozen inputs.
+    assert found[0]
+    assert close(found[1], found[0])
+
+
+@pytest.mark.peers
+class TestPeft:
+    """The real PEFT on models that moereg serves."""
+
+    @pytest.fixture(autouse=True)
+    def _has_peft(self) -> None:
+        pytest.importorskip("peft", reason="peft is not installed; make test-peers installs it")
+
+    def adapted(self, model: Any, **targets: Any) -> Any:
+        import peft
+
+        found = peft.get_peft_model(model, peft.LoraConfig(r=2, **targets))
+        torch.manual_seed(7)
+        with torch.no_grad():
+            for name, parameter in found.named_parameters():
+                if "lora" in name:
+                    parameter.normal_(std=0.2)
+        return found
+
+    @pytest.mark.parametrize("is_prepared_first", [True, False])
+    def test_attention_trains(self, is_prepared_first: bool, kernel_calls: list[MoEKernel]) -> None:
+        model, plain = tiny_model("mixtral"), tiny_model("mixtral")
+        if is_prepared_first:
+            prepare(model, progress=False)
+        model, plain = (self.adapted(each, target_modules=["q_proj", "v_proj"]) for each in (model, plain))
+        if not is_prepared_first:
+            prepare(model, progress=False)
+        plain.set_experts_implementation("grouped_mm")
+        before = logits_of(model.eval())
+        kernel_calls.clear()
+        for each in (model, plain):
+            each.train()
+            optimizer = torch.optim.AdamW([one for one in each.parameters() if one.requires_grad], lr=0.1)
+            assert len(gradients(each)) == 8
+            optimizer.step()
+        assert not kernel_calls
+        found = logits_of(model.eval())
+        assert len(kernel_calls) == 2
+        assert close(found, logits_of(plain.eval()))
+        assert not close(found, before, 1e-3)
+
+    @pytest.mark.parametrize("is_prepared_first", [True, False])
+    @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "aria"])
+    def test_experts_infer_and_train(self, family: str, is_prepared_first: bool, kernel_calls: list[MoEKernel]) -> None:
+        needs(family)
+        model, plain = tiny_model(family), tiny_model(family)
+        if is_prepared_first:
+            prepare(model, progress=False)
+        targets = {"target_modules": [], "target_parameters": ["gate_up_proj", "down_proj"]}
+        model, plain = (self.adapted(each, **targets).eval() for each in (model, plain))
+        if not is_prepared_first:
+            prepare(model, progress=False)
+        plain.set_experts_implementation("grouped_mm")
+        found = logits_of(model)
+        assert len(kernel_calls) == 2
+        assert close(found, logits_of(plain))
+        with model.disable_adapter():
+            assert not close(logits_of(model), found, 1e-3)
+        for each in (model, plain):
+            parameters = [one for one in each.train().parameters() if one.requires_grad]
+            assert len(gradients(each)) == 8
+            torch.optim.SGD(parameters, lr=0.1).step()
+        assert close(logits_of(model.eval()), logits_of(plain.eval()))
+        with pytest.raises(ArgumentError, match="free=True needs experts without adapters"):
+            prepare(model, free=True, progress=False)
