@@ -148,7 +148,7 @@ class MoELayer(CanonicalModule):
         Shared experts, which take every token, are not in it; `has_shared_experts` says whether the model has some.
 
         Args:
-            path: Checkpoint directory.
+            path: As `load_experts` takes it.
             layer: Index in the whole model.
             dtype: Dtype to load in, or to run quantized experts in; the checkpoint's where None.
             device: Where to load to.
