@@ -25,7 +25,7 @@ def snapshot_of(name: Path) -> Path | None:
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
-        missing, cure = "huggingface_hub, which would look for a model, is missing", "`pip install huggingface_hub` and "
+        missing, cure = "huggingface_hub, which looks for models, is missing", "`pip install huggingface_hub` and "
     else:
         missing, cure = "the Hub's local cache has no such model", ""
         try:
