@@ -198,6 +198,15 @@ def summary(found: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join([*(functions_table(record, 1) for record in complete), *left, *parts, *failed])
 
 
+def _drawn(record: Mapping[str, Any]) -> dict[Any, Any]:
+    """The cases of a record that its panel has."""
+    return {
+        key: rows
+        for key, rows in _rows(record).items()
+        if (key[0] == "prefill" or key[1] == "graph") and "ms" in rows.get("grouped_mm", {})
+    }
+
+
 def draw_whole_models(path: pathlib.Path, found: Sequence[Mapping[str, Any]]) -> None:
     """Tokens a second over those of grouped_mm: a panel for each model, a group of bars for each case.
 
@@ -210,14 +219,12 @@ def draw_whole_models(path: pathlib.Path, found: Sequence[Mapping[str, Any]]) ->
 
     style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": path.name}
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(10, 2.1 * len(found) + 0.7), layout="constrained", facecolor="white")
+        # Inches: a bar is as wide as its text.
+        width = max(10.0, *(0.3 * len(_drawn(record)) * len(_NAMES) for record in found))
+        figure = Figure(figsize=(width, 2.1 * len(found) + 0.7), layout="constrained", facecolor="white")
         grid = figure.subplots(len(found), 1, squeeze=False)
         for axes, record in zip(grid.flat, found, strict=True):
-            cases = {
-                key: rows
-                for key, rows in _rows(record).items()
-                if (key[0] == "prefill" or key[1] == "graph") and "ms" in rows.get("grouped_mm", {})
-            }
+            cases = _drawn(record)
             names = [name for name in _NAMES if any("ms" in rows.get(name, {}) for rows in cases.values())]
             for number, name in enumerate(names):
                 color = _COLORS[list(_NAMES).index(name)]
@@ -228,7 +235,7 @@ def draw_whole_models(path: pathlib.Path, found: Sequence[Mapping[str, Any]]) ->
                         x = place + (number - (len(names) - 1) / 2) * width
                         axes.bar(x, height, 0.92 * width, color=color, label=_NAMES[name])
                         speed = rows[name]["tokens_per_s"]
-                        text = f"{speed / 1e3:.1f}k" if speed >= 1e4 else f"{speed:,.0f}"
+                        text = f"{speed / 1e3:.3g}k" if speed >= 1e4 else f"{speed:,.0f}"
                         axes.annotate(text, (x, height), ha="center", va="bottom", size=6)
             axes.axhline(1.0, color="#777777", linewidth=0.8, linestyle="--", zorder=0)
             axes.set_xticks(range(len(cases)), [_case(*key) for key in cases])

@@ -284,7 +284,7 @@ def _router_of(module: torch.nn.Module, experts: str, problem: MoEProblem) -> di
     """Keywords of `MoELayer` for the router beside the experts; none where no config says how it routes."""
     prefix = experts.rpartition(".")[0]
     block = module.get_submodule(prefix)
-    configs = [getattr(each, "config", None) for each in (module.get_submodule(experts), block, module)]
+    configs: list[Any] = [getattr(each, "config", None) for each in (module.get_submodule(experts), block, module)]
     to_dict = next((each.to_dict for each in configs if callable(getattr(each, "to_dict", None))), dict)
     values = language_config(to_dict())
     model = MODEL_TYPES.get(values.get("model_type", ""))
