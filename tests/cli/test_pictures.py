@@ -72,7 +72,12 @@ def test_labels_of_quantize_are_apart(figures: list[Figure]) -> None:
             return [SimpleNamespace(time_us=self.time_us)]
 
     rows = [
-        Row(f"scheme_{number}", 10**8 + 10**6 * (number % 5), 1e-3 * (1 + number / 40), 10.0 ** (number % 6))
+        Row(
+            f"scheme_{number}",
+            10**8 + 10**6 * (number % 5),
+            0.1 if number == 0 else 1e-3 * (1 + number / 40),
+            10.0 ** (number % 6),
+        )
         for number in range(20)
     ]
     result: Any = SimpleNamespace(
