@@ -23,19 +23,19 @@ def draw_peers(path: pathlib.Path, groups: Mapping[str, Sequence[Comparison]]) -
 
     Args:
         path: An SVG, overwritten.
-        groups: Rows of one process each, by the name of their group; empty groups have no panel.
+        groups: Rows of one process each, by the name of their group; one without ratios at two numbers of tokens has no
+            line and no panel.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
     shown = {name: [one for one in found if one.ratio is not None] for name, found in groups.items()}
-    shown = {name: found for name, found in shown.items() if found}
-    counts = sorted({one.place.tokens for found in shown.values() for one in found})
+    shown = {name: found for name, found in shown.items() if len({one.place.tokens for one in found}) > 1}
     style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": path.name}
     with matplotlib.rc_context(style):
         height = math.ceil(len(shown) / 2)
-        figure = Figure(figsize=(9, 0.5 + 3 * height), layout="constrained", facecolor="white")
-        panels = figure.subplots(height, 2, sharex=True, squeeze=False).flat
+        figure = Figure(figsize=(9, 0.5 + 3.6 * height), layout="constrained", facecolor="white")
+        panels = figure.subplots(height, 2, squeeze=False).flat
         for (name, found), axes in itertools.zip_longest(shown.items(), panels, fillvalue=("", ())):
             if not name:
                 axes.set_axis_off()
@@ -56,11 +56,12 @@ def draw_peers(path: pathlib.Path, groups: Mapping[str, Sequence[Comparison]]) -
             axes.set_ylim(low, high)
             ticks = [tick for tick in (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4) if low <= tick <= high]
             axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+            counts = sorted({one.place.tokens for one in found})
             axes.set_xticks(counts, [f"{count:,}" for count in counts])
             axes.minorticks_off()
-            axes.tick_params(labelbottom=True)
             axes.set_title(name, loc="left", size=9)
-            axes.legend(frameon=False, fontsize=6)
+            # Below, where no line is.
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False, fontsize=6.5)
         figure.suptitle(
             "Time of the fastest other kernels over the time of moereg's triton, by tokens, each row in one process:\n"
             "above the line moereg's are faster, in the gray they are slower",
@@ -106,7 +107,8 @@ def draw_board(found: Sequence[Standing], path: pathlib.Path) -> None:
             ratio = one.ratio
             shade = 0.0 if ratio is None else max(-1.0, min(1.0, math.log2(max(ratio, 0.25))))
             axes.add_patch(matplotlib.patches.Rectangle((x, y), 1, 1, facecolor=colors(norm(shade)), edgecolor="white"))
-            text = one.ranking[0].name if one.ranking else "none"
+            # A class has a line of its own, so that it stays in its cell.
+            text = one.ranking[0].name.replace(" (", "\n(") if one.ranking else "none"
             text += "" if ratio is None else f" {ratio:.2f}"
             dark = abs(shade) > 0.75
             axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", size=7, color="white" if dark else "#222222")

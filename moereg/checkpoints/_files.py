@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moereg.checkpoints._hub import download, link_roots, snapshot_of
 from moereg.errors import CheckpointError, shown
 from moereg.routing import language_config
 from moereg.runtime.memory import format_bytes
@@ -52,6 +53,9 @@ class TensorHeader:
 class CheckpointFiles(contextlib.ExitStack):
     """A checkpoint directory. Opens each shard once, when a tensor in it is first needed; closes them on exit.
 
+    Args:
+        path: A directory, or the name of a model that the Hub's local cache holds.
+
     Attributes:
         path: The directory.
 
@@ -62,20 +66,23 @@ class CheckpointFiles(contextlib.ExitStack):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
         try:
-            self.path = Path(path).expanduser()
+            given = Path(path).expanduser()
         except RuntimeError as error:
             raise CheckpointError(
                 f"a checkpoint directory must exist, got {shown(str(path))}: {error}; give the directory of a "
                 "checkpoint that is on this machine"
             ) from error
+        snapshot = snapshot_of(given)
+        self.path = given if snapshot is None else snapshot
+        self._download = None if snapshot is None else download(given)
         self._shards: dict[str, Any] = {}
         self._rows: dict[str, _ShardRows] = {}
 
     @functools.cached_property
     def full_config(self) -> Mapping[str, Any]:
         """config.json, unchanged."""
-        config_path = self.path / "config.json"
-        if not os.path.isfile(config_path):
+        config_path = self.find("config.json")
+        if config_path is None:
             raise CheckpointError(
                 f"a checkpoint directory must hold config.json, got {str(self.path)!r} without one; nothing is "
                 "downloaded, so give the directory of a checkpoint that is on this machine"
@@ -102,8 +109,8 @@ class CheckpointFiles(contextlib.ExitStack):
                     )
                 return quantization, "config.json"
         # ModelOpt writes a separate file, and some of its exports do not touch config.json.
-        model_opt_path = self.path / _MODEL_OPT
-        if not os.path.isfile(model_opt_path):
+        model_opt_path = self.find(_MODEL_OPT)
+        if model_opt_path is None:
             return None
         quantization = _read_json_object(model_opt_path, _LARGEST_CONFIG).get("quantization")
         if not isinstance(quantization, dict):
@@ -115,28 +122,24 @@ class CheckpointFiles(contextlib.ExitStack):
     @functools.cached_property
     def file_of(self) -> Mapping[str, str]:
         """The file that holds each tensor, by tensor name."""
-        index_path = self.path / INDEX
-        if os.path.isfile(index_path):
+        index_path = self.find(INDEX)
+        if index_path is not None:
             weight_map = _read_json_object(index_path, _LARGEST_INDEX).get("weight_map")
             if not isinstance(weight_map, dict):
                 raise CheckpointError(f"{index_path} must hold a weight_map, which is missing; download the file again")
             if others := [file for file in weight_map.values() if not isinstance(file, str)]:
                 raise CheckpointError(f"{index_path} must map to files, got {shown(others[0])}; download it again")
             return weight_map
-        if os.path.isfile(self.path / SINGLE):
+        if self.find(SINGLE) is not None:
             return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
-        try:
-            pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
-        except OSError as error:
-            raise CheckpointError(f"{self.path} must be readable, got: {error.strerror}; correct its rights") from error
-        if pickles:
+        if pickles := [name for name in self.names() if name.endswith(_PICKLE_SUFFIXES)]:
             raise CheckpointError(
                 f"only safetensors checkpoints are read, got {pickles[0]} and no safetensors in {str(self.path)!r}; "
                 "convert it with transformers: from_pretrained, then save_pretrained"
             )
         raise CheckpointError(
-            f"a checkpoint must hold {INDEX} or {SINGLE}, got neither in {str(self.path)!r}; download the one that "
-            "belongs to it"
+            f"a checkpoint must hold {INDEX} or {SINGLE}, got neither in {str(self.path)!r}; "
+            f"{self._download or 'download the one that belongs to it'}"
         )
 
     def header(self, name: str) -> TensorHeader:
@@ -161,6 +164,46 @@ class CheckpointFiles(contextlib.ExitStack):
             tensor: torch.Tensor = shard.get_tensor(name)
             return tensor
 
+    def names(self) -> list[str]:
+        """Names of everything in the directory, sorted."""
+        try:
+            return sorted(os.listdir(self.path))
+        except OSError as error:
+            raise CheckpointError(f"{self.path} must be readable, got: {error.strerror}; correct its rights") from error
+
+    def find(self, name: str) -> Path | None:
+        """A file of the directory; None if it is not there.
+
+        Raises:
+            CheckpointError: It is a link that leads further than the Hub's cache has them.
+        """
+        path = self.path / name
+        if not os.path.isfile(path):
+            return None
+        target = Path(os.path.realpath(path))
+        if not any(target.is_relative_to(root) for root in self._link_roots):
+            raise CheckpointError(
+                f"files of a checkpoint must be in its directory, got {path}, a link to {target}; copy the file there "
+                "(only those of the Hub's cache may be links)"
+            )
+        return path
+
+    @functools.cached_property
+    def _link_roots(self) -> tuple[Path, ...]:
+        return link_roots(Path(os.path.realpath(self.path)))
+
+    def shard_path(self, file: str) -> Path:
+        """The file of that name in the index."""
+        # A stranger's index must not reach files outside the checkpoint.
+        if Path(file).name != file:
+            raise CheckpointError(f"{INDEX} must name files of its own directory, got {shown(file)}; download it again")
+        found = self.find(file)
+        if found is None:
+            raise CheckpointError(
+                f"{INDEX} names {self.path / file}, which is missing; {self._download or 'download that file'}"
+            )
+        return found
+
     def _file_of(self, name: str) -> str:
         if name not in self.file_of:
             source = INDEX if os.path.isfile(self.path / INDEX) else SINGLE
@@ -173,12 +216,7 @@ class CheckpointFiles(contextlib.ExitStack):
     def _shard(self, file: str) -> Any:
         if file in self._shards:
             return self._shards[file]
-        shard_path = self.path / file
-        # A stranger's index must not reach files outside the checkpoint.
-        if Path(file).name != file:
-            raise CheckpointError(f"{INDEX} must name files of its own directory, got {shown(file)}; download it again")
-        if not os.path.isfile(shard_path):
-            raise CheckpointError(f"{INDEX} names {shard_path}, which is missing; download that file")
+        shard_path = self.shard_path(file)
         with _named_errors(shard_path):
             # Not mapped: a process is killed when it reads from a mapping beyond the end of a file that got shorter.
             shard = self.enter_context(safe_open(shard_path, framework="pt", backend="pread"))

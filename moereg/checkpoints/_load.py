@@ -46,7 +46,7 @@ def read_problem(path: str | os.PathLike[str], layer: int, **overrides: Any) -> 
     """The problem that a layer of a checkpoint is, from config.json and tensor headers; no tensor data is read.
 
     Args:
-        path: Checkpoint directory.
+        path: Checkpoint directory, or a name as `load_experts` takes it.
         layer: Index in the whole model.
         overrides: Keywords of `MoEProblem` that a checkpoint does not decide, such as dtype or max_num_tokens.
 
@@ -80,7 +80,8 @@ def load_experts(
     Experts are read one by one into the canonical tensors, so that the peak is the layer and one expert.
 
     Args:
-        path: Checkpoint directory.
+        path: Checkpoint directory, or the name of a model that the Hub's local cache holds, such as
+            `Qwen/Qwen3-30B-A3B`; a path that exists is a path.
         layer: Index in the whole model.
         dtype: Dtype to load in, or to run quantized experts in; the checkpoint's where None.
         device: Where to load to.
@@ -107,7 +108,7 @@ def load_experts(
         torch.Size([5, 256])
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise ArgumentError(f"path must be a directory of a checkpoint, got {shown(path)}")
+        raise ArgumentError(f"path must be a directory of a checkpoint or a name in the Hub's cache, got {shown(path)}")
     if not (type(max_memory_fraction) in (int, float) and 0 < max_memory_fraction <= 1):
         raise ArgumentError(f"max_memory_fraction must be above 0 and at most 1, got {shown(max_memory_fraction)}")
     device = check_device("device", device)

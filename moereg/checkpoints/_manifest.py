@@ -410,10 +410,12 @@ def _storage_format(
         if is_transposed is None:
             is_transposed = fused is not None and _is_transposed(files, sizes, root, fused)
         return unquantized_format(fused is not None, is_transposed)
-    if model.projections is None and not storage.is_fused:
+    is_flat = fused is not None and fused.is_flat
+    if model.projections is None and (is_flat or not storage.is_fused):
+        known = f"unquantized{'' if is_flat else ' or in mxfp4'}"
         raise CheckpointError(
-            f"{files.path / 'config.json'}: experts of model type {files.config.get('model_type')!r} are read fused, "
-            f"which {storage.name} is not; use a release in mxfp4 or bfloat16"
+            f"{files.path / 'config.json'}: experts of model type {files.config.get('model_type')!r} are read {known}, "
+            f"got {storage.name}; use a release that is {known}"
         )
     return storage
 

@@ -40,6 +40,7 @@ from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.weights.permuted import ExpertWeights
 
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
+_WRITTEN: Final = (INDEX, "config.json")
 # Bytes of one file of experts; more would have to be in memory at once.
 _SHARD_BYTES: Final = 4 * 2**30
 
@@ -118,7 +119,7 @@ def save_quantized(
     name once it is complete. One layer and its quantized copy are in memory at a time.
 
     Args:
-        path: Directory of an unquantized checkpoint.
+        path: An unquantized checkpoint, as `load_experts` takes it.
         out: Directory to write, which must not exist or be empty.
         quant: Scheme, by name or value.
         layers: Indices of the layers to quantize; all that have experts where None.
@@ -161,6 +162,7 @@ class _Copy:
         config: `quantization_config`.
         manifests: By layer to quantize.
         hidden_states: By layer.
+        others: Names of the files without weights, which are copied.
     """
 
     files: CheckpointFiles
@@ -169,6 +171,7 @@ class _Copy:
     config: Mapping[str, Any]
     manifests: Mapping[int, LayerManifest]
     hidden_states: Mapping[int, torch.Tensor]
+    others: Sequence[str]
 
     def write(self, folder: Path, device: str | torch.device, progress: Callable[[int, int], object]) -> None:
         """Writes all files."""
@@ -193,10 +196,8 @@ class _Copy:
                 weight_map |= dict.fromkeys(tensors, file)
                 save_file(tensors, folder / file, metadata={"format": "pt"})
             progress(done + 1, len(self.manifests))
-        for source in sorted(self.files.path.iterdir()):
-            is_copied = source.suffix not in _WEIGHT_SUFFIXES and source.name not in (INDEX, "config.json")
-            if is_copied and source.is_file():
-                shutil.copyfile(source, folder / source.name)
+        for name in self.others:
+            shutil.copyfile(self.files.path / name, folder / name)
         metadata = {"total_size": sum(_data_bytes(folder / file) for file in set(weight_map.values()))}
         _write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
         _write_json(folder / "config.json", {**self.files.full_config, "quantization_config": self.config})
@@ -284,8 +285,7 @@ def _checked_copy(
                     "or with a scale for each row, such as int8_w8a16"
                 ) from error
     # The source is larger than what is written.
-    sources = {files.path / file for file in files.file_of.values()}
-    num_bytes = sum(file.stat().st_size for file in sources if file.is_file())
+    num_bytes = sum(files.shard_path(file).stat().st_size for file in dict.fromkeys(files.file_of.values()))
     parent = next(parent for parent in out.absolute().parents if parent.is_dir())
     free_bytes = shutil.disk_usage(parent).free
     if free_bytes < num_bytes:
@@ -293,7 +293,9 @@ def _checked_copy(
             f"a disk needs as much room as the checkpoint to quantize has, {format_bytes(num_bytes)}, got "
             f"{format_bytes(free_bytes)} free in {str(parent)!r}; write to another disk"
         )
-    return _Copy(files, out, scheme, config, manifests, hidden_states)
+    copied = [name for name in files.names() if name not in _WRITTEN and not name.endswith(_WEIGHT_SUFFIXES)]
+    others = [name for name in copied if files.find(name) is not None]
+    return _Copy(files, out, scheme, config, manifests, hidden_states, others)
 
 
 def _unwritable(out: Path, error: Exception) -> CheckpointError:

@@ -179,7 +179,7 @@ def bench(
 
 
 @command(
-    checkpoint="Directory of the checkpoint; it is only read.",
+    checkpoint="The checkpoint, a directory or a name in the Hub's cache; it is only read.",
     layer="Compare on this layer, the first with experts if left out. With --out, quantize it alone; all if left out.",
     quant=schemes_of("Schemes to compare: int4_w4a16_g128 or a,b or int4_*; all that fit if left out."),
     tokens="Tokens of the timed calls; 1,64 if left out.",

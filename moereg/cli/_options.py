@@ -95,7 +95,7 @@ _SHARED: Final[dict[str, Any]] = {
     "require": backends_of("Use one of these backends, tried in this order, or fail: a,b or scheme=a or a_*."),
     "prefer": backends_of("Use these backends first where they fit."),
     "deny": backends_of("Use none of these backends."),
-    "checkpoint": "A layer of this checkpoint directory instead of a model's or of sizes.",
+    "checkpoint": "A layer of this checkpoint, a directory or a name in the Hub's cache, not of a model or sizes.",
     "layer": "Of the checkpoint; the first with experts if left out.",
     "ep": option("Experts over so many ranks: processes here, or those of torchrun.", min=1),
     "way": "With --ep: ways of moving tokens, such as all_to_all,all_gather; all that fit if left out.",

@@ -51,6 +51,7 @@ _LEGEND_ROW: Final = 0.26
 _LEFT: Final = 0.07
 _LINE_LETTERS: Final = 120
 _FEW_DECADES: Final = 1e3
+_LEAST_SHARE: Final = 0.1
 
 
 def check_can_plot(path: Path) -> None:
@@ -109,10 +110,16 @@ def plot_bench(result: BenchResult, path: Path) -> None:
         above = _LEGEND_TOP + _LEGEND_ROW * legend_rows + 0.45
         height = above + _PANEL_HEIGHT + 0.65
         figure = Figure(figsize=(_WIDTH, height), dpi=150, facecolor="white")
-        times, shares = figure.subplots(1, 2, width_ratios=(1.25, 1))
+        # A pane of shares near 0 shows nothing.
+        if max(row.share for row in result.rows) < _LEAST_SHARE:
+            times, shares = figure.subplots(), None
+        else:
+            times, shares = figure.subplots(1, 2, width_ratios=(1.25, 1))
         figure.subplots_adjust(left=_LEFT, right=0.985, top=1 - above / height, bottom=0.65 / height, wspace=0.17)
         _draw_lines(result, times, shares)
         _finish_axes(result, times, shares)
+        for axes in figure.axes:
+            hide_ticks_that_meet(axes)
         problem, ceilings, measured_on = result.selection.problem, result.ceilings, result.measured_on
         assert ceilings is not None
         title = f"{result.subject}, {problem.quant.name} {problem.dtype}, on {measured_on['device']}"
@@ -135,7 +142,7 @@ def plot_bench(result: BenchResult, path: Path) -> None:
         figure.savefig(path)
 
 
-def _draw_lines(result: BenchResult, times: Axes, shares: Axes) -> None:
+def _draw_lines(result: BenchResult, times: Axes, shares: Axes | None) -> None:
     for number, (decision, label) in enumerate(result.labels().items()):
         rows = [row for row in result.rows if row.decision == decision]
         tokens = [row.num_tokens for row in rows]
@@ -143,7 +150,8 @@ def _draw_lines(result: BenchResult, times: Axes, shares: Axes) -> None:
         look: dict[str, Any] = {"color": color, "marker": _MARKERS[number % len(_MARKERS)], "clip_on": False}
         look |= {"markeredgecolor": "white", "markeredgewidth": 1.0, "zorder": 3}
         times.plot(tokens, [row.time_us for row in rows], label=label + _wrong_at(rows), **look)
-        shares.plot(tokens, [100 * row.share for row in rows], **look)
+        if shares is not None:
+            shares.plot(tokens, [100 * row.share for row in rows], **look)
         timed = [row for row in rows if row.timing is not None]
         times.fill_between(
             [row.num_tokens for row in timed],
@@ -156,7 +164,8 @@ def _draw_lines(result: BenchResult, times: Axes, shares: Axes) -> None:
     roofline = {row.num_tokens: row.roofline_us for row in result.rows}
     look = {"color": FAINT, "linestyle": (0, (4, 3)), "linewidth": 1.6}
     times.plot(list(roofline), list(roofline.values()), label=_ROOFLINE, **look)
-    shares.axhline(100, **look)
+    if shares is not None:
+        shares.axhline(100, **look)
 
 
 def _wrong_at(rows: list[Measurement]) -> str:
@@ -173,6 +182,22 @@ def tick(axis: Axis, form: Callable[[float, object], str], locator: Locator | No
     axis.set_minor_locator(NullLocator())
 
 
+def hide_ticks_that_meet(axes: Axes) -> None:
+    """Hides the labels of ticks that would lie over the ones before them, where the axes stand now."""
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        before = None
+        axis.get_ticklabels()  # Brings the ticks up to date.
+        for mark in axis.get_major_ticks():
+            box = mark.label1.get_window_extent()
+            if not low <= mark.get_loc() <= high:
+                continue
+            if before is not None and box.overlaps(before):
+                mark.label1.set_visible(False)
+            else:
+                before = box.padded(2)
+
+
 def show_grid(axes: Axes) -> None:
     """Lines behind the data instead of ticks."""
     axes.grid(color="#e4e4e4", linewidth=0.8)
@@ -180,10 +205,10 @@ def show_grid(axes: Axes) -> None:
     axes.tick_params(which="both", length=0)
 
 
-def _finish_axes(result: BenchResult, times: Axes, shares: Axes) -> None:
+def _finish_axes(result: BenchResult, times: Axes, shares: Axes | None) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator
 
-    for axes in (times, shares):
+    for axes in (times, *([] if shares is None else [shares])):
         axes.set_xscale("log", base=2)
         tick(axes.xaxis, lambda value, _: f"{value:,.0f}", FixedLocator(list(result.token_counts)))
         axes.set_xlabel("tokens")
@@ -192,6 +217,8 @@ def _finish_axes(result: BenchResult, times: Axes, shares: Axes) -> None:
     low, high = times.dataLim.intervaly
     tick(times.yaxis, axis_us, None if high < _FEW_DECADES * low else LogLocator(subs=(1.0,)))
     times.set_title("time of a call")
+    if shares is None:
+        return
     shares.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f} %"))
     shares.set_ylim(0, max(105.0, 1.05 * shares.dataLim.y1))
     shares.set_title("share of the roofline")

@@ -34,7 +34,7 @@ from moereg.checkpoints import (
 from moereg.cli._bench import MAX_FRACTION, layer_device, load_layer, platform_at_hand, random_hidden_states
 from moereg.cli._options import ProblemFlags, UsageError, first_layer, usage_errors
 from moereg.cli._output import console
-from moereg.cli._plot import COLORS, FAINT, INK, STYLE, axis_us, show_grid, tick
+from moereg.cli._plot import COLORS, FAINT, INK, STYLE, axis_us, hide_ticks_that_meet, show_grid, tick
 from moereg.cli._progress import phase
 from moereg.cli._show import format_us, versions_of
 from moereg.dispatch import explain_backends
@@ -56,6 +56,7 @@ from moereg.weights.permuted import ExpertWeights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.text import Annotation
 
 DEFAULT_TOKENS: Final = (1, 64)
 # Tokens that errors and scales of activations come from, where a call has fewer.
@@ -67,8 +68,6 @@ _LETTERS: Final = string.ascii_lowercase + string.ascii_uppercase
 _SKETCH: Final = (60, 12)
 _FEWEST_POINTS: Final = 3
 _EMULATION: Final = "~"
-_LABEL_PIXELS: Final = (8, 16)
-"""Width and height of a letter in the picture."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,7 +386,7 @@ def plot_quantize(result: QuantizeResult, path: Path) -> None:
         _draw(sizes, result.rows, [row.num_bytes / 1e6 for row in result.rows], original.num_bytes / 1e6)
         sizes.set_xlim(left=0)
         _draw(times, result.rows, [row.measured[-1].time_us for row in result.rows], original.measured[-1].time_us)
-        figure.canvas.draw()
+        hide_ticks_that_meet(times)
         for axes in (sizes, times):
             _label(axes, _letters(result.rows))
         title = f"{result.subject}, on {result.measured_on['device']}"
@@ -419,22 +418,22 @@ def _draw(axes: Axes, rows: Sequence[SchemeRow], values: Sequence[float], origin
 
 def _label(axes: Axes, letters: str) -> None:
     """Writes each point's letter beside it; points whose labels would touch share one."""
-    labels: list[tuple[tuple[float, float], tuple[float, float], list[str]]] = []
+    labels: list[Annotation] = []
     for letter, line in zip(letters, axes.get_lines(), strict=False):
         data: Any = line.get_data()
         x, y = (float(values[0]) for values in data)
         if not (math.isfinite(x) and math.isfinite(y)):
             continue
-        across, up = axes.transData.transform((x, y))
-        for _, (left, bottom), found in labels:
-            width = _LABEL_PIXELS[0] * (2 * len(found) + 1)  # With commas, and the new letter.
-            if left - width < across < left + width and abs(up - bottom) < _LABEL_PIXELS[1]:
-                found.append(letter)
-                break
-        else:
-            labels.append(((x, y), (across, up), [letter]))
-    for point, _, found in labels:
-        axes.annotate(",".join(found), point, (6, 4), textcoords="offset points", fontsize=9, color=INK)
+        # To the side where there is room.
+        is_right = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))[0] > 0.5
+        place: dict[str, Any] = {"xytext": (-6, 4), "ha": "right"} if is_right else {"xytext": (6, 4)}
+        label = axes.annotate(letter, (x, y), textcoords="offset points", fontsize=9, color=INK, **place)
+        while touched := [one for one in labels if one.get_window_extent().overlaps(label.get_window_extent())]:
+            labels.remove(touched[0])
+            touched[0].set_text(f"{touched[0].get_text()},{label.get_text()}")
+            label.remove()
+            label = touched[0]
+        labels.append(label)
 
 
 def find_schemes(words: Sequence[str]) -> tuple[QuantScheme, ...]:

@@ -149,7 +149,7 @@ class MoELayer(CanonicalModule):
         Shared experts, which take every token, are not in it; `has_shared_experts` says whether the model has some.
 
         Args:
-            path: Checkpoint directory.
+            path: As `load_experts` takes it.
             layer: Index in the whole model.
             dtype: Dtype to load in, or to run quantized experts in; the checkpoint's where None.
             device: Where to load to.
@@ -188,21 +188,24 @@ class MoELayer(CanonicalModule):
     def from_module(
         cls, module: torch.nn.Module, *, top_k: int | None = None, dtype: torch.dtype | None = None, **keywords: Any
     ) -> MoELayer:
-        """The routed experts of a live module of transformers, such as `model.model.layers[3].mlp`.
+        """The routed experts of a live module of transformers, such as `model.model.layers[3].mlp`, and their router.
 
-        The module's memory becomes the parameters where its layout is canonical; elsewhere they are copies. Its router
-        stays where it is, unless `router` and `router_weight` say the same.
+        The module's memory becomes the parameters where its layout is canonical; elsewhere they are copies. What else
+        the module does with the experts' sum (shared experts, a norm) is not in the layer. The router is taken where
+        the module has it and its config names a model type of which `load_experts` reads checkpoints; elsewhere
+        `router` is None, and calls name the experts.
 
         Args:
             module: Holds the experts of one layer.
             top_k: Experts a token; what the module or its config says where None.
             dtype: Of hidden states, where quantized weights do not say it; bfloat16 where None.
-            **keywords: As the constructor takes them.
+            **keywords: As the constructor takes them; with `router`, the module's own is left out.
 
         Raises:
             ArgumentError: The module has no experts or those of several layers, or moereg cannot compute them.
         """
-        made = cls(*experts_of(module, top_k, dtype), **keywords)
+        problem, weights, routing = experts_of(module, top_k, dtype)
+        made = cls(problem, weights, **(keywords if "router" in keywords else {**routing, **keywords}))
         made.has_shared_experts = has_shared_experts(module)
         return made
 

@@ -12,10 +12,11 @@ import torch
 from typing_extensions import Self
 
 from moereg.arguments import check_count, check_instance
+from moereg.checkpoints._models import MODEL_TYPES
 from moereg.errors import ArgumentError
 from moereg.layer.factory import MoEKernel
 from moereg.layer.one_expert import read_all
-from moereg.routing import RouterSpec
+from moereg.routing import RouterSpec, language_config
 from moereg.runtime.torch_op import new_handle
 from moereg.spec.problem import DTYPES, MoEProblem
 from moereg.spec.quant_schemes import TENSOR_ROLES
@@ -242,10 +243,10 @@ def has_shared_experts(module: torch.nn.Module) -> bool:
 
 def experts_of(
     module: torch.nn.Module, top_k: int | None, dtype: torch.dtype | None
-) -> tuple[MoEProblem, ExpertWeights]:
-    """Problem and canonical weights of a live module of transformers; views where nothing moves.
+) -> tuple[MoEProblem, ExpertWeights, dict[str, Any]]:
+    """Problem and canonical weights of a live module of transformers, and keywords of its router.
 
-    Arguments and errors are those of `MoELayer.from_module`.
+    Tensors are views where nothing moves. Arguments and errors are those of `MoELayer.from_module`.
     """
     from moereg.integrations._experts.blocks import find_experts
     from moereg.integrations._experts.serving import check_servable, served
@@ -275,7 +276,42 @@ def experts_of(
             raise ArgumentError("nothing says how many experts a token has; pass top_k")
     except ArgumentError as error:
         raise ArgumentError(f"no MoELayer can be made of {name}: {error}") from error
-    return each.live.problem(top_k, dtype or torch.bfloat16), each.live.canonical(each.module)
+    problem = each.live.problem(top_k, dtype or torch.bfloat16)
+    return problem, each.live.canonical(each.module), _router_of(module, each.name, problem)
+
+
+def _router_of(module: torch.nn.Module, experts: str, problem: MoEProblem) -> dict[str, Any]:
+    """Keywords of `MoELayer` for the router beside the experts; none where no config says how it routes."""
+    prefix = experts.rpartition(".")[0]
+    block = module.get_submodule(prefix)
+    configs: list[Any] = [getattr(each, "config", None) for each in (module.get_submodule(experts), block, module)]
+    to_dict = next((each.to_dict for each in configs if callable(getattr(each, "to_dict", None))), dict)
+    values = language_config(to_dict())
+    model = MODEL_TYPES.get(values.get("model_type", ""))
+    tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    found = [] if model is None else [f"{name}." for name in model.routers if f"{name}.weight" in tensors]
+    if model is None or not found:
+        return {}
+    try:
+        router = RouterSpec.from_config(values)
+    except ValueError:  # Settings that routing functions do not have.
+        return {}
+    sizes = (problem.num_experts, problem.top_k, problem.apply_router_weight_on_input)
+    biases = [tensors[name] for name in model.correction_biases if name in tensors and router.has_correction_bias]
+    if (
+        (router.num_experts, router.top_k, router.apply_router_weight_on_input) != sizes
+        or tensors[f"{found[0]}weight"].shape != (problem.num_experts, problem.hidden_size)
+        or len(biases) != router.has_correction_bias
+    ):
+        return {}
+    bias = tensors.get(f"{found[0]}bias")
+    dtype = torch.float32 if router.fp32_weight else problem.torch_dtype
+    return {
+        "router": router,
+        "router_weight": tensors[f"{found[0]}weight"].detach().to(dtype),
+        "router_bias": None if bias is None else bias.detach().to(problem.torch_dtype),
+        "correction_bias": biases[0].detach().float().reshape(-1) if biases else None,
+    }
 
 
 def zeros_for(problem: MoEProblem, device: torch.device) -> dict[str, torch.Tensor]:

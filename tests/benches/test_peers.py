@@ -10,10 +10,12 @@ import re
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from benches import pictures, report, results_page
 from benches.board import compare, peers, rows
 from benches.board.compare import Comparison, Place, Timed
+from tests.support.pictures import labels_that_meet
 
 HEAD = {"schema": 1, "device": "a GPU", "date": "2026-11-23", "layers": {}, "left_out": []}
 UNIFORM = Place("big", "bfloat16", "uniform", 64)
@@ -206,3 +208,18 @@ def test_the_picture_is_the_one_of_the_stored_rows(tmp_path: pathlib.Path) -> No
     pictures.draw_peers(path, peers.groups_of(peers.board_comparisons()))
     texts = [re.findall(r"<!-- (.*?) -->", one.read_text()) for one in (path, report.PICTURE)]
     assert texts[0] == texts[1], "run python -m benches.report"
+
+
+def test_no_label_of_a_picture_lies_over_another(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **keywords: found.append(figure))
+    monkeypatch.setattr(report, "pages", list)
+    monkeypatch.setattr("sys.argv", ["report"])
+    assert report.main() == 0
+    assert len(found) == 4
+    assert not [pair for figure in found for pair in labels_that_meet(figure)]
+    # Each panel of the peers has lines, and its legend is below it.
+    for axes in found[1].axes:
+        legend = axes.get_legend()
+        assert all(len(line.get_xdata()) for line in axes.get_lines())
+        assert legend.get_window_extent().y1 < axes.get_window_extent().y0

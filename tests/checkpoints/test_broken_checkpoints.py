@@ -164,7 +164,5 @@ def test_layers_without_experts(sharded: Path, layer: int, expected: str) -> Non
 
 
 def test_unreadable_directory(tmp_path: Path) -> None:
-    for path in (tmp_path / "nothing", "Qwen/Qwen3-30B-A3B"):
-        with pytest.raises(CheckpointError, match="nothing is downloaded") as error:
-            moe_layers(path)
-        assert str(path) in str(error.value)
+    with pytest.raises(CheckpointError, match=error_pattern("{path} ... nothing is downloaded", tmp_path / "nothing")):
+        moe_layers(tmp_path / "nothing")

@@ -43,6 +43,16 @@ def _unsaid(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     del config["quantization_config"]
 
 
+def _as_dbrx(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    ffn = {"ffn_hidden_size": 32, "moe_num_experts": 2, "moe_top_k": 1}
+    config.update(model_type="dbrx", n_layers=1, hidden_size=32, ffn_config=ffn)
+    root = "transformer.blocks.0.ffn"
+    names = [f"{root}.experts.mlp.{name}_{part}" for name in ("w1", "v1", "w2") for part in ("blocks", "scales")]
+    tensors.clear()
+    tensors.update({name: torch.ones(2 * 32, 32, dtype=torch.uint8) for name in names})
+    tensors[f"{root}.router.layer.weight"] = torch.ones(2, 32)
+
+
 # The checkpoint, the change, and words of the error in their order, with anything between them.
 # fmt: off
 BROKEN: Final[tuple[tuple[str, Change, str], ...]] = (
@@ -174,7 +184,8 @@ BROKEN: Final[tuple[tuple[str, Change, str], ...]] = (
     ("mxfp4", with_tensor(MXFP4_DOWN, torch.zeros(4, 96, 64).bfloat16()), f"no tensor such as '{MXFP4_DOWN}'"),
     ("fp8_block128", with_settings(quant_method="mxfp4"), f"'{BLOCK}.experts.gate_up_proj_blocks' is missing"),
     ("mxfp4", with_settings(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128]),
-        SETTINGS + "... model type 'gpt_oss' are read fused, which fp8 in blocks of 128 x 128 is not"),
+        SETTINGS + "... model type 'gpt_oss' are read unquantized or in mxfp4, got fp8 in blocks of 128 x 128"),
+    ("mxfp4", _as_dbrx, SETTINGS + "... model type 'dbrx' are read unquantized, got mxfp4; use a release that is "),
 )
 # fmt: on
 

@@ -23,18 +23,44 @@ def check_layer(layer: MoELayer, experts: Any) -> None:
     torch.testing.assert_close(layer(x, weights, ids), wanted.view(x.shape), rtol=1e-5, atol=1e-6)
 
 
+def check_router(block: Any) -> None:
+    """A layer computes what its block does, but for shared experts, and a norm that one family has."""
+    biases = [tensor for name, tensor in (*block.named_buffers(), *block.named_parameters()) if "bias" in name]
+    with torch.no_grad():
+        for bias in biases:
+            bias.copy_(torch.linspace(-0.5, 0.5, bias.numel()).reshape(bias.shape))
+    layer = MoELayer.from_module(block)
+    for name, module in block.named_modules():
+        if name.rpartition(".")[2] in ("shared_expert", "shared_experts", "shared_mlp"):
+            module.register_forward_hook(lambda module, args, out: torch.zeros_like(out))
+    if hasattr(block, "post_mlp_layernorm"):
+        block.post_mlp_layernorm = torch.nn.Identity()
+    x = torch.randn(2, 8, layer.problem.hidden_size)
+    with torch.no_grad():
+        found = block(x)
+    found = found[0] if isinstance(found, tuple) else found
+    torch.testing.assert_close(layer(x), found.view(x.shape), rtol=1e-5, atol=1e-6)
+
+
+# Types whose checkpoints are not read; and a bias that not every layer of DeepSeek-V4 has.
+WITHOUT_ROUTER = {"deepseek_v4", "diffusion_gemma", "ernie4_5_vl_moe", "gemma4", "inkling", "zaya"}
+
+
 @pytest.mark.few(most=1)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_moe"])
 def test_a_layer_takes_the_place_of_a_modules_experts(family: str) -> None:
     model = tiny_model(family)
     block: Any = next(module for module in model.modules() if hasattr(module, "experts"))
     experts = block.experts
     layer = MoELayer.from_module(block)
     check_layer(layer, experts)
-    assert layer.problem == MoELayer.from_module(experts, top_k=layer.problem.top_k).problem
-    assert not layer.has_shared_experts
-    block.shared_experts = torch.nn.Linear(1, 1)
-    assert MoELayer.from_module(block).has_shared_experts
+    assert layer.has_shared_experts == (family == "deepseek_v3")
+    check_router(block)
+    alone = MoELayer.from_module(experts, top_k=layer.problem.top_k)
+    assert (alone.problem, alone.router) == (layer.problem, None)
+    # Who names other experts, or a router, has another one.
+    assert MoELayer.from_module(block, top_k=1).router is None
+    assert not MoELayer.from_module(block, router=layer.router).router_weight.any()
 
 
 def test_what_is_no_single_layer_is_refused() -> None:
@@ -68,5 +94,8 @@ def test_layers_of_every_family_or_a_reason(family: str) -> None:
             continue
         assert layer.has_shared_experts == any("shared" in name for name, _ in module.named_children())
         check_layer(layer, module.experts)
+        assert (layer.router is None) == (family in WITHOUT_ROUTER)
+        if layer.router is not None:
+            check_router(module)
     known = r"no MoELayer can be made of \w+: \w+|from_module takes a module with the experts of one layer"
     assert all(re.match(known, reason) for reason in reasons)
