@@ -173,14 +173,14 @@ def test_an_environment_that_names_an_absent_wheel_is_noted(call: Call, monkeypa
 def test_long_work_shows_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_progress, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(_progress, "SILENT_SECONDS", 0.01)
     shown = ""
     with _progress.phase("permuting weights") as advance:
         advance(1, 2)
         while not shown:
             time.sleep(0.01)
             shown = capsys.readouterr().err
-    monkeypatch.setattr(_progress, "_SILENT_SECONDS", 1000.0)
+    monkeypatch.setattr(_progress, "SILENT_SECONDS", 1000.0)
     with _progress.phase("quick"):
         pass
     assert shown + capsys.readouterr().err == "permuting weights ...\n"
