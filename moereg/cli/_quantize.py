@@ -253,17 +253,11 @@ class QuantizeResult:
             target.print("nothing here computes the original, which the others are compared with")
         for row in (*([original] if original else []), *self.rows):
             for measured in row.measured:
-                if problem := measured.failure or measured.damage:
-                    label = f"{row.quant} on {row.decision.backend}"
-                    target.print(Text(f"{label} FAILED at {measured.num_tokens} tokens: {problem}", style="bold red"))
-                elif not measured.passed:
-                    target.print(
-                        Text(
-                            f"{row.quant} on {row.decision.backend} is WRONG at {measured.num_tokens} tokens: "
-                            f"{measured.relative_error:.1e} > {measured.tolerance:.1e} from its own reference",
-                            style="bold red",
-                        )
-                    )
+                if not measured.passed:
+                    error = f"WRONG: {measured.relative_error:.1e} > {measured.tolerance:.1e} from its own reference"
+                    fault = measured.failure or measured.damage or error
+                    label = f"{row.quant} on {row.decision.backend} at {measured.num_tokens} tokens"
+                    target.print(Text(f"{label}: {fault}", style="bold red"))
         saved = self.saved
         if saved is not None:
             layers = f"layer {saved.layers[0]}" if len(saved.layers) == 1 else f"{len(saved.layers)} layers"

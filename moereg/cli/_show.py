@@ -95,18 +95,18 @@ def print_rejected(target: Console, label: str, selection: Selection, all_reason
     shared: dict[str, list[tuple[Decision, Reason]]] = {}
     for decision in rejected:
         if decision not in apart:
-            # Another machine cures nothing here, whatever else is missing.
+            # A backend for other machines has no cure here, whatever else is missing.
             reason = next((one for one in decision.reasons if one.code == "platform"), decision.reasons[0])
             rule = f"requires another platform than {selection.platform}"
             rule = rule if reason.code == "platform" else reason.text.partition(", got ")[0]
             shared.setdefault(rule, []).append((decision, reason))
     for rule, found in shared.items():
-        names = ", ".join(dict.fromkeys(f"{decision.backend}{of_wheel(decision)}" for decision, _ in found))
-        texts = {reason.text for _, reason in found}
-        code = found[0][1].code
-        has_more = code != "platform" and any(len(decision.reasons) > 1 for decision, _ in found)
+        names = dict.fromkeys(f"{decision.backend}{of_wheel(decision)}" for decision, _ in found)
+        first = found[0][1]
+        text = first.text if all(reason == first for _, reason in found) else rule
+        has_more = first.code != "platform" and any(len(decision.reasons) > 1 for decision, _ in found)
         more = ", and more (-v)" if has_more else ""
-        target.print(Text(f"{label}: {names}: {texts.pop() if len(texts) == 1 else rule} [{code}]{more}"))
+        target.print(Text(f"{label}: {', '.join(names)}: {text} [{first.code}]{more}"))
 
 
 def _print_decisions(

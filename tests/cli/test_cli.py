@@ -80,7 +80,6 @@ BAD_LINES = [
     (f"bench {SIZES} --plot /nonexistent/bench.png", "make /nonexistent first"),
     (f"bench {SIZES} --plot bench.docx", "a file such as bench.png"),
     (f"bench {SIZES} --require torch --deny torch", "both required and denied"),
-    ("tune", "tune comes in a later release"),
     ("verify", "say what to verify"),
     ("verify torhc --no-isolate", "did you mean 'torch'?"),
     ("verify ./nowhere.py", "no file './nowhere.py'"),

@@ -152,7 +152,7 @@ def test_nothing_is_written_where_something_is_wrong(
     monkeypatch.setattr("moereg.cli._quantize.layer_tolerance", lambda *arguments: 0.0)
     code, out, _ = call(f"quantize --checkpoint {checkpoint} --quant int8_w8a16 --tokens 2 --out {tmp_path / 'out'}")
     assert code == 1
-    assert "int8_w8a16 on torch is WRONG at 2 tokens" in out
+    assert "int8_w8a16 on torch at 2 tokens: WRONG" in out
     assert "nothing was written, since something was wrong" in out
     assert not (tmp_path / "out").exists()
 
