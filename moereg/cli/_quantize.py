@@ -249,8 +249,6 @@ class QuantizeResult:
             why.setdefault(f"{nearest.backend}: {nearest.reasons[0].text}", []).append(name)
         for reason, names in why.items():
             target.print(f"not on this machine: {', '.join(names)} ({reason})")
-        if self.original is None and not self.skipped:
-            target.print("nothing here computes the original, which the others are compared with")
         for row in (*([original] if original else []), *self.rows):
             for measured in row.measured:
                 if not measured.passed:
@@ -270,6 +268,10 @@ class QuantizeResult:
             target.print(
                 "nothing was written; --quant NAME --out DIR writes a checkpoint with the experts of all layers"
             )
+        elif len(self.skipped) < len(question.schemes):
+            target.print(Text("nothing here computes the original, which the others are compared with", "bold red"))
+        else:
+            target.print(Text("nothing fits", "bold red"))
 
 
 def _print_notes(show: Any, result: QuantizeResult) -> None:

@@ -92,19 +92,22 @@ def print_rejected(target: Console, label: str, selection: Selection, all_reason
         print_reasons(target, f"{decision.backend}{of_wheel(decision)} does not fit:", reasons)
     if selection.winner is None and selection.request.require and not all_reasons:
         return
+    others = {
+        "platform": f"requires another platform than {selection.platform}",
+        "quant_scheme": f"requires weights in another scheme than {selection.problem.quant.name}",
+    }
     shared: dict[str, list[tuple[Decision, Reason]]] = {}
     for decision in rejected:
         if decision not in apart:
             # A backend for other machines has no cure here, whatever else is missing.
             reason = next((one for one in decision.reasons if one.code == "platform"), decision.reasons[0])
-            rule = f"requires another platform than {selection.platform}"
-            rule = rule if reason.code == "platform" else reason.text.partition(", got ")[0]
+            rule = others.get(reason.code) or reason.text.partition(", got ")[0]
             shared.setdefault(rule, []).append((decision, reason))
     for rule, found in shared.items():
         names = dict.fromkeys(f"{decision.backend}{of_wheel(decision)}" for decision, _ in found)
         first = found[0][1]
         text = first.text if all(reason == first for _, reason in found) else rule
-        has_more = first.code != "platform" and any(len(decision.reasons) > 1 for decision, _ in found)
+        has_more = first.code not in others and any(len(decision.reasons) > 1 for decision, _ in found)
         more = ", and more (-v)" if has_more else ""
         target.print(Text(f"{label}: {', '.join(names)}: {text} [{first.code}]{more}"))
 

@@ -114,6 +114,14 @@ def test_explain_for_people(call: Call) -> None:
     assert f"rejected: {shared} [platform]\n" in out
 
 
+def test_a_backend_whose_cells_read_other_schemes_is_named_once(call: Call) -> None:
+    out = call("explain --model deepseek-v3 --quant fp8_block128 --platform h200")[1]
+    expected = (
+        "rejected: cutlass, flashinfer_cutile: requires weights in another scheme than fp8_block128 [quant_scheme]"
+    )
+    assert [line for line in out.splitlines() if "cutlass" in line and "rejected" in line] == [expected]
+
+
 @pytest.mark.parametrize("option", ["--reasons", "-v"])
 def test_all_reasons_where_they_are_asked_for(call: Call, option: str) -> None:
     line = "explain --model gpt-oss-120b --platform cpu"
