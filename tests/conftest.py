@@ -49,9 +49,10 @@ def _poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests in the caller's environment must not steer the tests."""
+    """Requests in the caller's environment, and the width of its terminal, must not steer the tests."""
     for variable in ("MOEREG_REQUIRE", "MOEREG_PREFER", "MOEREG_DENY", "MOEREG_PLUGINS", "MOEREG_DEBUG"):
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("COLUMNS", "400")  # Nothing is folded where a test sets no other width.
 
 
 @pytest.fixture

@@ -188,15 +188,3 @@ def _moereg(
 
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
-
-
-@app.command(
-    "tune",
-    help="Later: measure what selection will use.",
-    hidden=True,
-    context_settings={"ignore_unknown_options": True},
-)
-def _tune(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> int:
-    # Takes any arguments: they are not known yet, and the answer is the same.
-    print_error("tune comes in a later release; moereg --help lists what is here")
-    return BAD_INPUT

@@ -30,10 +30,10 @@ from moereg.cli._show import (
     new_table,
     of_wheel,
     print_notices,
+    print_rejected,
     show_selection,
     source_of,
     versions_of,
-    why_not,
 )
 from moereg.dispatch import EmulationWarning, explain_backends, select_backend
 from moereg.errors import BackendError, TooLargeError, UnknownNameError, UnsupportedProblemError, unknown_name_message
@@ -274,13 +274,13 @@ class RunResult:
             "selection": self.selection.to_dict(),
         }
 
-    def show(self) -> None:
-        """Prints the result or, if nothing fitted, the reasons."""
+    def show(self, all_reasons: bool = False) -> None:
+        """Prints the result and last whether it is right, or the reasons if nothing fitted; every one if asked."""
         selection = self.selection
         winner = selection.winner
         target = console(sys.stdout)
         if winner is None or self.failure or self.damage:
-            show_selection(selection, self.subject)
+            show_selection(selection, self.subject, all_reasons)
             if winner is not None:
                 text = f"FAILED: {self.failure}"
                 if not self.failure:
@@ -290,35 +290,35 @@ class RunResult:
         assert self.relative_error is not None and self.tolerance is not None
         assert self.permute_ms is not None and self.weights_bytes is not None
         verdict = Text("right", style="bold green") if self.passed else Text("WRONG", style="bold red")
-        comparison = "within" if self.passed else "not within"
+        verdict.append(f": error {self.relative_error:.2e}, {'' if self.passed else 'not '}within the tolerance ")
+        verdict.append(f"{self.tolerance:.1e} of the reference")
         tier = "" if winner.tier == "kernel" else f", {winner.tier}: right numbers, not the speed of the scheme"
         time = "none, since the numbers are wrong"
         if self.time_us is not None:
             time = f"{format_us(self.time_us)} a call of {self.num_tokens} tokens"
         table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
-        rows: tuple[tuple[str, str | Text], ...] = (
+        rows: tuple[tuple[str, str], ...] = (
             ("layer", f"{self.subject}: {selection.problem}"),
             ("platform", machine(selection.platform)),
             ("backend", f"{winner.backend} ({winner.experts}){of_wheel(winner)}, {source_of(selection)}{tier}"),
-            ("computes", winner.computes),
+            ("computed as", winner.computes),
             ("weights", f"{format_bytes(self.weights_bytes)}, permuted in {format_us(1e3 * self.permute_ms)}"),
             ("time", time),
-            ("error", f"{self.relative_error:.2e}, {comparison} the tolerance {self.tolerance:.1e} of the reference"),
-            ("numbers", verdict),
         )
         if self.scheme_loss is not None:
-            loss = f"{self.scheme_loss:.2e} against fp32, of {winner.computes} itself"
-            rows = (*rows[:-1], ("loss", loss), rows[-1])
+            rows = (*rows, ("loss", f"{self.scheme_loss:.2e} against fp32, of {winner.computes} itself"))
         if self.causes:
             rows = (*rows, ("likely cause", ", or ".join(self.causes)))
         for name, value in rows:
             table.add_row(name, value)
-        for decision in nearest_by_backend(selection.decisions):
-            if decision is not winner:
-                table.add_row("not chosen", why_not(decision))
         target.print(table)
+        for one in selection.decisions[1:]:
+            if one.accepted:
+                target.print(f"not chosen: {one.backend} ({one.experts}){of_wheel(one)}: fits, priority {one.priority}")
+        print_rejected(target, "not chosen", selection, all_reasons)
         # Those of the request were logged when the backend was selected.
         print_notices(target, [notice for notice in selection.notices if notice not in selection.request.notices])
+        target.print(verdict)
 
 
 def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, seed: int) -> RunResult:
@@ -417,6 +417,9 @@ def _measure(
     )
 
 
+_TIE: Final = 1.03
+"""Times closer than this are equal, as processes differ by as much."""
+
 _GPU_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096)
 _CPU_TOKENS: Final = (1, 4, 16, 64, 256)
 
@@ -487,11 +490,25 @@ class BenchResult:
             "notices": list(self.selection.notices),
         }
 
-    def show(self) -> None:
-        """Prints the result, fastest first at each number of tokens, or, if nothing fitted, the reasons."""
+    def faster(self) -> dict[Decision, list[int]]:
+        """Fastest candidates of other backends than the chosen one, and at how many tokens each beats it."""
+        chosen = {row.num_tokens: row for row in self.rows if row.decision is self.selection.winner}
+        found: dict[Decision, list[int]] = {}
+        for num_tokens, default in chosen.items():
+            first = self.fastest_first(num_tokens)[0]
+            is_other = first.decision.backend != default.decision.backend
+            if is_other and default.time_us > _TIE * first.time_us:  # False for NaN.
+                found.setdefault(first.decision, []).append(num_tokens)
+        return found
+
+    def show(self, all_reasons: bool = False) -> None:
+        """Prints the result, fastest first at each number of tokens, or the reasons if nothing fitted.
+
+        The last lines say what is wrong, or what a layer gets and how it gets something faster.
+        """
         selection, winner, ceilings = self.selection, self.selection.winner, self.ceilings
         if winner is None or ceilings is None:
-            show_selection(selection, self.subject)
+            show_selection(selection, self.subject, all_reasons)
             return
         target = console(sys.stdout)
         target.print(f"{self.subject}: {selection.problem}")
@@ -531,10 +548,18 @@ class BenchResult:
             if row.damage:
                 label = f"{labels[row.decision]} of {row.decision.provider}"
                 target.print(f"{label} is WRONG at {row.num_tokens} tokens: {row.damage}")
-        target.print(f"a layer gets {labels[winner]}{of_wheel(winner)}: {source_of(selection)}")
+        print_rejected(target, "not compared", selection, all_reasons)
         print_notices(target, selection.notices)
-        for decision in self.skipped:
-            target.print(f"not compared: {why_not(decision)}")
+        for decision, token_counts in self.faster().items():
+            # An emulation goes after every kernel, whatever is preferred.
+            word = "prefer" if decision.tier == winner.tier else "require"
+            target.print(
+                f"faster at T={','.join(map(str, token_counts))}: {labels[decision]}{of_wheel(decision)}; "
+                f"MOEREG_{word.upper()}={decision.backend} or {word}={decision.backend!r} gives it to layers"
+            )
+        target.print(f"a layer gets {labels[winner]}{of_wheel(winner)}: {source_of(selection)}", style="bold")
+        if bad := dict.fromkeys(labels[row.decision] for row in self.rows if not row.passed):
+            target.print(Text(f"not right: {', '.join(bad)}", style="bold red"))
 
 
 def _row(row: Measurement) -> dict[str, Any]:

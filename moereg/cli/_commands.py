@@ -5,6 +5,7 @@ What a command computes and shows is in a module of its own, which may load torc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,7 @@ def explain(
     reasons: bool = False,
     ep: int | None = None,
     way: str | None = None,
+    verbose: bool = False,
 ) -> Shown:
     """Show which backend a layer gets, and why."""
     from moereg.cli._explain import Explanation, ModelChoices
@@ -91,7 +93,7 @@ def explain(
         found = ModelChoices.of(flags, model_dir)
     else:
         found = Explanation.of(flags, find_subject(flags, checkpoint, layer), ep, way)
-    return Shown(found.to_dict, lambda: found.show(reasons), OK if found.fits else NOTHING_FITS)
+    return Shown(found.to_dict, lambda: found.show(reasons or verbose), OK if found.fits else NOTHING_FITS)
 
 
 def _check_ep(ep: int | None, way: str | None, checkpoint: Path | None = None) -> None:
@@ -101,8 +103,10 @@ def _check_ep(ep: int | None, way: str | None, checkpoint: Path | None = None) -
         raise UsageError("--ep builds random weights, and --checkpoint names others; leave one out")
 
 
-def _measured(found: BenchResult | EpResult | QuantizeResult | RunResult) -> Shown:
-    return Shown(found.to_dict, found.show, code_of_verdict(found.passed))
+def _measured(
+    found: BenchResult | EpResult | QuantizeResult | RunResult, show: Callable[[], object] | None = None
+) -> Shown:
+    return Shown(found.to_dict, show or found.show, code_of_verdict(found.passed))
 
 
 @command()
@@ -113,6 +117,7 @@ def run(
     seed: int = 0,
     ep: int | None = None,
     way: str | None = None,
+    verbose: bool = False,
 ) -> Shown | int:
     """Run one layer, check it against the reference, time it."""
     _check_ep(ep, way, checkpoint)
@@ -123,7 +128,8 @@ def run(
         return _measured(group) if group.is_printed else code_of_verdict(group.passed)
     from moereg.cli._bench import run_layer
 
-    return _measured(run_layer(flags, checkpoint, layer, seed))
+    result = run_layer(flags, checkpoint, layer, seed)
+    return _measured(result, lambda: result.show(verbose))
 
 
 @command(
@@ -148,6 +154,7 @@ def bench(
     batches: str | None = None,
     eager: bool = False,
     plot: Path | None = None,
+    verbose: bool = False,
 ) -> Shown | int:
     """Compare all backends that fit: numbers first, then speed."""
     from moereg.cli._bench import bench_layer, check_routing, parse_counts
@@ -175,7 +182,7 @@ def bench(
     # First, so that a disk that is full by now leaves nothing on standard output.
     if plot is not None and result.rows:
         write_plot(plot_bench, result, plot)
-    return _measured(result)
+    return _measured(result, lambda: result.show(verbose))
 
 
 @command(

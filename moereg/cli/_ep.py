@@ -122,9 +122,9 @@ class EpResult:
             if row["one_rank_error"] is not None:
                 same = "equal bits" if row["one_rank_equal"] else f"error {row['one_rank_error']:.1e}"
                 target.print(f"{_name(row)} against the whole layer on one rank: {same}")
+        print_notices(target, subject.notices)
         if self.failure:
             target.print(Text(f"FAILED: {self.failure}", style="bold red"))
-        print_notices(target, subject.notices)
 
 
 def _name(row: dict[str, Any]) -> str:

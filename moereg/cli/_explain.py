@@ -17,7 +17,7 @@ from moereg.cli._show import (
     new_table,
     of_wheel,
     print_notices,
-    print_reasons,
+    print_rejected,
     show_selection,
     source_of,
 )
@@ -26,7 +26,7 @@ from moereg.errors import one_line
 from moereg.evidence.ledger import evidence_of
 from moereg.platforms import Platform
 from moereg.plugins.loader import load_backends
-from moereg.selection.result import SCHEMA, Selection, nearest_by_backend
+from moereg.selection.result import SCHEMA, Selection
 
 if TYPE_CHECKING:
     from moereg.integrations.transformers import LayerChoice
@@ -171,9 +171,8 @@ class ModelChoices:
         target.print(table)
         for selection in selections:
             if selection.winner is None:
-                for decision in nearest_by_backend(selection.decisions):
-                    reasons = [vars(reason) for reason in decision.reasons]
-                    print_reasons(target, f"{decision.backend} does not fit {selection.problem}:", reasons)
+                target.print(f"nothing fits {selection.problem}:")
+                print_rejected(target, "rejected", selection, all_reasons)
         print_notices(target, list(dict.fromkeys(notice for selection in selections for notice in selection.notices)))
 
 

@@ -103,7 +103,7 @@ _SHARED: Final[dict[str, Any]] = {
     "seed": seed_of("Of weights, hidden states and routing."),
     "jobs": option("Compilers at once; as memory allows if left out.", min=1),
     "json": "Print one JSON object instead of a table.",
-    "verbose": "Log to standard error.",
+    "verbose": "Log to standard error, and show every reason of each backend.",
 }
 """Options by the name of their parameter, for commands that say nothing else of them."""
 
@@ -255,8 +255,9 @@ def command(**options: Any) -> Callable[[Callable[..., Shown | int]], Callable[.
     """Makes a function a command of its name, with `--json` and `--verbose`.
 
     Its parameters are options, and those of `ProblemFlags` too where the first one is `flags`. typer reads them from a
-    signature; an option of the command's own takes the place of a shared one of that name. What it returns is printed
-    after its work, during which standard output is standard error; of an exit code alone nothing is.
+    signature; an option of the command's own takes the place of a shared one of that name, and `verbose` is passed to
+    those that have it. What it returns is printed after its work, during which standard output is standard error; of an
+    exit code alone nothing is.
 
     Args:
         options: What is said of the function's parameters; a text alone is the help of an option.
@@ -265,6 +266,7 @@ def command(**options: Any) -> Callable[[Callable[..., Shown | int]], Callable[.
     def decorate(work: Callable[..., Shown | int]) -> Callable[..., int]:
         own = dict(inspect.signature(work, eval_str=True).parameters)
         fields = inspect.signature(ProblemFlags, eval_str=True).parameters if own.pop("flags", None) else {}
+        passed = {"verbose"} if own.pop("verbose", None) else set()
         shared = {name: field for name, field in fields.items() if name not in own}
         last = (inspect.Parameter(name, _BY_NAME, default=False, annotation=bool) for name in ("json", "verbose"))
         every = (*shared.values(), *own.values(), *last)
@@ -275,7 +277,7 @@ def command(**options: Any) -> Callable[[Callable[..., Shown | int]], Callable[.
             with files_stay():  # Evidence of many cells asks for the same ones.
                 with only_results_on_stdout(verbose):
                     flags = {"flags": ProblemFlags(**{name: values.pop(name) for name in shared})} if fields else {}
-                    found = work(**flags, **values)
+                    found = work(**flags, **values, **dict.fromkeys(passed, verbose))
                     if isinstance(found, int):
                         return found
                     shown = found.values() if json else {}

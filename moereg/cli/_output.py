@@ -35,9 +35,6 @@ EXIT_CODES: Final = (
     "interrupted; 141 the reader of the output left. A stream that is closed from the start changes no code."
 )
 
-# Without a terminal there is no width to fit; rich would assume 80 columns and break names.
-_PIPED_WIDTH: Final = 140
-
 
 def code_of_verdict(passed: bool | None) -> int:
     """The exit code of a result: whether its numbers were right, None where nothing could run."""
@@ -45,16 +42,11 @@ def code_of_verdict(passed: bool | None) -> int:
 
 
 def console(stream: TextIO) -> Console:
-    """A console on a stream: brackets are plain text, and only a terminal gets colors, even with FORCE_COLOR."""
-    is_terminal = stream.isatty()
-    return Console(
-        file=stream,
-        force_terminal=is_terminal,
-        width=None if is_terminal else _PIPED_WIDTH,
-        markup=False,
-        highlight=False,
-        emoji=False,
-    )
+    """A console on a stream, as wide as COLUMNS or the terminal, else 80 columns.
+
+    Brackets are plain text, and only a terminal gets colors, even with FORCE_COLOR.
+    """
+    return Console(file=stream, force_terminal=stream.isatty(), markup=False, highlight=False, emoji=False)
 
 
 def print_json(values: Mapping[str, Any]) -> None:

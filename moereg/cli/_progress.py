@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from moereg.cli._output import console
 
-_SILENT_SECONDS: Final = 2.0
+SILENT_SECONDS: Final = 2.0
+"""Without a terminal, only work that takes longer is announced."""
 
 Advance = Callable[[int, int], None]
 """Called with (steps done, steps in all)."""
@@ -50,7 +51,7 @@ def _bar(description: str) -> Iterator[Advance]:
 @contextlib.contextmanager
 def _line(description: str) -> Iterator[Advance]:
     stream = sys.stderr
-    timer = threading.Timer(_SILENT_SECONDS, lambda: print(f"{description} ...", file=stream, flush=True))
+    timer = threading.Timer(SILENT_SECONDS, lambda: print(f"{description} ...", file=stream, flush=True))
     timer.daemon = True
     timer.start()
     try:

@@ -11,12 +11,12 @@ import signal
 import string
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 from safetensors import SafetensorError
@@ -35,8 +35,8 @@ from moereg.cli._bench import MAX_FRACTION, layer_device, load_layer, platform_a
 from moereg.cli._options import ProblemFlags, UsageError, first_layer, usage_errors
 from moereg.cli._output import console
 from moereg.cli._plot import COLORS, FAINT, INK, STYLE, axis_us, hide_ticks_that_meet, show_grid, tick
-from moereg.cli._progress import phase
-from moereg.cli._show import format_us, versions_of
+from moereg.cli._progress import SILENT_SECONDS, phase
+from moereg.cli._show import answers, format_us, format_us_range, new_table, versions_of
 from moereg.dispatch import explain_backends
 from moereg.errors import TooLargeError, one_line, shown
 from moereg.evidence.provenance import provenance
@@ -244,25 +244,17 @@ class QuantizeResult:
                     target.print(f"  {line}")
         why: dict[str, list[str]] = {}
         for name, selection in self.skipped:
-            nearest = nearest_by_backend(selection.decisions)[0]
+            nearest = answers(selection)[0]
             why.setdefault(f"{nearest.backend}: {nearest.reasons[0].text}", []).append(name)
         for reason, names in why.items():
             target.print(f"not on this machine: {', '.join(names)} ({reason})")
-        if self.original is None and not self.skipped:
-            target.print("nothing here computes the original, which the others are compared with")
         for row in (*([original] if original else []), *self.rows):
             for measured in row.measured:
-                if problem := measured.failure or measured.damage:
-                    label = f"{row.quant} on {row.decision.backend}"
-                    target.print(Text(f"{label} FAILED at {measured.num_tokens} tokens: {problem}", style="bold red"))
-                elif not measured.passed:
-                    target.print(
-                        Text(
-                            f"{row.quant} on {row.decision.backend} is WRONG at {measured.num_tokens} tokens: "
-                            f"{measured.relative_error:.1e} > {measured.tolerance:.1e} from its own reference",
-                            style="bold red",
-                        )
-                    )
+                if not measured.passed:
+                    error = f"WRONG: {measured.relative_error:.1e} > {measured.tolerance:.1e} from its own reference"
+                    fault = measured.failure or measured.damage or error
+                    label = f"{row.quant} on {row.decision.backend} at {measured.num_tokens} tokens"
+                    target.print(Text(f"{label}: {fault}", style="bold red"))
         saved = self.saved
         if saved is not None:
             layers = f"layer {saved.layers[0]}" if len(saved.layers) == 1 else f"{len(saved.layers)} layers"
@@ -275,12 +267,16 @@ class QuantizeResult:
             target.print(
                 "nothing was written; --quant NAME --out DIR writes a checkpoint with the experts of all layers"
             )
+        elif len(self.skipped) < len(question.schemes):
+            target.print(Text("nothing here computes the original, which the others are compared with", "bold red"))
+        else:
+            target.print(Text("nothing fits", "bold red"))
 
 
 def _print_notes(show: Any, result: QuantizeResult) -> None:
     unbeaten = [row.quant for row in result.unbeaten()]
     if len(result.rows) > 1 and unbeaten:
-        show("* no other is smaller, nearer and faster at once")
+        show("* Pareto-optimal: nothing here is smaller, more accurate and faster")
     if any(row.decision.tier != "kernel" for row in result.rows):
         show(f"{_EMULATION} an emulation here: the scheme's numbers without its speed")
     others = [row for row in result.rows if row.decision.computes != row.quant]
@@ -288,15 +284,16 @@ def _print_notes(show: Any, result: QuantizeResult) -> None:
         names = ", ".join(f"{row.quant} as {row.decision.computes}" for row in others)
         show(f"computed with 16-bit activations, which are nearer: {names}")
     backends = sorted({row.decision.backend for row in result.rows})
-    show(f"ran on {', '.join(backends)}; x is the speed against the original beside it")
+    show(f"ran on {', '.join(backends)}; 2.0x is twice the original's speed, which was timed again beside each scheme")
 
 
 def _table(result: QuantizeResult, original: SchemeRow) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("scheme", "size", "weights", "output", *(f"T={count}" for count in result.question.token_counts)):
-        table.add_column(column, overflow="fold", justify="left" if column == "scheme" else "right")
+    table = new_table("scheme", "size", "weights", "output", *(f"T={count}" for count in result.question.token_counts))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.columns[0].no_wrap = True
     unbeaten = result.unbeaten() if len(result.rows) > 1 else ()
-    table.add_row(_original(original), _size(original), "", "", *_times(original, None))
+    table.add_row(_original(original), _size(original), "", "", *_original_times(original, result.rows))
     table.add_section()
     for letter, row in zip(_letters(result.rows), result.rows, strict=True):
         mark = "*" if row in unbeaten else ""
@@ -305,7 +302,7 @@ def _table(result: QuantizeResult, original: SchemeRow) -> Table:
             _size(row),
             f"{row.weights_error:.1%}",
             f"{row.output_error:.1%}",
-            *_times(row, row.original_us),
+            *_times(row),
         )
     return table
 
@@ -322,16 +319,22 @@ def _size(row: SchemeRow) -> str:
     return format_bytes(row.num_bytes)
 
 
-def _times(row: SchemeRow, original_us: Sequence[float] | None) -> list[str | Text]:
+def _times(row: SchemeRow) -> Iterator[str | Text]:
     mark = _EMULATION if row.decision.tier != "kernel" else ""
-    found: list[str | Text] = []
-    for place, measured in enumerate(row.measured):
-        if measured.timing is None:
-            found.append(Text("WRONG", style="bold red"))
-            continue
-        ratio = "" if original_us is None else f" {original_us[place] / measured.time_us:.1f}x"
-        found.append(f"{mark}{format_us(measured.time_us)}{ratio}")
-    return found
+    for measured, original_us in zip(row.measured, row.original_us, strict=True):
+        ratio = original_us / measured.time_us
+        digits = f"{ratio:.1f}" if ratio >= 0.1 else f"{ratio:.1g}"
+        time = f"{mark}{format_us(measured.time_us)} {digits}x"
+        yield time if measured.timing else Text("WRONG", style="bold red")
+
+
+def _original_times(original: SchemeRow, rows: Sequence[SchemeRow]) -> Iterator[str | Text]:
+    """The original's times beside the schemes, from fastest to slowest: those that speeds divide by."""
+    for place, measured in enumerate(original.measured):
+        times = [row.original_us[place] for row in rows if original.passed] or [measured.time_us]
+        low, high = min(times), max(times)
+        time = format_us(high) if format_us(low) == format_us(high) else format_us_range(low, high)
+        yield time if measured.timing else Text("WRONG", style="bold red")
 
 
 def sketch(result: QuantizeResult) -> list[str]:
@@ -521,10 +524,16 @@ def compare_schemes(flags: ProblemFlags, question: Question) -> QuantizeResult:
     with torch.no_grad():
         work = _Work.of(result, load_layer(question.checkpoint, layer, problem, device))
         first = work.row(original, "the original", is_original=True)
-        rows = [
-            work.row(selection, f"{number} of {len(fitting)}: {selection.problem.quant.name}")
-            for number, selection in enumerate(fitting, start=1)
-        ]
+        rows: list[SchemeRow] = []
+        start, is_said = time.monotonic(), False
+        for number, selection in enumerate(fitting, start=1):
+            rows.append(work.row(selection, f"{number} of {len(fitting)}: {selection.problem.quant.name}"))
+            done_seconds, num_left = time.monotonic() - start, len(fitting) - number
+            left_seconds = done_seconds / number * num_left
+            if not is_said and min(done_seconds, left_seconds) > SILENT_SECONDS:
+                is_said = True
+                about = f"{left_seconds / 60:.0f} min" if left_seconds >= 90 else f"{left_seconds:.0f} s"
+                print(f"about {about} left for {num_left} of {len(fitting)} schemes", file=sys.stderr, flush=True)
         result = dataclasses.replace(result, original=first, rows=tuple(rows))
         if question.out is None or not result.passed:
             return result

@@ -18,6 +18,7 @@ from moereg.platforms import Platform
 from moereg.registry import BUILTIN
 from moereg.runtime.memory import format_bytes
 from moereg.selection.result import Decision, Selection, nearest_by_backend
+from moereg.spec.reasons import Reason
 
 _SOURCES: Final = {
     "required": "required by the request",
@@ -36,39 +37,79 @@ WIDE: Final = 110
 """Columns of a terminal from which on tables show what 80 have no room for."""
 
 
-def show_selection(selection: Selection, subject: str | None = None, all_reasons: bool = True) -> None:
-    """Prints the decision table: every accepted candidate, and of each other backend the one nearest to fitting.
+def show_selection(selection: Selection, subject: str | None = None, all_reasons: bool = False) -> None:
+    """Prints the decision table of what fits, why the others do not, and last what was chosen.
 
     Args:
         selection: What to show.
         subject: The model's or checkpoint's name.
-        all_reasons: Whether every reason is shown where something fits; else the first of each backend.
+        all_reasons: Whether rejected backends are in the table too, with every reason of each.
     """
     target = console(sys.stdout)
     platform, winner = selection.platform, selection.winner
     target.print(f"{subject}: {selection.problem}" if subject else str(selection.problem))
     target.print(f"on {named_machine(platform)}")
     decisions = nearest_by_backend(selection.decisions)
-    fitting, rejected = ([one for one in decisions if one.accepted is fits] for fits in (True, False))
-    if all_reasons or winner is None:
-        _print_decisions(target, decisions, winner, platform)
-        for decision in rejected:
-            print_reasons(target, f"{decision.backend} does not fit:", [vars(reason) for reason in decision.reasons])
-    else:
-        _print_decisions(target, fitting, winner, platform)
-        for decision in rejected:
-            first, *others = decision.reasons
-            more = f", and {len(others)} more" if others else ""
-            target.print(Text(f"rejected  {decision.backend}{of_wheel(decision)}: {first.text} [{first.code}]{more}"))
+    if winner is not None or all_reasons:
+        _print_decisions(target, [one for one in decisions if one.accepted or all_reasons], winner, platform)
+    print_rejected(target, "rejected", selection, all_reasons)
     assumed = dict.fromkeys(text for decision in decisions if decision.accepted for text in decision.assumes)
     if assumed:
         target.print(f"assumed of {platform}: {', '.join(assumed)}")
-    if winner is None:
-        target.print(Text("nothing fits", style="bold red"))
-    else:
-        target.print(Text(f"{winner.backend}{of_wheel(winner)}: {source_of(selection)}", style="bold green"))
-        target.print(_verification(winner, platform))
     print_notices(target, selection.notices)
+    if winner is None:
+        others = selection.alternatives if selection.request.require else ()
+        instead = f"; without the request, {' or '.join(others)} would do" if others else ""
+        target.print(Text(f"nothing fits{instead}", style="bold red"))
+    else:
+        target.print(_verification(winner, platform))
+        target.print(Text(f"{winner.backend}{of_wheel(winner)}: {source_of(selection)}", style="bold green"))
+
+
+def answers(selection: Selection) -> list[Decision]:
+    """The candidates that say why nothing fits: those required, else those of this platform, else the nearest."""
+    decisions = nearest_by_backend(selection.decisions)
+    code = "not_required" if selection.request.require else "platform"
+    found = [one for one in decisions if all(reason.code != code for reason in one.reasons)]
+    return found or list(decisions[:1])
+
+
+def print_rejected(target: Console, label: str, selection: Selection, all_reasons: bool = False) -> None:
+    """Prints why candidates were rejected: on one line those that share a reason.
+
+    Where nothing fits, those that `answers` names come first with every reason, and alone if they were required.
+
+    Args:
+        target: Where to.
+        label: What the lines begin with.
+        selection: Whose candidates.
+        all_reasons: Whether each has lines of its own, with every reason.
+    """
+    rejected = [one for one in nearest_by_backend(selection.decisions) if not one.accepted]
+    apart = rejected if all_reasons else [] if selection.winner else answers(selection)
+    for decision in apart:
+        reasons = [vars(reason) for reason in decision.reasons]
+        print_reasons(target, f"{decision.backend}{of_wheel(decision)} does not fit:", reasons)
+    if selection.winner is None and selection.request.require and not all_reasons:
+        return
+    others = {
+        "platform": f"requires another platform than {selection.platform}",
+        "quant_scheme": f"requires weights in another scheme than {selection.problem.quant.name}",
+    }
+    shared: dict[str, list[tuple[Decision, Reason]]] = {}
+    for decision in rejected:
+        if decision not in apart:
+            # A backend for other machines has no cure here, whatever else is missing.
+            reason = next((one for one in decision.reasons if one.code == "platform"), decision.reasons[0])
+            rule = others.get(reason.code) or reason.text.partition(", got ")[0]
+            shared.setdefault(rule, []).append((decision, reason))
+    for rule, found in shared.items():
+        names = dict.fromkeys(f"{decision.backend}{of_wheel(decision)}" for decision, _ in found)
+        first = found[0][1]
+        text = first.text if all(reason == first for _, reason in found) else rule
+        has_more = first.code not in others and any(len(decision.reasons) > 1 for decision, _ in found)
+        more = ", and more (-v)" if has_more else ""
+        target.print(Text(f"{label}: {', '.join(names)}: {text} [{first.code}]{more}"))
 
 
 def _print_decisions(
@@ -77,8 +118,8 @@ def _print_decisions(
     is_wide = target.width >= WIDE
     # On 80 columns the class is shown where it tells candidates apart, and the origin where one is a wheel.
     has_origin = is_wide or any(decision.origin != BUILTIN for decision in decisions)
-    columns = ["", "backend", *(["origin"] if has_origin else []), *(["experts"] if is_wide else [])]
-    table = new_table(*columns, "rule", "computes", "priority", "verified")
+    columns = ["", "backend", *(["origin"] if has_origin else []), *(["class"] if is_wide else [])]
+    table = new_table(*columns, "platforms", "computed as", "priority", "verified")
     backends = [decision.backend for decision in decisions]
     for decision in decisions:
         is_one_of_many = not is_wide and backends.count(decision.backend) > 1
@@ -92,7 +133,7 @@ def _print_decisions(
             str(decision.priority),
             _verified(decision, platform) if decision.accepted else "",
         )
-    # The rule is folded first, between its parts.
+    # Platforms are folded first, between their parts.
     names = table.columns[: len(columns)]
     width = sum(max((len(str(cell)) for cell in column.cells), default=0) for column in names)
     for column in names if width < target.width / 2 else ():
@@ -122,12 +163,6 @@ def _verification(decision: Decision, platform: Platform) -> str:
         return f"verified {evidence}"
     elsewhere = f"; verified {evidence}" if evidence.current or evidence.stale else ""
     return f"not verified on {arch}{elsewhere}"
-
-
-def why_not(decision: Decision) -> str:
-    """Why a candidate was not chosen, on one line."""
-    why = decision.reasons[0].text if decision.reasons else f"fits, priority {decision.priority}"
-    return f"{decision.backend} ({decision.experts}){of_wheel(decision)}: {why}"
 
 
 def of_wheel(decision: Decision) -> str:

@@ -21,6 +21,7 @@ from moereg.errors import (
 )
 from moereg.experts import Experts
 from moereg.platforms import KINDS, is_device_type
+from moereg.plugins.loader import current_platform
 from moereg.runtime.torch_state import plain_torch
 from moereg.selection.result import Decision, Selection
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
@@ -64,7 +65,7 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
             declared layout.
         ValueError: The experts do not run where the weights are.
     """
-    _check_device(selection, experts, weights.w13.device)
+    check_device(selection, type(experts), weights.w13.device)
     try:
         # Tensors of inference mode could not be reloaded outside it.
         with plain_torch(), torch.inference_mode(False):
@@ -108,13 +109,23 @@ def device_types(selection: Selection, experts: Experts | type[Experts]) -> tupl
     return tuple(map(str.__str__, found))
 
 
-def _check_device(selection: Selection, experts: Experts, device: torch.device) -> None:
+def check_device(selection: Selection, experts: type[Experts], device: torch.device) -> None:
+    """Checks that experts, which need not be made for that, run where the weights are.
+
+    Raises:
+        BackendError: As `device_types` does.
+        ValueError: They do not; says so if the selection is for another machine.
+    """
     allowed = device_types(selection, experts)
-    if device.type not in allowed:
-        raise ValueError(
-            f"{type(experts).__name__} for {selection.platform} needs weights on a {' or '.join(allowed)} device, "
-            f"got {device}; move the weights there or select for the platform of {device} (kinds: {', '.join(KINDS)})"
-        )
+    if device.type in allowed:
+        return
+    platform, here = selection.platform, current_platform()
+    if platform.kind not in (here.kind, "cpu"):
+        raise ValueError(f"this selection is for {platform}, and this machine is {here}; select again here")
+    raise ValueError(
+        f"{experts.__name__} for {platform} needs weights on a {' or '.join(allowed)} device, got {device}; move the "
+        f"weights there or select for the platform of {device} (kinds: {', '.join(KINDS)})"
+    )
 
 
 def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) -> Shapes:

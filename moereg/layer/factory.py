@@ -80,7 +80,7 @@ def make_kernel(
         GroupError: A rank of the group has ended, calls a layer, or did not come within its time limit; or another
             thread uses the group.
         ValueError: Weights, expert_map or ep_rank do not belong to the problem, or the selection was made for another
-            problem.
+            problem or machine.
 
     Example:
         >>> import torch
@@ -131,7 +131,9 @@ def _build(
 ) -> MoEKernel:
     """Permutes the weights for a selection that has a winner."""
     winner = selection.winner
-    assert winner is not None
+    assert winner is not None and winner.cell is not None
+    # First: making the experts may import a kernel library that only the selection's machine has.
+    backend_calls.check_device(selection, winner.cell.experts, weights.w13.device)
     use_shipped_kernels(selection.platform)
 
     def made() -> MoEKernel:

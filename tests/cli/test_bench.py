@@ -69,7 +69,11 @@ def test_bench_for_people(call: Call, ceilings: Ceilings) -> None:
     for text in ("E8 H64 I32 k2", "% of roofline", "TorchPackedExperts", "0.1 TFLOP/s", "20 GB/s", "zipf routing"):
         assert text in out
     assert "a layer gets torch (TorchPackedExperts): chosen by priority" in out
-    assert "not compared: triton (TritonExperts): requires platform in" in out
+    (line,) = (line for line in out.splitlines() if "requires another platform than cpu [platform]" in line)
+    assert line.startswith("not compared: triton, ")
+    full = call(f"{BENCH} -v")[1]
+    assert "flashinfer_trtllm does not fit:\n  - requires platform in (cuda:sm100f), got " in full
+    assert "not compared" not in full
 
 
 def test_bench_measures_the_ceilings_of_this_machine(call_json: CallJson, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +106,7 @@ def test_bench_gives_a_wrong_backend_no_time(call: Call, call_json: CallJson) ->
     assert code == 1
     assert out.count("WRONG") == 2
     assert "5.0e-01 > " in out
+    assert out.splitlines()[-1] == "not right: fake_wrong"
     assert out.count("fastest") == 2
 
 
@@ -139,7 +144,7 @@ def test_nothing_fits_to_bench_is_exit_3(call: Call, call_json: CallJson, line: 
     assert {skipped["backend"] for skipped in found["skipped"]} >= {"torch", "triton"}
     code, out, err = call(f"{BENCH} --platform cpu {line} --plot nothing.png")
     assert (code, err) == (3, "")
-    assert "nothing fits" in out
+    assert out.splitlines()[-1].startswith("nothing fits")
     assert not Path("nothing.png").exists()
 
 

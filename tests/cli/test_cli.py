@@ -80,7 +80,6 @@ BAD_LINES = [
     (f"bench {SIZES} --plot /nonexistent/bench.png", "make /nonexistent first"),
     (f"bench {SIZES} --plot bench.docx", "a file such as bench.png"),
     (f"bench {SIZES} --require torch --deny torch", "both required and denied"),
-    ("tune", "tune comes in a later release"),
     ("verify", "say what to verify"),
     ("verify torhc --no-isolate", "did you mean 'torch'?"),
     ("verify ./nowhere.py", "no file './nowhere.py'"),
@@ -173,14 +172,14 @@ def test_an_environment_that_names_an_absent_wheel_is_noted(call: Call, monkeypa
 def test_long_work_shows_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_progress, "_SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(_progress, "SILENT_SECONDS", 0.01)
     shown = ""
     with _progress.phase("permuting weights") as advance:
         advance(1, 2)
         while not shown:
             time.sleep(0.01)
             shown = capsys.readouterr().err
-    monkeypatch.setattr(_progress, "_SILENT_SECONDS", 1000.0)
+    monkeypatch.setattr(_progress, "SILENT_SECONDS", 1000.0)
     with _progress.phase("quick"):
         pass
     assert shown + capsys.readouterr().err == "permuting weights ...\n"

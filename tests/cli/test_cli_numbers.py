@@ -30,11 +30,6 @@ SIZES = "--experts 8 --hidden 64 --intermediate 32 --top-k 2"
 PROBLEM = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
 
 
-@pytest.fixture(autouse=True)
-def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "400")
-
-
 def selection_here() -> Selection:
     return explain_backends(PROBLEM, "cpu")
 
@@ -142,12 +137,31 @@ def test_bench_for_people_has_the_fastest_first_and_marks_it(
 def test_bench_fits_80_columns(
     bench_result: BenchResult, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moereg.cli._output._PIPED_WIDTH", 80)
+    monkeypatch.setenv("COLUMNS", "80")
     bench_result.show()
-    table = capsys.readouterr().out.partition("ceilings")[2].partition("a layer gets")[0].splitlines()[1:]
+    table = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 80
     (fast,) = (line.split() for line in table if " fast " in line)
     assert fast == ["16", "fastest", "fast", "100", "us", "92.0", "to", "132", "us", "50.0%", "1.0e-03"]
+
+
+@pytest.mark.parametrize(
+    ("fast_us", "tier", "text"),
+    [
+        (100.0, "kernel", "faster at T=16: fast; MOEREG_PREFER=fast or prefer='fast' gives it to layers"),
+        (100.0, "emulation", "faster at T=16: fast; MOEREG_REQUIRE=fast or require='fast' gives it to layers"),
+        (195.0, "kernel", ""),
+    ],
+    ids=["faster", "an emulation", "a tie"],
+)
+def test_bench_names_the_next_step(
+    bench_result: BenchResult, capsys: pytest.CaptureFixture[str], fast_us: float, tier: str, text: str
+) -> None:
+    rows = list(bench_result.rows)
+    fast = dataclasses.replace(rows[1].decision, tier=tier)
+    rows[1] = dataclasses.replace(rows[1], decision=fast, timing=Timing((fast_us,)))
+    dataclasses.replace(bench_result, rows=tuple(rows)).show()
+    assert [line for line in capsys.readouterr().out.splitlines() if "faster" in line] == [text] * bool(text)
 
 
 @pytest.mark.parametrize(

@@ -109,15 +109,44 @@ def test_explain_for_people(call: Call) -> None:
     assert "assumed of cuda:sm90: triton>=3.6" in out
     assert "triton: chosen by priority" in out
     assert out.index("TritonExperts") < out.index("TorchDenseExperts")
-    code, out, _ = call(f"explain {SIZES} --platform cpu")
-    assert "requires platform in (cuda:sm80+, rocm:gfx942), got cpu [platform]" in out
+    assert "rejected: flashinfer_cutile: is opt-in: name it in require or prefer [opt_in]\n" in out
+    shared = "flashinfer_trtllm, flashinfer_cutedsl, flashinfer_b12x: requires another platform than cuda:sm90"
+    assert f"rejected: {shared} [platform]\n" in out
 
 
-def test_all_reasons_where_they_are_asked_for(call: Call) -> None:
+def test_a_backend_whose_cells_read_other_schemes_is_named_once(call: Call) -> None:
+    out = call("explain --model deepseek-v3 --quant fp8_block128 --platform h200")[1]
+    expected = (
+        "rejected: cutlass, flashinfer_cutile: requires weights in another scheme than fp8_block128 [quant_scheme]"
+    )
+    assert [line for line in out.splitlines() if "cutlass" in line and "rejected" in line] == [expected]
+
+
+@pytest.mark.parametrize("option", ["--reasons", "-v"])
+def test_all_reasons_where_they_are_asked_for(call: Call, option: str) -> None:
     line = "explain --model gpt-oss-120b --platform cpu"
-    short, full = call(line)[1], call(f"{line} --reasons")[1]
+    short, full = call(line)[1], call(f"{line} {option}")[1]
     assert short.count("[activation]") == 0 < full.count("[activation]")
-    assert "[platform], and " in short
+    assert "requires platform in (cuda:sm100f), got cpu [platform]" in full
+
+
+def test_what_was_required_answers_alone(call: Call) -> None:
+    out = call(f"explain {SIZES} --platform cpu --require flashinfer_trtllm,triton")[1].splitlines()
+    assert [line for line in out if "does not fit" in line] == [
+        "triton does not fit:",
+        "flashinfer_trtllm does not fit:",
+    ]
+    assert out[3] == "  - requires platform in (cuda:sm80+, rocm:gfx942), got cpu [platform]"
+    assert "rejected" not in "".join(out)
+    assert out[-1] == "nothing fits; without the request, torch would do"
+
+
+def test_what_is_missing_on_this_platform_comes_before_what_another_one_has(call: Call) -> None:
+    out = call(f"explain {SIZES} --platform cpu --quant fp8_block128 --graph-capture")[1].splitlines()
+    capture = "  - cannot be captured in a CUDA graph, got graph_capture=True [graph_capture]"
+    assert out[2:4] == ["torch does not fit:", capture]
+    assert out[4].startswith("rejected: triton, ")
+    assert out[-1] == "nothing fits"
 
 
 def test_a_platform_by_its_product(call: Call, call_json: CallJson) -> None:
@@ -163,7 +192,7 @@ def test_explain_says_whether_its_choice_was_verified(
 ) -> None:
     line = "explain --model qwen3-30b-a3b --quant mxfp8"
     code, out, _ = call(f"{line} --platform cuda:sm100")
-    assert (code, out.splitlines()[-1]) == (0, "not verified on sm100")
+    assert (code, out.splitlines()[-2]) == (0, "not verified on sm100")
     assert call_json(f"{line} --platform cuda:sm100")[1]["verification"] == {
         "verified": [],
         "not_verified": ["cuda:sm100"],
@@ -175,12 +204,13 @@ def test_explain_says_whether_its_choice_was_verified(
     monkeypatch.setattr(ledger, "_own_records", lambda cell: (made,))
     monkeypatch.setattr(ledger, "cell_digest", lambda cell: "of the code")
     line += " --platform cuda:sm90 --require triton"
-    assert call(line)[1].splitlines()[-1] == "verified on sm90 (NVIDIA H200, 2026-11-22)"
+    verdict = "triton: required by the request"
+    assert call(line)[1].splitlines()[-2:] == ["verified on sm90 (NVIDIA H200, 2026-11-22)", verdict]
     found = call_json(line)[1]["verification"]
     assert found["verified_on_platform"] is True
     assert found["verified"][0]["stale"] is False
     monkeypatch.setattr(ledger, "cell_digest", lambda cell: "of other code")
     changed = "not verified on sm90; verified before its code changed on sm90 (NVIDIA H200, 2026-11-22)"
-    assert call(line)[1].splitlines()[-1] == changed
+    assert call(line)[1].splitlines()[-2] == changed
     assert call_json(line)[1]["verification"]["verified_on_platform"] is False
     assert call_json(f"explain {SIZES} --require triton --platform cpu")[1]["verification"] is None

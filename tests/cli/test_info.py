@@ -78,7 +78,7 @@ def test_info_shows_where_a_cell_was_verified_and_where_not(call: Call, call_jso
 def test_info_is_one_screen_of_80_columns(
     call: Call, call_json: CallJson, monkeypatch: pytest.MonkeyPatch, isolated_registry: BackendRegistry
 ) -> None:
-    monkeypatch.setattr("moereg.cli._output._PIPED_WIDTH", 80)
+    monkeypatch.setenv("COLUMNS", "80")
     own = [cell for cell in isolated_registry.cells if cell.origin == BUILTIN]
     isolated_registry.restore(own)
     lines = call("info")[1].splitlines()

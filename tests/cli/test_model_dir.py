@@ -74,4 +74,4 @@ def test_nothing_fits_says_why(call: Call, tmp_path: Path) -> None:
     code, out, _ = call(f"explain --deny * --model-dir {saved(tmp_path, 'mixtral')}")
     assert code == 3
     assert "nothing fits" in out
-    assert "torch does not fit E4 H32 I48 k2 float32 unquantized silu:" in out
+    assert "nothing fits E4 H32 I48 k2 float32 unquantized silu:\ntorch does not fit:" in out

@@ -17,7 +17,7 @@ def test_models_are_those_of_the_option(call: Call, call_json: CallJson, monkeyp
     assert (code, found["schema"]) == (0, 1)
     assert [model["name"] for model in found["models"]] == list(MODEL_SHAPES)
     assert all(model["released_quant"] in QUANT_SCHEMES for model in found["models"])
-    monkeypatch.setattr("moereg.cli._output._PIPED_WIDTH", 80)
+    monkeypatch.setenv("COLUMNS", "80")
     code, out, err = call("models")
     assert (code, err) == (0, "")
     lines = out.splitlines()

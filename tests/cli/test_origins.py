@@ -53,7 +53,7 @@ def test_run(call: Call) -> None:
     assert code == 0
     assert "backend fake_acme (AcmeExperts) of acme-moe 1.2, chosen by priority" in text
     assert NOTE in text
-    assert "not chosen fake_acme (AcmeExperts) of acme-moe 1.2: fits, priority 500" in words(
+    assert "not chosen: fake_acme (AcmeExperts) of acme-moe 1.2: fits, priority 500" in words(
         call(f"run {SIZES} --tokens 3 --prefer torch")[1]
     )
 

@@ -17,6 +17,7 @@ from moereg.checkpoints import load_experts
 from moereg.cli import _quantize
 from moereg.cli._options import ProblemFlags
 from moereg.cli._quantize import Question, compare_schemes, find_schemes, sketch
+from moereg.cli._show import format_us_range
 from moereg.spec.quant_schemes import QUANT_SCHEMES
 from moereg.tuning import compare
 from tests.cli.command import Call, CallJson, run_code
@@ -65,9 +66,9 @@ def test_the_table(call: Call, checkpoint: Path) -> None:
     code, out, _ = call(f"quantize --checkpoint {checkpoint} --quant int4*g32*,fp8_channel_token,nvfp4 --tokens 1")
     assert code == 0
     assert f"{checkpoint.name}, layer 1: E4 H64 I32 k2" in out
-    assert re.search(r"^ ?original +49.2 kB +\S+ \S+ *$", out, re.MULTILINE)
+    assert re.search(r"^original +49.2 kB +[\d.]+( \wm?s)?( to [\d.]+ \wm?s)? *$", out, re.MULTILINE)
     for letter, name in zip("abcd", ("int4_w4a16_g32", "int4_w4a16_g32_zp", "fp8_channel_token", "nvfp4"), strict=True):
-        assert re.search(rf"^ ?{letter} {name}\*? +\S+ kB +\S+% +\S+% +~?\S+ \S+ \S+x *$", out, re.MULTILINE), name
+        assert re.search(rf"^{letter} {name}\*? +\S+ kB +\S+% +\S+% +~?\S+ \S+ \S+x *$", out, re.MULTILINE), name
     assert "~ an emulation here" in out
     assert "nvfp4 as nvfp4_w4a16" in out
     assert "up to the original's 49.2 kB" in out
@@ -142,7 +143,8 @@ def test_nothing_fits(call: Call, call_json: CallJson, checkpoint: Path) -> None
     assert all(one["reasons"] for one in found["skipped"])
     code, out, _ = call(line)
     assert code == 3
-    assert "not on this machine: int4_w4a16_g32" in out
+    assert "not on this machine: int4_w4a16_g32 (triton: requires platform in " in out
+    assert out.splitlines()[-1] == "nothing fits"
 
 
 def test_nothing_is_written_where_something_is_wrong(
@@ -151,7 +153,7 @@ def test_nothing_is_written_where_something_is_wrong(
     monkeypatch.setattr("moereg.cli._quantize.layer_tolerance", lambda *arguments: 0.0)
     code, out, _ = call(f"quantize --checkpoint {checkpoint} --quant int8_w8a16 --tokens 2 --out {tmp_path / 'out'}")
     assert code == 1
-    assert "int8_w8a16 on torch is WRONG at 2 tokens" in out
+    assert "int8_w8a16 on torch at 2 tokens: WRONG" in out
     assert "nothing was written, since something was wrong" in out
     assert not (tmp_path / "out").exists()
 
@@ -248,6 +250,22 @@ def test_the_original_is_timed_beside_each_scheme(checkpoint: Path, monkeypatch:
     compare_schemes(ProblemFlags(), Question(checkpoint, 1, schemes, (2,), {}, 0, None, True))
     beside = "time_again unquantized"
     assert done == ["measure unquantized", beside, "measure int8_w8a16", beside, "measure int4_w4a16_g32"]
+
+
+def test_the_original_has_the_times_that_speeds_divide_by(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_quantize, "SILENT_SECONDS", 0.0)
+    schemes = find_schemes(["int8_w8a16", "int4_w4a16_g32"])
+    found = compare_schemes(ProblemFlags(), Question(checkpoint, 1, schemes, (1,), {}, 0, None, True))
+    assert re.fullmatch(r"about \d+ s left for 1 of 2 schemes\n", capsys.readouterr().err)
+    time_us = found.rows[0].measured[0].time_us
+    beside = [share * time_us for share in (0.0131, 2.0)]
+    rows = tuple(dataclasses.replace(found.rows[0], original_us=(one,)) for one in beside)
+    dataclasses.replace(found, rows=rows).show()
+    out = capsys.readouterr().out
+    assert re.search(rf"^original .* {format_us_range(*beside)} *$", out, re.MULTILINE)
+    assert re.findall(r"int8_w8a16.* (\S+x) *$", out, re.MULTILINE) == ["0.01x", "2.0x"]
 
 
 def _counted(method: Callable[..., Any], done: list[str]) -> Callable[..., Any]:

@@ -67,22 +67,24 @@ def test_nothing_fits_a_checkpoint_and_nothing_is_read(
     assert code == 3
 
 
+@pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.parametrize(
     "line",
     [
         "explain --model qwen3-30b-a3b --platform h100",
+        "explain --model qwen3-30b-a3b --platform h100 --require flashinfer_cutile,flashinfer_trtllm",
         "explain --checkpoint {checkpoint} --reasons",
         "explain --model-dir {checkpoint}",
         "run --checkpoint {checkpoint}",
         "quantize --checkpoint {checkpoint} --quant int4_w4a16_g32,int8_w8a16,nvfp4 --tokens 1,64",
     ],
 )
-def test_a_terminal_of_80_columns_is_wide_enough(
-    call: Call, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, line: str
+def test_lines_are_as_long_as_columns_says(
+    call: Call, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, line: str, columns: int
 ) -> None:
-    monkeypatch.setattr("moereg.cli._output._PIPED_WIDTH", 80)
+    monkeypatch.setenv("COLUMNS", str(columns))
     code, out, _ = call(line.format(checkpoint=checkpoint))
     assert code == 0
-    assert max(map(len, out.splitlines())) <= 80
+    assert max(map(len, out.splitlines())) <= columns
     names = ("unquantized", "triton", "torch", "TorchPackedExperts", "int4_w4a16_g32", "model.layers.1-2.mlp.experts")
     assert any(name in out for name in names)  # Names are not broken.

@@ -63,7 +63,7 @@ _COMMANDS: Final = (
     ("explain",) * 6
     + ("run",) * 4
     + ("bench", "info", "info", "models", "schemes")
-    + ("tune", "verify", "new-backend", "nothing", "")
+    + ("verify", "new-backend", "nothing", "")
 )
 _SHARED: Final = tuple(_VALUES)[:16]
 _RUN: Final = (*_SHARED, "--seed")

@@ -135,7 +135,7 @@ def check_problem(problem: MoEProblem, platform: str, known: set[str] | None = N
 
 @pytest.fixture
 def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend_calls, "_check_device", lambda *arguments: None)
+    monkeypatch.setattr(backend_calls, "check_device", lambda *arguments: None)
     monkeypatch.setattr(backend_calls, "device_types", lambda *arguments: ("cpu",))
 
 

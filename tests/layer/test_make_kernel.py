@@ -15,8 +15,11 @@ from moereg.errors import BackendError, LayoutMismatchError
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import relative_error
 from moereg.numerics.tolerances import tolerance
+from moereg.platforms import Platform
+from moereg.plugins.loader import current_platform
 from moereg.prepare_finalize import BatchedPrepareFinalize, StandardPrepareFinalize
 from moereg.selection.result import Selection
+from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_weights
 from moereg.weights.permuted import ExpertWeights
 from tests.layer.small_layers import (
@@ -50,6 +53,23 @@ def test_what_belongs_to_something_else_is_refused() -> None:
         ),
     ):
         build_refused(text, **arguments)
+
+
+class FarExperts(FakeExperts):
+    """Runs on another machine, and needs a library of it."""
+
+    def __init__(self, problem: MoEProblem, platform: Platform) -> None:
+        raise ModuleNotFoundError("No module named 'far'")
+
+    @classmethod
+    def device_types(cls, platform: Platform) -> tuple[str, ...]:
+        return ("meta",)
+
+
+def test_a_selection_for_another_machine_says_so() -> None:
+    selection = dataclasses.replace(selection_of(problem_of(), FarExperts), platform=Platform.from_name("tpu:v5e"))
+    text = f"this selection is for tpu:v5e, and this machine is {current_platform()}; select again here"
+    build_refused(text, selection=selection)
 
 
 def test_layouts_have_to_match() -> None:

@@ -107,6 +107,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "path" / "to" / "checkpoint").symlink_to(tmp_path / "DIR")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MOEREG_QUARANTINE", str(tmp_path / "quarantine.json"))
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("moereg.cli._bench.measure_ceilings", lambda dtype, device: Ceilings(0.1, 20.0, "nothing"))
     return tmp_path
 

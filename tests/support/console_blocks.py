@@ -86,6 +86,7 @@ class Environment:
             "OMP_NUM_THREADS": "1",
             # Pages show what a machine without a GPU answers.
             "CUDA_VISIBLE_DEVICES": "",
+            "COLUMNS": "140",
         }
 
     def run(self, command: Command, cwd: Path, seconds: float = 600) -> str:
