@@ -47,6 +47,8 @@ def _import_file(path: pathlib.Path) -> None:
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path):
         return
+    if not path.stem.isidentifier():
+        raise ImportError(f"a file's name must be letters, digits and underscores, got {path.name}; rename the file")
     # Also of what is not imported yet: a file such as triton.py must not become the library.
     taken = importlib.util.find_spec(path.stem) if known is None else known
     if taken is not None and getattr(taken, "origin", None) != str(path):

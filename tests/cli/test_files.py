@@ -91,18 +91,20 @@ def test_its_folder_is_no_place_to_import_from(file: Path, call: Call) -> None:
     assert sys.path == before
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("json.py", "", "the name json is taken by"),
-        ("wave.py", "", "the name wave is taken by"),  # Not imported yet.
-        ("empty_one.py", "", "must register a backend, got none"),
-        ("torch_two.py", SOURCE.replace('"my_kernel"', '"torch"'), "belongs to builtin"),
-        ("broken_one.py", "1 / 0", "ZeroDivisionError: division by zero"),
-        ("absent.py", None, "no file"),
-        ("no_file", None, "no surplus argument but files of backends"),
-    ],
-)
+REFUSED = [
+    ("json.py", "", "the name json is taken by"),
+    ("wave.py", "", "the name wave is taken by"),  # Not imported yet.
+    ("my-kernel.py", SOURCE, "letters, digits and underscores"),
+    ("my.kernel.py", SOURCE, "letters, digits and underscores"),
+    ("empty_one.py", "", "must register a backend, got none"),
+    ("torch_two.py", SOURCE.replace('"my_kernel"', '"torch"'), "belongs to builtin"),
+    ("broken_one.py", "1 / 0", "ZeroDivisionError: division by zero"),
+    ("absent.py", None, "no file"),
+    ("no_file", None, "no surplus argument but files of backends"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), REFUSED, ids=[name for name, *_ in REFUSED])
 def test_what_is_no_file_of_a_backend(file: Path, call: Call, name: str, text: str | None, message: str) -> None:
     path = file.with_name(name)
     if text is not None:
