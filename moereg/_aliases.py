@@ -65,6 +65,7 @@ FORMER_NAMES: Final = {
     "moereg.tensor_state": "moereg.weights.versions",
     "moereg.testing.deciding": "moereg.testing.checks",
     "moereg.testing.ledger": "moereg.evidence.ledger",
+    "moereg.testing.modules": "moereg.plugins.modules",
     "moereg.testing.pointers": "moereg.testing.interpreter",
     "moereg.testing.provenance": "moereg.evidence.provenance",
     "moereg.tolerances": "moereg.numerics.tolerances",

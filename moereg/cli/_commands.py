@@ -46,7 +46,7 @@ def info(cells: bool = False) -> Shown:
     return Shown(lambda: found, lambda: show_info(found, cells))
 
 
-@command()
+@command(imports=False)
 def models() -> Shown:
     """List the models that --model knows, with their sizes."""
     from moereg.cli._info import list_models, show_models
@@ -240,6 +240,7 @@ def quantize(
 
 
 @command(
+    imports=False,
     name=argument("Of the backend, as requests will spell it, e.g. my_kernel."),
     directory="Folder to write into, new or empty; moereg-NAME here if left out.",
 )
@@ -309,14 +310,14 @@ def compile(
 
 
 @command(
+    imports=False,
     name=backend_name("A backend, or a file that registers one, e.g. ./my_backend.py."),
-    module="Import this module or file first, e.g. my_package.backend.",
     platform="Run as this machine, as its cpu, or as a platform that is imitated here.",
     isolate="Import and run the backend in a worker process alone.",
     seconds=option("Time for everything; layers are drawn until it is over.", min=1),
     check_seconds=option("Time for each check; 120, and 300 beside a GPU, if left out.", min=0.1),
     seed=seed_of("Of the drawn layers."),
-    check="Run only checks whose id has this text, or a drawn layer's JSON.",
+    check="Run only checks whose id has this text, e.g. numbers or seed0-3, or a drawn layer's JSON.",
     ledger="Record in this file which cells passed everything on this machine.",
     quarantine="Reject what failed on this machine until its code or versions change.",
     unquarantine="Lift the backend's quarantine on this machine, and run nothing.",

@@ -30,6 +30,7 @@ from moereg.cli._show import format_us, machine, new_table, print_notices, versi
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.movement import MovementSelection, explain_movements
 from moereg.platforms import Platform, torch_device
+from moereg.plugins.modules import own_modules
 from moereg.prepare_finalize.eplb import balance_experts
 from moereg.runtime.python_process import python_command
 from moereg.selection.result import SCHEMA
@@ -219,6 +220,7 @@ def bench_group(
         seed=seed,
         eager=eager,
         compares=compares,
+        modules=own_modules(),
     )
     with phase(f"running {', '.join(names)} on {size} ranks"):
         rows, failure = _rows_of_ranks(job, rank)

@@ -7,17 +7,20 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
 from moereg.cli._output import OK, only_results_on_stdout, print_json
-from moereg.errors import MoeregError, one_line
+from moereg.errors import ArgumentError, MoeregError, one_line, shown
 from moereg.evidence.code_digest import files_stay
 from moereg.platforms import PRODUCTS, platform_of_product
 from moereg.plugins.loader import find_scheme, list_backends
+from moereg.plugins.modules import import_modules, is_file_name, registers
+from moereg.prepare_finalize.cells import MOVEMENTS
+from moereg.registry import REGISTRY
 from moereg.selection.result import Selection
 from moereg.spec.activations import ACTIVATIONS, Activation
 from moereg.spec.model_shapes import MODEL_SHAPES, get_shape
@@ -102,6 +105,8 @@ _SHARED: Final[dict[str, Any]] = {
     "routing": option("uniform, zipf (popularity 1 / rank) or one_set (all to one set).", _completes(_routings)),
     "seed": seed_of("Of weights, hidden states and routing."),
     "jobs": option("Compilers at once; as memory allows if left out.", min=1),
+    "file": argument("Files that register backends, e.g. ./my_kernel.py; each is imported alone."),
+    "module": "Import this module or file too, which registers backends, e.g. my_package.backend.",
     "json": "Print one JSON object instead of a table.",
     "verbose": "Log to standard error, and show every reason of each backend.",
 }
@@ -251,7 +256,7 @@ COMMANDS: Final[dict[str, Callable[..., int]]] = {}
 _BY_NAME: Final = inspect.Parameter.KEYWORD_ONLY
 
 
-def command(**options: Any) -> Callable[[Callable[..., Shown | int]], Callable[..., int]]:
+def command(imports: bool = True, **options: Any) -> Callable[[Callable[..., Shown | int]], Callable[..., int]]:
     """Makes a function a command of its name, with `--json` and `--verbose`.
 
     Its parameters are options, and those of `ProblemFlags` too where the first one is `flags`. typer reads them from a
@@ -260,6 +265,7 @@ def command(**options: Any) -> Callable[[Callable[..., Shown | int]], Callable[.
     exit code alone nothing is.
 
     Args:
+        imports: Whether it first imports what `--module` and, unless it has an argument of its own, `FILE...` name.
         options: What is said of the function's parameters; a text alone is the help of an option.
     """
 
@@ -268,14 +274,17 @@ def command(**options: Any) -> Callable[[Callable[..., Shown | int]], Callable[.
         fields = inspect.signature(ProblemFlags, eval_str=True).parameters if own.pop("flags", None) else {}
         passed = {"verbose"} if own.pop("verbose", None) else set()
         shared = {name: field for name, field in fields.items() if name not in own}
+        names = [] if not imports else ["module"] if "name" in own else ["file", "module"]
+        brought = (inspect.Parameter(name, _BY_NAME, default=None, annotation=list[str] | None) for name in names)
         last = (inspect.Parameter(name, _BY_NAME, default=False, annotation=bool) for name in ("json", "verbose"))
-        every = (*shared.values(), *own.values(), *last)
+        every = (*shared.values(), *own.values(), *brought, *last)
         parameters = [_declared(each, options.get(each.name) or _SHARED[each.name]) for each in every]
 
         @functools.wraps(work)
         def run(json: bool, verbose: bool, **values: Any) -> int:
             with files_stay():  # Evidence of many cells asks for the same ones.
                 with only_results_on_stdout(verbose):
+                    import_named(values.pop("file", None) or [], values.pop("module", None) or [] if imports else [])
                     flags = {"flags": ProblemFlags(**{name: values.pop(name) for name in shared})} if fields else {}
                     found = work(**flags, **values, **dict.fromkeys(passed, verbose))
                     if isinstance(found, int):
@@ -290,6 +299,39 @@ def command(**options: Any) -> Callable[[Callable[..., Shown | int]], Callable[.
         return run
 
     return decorate
+
+
+def import_named(files: Sequence[str], modules: Sequence[str]) -> None:
+    """Imports what a command line names beside what is installed.
+
+    Raises:
+        UsageError: A file is none of Python or does not exist.
+        ArgumentError: One cannot be imported, or a file registers nothing.
+    """
+    check_files(files, modules)
+    if not files and not modules:
+        return
+    import_modules([*files, *modules])
+    for name in files:
+        if not any(registers(name, cell) for cell in (*REGISTRY.cells, *MOVEMENTS.cells)):
+            raise ArgumentError(f"{name} must register a backend, got none; decorate a class there")
+
+
+def check_files(files: Sequence[str], modules: Sequence[str]) -> None:
+    """Checks the names that `import_named` takes.
+
+    Raises:
+        UsageError: A file is none of Python or does not exist.
+    """
+    for name in files:
+        if not is_file_name(name):
+            raise UsageError(
+                f"a command must have no surplus argument but files of backends (FILE.py), got {shown(name)}; leave it "
+                "out"
+            )
+    for name in (*files, *modules):
+        if is_file_name(name) and not Path(name).is_file():
+            raise UsageError(f"no file {one_line(name)!r}; name one that registers a backend, or a module")
 
 
 def _declared(parameter: inspect.Parameter, said: Any) -> inspect.Parameter:

@@ -13,14 +13,14 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
-from moereg.cli._options import UsageError
+from moereg.cli._options import UsageError, check_files
 from moereg.cli._output import console
 from moereg.cli._progress import phase
 from moereg.errors import one_line
 from moereg.evidence.ledger import Verification, merge_ledger, read_ledger
+from moereg.plugins.modules import import_modules, is_file_name
 from moereg.testing.check import CellName, chosen_machine
-from moereg.testing.diagnosis import causes_in
-from moereg.testing.modules import import_modules, is_file_name
+from moereg.testing.diagnosis import causes_in, split_message
 from moereg.testing.outcomes import Outcome, Report, Result
 from moereg.testing.suite import verify
 
@@ -59,9 +59,7 @@ class Subject:
             raise UsageError(
                 "say what to verify: a backend's name as in moereg info, or the file or --module that registers it"
             )
-        for module in self.modules:
-            if is_file_name(module) and not Path(module).is_file():
-                raise UsageError(f"no file {one_line(module)!r}; name one that registers a backend, or a module")
+        check_files((), self.modules)
 
 
 def verify_backend(
@@ -143,7 +141,7 @@ def record_verified(report: Report, path: Path, subject: Subject) -> tuple[CellN
     if not cells:
         return ()
     # What passed may be imported here.
-    import_modules([str(Path(name).resolve()) if is_file_name(name) else name for name in subject.modules])
+    import_modules(subject.modules)
     platform = chosen_machine(report.platform)
     assert platform is not None
     try:
@@ -167,12 +165,14 @@ def show_verify(report: Report) -> None:
     if table.row_count:
         target.print(table)
     alike = _by_cause(report.failures)
-    for results in alike[:_MOST_SHOWN]:
-        _show_failures(report, results)
+    for place, results in enumerate(alike[:_MOST_SHOWN]):
+        _show_first(report, results) if place == 0 else _show_more(results)
     if len(alike) > _MOST_SHOWN:
         target.print(f"and {len(alike) - _MOST_SHOWN} more kinds of failures; --json has all of them")
     for cell, reason in report.idle.items():
         target.print(f"{cell} cannot run here: {reason}")
+    if report.unchecked:
+        target.print(f"not checked on this machine: {', '.join(report.unchecked)}")
     for note in report.notes:
         target.print(f"note: {note}")
     outcomes = [result.outcome for result in report.results]
@@ -217,17 +217,30 @@ def _by_cause(failures: Sequence[Result]) -> list[list[Result]]:
     return groups
 
 
-def _show_failures(report: Report, results: Sequence[Result]) -> None:
-    """The first of failures that say the same of one cell, and how many they are."""
+def _show_first(report: Report, results: Sequence[Result]) -> None:
+    """The first of failures that say the same of one cell in full, and how many they are."""
     target = console(sys.stdout)
     first, *others = results
+    check, (text, causes) = first.check, split_message(first.outcome.message)
     status = first.outcome.status.upper().replace("_", " ")
-    target.print(Text(f"{status}: {first.check.id}", style="bold red"), soft_wrap=True)
-    target.print(f"  {first.outcome.message}", soft_wrap=True)
+    target.print(Text(f"{status}: {check.id}", style="bold red"), soft_wrap=True)
+    lines = [f"layer: {check.layer.summary}"] if check.layer is not None else []
+    lines += [text, *(f"likely cause: {cause}" for cause in causes)]
     if others:
         rest = "does 1 other check" if len(others) == 1 else f"do {len(others)} other checks"
-        target.print(f"  and so {rest} of {first.check.cell.experts}")
-    target.print(f"  again: {report.rerun_line(first)}", soft_wrap=True)
+        lines.append(f"and so {rest} of {check.cell.experts}")
+    for line in (*lines, f"again: {report.rerun_line(first)}"):
+        target.print(f"  {line}", soft_wrap=True)
+
+
+def _show_more(results: Sequence[Result]) -> None:
+    """A line for failures that say the same of one cell."""
+    first, *others = results
+    text, causes = split_message(first.outcome.message)
+    status = first.outcome.status.upper().replace("_", " ")
+    count = f" (and {len(others)} more)" if others else ""
+    line = f"{status}: {first.check.id}{count}: {', or '.join(causes) or text}"
+    console(sys.stdout).print(Text(line, style="red"), soft_wrap=True)
 
 
 def _verdict(report: Report) -> Text:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moereg.testing.guards import GuardedMemory, GuardedWorkspaces, guard_permuted, guard_weights
     from moereg.testing.inputs import ROUTINGS, Inputs, make_expert_map, make_inputs, make_weights
     from moereg.testing.interpreter import patch_interpreter
-    from moereg.testing.problems import claimed_problems, rejected_problems
+    from moereg.testing.problems import accepted_problems, claimed_problems, rejected_problems
     from moereg.testing.suite import (
         CHECK_SECONDS,
         Check,
@@ -48,6 +48,7 @@ __all__ = [
     "Report",
     "Result",
     "Verification",
+    "accepted_problems",
     "checks_of",
     "claimed_problems",
     "draw_layer",
@@ -75,7 +76,7 @@ _MODULES: Final = {
     "testing.inputs": ("ROUTINGS", "Inputs", "make_expert_map", "make_inputs", "make_weights"),
     "testing.interpreter": ("patch_interpreter",),
     "evidence.ledger": ("Verification", "merge_ledger", "read_ledger"),
-    "testing.problems": ("claimed_problems", "rejected_problems"),
+    "testing.problems": ("accepted_problems", "claimed_problems", "rejected_problems"),
     "testing.suite": ("CHECK_SECONDS", "Check", "Outcome", "Report", "Result", "checks_of", "run_check", "verify"),
 }
 

@@ -18,6 +18,7 @@ import torch
 from moereg.errors import ArgumentError, described, stops_the_process
 from moereg.platforms import Platform
 from moereg.plugins.loader import current_platform, load_backends
+from moereg.plugins.modules import import_modules
 from moereg.registry import BackendCell
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
@@ -25,7 +26,6 @@ from moereg.testing import checks
 from moereg.testing.cases import Case, is_imitated, machine, runnable_platform, running_as
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.guards import poisoned_empty
-from moereg.testing.modules import import_modules
 
 GIVEN: Final = "given"
 """The label of a layer that was not drawn but given, which may be any cell's of its class and rule."""
@@ -113,12 +113,17 @@ class Check:
     def _subject(self) -> list[str]:
         argument = json.loads(self.argument)
         if self.kind == "drawn":
-            return [str(argument["label"])]
+            return [self.label]
         if argument is None:
             return []
         if "problem" in argument:
             return [str(MoEProblem.from_dict(argument["problem"])).replace(",", "")]
         return [str(argument["name"])]
+
+    @property
+    def label(self) -> str:
+        """The last part of the id of a check of the kind `drawn`: `seed0-3`, or `GIVEN`."""
+        return str(json.loads(self.argument)["label"])
 
     @property
     def layer(self) -> DrawnLayer | None:

@@ -22,6 +22,7 @@ import torch
 from packaging.requirements import Requirement
 
 from moereg.dispatch import evaluate
+from moereg.errors import described
 from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.factory import make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
@@ -160,7 +161,11 @@ class GuardedLayer:
         rows = torch.nonzero(~out.isfinite().all(1)).flatten().tolist()
         found = f"; rows {rows[:8]} of {len(out)} are not finite" if rows else ""
         call = (self.case.problem, self.weights, *inputs.call)
-        causes = diagnose(*call, out, truth, self.expert_map, self.case.computes)
+        causes: tuple[str, ...] = ()
+        try:
+            causes = diagnose(*call, out, truth, self.expert_map, self.case.computes)
+        except Exception as failed:  # Such as a lack of memory: what was found above still holds.
+            found += f"; looking for the cause failed: {described(failed)}"
         raise AssertionError(f"error {error:.2e}, bound {bound:.0e}{found}{worded(causes)}")
 
 

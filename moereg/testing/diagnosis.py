@@ -27,7 +27,7 @@ from moereg.weights.permuted import ExpertWeights
 _Edit = Callable[[torch.Tensor], torch.Tensor]
 
 _CAUSE: Final = "; likely cause"
-_NUMBER: Final = re.compile(r"\b\d+\b")
+_NUMBER: Final = re.compile(r"\[[\d, ]*\]|\bnan\b|\binf\b|\b\d[\d.]*(e[+-]\d+)?\b")
 
 _MOST_ROWS: Final = 64
 _USUAL_ELEMENTS: Final = 1 << 25
@@ -39,6 +39,9 @@ estimate).
 """
 _MOST_BYTES: Final = 1 << 30
 """The largest weights whose codes and scales are spoiled, which takes copies."""
+
+_LEAST_ROUNDED: Final = 64
+"""Elements of hidden states and of the intermediate below which some rounding may resemble any error by chance."""
 
 _TILES: Final = (16, 32, 64, 128, 256)
 
@@ -93,10 +96,20 @@ def worded(causes: Sequence[str]) -> str:
     return f"{_CAUSE}{'s' * (len(causes) > 1)}: {', or '.join(causes)}"
 
 
+def split_message(message: str) -> tuple[str, tuple[str, ...]]:
+    """A message without the causes that it ends with, and these."""
+    text, found, causes = message.rpartition(_CAUSE)
+    return (text, tuple(causes.partition(": ")[2].split(", or "))) if found else (message, ())
+
+
 def causes_in(message: str) -> tuple[str, ...]:
-    """The causes that a message ends with, without their numbers; the message itself if it names none."""
-    _, found, causes = message.rpartition(_CAUSE)
-    return tuple(_NUMBER.sub("N", causes.partition(": ")[2]).split(", or ")) if found else (message,)
+    """The causes that a message ends with, without their numbers; the message itself if it names none.
+
+    Of an error above its bound, without the call that it is of.
+    """
+    text, causes = split_message(message)
+    _, found, rest = text.partition("error ")
+    return tuple(_NUMBER.sub("N", cause) for cause in causes or (f"{found}{rest}" if found else text,))
 
 
 def _matching(call: _MistakenCall, out: torch.Tensor, truth: torch.Tensor) -> tuple[str, ...]:
@@ -121,6 +134,9 @@ def _wrong_tail(out: torch.Tensor, truth: torch.Tensor, bound: float) -> tuple[s
         is_wrong = torch.linalg.vector_norm(difference, dim=1 - dim) > 3 * bound * usual
         num_wrong = int(is_wrong.sum())
         if 0 < num_wrong <= size / 2 and is_wrong[size - num_wrong :].all():
+            rest = (tensor.narrow(dim, 0, size - num_wrong) for tensor in (out, truth))
+            if not relative_error(*rest) <= bound:
+                continue
             tail = out.narrow(dim, size - num_wrong, num_wrong)
             verb = "are NaN, as if they were not written" if tail.isnan().all() else "are wrong"
             return (f"the last {num_wrong} of {size} {name} of out {verb}",)
@@ -148,9 +164,11 @@ class _MistakenCall(LayerCall):
     Attributes:
         edits: By name, what is done to a matrix of one expert (`w13` or `w2`), its bias (`w13_bias`), or the rows that
             are multiplied by a matrix (`a13`, `a2`).
+        scales_bias: Whether routing weights scale the bias of w2 with the rest of the output.
     """
 
     edits: Mapping[str, _Edit] = dataclasses.field(default_factory=dict)
+    scales_bias: bool = True
 
     def with_rows(self, kept: torch.Tensor) -> _MistakenCall:
         return dataclasses.replace(
@@ -162,6 +180,11 @@ class _MistakenCall(LayerCall):
 
     def matrix(self, name: str, expert: int) -> torch.Tensor:
         return self._edited(name, super().matrix(name, expert))
+
+    def gemm2(self, expert: int, topk_weights: torch.Tensor) -> torch.Tensor:
+        if self.scales_bias:
+            return super().gemm2(expert, topk_weights)
+        return super().gemm2(expert, topk_weights) + (1 - topk_weights).unsqueeze(1) * self.bias("w2", expert)
 
     def bias(self, name: str, expert: int) -> torch.Tensor:
         return self._edited(f"{name}_bias", super().bias(name, expert))
@@ -235,6 +258,8 @@ def _bias_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
         for name in MATRICES:
             yield f"bias of {name} forgotten", call.with_edits(**{f"{name}_bias": torch.zeros_like})
         yield "both biases forgotten", call.with_edits(w13_bias=torch.zeros_like, w2_bias=torch.zeros_like)
+        if not call.scales_input:
+            yield "bias of w2 not scaled by the routing weight", dataclasses.replace(call, scales_bias=False)
 
 
 def _scale_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
@@ -267,7 +292,10 @@ def _missing_columns(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]
 
 
 def _rounded_through_8_bits(call: _MistakenCall, out: torch.Tensor, error: float) -> tuple[str, ...]:
-    """Rounding of what has 16 bits, where that explains most of a small error."""
+    """Rounding of what has 16 bits, where that explains most of a small error of more than a few numbers."""
+    num_rounded = min(call.tokens.numel(), call.local_ids.numel() * call.problem.intermediate_size)
+    if num_rounded < _LEAST_ROUNDED:
+        return ()
     places = {"hidden_states": ("a13",), "the intermediate": ("a2",), "activations": ("a13", "a2")}
     places = places if call.scheme.activation is None else {}
     places |= {"weights": MATRICES} if call.scheme.weight is None else {}

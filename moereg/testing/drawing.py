@@ -62,6 +62,8 @@ _TOP_K: Final = (1, 2, 3, 4, 5, 8)
 class DrawnLayer:
     """One call of one cell. `str` is a line that `from_json` and `moereg verify --check` read.
 
+    `summary` is for people.
+
     Attributes:
         backend, experts, rule: Name, class and first platform rule of the cell.
         computes: Name of the scheme that the cell computes.
@@ -106,6 +108,16 @@ class DrawnLayer:
         return json.dumps(self.to_dict())
 
     __repr__ = __str__
+
+    @property
+    def summary(self) -> str:
+        """Such as `E4 H64 I32 k2 bfloat16 unquantized silu, T=1 uniform`, and what is unusual of the call."""
+        words = [str(self.problem), f"T={self.num_tokens} {self.routing}"]
+        words += [f"rank {self.ep_rank}"] if self.ep_rank else []
+        words += ["int64 ids"] if self.wide_ids else []
+        words += [f"{self.form} weights"] if self.form != "contiguous" else []
+        words += [f"{self.fill} workspaces"] if self.fill != "nan" else []
+        return ", ".join([*words, f"seed {self.seed}"])
 
     def case(self) -> Case | None:
         """The cell, problem and platform to run as; None if the cell is missing or does not run here.

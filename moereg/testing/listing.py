@@ -13,12 +13,12 @@ from packaging.requirements import Requirement
 from moereg.errors import ArgumentError, UnknownBackendError, unknown_name_message
 from moereg.platforms import torch_device
 from moereg.plugins.loader import current_platform, load_backends, missing_backend
+from moereg.plugins.modules import import_modules, is_file_name, registers
 from moereg.registry import BackendCell
 from moereg.testing import cases
 from moereg.testing.cases import is_imitated, runnable_platform, running_as
 from moereg.testing.check import KINDS, CellName, Check, chosen_machine
 from moereg.testing.drawing import DrawnLayer, draw_layer, limits_of, redraw, simpler_layers
-from moereg.testing.modules import import_modules, is_file_name
 from moereg.testing.problems import accepted_neighbor, accepted_problems
 
 _ALIKE_ON_A_GPU: Final = 8
@@ -36,6 +36,7 @@ class Suite:
         checks: All but drawn layers, in the order of running.
         idle: Cells that cannot run here, with their reasons; some of their checks can.
         imitated: Cells that run by imitating another platform.
+        unchecked: What cells that run here promise and this machine cannot check.
     """
 
     platform: str
@@ -44,6 +45,7 @@ class Suite:
     checks: tuple[Check, ...]
     idle: Mapping[CellName, str]
     imitated: frozenset[CellName]
+    unchecked: tuple[str, ...] = ()
 
     @property
     def running(self) -> tuple[CellName, ...]:
@@ -69,7 +71,9 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
     registry = load_backends()
     names = CellName.of_all(registry.cells)
     wanted = {
-        cell_name: cell for cell_name, cell in names.items() if (cell.name == name if name else _is_of(cell, modules))
+        cell_name: cell
+        for cell_name, cell in names.items()
+        if (cell.name == name if name else any(registers(module, cell) for module in modules))
     }
     if not wanted and not name:
         # A module may decorate a class of another module of its package.
@@ -79,6 +83,7 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
         _refuse(name, registry.names, modules)
     found: list[Check] = []
     idle, imitated, seen = {}, set(), set()
+    unchecked: dict[str, None] = {}
     machine = chosen_machine(platform)
     with running_as(machine):
         # A platform plugin may say of this machine what torch cannot do here, for which no backend is to blame.
@@ -93,6 +98,7 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
                 found.append(Check.make(cell_name, kind, argument, platform, tuple(modules)))
             if cell_name not in idle:
                 seen.add(cell.class_name)
+                unchecked.update(dict.fromkeys(_unchecked(cell)))
     required = {"torch", *(Requirement(text).name for cell in wanted.values() for text in cell.requires)}
     physical = current_platform()
     versions = physical.versions
@@ -104,6 +110,7 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
         checks=_in_turn(found),
         idle=idle,
         imitated=frozenset(imitated),
+        unchecked=tuple(unchecked),
     )
 
 
@@ -115,11 +122,6 @@ def _in_turn(checks: Sequence[Check]) -> tuple[Check, ...]:
         keys[check] = (order.index(check.kind), counts[check.cell, check.kind])
         counts[check.cell, check.kind] += 1
     return tuple(sorted(checks, key=keys.__getitem__))
-
-
-def _is_of(cell: BackendCell, modules: Sequence[str]) -> bool:
-    names = [module.rpartition("/")[2].removesuffix(".py") for module in modules]
-    return any(f"{cell.experts.__module__}.".startswith(f"{name}.") for name in names)
 
 
 def _refuse(name: str, known: Sequence[str], modules: Sequence[str]) -> None:
@@ -164,19 +166,45 @@ def _promises(cell: BackendCell, is_idle: bool, is_known: bool) -> Iterator[tupl
     yield "reload", None
     if cell.facts.deterministic and not is_imitated(cell):
         yield "equal_bits", None
-    if platform.device_type == "cuda" and not is_imitated(cell):
+    if _has_device(cell):
         if cell.facts.graph_capture:
             yield "graph", None
         yield "synchronization", None
     yield "compile", None
 
 
+def _has_device(cell: BackendCell) -> bool:
+    """Whether a cell runs here on a device that works beside the host, which can wait for it."""
+    platform = runnable_platform(cell)
+    return platform is not None and platform.device_type == "cuda" and not is_imitated(cell)
+
+
+def _unchecked(cell: BackendCell) -> Iterator[str]:
+    """The promises of a cell that `_promises` leaves out since this machine cannot check them."""
+    if is_imitated(cell) and cell.facts.deterministic:
+        yield "equal bits of repeated calls"
+    if not _has_device(cell) and any(rule.text != "cpu" for rule in cell.rules):
+        yield "that a call never waits for the device"
+        if cell.facts.graph_capture:
+            yield "capture in a CUDA graph"
+
+
 def draw_check(
-    cell_name: CellName, seed: int, number: int, platform: str = "", modules: Sequence[str] = ()
+    cell_name: CellName,
+    seed: int,
+    number: int,
+    platform: str = "",
+    modules: Sequence[str] = (),
+    path: Sequence[int] = (),
 ) -> Check | None:
     """The drawn layer of that number as a check; equal arguments draw equal layers.
 
-    None where the cell's own predicate refuses everything that was drawn for it.
+    None where the cell's own predicate refuses everything that was drawn for it, or the path leads nowhere.
+
+    Args:
+        cell_name, platform, modules: As in `Check`.
+        seed, number: What is drawn.
+        path: How it is made simpler: of each step's `simpler_layers`, which one.
     """
     import_modules(modules)
     cell = cell_name.find()
@@ -194,12 +222,21 @@ def draw_check(
             problem = accepted_neighbor(cell, layer.problem, here)
             if problem is not None:
                 layer = dataclasses.replace(layer, problem=problem)
-                return _drawn(cell_name, f"seed{seed}-{number}", layer, platform, modules)
+                for place in path:
+                    simpler = list(simpler_layers(layer))
+                    if place >= len(simpler):
+                        return None
+                    layer = simpler[place]
+                label = ".".join(map(str, (f"seed{seed}-{number}", *path)))
+                return _drawn(cell_name, label, layer, platform, modules)
     return None
 
 
 def simpler_checks(check: Check) -> list[Check]:
-    """Checks of layers that are simpler than a drawn one in one respect each, the simplest first."""
+    """Checks of layers that are simpler than a drawn one in one respect each, the simplest first.
+
+    The id of each ends with its place among `simpler_layers`, so that `draw_check` finds it again.
+    """
     layer = check.layer
     assert layer is not None
     import_modules(check.modules)
@@ -207,14 +244,8 @@ def simpler_checks(check: Check) -> list[Check]:
     with running_as(chosen_machine(check.platform)):
         here = runnable_platform(cell)
         return [
-            _drawn(
-                check.cell,
-                check.id.rpartition("/")[2].removesuffix("-smaller") + "-smaller",
-                simpler,
-                check.platform,
-                check.modules,
-            )
-            for simpler in simpler_layers(layer)
+            _drawn(check.cell, f"{check.label}.{place}", simpler, check.platform, check.modules)
+            for place, simpler in enumerate(simpler_layers(layer))
             if here is not None and accepted_neighbor(cell, simpler.problem, here) == simpler.problem
         ]
 

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
-from moereg.testing.check import CellName, Check
+from moereg.testing.check import GIVEN, CellName, Check
 
 SCHEMA: Final = 1
 
@@ -83,6 +83,7 @@ class Report:
     imitated: frozenset[CellName] = frozenset()
     seconds: float = 0.0
     rerun: str = ""
+    unchecked: tuple[str, ...] = ()
 
     @property
     def failures(self) -> tuple[Result, ...]:
@@ -137,8 +138,9 @@ class Report:
         """The command that runs one check again."""
         if result.check.cell.experts == IMPORT:
             return self.rerun
-        layer = result.check.layer
-        return f"{self.rerun} --check {shlex.quote(result.check.id if layer is None else str(layer))}"
+        check = result.check
+        is_given = check.kind == "drawn" and check.label == GIVEN
+        return f"{self.rerun} --check {shlex.quote(str(check.layer) if is_given else check.id)}"
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `moereg verify --json` prints."""
@@ -165,11 +167,12 @@ class Report:
                 for cell in self.cells
             ],
             "results": [self._result(result) for result in self.results],
+            "unchecked": list(self.unchecked),
             "notes": list(self.notes),
         }
 
     def _result(self, result: Result) -> dict[str, Any]:
-        outcome = result.outcome
+        outcome, layer = result.outcome, result.check.layer
         return {
             "check": result.check.id,
             "kind": result.check.kind,
@@ -179,4 +182,5 @@ class Report:
             "seconds": outcome.seconds,
             "output": (outcome.output or None) if outcome.is_failure else None,
             "rerun": self.rerun_line(result) if outcome.is_failure else None,
+            "layer": layer.to_dict() if outcome.is_failure and layer is not None else None,
         }

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
+import re
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -11,10 +15,11 @@ import torch
 
 from moereg.errors import ArgumentError, BackendError, unknown_name_message
 from moereg.platforms import Platform
+from moereg.plugins.modules import is_file_name, own_modules, resolved_modules
 from moereg.testing.check import GIVEN, CellName, Check
+from moereg.testing.diagnosis import causes_in, split_message
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.listing import Suite, draw_check, list_suite, simpler_checks
-from moereg.testing.modules import own_modules, resolved_modules
 from moereg.testing.outcomes import IMPORT, NO_TIME, Outcome, Report, Result
 from moereg.testing.workers import CHECK_SECONDS, GPU_CHECK_SECONDS, Answer, Here, Worker, run_here, shared_worker
 
@@ -28,6 +33,9 @@ _MOST_SIMPLER: Final = 40
 _SIMPLER_SECONDS: Final = 30.0
 _BLAME_SECONDS: Final = 60.0
 _MOST_TIMED_OUT: Final = 2
+
+_LABEL: Final = re.compile(r"seed(\d+)-(\d+)((?:\.\d+)*)")
+"""The end of a drawn layer's id: its seed, its number, and how it was made simpler."""
 
 Progress = Callable[[int, int, Result], None]
 """Called after each check with how many have run, how many are known, and the result."""
@@ -131,7 +139,8 @@ def verify(
             skipped. Where None, all checks run, with `DRAWN` drawn layers of each cell.
         seed: Equal seeds draw equal layers.
         modules: As in `checks_of`.
-        only: Texts of which a check's id must contain one, or lines of JSON of drawn layers; all checks where empty.
+        only: Texts of which a check's id must contain one, ids of drawn layers or their ends, such as `seed0-3`, or
+            lines of JSON of drawn layers; all checks where empty.
         check_seconds: Time that each check gets, as in `run_check`.
         progress: Called after each check.
 
@@ -188,14 +197,17 @@ class _Run:
             return self._made(name, Suite("", "", {}, (), {}, frozenset()))
         chosen = [check for check in suite.checks if not only or any(text in check.id for text in only)]
         layers = [self._layer_check(suite, text) for text in only if text.startswith("{")]
+        layers += [check for text in only for check in self._named(suite, text)]
+        only_drawn = tuple(text for text in only if not _LABEL.fullmatch(text.rpartition("/")[2]))
         num_drawn = 0 if seconds is not None else sum(_num_drawn(suite, cell, DRAWN) for cell in suite.running)
         total = len(chosen) + len(layers) + (0 if only else num_drawn)
-        for check in (*chosen, *layers):
+        for check in chosen:
             self._add(check, total)
         made_simpler: set[CellName] = set()
-        for check in self._drawn(suite, seconds, only):
+        drawn = self._drawn(suite, seconds, only_drawn) if only_drawn or not only else ()
+        for check in itertools.chain(layers, drawn):
             outcome = self._add(check, total)
-            if outcome.is_failure and check.cell not in made_simpler:
+            if outcome.is_failure and _is_as_drawn(check) and check.cell not in made_simpler:
                 made_simpler.add(check.cell)
                 self._make_simpler(len(self._results) - 1)
         if not only:
@@ -221,6 +233,19 @@ class _Run:
                 return Check.make(cell, "drawn", argument, self._platform, self._modules)
         raise ArgumentError(f"no cell that runs here is that of the layer {line}; choose the platform it was drawn for")
 
+    def _named(self, suite: Suite, text: str) -> Iterator[Check]:
+        """The drawn layers with an id or the end of one, of every cell that runs here."""
+        *_, end = text.rpartition("/")
+        found = _LABEL.fullmatch(end)
+        if found is None:
+            return
+        seed, number, path = int(found[1]), int(found[2]), tuple(map(int, found[3].split(".")[1:]))
+        for cell in suite.running:
+            if f"/{Check.make(cell, 'drawn', {'label': end}).id}".endswith(f"/{text}"):
+                check = self._draw(cell, number, seed, path)
+                if check is not None:
+                    yield check
+
     def _drawn(self, suite: Suite, seconds: float | None, only: tuple[str, ...]) -> Iterator[Check]:
         """Drawn layers, one of each cell in turn."""
         cells = list(suite.running)
@@ -238,8 +263,8 @@ class _Run:
                     yield check
             number += 1
 
-    def _draw(self, cell: CellName, number: int) -> Check | None:
-        asked = cell, self._seed, number, self._platform, self._modules
+    def _draw(self, cell: CellName, number: int, seed: int | None = None, path: tuple[int, ...] = ()) -> Check | None:
+        asked = cell, self._seed if seed is None else seed, number, self._platform, self._modules, path
         answer: Answer[Check] = self._worker.ask(draw_check, *asked, seconds=self._check_seconds)
         if answer.outcome is not None and answer.before:
             # It may have been another check that damaged the process.
@@ -319,11 +344,13 @@ class _Run:
         return any("CUDA error" in message and "out of memory" not in message for message in messages)
 
     def _make_simpler(self, place: int) -> None:
-        """Replaces a drawn layer that failed by the simplest one found that fails too."""
+        """Replaces a drawn layer that failed by the simplest one found that fails too, and of the same cause."""
         result, tries = self._results[place], 0
         deadline = min(time.monotonic() + _SIMPLER_SECONDS, self._deadline)
         if result.outcome.status == "timed_out":
             return
+        _, causes = split_message(result.outcome.message)
+        known = set(causes_in(result.outcome.message) if causes else ())
         is_smaller = result.check.layer is not None
         while is_smaller:
             is_smaller = False
@@ -332,13 +359,15 @@ class _Run:
                 if tries > _MOST_SIMPLER or time.monotonic() > deadline:
                     break
                 outcome = self._ask(check)
-                if outcome.is_failure:
+                if outcome.is_failure and known.issubset(causes_in(outcome.message)):
                     result, is_smaller = Result(check, outcome), True
                     break
         self._results[place] = result
 
     def _made(self, name: str, suite: Suite) -> Report:
-        options = [f"--module {module}" for module in self._modules]
+        # A file alone says what is verified.
+        files = [] if name or len(self._modules) > 1 else [each for each in self._modules if is_file_name(each)]
+        options = [f"--module {shlex.quote(_shortest(each))}" for each in self._modules if each not in files]
         options += [f"--platform {self._platform}"] if self._platform else []
         options += [f"--seed {self._seed}"] if self._seed else []
         options += [] if self._worker.is_isolated else ["--no-isolate"]
@@ -352,9 +381,24 @@ class _Run:
             results=tuple(self._results),
             idle=suite.idle,
             imitated=suite.imitated,
+            unchecked=suite.unchecked,
             seconds=time.monotonic() - self._start,
-            rerun=" ".join(filter(None, ["moereg verify", name, *options])),
+            rerun=" ".join(
+                ["moereg verify", *filter(None, [name, *map(shlex.quote, map(_shortest, files))]), *options]
+            ),
         )
+
+
+def _shortest(module: str) -> str:
+    """A module's name, or a file's path from the current folder where it is in there."""
+    folder = os.path.join(os.getcwd(), "")
+    return module[len(folder) :] if is_file_name(module) and module.startswith(folder) else module
+
+
+def _is_as_drawn(check: Check) -> bool:
+    """Whether a check's layer was drawn and not made simpler yet."""
+    found = _LABEL.fullmatch(check.label)
+    return found is not None and not found[3]
 
 
 def _num_drawn(suite: Suite, cell: CellName, num_drawn: int) -> int:

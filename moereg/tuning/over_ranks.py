@@ -28,6 +28,7 @@ from moereg.errors import GroupError, MoeregError, described
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts
 from moereg.numerics.tolerances import layer_tolerance
+from moereg.plugins.modules import import_modules
 from moereg.prepare_finalize import AllGather, AllToAll, GroupPrepareFinalize, LowLatency
 from moereg.prepare_finalize.eplb import balance_experts, count_routes
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables, token_turns
@@ -52,6 +53,7 @@ class Job:
 
     Attributes:
         problem: `MoEProblem.to_dict` of the layer.
+        modules: What registers backends and is not installed.
         replicas: Experts beyond one for each of the layer, placed by the routing's loads; None for slices.
         compares: Whether rank 0 also runs the whole layer alone.
         out: File that rank 0 writes a line of JSON to for each row.
@@ -72,6 +74,7 @@ class Job:
     seed: int
     eager: bool
     compares: bool
+    modules: tuple[str, ...] = ()
     out: str = ""
     store: str | None = None
     limit_seconds: float = 120.0
@@ -79,6 +82,7 @@ class Job:
 
 def run_rank(job: Job, rank: int) -> None:
     """Does one rank's work; every rank has to."""
+    import_modules(job.modules)
     device = torch.device("cpu")
     if job.device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))

@@ -18,7 +18,7 @@ BAD_LINES = [
     ("ifno", "did you mean 'info'"),
     ("exp", "did you mean 'explain'"),
     ("why", "did you mean 'explain'"),
-    ("explain --modle dbrx", "unknown option '--modle', did you mean '--model'?"),
+    ("explain --modell dbrx", "unknown option '--modell', did you mean '--model'?"),
     ("models --platform h100", "see moereg models --help"),
     (
         f"explain {SIZES} --quant fp8",
@@ -29,7 +29,7 @@ BAD_LINES = [
     ("explain --model oss-120b", "did you mean 'gpt-oss-120b'?"),
     (f"explain {SIZES} --platform mi3", "'mi300a', 'mi300x', 'mi325x'"),
     (f"explain {SIZES} --expert 3", "--expert"),
-    (f"explain {SIZES} extra", "no surplus argument, got 'extra'; leave it out; see moereg explain"),
+    (f"explain {SIZES} extra", "no surplus argument but files of backends (FILE.py), got 'extra'; leave it out"),
     ("explain", "--model NAME"),
     ("run", "--checkpoint DIR"),
     ("run --experts 8 --hidden 64", "missing: --intermediate, --top-k"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from moereg.cli import main
 from moereg.cli._new_backend import _FILES, _TEMPLATES
 from moereg.registry import BackendCell, BackendRegistry, registering_origin
 from moereg.testing import cases, checks, problems
-from tests.cli.command import Call, CallJson
+from tests.cli.command import ROOT, Call, CallJson, run_python
 from tests.support.toml import tomllib
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,6 +72,12 @@ def test_it_writes_over_nothing(call: Call, tmp_path: Path) -> None:
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
+PREDICATE = """    @classmethod
+    def unsupported_reasons(cls, problem, platform):
+        sizes = problem.hidden_size, problem.intermediate_size
+        return [] if all(size % 64 == 0 for size in sizes) else [f"requires sizes % 64 == 0, got {sizes}"]
+
+"""
 BAD_NAMES = ["Mine", "1st", "a__b", "_a", "a-b", "a.b", "a" * 41, "größe", "a\n", "../a", "auto", "builtin", "moereg"]
 
 
@@ -101,6 +108,36 @@ def test_the_backend_keeps_the_contract(cell: BackendCell) -> None:
     checks.check_reload(cell)
     checks.check_workspaces_grow(cell)
     checks.check_equal_bits(cell)
+
+
+@pytest.mark.slow
+def test_its_tests_pass_with_another_kernel(call: Call, tmp_path: Path) -> None:
+    """Another layout, fewer facts, and a predicate that refuses most sizes."""
+    assert call(f"new-backend written_there --directory {tmp_path}")[0] == 0
+    source = tmp_path / "src" / "moereg_written_there"
+    text = (source / "backend.py").read_text()
+    for old, new in {
+        "written_there_transposed": "written_there_canonical",
+        '["w13"][expert]': '["up"][expert].T',
+        '["w2"][expert]': '["down"][expert].T',
+        '"w13": weights.w13.transpose(1, 2).contiguous()': '"up": weights.w13',
+        '"w2": weights.w2.transpose(1, 2).contiguous()': '"down": weights.w2',
+        'dtypes=frozenset({"bfloat16", "float32"})': 'dtypes=frozenset({"float32"})',
+        "    def permute_weights": PREDICATE + "    def permute_weights",
+    }.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    (source / "backend.py").write_text(text)
+    # As an editable install has it.
+    info = source.with_name("moereg_written_there-0.1.0.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: moereg-written-there\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[moereg.backends]\nwritten_there = moereg_written_there.backend\n")
+    paths = os.pathsep.join((str(source.parent), str(ROOT)))
+    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "tests"))
+    done = run_python(*arguments, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "skipped" not in done.stdout
 
 
 def test_the_kit_sees_what_its_author_may_break(cell: BackendCell) -> None:

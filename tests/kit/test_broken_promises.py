@@ -326,6 +326,11 @@ def returning_its_own() -> None:
         numbers(RightExperts)
 
 
+def diagnosed_by_a_failure() -> None:
+    with mock.patch.object(checks, "diagnose", side_effect=MemoryError("none left")):
+        numbers(off_by(3))
+
+
 # The kind of check, the fault, what the check says, and a class with that fault, or what runs the check on one.
 BROKEN: list[tuple[str, str, str, Callable[[], object] | type[FakeExperts]]] = [
     ("deciding", "raises", "its predicate raised KeyError", predicate(lambda *_: no_such_key())),
@@ -344,6 +349,8 @@ BROKEN: list[tuple[str, str, str, Callable[[], object] | type[FakeExperts]]] = [
     ("workspaces", "first", "elements for more tokens than ones of", shrinking(0, 20)),
     ("workspaces", "second, late", "elements for more tokens than ones of", shrinking(1, 690)),
     ("permute", "writes", "w2 was written to", WritingExperts),
+    ("numbers", "undiagnosed", ", bound 1e-05; looking for the cause failed: MemoryError: none left",
+        diagnosed_by_a_failure),
     ("permute", "layout", "layouts says ('canonical',), permute_weights gave 'other'", OtherLayoutExperts),
     ("reload", "keeps", "reload left the old weights", KeepingExperts),
     ("reload", "wears", "equal weights gave another result after a reload", WearingExperts),

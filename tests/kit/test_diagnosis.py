@@ -10,7 +10,7 @@ from moereg.numerics.tolerances import layer_tolerance
 from moereg.quantize import dequantize_weights
 from moereg.spec.activations import ACTIVATIONS
 from moereg.spec.problem import MoEProblem
-from moereg.testing.diagnosis import causes_in, diagnose, worded
+from moereg.testing.diagnosis import causes_in, diagnose, split_message, worded
 from moereg.testing.inputs import make_inputs, make_weights
 
 _CPU = torch.device("cpu")
@@ -21,7 +21,9 @@ def _problem(**changes):
     return MoEProblem(**{**sizes, **changes})
 
 
-def _layer(problem, inputs, w13, w2, b13=None, b2=None, activation=None, rounded=lambda x: x, shift=0):
+def _layer(
+    problem, inputs, w13, w2, b13=None, b2=None, activation=None, rounded=lambda x: x, shift=0, scales_bias=True
+):
     """A layer in plain torch, bf16 between the products as a kernel has it, from dense matrices."""
     x, weights = inputs.hidden_states, inputs.topk_weights
     out = torch.zeros(x.shape, dtype=torch.float32)
@@ -31,7 +33,8 @@ def _layer(problem, inputs, w13, w2, b13=None, b2=None, activation=None, rounded
             gemm1 = w13[expert].float() @ rounded(x[token].float())
             hidden = (activation or problem.activation)(gemm1 if b13 is None else gemm1 + b13[expert].float())
             gemm2 = w2[expert].float() @ rounded(hidden.bfloat16().float())
-            out[token] += weights[token, slot] * (gemm2 if b2 is None else gemm2 + b2[expert].float())
+            bias = 0 if b2 is None else b2[expert].float()
+            out[token] += weights[token, slot] * (gemm2 + bias * scales_bias) + bias * (not scales_bias)
     return out.bfloat16()
 
 
@@ -113,6 +116,15 @@ def test_a_forgotten_bias_is_named(forgotten):
     assert name == ("both biases forgotten" if forgotten == "both" else f"bias of {forgotten} forgotten")
 
 
+def test_a_bias_without_its_routing_weight_is_named():
+    setting = problem, weights, inputs, _ = _setting(has_bias=True, activation="swigluoai")
+    matrices = (weights.w13, weights.w2, weights.w13_bias, weights.w2_bias)
+    assert _names(setting, _layer(problem, inputs, *matrices, scales_bias=False)) == (
+        "bias of w2 not scaled by the routing weight",
+    )
+    assert not _names(setting, _layer(problem, inputs, *matrices))
+
+
 @pytest.mark.parametrize("scheme", ["int4_w4a16_g32_zp", "mxfp4_w4a16", "int8_w8a16"])
 def test_omitted_scales_are_named(scheme):
     setting = problem, weights, inputs, _ = _setting(quant=scheme, hidden_size=128, intermediate_size=64)
@@ -173,6 +185,17 @@ def test_an_unknown_mistake_matches_none(name):
     assert _names(setting, _UNKNOWN[name](setting[-1])) == ()
 
 
+def test_few_numbers_resemble_nothing_by_chance():
+    """A mistake of 5 % where a layer was made simple; a routing weight may be as large."""
+    setting = _setting(num_experts=1, num_local_experts=1, top_k=1, hidden_size=8, intermediate_size=8)
+    truth = setting[-1]
+    for row in range(len(truth)):
+        problem, weights, inputs, _ = setting
+        inputs = dataclasses.replace(inputs, **{name: value[row : row + 1] for name, value in vars(inputs).items()})
+        one = problem, weights, inputs, truth[row : row + 1]
+        assert not [name for name in _names(one, 1.05 * one[-1]) if not name.startswith("routing weights")]
+
+
 def test_a_right_layer_matches_none():
     setting = problem, weights, inputs, truth = _setting()
     out = _layer(problem, inputs, weights.w13, weights.w2)
@@ -186,3 +209,8 @@ def test_causes_are_read_back_from_a_message():
     assert causes_in(first) == ("the last N of N columns of out are wrong", "out is late")
     assert causes_in("x" + worded(["out is late"])) == ("out is late",)
     assert causes_in("x" + worded([])) == ("x",)
+    assert split_message(first) == ("error 1, bound 2", ("the last 8 of 48 columns of out are wrong", "out is late"))
+    one, other = "T=1 uniform: error 2.5e-02, bound 9e-03", "error nan, bound 1e-02"
+    assert causes_in(one) == causes_in(other)
+    assert causes_in(f"{other}; rows [1] of 2 are not finite") == causes_in(f"{one}; rows [0, 2] of 3 are not finite")
+    assert causes_in(f"{other}; rows [1] of 2 are not finite") != causes_in(one)

@@ -19,12 +19,12 @@ from moereg.cli._verify import _verdict
 from moereg.errors import ArgumentError, BackendError, UnknownBackendError, UnknownPlatformError
 from moereg.platforms import Platform
 from moereg.plugins.loader import load_backends
+from moereg.plugins.modules import import_modules
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from moereg.testing.check import KINDS, CellName, Check
 from moereg.testing.checks import watched_imports
 from moereg.testing.drawing import DrawnLayer
-from moereg.testing.listing import Suite, _in_turn, draw_check, list_suite
-from moereg.testing.modules import import_modules
+from moereg.testing.listing import Suite, _in_turn, draw_check, list_suite, simpler_checks
 from moereg.testing.outcomes import NO_TIME, STATUSES, Outcome, Report, Result
 from moereg.testing.suite import checks_of, run_check, verify
 from moereg.testing.worker import _imported
@@ -323,8 +323,13 @@ def test_a_run_as_another_platform_passes_and_verifies_nothing(isolated_registry
     report = verify("imitating", platform="cuda:sm90", isolate=False, only=["workspaces"])
     assert (report.passed, report.platform) == (True, "cuda:sm90")
     assert report.verified_cells == {}
-    (cell,) = report.to_dict()["cells"]
+    found = report.to_dict()
+    (cell,) = found["cells"]
     assert (cell["runs"], cell["counts"]["passed"]) == ("imitated", 1)
+    waiting = "that a call never waits for the device"
+    assert found["unchecked"] == ["equal bits of repeated calls", waiting, "capture in a CUDA graph"]
+    report = verify("good", modules=[FILE], isolate=False, only=["workspaces"])
+    assert report.unchecked == ()
 
 
 def test_a_cell_is_verified_by_its_own_checks_alone() -> None:
@@ -466,6 +471,18 @@ def test_each_number_and_each_seed_draws_another_layer() -> None:
     assert len({str(layer) for layer in layers}) == 6
     assert all(layer is not None and DrawnLayer.from_json(str(layer)) == layer for layer in layers)
     assert len({layer.form for layer in layers if layer is not None}) > 1
+
+
+def test_the_id_of_a_layer_that_was_made_simpler_says_how() -> None:
+    cell = checks("picky", "permute")[0].cell
+    drawn = draw_check(cell, 3, 1)
+    for _ in range(3):
+        assert drawn is not None
+        *_, last = simpler_checks(drawn)
+        path = tuple(map(int, last.label.split(".")[1:]))
+        drawn = draw_check(cell, 3, 1, path=path)
+        assert drawn == last
+    assert draw_check(cell, 3, 1, path=(99,)) is None
 
 
 def test_a_cell_that_ran_out_of_time_twice_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

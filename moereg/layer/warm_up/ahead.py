@@ -22,6 +22,7 @@ from moereg import errors
 from moereg.errors import ArgumentError, BackendError, one_line
 from moereg.layer.warm_up.result import CompiledVariant, WarmUp, shown_counts
 from moereg.layer.warm_up.shipped import note_layer, use_folder
+from moereg.plugins.modules import own_modules
 from moereg.runtime.memory import free_memory_bytes
 from moereg.runtime.progress import long_wait
 from moereg.runtime.python_process import num_cores, python_command
@@ -131,6 +132,7 @@ def ask(
     winner = selection.winner
     assert winner is not None
     request = {
+        "modules": own_modules(winner.backend),
         "selection": selection.to_dict(),
         "counts": list(counts),
         "jobs": jobs,

@@ -28,6 +28,7 @@ from moereg.kernels.launch.ahead import HostBuilder, Launches, Target, Variant, 
 from moereg.layer import backend_calls
 from moereg.layer.warm_up.dummy import MOVING_KERNELS, DummyLayer, empty_weights, moving_kernels, undescribed
 from moereg.layer.warm_up.fan_out import fan_out
+from moereg.plugins.modules import import_modules
 from moereg.selection.result import Selection
 
 _BLOCK: Final = 64
@@ -55,6 +56,7 @@ def main() -> None:
 
 
 def _answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    import_modules(request["modules"])
     selection = Selection.from_dict(request["selection"])
     platform, winner = selection.platform, selection.winner
     target = Target.of(platform.kind, platform.arch, request["shared_bytes"])

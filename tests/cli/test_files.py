@@ -1,0 +1,167 @@
+"""A file that registers a backend, with every command: the one that the page for authors begins with."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moereg.plugins.loader import load_backends
+from moereg.plugins.modules import import_modules, own_modules
+from moereg.registry import REGISTRY
+from moereg.runtime.python_process import python_command
+from tests.cli.command import SIZES, Call, CallJson, run_module, strict_json
+from tests.project.test_author_pages import blocks_of
+
+pytestmark = pytest.mark.usefixtures("one_thread", "ceilings")
+
+((NAME, _, SOURCE),) = [block for block in blocks_of("backend-authors.md") if block[0].endswith(".py")]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Path]:
+    """The page's file; what it registers is gone after the test."""
+    load_backends()
+    before, modules = REGISTRY.snapshot(), set(sys.modules)
+    path = tmp_path / NAME
+    path.write_text(SOURCE)
+    yield path
+    REGISTRY.restore(before)
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def test_explain_shows_it_among_the_others(file: Path, call: Call, call_json: CallJson) -> None:
+    code, out, _ = call(f"explain {file} {SIZES} --platform cpu --prefer my_kernel")
+    assert code == 0
+    assert "my_kernel of my_kernel.py: preferred by the request" in out
+    for option in (str(file), f"--module {file}"):
+        code, found = call_json(f"explain {option} {SIZES} --platform cpu")
+        origins = {decision["backend"]: decision["origin"] for decision in found["decisions"]}
+        assert (code, origins["my_kernel"], origins["torch"]) == (0, "my_kernel.py", "builtin")
+
+
+def test_run_and_bench_compare_it_with_the_others(file: Path, call_json: CallJson) -> None:
+    code, found = call_json(f"run {file} {SIZES} --tokens 4 --platform cpu --require my_kernel")
+    assert (code, found["backend"], found["passed"]) == (0, "my_kernel", True)
+    code, found = call_json(f"bench {file} {SIZES} --tokens 2 --rounds 1 --platform cpu --require my_kernel,torch")
+    assert code == 0
+    assert {(row["backend"], row["origin"]) for row in found["rows"]} == {
+        ("my_kernel", "my_kernel.py"),
+        ("torch", "builtin"),
+    }
+
+
+def test_other_commands_know_it(file: Path, call: Call, call_json: CallJson) -> None:
+    _, found = call_json(f"info {file}")
+    assert "my_kernel" in {backend["name"] for backend in found["backends"]}
+    _, found = call_json(f"schemes --module {file} --platform cpu")
+    assert "my_kernel" in next(row["backends"] for row in found["schemes"] if row["name"] == "unquantized")
+    code, _, err = call(f"build-kernels my_kernel --module {file}")
+    assert code == 2
+    assert "my_kernel" in err
+    assert "unknown backend" not in err
+
+
+def test_two_files_and_a_module_go_together(file: Path, call_json: CallJson, monkeypatch: pytest.MonkeyPatch) -> None:
+    other, package = file.with_name("other_kernel.py"), file.parent / "site"
+    other.write_text(SOURCE.replace("my_kernel", "other_kernel"))
+    package.mkdir()
+    (package / "third_kernel.py").write_text(SOURCE.replace("my_kernel", "third_kernel"))
+    monkeypatch.syspath_prepend(str(package))
+    _, found = call_json(f"explain {file} {other} --module third_kernel {SIZES} --platform cpu")
+    origins = {decision["backend"]: decision["origin"] for decision in found["decisions"]}
+    assert origins["my_kernel"] == "my_kernel.py"
+    assert origins["other_kernel"] == "other_kernel.py"
+    assert origins["third_kernel"] == "third_kernel"
+
+
+def test_its_folder_is_no_place_to_import_from(file: Path, call: Call) -> None:
+    (file.parent / "beside.py").write_text("raise SystemExit('it ran')\n")
+    file.write_text(f"import beside\n{SOURCE}")
+    before = list(sys.path)
+    code, out, err = call(f"explain {file} {SIZES}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "No module named 'beside': a file is imported alone; make both a package and install it" in err
+    assert sys.path == before
+
+
+REFUSED = [
+    ("json.py", "", "the name json is taken by"),
+    ("wave.py", "", "the name wave is taken by"),  # Not imported yet.
+    ("my-kernel.py", SOURCE, "letters, digits and underscores"),
+    ("my.kernel.py", SOURCE, "letters, digits and underscores"),
+    ("empty_one.py", "", "must register a backend, got none"),
+    ("torch_two.py", SOURCE.replace('"my_kernel"', '"torch"'), "belongs to builtin"),
+    ("broken_one.py", "1 / 0", "ZeroDivisionError: division by zero"),
+    ("absent.py", None, "no file"),
+    ("no_file", None, "no surplus argument but files of backends"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), REFUSED, ids=[name for name, *_ in REFUSED])
+def test_what_is_no_file_of_a_backend(file: Path, call: Call, name: str, text: str | None, message: str) -> None:
+    path = file.with_name(name)
+    if text is not None:
+        path.write_text(text)
+    code, out, err = call(f"explain {path} {SIZES}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_what_a_file_imports_keeps_its_origin(file: Path) -> None:
+    """A file may import another backend's class before anything else did, for instance to subclass it."""
+    file.write_text(f"from moereg.backends.torch_moe import TorchDenseExperts\n{SOURCE}")
+    done = run_module(f"explain {NAME} {SIZES} --platform cpu --json", file.parent)
+    origins = {found["backend"]: found["origin"] for found in strict_json(done.stdout)["decisions"]}
+    assert (origins["torch"], origins["my_kernel"]) == ("builtin", "my_kernel.py")
+
+
+def test_what_another_process_has_to_import(file: Path) -> None:
+    import_modules([str(file)])
+    assert own_modules() == own_modules("my_kernel") == (str(file),)
+    assert own_modules("torch") == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(f"run FILE {SIZES} --ep 2 --tokens 2 --platform cpu", id="ranks"),
+        pytest.param("verify FILE --check permute", id="checks"),
+        pytest.param("verify my_kernel --module FILE --check permute", id="checks-of-one"),
+    ],
+)
+def test_processes_that_a_command_starts_know_it(file: Path, line: str) -> None:
+    done = run_module(line.replace("FILE", NAME), file.parent, MOEREG_REQUIRE="my_kernel")
+    assert done.returncode == 0, done.stderr
+    assert "my_kernel" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_compiling_process_knows_it(file: Path) -> None:
+    """It launches nothing of Triton, and that is what the process has to find."""
+    line = f"compile {NAME} {SIZES} --platform cuda:sm90 --tokens 1 --jobs 1 --require my_kernel"
+    done = run_module(line, file.parent, TRITON_CACHE_DIR=str(file.parent / "cache"))
+    assert done.returncode == 3, done.stderr
+    assert "it launches no Triton kernels" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_line_of_a_failure_runs_it_again(file: Path) -> None:
+    file.write_text(SOURCE.replace("weights.w13.mT", "weights.w13.roll(problem.intermediate_size, 1).mT"))
+    done = run_module(f"verify {NAME} --check numbers --check seed0-1", file.parent)
+    assert done.returncode == 1, done.stderr
+    assert "  likely cause: gate and up swapped\n" in done.stdout
+    assert "not checked on this machine: that a call never waits for the device" in done.stdout
+    (again,) = (line.partition("again: moereg ")[2] for line in done.stdout.splitlines() if "again:" in line)
+    assert again.startswith(f"verify {NAME} --check ")
+    done = subprocess.run(
+        python_command("moereg", *shlex.split(again)), cwd=file.parent, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "1 failed" in done.stdout) == (1, True), done.stderr
