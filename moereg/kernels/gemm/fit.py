@@ -20,8 +20,8 @@ _TALL_DEPTH: Final = 64
 
 # Dequantizing takes registers: with 64 columns, 32 rows are what 5 programs per multiprocessor leave room for, and 64
 # rows take so many that uniform routings lose 5 %. Where the average expert fills more than half of a low tile, most
-# experts exceed a tile by a few rows or not at all, and the layer loses 10 % (int4, mixtral-8x7b, 64 tokens). Up to 16
-# tokens it loses 1 to 11 %, and all tokens on one set of experts make only two low tiles each.
+# experts exceed a tile by a few rows or not at all, and tall tiles cost 10 % of the layer (int4, mixtral-8x7b, 64
+# tokens). Up to 16 tokens they cost 1 to 11 %; all tokens on one set of experts make only two low tiles each there.
 _PACKED_TALL: Final = GroupedGemmConfig(
     block_m=32, block_n=64, block_k=128, group_m=4, num_warps=4, num_stages=3, mask_rows=True
 )

@@ -112,8 +112,8 @@ def _both_kernel(
     w2_stride_bias,
     ROUTES: tl.constexpr,  # RouteShape
     ACTIVATION: tl.constexpr,  # ActivationConstant
-    UP_FORMAT: tl.constexpr,  # WeightFormat, as the next but one
-    UP_TILE: tl.constexpr,  # TileShape, as the next but one
+    UP_FORMAT: tl.constexpr,  # WeightFormat, like DOWN_FORMAT
+    UP_TILE: tl.constexpr,  # TileShape, like DOWN_TILE
     DOWN_FORMAT: tl.constexpr,
     DOWN_TILE: tl.constexpr,
     OVERLAP: tl.constexpr,

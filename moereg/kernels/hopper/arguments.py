@@ -54,7 +54,7 @@ def row_arguments(
     """Arguments for 16-bit activations: tensor maps where rows lie in order, a pointer where tokens are gathered.
 
     Args:
-        rows: of activations; behind the guard.
+        rows: activations, without the guard rows.
         plan: tiles of rows.
         config: launch configuration, with the plan's `block_m` and `slack`.
         top_k: K where `rows` are tokens, which are gathered by route, or None.

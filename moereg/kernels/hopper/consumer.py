@@ -61,8 +61,8 @@ class Output(NamedTuple):
         row_weights: `RowWeights` that multiply compact rows after the bias.
         row_scale: pointer to [E, num_columns] fp32, of packed weights, or None.
         num_columns: rows of an expert's weight.
-        max_tokens: max_T in the batched format, where rows of a box behind an expert's count are written and those
-            behind max_T are dropped; None where rows are compact.
+        max_tokens: max_T in the batched format, where rows of a box past an expert's count are written and those
+            past max_T are dropped; None where rows are compact.
     """
 
     out: Any

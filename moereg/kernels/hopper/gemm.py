@@ -39,7 +39,7 @@ _CONSUMER_REGISTERS = gl.constexpr(208)
 _PRODUCER_REGISTERS = gl.constexpr(88)
 
 
-# Counts of tiles and steps are not specialized: their divisibility does not help, and would compile more variants.
+# Counts of tiles and steps are not specialized on their divisibility: that does not help, and compiles more variants.
 @gluon.jit(do_not_specialize=["num_tiles_n", "group_m", "num_steps", "max_tokens"])
 def _grouped_kernel(
     out,

@@ -1,8 +1,8 @@
 """The two grouped GEMMs with 8-bit weights and activations for many rows an expert, on Hopper, in Triton's Gluon.
 
-The kernel is persistent and warp-specialized like that of `gemm.py`. A producer warp fills the ring by TMA;
-the consumers multiply, scale and store. Gate and up are two boxes of one tile, so that w13 and its scales stay in
-canonical order. Sizes as in `kernels/quantized/products.py`; rows come in the compact order of a `RoutePlan`.
+The kernel is persistent and warp-specialized like that of `gemm.py`. A producer warp fills the ring by TMA; the
+consumers multiply, scale and store. Gate and up are two boxes of one tile, so that w13 and its scales stay in canonical
+order. Sizes as in `kernels/quantized/products.py`; rows come in the compact order of a `RoutePlan`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _PRODUCER_REGISTERS = gl.constexpr(40)
 _CHUNK: Final = 64
 
 
-# Sizes and strides that change from call to call or from layer to layer are not specialized: their divisibility does
-# not help, and would compile more variants.
+# Sizes and strides that change from call to call or from layer to layer are not specialized on their divisibility: that
+# does not help, and compiles more variants.
 @gluon.jit(
     do_not_specialize=[
         *("num_tiles_n", "group_m", "num_steps", "num_columns", "group_rows"),

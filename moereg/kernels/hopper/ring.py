@@ -199,7 +199,7 @@ def multiply(
         TILE: a `ProductTile`.
 
     Returns:
-        [BLOCK_N // 2, ROWS] fp32; [BLOCK_N // 2, SLACK] fp32, or the former again without slack; the next slot and its
+        [BLOCK_N // 2, ROWS] fp32; [BLOCK_N // 2, SLACK] fp32, or the first again without slack; the next slot and its
         phase.
     """
     COLUMNS: gl.constexpr = TILE.block_n // 2

@@ -7,7 +7,7 @@ the sign, the lowest bits of its exponent and the highest of its mantissa; for p
 So a few shifts and masks give a pair of neighbors in the halves of a register, as matrix instructions need them. All
 rows of a block are contiguous.
 
-A weight takes 1.1 instructions of a lane if it is an integer and 1.9 if it is a 4-bit float, without its group's scale;
+A weight takes 1.1 lane instructions if it is an integer and 1.9 if it is a 4-bit float, without its group's scale;
 an H200 has 3.2 for each 4-bit weight that its memory delivers.
 """
 

@@ -153,7 +153,7 @@ class IsolatingMlp:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnpackingMlp:
-    """Packed weights converted back to row-major order, in fp32, for rows that are rare.
+    """Packed weights converted back to row-major order, in fp32, for the rare rows that need it.
 
     Attributes:
         w13: Lists of E packed matrices, which concatenate to [2I,H], or [I,H] where not gated.

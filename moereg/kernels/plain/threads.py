@@ -28,7 +28,7 @@ MAX_THREADS: Final = 2
 """Most threads that were measured. With more, threads might wait for the GIL rather than for memory."""
 
 MOST_IDLE: Final = 1.15
-"""Work of the busiest thread over the mean, up to which each thread gets tasks of its own."""
+"""Largest ratio of the busiest thread's work to the mean at which threads get tasks of their own."""
 
 # A matmul of fewer rows takes as long: it is bound by reading its weights.
 _FREE_ROWS: Final = 16

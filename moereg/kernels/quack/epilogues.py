@@ -116,7 +116,7 @@ def _name(epilogue: Callable[..., Any], function: GateUp | None = None) -> None:
     """Names an epilogue after what it computes: QuACK identifies functions of installed packages by name.
 
     It inspects the code of others, but for these, moereg's own among them, a kernel's key in memory and on disk has
-    only the name and the operands. So SiLU would run where GELU is asked for, or a kernel of outdated code.
+    only the name and the operands. Without this, SiLU could run where GELU is asked for, or a kernel of outdated code.
     """
     epilogue.__qualname__ += f" {function} {_source_digest()}"
 

@@ -88,9 +88,9 @@ def grouped_product(
     Args:
         epilogue: From `moereg.kernels.quack.epilogues`.
         config: From `select_config`.
-        out: [N, C], or [N, C / 2] where the epilogue is gated; rows contiguous and of a multiple of 16 bytes. Rows that
-            belong to no expert are left as they are.
-        rows: [N, K], or [S, K] with `source`; 16 bits or float8_e4m3fn, rows contiguous and of a multiple of 16 bytes.
+        out: [N, C], or [N, C / 2] where the epilogue is gated; rows contiguous, their size a multiple of 16 bytes. Rows
+            that belong to no expert are left as they are.
+        rows: [N, K], or [S, K] with `source`; 16 bits or float8_e4m3fn; rows contiguous, of 16-byte multiples.
         matrices: [E, C, K], of the dtype of `rows`, contiguous.
         expert_offsets: [E + 1] int32, first row of each expert, then the number of rows in use.
         source: [N] int32, the row of `rows` that each row is gathered from; any valid row for those not in use.

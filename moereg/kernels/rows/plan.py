@@ -21,7 +21,7 @@ class SortConfig:
     Attributes:
         single_launch_routes: up to this many routes, one launch in which every program reads all of them.
         chunk: routes read at a time, and counted together above the limit; a power of two, at least one route a thread,
-            since the histogram would count a route twice that two threads hold.
+            since the histogram would count twice a route that two threads hold.
         routes_per_program: routes that one program of the single launch places; a power of two.
         routes_per_placing: routes that one program places above the limit; a power of two that divides `chunk`.
         short_scan_routes: up to this many routes, each placing program sums the chunks' counts itself, without another

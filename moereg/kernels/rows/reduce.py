@@ -126,8 +126,8 @@ def reduce_routes(
         route_expert: [T * K] or [T, K] int32, negative where a route adds nothing; with `num_experts` the
             router's ids, `topk_ids`.
         expert_map: [num_experts] int32, local expert or -1; None: identity.
-        num_experts: number of ids, larger ones add nothing; None: `route_expert` has local experts.
-        num_local_experts: number of local experts, larger ones add nothing; given with `num_experts`.
+        num_experts: ids at or above it add nothing; None: `route_expert` has local experts.
+        num_local_experts: mapped experts at or above it add nothing; given with `num_experts`.
         overlap: whether to start while the kernel that writes `route_rows` still runs.
         columns: columns per program; a power of two.
     """

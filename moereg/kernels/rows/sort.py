@@ -206,8 +206,8 @@ def sort_routes(
 ) -> RoutePlan:
     """Sorts routes by local expert and lays tiles over them; no allocation and no host synchronization.
 
-    The result is deterministic. The layer's output would be for any order within an expert, since a row of a GEMM does
-    not depend on its place in a tile and the reduction over K reads rows by route.
+    The result is deterministic. The layer's output does not depend on the order within an expert, since a row of a GEMM
+    does not depend on its place in a tile and the reduction over K reads rows by route.
 
     Args:
         topk_ids: [T, K] int32, contiguous, T >= 1: ids outside [0, num_experts) belong to no expert.
