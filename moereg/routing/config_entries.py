@@ -1,11 +1,11 @@
 """Entries of a checkpoint's config files, read strictly.
 
-Nothing is converted: the model's publisher did not write "false" or 1.9 where a flag or a count belongs, and guessing a
-value would give wrong numbers without an error. Bounds are ten times or more above what published models have, so that
-a small file cannot ask for hours or for all memory.
+Nothing is converted: publishers do not write "false" or 1.9 where a flag or a count belongs, and a guessed value would
+give wrong numbers without an error. Bounds are at least ten times what published models have, so that a small file
+cannot cost hours or all memory.
 
-Functions take the parsed file and an entry's name. What is missing, of another type or out of range is a
-`CheckpointError`; null is as good as absent.
+Functions take the parsed file and an entry's name. An entry that is missing, of another type or out of range is a
+`CheckpointError`; null counts as absent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CURE: Final = "take the file from the model's publisher"
 def read_count(
     config: Mapping[str, Any], *names: str, default: int | None = None, minimum: int = 1, maximum: int = LARGEST_SIZE
 ) -> int:
-    """A whole number.
+    """Reads a whole number.
 
     Args:
         config: The parsed file.
@@ -49,7 +49,7 @@ def read_count(
 
 
 def read_number(config: Mapping[str, Any], *names: str, default: float | None = None) -> float:
-    """A finite number; arguments as in `read_count`."""
+    """Reads a finite number; arguments as in `read_count`."""
     value = _find(config, names)
     value = default if value is None else value
     if (
@@ -62,7 +62,7 @@ def read_number(config: Mapping[str, Any], *names: str, default: float | None = 
 
 
 def read_flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """True or false, and neither "false" nor 0."""
+    """Reads true or false; neither "false" nor 0 is accepted."""
     value = config.get(name)
     value = default if value is None else value
     if type(value) is not bool:
@@ -71,13 +71,13 @@ def read_flag(config: Mapping[str, Any], name: str, default: bool = False) -> bo
 
 
 def read_choice(config: Mapping[str, Any], name: str, choices: Sequence[Any], default: Any, cure: str = _CURE) -> Any:
-    """An entry of which only some values have a meaning. Values count with their type: 1 is not True.
+    """Reads an entry that has a closed set of values. They count with their type: 1 is not True.
 
     Args:
         config: The parsed file.
         name: Name of the entry.
-        choices: Accepted.
-        default: Meant where it is absent.
+        choices: Accepted values.
+        default: Value of an absent entry.
         cure: What to do about another value.
     """
     value = config.get(name)
@@ -88,7 +88,7 @@ def read_choice(config: Mapping[str, Any], name: str, choices: Sequence[Any], de
 
 
 def is_one_of(value: Any, choices: Iterable[Any]) -> bool:
-    """Whether a value is one of some, with its type and those of its items: 1 is not True, and 4.0 is not 4."""
+    """Whether a value is among the choices, with its type and those of its items: 1 is not True, and 4.0 is not 4."""
     return any(_is_same(value, choice) for choice in choices)
 
 
@@ -101,7 +101,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def read_indices(config: Mapping[str, Any], name: str) -> frozenset[int] | None:
-    """An optional list of indices of layers, no more than a model has."""
+    """Reads an optional list of layer indices, no more than a model may have."""
     value = config.get(name)
     if value is None:
         return None
@@ -115,7 +115,7 @@ def read_indices(config: Mapping[str, Any], name: str) -> frozenset[int] | None:
 
 
 def read_name(config: Mapping[str, Any], name: str) -> str | None:
-    """An optional text."""
+    """Reads an optional text."""
     value = config.get(name)
     if value is not None and not isinstance(value, str):
         raise _error(config, (name,), "be a name", value)
@@ -123,7 +123,7 @@ def read_name(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def read_names(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """An optional list of names."""
+    """Reads an optional list of names."""
     value = config.get(name)
     if value is None:
         return ()
@@ -133,7 +133,7 @@ def read_names(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def read_object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An optional JSON object; empty where it is absent."""
+    """Reads an optional JSON object; empty if it is absent."""
     value = config.get(name)
     if value is None:
         return {}
@@ -143,7 +143,7 @@ def read_object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def read_objects(config: Mapping[str, Any], name: str) -> Mapping[str, Mapping[str, Any]]:
-    """An optional JSON object of objects; empty where it is absent."""
+    """Reads an optional JSON object of objects; empty if it is absent."""
     value = config.get(name)
     if value is None:
         return {}
@@ -160,6 +160,6 @@ def _error(
     config: Mapping[str, Any], names: Sequence[str], rule: str, value: Any, cure: str = _CURE
 ) -> CheckpointError:
     found = next((name for name in names if config.get(name) is not None), " or ".join(names))
-    # The quantization config has no type of its own.
+    # The quantization config has no model type.
     model = f" of model type {shown(config['model_type'])}" if "model_type" in config else ""
     return CheckpointError(f"{found}{model} must {rule}, got {'none' if value is None else shown(value)}; {cure}")
