@@ -1,4 +1,4 @@
-"""Reads memory, in Triton, to measure a device's read bandwidth; next to nothing of what is read is kept."""
+"""Reads memory, in Triton, to measure a device's read bandwidth; writes next to nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReadConfig:
         block: words that a program reads at a time; a power of two.
         num_warps: warps per program.
         num_stages: blocks in flight through shared memory; 1 loads straight to registers.
-        programs: per multiprocessor, each of which reads block after block; 0 for a program a block.
+        programs: programs per multiprocessor, each reading block after block; 0: one program per block.
     """
 
     block: int
@@ -29,8 +29,8 @@ class ReadConfig:
     programs: int = 0
 
 
-# The fastest differs between devices, so all are tried. The last three go through shared memory, 192 KB of it on a
-# multiprocessor that has as much.
+# The fastest differs between devices, so all are tried. The last three go through shared memory, 192 KB of it per
+# multiprocessor.
 READ_CONFIGS = (
     ReadConfig(block=2048, num_warps=4),
     ReadConfig(block=4096, num_warps=8),
@@ -49,7 +49,7 @@ def _xor_words_kernel(out, words, num_words, BLOCK: tl.constexpr, NUM_STAGES: tl
     first = program.to(tl.int64) * BLOCK
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     offsets = tl.arange(0, BLOCK)
-    # Exclusive or is exact, one instruction per word, and no load can be left out of it.
+    # XOR is exact and one instruction per word, and the compiler can drop no load from it.
     folded = tl.zeros([BLOCK], dtype=tl.int32)
     for start in tl.range(first, num_words, step, num_stages=NUM_STAGES):
         folded ^= tl.load(words + start + offsets)
@@ -57,13 +57,13 @@ def _xor_words_kernel(out, words, num_words, BLOCK: tl.constexpr, NUM_STAGES: tl
 
 
 def num_read_programs(num_words: int, config: ReadConfig, num_multiprocessors: int) -> int:
-    """How many programs `read_words` takes."""
+    """Number of programs of `read_words`."""
     num_blocks = num_words // config.block
     return min(num_blocks, config.programs * num_multiprocessors) if config.programs else num_blocks
 
 
 def read_words(out: torch.Tensor, words: torch.Tensor, config: ReadConfig) -> None:
-    """Reads every word once and writes the exclusive or of those that each program read.
+    """Reads every word once and writes the XOR of each program's words.
 
     Args:
         out: [programs] int32, overwritten; as many programs as `num_read_programs` says.
@@ -77,7 +77,7 @@ def read_words(out: torch.Tensor, words: torch.Tensor, config: ReadConfig) -> No
 
 
 def word_readers(words: torch.Tensor, num_multiprocessors: int) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The ways to read that this device has room for, compiled, each with its name.
+    """Yields the readers that this device has enough shared memory for, compiled, each with its name.
 
     Args:
         words: [n] int32, contiguous; n is a multiple of every block.

@@ -1,4 +1,4 @@
-"""Sizes, and an order, that kernels and backends agree on. Needs no library: backends read them before any kernel."""
+"""Sizes, and a tile order, that kernels and backends agree on. Imports no library: backends read it without kernels."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ WEIGHT_PAD: Final = 64
 """The reduced dimension of 16- and 32-bit weights is padded to a multiple of this; packed weights have blocks of it."""
 
 CODE_PAD: Final = 128
-"""The reduced dimension of codes that are multiplied directly is padded to a multiple of this."""
+"""The reduced dimension of quantized weights that are multiplied directly is padded to a multiple of this."""
 
 GROUPED_BLOCK: Final = 1024
-"""Columns of a program that rounds rows, where no scale makes it take a whole row."""
+"""Columns per program of a kernel that quantizes rows, unless a scale needs the whole row."""
 
 AMAX_PROGRAMS: Final = 256
-"""Programs that look for the largest magnitude of a tensor; each leaves one number in the workspace."""
+"""Programs that compute a tensor's absolute maximum; each leaves one number in the workspace."""
 
 WORKSPACE_ALIGNMENT: Final = 256
 """Bytes: every piece of a workspace starts at a multiple, so that pointers stay aligned for any number of tokens."""
 
 GUARD_ROWS: Final = 288
-"""Unused rows in front of a buffer of rows, the longest tile: a store of the Hopper kernels is anchored there."""
+"""Unused rows in front of a row buffer, as many as the longest tile: the Hopper kernels' clipped stores begin there."""
 
 FLAG_WORDS: Final = 32
-"""int32 from one flag of a tile to the next: each has its own line, so that waiting for one does not slow another."""
+"""int32 words per tile flag: each flag has its own cache line, so that polling one does not slow another."""
 
 SPREAD_HEAVY: Final = 2
-"""A value of `heavy_first`: the tiles of experts with more than one are spread evenly among the others, each in order.
+"""A value of `heavy_first`: tiles of experts with several are spread evenly among the others, each kind in order.
 
-A tile of a light expert waits for its weights, one of a heavy expert multiplies: side by side both share the GPU.
+Tiles of light experts wait for weights while those of heavy experts multiply: side by side they overlap.
 """

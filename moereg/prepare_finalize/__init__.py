@@ -1,4 +1,4 @@
-"""Token movement around the experts, chosen before the backend: its format is a fact of the problem."""
+"""Token dispatchers around the experts, chosen before the backend: their format is a fact of the problem."""
 
 from moereg.prepare_finalize.all_gather import AllGather
 from moereg.prepare_finalize.all_to_all import AllToAll, AllToAllSums
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def resolve_prepare_finalize(problem: MoEProblem, prepare_finalize: PrepareFinalize | None) -> PrepareFinalize:
-    """The caller's token movement; the local one of the problem's format where None.
+    """Returns the caller's token dispatcher, or the local one of the problem's format if None.
 
     Raises:
         ValueError: Its format differs from the problem's.

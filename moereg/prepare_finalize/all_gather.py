@@ -1,4 +1,4 @@
-"""`all_gather`: every rank sees all tokens and runs its own experts; sums come home by a reduce-scatter."""
+"""`all_gather`: every rank sees all tokens and runs its own experts; sums return by a reduce-scatter."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from moereg.spec.facts import MovementFacts
 from moereg.spec.problem import DTYPES, MoEProblem
 
 
-# The fastest on up to 16 ranks, or within a fifth of it, by docs/scale.md: on few ranks a token goes to most of them
-# anyway, and a graph holds the call. Predicted, but for two ranks.
+# The fastest on up to 16 ranks, or within a fifth of it, by docs/scale.md: with few ranks a token goes to most of them
+# anyway, and a graph can capture the call. Predicted, except for two ranks.
 @register_prepare_finalize(
     "all_gather", priority=60, formats=("standard", "batched"), platforms=("*",), predicted=True, max_group_size=16
 )
 @register_prepare_finalize("all_gather", priority=40, formats=("standard", "batched"), platforms=("*",), predicted=True)
 class AllGather(GroupPrepareFinalize):
-    """Gathers tokens padded to `max_num_tokens` of the problem; nothing waits for the host.
+    """Gathers tokens padded to the problem's `max_num_tokens`; nothing waits for the host.
 
-    A call with that many tokens copies none of them: what the experts read is what the exchange wrote.
+    A call with that many tokens copies none of them: the experts read what the exchange wrote.
 
-    Each rank's experts add up a token's routes, and the sums of ranks are added up at home: in the layer's dtype by the
-    backend of torch.distributed, or where the problem says `deterministic`, in fp32 in order of ranks, for the same
-    bytes.
+    Each rank's experts sum a token's routes, and the home rank gets the sum over ranks: in the layer's dtype by the
+    backend of torch.distributed or, if the problem is `deterministic`, in fp32 in rank order, for the same traffic.
     """
 
     facts = MovementFacts(
@@ -52,7 +51,7 @@ class AllGather(GroupPrepareFinalize):
         if hidden_states.shape[0] < most:
             tokens = hidden_states, topk_weights, topk_ids
             hidden_states, topk_weights, topk_ids = _padded(*tokens, most, in_triton)
-        # Each column on its own, from where it is to where it is read: nothing is joined, split or copied.
+        # Each column travels by itself, from where it is to where it is read: nothing is joined, split or copied.
         sent = (*self.wire.encode(hidden_states), as_bytes(topk_weights), as_bytes(topk_ids))
         rows = tuple(part.new_empty((most * self.group.size, part.shape[1])) for part in sent)
         self.group.all_gather_columns(rows, sent, "tokens")
@@ -60,7 +59,7 @@ class AllGather(GroupPrepareFinalize):
         received = self.wire.decode(tuple(columns))
         weights, ids = weight_bytes.view(torch.float32), id_bytes.view(torch.int32)
         if self.problem.placement == "map":
-            # Of the ranks that hold an expert, one takes the route; all of them work out the same one.
+            # One of the ranks that hold an expert takes the route; all of them compute the same choice.
             ids = self._own_routes(ids, most, in_triton)
         return self.laid_out(received, weights, ids, expert_map)
 
@@ -102,7 +101,7 @@ class AllGather(GroupPrepareFinalize):
 def _padded(
     hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, most: int, in_triton: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Zeros behind the tokens, then ids of -1: rows of no token add nothing."""
+    """Pads with zero tokens and ids of -1, whose rows add nothing."""
     if not in_triton:
         behind = (0, 0, 0, most - len(hidden_states))
         pad = torch.nn.functional.pad

@@ -1,4 +1,4 @@
-"""`all_to_all`: tokens go where their experts are, once a rank, and come back route by route."""
+"""`all_to_all`: tokens go to the ranks of their experts, once per rank, and results come back per route."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Routed(Moved):
 
     Attributes:
         topk_weights: [T,K] fp32, of this rank's own tokens.
-        home_row: [T,K] int32, where the result of each route comes back to, -1 where it goes nowhere.
+        home_row: [T,K] int32, the row in which each route's result comes back, -1 where it goes nowhere.
         rows_sent: Results that come back from each rank.
         rows_received: Results that go to each rank.
     """
@@ -49,19 +49,19 @@ class _Routed(Moved):
     rows_received: list[int]
 
 
-# The fastest at prefill on many hosts, by docs/scale.md; at decode the host's time decides against it. Predicted.
+# The fastest at prefill on many hosts, by docs/scale.md; at decode the host's wait costs too much. Predicted.
 @register_prepare_finalize("all_to_all", priority=50, formats=("standard", "batched"), platforms=("*",), predicted=True)
 class AllToAll(GroupPrepareFinalize):
-    """Exchanges counts, which the host waits for, then tokens with their routes, then a result for each route.
+    """Exchanges counts, which the host waits for, then tokens with their routes, then one result per route.
 
-    With its counts a rank says which layer it calls, so that ranks that do not agree raise before a token leaves.
+    Counts carry the number of the layer that a rank calls, so that ranks that disagree raise before a token leaves.
 
-    Triton's kernels make and read what travels in four launches, torch in some 50, with the same bits. The experts
-    see every route as a token of its own with one expert and weight 1. Weights are applied at home, in
+    Triton kernels write and read the rows that travel in four launches, torch in some 50, with the same bits. The
+    experts see every route as a token of its own with one expert and weight 1. Weights are applied on the home rank, in
     fp32 and in the order of a token's routes, so the result does not depend on where experts are.
 
     Attributes:
-        sums: Whether a rank adds up what its experts make of a token, and one row comes back.
+        sums: Whether a rank sums its experts' results for a token, so that one row comes back.
     """
 
     facts = MovementFacts(
@@ -89,13 +89,13 @@ class AllToAll(GroupPrepareFinalize):
 
     @functools.cached_property
     def _stamp(self) -> torch.Tensor:
-        """[1] int64, what ranks add to counts, so that each sees which layer the others call."""
+        """[1] int64, added to counts, so that each rank sees which layer the others call."""
         with torch.inference_mode(False):
             return torch.full((1,), self.layer_number * STAMP, device=self.group.device)
 
     @property
     def in_triton(self) -> bool:
-        """Whether Triton's kernels make and read what travels: what the wire says, or where the device runs them."""
+        """Whether Triton kernels write and read the rows that travel: as the wire says, or if the device runs them."""
         return calls_kernels(self.wire.in_triton, self.group.device.type)
 
     def prepare(
@@ -115,7 +115,7 @@ class AllToAll(GroupPrepareFinalize):
             device, top_k = hidden_states.device, topk_ids.shape[1]
             weights_out = topk_weights if self._weights_travel else None
             layout = row_layout(top_k, weights_out is not None, self.wire.widths)
-            # Leaving, then arriving, side by side: the host reads both at once.
+            # Outgoing and incoming counts in one tensor: the host reads both at once.
             counts = torch.empty((2, self.group.size, 2), dtype=torch.int64, device=device)
             leaving, arriving = counts.unbind()
             placed: tuple[torch.Tensor, torch.Tensor]
@@ -129,7 +129,7 @@ class AllToAll(GroupPrepareFinalize):
                 leaving.copy_(placed.counts)[:, :1] += self._stamp
             self.group.all_to_all(arriving, leaving, "counts of tokens")
             read = _reading(counts)
-            # While the device counts and the host waits for it, tokens are packed.
+            # Tokens are packed while the device counts and the host waits for it.
             columns = self.wire.encode(hidden_states)
             if self.in_triton:
                 from moereg.kernels.rows.exchanged import pack_tokens as pack_in_triton
@@ -143,7 +143,7 @@ class AllToAll(GroupPrepareFinalize):
             self.group.check_called([pair[0] // STAMP for pair in back])
             tokens_out, routes_out = [pair[0] % STAMP for pair in out], [pair[1] for pair in out]
             tokens_in, routes_in = [pair[0] % STAMP for pair in back], [pair[1] for pair in back]
-            # Few sizes, so that launches are found recorded: by the kernels here, and by those of the experts.
+            # Few distinct sizes, so that recorded launches are found, those of these kernels and of the experts.
             num_rows = sum(tokens_in)
             if self.in_triton:
                 num_rows = rounded_rows(num_rows, problem.max_num_tokens if self.sums else None)
@@ -161,9 +161,9 @@ class AllToAll(GroupPrepareFinalize):
 
     @property
     def _weights_travel(self) -> bool:
-        """Whether experts apply routing weights, and not the rank that a token came from.
+        """Whether experts apply routing weights, instead of the rank that a token came from.
 
-        float16 rows do not come home unweighted: they may be beyond its range, though the weighted ones are not.
+        float16 rows do not come back unweighted: they may exceed its range even if the weighted ones do not.
         """
         return self.sums or self.problem.apply_router_weight_on_input or self.problem.dtype == "float16"
 
@@ -194,10 +194,10 @@ class AllToAll(GroupPrepareFinalize):
 
     def finalize(self, out: torch.Tensor, expert_out: torch.Tensor, prepared: Prepared, problem: MoEProblem) -> None:
         assert isinstance(prepared, _Routed)
-        # Behind the results are those of rows that filled up.
+        # The results of padding rows come last and are dropped.
         results = first_rows(self.reduced(expert_out, prepared), sum(prepared.rows_received))
         row = prepared.home_row
-        # One size for all calls of as many tokens, whether or not all routes go somewhere.
+        # One size for all calls with as many tokens, whether or not all routes go somewhere.
         most = row.shape[0] * min(row.shape[1], self.group.size) if self.sums else row.numel()
         home = results.new_empty((most, results.shape[1]))
         back = first_rows(home, sum(prepared.rows_sent))
@@ -206,23 +206,23 @@ class AllToAll(GroupPrepareFinalize):
         sum_routes(out, home.unsqueeze(0), row, weights, self.in_triton)
 
 
-# A row back from each rank, not each route: the fastest at prefill from 8 ranks on, by docs/scale.md. Not measured.
+# One row back per rank instead of per route: the fastest at prefill from 8 ranks on, by docs/scale.md. Not measured.
 @register_prepare_finalize(
     "all_to_all_sums", priority=55, formats=("standard", "batched"), platforms=("*",), opt_in=True, predicted=True
 )
 class AllToAllSums(AllToAll):
     """As `all_to_all`, with one row back from each rank that a token went to.
 
-    Tokens travel with their weights, and a rank's experts see them with all routes that go there. They add these up, in
-    the layer's dtype, and the home rank adds up the ranks' sums in fp32. So the result depends on where experts are, by
-    the rounding of a sum a rank, as with `all_gather`: it has to be named.
+    Tokens travel with their weights, and a rank's experts see them with all routes that go there. They sum these in the
+    layer's dtype, and the home rank sums the ranks' results in fp32. So the result depends on where experts are, by the
+    rounding of one sum per rank, as with `all_gather`: it has to be requested by name.
     """
 
     sums: ClassVar[bool] = True
 
 
 def _reading(counts: torch.Tensor) -> Callable[[], list[list[list[int]]]]:
-    """Starts to copy numbers to the host; the result waits for them."""
+    """Starts copying numbers to the host; the returned function waits for them."""
     if counts.device.type != "cuda":
         return counts.tolist
     # Torch keeps pinned memory for copies that nothing waits for.

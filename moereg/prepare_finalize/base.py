@@ -1,4 +1,4 @@
-"""The interface between the caller's tokens and the experts, and tokens that stay as they come."""
+"""The interface between the caller's tokens and the experts, and its implementation without communication."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Prepared:
 
     Attributes:
         inputs: For `Experts.apply`.
-        num_tokens: T, or max_T in the batched format: what workspaces are sized by.
+        num_tokens: T, or max_T in the batched format; workspaces are sized by it.
         row_of_route: [T,K] int64 or int32, row in the flattened [E * max_T] batched output of each route, -1 where it
             goes nowhere; None in the standard format.
     """
@@ -34,7 +34,7 @@ class PrepareFinalize(abc.ABC):
     name: ClassVar[str]
     activation_format: ClassVar[str]
     communicates: ClassVar[bool] = False
-    """Whether tokens come from other ranks, so that every call counts, and `finalize` always follows."""
+    """Whether tokens come from other ranks: then no call may be skipped, and `finalize` always follows."""
 
     @abc.abstractmethod
     def prepare(
@@ -45,7 +45,7 @@ class PrepareFinalize(abc.ABC):
         problem: MoEProblem,
         expert_map: torch.Tensor | None,
     ) -> Prepared:
-        """Makes the experts' inputs, out of this rank's tokens and, in a group, of those that arrive.
+        """Makes the experts' inputs from this rank's tokens and, in a group, from those that arrive.
 
         Args:
             hidden_states: [T,H]; in a group T may be 0.
@@ -60,14 +60,14 @@ class PrepareFinalize(abc.ABC):
 
     @abc.abstractmethod
     def finalize(self, out: torch.Tensor, expert_out: torch.Tensor, prepared: Prepared, problem: MoEProblem) -> None:
-        """Weights and sums the experts' rows into `out` [T,H], in fp32, slots in order; in a group at home.
+        """Weights and sums the experts' rows into `out` [T,H], in fp32, slots in order; in a group on the home rank.
 
         Args:
             out: [T,H], overwritten.
-            expert_out: [T,K,H] (standard) or [E,max_T,H] (batched); rows of no route are undefined. In a group also
-                [rows,H], where the experts reduce.
+            expert_out: [T,K,H] (standard) or [E,max_T,H] (batched); rows without a route are undefined. In a group also
+                [rows,H], if the experts reduce.
             prepared: What `prepare` returned.
-            problem: As in `prepare`; where routing weights scaled the inputs already, rows are summed as they are.
+            problem: As in `prepare`; if routing weights have scaled the inputs, rows are summed as they are.
 
         Raises:
             GroupError: A rank has ended or stalled.
@@ -75,14 +75,14 @@ class PrepareFinalize(abc.ABC):
 
 
 def weighted_sum(out: torch.Tensor, rows: torch.Tensor, topk_weights: torch.Tensor | None, valid: torch.Tensor) -> None:
-    """Sums the rows of each token's routes in fp32, times their weights.
+    """Sums the rows of each token's routes in fp32, multiplied by their weights.
 
-    Rows and weights that are not valid may hold NaN, so they are masked.
+    Invalid rows and weights may hold NaN, so they are masked.
 
     Args:
         out: [T,H], overwritten.
         rows: [T,K,H].
-        topk_weights: [T,K] fp32; None where they were applied before.
+        topk_weights: [T,K] fp32; None if they were applied before.
         valid: [T,K] bool.
     """
     values = rows.float() if topk_weights is None else rows.float() * topk_weights.unsqueeze(-1)
@@ -96,14 +96,14 @@ def sum_routes(
     topk_weights: torch.Tensor | None,
     in_triton: bool,
 ) -> None:
-    """`weighted_sum` of rows that lie anywhere.
+    """`weighted_sum` of rows at any positions.
 
     Args:
         out: [T,H], overwritten.
         rows: [groups, rows, H].
         row_of_route: [T,K], row among those of all groups, -1 for none.
         topk_weights: As in `weighted_sum`.
-        in_triton: Whether Triton does it, in one launch.
+        in_triton: Whether to run it in Triton, in one launch.
     """
     if not in_triton:
         flat = rows.flatten(0, 1)

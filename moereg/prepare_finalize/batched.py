@@ -1,4 +1,4 @@
-"""No communication, tokens gathered by expert: [E,max_T,H] and the number of rows that count."""
+"""No communication, tokens grouped by expert: [E,max_T,H] and the number of valid rows."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from moereg.spec.problem import MoEProblem
 
 
 class BatchedPrepareFinalize(PrepareFinalize):
-    """Gives each expert its own rows; max_T is T, since a token takes an expert once at most.
+    """Gives each expert its own rows; max_T is T, since a token takes an expert at most once.
 
-    Routes of one token to one local expert, where an expert map gives several experts that one, share its row: it is
-    computed once and summed with the weight of each.
+    If an expert map gives several experts the same local one, a token's routes to it share a row: it is computed once
+    and summed with the weight of each.
 
-    Triton's kernels do it in three launches, torch in about 30; `runs_kernels` says where.
+    Triton kernels do it in three launches, torch in about 30; `runs_kernels` says where.
     """
 
     name = "batched"
     activation_format = "batched"
 
     def __init__(self, in_triton: bool | None = None) -> None:
-        """Says who moves the tokens.
+        """Chooses between Triton and torch.
 
         Args:
-            in_triton: Triton's kernels, on any device that it knows, or torch; what the device of a call runs if None.
+            in_triton: Triton kernels, on any device that Triton knows, or torch; None: what the call's device runs.
                 A call on a device that Triton does not know is an `ArgumentError`.
         """
         self._in_triton = in_triton
@@ -82,20 +82,20 @@ class BatchedPrepareFinalize(PrepareFinalize):
 
 
 def calls_kernels(in_triton: bool | None, device_type: str, dtype: torch.dtype | None = None) -> bool:
-    """Whether Triton's kernels move tokens in a call, or torch does.
+    """Whether Triton kernels move a call's tokens, or torch does.
 
     Args:
-        in_triton: What was asked for; what the device runs if None.
-        device_type: Of the call's tensors.
-        dtype: Of codes that kernels make or restore, if they do.
+        in_triton: As requested; None: what the device runs.
+        device_type: Device type of the call's tensors.
+        dtype: Dtype of codes that the kernels make or restore, if any.
 
     Raises:
-        ArgumentError: Triton was asked for, and the device does not know it.
+        ArgumentError: Triton was requested on a device that it does not know.
     """
     if in_triton is None:
         return _device_runs_kernels(device_type, is_float8=dtype is not None and dtype.is_floating_point)
     if in_triton:
-        # Triton's own error does not say who asked for it.
+        # Triton's own error does not say where the request came from.
         if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ArgumentError("in_triton=True needs a GPU that Triton knows, got tokens on cpu; pass None")
         if not _has_triton():
@@ -109,9 +109,9 @@ _TRITON: Final = Version("3.6")
 
 
 def runs_kernels(platform: Platform) -> bool:
-    """Whether Triton's kernels move tokens on a platform, where Triton is.
+    """Whether Triton kernels move tokens on a platform that has Triton.
 
-    Elsewhere torch does: older GPUs are none of Triton's, and on AMD's nobody has run these kernels.
+    Elsewhere torch does: Triton does not support older GPUs, and these kernels have not been run on AMD's.
     """
     return _RULE.matches(platform)
 
@@ -128,9 +128,9 @@ def _device_runs_kernels(device_type: str, is_float8: bool = False) -> bool:
         return False
     platform = probe_platform()
     try:
-        # The least that the `triton` backend takes; 0 where there is none.
+        # The oldest version that the `triton` backend takes; 0 where there is none.
         has_triton = Version(platform.versions.get("triton", "0")) >= _TRITON
     except InvalidVersion:
         has_triton = False
-    # Triton makes 8-bit floats where the hardware does.
+    # Triton converts to 8-bit floats only where the hardware does.
     return has_triton and runs_kernels(platform) and (not is_float8 or _FLOAT8_RULE.matches(platform))

@@ -1,4 +1,4 @@
-"""Token dispatchers as `moereg.registry` keeps them, and the decorator that registers one."""
+"""Registry cells of token dispatchers, and the decorator that registers one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MovementCell(Cell):
         movement: The class.
         formats: Activation formats that the experts may see.
         facts: The class's, narrowed for this rectangle.
-        predicted: Whether the priority was predicted and not measured.
+        predicted: Whether the priority was predicted, not measured.
     """
 
     noun: ClassVar[str] = "prepare/finalize"
@@ -43,11 +43,11 @@ class MovementCell(Cell):
 
     @property
     def implementation(self) -> type[GroupPrepareFinalize]:
-        """Its class."""
+        """The dispatcher's class."""
         return self.movement
 
     def check_beside(self, other: MovementCell) -> None:
-        """Further, no class says the same twice."""
+        """Also refuses a class that registers the same rectangle twice."""
         super().check_beside(other)
         mine, theirs = (dataclasses.replace(each, priority=0, predicted=False) for each in (self, other))
         if mine == theirs:
@@ -84,15 +84,15 @@ def register_prepare_finalize(
     Args:
         name, priority, platforms, requires, probes, opt_in: As in `register_moe_backend`.
         formats: Activation formats that it offers the experts: `standard`, `batched`.
-        predicted: Whether the priority was predicted and not measured, which `explain` says then.
-        registry: Where to store; the one that `make_kernel` reads by default.
+        predicted: Whether the priority was predicted, not measured; `explain` then says so.
+        registry: Where to store it; by default the one that `make_kernel` reads.
         **narrowed: Fields of `MovementFacts` that promise less here than in the class.
 
     Returns:
         A decorator that returns the class unchanged.
 
     Raises:
-        RegistrationError: Anything invalid; nothing is stored then.
+        RegistrationError: Something is invalid; nothing is stored.
 
     Example:
         >>> from moereg.prepare_finalize import GroupPrepareFinalize, MovementFacts

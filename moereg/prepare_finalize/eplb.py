@@ -1,9 +1,9 @@
-"""Placements from counted loads: replicas for the busiest experts, and ranks of equal load.
+"""Placements from counted loads: replicas for the busiest experts, and ranks with equal load.
 
 The method is the greedy one that DeepSeek published with DeepSeek-V3 (https://github.com/deepseek-ai/EPLB): each free
-place goes to the expert whose replicas are the busiest, then replicas are dealt out, the busiest first, to the rank
-with the least load that has room. Beyond it, replicas of an expert go to different ranks, since a second one on a rank
-takes nothing off it, and experts stay where they were as far as the new groups allow.
+place goes to the expert whose replicas are busiest, then replicas are dealt out, the busiest first, to the least loaded
+rank that has room. In addition, replicas of an expert go to different ranks, since a second one on a rank relieves
+nothing, and experts stay where they were as far as the new groups allow.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from moereg.prepare_finalize.expert_placement import ExpertPlacement
 
 
 def count_routes(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """How many routes each expert got. No host synchronization; may be captured, so that counts can be added up.
+    """Counts the routes of each expert. No host synchronization; may be captured, so that counts can be added up.
 
     Args:
-        topk_ids: [T,K] integers; ids outside [0, num_experts) count for none.
+        topk_ids: [T,K] integers; ids outside [0, num_experts) are not counted.
         num_experts: Experts of the layer.
 
     Returns:
@@ -32,7 +32,7 @@ def count_routes(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     ids = topk_ids.flatten().long()
     known = (ids >= 0) & (ids < num_experts)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-    # One more place takes the ids of no expert.
+    # One extra place takes the ids of no expert.
     counts.scatter_add_(0, torch.where(known, ids, num_experts), torch.ones_like(ids))
     return counts[:num_experts]
 
@@ -43,16 +43,16 @@ def balance_experts(
     num_replicas: int = 0,
     before: ExpertPlacement | None = None,
 ) -> ExpertPlacement:
-    """A placement on which the ranks have loads as equal as a greedy method makes them. The same loads give the same.
+    """Returns a placement whose ranks have loads as equal as a greedy method makes them. It is deterministic.
 
     Args:
         loads: [num_experts], routes that `count_routes` counted, or any other work of each expert.
         num_ranks: Ranks of the group.
         num_replicas: Experts of all ranks beyond one for each of the layer.
-        before: Where experts are now: ranks and local places are given so that many of them stay.
+        before: The current placement: ranks and local places are assigned so that many experts stay.
 
     Returns:
-        Ranks with equally many experts.
+        A placement with equally many experts on each rank.
 
     Raises:
         ArgumentError: A load is negative or not finite, the ranks do not divide the experts and replicas, or there are
@@ -93,10 +93,10 @@ def balance_experts(
 
 
 def rank_loads(placement: ExpertPlacement, loads: Sequence[float] | torch.Tensor) -> list[float]:
-    """The load of each rank, where replicas of an expert share its load evenly.
+    """Load of each rank, with the load of an expert shared evenly by its replicas.
 
     Args:
-        placement: Of the group.
+        placement: The group's placement.
         loads: [num_experts].
     """
     own = loads.tolist() if isinstance(loads, torch.Tensor) else loads
@@ -105,7 +105,7 @@ def rank_loads(placement: ExpertPlacement, loads: Sequence[float] | torch.Tensor
 
 
 def _replicas(loads: Sequence[float], num_ranks: int, num_replicas: int) -> list[int]:
-    """On how many ranks each expert is."""
+    """Number of ranks that each expert is on."""
     holders = [1] * len(loads)
     busiest = [(-load, expert) for expert, load in enumerate(loads)]
     heapq.heapify(busiest)
@@ -140,7 +140,7 @@ def _deal(loads: Sequence[float], holders: Sequence[int], num_ranks: int) -> lis
 def _make_room(
     expert: int, free: int, ranks: list[list[int]], sums: list[float], each: Sequence[tuple[float, int]]
 ) -> int:
-    """Frees a place on a full rank for an expert that every rank with room has: one there moves to such a rank.
+    """Frees a place on a full rank for an expert that every rank with room has, by moving one of its experts there.
 
     There always is one: the rank with room has fewer experts, and one of them is this one.
 
@@ -163,7 +163,7 @@ def _make_room(
 
 
 def _where_they_were(ranks: list[list[int]], before: ExpertPlacement) -> tuple[tuple[int, ...], ...]:
-    """The same groups of experts, given to ranks and local places that held many of them before."""
+    """Assigns the same groups of experts to ranks and local places that held many of them before."""
     old = [set(experts) for experts in before.experts_of_rank]
     pairs = [
         (-len(old[rank].intersection(experts)), rank, group)
@@ -180,7 +180,7 @@ def _where_they_were(ranks: list[list[int]], before: ExpertPlacement) -> tuple[t
 
 
 def _placed(experts: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
-    """The experts of one rank in an order that leaves those where they are that were there."""
+    """Orders the experts of one rank so that those that were there keep their places."""
     places: list[int | None] = [None] * len(experts)
     left = set(experts)
     for place, expert in enumerate(before[: len(experts)]):

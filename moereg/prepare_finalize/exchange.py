@@ -1,4 +1,4 @@
-"""Rows that travel between ranks: how one is laid out, and their making and reading in torch.
+"""Rows that travel between ranks: their layout, and writing and reading them in torch.
 
 `moereg.kernels.rows.exchanged` does the same in Triton, bit for bit. Sizes: T tokens, K choices per token, R ranks.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moereg.kernels.rows.exchanged import RowWords
 
 STAMP: Final = 2**32
-"""Times the number of the layer that a rank calls, added to its counts of tokens: these are below."""
+"""Factor of the layer's number, which a rank adds to its token counts; these are smaller."""
 
 _WORD: Final = 4
 """Bytes of an id, a place or a weight."""
@@ -28,10 +28,10 @@ _WORD: Final = 4
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """A row that travels.
+    """Layout of a row that travels.
 
     It holds the ids of the token's routes to that rank, -1 for others; the place of the first of them among all routes
-    that go there; routing weights where they scale inputs; the token's columns.
+    that go there; routing weights if they scale inputs; the token's columns.
 
     Attributes:
         top_k: K.
@@ -59,7 +59,7 @@ class RowLayout:
 
     @functools.cached_property
     def words(self) -> RowWords:
-        """The same for kernels, in the widest words that a column is made of."""
+        """The layout for kernels, in the widest words that all columns are multiples of."""
         from moereg.kernels.rows.exchanged import RowWords  # Loads Triton, which may not be there.
 
         word = math.gcd(_WORD, *self.widths)
@@ -68,7 +68,7 @@ class RowLayout:
 
 
 row_layout: Final = functools.cache(RowLayout)
-"""`RowLayout`, made once for all calls of layers alike."""
+"""`RowLayout`, made once for all calls of equal layers."""
 
 
 class Placed(NamedTuple):
@@ -79,7 +79,7 @@ class Placed(NamedTuple):
 
 
 def place_routes(topk_ids: torch.Tensor, tables: PlacementTables) -> Placed:
-    """Counts what goes to each rank, and places it."""
+    """Counts and places what goes to each rank."""
     (num_tokens, top_k), size = topk_ids.shape, tables.placement.num_ranks
     rank = tables.ranks_of(topk_ids, token_turns(num_tokens, tables.rank, topk_ids.device))
     goes = (rank.unsqueeze(2) == torch.arange(size, device=rank.device)).to(torch.int32)  # [T,K,R]
@@ -106,15 +106,15 @@ def pack_tokens(
     """Copies tokens to the rows that travel; waits for the device.
 
     Args:
-        placed, topk_ids: Of the routes: `Placed`, whoever made it, and [T,K] int32.
-        topk_weights: [T,K] fp32 where they travel.
+        placed, topk_ids: The routes: `Placed`, from `place_routes` or made elsewhere, and [T,K] int32.
+        topk_weights: [T,K] fp32 if they travel.
         columns: [T,bytes] uint8 each.
-        layout: Of a row.
-        by_token: Whether one row a token comes back from each rank, or one a route.
+        layout: The layout of a row.
+        by_token: Whether one row per token comes back from each rank, instead of one per route.
 
     Returns:
-        [rows, bytes of a row] uint8, by rank and then by token; and [T,K] int32, the place of each route among all that
-        go anywhere, by rank and then by route; -1 where it goes nowhere. By tokens: the token's row among those that
+        [rows, bytes of a row] uint8, by rank and then by token; and [T,K] int32, each route's place among all that go
+        anywhere, by rank and then by route; -1 where it goes nowhere. With `by_token`: the token's row among those that
         travel, at its first route to a rank; else -1.
     """
     counts, (rank, row, place) = placed
@@ -140,10 +140,10 @@ def pack_tokens(
 def unpack_tokens(
     received: torch.Tensor, layout: RowLayout
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]:
-    """Makes a token of each route that arrived in rows [rows, bytes of a row] uint8; waits for the device.
+    """Makes one token of each route that arrived in rows [rows, bytes of a row] uint8; waits for the device.
 
     Returns:
-        Columns, [routes,bytes] uint8 each; ids, [routes,1] int32; weights, [routes,1] fp32, where they travelled.
+        Columns, [routes,bytes] uint8 each; ids, [routes,1] int32; weights, [routes,1] fp32, if they travelled.
     """
     top_k = layout.top_k
     head = received[:, : layout.starts[0]].contiguous().view(torch.int32)
@@ -159,7 +159,7 @@ def unpack_tokens(
 def split_rows(
     received: torch.Tensor, layout: RowLayout
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
-    """Takes tokens that arrived with their weights out of their rows [rows, bytes of a row] uint8.
+    """Splits rows [rows, bytes of a row] uint8 of tokens that arrived with their weights.
 
     Returns:
         Columns, [rows,bytes] uint8 each; ids, [rows,K] int32, -1 for routes to other ranks; weights, [rows,K] fp32.
@@ -174,14 +174,14 @@ def split_rows(
 
 
 def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """The first rows; the tensor itself where it has no others, since a view costs the host 3 us."""
+    """Returns the first rows; the tensor itself if it has no others, since a view costs the host 3 us."""
     return tensor if len(tensor) == count else tensor[:count]
 
 
 def rounded_rows(count: int, most: int | None) -> int:
-    """A number of rows not much above `count`, of which there are few, so that calls find launches recorded.
+    """Rounds a number of rows up to one of a few values, so that calls find recorded launches.
 
-    At most an eighth more, and at most `most`, unless `count` is more: tokens may name an expert twice.
+    At most an eighth more, and at most `most` unless `count` exceeds it: tokens may name an expert twice.
     """
     step = 1 << max(0, count.bit_length() - 4)
     rows = -(-count // step) * step

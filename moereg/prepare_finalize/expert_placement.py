@@ -18,11 +18,11 @@ class ExpertPlacement:
     """The experts of a layer that each rank of a group holds, in order.
 
     Every expert is on at least one rank. One that is on several has replicas, and each route takes one of them, by its
-    token's place in the call: `PlacementTables.ranks_of` has the rule. A rank holds an expert once at most.
+    token's place in the call; see `PlacementTables.ranks_of`. A rank holds an expert at most once.
 
     Attributes:
         num_experts: Experts of the layer.
-        experts_of_rank: For each rank its experts, by local expert.
+        experts_of_rank: Each rank's experts, in local order.
 
     Raises:
         ArgumentError: An expert is on no rank, twice on one, or does not exist.
@@ -69,7 +69,7 @@ class ExpertPlacement:
 
     @classmethod
     def contiguous(cls, num_experts: int, num_ranks: int) -> ExpertPlacement:
-        """Slices of equal size, in order, without replicas: where experts are if nothing else is said.
+        """Slices of equal size, in order, without replicas: the default placement.
 
         Args:
             num_experts: Experts of the layer.
@@ -124,7 +124,7 @@ class ExpertPlacement:
 
     @property
     def digest(self) -> str:
-        """A short text that is equal on ranks that mean the same placement."""
+        """A short text that is equal on ranks with the same placement."""
         return hashlib.sha256(repr((self.num_experts, self.experts_of_rank)).encode()).hexdigest()[:16]
 
     def ranks_of_expert(self, expert: int) -> tuple[int, ...]:
@@ -132,7 +132,7 @@ class ExpertPlacement:
         return tuple(rank for rank, experts in enumerate(self.experts_of_rank) if expert in experts)
 
     def expert_map(self, rank: int) -> tuple[int, ...]:
-        """For each expert of the layer the local one of a rank, -1 where it is elsewhere."""
+        """Local expert of a rank for each expert of the layer, -1 where it is elsewhere."""
         local = {expert: place for place, expert in enumerate(self.experts_of_rank[rank])}
         return tuple(local.get(expert, -1) for expert in range(self.num_experts))
 
@@ -147,9 +147,9 @@ class PlacementTables:
     """A placement as tensors on a device, as one rank sees it. Captured graphs see `update`.
 
     Attributes:
-        placement: What the tensors say.
-        rank: The one that sees it.
-        expert_map: [num_experts] int32, the rank's local expert or -1: what the experts of this rank are called with.
+        placement: The placement that the tensors hold.
+        rank: The rank that sees it.
+        expert_map: [num_experts] int32, the rank's local expert or -1, for calls of this rank's experts.
         num_holders: [num_experts] int32, ranks that hold each expert.
         holders: [num_experts, ranks] int32, the ranks that hold each expert, ascending; then -1.
         expert_maps: [ranks, num_experts] int32, every rank's local expert or -1.
@@ -163,7 +163,7 @@ class PlacementTables:
             raise ArgumentError(f"rank must be below {placement.num_ranks}, the placement's ranks, got {rank}")
         self.placement = placement
         self.rank = rank
-        # Outside inference mode, so that anybody may write into them.
+        # Outside inference mode, so that they may be written in any mode.
         with torch.inference_mode(False):
             self.expert_map, self.num_holders, self.holders, self.expert_maps = (
                 tensor.to(device) for tensor in _tensors(placement, rank)
@@ -172,12 +172,12 @@ class PlacementTables:
     def ranks_of(self, topk_ids: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
         """The rank that computes each route. No host synchronization; may be captured.
 
-        A token takes replica `turn % replicas` of each of its experts, counted in the order of ranks. So what a route
-        takes depends on its token's place alone, never on the other tokens or the way through the network.
+        A token takes replica `turn % replicas` of each of its experts, counted in rank order. So a route's rank depends
+        only on its token's place, never on the other tokens or the token dispatcher.
 
         Args:
             topk_ids: [T,K] int32, experts of the layer.
-            turns: [T] integers: `token_turns` has those of a call.
+            turns: [T] integers; `token_turns` makes those of a call.
 
         Returns:
             [T,K] int32, -1 where an id is no expert.
@@ -197,7 +197,7 @@ class PlacementTables:
 
 
 def token_turns(num_tokens: int, home_rank: int, device: torch.device) -> torch.Tensor:
-    """[T] int32: a token's place in its rank's call plus that rank, so that single tokens of many ranks spread, too."""
+    """[T] int32: a token's place in its rank's call plus that rank, so that single tokens of many ranks spread too."""
     return torch.arange(home_rank, home_rank + num_tokens, dtype=torch.int32, device=device)
 
 

@@ -1,4 +1,4 @@
-"""A group of ranks: its facts as a value, and collectives whose failures say what happened."""
+"""A group of ranks: its facts as a value, and collectives whose errors say what happened."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moereg.arguments import check_count, check_instance
 from moereg.errors import ArgumentError, GroupError, described, stops_the_process
 
 _GATHERS_OF_SEVERAL: Final = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-"""Methods of a process group, by the newest name first: torch shards parameters by them, and does not document them."""
+"""Methods of a process group, newest name first: torch shards parameters with them, and does not document them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +24,8 @@ class GroupFacts:
     """Facts about a group that selection needs.
 
     Attributes:
-        size: Its ranks.
-        backend: torch.distributed's backend for the device that tensors are on, such as `nccl` or `gloo`.
+        size: Number of ranks.
+        backend: torch.distributed's backend for the tensors' device, such as `nccl` or `gloo`.
         device_type: Torch's name of that device.
 
     Example:
@@ -50,12 +50,12 @@ class GroupFacts:
 
 
 class _Use:
-    """Use of a process group by this process, whichever layers share it.
+    """This process's use of a process group, whichever layers share it.
 
     Attributes:
         lock: Held while a thread exchanges something. A thread may take it twice.
-        doing: What the holder does, in the words of an error.
-        layers: Those made over the group, by number; the numbers are the same on all ranks.
+        doing: What the holder is doing, in the words of an error.
+        layers: Layers made over the group, by number; the numbers are the same on all ranks.
         num_met: Exchanges over the group's store so far.
     """
 
@@ -77,7 +77,7 @@ class Group:
 
     Attributes:
         facts: Size, backend and device.
-        rank: This process's, in the group.
+        rank: Rank of this process in the group.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -85,10 +85,10 @@ class Group:
 
         Args:
             group: A `torch.distributed.ProcessGroup`.
-            device: That tensors are on.
+            device: The tensors' device.
 
         Raises:
-            ArgumentError: It is none, or this process is not in it.
+            ArgumentError: It is not a process group, or this process is not in it.
         """
         if not torch.distributed.is_available():
             raise ArgumentError("group needs a torch with torch.distributed, got one without; install another build")
@@ -112,7 +112,7 @@ class Group:
 
     @property
     def timeout(self) -> datetime.timedelta | None:
-        """How long a collective may wait for a rank; None where the backend does not tell."""
+        """How long a collective may wait for a rank; None if the backend does not tell."""
         try:
             backend = self.process_group._get_backend(self.device)
             timeout = backend.options._timeout
@@ -126,11 +126,11 @@ class Group:
         return max(self._use.layers, default=0)
 
     def add_layer(self, number: int, sizes: str) -> None:
-        """Notes a layer under a number that all ranks agreed on, for `named_layer`."""
+        """Registers a layer under a number that all ranks agreed on, for `named_layer`."""
         self._use.layers[number] = sizes
 
     def copy_layer(self, number: int) -> int:
-        """Notes a copy of a layer under a number of its own: ranks that copy alike number it alike."""
+        """Registers a copy of a layer under a number of its own: ranks that copy alike number it alike."""
         copied = self.num_layers + 1
         self.add_layer(copied, self._use.layers.get(number, "not made here"))
         return copied
@@ -141,7 +141,7 @@ class Group:
 
     @contextlib.contextmanager
     def alone(self, doing: str) -> Iterator[None]:
-        """Keeps other threads of this process out: theirs would be other ranks' answers to this one's exchanges.
+        """Keeps out other threads of this process, whose exchanges other ranks would take for this one's.
 
         Args:
             doing: What is done inside, such as `make the kernel`.
@@ -164,7 +164,7 @@ class Group:
             use.lock.release()
 
     def gather_numbers(self, number: int, doing: str) -> list[int]:
-        """A number from each rank, in order, always in as many bytes; no device waits for it or is waited for.
+        """Gathers a number from each rank, in order, in a fixed number of bytes; involves no wait for a device.
 
         Raises:
             GroupError: As `gather_objects`.
@@ -180,7 +180,7 @@ class Group:
             store.wait(keys, *filter(None, [limit]))
             numbers = [int(value) for value in store.multi_get(keys)]
             if use.num_met:
-                # All ranks have come here, so all have read what they wrote the last time.
+                # All ranks are here, so all have read what they wrote the last time.
                 store.delete_key(f"moereg/{use.num_met - 1}/{self.rank}")
         use.num_met += 1
         return numbers
@@ -188,14 +188,14 @@ class Group:
     def call_together(self, number: int) -> None:
         """Checks that all ranks are about to call the same layer, before any of them sends a token.
 
-        A rank's tokens would otherwise be another layer's on the other ranks: wrong numbers, or an abort where their
-        sizes differ. So ranks exchange the layer's number first, which has the same size whatever follows.
+        Otherwise a rank's tokens would be another layer's on the other ranks: wrong numbers, or an abort if sizes
+        differ. So ranks first exchange the layer's number, whose size never differs.
 
         Args:
-            number: Of the layer; 0 where experts move or a kernel is made.
+            number: The layer's number; 0 where experts move or a kernel is made.
 
         Raises:
-            GroupError: They are not, and each of them raises; or a rank has ended or did not come.
+            GroupError: They call different layers, and each of them raises; or a rank has ended or did not come.
         """
         self.check_called(self.gather_numbers(number, "which layer they call"))
 
@@ -209,7 +209,7 @@ class Group:
             )
 
     def gather_objects(self, value: object, doing: str) -> list[Any]:
-        """The values of all ranks, in order; they travel as pickles and wait for the host.
+        """Gathers the values of all ranks, in order; they travel as pickles and wait for the host.
 
         Raises:
             GroupError: A rank has ended or did not come within the group's time limit.
@@ -227,7 +227,7 @@ class Group:
         out_rows: list[int] | None = None,
         sent_rows: list[int] | None = None,
     ) -> None:
-        """Rows to each rank, in order of ranks; equal shares where no counts are given.
+        """Sends rows to each rank, in rank order; equal shares if no counts are given.
 
         Args:
             out: [rows received, ...], overwritten.
@@ -242,12 +242,12 @@ class Group:
             torch.distributed.all_to_all_single(out, sent, out_rows, sent_rows, group=self.process_group)
 
     def all_gather(self, out: torch.Tensor, sent: torch.Tensor, doing: str) -> None:
-        """The rows of all ranks, in order; the same number from each. Raises as `all_to_all`."""
+        """Gathers the rows of all ranks, in order; the same number from each. Raises as `all_to_all`."""
         with self._named(doing):
             _newest("all_gather_single", "all_gather_into_tensor")(out, sent, group=self.process_group)
 
     def all_gather_columns(self, outs: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], doing: str) -> None:
-        """`all_gather` of several contiguous tensors as one exchange: NCCL's launches one kernel for all of them."""
+        """`all_gather` of several contiguous tensors as one exchange: NCCL launches one kernel for all of them."""
         gather = next(filter(None, (getattr(self.process_group, name, None) for name in _GATHERS_OF_SEVERAL)), None)
         options = getattr(torch.distributed.distributed_c10d, "AllgatherOptions", None)
         if gather is None or options is None:
@@ -262,7 +262,7 @@ class Group:
                 work.wait()
 
     def reduce_scatter(self, out: torch.Tensor, sent: torch.Tensor, doing: str) -> None:
-        """The sum over ranks of this rank's share of the rows. Raises as `all_to_all`."""
+        """Sums this rank's share of the rows over all ranks. Raises as `all_to_all`."""
         with self._named(doing):
             _newest("reduce_scatter_single", "reduce_scatter_tensor")(out, sent, group=self.process_group)
 
@@ -287,7 +287,7 @@ class Group:
 
 
 def _newest(name: str, before: str) -> Callable[..., Any]:
-    """A collective that torch 2.13 renamed, and warns of under its old name."""
+    """A collective that torch 2.13 renamed; it warns about the old name."""
     found: Callable[..., Any] = getattr(torch.distributed, name, None) or getattr(torch.distributed, before)
     return found
 

@@ -1,4 +1,4 @@
-"""`low_latency`: every rank has fixed room for each expert at each other rank, so nothing is counted on the host."""
+"""`low_latency`: every rank has fixed slots for each expert at each other rank, so nothing is counted on the host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Placed(Moved):
     """The result of prepare; its inputs have the routes of this rank's own tokens.
 
     Attributes:
-        home_row: [T,K] int64 or int32, where the result of each route comes back to, -1 where it goes nowhere.
+        home_row: [T,K] int64 or int32, the row in which each route's result comes back, -1 where it goes nowhere.
         counts: [ranks,E] int32, rows that came from each rank for each expert.
     """
 
@@ -34,7 +34,7 @@ class _Placed(Moved):
 
 
 class _Piece(NamedTuple):
-    """A tensor among the bytes for a rank."""
+    """A tensor among the bytes sent to a rank."""
 
     begin: int
     end: int
@@ -56,14 +56,14 @@ class _Rooms(NamedTuple):
     weights: torch.Tensor | None
 
 
-# Over NCCL it ships its room, used or not: num_experts * max_num_tokens rows a rank. So it stands behind `all_gather`,
-# which ships max_num_tokens rows for each rank, unless the experts are few.
+# Over NCCL it sends its slots, used or not: num_experts * max_num_tokens rows a rank. So it ranks behind `all_gather`,
+# which sends max_num_tokens rows for each rank, unless the experts are few.
 @register_prepare_finalize("low_latency", priority=30, formats=("batched",), platforms=("*",), predicted=True)
 class LowLatency(GroupPrepareFinalize):
-    """Batched format: each rank has room for `max_num_tokens` tokens at each expert of the group.
+    """Batched format: each rank has slots for `max_num_tokens` tokens at each expert of the group.
 
-    Counts travel in front of the tokens and stay on the device; one exchange there, one back. Weights are applied at
-    home, in fp32 and in the order of a token's routes.
+    Counts travel ahead of the tokens and stay on the device; one exchange out, one back. Weights are applied on the
+    home rank, in fp32 and in the order of a token's routes.
     """
 
     facts = MovementFacts(
@@ -81,7 +81,7 @@ class LowLatency(GroupPrepareFinalize):
         super().__init__(problem, experts_problem, group, tables, wire)
         assert problem.max_num_tokens is not None
         self._room = problem.max_num_tokens
-        # Rooms are as many on each rank, whoever holds fewer experts.
+        # All ranks have as many rooms, even those with fewer experts.
         self._most_experts = max(map(len, tables.placement.experts_of_rank))
 
     def prepare(
@@ -105,7 +105,7 @@ class LowLatency(GroupPrepareFinalize):
         return _Placed(inputs, self.group.size * self._room, home_row=home_row, counts=counts)
 
     def _layout(self) -> tuple[list[_Piece], int]:
-        """Layout of what each rank is sent: counts of its rooms, then their rows, column by column."""
+        """Layout of the bytes for each rank: counts of its rooms, then their rows, column by column."""
         rows, wire = self._most_experts * self._room, self.wire
         kinds: list[tuple[tuple[int, ...], torch.dtype]] = [((self._most_experts,), torch.int32)]
         kinds += [((rows, width // kind.itemsize), kind) for width, kind in zip(wire.widths, wire.dtypes, strict=True)]
@@ -128,13 +128,13 @@ class LowLatency(GroupPrepareFinalize):
     def _fill(
         self, rooms: _Rooms, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Writes tokens and counts to the rooms of their routes; [T,K] row of each route in all rooms, or -1."""
+        """Writes tokens and counts to the rooms of their routes; [T,K] each route's row in all rooms, or -1."""
         size, (num_tokens, top_k), device = self.group.size, topk_ids.shape, topk_ids.device
         room, num_rooms = self._room, size * self._most_experts
         ranks = self.tables.ranks_of(topk_ids, token_turns(num_tokens, self.group.rank, device)).long()
         experts = topk_ids.clamp(0, self.problem.num_experts - 1).long()
         local = self.tables.expert_maps[ranks.clamp(min=0), experts].long()
-        # The room of each route, in order of ranks and their experts; one more for routes that go nowhere.
+        # The room of each route, in order of ranks and their experts; an extra one for routes that go nowhere.
         places = torch.where(ranks >= 0, ranks * self._most_experts + local, num_rooms).flatten()
         filled, order = torch.sort(places, stable=True)
         first = torch.searchsorted(filled, torch.arange(num_rooms + 1, device=device))
@@ -149,7 +149,7 @@ class LowLatency(GroupPrepareFinalize):
             columns.append(as_bytes(topk_weights.flatten()[order].unsqueeze(1)))
             targets.append(rooms.weights.unsqueeze(2).view(torch.uint8))
         for target, column in zip(targets, columns, strict=True):
-            # One row more takes what goes nowhere.
+            # One extra row takes what goes nowhere.
             rows = column.new_empty((num_rooms * room + 1, column.shape[1]))
             rows[row] = column
             target.copy_(rows[:-1].view(target.shape))
@@ -176,7 +176,7 @@ class LowLatency(GroupPrepareFinalize):
         return home_row
 
     def _empty(self, rooms: _Rooms) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows [E, ranks * room, H] of the experts, how many count [E], and from which rank [ranks,E]."""
+        """Rows [E, ranks * room, H] of the experts, their counts [E], and counts by source rank [ranks,E]."""
         room, device = self._room, rooms.counts.device
         counts = rooms.counts[:, : self.problem.num_local_experts].contiguous()
         end = counts.cumsum(0)  # [ranks,E]
@@ -230,7 +230,7 @@ class LowLatency(GroupPrepareFinalize):
         """Writes the experts' rows to the rooms that their tokens came from."""
         room, (num_local, max_rows) = self._room, expert_out.shape[:2]
         begin = (counts.cumsum(0) - counts).unsqueeze(2)  # [ranks,E,1]
-        # Rows that hold no token read any.
+        # Rows without a token read any row.
         lies = (begin + torch.arange(room, device=counts.device)).clamp(max=max_rows - 1)
         lies += torch.arange(num_local, device=counts.device).unsqueeze(1) * max_rows
         results[:, : num_local * room] = expert_out.flatten(0, 1)[lies.flatten(1)]

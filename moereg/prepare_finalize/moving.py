@@ -1,4 +1,4 @@
-"""The contract of what moves tokens between the ranks of a group."""
+"""The contract of token dispatchers between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moereg.spec.problem import MoEProblem
 
 
 def local_prepare_finalize(activation_format: str) -> PrepareFinalize:
-    """The one without communication for an activation format."""
+    """Returns the dispatcher without communication for an activation format."""
     kinds = {kind.activation_format: kind for kind in (StandardPrepareFinalize, BatchedPrepareFinalize)}
     return kinds[activation_format]()
 
@@ -31,7 +31,7 @@ class Moved(Prepared):
     """The result of prepare where tokens came from other ranks.
 
     Attributes:
-        local: What the local prepare made of the tokens that arrived, for its finalize; None where there is none.
+        local: The local prepare's result for the tokens that arrived, for its finalize; None if there is none.
     """
 
     local: Prepared | None = None
@@ -40,20 +40,20 @@ class Moved(Prepared):
 class GroupPrepareFinalize(PrepareFinalize):
     """Moves tokens to the ranks of their experts and results back home.
 
-    Every rank of the group calls `prepare` and `finalize` in turn, also with no tokens. The tokens that arrive are laid
-    out for the experts by the local prepare/finalize of the activation format, so that one way serves both formats.
+    Every rank of the group calls `prepare` and `finalize` in turn, even without tokens. The local prepare/finalize of
+    the activation format lays out the tokens that arrive, so that one class serves both formats.
 
     Attributes:
         facts: What it can do.
-        name: As requests spell it; the decorator sets it.
-        problem: The layer as the caller sees it: its tokens are this rank's.
+        name: As requests spell it; set by the decorator.
+        problem: The layer as the caller sees it: tokens are this rank's.
         experts_problem: The layer as the experts see it, by `experts_problem_of`.
         group: The ranks.
         tables: Which rank holds which expert, on the weights' device.
         wire: How tokens travel.
-        num_batches: Parts into which a call is cut, so that one moves while another is multiplied.
-        layer_number: Of the layer among those made over the group, from 1; the same on all ranks.
-        has_met: Whether all ranks have called the layer at the same time once.
+        num_batches: Parts into which a call is cut, so that one moves while another is computed.
+        layer_number: The layer's number among those made over the group, from 1; the same on all ranks.
+        has_met: Whether all ranks have once called the layer at the same time.
     """
 
     num_batches: int = 1
@@ -65,7 +65,7 @@ class GroupPrepareFinalize(PrepareFinalize):
     def __init__(
         self, problem: MoEProblem, experts_problem: MoEProblem, group: Group, tables: PlacementTables, wire: Wire
     ) -> None:
-        """Keeps what calls need, by the names of attributes; no communication."""
+        """Stores what calls need; no communication."""
         self.problem = problem
         self.experts_problem = experts_problem
         self.group = group
@@ -75,7 +75,7 @@ class GroupPrepareFinalize(PrepareFinalize):
         self.local = local_prepare_finalize(self.activation_format)
 
     def copied(self) -> Self:
-        """The same over the same group, as another layer."""
+        """Returns a copy over the same group, as another layer."""
         other = copy.copy(self)
         other.layer_number, other.has_met = self.group.copy_layer(self.layer_number), False
         return other
@@ -109,7 +109,7 @@ class GroupPrepareFinalize(PrepareFinalize):
     def laid_out(
         self, received: Received, topk_weights: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None
     ) -> Moved:
-        """The inputs of this rank's experts, out of tokens that arrived and their routes to it.
+        """Lays out tokens that arrived, with their routes to this rank, as the inputs of its experts.
 
         Args:
             received: n tokens.
@@ -126,7 +126,7 @@ class GroupPrepareFinalize(PrepareFinalize):
         return Moved(inputs, local.num_tokens, local.row_of_route, local)
 
     def reduced(self, expert_out: torch.Tensor, prepared: Prepared) -> torch.Tensor:
-        """[rows,H]: one row for each row that arrived, out of any of the experts' output forms."""
+        """[rows,H]: one row for each row that arrived, from any of the experts' output forms."""
         assert isinstance(prepared, Moved)
         if expert_out.dim() == 2 or prepared.local is None:
             return expert_out.reshape(-1, expert_out.shape[-1])

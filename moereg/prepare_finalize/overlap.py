@@ -1,4 +1,4 @@
-"""A call over a group: tokens in, experts, results home; in two parts, one moves while the other is multiplied."""
+"""A call over a group: tokens in, experts, results home; with two parts, one moves while the other is computed."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def run_over_group(
 ) -> None:
     """Runs a call that all ranks make together, cut into `moves.num_batches` parts of nearly equal numbers of tokens.
 
-    That ranks call the same layer is checked on a CPU in each call. On a GPU the host would have to wait for the other
-    hosts, so it is checked in the layer's first call and where a call is captured, and with MOEREG_DEBUG=1 in each one
-    that is not a graph's replay. A way whose host waits for counts sends the layer's number with them, in every call.
+    On a CPU each call checks that ranks call the same layer. On a GPU the host would have to wait for the other hosts,
+    so it is checked in the layer's first call, where a call is captured, and with MOEREG_DEBUG=1 in each call that is
+    not a graph's replay. A dispatcher whose host waits for counts sends the layer's number with them in every call.
 
-    Every rank runs as many parts, also without tokens. On a GPU several parts move on a stream of their own: the second
-    one's tokens arrive while the first is multiplied, and the first one's results leave while the second is.
+    Every rank runs as many parts, even without tokens. On a GPU several parts move on a stream of their own: the second
+    one's tokens arrive while the first is computed, and the first one's results leave while the second is.
 
     Args:
-        moves: Prepares and finalizes; the experts' problem is its own.
+        moves: The token dispatcher, which has the experts' problem.
         tokens: [T,H], [T,K] and [T,K].
         out: [T,H], overwritten.
-        expert_map: As the experts are called.
-        multiply: Runs the experts on what arrived, on the current stream; returns what they wrote.
+        expert_map: For the experts.
+        multiply: Runs the experts on what arrived, on the current stream; returns their output.
 
     Raises:
         GroupError: Ranks call different layers, another thread uses the group, or a rank has ended or stalled.
@@ -76,7 +76,7 @@ def _overlap(
             return prepared, moving.record_event()
 
     moving.wait_stream(main)
-    # Everything that a stream made and the other reads lives until both have met again.
+    # Everything that one stream makes and the other reads lives until both have synchronized.
     alive: list[object] = []
     prepared, arrived = arrive(parts[0][0])
     for place, (_, rows) in enumerate(parts):

@@ -1,4 +1,4 @@
-"""Ranks agree on a layer before they exchange a token: what differs is one error on every rank."""
+"""Ranks agree on a layer before they exchange a token: a difference is one error on every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moereg.prepare_finalize import Group
 from moereg.prepare_finalize.group import by_rank
 
 _NO_LAYER: Final = 0
-"""Instead of a layer's number: a rank makes a kernel or moves experts. Layers count from 1."""
+"""Sent instead of a layer's number when a rank makes a kernel or moves experts. Layers count from 1."""
 
 
 class Together(NamedTuple):
@@ -37,21 +37,21 @@ def agree(
     shared: Any = None,
     together: Together = MAKING,
 ) -> list[Any]:
-    """Compares what ranks say; every rank has to call it, also one that has failed.
+    """Compares what ranks say; every rank must call it, even one that has failed.
 
     Args:
         group: The ranks.
         doing: The step, as an error names it.
-        said: What has to be equal everywhere, by its name: strings and numbers.
+        said: Values that must be equal everywhere, by name: strings and numbers.
         error: Why this rank cannot go on, if it cannot.
-        shared: What the others want to know of this rank, and may differ.
-        together: What the ranks are about, for the error.
+        shared: What the other ranks need to know of this one; may differ.
+        together: What the ranks are doing, for the error.
 
     Returns:
         `shared` of all ranks.
 
     Raises:
-        RanksDifferError: Ranks differ, or another one has failed: who, and in what.
+        RanksDifferError: Ranks differ, or another one has failed; it says which ranks, and how.
         Exception: `error`, where there is one.
         GroupError: A rank has ended, or did not come within the group's time limit; or another one calls a layer, and
             all ranks raise.
@@ -70,7 +70,7 @@ def agree(
         )
     differing = differences([fields for fields, _, _ in found])
     if differing:
-        # The first one: what follows from it differs, too.
+        # Only the first: the others may follow from it.
         raise RanksDifferError(f"all ranks must {together.alike}, got {differing[0]}; make that equal")
     return [shared for _, _, shared in found]
 

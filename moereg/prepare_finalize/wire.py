@@ -1,4 +1,4 @@
-"""How tokens travel: their bytes in the layer's dtype, or as codes with scales where the experts round them anyway."""
+"""How tokens travel: as bytes of the layer's dtype, or as codes with scales if the experts quantize them anyway."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Received(NamedTuple):
 
     Attributes:
         hidden_states: [n,H] in the layer's dtype, or codes.
-        hidden_scale: Scales of the codes; None where they were restored or never made.
+        hidden_scale: Scales of the codes; None if they were restored or never made.
     """
 
     hidden_states: torch.Tensor
@@ -32,11 +32,11 @@ class Wire(abc.ABC):
     """Tokens as bytes: every backend of torch.distributed moves uint8, and not every one moves 8-bit floats.
 
     Attributes:
-        name: As texts and ranks compare it.
-        widths: Bytes a token of each of its columns.
-        dtypes: Of these columns: of numbers or codes, then of scales.
+        name: Name in messages, which ranks compare.
+        widths: Bytes per token of each of its columns.
+        dtypes: Dtypes of these columns: of numbers or codes, then of scales.
         group: Columns of codes that share a scale; 0 for all, or where there are no codes.
-        in_triton: Triton's kernels for what ways do with tokens, or torch; what the device of a call runs if None.
+        in_triton: Whether Triton kernels handle tokens, or torch does; None: what the device of a call runs.
     """
 
     name: str
@@ -46,10 +46,10 @@ class Wire(abc.ABC):
     in_triton: bool | None = None
 
     def calls_kernels(self, tensor: torch.Tensor) -> bool:
-        """Whether Triton's kernels move tokens like these, or torch does.
+        """Whether Triton kernels move tokens like these, or torch does.
 
         Raises:
-            ArgumentError: Triton was asked for, and the device does not know it.
+            ArgumentError: Triton was requested on a device that it does not know.
         """
         return calls_kernels(self.in_triton, tensor.device.type, self.dtypes[0] if len(self.dtypes) > 1 else None)
 
@@ -60,22 +60,22 @@ class Wire(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[T, width] uint8 columns of [T,H]."""
+        """Encodes [T,H] as [T, width] uint8 columns."""
 
     @abc.abstractmethod
     def decode(self, columns: tuple[torch.Tensor, ...]) -> Received:
-        """The inverse, of columns that are contiguous each."""
+        """Inverts `encode`, for columns that are contiguous each."""
 
     @abc.abstractmethod
     def spread(
         self, columns: tuple[torch.Tensor, ...], hidden_states: torch.Tensor, row_of_route: torch.Tensor
     ) -> None:
-        """Writes each token to the rows of its routes, in Triton and in one launch.
+        """Writes each token to the rows of its routes, in one Triton launch.
 
         Args:
             columns: [ranks, rows, width] of `dtypes`, rows of a rank contiguous: only rows of routes are written.
             hidden_states: [T,H].
-            row_of_route: [T,K] int32, rows of [ranks * rows] or -1; written by the launch in front.
+            row_of_route: [T,K] int32, rows of [ranks * rows] or -1; written by the previous launch.
         """
 
 
@@ -104,11 +104,11 @@ class PlainWire(Wire):
 
 
 class CodedWire(Wire):
-    """Codes and scales of the activation format that the experts compute with.
+    """Codes and scales of the activation format in which the experts compute.
 
-    What was restored to bfloat16 rounds to the same numbers again: the largest magnitude of a group is its scale times
-    the largest code and is exact, or the scale is a power of two, and the others move by less than half a step. So
-    experts that round for themselves give the same bits as with `PlainWire`.
+    Numbers restored to bfloat16 quantize to the same codes again: a group's largest magnitude is its scale times the
+    largest code and is exact, or the scale is a power of two, and the others move by less than half a step. So experts
+    that quantize for themselves give the same bits as with `PlainWire`.
     """
 
     def __init__(self, problem: MoEProblem, scheme: QuantScheme, keeps_codes: bool = False) -> None:
@@ -116,8 +116,8 @@ class CodedWire(Wire):
 
         Args:
             problem: The layer.
-            scheme: What the experts compute.
-            keeps_codes: Whether `decode` hands out codes and scales, for experts whose `input_form` is `quantized`.
+            scheme: The experts' scheme.
+            keeps_codes: Whether `decode` returns codes and scales, for experts whose `input_form` is `quantized`.
         """
         fmt = scheme.activation
         assert fmt is not None
@@ -166,7 +166,7 @@ class CodedWire(Wire):
     def spread(
         self, columns: tuple[torch.Tensor, ...], hidden_states: torch.Tensor, row_of_route: torch.Tensor | None
     ) -> None:
-        """As `Wire.spread`; row by row where no route is named."""
+        """As `Wire.spread`; one row per token if no routes are given."""
         if hidden_states.shape[0] == 0:
             return
         from moereg.kernels.quantized.rows_moved import quantize_tokens  # Loads Triton, which may not be there.
@@ -193,12 +193,12 @@ class CodedWire(Wire):
 
 
 def wire_scheme(scheme: QuantScheme, problem: MoEProblem) -> QuantScheme | None:
-    """The scheme as tokens can travel in it, or None: where experts round each token alone to 8 bits, dynamically.
+    """The scheme if tokens can travel in it, or None: experts must quantize each token alone to 8 bits, dynamically.
 
     Args:
-        scheme: What the experts compute.
-        problem: The layer. Where its routing weights scale inputs, rounding comes after that, at the experts. Codes of
-            other dtypes than bfloat16 could come back as other codes.
+        scheme: The experts' scheme.
+        problem: The layer. If its routing weights scale inputs, experts quantize after that. Codes of dtypes other than
+            bfloat16 could come back as other codes.
     """
     fmt = scheme.activation
     if fmt is None or fmt.static or fmt.global_scale or fmt.group[0] != 1 or fmt.bits != 8:
@@ -212,7 +212,7 @@ def as_stored(scales: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """[n, bytes] of [n, columns]."""
+    """[n, columns] as bytes, [n, bytes]."""
     # A tensor of one element or none counts as contiguous whatever its strides are.
     if not tensor.is_contiguous() or tensor.stride(-1) != 1:
         tensor = tensor.clone(memory_format=torch.contiguous_format)

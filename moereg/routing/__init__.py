@@ -1,4 +1,4 @@
-"""Choosing experts as models do it: from router logits to the weights and ids that a kernel takes.
+"""Routing functions of published models: from router logits to the weights and ids that a kernel takes.
 
 Pure torch, no host synchronization, T = 0 included. Every function returns fp32 weights and int32 ids, both [T,K],
 with the best choice first. Models that round the weights to the dtype of their logits differ by that rounding only.

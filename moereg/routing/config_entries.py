@@ -1,11 +1,11 @@
 """Entries of a checkpoint's config files, read strictly.
 
-Nothing is converted: the model's publisher did not write "false" or 1.9 where a flag or a count belongs, and guessing a
-value would give wrong numbers without an error. Bounds are ten times or more above what published models have, so that
-a small file cannot ask for hours or for all memory.
+Nothing is converted: publishers do not write "false" or 1.9 where a flag or a count belongs, and a guessed value would
+give wrong numbers without an error. Bounds are at least ten times what published models have, so that a small file
+cannot cost hours or all memory.
 
-Functions take the parsed file and an entry's name. What is missing, of another type or out of range is a
-`CheckpointError`; null is as good as absent.
+Functions take the parsed file and an entry's name. An entry that is missing, of another type or out of range is a
+`CheckpointError`; null counts as absent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CURE: Final = "take the file from the model's publisher"
 def read_count(
     config: Mapping[str, Any], *names: str, default: int | None = None, minimum: int = 1, maximum: int = LARGEST_SIZE
 ) -> int:
-    """A whole number.
+    """Reads a whole number.
 
     Args:
         config: The parsed file.
@@ -62,20 +62,20 @@ def read_flag(config: Mapping[str, Any], name: str, default: bool = False) -> bo
 
 
 def read_choice(config: Mapping[str, Any], name: str, choices: Sequence[Any], default: Any, cure: str = _CURE) -> Any:
-    """An entry of which only some values have a meaning. Values count with their type: 1 is not True.
+    """Reads an entry that has a closed set of values. They count with their type: 1 is not True.
 
     Args:
         config: The parsed file.
         name: Name of the entry.
-        choices: Accepted.
-        default: Meant where it is absent.
+        choices: Accepted values.
+        default: Value of an absent entry.
         cure: What to do about another value.
     """
     return _read(config, (name,), default, lambda found: is_one_of(found, choices), f"be in {list(choices)}", cure)
 
 
 def is_one_of(value: Any, choices: Iterable[Any]) -> bool:
-    """Whether a value is one of some, with its type and those of its items: 1 is not True, and 4.0 is not 4."""
+    """Whether a value is among the choices, with its type and those of its items: 1 is not True, and 4.0 is not 4."""
     return any(_is_same(value, choice) for choice in choices)
 
 

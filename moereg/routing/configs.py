@@ -1,7 +1,7 @@
-"""Readers of Hugging Face's `config.json`, one per way of routing: the keywords of a model type's `RouterSpec`.
+"""Readers of Hugging Face's `config.json`, one per kind of router: the keywords of a model type's `RouterSpec`.
 
-An entry that is absent has the default of its own model type, as transformers' config class has it. A setting whose
-meaning is not known is refused.
+An absent entry has the default of its own model type, as in transformers' config class. A setting of unknown meaning is
+refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Reader = Callable[[Mapping[str, Any]], _Keywords]
 _NUM_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 
-# Publishers' names of the function that makes scores of logits.
+# Publishers' names of the function from logits to scores.
 _SCORING: Final = (
     "scoring_func",
     "score_func",
@@ -29,7 +29,7 @@ _SCORING: Final = (
     "moe_router_activation_func",
     "moe_router_activation",
 )
-# Of whether chosen weights are divided by their sum.
+# Publishers' names of the flag that divides the chosen weights by their sum.
 _RENORMALIZE: Final = ("norm_topk_prob", "moe_renormalize", "route_norm")
 _GROUPS: Final = ("n_group", "num_expert_group", "num_expert_groups", "topk_group", "num_limited_groups")
 _SCALINGS: Final = (
@@ -40,9 +40,9 @@ _SCALINGS: Final = (
     "route_scale",
 )
 _RARE: Final = ("moe_apply_router_weight_on_input", "moe_router_logit_softcapping", "zero_expert_num")
-"""Settings of one family."""
-# Settings of some routers, with the values that change nothing where a model type does not read them: some publishers
-# write them for a router that has none.
+"""Settings that one model family has."""
+# Settings of some routers, with the values that change nothing for model types that do not read them: some publishers
+# write them for routers without such a setting.
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     **dict.fromkeys(_GROUPS, (1, 0, False)),
     **dict.fromkeys(_SCALINGS, (1.0, 1, False)),
@@ -53,7 +53,7 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 def read_router(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of `RouterSpec` that a parsed `config.json` says; errors as of `RouterSpec.from_config`."""
+    """Returns the keywords of `RouterSpec` that a parsed `config.json` gives; errors as in `RouterSpec.from_config`."""
     config = language_config(check_mapping("config", config))
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _READERS:
@@ -77,7 +77,7 @@ def _require_choice(config: Mapping[str, Any], name: str, choices: tuple[Any, ..
 
 
 def _require_scoring(config: Mapping[str, Any], *choices: str) -> None:
-    """Refuses other functions that make scores of logits, by every name that publishers have for the entry."""
+    """Refuses other functions from logits to scores, by every name that publishers have for the entry."""
     for name in _SCORING:
         _require_choice(config, name, choices, choices[0])
 
@@ -90,14 +90,14 @@ def _require_nothing_else(
     renormalizes: bool | None = None,
     reads: Collection[str] = (),
 ) -> None:
-    """Refuses settings of other model types' routers, but for values that say what this one does anyway.
+    """Refuses settings of other model types' routers, except values that say what this one does anyway.
 
     Args:
         config: The parsed file.
-        scoring: Publishers' name of the scores; None where the reader looks at it.
-        method: Publishers' name of the choice.
-        renormalizes: Whether chosen weights are divided by their sum; None where the reader looks at it.
-        reads: Entries that the reader looks at.
+        scoring: Publishers' name of the scores; None if the reader checks it itself.
+        method: Publishers' name of the selection.
+        renormalizes: Whether chosen weights are divided by their sum; None if the reader checks it itself.
+        reads: Entries that the reader handles.
     """
     if scoring is not None:
         _require_scoring(config, scoring)
@@ -110,7 +110,7 @@ def _require_nothing_else(
 
 
 def _require_neutral(config: Mapping[str, Any], *names: str) -> None:
-    """Refuses settings, some of `_NEUTRAL`, that change something."""
+    """Refuses settings of `_NEUTRAL` whose values change something."""
     for name in names:
         _require_choice(config, name, _NEUTRAL[name], _NEUTRAL[name][0])
 
@@ -120,13 +120,13 @@ def _read_sizes(config: Mapping[str, Any]) -> _Keywords:
 
 
 def _read_experts(config: Mapping[str, Any], names: Sequence[str]) -> int:
-    # An error about an absent entry names the usual spelling alone.
+    # An error about an absent entry names only the usual spelling.
     found = [name for name in names if config.get(name) is not None]
     return read_count(_alike(config, names), *(found or names[:1]), maximum=MOST_EXPERTS)
 
 
 def _alike(config: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
-    """The config with one count where a list gives every layer the same, as Hunyuan's do."""
+    """Replaces a list that gives every layer the same count by that count, as for Hunyuan's configs."""
     alike = {
         name: value[0]
         for name in names
@@ -136,11 +136,11 @@ def _alike(config: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]
 
 
 def _read_groups(config: Mapping[str, Any], groups: tuple[int, int] | None) -> _Keywords:
-    """Groups and how many of them a token may choose from.
+    """Reads the number of groups and how many of them a token may choose from.
 
     Args:
         config: The parsed file.
-        groups: Both, where they are absent; None if they are required.
+        groups: Defaults of both; None if they are required.
     """
     num_groups, topk_groups = (None, None) if groups is None else groups
     return {
@@ -150,11 +150,11 @@ def _read_groups(config: Mapping[str, Any], groups: tuple[int, int] | None) -> _
 
 
 def _softmax_topk(renormalize: bool | None = None, default: bool = False, *, fp32_logits: bool = False) -> _Reader:
-    """Softmax over all experts, then the best.
+    """Reader for softmax over all experts, then the best.
 
     Args:
-        renormalize: Whether the model type renormalizes; None where `norm_topk_prob` says it.
-        default: Meant where `norm_topk_prob` is absent.
+        renormalize: Whether the model type renormalizes; None if `norm_topk_prob` decides.
+        default: Value of an absent `norm_topk_prob`.
         fp32_logits: Whether the model computes its logits in fp32.
     """
 
@@ -181,14 +181,14 @@ def _sigmoid_topk(
     fp32_logits: bool = True,
     scorings: tuple[str, ...] = ("sigmoid",),
 ) -> _Reader:
-    """Sigmoid scores, chosen with a bias, as DeepSeek-V3 began it.
+    """Reader for sigmoid scores, chosen with a bias, as DeepSeek-V3 introduced them.
 
     Args:
         scaling: Entry of the scaling factor.
-        scaling_factor: Meant where it is absent.
-        renormalize: Meant where `norm_topk_prob` is absent.
+        scaling_factor: Default of that entry.
+        renormalize: Default of `norm_topk_prob`.
         reads_renormalize: Whether the model type reads that entry; otherwise the contrary is refused.
-        groups: Meant where they are absent; None if the model type has none.
+        groups: Defaults of the group entries; None if the model type has none.
         epsilon: Added to the sum that weights are divided by.
         fp32_logits: Whether the model computes its logits in fp32.
         scorings: Accepted names of the scores.
@@ -226,10 +226,10 @@ def _sigmoid_topk(
 def _router(
     kind: str, *, scoring: str, method: str = "greedy", renormalizes: bool | None = None, **fields: Any
 ) -> _Reader:
-    """A router whose file may say nothing else.
+    """Reader for a router that has no other settings.
 
     Args:
-        kind, **fields: Of the `RouterSpec`; a function of the config where that says it.
+        kind, **fields: As in `RouterSpec`; a function of the config if the file decides.
         scoring, method, renormalizes: As `_require_nothing_else` takes them.
     """
 
@@ -278,7 +278,7 @@ def _mistral_router(config: Mapping[str, Any]) -> _Keywords:
 
 
 def _axk2_router(config: Mapping[str, Any]) -> _Keywords:
-    # Experts of other groups get the score 0 there and beat negative biased scores; none is released with groups.
+    # With groups, experts of other groups would score 0 and beat negative biased scores; no released model has groups.
     _require_choice(config, "n_group", (1,), 1)
     _require_choice(config, "topk_group", (1,), 1)
     return _sigmoid_topk(scaling_factor=2.5)(config)
@@ -323,7 +323,7 @@ def _dbrx_router(config: Mapping[str, Any]) -> _Keywords:
     ffn = {"model_type": "dbrx", **read_object(config, "ffn_config")}
     for entries in (config, ffn):
         _require_nothing_else(entries, scoring="softmax")
-    # The norm that weights are divided by: of weights, which are positive, the first is their sum.
+    # The norm that weights are divided by: weights are positive, so the 1-norm is their sum.
     norm = ffn.get("moe_normalize_expert_weights", 1.0)
     if norm is not None:
         _require_choice(ffn, "moe_normalize_expert_weights", (1.0, 1), 1.0)

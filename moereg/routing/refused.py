@@ -1,4 +1,4 @@
-"""Model types with routed experts that are refused, each with its reason, and the way out for these and others."""
+"""Model types with routed experts that are refused, each with its reason, and what to do about these and others."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ REFUSED_MODEL_TYPES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def unknown_model_message(model_type: object) -> str:
-    """Words the error about a model type that is not read.
+    """Builds the error message for a model type that is not read.
 
     No other model type is suggested: two that store their experts alike may route or compute otherwise, and reading
     one as the other gives wrong numbers without an error.
 
     Args:
-        model_type: As config.json says it.
+        model_type: As in config.json.
 
     Returns:
         One line.

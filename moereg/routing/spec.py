@@ -15,11 +15,11 @@ from moereg.routing.configs import read_router
 
 @dataclasses.dataclass(frozen=True)
 class _RouterKind:
-    """A routing function, and which options of a `RouterSpec` it takes by the same name.
+    """A routing function, and the options of a `RouterSpec` that it takes by the same name.
 
     Attributes:
-        scored_experts: Experts that make a group's score; as the spec says where None.
-        check_top_k: What it asks of `top_k` beyond the number of experts.
+        scored_experts: Number of experts whose scores add up to a group's; None: as in the spec.
+        check_top_k: Checks requirements on `top_k` beyond the number of experts.
     """
 
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -68,13 +68,13 @@ class RouterSpec:
         renormalize: Whether the chosen weights are divided by their sum.
         num_groups: Groups of experts; 1 means no groups.
         topk_groups: Groups that a token may choose from.
-        scaling_factor: Folded into the weights.
+        scaling_factor: Factor folded into the weights.
         epsilon: Added to the sum that sigmoid weights are divided by.
         logit_softcap: Cap of the logits of sigmoid scores; 0 for none.
         scored_experts: Best experts of a group whose softmax weights add up to the group's score.
-        smallest_sum: Least sum that Ernie's weights are divided by.
-        rounds_scores: Whether scores are computed in the logits' dtype, not in fp32: rounded scores choose others.
-        jitter: Half of the distance in which `sparsemixer` takes logits for near.
+        smallest_sum: Smallest sum that Ernie's weights are divided by.
+        rounds_scores: Whether scores are computed in the logits' dtype, not in fp32; rounding may change the choice.
+        jitter: Half of the distance within which `sparsemixer` counts logits as near.
         has_correction_bias: Whether `route` needs a bias [E] for the choice.
         fp32_logits: Whether the model computes its logits in fp32 even where hidden states and router weight are
             16-bit. The caller computes the logits and therefore rounds them; rounded logits may choose other experts.

@@ -296,13 +296,13 @@ def sparsemixer(router_logits: torch.Tensor, top_k: int, jitter: float) -> tuple
 
 
 def _exact(router_logits: torch.Tensor, rounds_scores: bool) -> torch.Tensor:
-    """Logits in the dtype that scores are computed in."""
+    """Returns the logits in the dtype that scores are computed in."""
     check_flag("rounds_scores", rounds_scores)
     return router_logits if rounds_scores else router_logits.float()
 
 
 def _biased(scores: torch.Tensor, correction_bias: torch.Tensor | None) -> torch.Tensor:
-    """Scores [T,E] that the choice goes by."""
+    """Returns the scores [T,E] by which experts are chosen."""
     if correction_bias is None:
         return scores
     num_experts = scores.shape[-1]
@@ -411,6 +411,6 @@ def check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int
 
 
 def check_two_experts(top_k: int) -> None:
-    """Checks what `sparsemixer` needs."""
+    """Checks that `top_k` is 2, as `sparsemixer` requires."""
     if top_k != 2:
         raise ValueError(f"sparsemixer chooses two experts, got top_k={top_k}; use top_k=2")

@@ -1,4 +1,4 @@
-"""Checks of canonical tensors: shapes and dtypes by the scheme's rows, values where that is cheap.
+"""Checks of canonical tensors: shapes and dtypes against the scheme's rows, and values where that is cheap.
 
 Each raises a ValueError that names the tensor, the rule and the cure.
 """
@@ -16,7 +16,7 @@ DEBUG_VARIABLE: Final = "MOEREG_DEBUG"
 
 
 def checks_values(device: torch.device) -> bool:
-    """Whether values of tensors there are checked: it waits for a GPU, so there with MOEREG_DEBUG=1 only."""
+    """Whether values of tensors on a device are checked: on a GPU that waits, so there only with MOEREG_DEBUG=1."""
     return device.type == "cpu" or (device.type != "meta" and os.environ.get(DEBUG_VARIABLE) == "1")
 
 
@@ -43,7 +43,7 @@ def check_row(row: TensorRow, tensor: torch.Tensor | None, scheme: QuantScheme) 
 
 
 def _shape_cure(row: TensorRow, fmt: QuantFormat | None) -> str:
-    """The contents of a tensor of a quantized scheme, as the end of an error."""
+    """Describes what a tensor of a quantized scheme must hold, as the end of an error."""
     if fmt is None:
         return ""
     if row.role == "zero_point":
@@ -70,7 +70,7 @@ _LARGEST_FINITE_CODE: Final = {"torch.float8_e4m3fn": 0x7E, "torch.float8_e8m0fn
 
 
 def check_scale(name: str, scale: torch.Tensor) -> None:
-    """Checks that values of a scale, or a part of it, are finite and not negative, those of activations positive."""
+    """Checks that scales, or a part of them, are finite and not negative; activation scales must be positive."""
     # One max over the codes clears them all without an fp32 copy.
     largest = _LARGEST_FINITE_CODE.get(str(scale.dtype))
     if largest is not None and int(scale.view(torch.uint8).max()) <= largest:
@@ -89,7 +89,7 @@ def check_scale(name: str, scale: torch.Tensor) -> None:
 
 
 def check_zero_points(name: str, packed: torch.Tensor, num_groups: int) -> None:
-    """Checks 4-bit zero points: any nibble is in range, so what can be seen is one where no group is."""
+    """Checks 4-bit zero points: every nibble is in range, so only a spare one that is not 0 can be detected."""
     if num_groups % 2 == 0:
         return
     spare = packed[..., -1] >> 4

@@ -1,4 +1,4 @@
-"""ExpertWeights: the experts of a layer as checkpoints mean them."""
+"""ExpertWeights: the experts of a layer in canonical order."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ class ExpertWeights:
 
     @classmethod
     def unchecked(cls, tensors: Mapping[str, torch.Tensor], quant: QuantScheme) -> ExpertWeights:
-        """Weights that are not checked: for what was cut out of weights that were.
+        """Weights that are not checked: for parts of weights that were.
 
         Args:
-            tensors: By field.
+            tensors: By field name.
             quant: Their scheme.
         """
         weights = object.__new__(cls)
@@ -222,10 +222,10 @@ class ExpertWeights:
         return dataclasses.replace(self, **moved)  # type: ignore[arg-type]
 
     def contiguous(self) -> ExpertWeights:
-        """The same weights as plain tensors in row-major order: what every `permute_weights` is given.
+        """The same weights as plain row-major tensors, as every `permute_weights` gets them.
 
         Returns:
-            Views without gradients of tensors that are in order already; copies of expanded, transposed and other
+            Views without gradients of tensors that are already in order; copies of expanded, transposed and other
             strided ones. Values are not checked again.
         """
         plain = copy.copy(self)

@@ -10,14 +10,14 @@ __all__ = ["ALIGNMENT", "aligned", "deinterleave_gate_up", "interleave_gate_up",
 
 
 ALIGNMENT: Final = 16
-"""Bytes. Boxes of Hopper's copy engine begin at multiples of this, and so do loads of whole vectors."""
+"""Bytes. TMA boxes begin at multiples of this on Hopper, and so do vector loads."""
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """A view if the tensor is contiguous and begins at a multiple of `ALIGNMENT`, else an aligned copy.
 
-    A slice of a larger tensor may begin anywhere; allocators begin at multiples of far more. The strides are those of
-    a new tensor, also of dimensions of size 1, which may have any and count as contiguous.
+    A slice of a larger tensor may begin anywhere; allocators align to far more. The strides are those of a new tensor,
+    even for dimensions of size 1, where any stride counts as contiguous.
     """
     if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
         return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
@@ -34,9 +34,9 @@ def interleave_gate_up(w13: torch.Tensor, out: torch.Tensor | None = None, dim: 
 
     Args:
         w13: [..., 2I, H], gate rows first.
-        out: Of the same shape, to write into, of any strides and sharing no memory with w13; a new contiguous tensor
-            where None.
-        dim: Of the rows; -1 for biases [..., 2I].
+        out: Tensor of the same shape to write into, of any strides and sharing no memory with w13; None: a new
+            contiguous tensor.
+        dim: Dimension of the rows; -1 for biases [..., 2I].
 
     Returns:
         `out`.
@@ -66,7 +66,7 @@ def deinterleave_gate_up(w13: torch.Tensor, out: torch.Tensor | None = None, dim
 
 
 def pad_columns(weight: torch.Tensor, columns: int) -> torch.Tensor:
-    """Zero-pads the last dimension to `columns`; a view of the same tensor where nothing is missing."""
+    """Zero-pads the last dimension to `columns`; returns the tensor itself if nothing is missing."""
     missing = columns - weight.shape[-1]
     if missing < 0:
         raise ValueError(f"columns must be at least {weight.shape[-1]}, got {columns}")

@@ -1,4 +1,4 @@
-"""ExpertWeights (canonical, as checkpoints mean them) and PermutedWeights (as one kernel wants them)."""
+"""ExpertWeights (canonical order) and PermutedWeights (as one kernel reads them)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PermutedWeights:
         per_expert: By name: a tensor whose dim 0 is the local expert, or a list of one tensor per expert where the
             storage is opaque, so that experts can be moved and reloaded.
         shared: By name: tensors that belong to no one expert.
-        reader: What `to_canonical` asks; `make_kernel` sets it, backends leave it out.
+        reader: Used by `to_canonical`; `make_kernel` sets it, backends leave it out.
     """
 
     layout: str
@@ -65,7 +65,7 @@ class PermutedWeights:
         return value
 
     def flat(self) -> Iterator[torch.Tensor]:
-        """All tensors, those of lists one by one."""
+        """All tensors, including those in lists."""
         for value in (*self.per_expert.values(), *self.shared.values()):
             if isinstance(value, torch.Tensor):
                 yield value
@@ -84,15 +84,15 @@ class PermutedWeights:
 
     @property
     def num_experts(self) -> int:
-        """Local experts; 0 where no tensor belongs to one."""
+        """Local experts; 0 if no tensor belongs to one."""
         return len(next(iter(self.per_expert.values()), ()))
 
     def to_canonical(self, expert: int) -> ExpertWeights:
         """Reads one expert back.
 
-        The first expert of a layout and shape takes some ten permutations of one expert, each later one a single one.
-        Finding out takes five to seven times the expert's bytes where 16 bytes stay together, fifteen to twenty-five
-        times where codes are packed anew, and a hundred times where a layout moves single bits.
+        The first expert of a layout and shape takes about ten permutations of one expert, each later one a single one.
+        Finding the moves takes five to seven times the expert's bytes where 16 bytes stay together, fifteen to
+        twenty-five times where codes are repacked, and a hundred times where a layout moves single bits.
 
         Args:
             expert: Local expert.
@@ -124,7 +124,7 @@ class PermutedWeights:
         return f"PermutedWeights({self.layout!r}, {self.num_experts} experts, {names}, {size})"
 
     def shared_with(self, weights: ExpertWeights) -> frozenset[str]:
-        """Names of the tensors that lie in the memory of some canonical weights."""
+        """Names of the tensors that share memory with these canonical weights."""
         given = set(map(_memory, weights.tensors().values()))
         tensors = {**self.per_expert, **self.shared}
         return frozenset(
@@ -135,17 +135,17 @@ class PermutedWeights:
         )
 
     def copied_from(self, weights: ExpertWeights) -> list[torch.Tensor]:
-        """The canonical tensors in whose memory none of these lie."""
+        """Canonical tensors whose memory holds none of these tensors."""
         held = {_memory(tensor) for tensor in self.flat() if tensor.layout == torch.strided}
         return [tensor for tensor in weights.tensors().values() if _memory(tensor) not in held]
 
     def elsewhere(self, names: Collection[str], other: PermutedWeights) -> frozenset[str]:
-        """Those of some names whose tensors `other` holds in other memory, so that copying them would write."""
+        """The names whose tensors `other` holds in other memory, so that copying them would write."""
         mine, theirs = {**self.per_expert, **self.shared}, {**other.per_expert, **other.shared}
         return frozenset(name for name in names if name not in theirs or not _is_same(mine[name], theirs[name]))
 
     def with_own(self, names: Collection[str]) -> PermutedWeights:
-        """The same weights with copies of the tensors of these names, of the same strides."""
+        """Returns the same weights, with the tensors of these names copied at the same strides."""
 
         def of(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: _copied(value) if name in names else value for name, value in values.items()}
@@ -215,7 +215,7 @@ def _is_same(one: PerExpert, other: PerExpert) -> bool:
 def _write(target: torch.Tensor, source: torch.Tensor) -> None:
     if _is_same(target, source):
         return
-    # A view of the same storage, a transposed one say, would be overwritten while it is read.
+    # A view of the same storage, such as a transposed one, would be overwritten while it is read.
     same = target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     target.copy_(source.clone() if same else source)
 
@@ -249,7 +249,7 @@ def _signature(weights: PermutedWeights, whole: bool = True) -> _Signature:
 
 
 def _difference(theirs: _Signature, mine: _Signature) -> str:
-    """The first difference of what was given and what is held, and the way out."""
+    """Describes the first difference between what was given and what is held, and the way out."""
     if theirs[0] != mine[0]:
         return f"{theirs[0]!r} for {mine[0]!r}; permute them with the same class"
     given, held = theirs[1], mine[1]

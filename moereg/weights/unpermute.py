@@ -1,7 +1,7 @@
-"""Inverts a layout without knowing it: numbers that say where they are show where a layout moves them.
+"""Inverts an unknown layout: numbers that encode their own position show where the layout moves them.
 
-Works for every layout that only moves numbers, or bits of them, besides padding them and flipping fixed bits. What was
-found is no more than a guess: whatever is read back is permuted again and has to give the same bits.
+Works for every layout that only moves numbers, or bits of them, besides padding them and flipping fixed bits. The moves
+found are no more than a guess: whatever is read back is permuted again and must give the same bits.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TensorSpecs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclasses.dataclass(frozen=True)
 class _Numbers:
-    """How a dtype carries positions: patterns that are finite and normal, so that nothing rounds or flushes them.
+    """How a dtype encodes positions: bit patterns that are finite and normal, so that nothing rounds or flushes them.
 
     Attributes:
-        bits: Of an element.
-        base: The bits of every probe.
-        digit_bits: Lowest bits, zero in `base`, that are free.
+        bits: Bits of an element.
+        base: Bit pattern that every probe is based on.
+        digit_bits: Number of lowest bits, zero in `base`, that are free.
         parts: Bits of the units that a layout may move, coarsest first.
     """
 
@@ -43,7 +43,7 @@ class _Numbers:
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Bits of units, and how many of them are tried to move together: runs of 16 bytes take little memory."""
+        """Bits of units, and how many of them are tried as one run: runs of 16 bytes take little memory."""
         return (self.parts[0], 128 // self.parts[0]), *((bits, 1) for bits in self.parts)
 
 
@@ -65,10 +65,10 @@ class Moves:
     """Positions of one canonical tensor's units in an expert's permuted rows.
 
     Attributes:
-        bits: Of a unit.
+        bits: Bits of a unit.
         run: Units that move together.
-        source: [N / run] int32, run of the rows that holds each run of the tensor; -1 for bits that hold nothing.
-        flip: [N], bits of each unit that the layout turns around; None where it turns none.
+        source: [N / run] int32, run of the rows that holds each run of the tensor; -1 for unused bits.
+        flip: [N], bits of each unit that the layout flips; None if it flips none.
     """
 
     bits: int
@@ -77,7 +77,7 @@ class Moves:
     flip: torch.Tensor | None
 
     def apply(self, units: torch.Tensor, nothing: int) -> torch.Tensor:
-        """The tensor's units out of those of the rows, `nothing` where no unit is."""
+        """Gathers the tensor's units from those of the rows, with `nothing` where there is none."""
 
         def of(where: slice) -> torch.Tensor:
             source = self.source[_of_runs(where, self.run)].long().unsqueeze(1)
@@ -107,10 +107,10 @@ def find_moves(permute: Permute, specs: TensorSpecs, quant: QuantScheme, device:
         permute: Permutes one expert.
         specs: The expert's canonical tensors.
         quant: Their scheme.
-        device: That `permute` works on.
+        device: Device that `permute` works on.
 
     Raises:
-        LayoutNotInvertibleError: A tensor's numbers are not moved but computed with, or are not kept.
+        LayoutNotInvertibleError: A tensor's numbers are used in computations instead of moved, or are not kept.
     """
     base = {}
     for name, (shape, dtype) in specs.items():
@@ -131,7 +131,7 @@ def read_back(
         rows: An expert's permuted rows, as `expert_rows` gives them.
 
     Raises:
-        LayoutNotInvertibleError: No moves of numbers made these rows.
+        LayoutNotInvertibleError: These rows were not made by moving numbers.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in specs.items():
@@ -185,7 +185,7 @@ def _try_moves(
     needed: Callable[[torch.Tensor], torch.Tensor],
     device: torch.device,
 ) -> Moves | None:
-    """The moves of runs of units of so many bits; None where the layout moves others, or none at all."""
+    """Finds the moves of runs of units of `bits` bits; None if the layout moves others, or none at all."""
     base = 0 if bits < numbers.bits else numbers.base
     digit_bits = min(numbers.digit_bits, bits)
     mask = (1 << digit_bits) - 1
@@ -226,7 +226,7 @@ def _try_moves(
     moves = Moves(bits, run, source, flip) if bool(flip.any()) else bare
     del plain, flip
 
-    # Units of a coarser size may seem to move whole while halves of them part: other numbers show it.
+    # Units may seem to move whole although the layout splits them: other numbers reveal it.
     def drawn(where: torch.Tensor) -> torch.Tensor:
         return _drawn(where, base, mask)
 
@@ -245,7 +245,7 @@ def _is_in_runs(units: torch.Tensor, run: int) -> bool:
 
 
 def drawn_expert(specs: TensorSpecs, device: torch.device) -> dict[str, torch.Tensor]:
-    """Canonical tensors of a made-up expert, whose numbers are finite, normal and differ."""
+    """Canonical tensors of a made-up expert, whose numbers are finite, normal and varied."""
     tensors: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in specs.items():
         numbers = _numbers(name, dtype)
@@ -260,11 +260,11 @@ def drawn_expert(specs: TensorSpecs, device: torch.device) -> dict[str, torch.Te
 
 
 _PIECE: Final = 2**20
-"""Units that are worked on at once, a multiple of every run: their positions take 8 bytes each, many times what the
-units do."""
+"""Units processed at once, a multiple of every run: their positions take 8 bytes each, many times the units' own
+size."""
 
 _UNITS: Final = {1: torch.uint8, 4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32}
-"""How units of so many bits are held, one an element."""
+"""Dtype that holds units of so many bits, one per element."""
 
 
 def _pieces(count: int) -> Iterator[slice]:
@@ -272,12 +272,12 @@ def _pieces(count: int) -> Iterator[slice]:
 
 
 def _of_runs(where: slice, run: int) -> slice:
-    """The runs of some units."""
+    """Maps a slice of units to their runs."""
     return slice(where.start // run, where.stop // run)
 
 
 def _by_pieces(count: int, kind: torch.Tensor, of: Callable[[slice], torch.Tensor | int]) -> torch.Tensor:
-    """A tensor of so many elements, of the dtype and on the device of `kind`, that is made piece by piece."""
+    """Makes a tensor of `count` elements, with the dtype and on the device of `kind`, piece by piece."""
     made = kind.new_empty(count)
     for piece in _pieces(count):
         made[piece] = of(piece)
@@ -293,7 +293,7 @@ def _drawn(where: torch.Tensor, base: int, mask: int) -> torch.Tensor:
 
 
 def _used_bits(weights: ExpertWeights, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Tells which bits of a canonical tensor, by position, hold anything: an odd row of 4-bit codes has a spare one."""
+    """Returns a test of which bits of a canonical tensor are in use, by position: odd rows of 4-bit codes leave one."""
     tensors, fmt = weights.tensors(), weights.scheme.weight
     matrix = name.partition("_")[0]
     role = TENSOR_ROLES[name]

@@ -17,28 +17,28 @@ from moereg.errors import ArgumentError, MoeregWarning
 from moereg.weights.checks import DEBUG_VARIABLE
 
 _STEPPED: Final[dict[int, tuple[StorageWeakRef, int]]] = {}
-"""For memory that an optimizer wrote into: which step of all optimizers of the process was the last. Fused optimizers
+"""For memory that an optimizer wrote, its last step in the count over all optimizers of the process. Fused optimizers
 raise no version."""
 
 _step = 0
 """Steps of all optimizers since the first question."""
 
 _asked: dict[int, int] = {}
-"""By address, what `_last_step` answered since the last step: it costs 0.4 us a tensor, and a layer has up to eight."""
+"""Answers of `_last_step` since the last step, by address: it costs 0.4 us a tensor, and a layer has up to eight."""
 
 _most = 1024
-"""How many entries `_STEPPED` may have before those of memory that is gone are dropped."""
+"""Number of entries of `_STEPPED` above which those of freed memory are dropped."""
 
 
 class OldWeightsWarning(MoeregWarning):
-    """An optimizer trains tensors of which a bare kernel has a permuted copy."""
+    """An optimizer trains tensors of which a bare kernel holds a permuted copy."""
 
 
 class TensorState(NamedTuple):
     """Address of a tensor, and the number of writes that torch counted.
 
-    Writes through `tensor.data` or a raw pointer, and those into tensors that were made in inference mode, count no
-    versions.
+    torch counts no writes through `tensor.data` or a raw pointer, and none into tensors that were made in inference
+    mode.
 
     Attributes:
         step: The last step of an optimizer that may have written it; 0 for none.
@@ -54,7 +54,7 @@ class TensorState(NamedTuple):
 
 
 def states_of(tensors: Iterable[torch.Tensor]) -> tuple[TensorState, ...]:
-    """States of tensors, which change when these are replaced or written into."""
+    """States of tensors, which change when the tensors are replaced or written."""
     _follow_optimizers()
     reads = os.environ.get(DEBUG_VARIABLE) == "1" and not (
         torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -94,21 +94,21 @@ def check_counted(before: tuple[TensorState, ...], now: tuple[TensorState, ...],
 
 
 class CopiedFrom:
-    """The source memory of a bare kernel's copied weights.
+    """The memory from which a bare kernel copied its weights.
 
-    Only its caller can bring such a kernel up to date. The first step of an optimizer on that memory, while this object
-    lives, is one `OldWeightsWarning`.
+    Only its caller can update such a kernel. The first step of an optimizer on that memory while this object lives
+    gives one `OldWeightsWarning`.
     """
 
     def __init__(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Begins to watch the canonical tensors of which the kernel of that name has copies."""
+        """Starts watching the canonical tensors that the kernel of that name copied."""
         self.name = name
         self.tensors(tensors)
         _WATCHED.add(self)
         _follow_optimizers()
 
     def tensors(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Takes note that these were copied instead of those before."""
+        """Records that these tensors were copied instead of the earlier ones."""
         self.memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
 
 
@@ -117,14 +117,14 @@ _WATCHED: Final[weakref.WeakSet[CopiedFrom]] = weakref.WeakSet()
 
 @functools.cache
 def _follow_optimizers() -> None:
-    """Has torch call `_note_step` from now on: a process that makes no layer has no hook."""
-    # A step that raises half way has written some of its parameters, and comes to no post hook.
+    """Makes torch call `_note_step` from now on; a process that makes no layer has no hook."""
+    # A step that raises halfway has written some of its parameters, and reaches no post hook.
     register_optimizer_step_pre_hook(_note_step)
     register_optimizer_step_post_hook(_note_step)
 
 
 def _note_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Notes the memory of all that an optimizer holds."""
+    """Records the memory of all parameters of an optimizer."""
     global _step, _asked, _most
     _step += 1
     stepped = set()
@@ -136,7 +136,7 @@ def _note_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
                 continue
             stepped.add(storage._cdata)
             known = _STEPPED.get(storage._cdata)
-            # While there is a weak reference to memory that is gone, no other gets its number.
+            # While a weak reference to freed memory lives, no other memory gets its number.
             _STEPPED[storage._cdata] = (StorageWeakRef(storage) if known is None else known[0], _step)
     _asked = {}  # Not emptied: another thread may be about to note an answer from before this step.
     if len(_STEPPED) > _most:
@@ -155,7 +155,7 @@ def _note_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: 
 
 def _last_step(tensor: torch.Tensor) -> int:
     asked, step = _asked, _step
-    # An optimizer may hold another copy of what is trained, such as one in fp32, and write it back in its own way.
+    # An optimizer may hold another copy of a trained tensor, such as one in fp32, and write it back in its own way.
     if not (tensor.requires_grad or tensor.grad is not None):
         found = _STEPPED.get(tensor.untyped_storage()._cdata)
         step = 0 if found is None else found[1]

@@ -1,4 +1,4 @@
-"""Activations of the first product's epilogue, in Triton and in torch."""
+"""Activation functions of the gate/up GEMM's epilogue, in Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def activate_pairs(x, ACTIVATION: tl.constexpr):
-    """`f(min(gate, limit)) * (clamp(up, -limit, limit) + beta)` of neighboring columns, or `f(x)` where not gated.
+    """Activates adjacent (gate, up) columns as `activate_halves` does; returns `f(x)` where not gated.
 
     Args:
         x: [M, N] fp32; where gated, gates in the even columns.
@@ -30,7 +30,7 @@ def activate_halves(gate, up, ACTIVATION: tl.constexpr):
     BETA: tl.constexpr = ACTIVATION.beta
     LIMIT: tl.constexpr = ACTIVATION.limit
     if LIMIT is not None:
-        # Comparisons keep NaN, which a minimum would replace by the limit.
+        # tl.where keeps NaN; tl.minimum would replace it by the limit.
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     return activate(gate, ACTIVATION) * (up + BETA)
@@ -38,7 +38,7 @@ def activate_halves(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """The function of a gate, or of fp32 x where there is none."""
+    """Applies the activation function to fp32 `x`: the gate, or the whole product where not gated."""
     NAME: tl.constexpr = ACTIVATION.name
     ALPHA: tl.constexpr = ACTIVATION.alpha
     if NAME == "silu" or NAME == "swigluoai":
@@ -50,6 +50,6 @@ def activate(x, ACTIVATION: tl.constexpr):
         return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     else:
         tl.static_assert(NAME == "relu2")
-        # Written so that NaN stays NaN.
+        # tl.maximum would turn NaN into 0.
         x = tl.where(x < 0.0, 0.0, x)
         return x * x

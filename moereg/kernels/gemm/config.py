@@ -1,4 +1,4 @@
-"""Launch configurations of the expert matmuls, and what a row of their tables is: data, without device code."""
+"""Launch configurations of the expert GEMMs, and the rows of their tables: data only, no device code."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemvConfig:
-    """Launch configuration of one product of a vector.
+    """Launch configuration of one GEMV.
 
     Attributes:
         block_n: weight rows per program (gate and up count as two); a power of two.
-        block_k: reduced elements per step; a power of two, masked where it does not divide.
+        block_k: elements of the reduction per step; a power of two, masked where it does not divide.
         num_warps: warps per program.
-        num_stages: steps whose weights are on their way at a time.
+        num_stages: steps whose weights are in flight at once.
     """
 
     block_n: int
@@ -33,16 +33,16 @@ class GroupedGemmConfig:
     Attributes:
         block_m: rows of a tile; equal to the plan's.
         block_n: columns of the weight product per tile (gate and up count as two).
-        block_k: reduced elements per step; masked where it does not divide the padded dimension.
-        group_m: tiles of rows that share the columns of a weight before the next columns are taken, for the L2.
+        block_k: elements of the reduction per step; masked where it does not divide the padded dimension.
+        group_m: row tiles that share a column tile of the weight before the next one is taken, for L2 reuse.
         num_warps: warps per program.
         num_stages: depth of the software pipeline. Two to four programs per multiprocessor beat a deeper pipeline.
-        mask_rows: whether rows past the end of a tile are left out instead of repeating the last one: pays where tiles
-            are mostly empty.
-        slices: `block_k` long pieces of a step, one per warp, or 1: warps share columns. Packed weights only. In the
-            second product of a `SinglePair` each belongs to one route.
-        tall: of tiles of experts with more than `block_m` rows, in the same launch and with as many warps; the plan's
-            `tall` is its `block_m`. None: these experts have several tiles like the others.
+        mask_rows: whether loads of rows past the end of a tile are masked instead of repeating the last row: pays off
+            where tiles are mostly empty.
+        slices: pieces of a step, `block_k` elements each, one per warp; 1: the warps split the columns instead. Packed
+            weights only. In the second product of a `SinglePair` each slice belongs to one route.
+        tall: configuration of tall tiles, for experts with more than `block_m` rows: same launch, same number of
+            warps; its `block_m` is the plan's `tall`. None: such experts get several tiles of `block_m` rows.
     """
 
     block_m: int
@@ -58,7 +58,7 @@ class GroupedGemmConfig:
 
 @dataclass(frozen=True, slots=True)
 class GemvPair:
-    """Configurations of both products where every route is a vector; routes are neither sorted nor stored."""
+    """Configurations of both products as GEMVs; routes are not sorted, and their outputs are not stored."""
 
     gate_up: GemvConfig
     down: GemvConfig
@@ -69,8 +69,8 @@ class GemmPair:
     """Configurations of both grouped GEMMs, with equal `block_m`.
 
     Attributes:
-        gate_up: the first GEMM's.
-        down: the second's.
+        gate_up: of the first GEMM.
+        down: of the second.
         sort_routes: whether rows come from a plan; else from `DirectRoutes`, for at most `block_m` tokens.
     """
 
@@ -80,17 +80,17 @@ class GemmPair:
 
     @property
     def tall(self) -> int:
-        """Rows of a plan's tall tiles; 0: it has none."""
+        """Rows of the plan's tall tiles; 0 if there are none."""
         return 0 if self.gate_up.tall is None else self.gate_up.tall.block_m
 
 
 @dataclass(frozen=True, slots=True)
 class SinglePair:
-    """Configurations of both products of one token with packed weights; the second one adds up the routes itself.
+    """Configurations of both products of one token with packed weights; the second also sums over the routes.
 
     Attributes:
-        gate_up: the first product's, on `DirectRoutes`.
-        down: the second's, whose slices the routes share.
+        gate_up: of the first product, on `DirectRoutes`.
+        down: of the second, whose slices are divided among the routes.
     """
 
     gate_up: GroupedGemmConfig
@@ -99,14 +99,14 @@ class SinglePair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigRule:
-    """One row of the table of shipped configurations.
+    """One row of a table of shipped configurations; it applies within all of its limits.
 
     Attributes:
         element_bytes: bytes of an activation.
         configs: of both products.
-        max_tokens: the rule applies up to this number of tokens,
-        max_rows_per_expert: and up to this average of rows per expert,
-        max_packed_bits: and for packed weights of up to so many bits.
+        max_tokens: largest number of tokens.
+        max_rows_per_expert: largest average number of rows per expert.
+        max_packed_bits: largest width of packed weights.
     """
 
     element_bytes: int
@@ -136,11 +136,11 @@ _WORDS: Final = {"any": math.inf, "finite": 2**31, "yes": True, "no": False}
 
 
 def read_rules(table: str) -> tuple[ConfigRule, ...]:
-    """The rules of a table: a line that names the columns, then a line for each rule; `#` begins a comment.
+    """Parses a table of rules: a header that names the columns, then one line per rule; `#` begins a comment.
 
-    The first part of a line says up to where the rule applies and the way (`gemv`, `single`, `direct` for routes as
-    they come, or `sorted`), the second what the tiles of both products have in common, the third and fourth the rest of
-    either one's. Columns are fields of `ConfigRule` and of `GroupedGemmConfig` or `GemvConfig`, in short.
+    The first part of a line has the rule's limits and its way (`gemv`, `single`, `direct` for unsorted routes, or
+    `sorted`), the second the fields that both products' tiles share, the third and fourth those of each product.
+    Column names abbreviate fields of `ConfigRule` and of `GroupedGemmConfig` or `GemvConfig`.
     """
     lines = [line for line in table.splitlines() if line.strip() and not line.strip().startswith("#")]
     header, *rows = ([[_value(word) for word in part.split()] for part in line.split("|")] for line in lines)
@@ -165,12 +165,12 @@ def _read_rule(header: list[list[str]], row: list[list[Any]]) -> ConfigRule:
 
 
 def fit_pipeline(config: GroupedGemmConfig, stage_bytes: int, shared_bytes: int | None) -> GroupedGemmConfig:
-    """The configuration with as many stages as fit.
+    """Returns the configuration with as many of its stages as fit in shared memory.
 
     Args:
         config: launch configuration.
-        stage_bytes: that one stage keeps in shared memory.
-        shared_bytes: that a program may use; None: any number.
+        stage_bytes: shared memory of one stage.
+        shared_bytes: shared memory that a program may use; None: no limit.
     """
     if shared_bytes is None:
         return config

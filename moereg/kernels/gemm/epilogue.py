@@ -1,4 +1,4 @@
-"""The first product's work on its sums before it stores them; a layer builds it once. Needs no triton."""
+"""The gate/up GEMM's epilogue, built once per layer. Does not import Triton."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 class ActivationConstant(NamedTuple):
-    """The kernels' constant that says how a product is activated; the fields are those of `GateUpEpilogue`.
+    """A product's activation as a compile-time constant; the fields are those of `GateUpEpilogue`.
 
-    Without a name nothing is: that of the second product.
+    Without a name there is no activation, as in the second product.
     """
 
     name: str | None = None
@@ -45,5 +45,5 @@ class GateUpEpilogue:
 
     @property
     def constant(self) -> ActivationConstant:
-        """All but the bias, as Triton's kernels take it."""
+        """Everything but the bias, as Triton kernels take it."""
         return ActivationConstant(self.activation, self.gated, self.alpha, self.beta, self.limit)

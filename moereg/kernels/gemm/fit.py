@@ -1,8 +1,8 @@
-"""Fits a pair of configurations to the layer and the call: tall tiles, and the tile of a short second product.
+"""Fits a pair of configurations to the layer and the call: tall tiles, and the tile of a shallow second product.
 
-The tables of `rules` look at the average of rows an expert, since only the device knows the counts. Here are rules for
-what an average hides, measured on one NVIDIA H200 (torch 2.11, Triton 3.6, bf16) on 2026-11-23 with uniform routings,
-Zipf's, and all tokens on one set of experts.
+The tables of `rules` use the average number of rows per expert, since only the device knows the counts. The rules here
+cover what the average hides. They were measured on one NVIDIA H200 (torch 2.11, Triton 3.6, bf16) on 2026-11-23 with
+uniform and Zipf routings and with all tokens on one set of experts.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from typing import Final
 
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig, fit_pipeline
 
-# All weights read once are one read of the L2; in low tiles an expert with 256 rows is read 16 times. A tile of 64 rows
-# takes wgmma, and its products are hidden where an expert has few rows too; 128 rows were slower at up to 256 tokens.
+# Each row tile reads its expert's weights from the L2 again: 16 times for 256 rows in tiles of 16. Tiles of 64 rows use
+# wgmma, whose time is hidden even where an expert has few rows; 128 rows were slower at up to 256 tokens.
 _TALL_ROWS: Final = 64
 _TALL_DEPTH: Final = 64
 
-# Restoring weights costs registers: these are what 5 programs a multiprocessor leave, with 64 columns. Tiles of 64 rows
-# take so many that uniform routings lose 5 %. Where the average expert has more than half of a low tile, most have a
-# few rows more than a tile or none, and the layer loses 10 % (int4, mixtral-8x7b, 64 tokens); up to 16 tokens it loses
-# 1 to 11 %, and one set of experts has two low tiles each.
+# Dequantizing takes registers: with 64 columns, 32 rows are what 5 programs per multiprocessor leave room for, and 64
+# rows take so many that uniform routings lose 5 %. Where the average expert fills more than half of a low tile, most
+# experts exceed a tile by a few rows or not at all, and tall tiles cost 10 % of the layer (int4, mixtral-8x7b, 64
+# tokens). Up to 16 tokens they cost 1 to 11 %; all tokens on one set of experts make only two low tiles each there.
 _PACKED_TALL: Final = GroupedGemmConfig(
     block_m=32, block_n=64, block_k=128, group_m=4, num_warps=4, num_stages=3, mask_rows=True
 )
 
 _PACKED_TALL_MIN_TOKENS: Final = 17
 
-# Up to here steps of 128 are few, or masked (192 is one and a half). With steps of 64 all loads of a program start at
-# once, and more programs fit a multiprocessor. At 384 it gains nothing.
+# Up to this depth, steps of 128 are few, or masked (192 is one and a half). With steps of 64 all loads of a program are
+# issued at once, and more programs fit on a multiprocessor. At 384 it gains nothing.
 _SHORT_DEPTH: Final = 256
 
-# Two programs on each multiprocessor of an H200, and one. Where tiles of the second product do not even give each one a
-# program, the loads that are in flight do not hide their latency: half the columns and twice the stages give it two
-# (Mixtral-8x7B at 64 tokens: one set 214 to 194 us, Zipf's routing 726 to 673, uniform 650 to 649). First products with
-# so few tiles, those of shards, were not timed.
+# Two programs per multiprocessor of an H200, and one. Where the second product has no more tiles than one per
+# multiprocessor, the loads in flight do not hide their latency; half the columns and twice the stages give it two
+# programs each (Mixtral-8x7B at 64 tokens: one set of experts 214 to 194 us, Zipf routing 726 to 673, uniform 650 to
+# 649). First products with so few tiles, those of shards, were not timed.
 _FULL_PROGRAMS: Final = 264
 _ONE_EACH: Final = 132
 _MOST_STAGES: Final = 4
@@ -48,15 +48,15 @@ class CallShape:
     """Sizes that the rules look at.
 
     Attributes:
-        most_rows: that an expert can have: T, or max_T in the batched format.
-        rows_per_expert: the average.
+        most_rows: most rows that an expert can have: T, or max_T in the batched format.
+        rows_per_expert: average number of rows per expert.
         top_k: K.
-        gate_up_columns: rows of an expert's weights of the first product,
-        down_columns: and of the second.
+        gate_up_columns: columns of the first product: rows of an expert's w13.
+        down_columns: columns of the second product: rows of an expert's w2.
         down_depth: I_pad.
-        element_bytes: of an activation.
+        element_bytes: bytes of an activation.
         is_packed: whether weights are packed.
-        shared_bytes: that one program may use on the device, nearly all of a multiprocessor's; None: any number.
+        shared_bytes: shared memory that a program may use, nearly all of a multiprocessor's; None: no limit.
     """
 
     most_rows: int
@@ -71,9 +71,9 @@ class CallShape:
 
 
 def fit_pair(configs: GemmPair, shape: CallShape) -> GemmPair:
-    """The pair with what the rules add.
+    """Applies the rules to a pair.
 
-    Tiles of 8 warps have as many rows as tall ones, or more, and 32-bit weights have no matrix units: both stay.
+    Pairs of 8 warps already have tiles as tall, and 32-bit weights do not use matrix units: both stay unchanged.
 
     Args:
         configs: from the table.
@@ -96,12 +96,12 @@ def fit_pair(configs: GemmPair, shape: CallShape) -> GemmPair:
 
 
 def _row_tiles(shape: CallShape) -> int:
-    """Tall tiles of rows where all tokens choose one set of experts."""
+    """Number of tall row tiles if all tokens choose one set of experts."""
     return shape.top_k * -(-shape.most_rows // _TALL_ROWS)
 
 
 def _tall_columns(shape: CallShape, num_columns: int) -> int:
-    # What one set of experts makes has to fill the GPU.
+    # The tiles of one set of experts must fill the GPU.
     return 128 if _row_tiles(shape) * -(-num_columns // 128) >= _FULL_PROGRAMS else 64
 
 
@@ -111,14 +111,14 @@ def _tall_down_columns(shape: CallShape) -> int:
 
 
 def _tall(low: GroupedGemmConfig, block_n: int, shape: CallShape) -> GroupedGemmConfig | None:
-    """The tall tile beside a low one; None where that is as tall."""
+    """The tall tile beside a low one; None where the low one is as tall, or where it would not pay."""
     if shape.is_packed:
         is_rare = shape.most_rows >= _PACKED_TALL_MIN_TOKENS and 2 * shape.rows_per_expert <= low.block_m
         return _PACKED_TALL if is_rare and low.block_m < _PACKED_TALL.block_m else None
     if low.block_m >= _TALL_ROWS:
         return None
-    # No fewer programs a multiprocessor than with low tiles alone. Triton keeps as many stages of wgmma as are asked
-    # for, and one less of the products of lower tiles.
+    # As many programs per multiprocessor as with low tiles alone. Triton allocates all requested stages for wgmma, and
+    # one fewer for the products of lower tiles.
     shared_bytes = _H200_SHARED_BYTES if shape.shared_bytes is None else shape.shared_bytes
     low_bytes = (low.num_stages - 1) * (low.block_m + low.block_n) * 2 * low.block_k
     programs = shared_bytes // (low_bytes + 1024)
@@ -136,5 +136,5 @@ def _tall(low: GroupedGemmConfig, block_n: int, shape: CallShape) -> GroupedGemm
 
 
 def _fitting(config: GroupedGemmConfig, shape: CallShape) -> GroupedGemmConfig:
-    """As many stages as fit, of 16-bit weights."""
+    """Limits the stages of a configuration with 16-bit weights to those that fit."""
     return fit_pipeline(config, 2 * config.block_k * (config.block_m + config.block_n), shape.shared_bytes)

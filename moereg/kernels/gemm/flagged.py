@@ -1,17 +1,17 @@
 """Both products of a Mixture-of-Experts layer with packed weights in one launch, in Triton.
 
-Tasks are all tiles of the first product, one tile of rows after the other, and then all tiles of the second, in the
-same order. Each tile of rows has a flag, which the launch that plans the rows sets to zero, and to which each tile of
-the first product adds one. A tile of the second waits until its flag says all of them. So nothing waits for the slowest
-program of the first product but what needs its numbers, and tiles of the second fill the multiprocessors that the first
-leaves free. Flags belong to the plan, and with it to one call.
+Tasks are all tiles of the first product, row tile by row tile, then all tiles of the second in the same order. Each row
+tile has a flag: the launch that plans the rows zeroes it, and each tile of the first product increments it. A tile of
+the second product waits until the flag has counted all of them. So only the tiles that read the output of the first
+product's slowest program wait for it, and the second product fills multiprocessors that the first leaves idle. Flags
+belong to the plan, and so to one call.
 
-The number of a program is its task, so that programs wait for lower numbers alone. That ends where these have started
-by then, also where few programs run at a time, or none beside another, as in the interpreter. NVIDIA's GPUs start
-programs in the order of their numbers. Nobody promises it, but NVIDIA's own library relies on it: the scan of CUB gives
-the blocks of a launch their tiles by number, and each waits for those before it. Here it ran on an H200 alone.
+A program's id is its task, so that programs wait only for lower ids. This cannot deadlock if those have already
+started, even where few programs run at a time, or one after another as in the interpreter. NVIDIA GPUs start programs
+in the order of their ids. That is undocumented, but NVIDIA's own library relies on it: CUB's scan assigns tiles by
+block index, and each block waits for those before it. This kernel has run on an H200 only.
 
-Sizes as in `grouped`. The numbers are the same too, bit for bit, where the configurations are.
+Sizes as in `grouped`, whose results it reproduces bit for bit with the same configurations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moereg.kernels.sizes import FLAG_WORDS
 
 _FLAG_WORDS = tl.constexpr(FLAG_WORDS)
 
-# Of each row of a waiting tile's weights, 64 elements each; a power of two.
+# Blocks of 64 elements prefetched from each weight row of a waiting tile; a power of two.
 _PREFETCHED_BLOCKS = tl.constexpr(8)
 
 
@@ -44,7 +44,7 @@ def _has_prefetch():
 
 @triton.jit
 def _prefetch_weights(weights, stride_expert, depth, num_columns, expert, column_tile, TILE: tl.constexpr):
-    """Asks the L2 for the first 4-bit weights of a tile of columns; does nothing but on Hopper and later.
+    """Prefetches the first 4-bit weights of a column tile into the L2; does nothing before Hopper.
 
     Args:
         weights: words of all experts.
@@ -74,14 +74,14 @@ def _prefetch_weights(weights, stride_expert, depth, num_columns, expert, column
 
 @triton.jit
 def _raise_flag(flag):
-    """Adds one after all threads of the program have written what the flag stands for."""
+    """Increments a flag (release) after all threads of the program have written their part of the tile."""
     tl.debug_barrier()
     tl.atomic_add(flag, 1, sem="release", scope="gpu")
 
 
 @triton.jit
 def _flag_value(flag):
-    """Reads a flag; everything written before it was raised can be read afterwards."""
+    """Reads a flag (acquire): what was written before it was raised can be read afterwards."""
     return tl.atomic_add(flag, 0, sem="acquire", scope="gpu")
 
 
@@ -112,8 +112,8 @@ def _both_kernel(
     w2_stride_bias,
     ROUTES: tl.constexpr,  # RouteShape
     ACTIVATION: tl.constexpr,  # ActivationConstant
-    UP_FORMAT: tl.constexpr,  # WeightFormat, as the next but one
-    UP_TILE: tl.constexpr,  # TileShape, as the next but one
+    UP_FORMAT: tl.constexpr,  # WeightFormat, like DOWN_FORMAT
+    UP_TILE: tl.constexpr,  # TileShape, like DOWN_TILE
     DOWN_FORMAT: tl.constexpr,
     DOWN_TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -123,7 +123,7 @@ def _both_kernel(
     number = tl.program_id(0)
     up_tiles = tl.cdiv(w13_columns, UP_TILE.block_n)
     down_tiles = tl.cdiv(w2_columns, DOWN_TILE.block_n)
-    # The plan is there then, and with it the flags' zeros, to which nothing may be added before.
+    # From here on the plan is complete and its flags are zero; no flag may be raised earlier.
     wait_for_previous(OVERLAP)
     used_blocks = tl.load(plan.num_blocks)
     if number < used_blocks * up_tiles:
@@ -146,7 +146,7 @@ def _both_kernel(
             _prefetch_weights(w2.weights, w2_strides.expert, w2_depth, w2_columns, expert, down.column_tile, DOWN_TILE)
         while count < up_tiles:
             count = _flag_value(flag)
-        # One thread saw it.
+        # One thread read the flag; the others may load only after it.
         tl.debug_barrier()
         second = Down(out, intermediate, w2, w2_bias, topk_weights, None)
         strides = Strides(stride_intermediate, w2_strides, w2_stride_bias, stride_out)
@@ -169,13 +169,12 @@ def both_gemms(
     topk_weights: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
-    """`grouped.gate_up_gemm` and then `grouped.down_gemm`, with the arguments of both.
+    """Runs `grouped.gate_up_gemm`, then `grouped.down_gemm`; takes the arguments of both.
 
     Args:
         w13, w2: packed, 4 bits a weight.
-        plan: with flags, as `sort_routes` wrote them: they are used up.
-        configs: launch configurations with as many warps in both products, without tall tiles, one tile of rows after
-            the other.
+        plan: with the flags that `sort_routes` zeroed; they are used up.
+        configs: launch configurations with equal warps in both products, no tall tiles and a `group_m` of 1.
     """
     gate_up, down = configs.gate_up, configs.down
     up, last = operand_of(w13, gate_up), operand_of(w2, down)
@@ -219,7 +218,7 @@ def both_gemms(
         DOWN_FORMAT=last.format,
         DOWN_TILE=down_shape,
         num_warps=gate_up.num_warps,
-        # Of loops that say nothing else; those of packed weights do.
+        # For loops that set no depth of their own; those over packed weights do.
         num_stages=gate_up.num_stages,
         **overlapping(overlap),
     )

@@ -1,7 +1,7 @@
 """Both products of a Mixture-of-Experts layer for a single token, in Triton: two launches.
 
 Every route streams its expert's weights once through plain multiply-adds, which at one row cost less than feeding the
-matrix units. Nothing is sorted. The second product adds up a token's routes itself, so no row of a route is stored.
+matrix units. Nothing is sorted. The second product sums over a token's routes itself, so no route's output is stored.
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
 the sizes of the zero-padded weights.
 """
@@ -122,7 +122,7 @@ def _gemv_down_kernel(
         route = token * TOP_K + step // steps
         offs_k = step % steps * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [1, BLOCK_K]
         expert = load_local_expert(topk_ids, expert_map, route, route + 1, num_experts, num_local_experts)
-        # A route that adds nothing has no row in the intermediate, and its weight may be anything.
+        # A route without a local expert has no row in the intermediate, and its weight may be anything.
         valid = expert >= 0
         mask = (offs_k < depth) & valid if MASK_K else valid
         x = tl.load(intermediate + route.to(tl.int64) * stride_intermediate + offs_k, mask=mask, other=0.0)
@@ -162,9 +162,9 @@ def gate_up_gemv(
     Arguments as for `gate_up_gemm` of `grouped`.
 
     Args:
-        out: [N, I_pad], rows contiguous, by route: rows of other routes stay as they are.
-        routes: of any number of tokens, whatever its `block_m`.
-        overlap: whether the next kernel was launched to start early.
+        out: [N, I_pad], rows contiguous, by route: rows of routes without a local expert stay as they are.
+        routes: any number of tokens; its `block_m` is ignored.
+        overlap: whether the next kernel, launched with overlap, may start early.
     """
     topk_ids, bias = routes.topk_ids, epilogue.bias
     num_columns = w13.shape[1]

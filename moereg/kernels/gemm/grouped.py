@@ -1,8 +1,8 @@
-"""The two grouped matmuls of a Mixture-of-Experts layer, with 16- or 32-bit weights or packed ones, in Triton.
+"""The two grouped GEMMs of a Mixture-of-Experts layer, with 16- or 32-bit weights or packed ones, in Triton.
 
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
-the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`; where a plain `BlockMap` says,
-which is the batched format; or, of a few tokens, unsorted from `DirectRoutes`.
+the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`, in the batched format of a plain
+`BlockMap`, or, for a few tokens, unsorted from `DirectRoutes`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from moereg.kernels.sizes import WEIGHT_PAD
 
 
 class GateUp(NamedTuple):
-    """The kernel's argument: all that every tile of the product reads and writes; see `gate_up_gemm`.
+    """Tensors that the tiles of the product read and write, as one kernel argument; see `gate_up_gemm`.
 
     Attributes:
-        out: with the next and the last two pointers.
-        hidden_states: rows of activations.
+        out: pointer to the result.
+        hidden_states: pointer to rows of activations.
         matrices: `Matrices`.
-        bias: or None.
-        route_factors: or None.
+        bias: pointer, or None.
+        route_factors: pointer, or None.
     """
 
     out: Any
@@ -59,7 +59,7 @@ def gate_up_tile(
     TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Multiplies, activates and stores a `Tile`, of a `GateUp` and its `Strides`."""
+    """Computes, activates and stores one `Tile` of a `GateUp`."""
     BLOCK_N: tl.constexpr = TILE.block_n
     columns = tile.column_tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     if TILE.mask_n:
@@ -139,15 +139,15 @@ def _gate_up_kernel(
 
 
 class Down(NamedTuple):
-    """The kernel's argument: all that every tile of the product reads and writes; see `down_gemm`.
+    """Tensors that the tiles of the product read and write, as one kernel argument; see `down_gemm`.
 
     Attributes:
-        out: with the next and the last three pointers.
-        intermediate: rows of activations.
+        out: pointer to the result.
+        intermediate: pointer to rows of activations.
         matrices: `Matrices`.
-        bias: or None.
-        topk_weights: or None.
-        row_factors: or None.
+        bias: pointer, or None.
+        topk_weights: pointer, or None.
+        row_factors: pointer, or None.
     """
 
     out: Any
@@ -160,7 +160,7 @@ class Down(NamedTuple):
 
 @triton.jit
 def down_tile(tile, gemm, depth, num_columns, strides, FORMAT: tl.constexpr, TILE: tl.constexpr):
-    """Multiplies and stores a `Tile`, of a `Down` and its `Strides`."""
+    """Computes and stores one `Tile` of a `Down`."""
     BLOCK_N: tl.constexpr = TILE.block_n
     columns = tile.column_tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     loaded_columns = columns
@@ -238,7 +238,7 @@ def _down_kernel(
 def _tall_shape(
     config: GroupedGemmConfig, plan: BlockMap | DirectRoutes, operand: WeightOperand, depth_a: int
 ) -> TileShape | None:
-    """The constant of the plan's tall tiles, of which there may be none."""
+    """Returns the `TileShape` of the plan's tall tiles, or None if there are none."""
     tall = config.tall
     if tall is None:
         assert isinstance(plan, DirectRoutes) or plan.tall == 0
@@ -250,14 +250,14 @@ def _tall_shape(
 
 
 def num_programs(plan: BlockMap | DirectRoutes, config: GroupedGemmConfig, num_columns: int) -> int:
-    """As many as any counts of rows need."""
+    """Number of programs that suffices for any row counts."""
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
     if config.tall is None:
         return int(plan.max_blocks * num_tiles_n)
     tall_tiles_n = triton.cdiv(num_columns, config.tall.block_n)
     most = plan.max_blocks * max(num_tiles_n, tall_tiles_n)
     if isinstance(plan, RoutePlan):
-        # An expert has one low tile, or a tall one for its first row and one for every `tall` rows more.
+        # An expert has one low tile, or a tall one plus one for every `tall` further rows.
         num_routes = plan.sorted_routes.numel()
         num_experts = min(num_routes, plan.expert_offsets.numel() - 1)
         bound = num_experts * max(num_tiles_n, tall_tiles_n) + num_routes // config.tall.block_m * tall_tiles_n
@@ -283,10 +283,10 @@ def gate_up_gemm(
 
     Args:
         out: [N, I_pad], dtype of the activations, rows contiguous: overwritten up to the last valid row. Columns
-            from I on become zeros, since their weights and biases are. [N, I_pad] by route for `DirectRoutes`;
+            from I on are zero because their weights and biases are. [N, I_pad] by route for `DirectRoutes`;
             [E * max_T, I_pad] in the batched format, valid rows overwritten.
         hidden_states: [T, H] bf16, fp16 or fp32, rows contiguous; read only in its H columns. [E * max_T, H] in the
-            batched format, where rows that are not valid may be NaN.
+            batched format, where invalid rows may be NaN.
         w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; same dtype, zero padded, H_pad a
             multiple of 64, fewer than 2**31 elements per expert. Or packed, for 16-bit activations.
         plan: from `sort_routes` or `plan_batches` with `config.block_m`.
@@ -332,9 +332,9 @@ def down_gemm(
 
     Args:
         out: [N, H], rows contiguous: the rows of valid routes are overwritten, the others stay as they are. Its dtype
-            is the caller's choice: that of the activations halves the traffic of this buffer, the largest of the
-            layer, at the price of one more rounding per route, of the size of the output's own. [E * max_T, H] in the
-            batched format: every valid row to its own place.
+            is the caller's choice: that of the activations halves the traffic of this buffer, the layer's largest, at
+            the price of one more rounding per route, comparable to that of the output. [E * max_T, H] in the batched
+            format: every valid row to its own place.
         intermediate: [N, I_pad] bf16, fp16 or fp32, rows contiguous, from `gate_up_gemm`.
         w2: [E, H, I_pad], same dtype, zero padded, I_pad a multiple of 64, fewer than 2**31 elements per expert. Or
             packed.
@@ -370,9 +370,9 @@ def _launch(
     is_behind: bool,
     **constants: Any,
 ) -> None:
-    """Launches a product; `is_behind`: another kernel of the layer is in front of it.
+    """Launches a product; `is_behind`: another kernel of the layer runs before it.
 
-    `depths` are elements of a row of activations, where the kernel takes them, and of weights.
+    `depths` are the row lengths of the activations, if the kernel takes that, and of the weights.
     """
     num_columns, depth, depth_a = operand.num_columns, operand.depth, depths[0]
     stride_bias = 0 if gemm.bias is None else gemm.bias.stride(0)

@@ -14,18 +14,18 @@ from moereg.kernels.packed.weights import STEP, PackedMatrix, WeightFormat
 
 
 class TileShape(NamedTuple):
-    """The kernels' constant for what a tile of a product covers and which of its loads need a mask.
+    """Compile-time constant: a product's tile and which of its loads need a mask.
 
     Attributes:
-        block_m: of `GroupedGemmConfig`, as the next three.
+        block_m: rows; this and the next three as in `GroupedGemmConfig`.
         block_n: columns.
-        block_k: reduced elements per step.
-        group_m: tiles of rows that share columns.
-        mask_rows: whether rows that do not count are left out.
-        mask_a: whether steps over the weights' reduced dimension reach past a row of activations; see `reaches_past`.
+        block_k: elements of the reduction per step.
+        group_m: row tiles that share a column tile.
+        mask_rows: whether loads of invalid rows are masked.
+        mask_a: whether steps over the weights' reduction reach past a row of activations; see `reaches_past`.
         mask_b: whether they reach past a row of weights.
         mask_n: whether tiles reach past the last column.
-        stages: depth of the loop's pipeline; None: the kernel's.
+        stages: depth of the loop's pipeline; None: the launch's `num_stages`.
     """
 
     block_m: int
@@ -46,9 +46,9 @@ def accumulate(a_pointers, b_pointers, row_mask, depth_a, depth, TILE: tl.conste
     Args:
         a_pointers: [BLOCK_M, BLOCK_K] first elements of the activations.
         b_pointers: [BLOCK_K, BLOCK_N] first elements of the weights.
-        row_mask: [BLOCK_M] rows that count.
-        depth_a: elements of a row of activations; what lies behind them may be NaN.
-        depth: K_pad, elements of a row of weights, no fewer; behind them lies the next row, or nothing.
+        row_mask: [BLOCK_M] valid rows.
+        depth_a: elements of a row of activations; memory past them may hold NaN.
+        depth: K_pad >= depth_a, elements of a row of weights; past them lies the next row or the end of the tensor.
         TILE: `TileShape`.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
@@ -79,8 +79,8 @@ def accumulate(a_pointers, b_pointers, row_mask, depth_a, depth, TILE: tl.conste
 def reaches_past(size: int, depth: int, step: int) -> bool:
     """Whether a loop over `depth` elements by `step` reads past the first `size` elements of a row.
 
-    Rows of activations end where the layer's size ends, while the loop goes on to the padded size of the weights, by
-    whole steps. Zeros of the weights do not help there: memory behind a row may hold NaN.
+    Rows of activations end at the layer's size, while the loop runs to the weights' padded size in whole steps. The
+    weights' zero padding does not help there: memory past a row may hold NaN.
     """
     return -(-depth // step) * step > size
 
@@ -88,14 +88,14 @@ def reaches_past(size: int, depth: int, step: int) -> bool:
 def tile_shape(
     config: GroupedGemmConfig, num_columns: int, depth_a: int, depth: int, step: int, mask_rows: bool
 ) -> TileShape:
-    """The constant of a launch.
+    """Returns the `TileShape` of a launch.
 
     Args:
         num_columns: rows of an expert's weights.
         depth_a: elements of a row of activations.
         depth: K_pad, elements of a row of weights.
-        step: elements that a turn of the loop takes of a row.
-        mask_rows: whether rows that do not count are left out.
+        step: elements of a row per loop iteration.
+        mask_rows: whether loads of invalid rows are masked.
     """
     return TileShape(
         block_m=config.block_m,
@@ -113,11 +113,11 @@ _PLAIN: Final = WeightFormat()
 
 
 class Matrices(NamedTuple):
-    """All experts' weights, as a kernel takes them; None where there are none.
+    """All experts' weights as one kernel argument; tensors that a format lacks are None.
 
     Attributes:
-        weights: or words of packed ones.
-        group_scale: of `PackedMatrix`, as the next two.
+        weights: weights, or the words of packed ones.
+        group_scale: one per group; this and the next two as in `PackedMatrix`.
         zero_point: one per group.
         row_scale: one per row.
     """
@@ -145,7 +145,7 @@ class MatrixStrides(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """Strides of a product, as its kernel takes them.
+    """Strides of a product's tensors, as one kernel argument.
 
     Attributes:
         rows: from one row of activations to the next.
@@ -184,7 +184,7 @@ def product(
         num_columns: rows of an expert's weights, columns of the product.
         expert: local expert, int64.
         columns: [BLOCK_N] rows of the expert's weights.
-        row_mask: [BLOCK_M] rows of activations that count.
+        row_mask: [BLOCK_M] valid rows of activations.
         depth_a: elements of a row of activations.
         FORMAT: `WeightFormat`.
         TILE: `TileShape`.
@@ -220,7 +220,7 @@ class WeightOperand(NamedTuple):
         depth: K_pad, elements of a row of weights.
         matrices: weights and their scales.
         strides: of `matrices`.
-        format: what the weights are.
+        format: element type, scales and slices.
     """
 
     num_experts: int
@@ -232,7 +232,7 @@ class WeightOperand(NamedTuple):
 
 
 def operand_of(weights: torch.Tensor | PackedMatrix, config: GroupedGemmConfig) -> WeightOperand:
-    """Weights [E, R, K_pad], rows contiguous, or packed ones, for kernels with that launch configuration."""
+    """Wraps weights [E, R, K_pad], rows contiguous, or packed ones, for kernels launched with `config`."""
     if isinstance(weights, torch.Tensor):
         assert weights.stride(2) == 1
         num_experts, num_rows, depth = weights.shape

@@ -1,9 +1,9 @@
-"""The shipped launch configurations of the expert matmuls, and the rule that picks one: data, without device code.
+"""Shipped launch configurations of the expert GEMMs, and the rule that picks one: data only, no device code.
 
 Measured on one NVIDIA H200 (torch 2.11, Triton 3.6, bf16) on 2026-11-20 and 21 over mixtral-8x7b, qwen3-30b-a3b,
 olmoe-1b-7b, gpt-oss-120b and sonic-120b at T 1, 4, 16, 64 and 256, each half of a pair swept over 10 to 50 candidates.
-A row is the candidate with the best geometric mean. `benches/results/h200_sweep.json` has what a choice from the other
-shapes costs a shape: so little that the rows look at no size but the rows per expert.
+A row is the candidate with the best geometric mean. `benches/results/h200_sweep.json` has what a shape loses if its row
+is chosen from the other shapes: so little that rows look at no size but the rows per expert.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import dataclasses
 
 from moereg.kernels.gemm.config import GemmPair, GemvPair, GroupedGemmConfig, SinglePair, fit_pipeline, read_rules
 
-# Packed weights of any format. Measured there on 2026-11-21: up to 5 rows an expert or 8 tokens 10 to 30 candidates on
-# int4_w4a16_g128 of qwen3-30b-a3b and mixtral-8x7b, mxfp4_w4a16 and nvfp4_w4a16 of qwen3-30b-a3b and gpt-oss-120b and
-# int8_w8a16 of qwen3-30b-a3b; beyond 3 to 11 candidates on some of these. Three or more programs of four warps on a
-# multiprocessor, some of which restore weights while others multiply, beat larger tiles, which restore less often.
-# Tiles of 8 rows, or of 1 where there is one token, take up to a quarter less time than tiles of 16, whose rows that do
-# not count are filled with zeros too. The pairs for up to 22 and 96 rows are those of mixtral-8x7b at T 64 and 256. All
-# with uniform routings: an expert that gets many more rows than the average has its weights restored once for every 8
-# or 16 of them. First match counts.
+# Packed weights of any format. Measured there on 2026-11-21: up to 5 rows per expert or 8 tokens, 10 to 30 candidates
+# on int4_w4a16_g128 of qwen3-30b-a3b and mixtral-8x7b, mxfp4_w4a16 and nvfp4_w4a16 of qwen3-30b-a3b and gpt-oss-120b
+# and int8_w8a16 of qwen3-30b-a3b; beyond that, 3 to 11 candidates on some of these. Three or more programs of four
+# warps per multiprocessor, some dequantizing while others multiply, beat larger tiles, which dequantize less often.
+# Tiles of 8 rows, or of 1 for a single token, take up to a quarter less time than tiles of 16, whose invalid rows are
+# filled with zeros too. The pairs for up to 22 and 96 rows are those of mixtral-8x7b at T 64 and 256. All routings were
+# uniform: an expert with many more rows than the average dequantizes its weights once for every 8 or 16 rows, unless
+# `fit` adds tall tiles. The first match counts.
 PACKED_RULES = read_rules(
     """
     bytes tokens rows bits way    | m  group mask | n   k   warps stages slices | n   k   warps stages slices
@@ -41,16 +41,16 @@ PACKED_RULES = read_rules(
 def shares_launch(num_tokens: int, rows_per_expert: float, packed_bits: int) -> bool:
     """Whether both products of sorted rows are faster in one launch (`flagged`) on an H200, in bfloat16.
 
-    5 to 16 % of the layer at 9 and 16 tokens, measured on 2026-11-23 with mxfp4_w4a16 of gpt-oss-120b and
-    qwen3-30b-a3b, nvfp4_w4a16 of qwen3-30b-a3b and int4_w4a16_g128 of qwen3-30b-a3b and mixtral-8x7b. No more tokens
-    were, nor weights of 8 bits, nor other devices.
+    It saves 5 to 16 % of the layer at 9 and 16 tokens, measured on 2026-11-23 with mxfp4_w4a16 of gpt-oss-120b and
+    qwen3-30b-a3b, nvfp4_w4a16 of qwen3-30b-a3b and int4_w4a16_g128 of qwen3-30b-a3b and mixtral-8x7b. More tokens,
+    8-bit weights and other devices were not measured.
     """
     return num_tokens <= 16 and rows_per_expert <= 5 and packed_bits <= 4
 
 
-# First match counts. A tile holds all rows of nearly every expert up to 128 rows (the average and two to three times
-# its root), so that weights are read once. Rows beyond the last measured ones (T 256 of mixtral, 64 rows an expert) and
-# of 32-bit weights, whose products run on plain multiply-adds, are not tuned.
+# The first match counts. Up to 128 rows, a tile holds all rows of nearly every expert (the average plus two to three
+# times its square root), so that weights are read once. Lines beyond the last measured point (T 256 of mixtral, 64 rows
+# an expert) and for 32-bit weights, whose products run on plain multiply-adds, are not tuned.
 CONFIG_RULES = read_rules(
     """
     bytes tokens rows way    | m   group mask | n   k    warps stages | n   k    warps stages
@@ -85,15 +85,15 @@ def select_config(
     """Returns the configurations of both products.
 
     Args:
-        num_tokens: T; infinity for the batched format, whose rows come with a plan however few they are.
+        num_tokens: T; infinity for the batched format, which has a plan however few its rows.
         rows_per_expert: average number of rows per expert.
         element_bytes: 2 or 4, of an activation.
         shared_bytes: shared memory that one program may use on the device; shortens pipelines that would not fit.
-        packed_bits: of a weight, where it is packed; else weights have the dtype of the activations.
-        least_block_m: rows that the device's matrix units take at least.
-        single: whether the caller has kernels that add up the routes of one token.
+        packed_bits: bits of a packed weight; None: weights have the dtype of the activations.
+        least_block_m: fewest rows that the device's matrix units take.
+        single: whether the caller has kernels that sum over one token's routes.
     """
-    # With scales, at most 1.25 bits a weight.
+    # Scales add at most 1.25 bits a weight, here rounded up.
     weight_bits = 8 * element_bytes if packed_bits is None else packed_bits + 2
     for rule in CONFIG_RULES if packed_bits is None else PACKED_RULES:
         if (

@@ -1,7 +1,7 @@
 """The second product of a Mixture-of-Experts layer for a single token with packed weights, in Triton.
 
-A token's K routes go side by side in slices of one product, which the program then adds up with the router's weights.
-So no row of a route is stored, and no launch reduces them. Sizes: N = K routes, E local experts, H hidden, `I_pad` the
+A token's K routes run side by side as slices of one product, which the program then sums with the routing weights. So
+no route's output is stored, and no launch reduces them. Sizes: N = K routes, E local experts, H hidden, `I_pad` the
 size of the zero-padded intermediate.
 """
 
@@ -21,7 +21,7 @@ from moereg.kernels.packed.product import accumulate_slices
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.rows.direct import DirectRoutes, load_local_expert
 
-# A route takes a warp at least: 512 threads, the most that was compiled for.
+# A route takes at least one warp: 512 threads, the most that was ever compiled.
 MAX_TOP_K = 16
 
 
@@ -51,14 +51,14 @@ def _down_single_kernel(
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_K: tl.constexpr = TILE.block_k
-    # Slice s holds piece s % PIECES of route s // PIECES, and has all rows of weights one after the other.
+    # Slice s is piece s % PIECES of route s // PIECES; the weight rows of all slices follow one another.
     ROWS: tl.constexpr = SLICES * BLOCK_N
     rows = tl.arange(0, ROWS)  # [ROWS]
     own_block = rows // BLOCK_N % PIECES * (BLOCK_K // 64)
     columns = tl.program_id(0) * BLOCK_N + rows % BLOCK_N
     if TILE.mask_n:
         columns = tl.minimum(columns, num_columns - 1)
-    # A route that adds nothing reads the first expert's weights, which are finite, and no activations.
+    # A route without a local expert reads the first expert's weights, which are finite, and no activations.
     row_expert = load_local_expert(
         topk_ids, expert_map, rows // BLOCK_N // PIECES, TOP_K, num_experts, num_local_experts
     )
@@ -76,7 +76,7 @@ def _down_single_kernel(
     a_first = routes.to(tl.int64) * stride_intermediate + slices % PIECES * BLOCK_K
     # [SLICES, 1, BLOCK_M]
     a_pointers = intermediate + a_first[:, None, None] + tl.zeros([1, 1, BLOCK_M], tl.int32)
-    # Matrix units need the other columns of the product.
+    # Only the first column counts; the matrix units need the others.
     a_mask = valid[:, None, None] & (tl.arange(0, BLOCK_M) == 0)[None, None, :]
     weights = matrices.weights + row_expert * strides.expert
     wait_for_previous(OVERLAP)
@@ -117,7 +117,7 @@ def down_single(
         out: [1, H], rows contiguous: overwritten; zeros where no route has a local expert.
         intermediate: [N, I_pad] bf16 or fp16, rows contiguous; those of routes without a local expert may be NaN.
         routes: of one token, K at most `MAX_TOP_K`.
-        config: launch configuration, of more than one slice; gets as many as there are routes, at the price of stages.
+        config: launch configuration with more than one slice; it gets at least one per route, at the price of stages.
     """
     topk_ids = routes.topk_ids
     top_k = topk_ids.shape[1]
@@ -135,7 +135,7 @@ def down_single(
         TOP_K=top_k,
         PIECES=pieces,
         FORMAT=operand.format,
-        # Rows are pieces of routes, of which some have no expert here.
+        # Rows are pieces of routes, some of which have no local expert.
         TILE=tile_shape(config, num_columns, depth, depth, config.block_k * pieces, mask_rows=True),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -144,7 +144,7 @@ def down_single(
 
 
 def share_slices(config: GroupedGemmConfig, top_k: int) -> tuple[GroupedGemmConfig, int]:
-    """The configuration with no fewer slices than routes, in the same shared memory, and how many each route has."""
+    """Returns the configuration with at least one slice per route, in the same shared memory, and slices per route."""
     routes = triton.next_power_of_2(top_k)
     if config.slices < routes:
         stages = max(2, config.num_stages * config.slices // routes)

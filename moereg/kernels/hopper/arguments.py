@@ -1,4 +1,4 @@
-"""Arguments that the three grouped GEMMs on Hopper share, as their launches pass them, and their tensor maps."""
+"""Launch arguments and tensor maps that the three grouped GEMMs on Hopper share."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from moereg.kernels.sizes import GUARD_ROWS
 def product_arguments(
     plan: BlockMap, epilogue: GateUpEpilogue | None, bias: torch.Tensor | None, *, overlap: bool
 ) -> dict[str, Any]:
-    """The tiles of a product, what happens to its sums, and the options of its launch.
+    """Returns a product's tiles, its epilogue and its launch options.
 
     Args:
         plan: tiles of rows; each product has a tile counter of its own.
-        epilogue: of the first product; None: it is the second.
+        epilogue: of the first product; None for the second.
         bias: [E, columns of the product] in the order of the weight's rows, or None.
-        overlap: whether to start while the kernel in front still runs, and to let the next one start early.
+        overlap: whether to start while the previous kernel still runs, and to let the next one start early.
     """
     routes = plan.sorted_routes if isinstance(plan, RoutePlan) else None
     counter = plan.tile_counters[1:] if epilogue is None else plan.tile_counters
@@ -43,7 +43,7 @@ def product_arguments(
 def tile_of(
     config: HopperGemmConfig | HopperPackedConfig, rows: torch.Tensor, depth: int, top_k: int | None, **others: Any
 ) -> ProductTile:
-    """The constant of a product, over weights of `depth` elements a row; `others` as in `ProductTile`."""
+    """Returns the constant of a product over weights of `depth` elements a row; `others` as in `ProductTile`."""
     sizes = config.block_m, config.block_n, config.slack
     return ProductTile(*sizes, top_k=top_k, mask_k=rows.shape[1] != depth, **others)
 
@@ -51,13 +51,13 @@ def tile_of(
 def row_arguments(
     rows: torch.Tensor, plan: BlockMap, config: HopperGemmConfig | HopperPackedConfig, top_k: int | None
 ) -> dict[str, Any]:
-    """Rows of 16-bit activations: maps of boxes where they lie in order, a pointer where tokens are copied by route.
+    """Arguments for 16-bit activations: tensor maps where rows lie in order, a pointer where tokens are gathered.
 
     Args:
-        rows: of activations; behind the guard.
+        rows: activations, without the guard rows.
         plan: tiles of rows.
         config: launch configuration, with the plan's `block_m` and `slack`.
-        top_k: K where `rows` are tokens, or None.
+        top_k: K where `rows` are tokens, which are gathered by route, or None.
     """
     assert plan.block_m == config.block_m and plan.slack == config.slack
     assert config.block_m + config.slack <= GUARD_ROWS
@@ -77,16 +77,16 @@ def row_arguments(
 def tensor_map(
     base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> TensorDescriptor:
-    """A map whose boxes lie in shared memory as `wgmma` reads them."""
+    """Returns a TMA descriptor whose boxes have the shared-memory swizzle that `wgmma` reads."""
     swizzle_bytes = min(128, box[-1] * base.element_size())
     layout = gl.NVMMASharedLayout(swizzle_bytes, 8 * base.element_size(), len(box))
     return TensorDescriptor(base, list(shape), list(strides), list(box), layout)
 
 
 def clipped_map(out: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:
-    """A map of the compact rows behind the guard that drops what a box stores behind an expert's end.
+    """Returns a TMA descriptor of the compact rows behind the guard that clips a box at its expert's end.
 
-    The map ends where the expert does, and begins GUARD_ROWS, the longest tile, before that end: its
+    Axis 1 ends where the expert does and begins GUARD_ROWS, the longest tile, before that end:
     [end, GUARD_ROWS - rows + i] is row i of a tile of `rows` rows that ends there.
     """
     width = out.shape[1]

@@ -23,7 +23,7 @@ _LONGEST = gl.constexpr(len(BODIES) - 1)
 
 @gluon.constexpr_function
 def _next_shorter(body: int, bodies: int) -> int:
-    """The longest body below number `body` that `bodies` has, or -1."""
+    """Number of the longest body in `bodies` that is shorter than number `body`, or -1."""
     return max((shorter for shorter in range(body) if bodies >> shorter & 1), default=-1)
 
 
@@ -36,11 +36,11 @@ class Place(NamedTuple):
     """Position of one warpgroup's half of a tile.
 
     Attributes:
-        expert: the tile's.
-        column: its first row of the expert's weight, and so of the bias.
-        anchor: where the tensor map of the output has the tile along its first axis,
-        row: the tile's first row along its second,
-        out_column: and the half's first column along its third.
+        expert: the tile's expert.
+        column: the half's first row of the expert's weight and bias.
+        anchor: the tile's coordinate on axis 0 of the output's tensor map.
+        row: the tile's first row on axis 1.
+        out_column: the half's first column on axis 2.
     """
 
     expert: Any
@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The memory that consumers store to, and what they apply to a product before.
+    """The memory that consumers store to, and what their epilogue reads.
 
     Attributes:
         out: map of the compact rows behind the guard, clipped at an expert's end, or in the batched format of
@@ -61,8 +61,8 @@ class Output(NamedTuple):
         row_weights: `RowWeights` that multiply compact rows after the bias.
         row_scale: pointer to [E, num_columns] fp32, of packed weights, or None.
         num_columns: rows of an expert's weight.
-        max_tokens: max_T in the batched format, where rows of a box behind an expert's count are written and those
-            behind max_T are dropped; None where rows are compact.
+        max_tokens: max_T in the batched format, where rows of a box past an expert's count are written and those
+            past max_T are dropped; None where rows are compact.
     """
 
     out: Any
@@ -75,7 +75,7 @@ class Output(NamedTuple):
 
 
 class RowWeights(NamedTuple):
-    """Pointers to the weights of sorted rows, each that of its route; both None where rows are not weighted.
+    """Pointers to the routing weights of sorted rows; both None where rows are not weighted.
 
     Attributes:
         sorted_routes: of a `RoutePlan`.
@@ -88,13 +88,13 @@ class RowWeights(NamedTuple):
 
 @gluon.jit
 def load_weights(row_weights, rows):
-    """Weights of sorted rows, all of them rows of routes."""
+    """Routing weights of sorted rows, each of which must belong to a route."""
     return gl.load(row_weights.topk_weights + gl.load(row_weights.sorted_routes + rows))
 
 
 @gluon.jit
 def _finish(x, output, place, FIRST: gl.constexpr, ACTIVATION: gl.constexpr):
-    """Returns [ROWS, OUT_COLUMNS] of the output for `x` [COLUMNS, ROWS] fp32 of the product."""
+    """Applies the epilogue to `x` [COLUMNS, ROWS] fp32; returns [ROWS, OUT_COLUMNS] of the output."""
     COLUMNS: gl.constexpr = x.shape[0]
     ROWS: gl.constexpr = x.shape[1]
     if output.bias is not None:
@@ -111,7 +111,7 @@ def _finish(x, output, place, FIRST: gl.constexpr, ACTIVATION: gl.constexpr):
         behind = place.row - _GUARD + FIRST + gl.arange(0, ROWS, gl.SliceLayout(0, x.type.layout))  # [ROWS]
         x *= load_weights(output.row_weights, place.anchor + gl.minimum(behind, -1))[None, :]
     if ACTIVATION.gated:
-        # A box brought 8 gates, then their 8 ups: rows that one thread holds both of.
+        # A box brings 8 gates, then their 8 ups, so that one thread holds both of a pair.
         gate, up = gl.split(gl.permute(gl.reshape(x, (COLUMNS // 16, 2, 8, ROWS)), (0, 2, 3, 1)))
         y = activate_halves(gate, up, ACTIVATION)  # [COLUMNS // 16, 8, ROWS]
         y = gl.reshape(y, (COLUMNS // 2, ROWS))
@@ -124,9 +124,9 @@ def _finish(x, output, place, FIRST: gl.constexpr, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def store_tile(x, output, place, WARPGROUP: gl.constexpr, FIRST: gl.constexpr, ACTIVATION: gl.constexpr):
-    """Stores `x` [COLUMNS, ROWS] fp32 of a warpgroup's product, chunk by chunk through its two buffers of staging.
+    """Stores `x` [COLUMNS, ROWS] fp32 of a warpgroup's product, chunk by chunk through its two staging buffers.
 
-    Row i of it is row FIRST + i of the tile. The tensor map drops rows past the expert's end.
+    Row i of `x` is row FIRST + i of the tile. The tensor map drops rows past the expert's end.
     """
     out = output.out
     COLUMNS: gl.constexpr = x.shape[0]
@@ -139,7 +139,7 @@ def store_tile(x, output, place, WARPGROUP: gl.constexpr, FIRST: gl.constexpr, A
     else:
         y = _finish(x, output, place, FIRST, ACTIVATION)  # [ROWS, OUT_COLUMNS]
         buffer = output.staging.index(2 * WARPGROUP + FIRST // CHUNK % 2)  # [CHUNK, OUT_COLUMNS]
-        # The other buffer may still be read, and a tile may have ended with either.
+        # The store from the other buffer may be in flight; the previous tile may have ended with either.
         tma.store_wait(0 if FIRST == 0 else 1)
         barrier()
         if ROWS == CHUNK:
@@ -197,7 +197,7 @@ def _consume_shortest(
     TILE: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):
-    """`_consume_tile` as the shortest of the bodies that holds the tile, which number BODY does."""
+    """Runs `_consume_tile` with the shortest body that holds the tile; body number BODY does."""
     ROWS: gl.constexpr = _BODIES[BODY][0] * TILE.block_m // 4
     MORE: gl.constexpr = _BODIES[BODY][1] * TILE.slack
     SHORTER: gl.constexpr = _next_shorter(BODY, TILE.bodies)

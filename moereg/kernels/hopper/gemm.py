@@ -1,4 +1,4 @@
-"""The two grouped matmuls of a Mixture-of-Experts layer for many rows an expert, on Hopper, in Triton's Gluon.
+"""The two grouped GEMMs of a Mixture-of-Experts layer for many rows an expert, on Hopper, in Triton's Gluon.
 
 The kernel is persistent: one program per multiprocessor. A program is warp-specialized: its producer fills a ring of
 shared memory, and its consumers, two warpgroups, multiply and store. The product is transposed: rows of a weight are
@@ -7,8 +7,8 @@ one longer tile instead of two: a short second accumulator takes the extra rows,
 memory already.
 
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
-the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`, or lie where a plain `BlockMap`
-of the batched format says.
+the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`, or in the batched format of a
+plain `BlockMap`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import GUARD_ROWS
 
-# Registers of a thread of either consumer and of the producer: all that 384 threads have. With 56 the producer computes
-# each token's address in the same register and waits until it is read: the first GEMM took 5 to 8 % longer.
+# Registers per thread of each consumer and of the producer: all that 384 threads have. With 56, the producer computes
+# each token's address in the same register and stalls until it is read: the first GEMM took 5 to 8 % longer.
 _CONSUMER_REGISTERS = gl.constexpr(208)
 _PRODUCER_REGISTERS = gl.constexpr(88)
 
 
-# Counts of tiles and steps are not specialized: their divisibility says nothing, and each would be compiled anew.
+# Counts of tiles and steps are not specialized on their divisibility: that does not help, and compiles more variants.
 @gluon.jit(do_not_specialize=["num_tiles_n", "group_m", "num_steps", "max_tokens"])
 def _grouped_kernel(
     out,
@@ -115,8 +115,7 @@ def gate_up_gemm(
 
     Args:
         out: [GUARD_ROWS + N, I_pad] bf16 or fp16, contiguous, 16-byte aligned: overwritten behind the guard up to the
-            last valid row. In the batched format [E, max_T, I_pad], where rows that are not valid are overwritten with
-            anything.
+            last valid row. In the batched format [E, max_T, I_pad], where invalid rows are overwritten with anything.
         rows: with `top_k` the tokens [T, H], fewer than 2**31 elements; without it their copies [N, H] in sorted order,
             or [E * max_T, H] in the batched format. 16-byte aligned, H and the stride multiples of 8.
         w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; contiguous, zero padded, I_pad and
@@ -124,12 +123,12 @@ def gate_up_gemm(
         plan: from `sort_routes`, or in the batched format from `plan_batches`, with `config.block_m` and
             `config.slack`; its first tile counter is used up.
         top_k: K, or None.
-        overlap: whether to start while the kernel in front still runs, and to let the next one start early.
+        overlap: whether to start while the previous kernel still runs, and to let the next one start early.
     """
     num_experts, num_columns, depth = w13.shape
     gated = epilogue.gated
     assert rows.shape[1] % 8 == rows.stride(0) % 8 == 0 and out.shape[-1] == num_columns // (2 if gated else 1)
-    # A box takes the 8 gates of 16 interleaved rows, then their 8 ups; rows that are not gated it takes in order.
+    # A box takes the 8 gates of 16 interleaved rows, then their 8 ups; where not gated, it takes rows in order.
     half_stride, row_stride = (depth, 2 * depth) if gated else (8 * depth, depth)
     weight_map = tensor_map(
         w13,
@@ -167,8 +166,8 @@ def down_gemm(
 
     Args:
         out: [GUARD_ROWS + N, H] bf16 or fp16, contiguous, 16-byte aligned, H a multiple of 8: overwritten behind the
-            guard up to the last valid row, in sorted order. In the batched format [E, max_T, H], where rows that are
-            not valid are overwritten with anything.
+            guard up to the last valid row, in sorted order. In the batched format [E, max_T, H], where invalid rows are
+            overwritten with anything.
         intermediate: [GUARD_ROWS + N, I_pad] or [E, max_T, I_pad], contiguous, as `gate_up_gemm` wrote it.
         w2: [E, H, I_pad], contiguous, same dtype.
         plan: as for `gate_up_gemm`; its second tile counter is used up.
@@ -199,7 +198,7 @@ def _launch(
     top_k: int | None = None,
     overlap: bool,
 ) -> None:
-    """Launches a product; a step of a tile is a box of `weight_map`, of which a warpgroup stores `out_columns`."""
+    """Launches a product; a step loads a box of `weight_map`, and each warpgroup stores `out_columns` of a tile."""
     _, num_columns, depth = weight.shape
     assert depth % BLOCK_K.value == 0 and out.is_contiguous() and weight.is_contiguous()
     assert topk_weights is None or (isinstance(plan, RoutePlan) and topk_weights.is_contiguous())

@@ -1,4 +1,4 @@
-"""Launch configurations of the products of packed weights on Hopper, and the rule that picks one: data alone."""
+"""Launch configurations of the packed-weight GEMMs on Hopper, and the rule that picks one: data only."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import ClassVar, Final
 MIN_PACKED_HOPPER_ROWS: Final = 24
 """Up to this many rows an expert, Triton's tiles are faster.
 
-On an H200 these kernels take 1.03 to 1.41 of their time at 2 to 16 rows, and 0.75 at 32 (gpt-oss-120b, 1,024 tokens).
+On an H200 these kernels take 1.03 to 1.41x as long at 2 to 16 rows and 0.75x at 32 (gpt-oss-120b, 1,024 tokens).
 """
 
 STAGED_ELEMENTS: Final = 2048
 """Elements of one staged store; each consumer has two."""
 
-# Of a multiprocessor of sm90, and what the system takes of its shared memory for each program.
+# Shared memory of an sm90 multiprocessor, and what the system reserves per program.
 _SHARED_BYTES: Final = 228 * 1024
 _SYSTEM_BYTES: Final = 1024
 
 _REGISTERS: Final = 64 * 1024
 
-# Of a program, more than they need.
+# A generous bound for a program's barriers.
 _BARRIER_BYTES: Final = 2048
 
 
@@ -33,11 +33,11 @@ class HopperPackedConfig:
         block_m: rows of a tile: wgmma's N side; equal to the plan's.
         block_n: columns of the weight product per tile (gate and up count as two), 64 or 128 for each consumer.
         slack: rows by which a tile may be longer, or 0; equal to the plan's.
-        most_stages: slots of the ring, where so many fit.
+        most_stages: slots of the ring, if that many fit.
         num_consumers: warpgroups that multiply, 2 or 3.
-        consumer_registers: of a thread.
-        producer_registers: of a thread.
-        programs: on a multiprocessor.
+        consumer_registers: per thread.
+        producer_registers: per thread.
+        programs: per multiprocessor.
     """
 
     block_m: int
@@ -51,7 +51,7 @@ class HopperPackedConfig:
 
     @property
     def columns(self) -> int:
-        """Columns of a consumer."""
+        """Columns per consumer."""
         return self.block_n // self.num_consumers
 
     @property
@@ -63,12 +63,12 @@ class HopperPackedConfig:
         return _REGISTERS // num_threads // 8 * 8
 
     def num_stages(self, word_bytes: int) -> int:
-        """Slots of the ring, no more than fit.
+        """Slots of the ring: `most_stages`, or as many as fit.
 
         Args:
-            word_bytes: of 64 weights of a row: 32 for 4 bits, 64 for 8.
+            word_bytes: bytes of 64 weights of a row: 32 for 4 bits, 64 for 8.
         """
-        # Words and a word of scales for each column, and 64 elements of each row.
+        # Per slot: a column's words and one word of its scales, and 64 elements of each row.
         slot = self.block_n * (word_bytes + 4) + 128 * (self.block_m + self.slack)
         staged = self.num_consumers * 2 * 2 * STAGED_ELEMENTS
         available = _SHARED_BYTES // self.programs - _SYSTEM_BYTES - staged - _BARRIER_BYTES
@@ -80,7 +80,7 @@ class HopperPackedRule:
     """One row of the table of configurations.
 
     Attributes:
-        max_rows_per_expert: applies up to this average of rows per expert.
+        max_rows_per_expert: largest average number of rows per expert.
         copies_rows: whether the tokens are first copied to the sorted rows of their routes.
         heavy_first: as in `BlockMap`; off in every rule.
         gate_up: configuration of the first GEMM.
@@ -94,13 +94,13 @@ class HopperPackedRule:
     down: HopperPackedConfig
 
 
-# One program of two consumers. Tokens copied by four producer warps take registers for their addresses; boxes take one
-# warp of few registers.
+# One program of two consumers. Four producer warps that gather tokens need registers for addresses; TMA needs one warp
+# with few registers.
 _BY_TOKEN: Final = {"consumer_registers": 208, "producer_registers": 88}
 _BY_BOX: Final = {"consumer_registers": 232, "producer_registers": 40}
 
 _TALL: Final = HopperPackedConfig(block_m=256, block_n=128, most_stages=5, **_BY_BOX)
-# On gpt-oss-120b, 4,096 tokens, 128 x 256 takes 5 to 7 % longer, and 256 x 128 takes 26 to 28 %.
+# On gpt-oss-120b at 4,096 tokens, 128 x 256 takes 5 to 7 % longer and 256 x 128 26 to 28 % longer.
 _WIDE: Final = HopperPackedConfig(
     block_m=128, block_n=192, most_stages=6, num_consumers=3, consumer_registers=144, producer_registers=64
 )

@@ -1,7 +1,7 @@
 """The consumers of a Hopper grouped GEMM of packed weights, in Triton's Gluon: multiply, scale, activate, store.
 
-Each warpgroup restores its own rows of the weights into registers, wgmma's left operand, while the tensor cores work on
-the fragment before. Two fragments take turns, and two are started one behind the other before both are waited for.
+Each warpgroup dequantizes its own weight rows into registers, wgmma's left operand, while the tensor cores work on the
+previous fragment. Two fragments alternate, and the products of both are issued before the first is awaited.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def _fragment(
     GATED: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    """Restores 64 of a warpgroup's columns of a slot whose bytes have arrived: [64, BLOCK_K] bfloat16 in registers.
+    """Dequantizes 64 of a warpgroup's columns from a full slot: [64, BLOCK_K] bfloat16 in registers.
 
-    `half` says which 64 of the columns, 0 where there are no more, and `parity` is 1 in odd steps.
+    `half` selects the 64 columns, 0 if there are no more, and `parity` is 1 in odd steps.
     """
     HALVES: gl.constexpr = TILE.block_n // TILE.consumers // 64
     return restore(ring, (TILE.consumers * slot + WARPGROUP) * HALVES + half, parity, ROWS, GATED, FORMAT)
@@ -46,13 +46,13 @@ def _fragment(
 def _wait_for_slot(ring, slot, phase, TILE: gl.constexpr):
     mbarrier.wait(ring.full.index(slot), phase)
     if TILE.top_k is not None:
-        # What cp.async wrote is read by wgmma through another proxy.
+        # wgmma reads through the async proxy, which does not see what cp.async wrote before a fence.
         fence_async_shared()
 
 
 @gluon.jit
 def _start(fragment, ring, slot, product, slack_product, ROWS: gl.constexpr, SLACK: gl.constexpr):
-    """Starts adding a fragment's products with a slot's rows to [64, ROWS] and [64, SLACK] fp32."""
+    """Issues a fragment's products with a slot's rows, added to [64, ROWS] and [64, SLACK] fp32."""
     PARTS: gl.constexpr = 2 * ring.rows.shape[1] // ROWS
     STAGES: gl.constexpr = ring.rows.shape[0] // 2
     rows = reinterpret(ring.rows, ring.rows.dtype, [PARTS * STAGES, ROWS, BLOCK_K], ring.rows.layout)
@@ -66,7 +66,7 @@ def _start(fragment, ring, slot, product, slack_product, ROWS: gl.constexpr, SLA
 
 @gluon.jit
 def _wait_one(product, slack_product, FRAGMENTS: gl.constexpr, SLACK: gl.constexpr):
-    """Waits until no more than the products of FRAGMENTS fragments are under way."""
+    """Waits until the products of at most FRAGMENTS fragments are in flight."""
     if SLACK > 0:
         return warpgroup_mma_wait(2 * FRAGMENTS, deps=(product, slack_product))
     else:
@@ -101,17 +101,17 @@ def multiply_one(
     GATED: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    """Multiplies a warpgroup's 64 columns of a tile, out of the next `num_steps` slots of the ring.
+    """Multiplies a warpgroup's 64 columns of a tile from the next `num_steps` slots of the ring.
 
-    Waits for each slot to be full and arrives at its `empty` once its product has ended. Fragments of even and of odd
-    steps take turns, and a turn of the loop takes both, so that none is copied while a product reads it. No product is
-    under way when a turn ends: ptxas would keep the registers of all fragments to the end, and serialize products.
+    Waits for each slot to be full and arrives at its `empty` once its product has ended. Fragments of even and odd
+    steps alternate, and one iteration handles both, so that none is copied while a product reads it. No product is in
+    flight when an iteration ends: ptxas would keep all fragments' registers live to the end and serialize products.
 
     Arguments as for `multiply` of `ring.py`, with a `PackedRing`, at least three steps, whether the columns are gates
     and ups, and a `PackedFormat`.
 
     Returns:
-        [64, ROWS] fp32; [64, SLACK] fp32, or the former again without slack; the next slot and its phase.
+        [64, ROWS] fp32; [64, SLACK] fp32, or the first again without slack; the next slot and its phase.
     """
     product = _zeros(ROWS)
     slack_product = product
@@ -120,7 +120,7 @@ def multiply_one(
     zero = gl.to_tensor(0)
     one = gl.to_tensor(1)
     pairs = (num_steps - 1) // 2
-    # Without it the accumulators are copied around a loop that may be empty.
+    # Without this the accumulators are copied around a loop that may be empty.
     gl.assume(pairs > 0)
     _wait_for_slot(ring, slot, phase, TILE)
     even = _fragment(ring, slot, 0, zero, WARPGROUP, ROWS, TILE, GATED, FORMAT)
@@ -166,7 +166,7 @@ def multiply_two(
     GATED: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
-    """Multiplies a warpgroup's 128 columns of a tile as two halves, whose fragments take turns.
+    """Multiplies a warpgroup's 128 columns of a tile as two halves, whose fragments alternate.
 
     Arguments as for `multiply_one`.
 
@@ -208,7 +208,7 @@ _GUARD = gl.constexpr(GUARD_ROWS)
 
 @gluon.jit
 def _scaled(x, output, expert, column, UNIT: gl.constexpr, GATED: gl.constexpr):
-    """[COLUMNS, ROWS] times the scales of the weight's rows and the unit of restored numbers."""
+    """Multiplies [COLUMNS, ROWS] by the scales of the weight's rows and UNIT, the unit of dequantized weights."""
     if output.row_scale is not None:
         at = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
         if GATED:
@@ -238,7 +238,7 @@ def _store_half(
     FORMAT: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):
-    """Scales and stores the products of 64 columns, number `half` of all."""
+    """Scales and stores the products of 64 columns, block number `half` of the matrix."""
     place = Place(
         expert=tile.expert,
         column=half * 64,
@@ -299,7 +299,7 @@ def consume_packed(
     FORMAT: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):
-    """As `consume` of `consumer.py`, of a `PackedRing` in a `PackedFormat`; there are at least three steps."""
+    """As `consume` of `consumer.py`, for a `PackedRing` in a `PackedFormat`; needs at least three steps."""
     BLOCK_M: gl.constexpr = TILE.block_m
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)

@@ -1,7 +1,7 @@
-"""The two grouped matmuls of a Mixture-of-Experts layer with packed weights for many rows an expert, on Hopper.
+"""The two grouped GEMMs of a Mixture-of-Experts layer with packed weights for many rows an expert, on Hopper.
 
 As `hopper/gemm.py`, in Triton's Gluon: persistent, warp-specialized, rows of a weight on wgmma's M side. Weights stay
-packed in the ring of shared memory, and each consumer restores its own into registers.
+packed in the ring of shared memory, and each consumer dequantizes its own into registers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moereg.kernels.sizes import GUARD_ROWS
 
 
 class PackedRing(NamedTuple):
-    """The shared memory of a ring with STAGES slots and of CONSUMERS warpgroups, each with its own part of a slot.
+    """Shared memory of a ring with STAGES slots, each divided among CONSUMERS warpgroups.
 
     Attributes:
         weights: [CONSUMERS * STAGES, lines, 32] int32, the words of a consumer's rows of one block.
@@ -52,7 +52,7 @@ class PackedRing(NamedTuple):
 
 
 MIN_DEPTH: Final = 3 * BLOCK
-"""Least padded depth of a weight: the consumers' loop takes two steps a turn and runs at least once."""
+"""Smallest padded depth of a weight: the consumers' loop takes two steps per iteration and runs at least once."""
 
 
 @gluon.jit(do_not_specialize=["num_tiles_n", "group_m", "num_steps", "scale_words"])
@@ -138,7 +138,7 @@ def _packed_grouped_kernel(
 
 
 def packed_format(element: str, group: int, scale_dtype: str) -> PackedFormat | None:
-    """How the kernels restore weights without zero points; None where they cannot. Arguments as in `PackedMatrix`."""
+    """How the kernels dequantize weights without zero points, or None. Arguments as in `PackedMatrix`."""
     if element == "float4_e2m1fn":
         # One word of scales for a step of 64 elements, or for two.
         known = {("float8_e8m0fnu", 32): ("e8m0", 2), ("float8_e4m3fn", 16): ("e4m3", 1)}.get((scale_dtype, group))
@@ -206,9 +206,9 @@ def _launch(
     num_columns, steps = weight.num_rows, weight.depth // BLOCK
     words = weight.words.shape[3]
     out_columns = 64 // (2 if epilogue is not None and epilogue.gated else 1)
-    # A box must not reach rows that the one behind it stores.
+    # A box must not reach rows that the next box stores.
     box = (1, min(STAGED_ELEMENTS // out_columns, config.block_m), out_columns)
-    # As lines of 128 bytes, so that a row's words come without conflicts of banks.
+    # Lines of 128 bytes, so that reading a row's words causes no bank conflicts.
     lines = weight.words.view(-1, 32)
     scales = None
     if weight.group_scale is not None:

@@ -1,11 +1,11 @@
-"""Restores packed weights into the registers of a warpgroup's matrix instructions, in Triton's Gluon.
+"""Dequantizes packed weights into the register operand of a warpgroup's wgmma, in Triton's Gluon.
 
-wgmma's left operand may lie in registers: of 64 rows and 16 reduced elements a thread, number 4 r + c of a warp, holds
-elements 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of rows r and r + 8. In the order of `kernels/packed/weights.py` these are
-words c and c + 4 of the two rows, for four instructions in a row. So a thread reads four words and nothing has to move.
+wgmma's left operand may be in registers: of 64 rows and 16 reduced elements, thread 4 r + c of a warp holds elements
+2 c, 2 c + 1, 2 c + 8 and 2 c + 9 of rows r and r + 8. In the order of `kernels/packed/weights.py` these are words c and
+c + 4 of the two rows, for four instructions in a row. So a thread reads four words, and no data is exchanged.
 
-Rows of a weight come from shared memory by addresses, so a thread may take any row for its own: where gate and up
-alternate, rows r and r + 8 of an instruction are gate and up of the same column.
+A thread loads weight rows from shared memory by address, so any row can be its own: where gate and up alternate, rows
+r and r + 8 of an instruction are gate and up of the same column.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from moereg.kernels.hopper.ring import BLOCK_K, reinterpret
 
 
 class PackedFormat(NamedTuple):
-    """The kernels' constant that says how weights are packed and how they are restored.
+    """Compile-time constant: how weights are packed and how they are dequantized.
 
     Attributes:
         element: of `PackedMatrix`.
-        scales: `e8m0` or `e4m3` codes that are folded into the operand; `float32` ones that multiply restored weights,
-            rounded; or None.
-        span: steps that a word of scales serves.
+        scales: `e8m0` or `e4m3` codes that are folded into the operand; `float32` ones that multiply dequantized
+            weights, rounded; or None.
+        span: steps per word of scales.
     """
 
     element: str
@@ -35,8 +35,8 @@ class PackedFormat(NamedTuple):
 
 @gluon.constexpr_function
 def words_layout(columns, words, gated):
-    """How a warpgroup reads `columns` rows of `words` words, as lines of 32 words."""
-    # Places of the bits of a row among those of lines and words, the lowest first.
+    """Layout in which a warpgroup reads `columns` rows of `words` words, as lines of 32 words."""
+    # Basis vectors of a row number's bits in (line, word), the lowest bit first.
     per_line = 32 // words
     row_bits = [[0, words << bit] for bit in range(per_line.bit_length() - 1)]
     row_bits += [[1 << bit, 0] for bit in range((columns // per_line).bit_length() - 1)]
@@ -50,7 +50,7 @@ def words_layout(columns, words, gated):
 
 @gluon.constexpr_function
 def scales_layout(columns, gated):
-    """How a warpgroup reads a word of each of `columns` rows, as lines of 8 words: as `words_layout` has the rows."""
+    """Layout in which a warpgroup reads one word of each row as lines of 8 words; rows as in `words_layout`."""
     row_bits = [[0, 1 << bit] for bit in range(3)]
     row_bits += [[1 << bit, 0] for bit in range((columns // 8).bit_length() - 1)]
     lane_rows = row_bits[1:4] if gated else row_bits[:3]
@@ -62,7 +62,7 @@ def scales_layout(columns, gated):
 
 @gluon.jit
 def _multiply_add(x, y, z):
-    """Returns x * y + z of both bfloat16 in the halves of 32-bit words, as one value."""
+    """Returns x * y + z for both bfloat16 halves of 32-bit words."""
     return gl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], dtype=gl.uint32, is_pure=True, pack=1
     )
@@ -77,7 +77,7 @@ def _permute_bytes(x, selector):
 
 @gluon.jit
 def _both_halves(x):
-    """fp32 rounded to bfloat16, in both halves."""
+    """Rounds fp32 to bfloat16 and returns it in both halves of a word."""
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,f", [x], dtype=gl.uint32, is_pure=True, pack=1
     )
@@ -85,9 +85,9 @@ def _both_halves(x):
 
 @gluon.jit
 def _factor(scale, parity, p: gl.constexpr, FORMAT: gl.constexpr):
-    """[COLUMNS] uint32: what multiplies elements 16 p on of a block, twice, from words as `PackedMatrix` has them."""
+    """[COLUMNS] uint32: the scale of a block's elements from 16 p on, in both halves, from `PackedMatrix` words."""
     if FORMAT.scales == "e8m0":
-        # Codes 0 and 1 of an even block, 2 and 3 of an odd one, two blocks a word.
+        # Codes 0 and 1 of a word belong to an even block, 2 and 3 to an odd one.
         selector = gl.full_like(scale, 0x1010 if p < 2 else 0x0101) + (parity * 0x2222).to(gl.uint32)
         return _permute_bytes(scale, selector) & 0x7F807F80
     else:
@@ -127,14 +127,14 @@ def _pair(low_words, high_words, scale, parity, p: gl.constexpr, FORMAT: gl.cons
 
 @gluon.jit
 def _in_halves(shared, LINES: gl.constexpr, WIDTH: gl.constexpr):
-    """Shared memory [..., lines, WIDTH] by 64 rows of a weight."""
+    """Views shared memory [..., lines, WIDTH] in blocks of 64 weight rows."""
     PARTS: gl.constexpr = shared.shape[0] * shared.shape[1] // LINES
     return reinterpret(shared, gl.int32, [PARTS, LINES, WIDTH], shared.layout)
 
 
 @gluon.jit
 def _in_order(x, GATED: gl.constexpr):
-    """64 rows of [lines, words a line] as one dimension, gates of 16 rows in front of their ups."""
+    """Flattens [lines, words a line] to 64 rows; where gated, each 16 rows are 8 gates, then their 8 ups."""
     WORDS: gl.constexpr = x.shape[0] * x.shape[1] // 64
     if GATED:
         x = gl.permute(gl.reshape(x, (4, 8, 2, WORDS)), (0, 2, 1, 3))
@@ -148,8 +148,8 @@ def restore(ring, place, parity, ROWS: gl.constexpr, GATED: gl.constexpr, FORMAT
     Args:
         ring: a `PackedRing`.
         place: which 64 rows of the ring.
-        parity: 1 in odd steps, which have the upper codes of a word of scales that serves two.
-        ROWS: of the product.
+        parity: 1 in odd steps, which use the upper codes of a word of scales that serves two steps.
+        ROWS: rows of the product.
         GATED: whether gates and ups alternate.
         FORMAT: a `PackedFormat`.
     """

@@ -22,14 +22,14 @@ from moereg.kernels.hopper.ring import (
 
 
 class WeightBoxes(NamedTuple):
-    """The weights of a product as a producer reads them.
+    """Tensor maps through which a producer reads the weights of a product.
 
     Attributes:
         weights: map of the weights, boxes [BLOCK_N // 16, 2, 8, BLOCK_K] where gate and up are interleaved, or
-            [1, BLOCK_N, BLOCK_K]; of packed ones, of the words as lines of 32, boxes of a consumer's.
-        scales: map of the words of a packed weight's scales as lines of 8, boxes of a consumer's; or None.
+            [1, BLOCK_N, BLOCK_K]; for packed weights, of their words as lines of 32, one box per consumer.
+        scales: map of the words of a packed weight's scales as lines of 8, one box per consumer; or None.
         num_columns: rows of an expert's weight.
-        scale_words: words of scales of a row.
+        scale_words: words of scales per row.
     """
 
     weights: Any
@@ -40,7 +40,7 @@ class WeightBoxes(NamedTuple):
 
 @gluon.constexpr_function
 def _words_of_block(box, columns):
-    """Words of a block of a row of packed weights; 0: weights are not packed."""
+    """Words of one block in a row of packed weights; 0 if weights are not packed."""
     return box[0] * 32 // columns if len(box) == 2 else 0
 
 
@@ -52,7 +52,7 @@ def _weight_bytes(block_n, words, has_scales):
 
 @gluon.jit
 def _load_weights(boxes, ring, slot, ready, tile, k, num_steps, TILE: gl.constexpr):
-    """Starts the copies of a step's weights; of packed ones' words and scales, a box of each for every consumer."""
+    """Starts the copies of a step's weights; for packed ones, a box of words and one of scales per consumer."""
     weights = boxes.weights
     first = tile.column_tile * TILE.block_n
     if len(weights.block_shape) == 4:
@@ -77,14 +77,14 @@ def _load_weights(boxes, ring, slot, ready, tile, k, num_steps, TILE: gl.constex
 
 @gluon.constexpr_function
 def _most_of_halves(block_m: int, slack: int, bodies: int) -> tuple[int, int]:
-    """The most rows of a tile that is multiplied as a half or a quarter, and as these or a half and the slack."""
+    """Most rows of a tile that a half or quarter body holds, and that one of these or a half with slack holds."""
     half = block_m // 2 if bodies & 0b10 or not bodies else 0
     return half, block_m // 2 + slack if bodies & 0b100 else half
 
 
 @gluon.jit
 def _place_slack(num_rows, TILE: gl.constexpr):
-    """Whether a tile's body reads the slack, and the row of the tile that it begins with: behind a half or all."""
+    """Whether a tile's body reads the slack, and the tile's row at which it begins: after half or all of BLOCK_M."""
     MOST: gl.constexpr = _most_of_halves(TILE.block_m, TILE.slack, TILE.bodies)
     if TILE.bodies == 0:
         return num_rows > TILE.block_m, TILE.block_m
@@ -97,9 +97,9 @@ def _place_slack(num_rows, TILE: gl.constexpr):
 def produce(boxes, half_rows, slack_rows, ring, turns, order, num_steps, TILE: gl.constexpr):
     """Fills the ring with boxes of the weights and of rows that lie in order. Run by one warp.
 
-    Reads the weights and rows by tensor maps, `order` and the tile counter, which it counts up. Announces each tile,
-    then for each step waits until all consumers have emptied a slot, says how many bytes its `full` has to wait for,
-    and starts the copies: of what the tile's body reads, see `BODIES` of `config.py`. A quarter comes as a half.
+    Reads the weights and rows through tensor maps, `order` and the tile counter, which it increments. Announces each
+    tile, then for each step waits until all consumers have emptied a slot, sets the bytes that its `full` expects, and
+    starts the copies that the tile's body reads; see `BODIES` of `config.py`. A quarter is loaded as a half.
 
     Args:
         boxes: `WeightBoxes`.
@@ -145,7 +145,7 @@ def produce(boxes, half_rows, slack_rows, ring, turns, order, num_steps, TILE: g
             if TILE.slack > 0:
                 mbarrier.expect(ready, WEIGHT_BYTES + (BLOCK_M + TILE.slack) * ROW_BYTES, pred=num_rows > BLOCK_M)
             if TILE.bodies == 0:
-                # The same as in front of the loop; instructions are in the order that was measured.
+                # The same as before the loop; placed here to keep the instruction order that was measured.
                 has_high = num_rows > MOST[1]
                 has_slack, slack_at = _place_slack(num_rows, TILE)
             _load_weights(boxes, ring, slot, ready, tile, k, num_steps, TILE)
@@ -167,7 +167,7 @@ def _load_routes(sorted_routes, tile, first, ROWS: gl.constexpr, LAYOUT: gl.cons
 
 @gluon.jit
 def _load_parts(sorted_routes, tile, TILE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Routes of a tile's halves and slack: [HALF] twice and [SLACK]; without slack the third means nothing."""
+    """Routes of a tile's halves and slack: [HALF] twice and [SLACK]; the third is meaningless without slack."""
     HALF: gl.constexpr = TILE.block_m // 2
     low = _load_routes(sorted_routes, tile, 0, HALF, LAYOUT)
     high = _load_routes(sorted_routes, tile, HALF, HALF, LAYOUT)
@@ -180,9 +180,9 @@ def _load_parts(sorted_routes, tile, TILE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _token_offsets(routes, stride_chunks, TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
-    """Offsets of a step of the routes' tokens, in elements: [ROWS, BLOCK_K]."""
+    """Offsets, in elements, of one step of the routes' tokens: [ROWS, BLOCK_K]."""
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
-    # A stride in chunks of 8 elements shows the compiler that every 16 bytes are aligned.
+    # A stride in chunks of 8 elements tells the compiler that addresses are aligned to 16 bytes.
     return (routes // TOP_K)[:, None] * (stride_chunks * 8) + columns[None, :]  # [ROWS, BLOCK_K]
 
 
@@ -190,7 +190,7 @@ def _token_offsets(routes, stride_chunks, TOP_K: gl.constexpr, LAYOUT: gl.conste
 def _copy_tokens(shared, pointers, k, hidden_chunks, MASK_K: gl.constexpr, LAYOUT: gl.constexpr):
     """Starts the copies of step k of tokens to shared memory, zeros beyond the hidden size where MASK_K."""
     if MASK_K:
-        # The weights beyond H are zeros, but NaN may lie behind a token.
+        # Weights beyond H are zero, but memory past a token may hold NaN.
         columns = k * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
         mask = gl.expand_dims(columns < hidden_chunks * 8, 0)  # [1, BLOCK_K]
         load_chunks(shared, pointers, mask=gl.broadcast(mask, pointers)[0])
@@ -204,12 +204,11 @@ def produce_by_token(
 ):
     """Fills the ring with boxes of the weights and, 16 bytes at a time, with the tokens of the routes.
 
-    Run by four warps. Announces and waits as `produce` does, and reads the same but for the rows: a route's row is its
-    token's in `hidden_states`. A slot's `full` waits for the bytes of the weights and for the copies of each of the 128
-    threads.
+    Run by four warps. Announces and waits as `produce` does; a route's row is its token's row of `hidden_states`. A
+    slot's `full` barrier waits for the bytes of the weights and for the copies of each of the 128 threads.
 
     Args:
-        boxes: as for `produce`, like all that is not listed.
+        boxes: as for `produce`, like all arguments not listed.
         hidden_states: pointer to the tokens [T, H].
         hidden_chunks: H / 8: chunks of 16 bytes of a token.
         stride_chunks: chunks from one token to the next.
@@ -238,7 +237,7 @@ def produce_by_token(
             high_offsets = _token_offsets(high, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
             if TILE.slack > 0:
                 slack_offsets = _token_offsets(slack, stride_chunks, TOP_K, LAYOUT)  # [SLACK, BLOCK_K]
-            # The next tile's routes and the number of the tile after it arrive during this tile.
+            # Prefetch the next tile's routes and the number of the tile after it.
             tile_number = following
             following = next_tile(order.plan.tile_counter)
             next_one = locate(gl.minimum(tile_number, num_tiles - 1), order, TILE.block_m, TILE.slack)

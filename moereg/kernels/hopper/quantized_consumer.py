@@ -1,7 +1,7 @@
-"""The consumers of a Hopper grouped GEMM of 8-bit codes, in Triton's Gluon: multiply a tile, scale, activate, store.
+"""The consumers of an 8-bit Hopper grouped GEMM, in Triton's Gluon: multiply a tile, scale, activate, store.
 
-Rows of activations are wgmma's M side, 64 for each of two warpgroups, so that a thread needs the scales of two of them
-only, and the columns of a group are in one warp.
+Rows of activations are wgmma's M side, 64 for each of two warpgroups, so that a thread needs the scales of only two
+rows, and the columns of a group are in one warp.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _PIECE = gl.constexpr(64)
 
 @gluon.jit
 def _load_scalar(shared):
-    """The only element of a tensor in shared memory."""
+    """Loads the only element of a tensor in shared memory."""
     return gl.sum(shared.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def _start(rows, ring, piece, product):
-    """Starts codes times codes of one step and piece, over whatever `product` [OWN_ROWS, _PIECE] holds."""
+    """Starts one step's product with a piece of the weights, overwriting `product` [OWN_ROWS, _PIECE]."""
     STAGES: gl.constexpr = ring.weights.shape[0] // 2
     pieces = reinterpret(ring.weights, ring.weights.dtype, [4 * STAGES, _PIECE, BLOCK_K], ring.weights.layout)
     return warpgroup_mma(rows, pieces.index(piece).permute((1, 0)), product, use_acc=False, is_async=True)
@@ -44,7 +44,7 @@ def _start(rows, ring, piece, product):
 
 @gluon.jit
 def _join(first, second, LAYOUT: gl.constexpr):
-    """Two pieces [OWN_ROWS, _PIECE] side by side as a half [OWN_ROWS, COLUMNS]; only names registers."""
+    """Joins two pieces [OWN_ROWS, _PIECE] to a half [OWN_ROWS, COLUMNS]; only renames registers."""
     both = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), (OWN_ROWS, COLUMNS))
     return gl.convert_layout(both, LAYOUT)
 
@@ -62,27 +62,27 @@ def multiply_pieces(
     LEADS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Multiplies and scales both halves of a warpgroup's rows, out of the next `num_steps` slots of the ring.
+    """Multiplies and scales both halves of a warpgroup's rows from the next `num_steps` slots of the ring.
 
-    Waits for each slot to be full and arrives at its `empty` once its products have ended. Tensor cores keep
-    about 14 bits of a sum of 8-bit floats, so each step's product is added up outside of them, while they work: 64 rows
-    by 256 columns go through them in four pieces of 64 columns, of which two are under way at a time. While one is
-    multiplied, the other is scaled and added to the sums. Registers have room for this, since two pieces are as large
-    as one half. Rows are wgmma's operand from registers, read once a step; from shared memory they would be read once a
-    piece.
+    Waits for each slot to be full and arrives at its `empty` once its products have ended. Tensor cores keep only about
+    14 bits of a sum of 8-bit floats, so each step's product is accumulated outside of them while they continue: 64 rows
+    by 256 columns are computed in four pieces of 64 columns, two in flight at a time. While one is multiplied, the
+    other is scaled and added to the sums. Registers suffice for this, since two pieces are as large as one half. Rows
+    are wgmma's register operand, loaded once per step; from shared memory they would be read once per piece.
 
     Args:
         ring: a `CodeRing` as its consumers read it.
         slot: the first slot.
-        phase: the round it is in.
+        phase: its phase.
         num_steps: steps along the reduced dimension, at least one.
-        lead: [1, 1] barrier at which the first warpgroup arrives after one step of each tile; any where not LEADS.
-        weight: [OWN_ROWS] fp32 that multiplies the scales of rows, or None. A multiplication of the results would spill
-            136 bytes a thread.
+        lead: [1, 1] barrier at which the first warpgroup arrives after the first step of each tile; unused unless
+            LEADS.
+        weight: [OWN_ROWS] fp32 that multiplies the row scales, or None. Multiplying the results instead would spill 136
+            bytes a thread.
         WARPGROUP: which rows.
         STAGES: slots of the ring.
-        LEADS: whether the first warpgroup is a step ahead.
-        LAYOUT: of the results.
+        LEADS: whether the first warpgroup runs a step ahead.
+        LAYOUT: layout of the results.
 
     Returns:
         [OWN_ROWS, COLUMNS] fp32 of either half; the next slot and its phase.
@@ -106,7 +106,7 @@ def multiply_pieces(
         low_scale = row_scale * _load_scalar(ring.half_scales.index(2 * slot))
         high_scale = row_scale * _load_scalar(ring.half_scales.index(2 * slot + 1))
         first = _start(own_rows, ring, 4 * slot, first)
-        # The last step's last piece. Added up at that step's end, it would not fit into registers.
+        # The previous step's last piece. Accumulated at that step's end, it would not fit in registers.
         high1 += second * late_scale[:, None]
         second = _start(own_rows, ring, 4 * slot + 1, second)
         first = warpgroup_mma_wait(1, deps=(first,))
@@ -133,12 +133,12 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def activate_fast(gate, up, ACTIVATION: gl.constexpr):
-    """As `activate_halves`, within a few units in the last place of fp32; zero where a sigmoid is below 2**-126.
+    """As `activate_halves`, to within a few ulp of fp32; zero where a sigmoid is below 2**-126.
 
-    64 numbers a thread are activated, rounded and encoded while nothing is multiplied. Divisions and exponentials that
-    allow for subnormal numbers take 17 instructions a number where 6 do.
+    64 numbers a thread are activated, rounded and quantized while no product runs. Divisions and exponentials that
+    handle subnormal numbers take 17 instructions a number instead of 6.
 
-    Gates of either infinity and NaN give what `activate_halves` gives: their numbers, minus infinity NaN.
+    Infinite and NaN gates give what `activate_halves` gives; minus infinity gives NaN.
     """
     NAME: gl.constexpr = ACTIVATION.name
     ALPHA: gl.constexpr = ACTIVATION.alpha
@@ -146,7 +146,7 @@ def activate_fast(gate, up, ACTIVATION: gl.constexpr):
     LIMIT: gl.constexpr = ACTIVATION.limit
     if NAME == "silu" or NAME == "swigluoai":
         if LIMIT is not None:
-            # Comparisons keep NaN, which a minimum would replace by the limit.
+            # gl.where keeps NaN; a minimum would replace it by the limit.
             gate = gl.where(gate > LIMIT, LIMIT, gate)
             up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
         power = gl.inline_asm_elementwise(
@@ -162,9 +162,9 @@ def activate_fast(gate, up, ACTIVATION: gl.constexpr):
 
 @gluon.jit
 def round_pairs(x, DTYPE: gl.constexpr):
-    """fp32 `x` rounded to a 16-bit DTYPE, in fp32: the same bits as two conversions.
+    """Rounds fp32 `x` to a 16-bit DTYPE and back to fp32: the same bits as two conversions.
 
-    Single conversions to 16 bits run at the rate of exponentials.
+    Conversions of single numbers to 16 bits run at the rate of exponentials.
     """
     if DTYPE == gl.bfloat16:
         bits = gl.inline_asm_elementwise(
@@ -190,7 +190,7 @@ _GUARD = gl.constexpr(GUARD_ROWS)
 
 @gluon.jit
 def _half_product(own_rows, weights, product):
-    """Overwrites `product` with codes times codes of one step, [OWN_ROWS, COLUMNS], and waits for it.
+    """Overwrites `product` [OWN_ROWS, COLUMNS] with the product of one step and half, and waits for it.
 
     The caller passes `product` in because registers have room for only one besides the sums.
     """
@@ -200,7 +200,7 @@ def _half_product(own_rows, weights, product):
 
 @gluon.jit
 def _multiply_plain(ring, slot, phase, num_steps, WARPGROUP: gl.constexpr, STAGES: gl.constexpr):
-    """As `multiply_pieces` without scaling, a half at a time; sums of int8 are exact."""
+    """As `multiply_pieces`, without scaling and one half at a time; int8 sums are exact."""
     EXACT: gl.constexpr = ring.rows.dtype == gl.int8
     TOTAL: gl.constexpr = gl.int32 if EXACT else gl.float32
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -240,15 +240,15 @@ def _skip(ring, slot, phase, num_steps, STAGES: gl.constexpr):
 
 
 class CodeOutput(NamedTuple):
-    """The memory that consumers of codes store to, and what they apply to a product before.
+    """The memory that 8-bit consumers store to, and what their epilogue reads.
 
     Attributes:
         out: map of the compact rows behind the guard, clipped at an expert's end, boxes [1, OWN_ROWS, columns].
-        out_scale: pointer to the scales of `out`, or None where it holds no codes.
-        static_scale: pointer to the given scales of `out`, of each expert or of all; None where they are dynamic.
+        out_scale: pointer to the scales of `out`, or None where it is not quantized.
+        static_scale: pointer to static scales of `out`, per expert or one for all; None where they are dynamic.
         staging: [2 * buffers, OWN_ROWS, columns] staged stores.
-        stride_scale: from one group's scales of `out` to the next one's.
-        stride_static: from one expert's given scale to the next one's: 1, or 0 where all have one.
+        stride_scale: from one group's scales of `out` to the next group's.
+        stride_static: from one expert's static scale to the next one's: 1, or 0 where all share one.
         bias: pointer to [E, num_columns], or None.
         row_weights: `RowWeights`.
         num_columns: rows of an expert's weight.
@@ -266,10 +266,10 @@ class CodeOutput(NamedTuple):
 
 
 class CodeScales(NamedTuple):
-    """Scales that do not change along a row.
+    """A product's scales. Consumers read them, or, where they change from step to step, the producer does.
 
     Attributes:
-        row: pointer to one scale per row; read where scales are not grouped, as the next.
+        row: pointer to one scale per row, of the first step where grouped.
         column: pointer to one scale per column, or per `group_rows` of them.
         group_rows: rows of a weight that share a scale.
         stride_expert: from one expert's column scales to the next one's.
@@ -298,11 +298,11 @@ def _scale_and_bias(
 
     Args:
         x: [OWN_ROWS, COLUMNS] fp32.
-        row_scale: [OWN_ROWS], where not grouped; times the weights of rows, where they have any.
-        column_scales: pointer to the expert's first, one per column or one for all of a half.
-        bias: pointer to the expert's first, or None.
-        weight: [OWN_ROWS] weights of rows, which multiply the bias, or None.
-        first: row of the expert's weight that the half begins with.
+        row_scale: [OWN_ROWS] where not grouped; already times the routing weights, if any.
+        column_scales: pointer to the expert's first scale, one per column or one for a half.
+        bias: pointer to the expert's first element, or None.
+        weight: [OWN_ROWS] routing weights, which multiply the bias, or None.
+        first: first row of the half in the expert's weight.
         num_columns: rows of the expert's weight.
         group_rows: rows of it that share a scale.
         TILE: a `CodeTile`.
@@ -322,16 +322,16 @@ def _scale_and_bias(
 
 @gluon.jit
 def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr):
-    """Codes of `x` [OWN_ROWS, COLUMNS] fp32, one group per row, and their scales [OWN_ROWS].
+    """Quantizes `x` [OWN_ROWS, COLUMNS] fp32, one group per row; returns the values and their scales [OWN_ROWS].
 
-    As `quantize_tile` of `kernels/quantized/codes.py`, with the same bits: numbers that roundings lift above MAX_CODE
-    are left to the conversion, which saturates (`cvt.rn.satfinite`) and keeps NaN.
+    The same bits as `quantize_tile` of `kernels/quantized/codes.py`: numbers that rounding lifts above MAX_CODE are
+    left to the conversion, which saturates (`cvt.rn.satfinite`) and keeps NaN.
     """
     bits = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # [OWN_ROWS]
     scale = gl.div_rn(bits.to(gl.float32, bitcast=True), gl.full_like(bits, MAX_CODE, dtype=gl.float32))
     scale = gl.where(bits == 0, 1.0, gl.maximum(scale, 1.1754943508222875e-38))
     scale = gl.where(bits >= 0x7F800000, float("nan"), scale)
-    # As `divide` there.
+    # As `divide` of `kernels/quantized/codes.py`.
     reciprocal = gl.broadcast(gl.expand_dims(gl.div_rn(gl.full_like(scale, 1.0), scale), 1), x)[0]
     values = x * reciprocal
     surplus = gl.fma(values, gl.broadcast(gl.expand_dims(scale, 1), x)[0], -x)
@@ -341,9 +341,9 @@ def _encode(x, MAX_CODE: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _divide_by_given(y, given, scale):
-    """`y` [OWN_ROWS, COLUMNS] over a given scale, which `scale` [OWN_ROWS] repeats.
+    """Divides `y` [OWN_ROWS, COLUMNS] by a static scale, which `scale` [OWN_ROWS] repeats.
 
-    As the function of this name of `kernels/quantized/rows_sorted.py`, with the same bits.
+    The same bits as the function of this name in `kernels/quantized/rows_sorted.py`.
     """
     divisor = gl.broadcast(gl.expand_dims(scale, 1), y)[0]
     if (given > 8.673617379884035e-19) & (given < 1.152921504606847e18):
@@ -358,9 +358,9 @@ def _divide_by_given(y, given, scale):
 
 @gluon.jit
 def _store_codes(y, output, tile, group, WARPGROUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Stores `y` [OWN_ROWS, COLUMNS], a group a row, as codes through a warpgroup's staged store, and its scales.
+    """Quantizes `y` [OWN_ROWS, COLUMNS], one group per row, and stores it through a warpgroup's staging, with scales.
 
-    The tensor map drops rows past the expert's end, and a mask their scales.
+    The tensor map drops rows past the expert's end; a mask drops their scales.
     """
     out = output.out
     if output.static_scale is None:
@@ -379,7 +379,7 @@ def _store_codes(y, output, tile, group, WARPGROUP: gl.constexpr, LAYOUT: gl.con
     at = [tile.row + tile.num_rows, _GUARD - tile.num_rows + WARPGROUP * OWN_ROWS, group * COLUMNS]
     store_box(out, at, _box_of(buffer, out))
     own = WARPGROUP * OWN_ROWS + gl.arange(0, OWN_ROWS, gl.SliceLayout(1, LAYOUT))  # [OWN_ROWS]
-    # Scales of a group lie together, as they are read.
+    # A group's scales lie together, as the next product reads them.
     gl.store(
         output.out_scale + group.to(gl.int64) * output.stride_scale + tile.row + own, scale, mask=own < tile.num_rows
     )
@@ -387,7 +387,7 @@ def _store_codes(y, output, tile, group, WARPGROUP: gl.constexpr, LAYOUT: gl.con
 
 @gluon.jit
 def _box_of(buffer, out):
-    """A buffer of `staging` in the shape of the boxes of a tensor map."""
+    """Views a buffer of `staging` as a box of a tensor map."""
     return reinterpret(buffer, out.dtype, out.block_shape, out.layout)
 
 
@@ -407,7 +407,7 @@ def _store_half(y, output, tile, column, WARPGROUP: gl.constexpr, FIRST: gl.cons
         _store_half(high, output, tile, column + LENGTH // 2, WARPGROUP, FIRST + LENGTH // 2, BUFFERS)
     else:
         buffer = output.staging.index(BUFFERS * WARPGROUP + FIRST // CHUNK % BUFFERS)  # [OWN_ROWS, CHUNK]
-        # The others may still be read.
+        # The stores from the other buffers may be in flight.
         tma.store_wait(BUFFERS - 1)
         barrier()
         buffer.store(y.to(out.dtype))
@@ -433,15 +433,14 @@ def consume_codes(
     """Multiplies and stores one warpgroup's rows of every tile of the program. Run by four warps.
 
     Waits for a tile to be announced and for each slot of the ring to be full; reads the ring, `order`, the bias and
-    the scales that do not change along a row; writes the staged stores and, through these, the output, and the scales
-    of its codes.
+    the scales that do not change along a row; writes the staged stores and, through these, the output and its scales.
 
     Args:
         output: a `CodeOutput`.
         scales: `CodeScales`.
         ring: a `CodeRing` as `operands_of` returns it.
         turns: `Turns`.
-        lead: [1, 1] barrier at which the first warpgroup arrives once a tile, after a step.
+        lead: [1, 1] barrier at which the first warpgroup arrives once per tile, after its first step.
         order: a `TileOrder`.
         num_steps: steps along the reduced dimension.
         WARPGROUP: 0 or 1: which half of the rows.

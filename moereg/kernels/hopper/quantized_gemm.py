@@ -1,8 +1,8 @@
-"""The two grouped matmuls with 8-bit weights and activations for many rows an expert, on Hopper, in Triton's Gluon.
+"""The two grouped GEMMs with 8-bit weights and activations for many rows an expert, on Hopper, in Triton's Gluon.
 
-The kernel is persistent and warp-specialized as that of `gemm.py`. A producer warp fills the ring with boxes of codes;
-the consumers multiply, scale and store. Gate and up are two boxes of one tile, so that w13 and its scales stay in
-canonical order. Sizes as in `kernels/quantized/products.py`; rows come in the compact order of a `RoutePlan`.
+The kernel is persistent and warp-specialized like that of `gemm.py`. A producer warp fills the ring by TMA; the
+consumers multiply, scale and store. Gate and up are two boxes of one tile, so that w13 and its scales stay in canonical
+order. Sizes as in `kernels/quantized/products.py`; rows come in the compact order of a `RoutePlan`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from moereg.kernels.quantized.codes import TRITON_DTYPES
 from moereg.kernels.quantized.operands import QuantizedMatrices, QuantizedRows
 from moereg.kernels.rows.plan import RoutePlan
 
-# Registers of a thread of either consumer and of the producer: all that 384 threads have.
+# Registers per thread of each consumer and of the producer: all that 384 threads have.
 _CONSUMER_REGISTERS = gl.constexpr(232)
 _PRODUCER_REGISTERS = gl.constexpr(40)
 
@@ -47,8 +47,8 @@ _PRODUCER_REGISTERS = gl.constexpr(40)
 _CHUNK: Final = 64
 
 
-# Sizes and strides that change from call to call or from layer to layer are not specialized: their divisibility says
-# nothing, and each would be compiled anew.
+# Sizes and strides that change from call to call or from layer to layer are not specialized on their divisibility: that
+# does not help, and compiles more variants.
 @gluon.jit(
     do_not_specialize=[
         *("num_tiles_n", "group_m", "num_steps", "num_columns", "group_rows"),
@@ -93,7 +93,7 @@ def _quantized_grouped_kernel(
     staging = gl.allocate_shared_memory(
         out.dtype, [2 * TILE.buffers] + CHUNK, gl.NVMMASharedLayout.get_default_for(CHUNK, out.dtype)
     )
-    # Not read where scales do not change along a row.
+    # Unused where scales do not change along a row.
     SCALE_SLOTS: gl.constexpr = STAGES if TILE.grouped else 1
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     row_scales = gl.allocate_shared_memory(gl.float32, [SCALE_SLOTS, BLOCK_M], LINE)
@@ -101,7 +101,7 @@ def _quantized_grouped_kernel(
     # One arrival announces the boxes' bytes; copies of scales add one for each producer thread.
     full, empty = allocate_barriers(STAGES, 33 if TILE.grouped else 1)
     turns = allocate_turns()
-    # Not read where these are off.
+    # Placeholders for barriers that are off.
     lead = turns.taken
     early = turns.taken
     if TILE.leads:
@@ -146,20 +146,20 @@ def quantized_gate_up_gemm(
     static_scale: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
-    """Writes `act(row @ w13[expert].T + bias)` for every sorted row, or codes of it.
+    """Writes `act(row @ w13[expert].T + bias)` for every sorted row, quantized if `out` is.
 
     Args:
         out: [GUARD_ROWS + N, I_pad] bf16 or fp16, contiguous, 16-byte aligned: overwritten behind the guard up to the
-            last valid row, with zeros from column I on. Or codes of float8_e4m3fn of the same shape, and their scales
-            of rows behind the guard: [N, I_pad / 128], those of a group together as in `rows`, or [N, 1] given ones.
+            last valid row, with zeros from column I on. Or float8_e4m3fn values of the same shape and the scales of the
+            rows behind the guard: [N, I_pad / 128], those of a group together as in `rows`, or [N, 1] static ones.
         rows: [N, H_pad] in sorted order, scales [N, H_pad / 128] fp32, those of a group together, or [N, 1].
         w13: [E, 2 * I, H_pad] gate first, or [E, I, H_pad] where not gated; scales by blocks of 128 x 128 with I a
             multiple of 128, by rows, or one for each of gate and up.
         plan: from `sort_routes` with `QUANTIZED_BLOCK_M` and no slack; its first tile counter is used up.
         epilogue: bias, in the order of w13's rows, and activation.
-        rounded: dtype that numbers are rounded to before they are quantized; given with codes.
-        static_scale: [E] or [1] fp32, the scales of codes where they are given.
-        overlap: whether to start while the kernel in front still runs, and to let the next one start early.
+        rounded: dtype that numbers are rounded to before they are quantized; only where `out` is quantized.
+        static_scale: [E] or [1] fp32, the static scales of `out`, or None.
+        overlap: whether to start while the previous kernel still runs, and to let the next one start early.
     """
     coded: dict[str, Any] = {"rounded": rounded, "static_scale": static_scale}
     _launch(out, rows, w13, plan, config, bias=epilogue.bias, epilogue=epilogue, **coded, overlap=overlap)
@@ -179,7 +179,7 @@ def quantized_down_gemm(
     """Writes `(intermediate[row] @ w2[expert].T + bias) * topk_weight` for every sorted row.
 
     Args:
-        intermediate: codes and scales [N, ...] of rows behind the guard, as `quantized_gate_up_gemm` wrote them.
+        intermediate: values and scales [N, ...] of rows behind the guard, as `quantized_gate_up_gemm` wrote them.
         w2: [E, H, I_pad].
         plan: as for `quantized_gate_up_gemm`; its second tile counter is used up.
         out, config, bias, topk_weights, overlap: as for `down_gemm` of `hopper/gemm.py`.
@@ -212,12 +212,12 @@ def _launch(
     assert rows.scale.stride(0) == 1 and (out_scale is None or out_scale.stride(0) == 1)
     assert (out_scale is None) == (rounded is None)
     assert topk_weights is None or topk_weights.is_contiguous()
-    # The kernel writes no other codes.
+    # The kernel quantizes to no other dtype.
     assert out_scale is None or target.dtype == torch.float8_e4m3fn
     columns = num_columns // (2 if gated else 1)
-    # Each half of a tile must lie within one row of blocks of scales; up's does where gate's rows end with a block.
+    # Each half of a tile must lie within one row of scale blocks; up's half does if gate's rows end with a block.
     assert weight.group_rows in ((COLUMNS.value,) if grouped else (1, columns))
-    # A group's codes are stored by what its numbers are; a whole row's only where that is known.
+    # Groups are quantized as they are stored; a whole row only with a static scale.
     assert out_scale is None or grouped == (static_scale is None)
     assert not (grouped and gated) or columns % COLUMNS.value == 0
     num_steps = depth // BLOCK_K.value
@@ -249,13 +249,13 @@ def _launch(
         stride_static=int(static_scale is not None and static_scale.numel() > 1),
         TILE=CodeTile(
             stages=config.num_stages,
-            # A half of a tile is one store of 8 KiB as codes.
+            # As 8-bit values, half a tile is one store of 8 KiB.
             buffers=config.num_buffers if out_scale is None else 1,
             grouped=grouped,
             by_column=weight.group_rows == 1,
             rounded=None if rounded is None else TRITON_DTYPES[rounded],
             mask_n=epilogue is not None and columns % COLUMNS.value != 0,
-            # In a shorter row, it would arrive a second time before the other warpgroup has waited once.
+            # With fewer steps, the first warpgroup would arrive twice before the other has waited once.
             leads=config.leads and grouped and num_steps > config.num_stages,
             early=config.early and overlap and group_m == 1 and num_steps >= config.num_stages,
         ),

@@ -1,8 +1,8 @@
-"""The producer of a Hopper grouped GEMM of 8-bit codes, in Triton's Gluon, and the ring of shared memory that it fills.
+"""The producer of an 8-bit Hopper grouped GEMM, in Triton's Gluon, and the ring of shared memory that it fills.
 
-A tile is 128 rows of activations by two halves of 128 rows of a weight: gate and up of the same columns, or 256 columns
-in a row. A slot of the ring holds one step along the reduced dimension, with its scales where they change from step to
-step.
+A tile is 128 rows of activations by two halves of 128 rows of a weight: gate and up of the same columns, or 256
+adjacent columns. A slot of the ring holds one step along the reduced dimension, with its scales if they change from
+step to step.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from moereg.kernels.hopper.ring import (
     reinterpret,
 )
 
-# Rows of a tile, and of a warpgroup; columns of a half, which is a block of scales and a group of codes.
+# Rows of a tile and of a warpgroup; columns of a half, which is one block of scales and one group of the output.
 BLOCK_M = gl.constexpr(QUANTIZED_BLOCK_M)
 OWN_ROWS = gl.constexpr(QUANTIZED_BLOCK_M // 2)
 COLUMNS = gl.constexpr(128)
 
-# Codes of the reduced dimension per step: 128 bytes, the widest swizzle, and one group of scales.
+# Elements of the reduced dimension per step: 128 bytes, the widest swizzle, and one group of scales.
 BLOCK_K = gl.constexpr(128)
 
 
 class CodeTile(NamedTuple):
-    """The kernels' constant for how a product of codes is multiplied and stored.
+    """Compile-time constant: how an 8-bit product is multiplied and stored.
 
     Attributes:
         stages: slots of the ring.
         buffers: staged stores of each warpgroup.
         grouped: whether scales change from step to step.
-        by_column: whether each column has a scale; else all columns of a half have one.
+        by_column: whether each column has a scale; else the columns of a half share one.
         rounded: dtype that numbers are rounded to before they are quantized, or None.
         mask_n: whether the last half reaches past the last column, where zeros are stored.
-        leads: of `HopperQuantizedConfig`.
-        early: whether the first tile's first weights are asked for early, see `load_early`.
+        leads: as in `HopperQuantizedConfig`.
+        early: whether the first tile's first weights are loaded early; see `load_early`.
     """
 
     stages: int
@@ -63,8 +63,8 @@ class CodeRing(NamedTuple):
     """The shared memory of a ring with STAGES slots.
 
     Attributes:
-        rows: [2 * STAGES, OWN_ROWS, BLOCK_K] codes of a slot's activations, those of each warpgroup by themselves.
-        weights: [2 * STAGES, 1, COLUMNS, BLOCK_K] codes of a slot's weights, by halves; for consumers
+        rows: [2 * STAGES, OWN_ROWS, BLOCK_K] a slot's activations, by warpgroups.
+        weights: [2 * STAGES, 1, COLUMNS, BLOCK_K] a slot's weights, by halves; for consumers
             [2 * STAGES, COLUMNS, BLOCK_K].
         row_scales: [STAGES, BLOCK_M] fp32 scales of a slot's rows; for consumers [2 * STAGES, OWN_ROWS]. Neither these
             nor the next are read where scales do not change along a row.
@@ -93,7 +93,7 @@ def operands_of(ring, STAGES: gl.constexpr):
 
 @gluon.jit
 def first_columns(column_tile, num_columns, GATED: gl.constexpr):
-    """The row of an expert's weight, and column of the product, that either half of a tile begins with."""
+    """First row of an expert's weight, and first column of the product, for each half of a tile."""
     low = column_tile * COLUMNS if GATED else column_tile * 2 * COLUMNS
     high = num_columns // 2 + low if GATED else low + COLUMNS
     return low, high
@@ -101,9 +101,9 @@ def first_columns(column_tile, num_columns, GATED: gl.constexpr):
 
 @gluon.jit
 def _copy_scales(ring, slot, row_scale, low_scales, high_scales, tile, k, stride_row_scale):
-    """Copies a step's scales, of the rows of a tile and of either half's columns, into the ring, 4 bytes at a time.
+    """Copies a step's scales, of a tile's rows and of both halves' columns, into the ring, 4 bytes at a time.
 
-    Boxes would have to begin at multiples of 16 bytes.
+    TMA boxes would have to begin at multiples of 16 bytes.
     """
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     # Rows past the end repeat the last one.
@@ -124,9 +124,9 @@ def _guess(num_tiles_n):
 
 @gluon.jit
 def load_early(weights, ring_weights, num_tiles_n, early, num_columns, GATED: gl.constexpr, STAGES: gl.constexpr):
-    """Asks for the weights of the first STAGES steps of the tile that this program probably starts with.
+    """Loads the weights of the first STAGES steps of the tile that this program probably starts with.
 
-    Weights do not wait for the kernel in front, and it may take some time to end.
+    Weights do not depend on the previous kernel, which may take some time to end.
     """
     expert, column_tile = _guess(num_tiles_n)
     low, high = first_columns(column_tile, num_columns, GATED)
@@ -138,14 +138,14 @@ def load_early(weights, ring_weights, num_tiles_n, early, num_columns, GATED: gl
 
 @gluon.jit
 def _expect(ready, num_rows):
-    """Says how many bytes a slot's `full` has to wait for."""
+    """Sets the bytes that a slot's `full` barrier expects."""
     mbarrier.expect(ready, (OWN_ROWS + 2 * COLUMNS) * BLOCK_K, pred=num_rows <= OWN_ROWS)
     mbarrier.expect(ready, (BLOCK_M + 2 * COLUMNS) * BLOCK_K, pred=num_rows > OWN_ROWS)
 
 
 @gluon.jit
 def _load_rows(rows, row, num_rows, at, ring, slot):
-    """Asks for the boxes of rows of a step."""
+    """Starts the copies of a step's rows."""
     ready = ring.full.index(slot)
     load_box(rows, [row, at], ready, ring.rows.index(2 * slot))
     load_box(rows, [row + OWN_ROWS, at], ready, ring.rows.index(2 * slot + 1), pred=num_rows > OWN_ROWS)
@@ -167,24 +167,24 @@ def produce_codes(
     GATED: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Fills the ring with boxes of rows in sorted order and of both halves' weights, and their scales. Run by one warp.
+    """Fills the ring with boxes of sorted rows and of both halves' weights, and with their scales. Run by one warp.
 
-    Reads the codes by tensor maps, the scales, `order` and the tile counter, which it counts up. Announces each tile,
-    then for each step waits until both consumers have emptied a slot, says how many bytes its `full` has to wait for,
-    and starts the copies. Where scales are grouped, `full` also waits for each thread's.
+    Reads rows and weights through tensor maps, the scales, `order` and the tile counter, which it increments. Announces
+    each tile, then for each step waits until both consumers have emptied a slot, sets the bytes that its `full` barrier
+    expects, and starts the copies. Where scales are grouped, `full` also waits for those of each thread.
 
     Args:
-        rows: map of the codes of rows, boxes [OWN_ROWS, BLOCK_K].
-        weights: map of the codes of a weight, boxes [1, COLUMNS, BLOCK_K].
+        rows: map of the rows, boxes [OWN_ROWS, BLOCK_K].
+        weights: map of the weights, boxes [1, COLUMNS, BLOCK_K].
         scales: `CodeScales`.
         ring: a `CodeRing`.
         turns: `Turns`.
-        early: [1, 1] barrier of the weights that `load_early` asked for, or None.
+        early: [1, 1] barrier of the weights that `load_early` loads; unused unless TILE.early.
         order: a `TileOrder`.
         num_steps: steps along the reduced dimension.
         num_columns: rows of an expert's weight.
         stride_row_scale: from a row's scale of one step to that of the next.
-        stride_column_scale: from the scales of some rows of a weight to those of the next rows.
+        stride_column_scale: from the scales of one group of weight rows to those of the next.
         GATED: whether the weight holds gates.
         TILE: a `CodeTile`.
     """
@@ -196,7 +196,7 @@ def produce_codes(
     turn_phase = gl.to_tensor(1)
     num_tiles = order.num_blocks * order.num_tiles_n
     if EARLY:
-        # Also where there is no tile: a program must not end before its copies.
+        # Even without a tile: a program must not end before its copies.
         mbarrier.wait(early.index(0), 0)
     tile_number = gl.program_id(0)
     while tile_number < num_tiles:
@@ -211,7 +211,7 @@ def produce_codes(
             high_scales = own_scales + gl.minimum(high, num_columns - 1) // scales.group_rows * stride_column_scale
         if EARLY:
             guess_expert, guess_tile = _guess(order.num_tiles_n)
-            # Nothing of the first tile, or the weights of its first steps if the guess was right.
+            # Whether this is the first tile and the guess was right: its first steps' weights are then loaded.
             hit = (tile_number == gl.program_id(0)) & (expert == guess_expert)
             hit = hit & (tile.column_tile == guess_tile)
         for k in range(num_steps):

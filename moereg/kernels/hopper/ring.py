@@ -1,10 +1,10 @@
 """The ring of shared memory between the producer and the consumers of a Hopper grouped GEMM, in Triton's Gluon.
 
 A slot of the ring holds one step along the reduced dimension: BLOCK_N rows of a weight, BLOCK_M rows of activations
-and, for a tile that is a little longer, SLACK more. A producer and both consumers go through the slots in the same
+and, for a tile that is a little longer, SLACK more. The producer and all consumers go through the slots in the same
 order, and each counts its rounds: a phase is 0 in one round and 1 in the next.
 
-Tiles go to whichever program is free. If each had a fixed share, all would wait for the one with the fewest short
+Tiles are scheduled dynamically. If each program had a fixed share, all would wait for the one with the fewest short
 tiles: up to 8 % of a GEMM by simulation, at 4,096 tokens of 256 experts; on an H200 more, see benches/notes/kernels.md.
 So a program's producer takes the next tile from a counter in memory, one or two ahead, and announces it to the
 consumers through a ring of two turns. Which program computes a tile changes from run to run; what it computes does not.
@@ -54,19 +54,19 @@ class Ring(NamedTuple):
 
 
 class ProductTile(NamedTuple):
-    """The kernels' constant for what a tile of a product covers.
+    """Compile-time constant: the tile of a product.
 
     Attributes:
-        block_m: of `HopperGemmConfig` or `HopperPackedConfig`, as the next two.
+        block_m: rows; this and the next two as in `HopperGemmConfig` or `HopperPackedConfig`.
         block_n: columns; each consumer takes a part.
         slack: rows by which a tile may be longer.
-        bodies: of `HopperGemmConfig`; 0, of packed weights: a half, all, all and the slack.
+        bodies: as in `HopperGemmConfig`; 0 for packed weights: half a tile, a tile, a tile with slack.
         stages: slots of the ring.
-        top_k: routes of a token where the producer copies rows by the tokens of their routes; None: they lie in order.
-        mask_k: whether the last step reaches past the end of a token then.
+        top_k: routes per token where the producer gathers tokens by route; None: rows lie in order.
+        mask_k: whether the last step then reaches past the end of a token.
         consumers: warpgroups that multiply.
-        span: steps that a word of a packed weight's scales serves.
-        odd: whether the number of steps is odd, of packed weights.
+        span: steps per word of a packed weight's scales.
+        odd: whether the number of steps is odd; packed weights only.
     """
 
     block_m: int
@@ -82,15 +82,15 @@ class ProductTile(NamedTuple):
 
 
 class PlanPointers(NamedTuple):
-    """A `BlockMap` or `RoutePlan` as a kernel takes it.
+    """A `BlockMap` or `RoutePlan` as a kernel argument.
 
     Attributes:
         sorted_routes: None where no route is read.
-        block_expert: like the next three of the map.
+        block_expert: expert of a row tile; this and the next three as in `BlockMap`.
         block_row: first row of a tile.
         block_end: end of the rows of the tile's expert.
         num_blocks: tiles of rows in use.
-        tile_counter: number of tiles that programs have taken beyond their first ones; counted up.
+        tile_counter: tiles that programs have taken beyond their first ones; incremented.
     """
 
     sorted_routes: Any
@@ -108,7 +108,7 @@ class TileOrder(NamedTuple):
         plan: `PlanPointers`.
         num_blocks: tiles of rows in use.
         num_tiles_n: tiles along the columns of a weight.
-        group_m: tiles of rows that share the columns of a weight before the next columns are taken, for the L2.
+        group_m: row tiles that share a column tile of the weight before the next one is taken, for L2 reuse.
     """
 
     plan: Any
@@ -121,9 +121,9 @@ class Tile(NamedTuple):
     """One tile of a product.
 
     Attributes:
-        expert: whose weight it multiplies.
-        column_tile: which tile along the columns of that weight.
-        row: its first row, sorted or of the batched format.
+        expert: the expert whose weight it multiplies.
+        column_tile: its number along the columns of that weight.
+        row: its first row, in sorted order or in the batched format.
         num_rows: at most BLOCK_M + SLACK.
     """
 
@@ -135,7 +135,7 @@ class Tile(NamedTuple):
 
 @gluon.jit
 def allocate_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr, CONSUMERS: gl.constexpr = 2):
-    """Allocates a barrier a slot for a producer's arrivals, and one for those of all consumers."""
+    """Allocates two barriers per slot: one for the producer's arrivals, one for those of all consumers."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -146,7 +146,7 @@ def allocate_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr, CONSUMERS: gl
 
 @gluon.jit
 def allocate_barrier():
-    """Allocates one barrier of one arrival."""
+    """Allocates one barrier that expects one arrival."""
     one = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(one.index(0), count=1)
     return one
@@ -154,7 +154,7 @@ def allocate_barrier():
 
 @gluon.jit
 def locate(tile_number, order, BLOCK_M: gl.constexpr, SLACK: gl.constexpr):
-    """Returns the `Tile` of a number."""
+    """Returns the `Tile` of a tile number."""
     first = tile_number // (order.group_m * order.num_tiles_n) * order.group_m
     within = tile_number - first * order.num_tiles_n
     # The last group may be smaller.
@@ -176,7 +176,7 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
 
 @gluon.jit
 def _previous(slot, STAGES: gl.constexpr):
-    # Not kept in a variable of the loop: Triton 3.6 compiles `last = slot` there as if it never changed.
+    # Not a loop variable: Triton 3.6 compiles `last = slot` in the loop as if it never changed.
     return gl.where(slot == 0, STAGES - 1, slot - 1)
 
 
@@ -184,14 +184,14 @@ def _previous(slot, STAGES: gl.constexpr):
 def multiply(
     ring, slot, phase, num_steps, WARPGROUP: gl.constexpr, ROWS: gl.constexpr, SLACK: gl.constexpr, TILE: gl.constexpr
 ):
-    """Multiplies one warpgroup's half of a tile, out of the next `num_steps` slots of the ring.
+    """Multiplies one warpgroup's half of a tile from the next `num_steps` slots of the ring.
 
     Waits for each slot to be full and arrives at its `empty` once its product has ended.
 
     Args:
         ring: a `Ring`.
         slot: the first slot.
-        phase: the round it is in.
+        phase: its phase.
         num_steps: steps along the reduced dimension, at least one.
         WARPGROUP: 0 or 1: which half of the columns.
         ROWS: BLOCK_M, or half or a quarter of it for a tile with fewer rows.
@@ -199,7 +199,7 @@ def multiply(
         TILE: a `ProductTile`.
 
     Returns:
-        [BLOCK_N // 2, ROWS] fp32; [BLOCK_N // 2, SLACK] fp32, or the former again without slack; the next slot and its
+        [BLOCK_N // 2, ROWS] fp32; [BLOCK_N // 2, SLACK] fp32, or the first again without slack; the next slot and its
         phase.
     """
     COLUMNS: gl.constexpr = TILE.block_n // 2
@@ -213,12 +213,12 @@ def multiply(
     if SLACK > 0:
         LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLACK, 16])
         slack_product = gl.zeros([COLUMNS, SLACK], gl.float32, LAYOUT)
-    # Without it the accumulators are copied around a loop that may be empty, and ptxas serializes the products.
+    # Without this the accumulators are copied around a loop that may be empty, and ptxas serializes the products.
     gl.assume(num_steps > 0)
     for k in range(num_steps):
         mbarrier.wait(ring.full.index(slot), phase)
         if TILE.top_k is not None:
-            # What cp.async wrote is read by wgmma through another proxy.
+            # wgmma reads through the async proxy, which does not see what cp.async wrote before a fence.
             fence_async_shared()
         a = columns.index(2 * slot + WARPGROUP)  # [COLUMNS, BLOCK_K]
         b = rows.index(PARTS * slot).permute((1, 0))  # [BLOCK_K, ROWS]
@@ -241,7 +241,7 @@ def multiply(
         return product, product, slot, phase
 
 
-# Turns announced before consumers have to take the first.
+# Tiles that the producer may announce before consumers take the first.
 TURNS = gl.constexpr(2)
 
 # Announced in place of a tile when all are taken.
@@ -249,12 +249,12 @@ NO_TILE = gl.constexpr(-1)
 
 
 class Turns(NamedTuple):
-    """The shared memory through which a producer announces tiles to two consumers.
+    """The shared memory through which a producer announces tiles to its consumers.
 
     Attributes:
         tiles: [TURNS, 1] int32, numbers of tiles.
         announced: [TURNS, 1] barriers that complete when the producer has written a number.
-        taken: [TURNS, 1] barriers that complete when both consumers have read it.
+        taken: [TURNS, 1] barriers that complete when all consumers have read it.
     """
 
     tiles: Any
@@ -272,7 +272,7 @@ def allocate_turns(CONSUMERS: gl.constexpr = 2):
 
 @gluon.jit
 def next_tile(tile_counter):
-    """The first tile that no program has taken; programs start with the tile of their own number."""
+    """Takes the first free tile; each program starts with the tile of its own id."""
     return gl.num_programs(0) + gl.atomic_add(tile_counter, 1, sem="relaxed")
 
 
@@ -280,7 +280,7 @@ def next_tile(tile_counter):
 def announce_tile(tile_number, turns, turn, phase, WARPS: gl.constexpr):
     """Tells the consumers which tile comes next, or that none does.
 
-    Run by all WARPS warps of a producer. Waits until both consumers have read what this turn announced before.
+    Run by all WARPS warps of a producer. Waits until all consumers have read what this turn announced before.
 
     Returns:
         The next turn and its phase.

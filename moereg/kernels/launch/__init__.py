@@ -1,1 +1,1 @@
-"""Every launch goes through here: replay without the launcher's checks, and programs that overlap."""
+"""Launches: replay without the launcher's checks, kernels that overlap, and compilation ahead of time."""

@@ -1,10 +1,10 @@
-"""Compiles kernels that nobody launches yet: for a device that need not be here, as launches there ask for them.
+"""Compiles kernels ahead of their first launch, for a device that need not be present, as launches there need them.
 
-Launch code runs on tensors without memory (torch's device `meta`). Triton works out which variant of a kernel each
-launch needs, from dtypes, divisibility by 16, constants and options, and instead of compiling it we keep the question.
-It is answered later, in any process that was forked after that, and the answer goes to Triton's cache on disk.
+Launch code runs on tensors without memory (torch's device `meta`). From dtypes, divisibility by 16, constants and
+options, Triton works out which variant of a kernel each launch needs; instead of compiling it, we keep the request. Any
+process forked afterwards can compile it, and the result goes to Triton's cache on disk.
 
-`become` turns a process into one for a device that is not there, for good: it belongs into a process of its own.
+`become` turns a process into one for an absent device, permanently: call it in a process of its own.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NUM_MULTIPROCESSORS: Final = 132
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The facts of a device that a compilation or a choice of configurations depends on.
+    """Facts of a device that compilation or a choice of configurations depends on.
 
     Attributes:
         gpu: as Triton names it.
@@ -71,7 +71,7 @@ class Target:
         Args:
             kind: `cuda` or `rocm`.
             arch: such as `sm90` or `gfx942`.
-            shared_bytes: as a device that is there says; from a table where None.
+            shared_bytes: as a present device reports it; from a table where None.
         """
         known = shared_bytes or _SHARED_BYTES.get((kind, arch))
         if known is None or kind not in ("cuda", "rocm"):
@@ -86,7 +86,7 @@ class Target:
 
 
 class _Utilities:
-    """The driver's questions to a device."""
+    """Device properties that Triton asks the driver for."""
 
     def __init__(self, shared_bytes: int) -> None:
         self._shared_bytes = shared_bytes
@@ -96,7 +96,7 @@ class _Utilities:
 
 
 class _AbsentDriver(DriverBase):  # type: ignore[misc]
-    """Answers for a device that is not there."""
+    """Driver of an absent device."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -140,13 +140,13 @@ class Variant:
     Attributes:
         name: the kernel's module and name.
         digest: equal for equal variants of this process and those forked from it.
-        effort: orders variants by how long compiling takes, roughly.
+        effort: rough compile time, to order variants by.
     """
 
     def __init__(self, kernel: Any, key: str, arguments: tuple[Any, ...]) -> None:
         self.name = f"{kernel.__module__}:{kernel.__name__}"
         self.digest = hashlib.sha256(f"{self.name} {key}".encode()).hexdigest()[:24]
-        # Programs in Gluon say more than others, and take longest.
+        # Gluon code takes longest to compile for its length.
         self.effort = len(kernel.src) * (4 if kernel.is_gluon() else 1)
         self._ask: Callable[[], Any] = lambda: _COMPILE(kernel, key, *arguments)
 
@@ -154,7 +154,7 @@ class Variant:
         """Compiles it, or finds it in the cache.
 
         Returns:
-            What Triton compiled, whether it was in the cache, seconds.
+            The compiled kernel, whether it was in the cache, seconds.
         """
         start = time.monotonic()
         with counted_compilations() as count:
@@ -172,7 +172,7 @@ class CompilationCount:
 
 @contextlib.contextmanager
 def counted_compilations() -> Iterator[CompilationCount]:
-    """Counts what Triton compiles meanwhile, in any thread of this process."""
+    """Counts Triton's compilations during the block, in any thread of this process."""
     count = CompilationCount()
     previous = knobs.compilation.listener
 
@@ -192,13 +192,13 @@ def counted_compilations() -> Iterator[CompilationCount]:
 
 
 class Launches:
-    """The launches of a process that launches nothing."""
+    """Launches that a process for an absent device recorded instead of running."""
 
     def __init__(self) -> None:
         self._variants: list[Variant] = []
 
     def take(self) -> list[Variant]:
-        """The variants of the launches since the last time, in order."""
+        """Returns the variants launched since the last call, in order."""
         taken, self._variants = self._variants, []
         return taken
 
@@ -208,10 +208,10 @@ class Launches:
 
 
 def become(target: Target) -> Launches:
-    """Makes this process one for a device that is not there, from now on and for all threads: launches only ask.
+    """Makes this process one for an absent device, permanently and for all threads: launches are only recorded.
 
     Raises:
-        ValueError: this Triton cannot compile for it.
+        ValueError: this Triton cannot compile for the device.
     """
     try:
         triton.compiler.make_backend(target.gpu)
@@ -244,9 +244,9 @@ _NO_COMPILER: Final = "no C compiler works here, so the first launch of each ker
 
 
 class HostBuilder:
-    """Builds what Triton has a C compiler build for the host: its binding of CUDA's driver, and launchers.
+    """Builds the host code for which Triton needs a C compiler: its binding of CUDA's driver, and launchers.
 
-    Triton 3.6 and 3.7 build a launcher for each list of arguments, at its first launch; later ones have one for all.
+    Triton 3.6 and 3.7 build a launcher per argument list, at its first launch; later versions have one for all.
 
     Attributes:
         lack: why something could not be built here, or None.
@@ -262,7 +262,7 @@ class HostBuilder:
         try:
             self._driver.library_dirs()
         except (AssertionError, OSError, subprocess.CalledProcessError):
-            # The machine that loads them has CUDA's driver. The linker is content with an empty one.
+            # The machine that loads the builds has CUDA's driver; the linker is content with an empty library.
             self._folder = tempfile.TemporaryDirectory(prefix="moereg-libcuda-")
             folder = self._folder.name
             self._driver.library_dirs = lambda: [folder]
@@ -292,7 +292,7 @@ class HostBuilder:
             self.lack = _NO_COMPILER
 
     def close(self) -> None:
-        """Removes what was only needed to build."""
+        """Removes the temporary folder of the build."""
         if self._folder is not None:
             self._folder.cleanup()
 

@@ -1,8 +1,8 @@
-"""Folders of compiled kernels that go from one machine to another.
+"""Moves folders of compiled kernels from one machine to another.
 
-Triton finds a kernel by a digest of its source, its options, the compiler and Triton's own files, and remembers the
-files by their paths. So a folder serves another machine with the same Triton and Python, from the path where it was
-made; from another path once the paths in it are rewritten. A note in the folder says what made it.
+Triton finds a kernel by a digest of its source, its options, the compiler and Triton's own files, and records the files
+by their paths. So a folder works on another machine with the same Triton and Python at the path where it was made, and
+at another path once the paths in it are rewritten. A note in the folder records how it was made.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _MEANINGS: Final = {
     "options": "Triton with other options or another assembler",
     "kernels": "another version of moereg's kernels",
 }
-"""The facts that keys in the cache depend on, each with what a difference is called; the one to name stands first."""
+"""Facts that keys in the cache depend on, each with the wording of a difference; the first that differs is named."""
 
 
 def cache_folder() -> Path:
-    """Triton's cache of this process."""
+    """Returns the folder of this process's Triton cache."""
     return Path(knobs.cache.dir)
 
 
 def use(folder: Path) -> None:
-    """Has Triton keep its cache in a folder, in this process and those that it starts."""
+    """Makes Triton keep its cache in a folder, in this process and its children."""
     os.environ["TRITON_CACHE_DIR"] = str(folder)
 
 
 def writing_fault(folder: Path) -> str | None:
-    """Why nothing can be written into a folder, which is made if it is not there; None where it can."""
+    """Why a folder, created if missing, cannot be written; None where it can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -117,10 +117,10 @@ def read_note(folder: Path) -> dict[str, Any] | None:
 
 
 def check_facts(folder: Path, note: Mapping[str, Any], facts: Mapping[str, str], platform_name: str) -> None:
-    """Checks that what was compiled for a platform is found by the Triton of this process.
+    """Checks that this process's Triton will find what was compiled for a platform.
 
     Raises:
-        ArgumentError: it would all be compiled again, or nothing in the folder is for that platform.
+        ArgumentError: Triton would compile everything again, or nothing in the folder is for that platform.
     """
     layers = [layer for layer in note["layers"] if layer["platform"] == platform_name]
     if not layers:
@@ -141,7 +141,7 @@ def check_facts(folder: Path, note: Mapping[str, Any], facts: Mapping[str, str],
 
 
 def write_note(folder: Path, layers: list[dict[str, Any]]) -> None:
-    """Writes the note of a folder that is filled at its own path."""
+    """Writes the note of a folder that was filled at its current path."""
     _replace(folder / NOTE, {"schema": _SCHEMA, "root": str(folder), "layers": layers})
 
 
@@ -149,7 +149,7 @@ def move_in(folder: Path, note: Mapping[str, Any]) -> int:
     """Rewrites the paths in a folder that was made elsewhere, so that Triton finds its files.
 
     Returns:
-        How many lists of files were rewritten; 0 where the folder is where it was made.
+        Number of rewritten file lists; 0 where the folder has not moved.
 
     Raises:
         ArgumentError: the folder has moved and cannot be written.
@@ -174,7 +174,7 @@ def move_in(folder: Path, note: Mapping[str, Any]) -> int:
 
 
 def _replace(file: Path, values: Mapping[str, Any]) -> None:
-    """Writes JSON, whole or not at all."""
+    """Writes JSON atomically."""
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as sink:
         json.dump(values, sink)
     os.chmod(sink.name, 0o644)

@@ -1,4 +1,4 @@
-"""Facts of a device that launches depend on: the one place of the kernels that asks the device for them."""
+"""Facts of a device that launches depend on; no other code of the kernels queries the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 
 
 def least_block_m(device: torch.device) -> int:
-    """Rows that the matrix units of a device take at least; with fewer Triton turns to plain multiply-adds on AMD's."""
+    """Fewest rows that a device's matrix units take; with fewer, Triton falls back to plain multiply-adds on AMD."""
     return 16 if device.type == "cuda" and torch.version.hip is not None else 1
 
 

@@ -1,4 +1,4 @@
-"""Launches that are replayed when they come again with tensors of the same sizes, for functions that make a few."""
+"""Replays launches that recur with tensors of the same sizes, for functions that make only a few."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moereg.kernels.launch.replay import LaunchRecording, launch, recording
 # Triton compiles pointers that are multiples of this into wider loads, so recordings hold for such pointers only.
 _POINTER_ALIGNMENT: Final = 16
 
-# About 2 KB each on the host, shared by layers of one shape; the one that was not used for longest goes.
+# About 2 KB each on the host, shared by layers of one shape; the least recently used is dropped.
 _MAX_RECORDINGS: Final = 512
 
 _RECORDINGS: Final[collections.OrderedDict[Hashable, LaunchRecording]] = collections.OrderedDict()
@@ -22,7 +22,7 @@ _LOCK: Final = threading.Lock()
 
 
 def launch_again(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """As `launch`, or the replay of what was recorded when it came with tensors like these and equal numbers.
+    """As `launch`, or the replay of its recording if it came before with tensors like these and equal numbers.
 
     Args:
         kernel: a `triton.jit` function.
@@ -39,7 +39,7 @@ def launch_again(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options:
 def launch_remembered(
     what: Hashable, launches: Callable[[], None], tensors: tuple[torch.Tensor | None, ...], numbers: Hashable = ()
 ) -> None:
-    """Launches, or replays what was recorded at the last call like this one: a tenth of the host time.
+    """Launches, or replays the recording of an earlier call like this one in a tenth of the host time.
 
     Args:
         what: Names the launches; each function has one of its own.

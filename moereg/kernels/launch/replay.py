@@ -1,9 +1,9 @@
 """Launches Triton kernels, and repeats launches at a fraction of the host time.
 
-At every launch Triton works out from the arguments which compiled variant of a kernel fits, and encodes tensor maps: on
-the machine of an H200 45 us for a plain kernel, more with maps. A layer that runs again with as many tokens needs the
-same variants with other pointers. So the first call's launches are recorded, down to the arguments of the C function in
-which Triton's launcher ends. Later calls put in the pointers that have changed.
+At every launch Triton works out which compiled variant of a kernel fits the arguments, and encodes tensor maps: 45 us
+for a plain kernel on the host of an H200, more with maps. A layer that runs again with as many tokens needs the same
+variants with other pointers. So the first call's launches are recorded, down to the arguments of the C function that
+Triton's launcher finally calls. Later calls replace the pointers that have changed.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any
 import torch
 import triton
 
-# Versions whose launchers do nothing at a launch that a replay would miss. 3.6.0 ran on an H200; 3.6.0, 3.7.1, 3.8.0
-# and 3.9.0 gave a stand-in for the CUDA driver the same bytes in a replay as in a launch.
+# Versions whose launchers do nothing that a replay would miss. 3.6.0 ran on an H200; with 3.6.0, 3.7.1, 3.8.0 and
+# 3.9.0, a stand-in for the CUDA driver received the same bytes from a replay as from a launch.
 _KNOWN_TRITON = ("3.6.", "3.7.", "3.8.", "3.9.")
 
 
 class _NotUnderstoodError(Exception):
-    """A launcher does not hand its arguments on as expected."""
+    """A launcher does not pass its arguments on as expected."""
 
 
 class _StandIn:
-    """Marks the place of a value that changes later, which equal numbers could not mark."""
+    """Marks the place of a value that changes later; unlike a number, it is never equal to another."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """Stands for a descriptor's tensor: encoding a tensor map asks for nothing but the address."""
+    """Stands for a descriptor's tensor: encoding a tensor map needs only the address."""
 
     value: int
 
@@ -46,27 +46,27 @@ class _Address:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pointer:
-    """An argument, `arguments[place]`, that is an address, `offset` bytes into a tensor of the recording."""
+    """The argument `arguments[place]`, an address `offset` bytes into a tensor of the recording."""
 
     arguments: list[Any]
     place: int
     offset: int
 
     def bind(self, start: int) -> None:
-        """Puts in where the tensor is now."""
+        """Writes the tensor's current address."""
         self.arguments[self.place] = start + self.offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TensorMap:
-    """An argument, `arguments[place]`, that is a tensor map with its base `offset` bytes into a tensor.
+    """The argument `arguments[place]`, a tensor map whose base lies `offset` bytes into a tensor.
 
     Attributes:
-        arguments: of the C function, or a list among them.
-        place: there.
+        arguments: the C function's, or a list among them.
+        place: index in `arguments`.
         offset: bytes.
-        descriptor: what the map is encoded from; its base changes.
-        encode: makes a map of it.
+        descriptor: source of the map; its base changes.
+        encode: turns the descriptor into a map.
     """
 
     arguments: list[Any]
@@ -76,7 +76,7 @@ class _TensorMap:
     encode: Callable[[Any], Any]
 
     def bind(self, start: int) -> None:
-        """Encodes the map for where the tensor is now."""
+        """Encodes the map for the tensor's current address."""
         self.descriptor.base = _Address(start + self.offset)
         self.arguments[self.place] = self.encode(self.descriptor)
 
@@ -84,7 +84,7 @@ class _TensorMap:
 class LaunchRecording:
     """Kernel launches that can be repeated with other tensors of the same sizes, strides, dtypes and device.
 
-    Keeps none of the tensors alive.
+    Keeps no tensor alive.
 
     Attributes:
         complete: whether every launch could be recorded; if not, there is nothing to replay.
@@ -110,7 +110,7 @@ class LaunchRecording:
         named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
         try:
             self._add(compiled, grid, [named[name] for name in kernel.arg_names])
-        # The kernel runs already, so an unknown launcher may cost time but must not fail the call.
+        # The kernel is already running, so an unknown launcher may cost time but must not fail the call.
         except (_NotUnderstoodError, AttributeError, IndexError, KeyError, TypeError, ValueError):
             self.complete = False
 
@@ -180,14 +180,14 @@ class LaunchRecording:
 class _Layout:
     """Lays out a kernel's arguments for the C function that launches it, without launching.
 
-    Their order differs from one version of Triton to the next. So the launcher itself lays them out, with another
-    function at its end.
+    The order differs between versions of Triton, so the launcher itself lays them out, with another function at its
+    end.
 
     Attributes:
         function: the C function.
         descriptors: places of the tensor descriptors among the kernel's arguments.
-        encoders: for each, what makes its tensor map.
-        map_types: of these.
+        encoders: for each of these, the function that makes its tensor map.
+        map_types: types of the maps.
     """
 
     def __init__(self, compiled: Any, grid: tuple[int, ...]) -> None:
@@ -234,14 +234,14 @@ class _Layout:
 
 
 def _encoder(make: Callable[..., list[Any]], meta: Any) -> Callable[[Any], Any]:
-    """A function of a descriptor that returns its tensor map, out of the one that expands a descriptor's argument."""
+    """Returns a function from a descriptor to its tensor map, made from the one that expands a descriptor argument."""
     # A third parameter, where there is one, is for another vendor's devices.
     more = (None,) * (len(inspect.signature(make).parameters) - 2)
     return lambda descriptor: make(descriptor, meta, *more)[0]
 
 
 def _as_lists(value: Any, changing: tuple[type, ...]) -> Any:
-    """The value with each tuple in it that holds something of these types, at any depth, as a list."""
+    """Returns the value with every tuple that contains these types, at any depth, as a list."""
     if not isinstance(value, (list, tuple)):
         return value
     parts = [_as_lists(part, changing) for part in value]
@@ -270,7 +270,7 @@ _ACTIVE = _Active()
 
 @contextlib.contextmanager
 def recording(tensors: Sequence[torch.Tensor | None]) -> Iterator[LaunchRecording]:
-    """Launches inside are recorded as well as done; `tensors` as in `LaunchRecording`."""
+    """Runs and records the launches inside the block; `tensors` as in `LaunchRecording`."""
     record = LaunchRecording(tensors)
     _ACTIVE.recording = record
     try:
@@ -280,13 +280,13 @@ def recording(tensors: Sequence[torch.Tensor | None]) -> Iterator[LaunchRecordin
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """`kernel[grid](*arguments, **options)`, recorded where a recording is under way.
+    """Runs `kernel[grid](*arguments, **options)`, and records it where a recording is active.
 
     Args:
         kernel: a `triton.jit` or `gluon.jit` function.
         grid: programs along up to three axes.
-        arguments: of the kernel, the first by position.
-        options: the others by name, and launch options.
+        arguments: the kernel's leading arguments, by position.
+        options: its other arguments by name, and launch options.
     """
     compiled = kernel[grid](*arguments, **options)
     if _ACTIVE.recording is not None:

@@ -1,7 +1,7 @@
 """The main loop of products with packed weights, in Triton.
 
-Products are taken the other way round, weights times activations: restored weights then stay in registers, which on
-Hopper only the left operand may, and a tile of few tokens is the short side of an instruction.
+Products are transposed, weights times activations: dequantized weights then stay in registers, which on Hopper only the
+left operand may, and a tile of few tokens is the short side of an instruction.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from moereg.kernels.packed.weights import restore_part
 
 @triton.jit
 def _load_code_word(words, columns, block, num_columns, GROUP: tl.constexpr):
-    """[BLOCK_N] uint32: the codes of the groups of a block, and of as many others as fill the word.
+    """[BLOCK_N] uint32: words of scale or zero-point codes, among them those of the block's groups.
 
     Args:
         words: the expert's first word, or [BLOCK_N] one for each row.
         columns: [BLOCK_N].
         block: the block, or one for each row.
-        num_columns: words of a group.
+        num_columns: words of a group, one per row.
     """
     PER_WORD: tl.constexpr = 4 if GROUP <= 32 else (2 if GROUP == 64 else 1)
-    # A group of 0 is a row, all of whose blocks read its only word.
+    # Group 0 is a whole row: all of its blocks read its only word.
     word = block * 64 // (GROUP * PER_WORD) if GROUP > 0 else 0
     return tl.load(words + word * num_columns + columns).to(tl.uint32, bitcast=True)
 
@@ -73,8 +73,8 @@ def accumulate_packed(
 ):
     """[BLOCK_M, BLOCK_N] fp32 product of rows of activations and rows of packed weights, before the scales of rows.
 
-    A step is BLOCK_K elements of SLICES slices, whose sums are added at the end. Warps share the slices, of which there
-    are none or as many as warps: with few programs on a multiprocessor each warp has less to do one after the other.
+    A step is BLOCK_K elements of SLICES slices, whose sums are added at the end. Each warp has a slice, or all warps
+    share one: with few programs on a multiprocessor, slices leave each warp less work in sequence.
 
     Args:
         a_rows: [BLOCK_M] first elements of the rows of activations, bf16 or fp16.
@@ -82,8 +82,8 @@ def accumulate_packed(
         group_scale: its first group scale, or None.
         zero_point: its first word of zero points, or None.
         columns: [BLOCK_N] rows of the weights, all within them.
-        row_mask: [BLOCK_M] rows of activations that count.
-        depth_a: elements of a row of activations; what lies behind them may be NaN.
+        row_mask: [BLOCK_M] valid rows of activations.
+        depth_a: elements of a row of activations; memory past them may hold NaN.
         num_blocks: blocks of a row of weights.
         num_columns: rows of the weights.
         FORMAT: `WeightFormat` of packed weights.
@@ -138,10 +138,10 @@ def accumulate_slices(
     TILE: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """[SLICES, BLOCK_N, BLOCK_M] fp32 products, or [BLOCK_N, BLOCK_M] where there is one slice, before scales of rows.
+    """[SLICES, BLOCK_N, BLOCK_M] fp32 products, or [BLOCK_N, BLOCK_M] where there is one slice, before row scales.
 
     A step is BLOCK_K elements of every slice. PIECES slices share a row of weights, each taking every PIECES-th piece
-    of BLOCK_K; slices of different rows go side by side. ROWS is SLICES * BLOCK_N.
+    of BLOCK_K; slices of different rows run side by side. ROWS is SLICES * BLOCK_N.
 
     Args:
         a_pointers: [SLICES, 1, BLOCK_M] first elements of the slices' activations, bf16 or fp16; [1, BLOCK_M]
@@ -151,12 +151,12 @@ def accumulate_slices(
         zero_point: likewise, or None.
         columns: [ROWS] rows of the weights, all within them.
         own_block: [ROWS] the slice's first block; 0 where there is one slice.
-        a_mask: shape of `a_pointers`: activations that count.
-        depth_a: elements of a row of activations; what lies behind them may be NaN.
+        a_mask: shape of `a_pointers`: valid activations.
+        depth_a: elements of a row of activations; memory past them may hold NaN.
         num_blocks: blocks of a row of weights.
         num_columns: rows of an expert's weights.
         FORMAT: `WeightFormat` of packed weights.
-        TILE: `TileShape`; where one is a row's piece, `mask_rows` goes by `a_mask`.
+        TILE: `TileShape`; with `mask_rows`, loads of activations are masked by `a_mask`.
     """
     ELEMENT: tl.constexpr = FORMAT.element
     GROUP: tl.constexpr = FORMAT.group
@@ -170,13 +170,13 @@ def accumulate_slices(
     BLOCKS: tl.constexpr = BLOCK_K // 64
     WORDS: tl.constexpr = 16 if ELEMENT == "int8" else 8
     FOLDED: tl.constexpr = SCALE != "float32"
-    # If scales multiply partial products, a product ends with its group.
+    # Where scales multiply partial products, a product ends with its group.
     PARTIAL: tl.constexpr = group_scale is not None and not FOLDED
     PARTS: tl.constexpr = 64 // GROUP if PARTIAL and GROUP < 64 else 1
     PAIRS: tl.constexpr = 4 // PARTS
     PART: tl.constexpr = 64 // PARTS
     GROUP_BLOCKS: tl.constexpr = GROUP // 64 if PARTIAL and GROUP > 64 else 1
-    # One accumulator is enough then. Triton 3.6 gives tiles this low to mma.sync; with 3.8's wgmma the waits stay.
+    # Then one accumulator suffices. Triton 3.6 uses mma.sync for tiles this low; with 3.8's wgmma the waits remain.
     CHAINED: tl.constexpr = not PARTIAL and BLOCK_M < 16
     ROWS: tl.constexpr = SLICES * BLOCK_N
     PRODUCT: tl.constexpr = [BLOCK_N, BLOCK_M] if SLICES == 1 else [SLICES, BLOCK_N, BLOCK_M]
@@ -197,7 +197,7 @@ def accumulate_slices(
         for within in tl.static_range(BLOCKS):
             block = first + within + own_block
             low_words, high_words = _load_words(words, block, columns, num_blocks, num_columns, WORDS, MASK_B)
-            # Blocks past the last have no scales, and may have any.
+            # Blocks past the last have no scales; any will do.
             scaled_block = tl.minimum(block, num_blocks - 1) if MASK_B else block
             if GROUP == 16 or within % 2 == 0:
                 if FOLDED:

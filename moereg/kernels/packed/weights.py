@@ -1,14 +1,14 @@
 """Packed integer and 4-bit float weights as exact 16-bit operands of products, in Triton.
 
-A block is 64 elements of a row along the reduced dimension, in 32-bit words. Element 16 p + 2 j + h of an integer of 4
-bits is nibble p + 4 h of word j, of 8 bits byte p % 2 + 2 h of word 8 (p // 2) + j. Of a 4-bit float it lies in half h
-of word j: bit 15 - 3 p is the sign and bits 8 - 3 p to 6 - 3 p are the rest, which for p = 0 is where bfloat16 has
-sign, lowest bits of the exponent and highest of the mantissa; for p = 3 there are bits 14, 13, 11 and 10 left. So few
-shifts and masks give a pair of neighbors in the halves of a register, as matrix instructions need them. All rows of a
-block lie together.
+A block is 64 elements of a row along the reduced dimension, in 32-bit words. Element 16 p + 2 j + h is nibble p + 4 h
+of word j for 4-bit integers and byte p % 2 + 2 h of word 8 (p // 2) + j for 8-bit ones. For 4-bit floats it is in half
+h of word j: bit 15 - 3 p is the sign and bits 8 - 3 p to 6 - 3 p are the rest, which for p = 0 is where bfloat16 has
+the sign, the lowest bits of its exponent and the highest of its mantissa; for p = 3, bits 14, 13, 11 and 10 are left.
+So a few shifts and masks give a pair of neighbors in the halves of a register, as matrix instructions need them. All
+rows of a block are contiguous.
 
-A weight costs 1.1 instructions of a lane where it is an integer and 1.9 where it is a 4-bit float, its group's scale
-apart; an H200 has 3.2 for each 4-bit weight that its memory delivers.
+A weight takes 1.1 lane instructions if it is an integer and 1.9 if it is a 4-bit float, without its group's scale;
+an H200 has 3.2 for each 4-bit weight that its memory delivers.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import triton.language as tl
 
 from moereg.kernels.sizes import WEIGHT_PAD
 
-# Rows of the intermediate end with a block.
+# Rows of the intermediate are padded to whole blocks.
 BLOCK: Final = WEIGHT_PAD
 
-# Reduced elements of a step of the main loop, or of each slice of one, are a multiple of this.
+# Steps of the main loop, or of each slice of one, are a multiple of this many elements.
 STEP: Final = 128
 
 
 class WeightFormat(NamedTuple):
-    """The kernels' constant that says what weights are.
+    """Compile-time constant: how weights are stored and read.
 
     Attributes:
-        element: like the next two, that of `PackedMatrix`; None: weights have the dtype of the activations.
-        group: likewise.
-        scale_dtype: likewise; None with `element`.
+        element: this and the next two as in `PackedMatrix`; None: weights have the dtype of the activations.
+        group: elements that share a scale or zero point.
+        scale_dtype: None with `element`.
         slices: pieces of a step of the main loop, one per warp, or 1.
         stages: depth of the main loop's pipeline; None: Triton's own choice for the kernel.
     """
@@ -49,18 +49,18 @@ class WeightFormat(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """One matrix of every expert, packed; R rows, K_pad reduced elements in K_pad / 64 blocks.
+    """One matrix of every expert, packed; R rows of K_pad elements in K_pad / 64 blocks.
 
     Attributes:
         words: [E, K_pad / 64, R, words] int32, contiguous; 8 words for 4 bits, 16 for 8.
         element: `uint4`, `int8` (stored with 128 added) or `float4_e2m1fn`.
         group: elements that share a scale or zero point, a power of two from 16 on; 0: a row.
-        scale_dtype: of the canonical group scales, where they are folded into the operand: `float8_e8m0fnu` or
+        scale_dtype: dtype of the canonical group scales if they are folded into the operand, `float8_e8m0fnu` or
             `float8_e4m3fn`; else `float32`.
         group_scale: `float32`: [E, groups, R] fp32, multiplies partial products. Folded: [E, ceil(groups / n), R]
-            int32, as many per word as of zero points; see `_folded_scales`. None: none, or one per row.
-        zero_point: [E, ceil(groups / n), R] int32, n codes of 8 bits per word, the lowest first: as many as 128
-            elements have, from 1 to 4. None: the middle of the range.
+            int32, n codes per word as for zero points; see `_folded_scales`. None: none, or one per row.
+        zero_point: [E, ceil(groups / n), R] int32, n 8-bit codes per word, the lowest first: as many as 128 elements
+            have, from 1 to 4. None: the middle of the range.
         row_scale: [E, R] fp32, multiplies the product; None: 1.
     """
 
@@ -95,7 +95,7 @@ def _is_cuda():
 
 @triton.jit
 def _split_pair(v, DTYPE: tl.constexpr):
-    """The halves of 32-bit words as 16-bit floats of the same bits."""
+    """Splits 32-bit words into halves, as 16-bit floats of the same bits."""
     low = (v & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
     return low, (v >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
 
@@ -105,8 +105,8 @@ def _code_number(offset, group):
     """Position of an element's code in its word.
 
     Args:
-        offset: the element, counted from a multiple of `STEP`, so that the number does not depend on the step: a shift
-            by what only the device knows would keep Triton from restoring weights where products need them.
+        offset: the element, counted from a multiple of `STEP`, so that the position is a constant: a shift by a
+            run-time value would keep Triton from dequantizing weights where products need them.
         group: elements of a group.
     """
     return 0 if group == 0 or group >= 128 else offset // group % (4 if group <= 32 else 2)
@@ -114,7 +114,7 @@ def _code_number(offset, group):
 
 @triton.jit
 def _swap_bytes(x):
-    """The bytes of each half of 32-bit words changed about."""
+    """Swaps the bytes in each half of 32-bit words."""
     if _is_cuda():
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $1, 0x2301;", "=r,r", [x], dtype=tl.uint32, is_pure=True, pack=1
@@ -125,13 +125,13 @@ def _swap_bytes(x):
 
 @triton.jit
 def _folded_scales(word, number: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr):
-    """The factor of 4-bit floats that are read as the lowest bits of a 16-bit one; a power of two of the true scale.
+    """Scales of 4-bit floats that are read as the lowest bits of a 16-bit float: the true ones times a power of two.
 
-    Codes of powers of two are relative to the row's largest, 253, so that they fit either 16-bit type: bfloat16's
+    Power-of-two codes are relative to the row's largest, 253, so that they fit either 16-bit type: they are bfloat16's
     exponent field. float16 holds the upper 23 and loses bits below, in groups whose scale is less than 2^-23 of the
     row's largest. Codes of float8_e4m3fn have 5 bits of exponent, the largest 30, so that none is subnormal.
 
-    Codes 0 and 2 of a word stand in its halves as bfloat16 needs them; codes 1 and 3 do after bytes are swapped.
+    Codes 0 and 2 of a word lie in its halves as bfloat16 needs them; codes 1 and 3 do after a byte swap.
 
     Returns:
         uint32 like `word`: the 16-bit factors of codes 0 and 2, or of 1 and 3, in the halves.
@@ -151,9 +151,9 @@ def _folded_scales(word, number: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.co
 
 @triton.jit
 def _multiply_add(x, y, z, DTYPE: tl.constexpr):
-    """Returns x * y + z of both 16-bit floats in the halves of 32-bit words."""
+    """Returns x * y + z for both 16-bit floats in the halves of 32-bit words."""
     if _is_cuda():
-        # As one value, since LLVM takes halves apart and puts them together again for each instruction.
+        # One instruction on both halves: LLVM would split and rejoin them for each operation.
         NAME: tl.constexpr = "bf16x2" if tl.bfloat16 == DTYPE else "f16x2"
         return tl.inline_asm_elementwise(
             "fma.rn." + NAME + " $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], dtype=tl.uint32, is_pure=True, pack=1
@@ -168,7 +168,7 @@ def _multiply_add(x, y, z, DTYPE: tl.constexpr):
 
 @triton.jit
 def _multiply_by_half(x, y, HIGH: tl.constexpr, DTYPE: tl.constexpr):
-    """The 16-bit floats in both halves of x times that in one half of y."""
+    """Multiplies the 16-bit floats in both halves of x by the one in a half of y."""
     if _is_cuda():
         NAME: tl.constexpr = "bf16x2" if tl.bfloat16 == DTYPE else "f16x2"
         HALF: tl.constexpr = "{h, h}" if HIGH else "{l, l}"
@@ -192,8 +192,8 @@ def _pair(words, factors, HIGH: tl.constexpr, addend, p: tl.constexpr, ELEMENT: 
 
     Args:
         words: [BLOCK_N, 8] uint32 that hold them.
-        factors: [BLOCK_N, 1] from `_folded_scales`, for 4-bit floats; HIGH: which half counts.
-        addend: minus the zero point in units of a restored integer, in both halves, for integers.
+        factors: [BLOCK_N, 1] from `_folded_scales`, for 4-bit floats; HIGH selects the half.
+        addend: minus the zero point in units of a dequantized integer, in both halves, for integers.
     """
     if ELEMENT == "float4_e2m1fn":
         MASK: tl.constexpr = 0x81C081C0
@@ -209,8 +209,8 @@ def _pair(words, factors, HIGH: tl.constexpr, addend, p: tl.constexpr, ELEMENT: 
             bits = (bits & 0x80008000) | ((bits & 0x01C001C0) << 3)
         pair = _multiply_by_half(bits, factors, HIGH, DTYPE)
     else:
-        # The lowest 8 bits of a 16-bit float count multiples of its smallest number, also where they reach into the
-        # exponent, so codes need no conversion: one multiply-add takes them to larger units and subtracts.
+        # The lowest 8 bits of a 16-bit float count multiples of its smallest number, even where they reach into the
+        # exponent, so codes need no conversion: one multiply-add rescales them and subtracts the zero point.
         BITS: tl.constexpr = 8 if ELEMENT == "int8" else 4
         PLACE: tl.constexpr = BITS * p % 8
         bits = (words >> (BITS * p // 8 * 8 % 16)) & (((1 << BITS) - 1) * 0x10001 << PLACE)
@@ -272,7 +272,7 @@ def _restore(
         factors = _folded_scales(scale_word[:, None], NUMBER, SCALE, DTYPE)
         return _pair(words, factors, NUMBER >= 2, None, p, ELEMENT, DTYPE)
     elif zero_word is not None:
-        # Minus the zero point, restored like a code.
+        # Minus the zero point, dequantized like a weight.
         code = ((zero_word >> (8 * NUMBER)) & 0xFF)[:, None] * 0x10001
         unit = tl.full([1, 1], 0xFF00FF00 if tl.bfloat16 == DTYPE else 0xF800F800, tl.uint32)
         addend = _multiply_add(code, unit, tl.full([1, 1], 0, tl.uint32), DTYPE)

@@ -1,4 +1,4 @@
-"""MoE experts of any device in plain torch: grouped, dense or batched matmuls on canonical weights.
+"""MoE experts for any device in plain torch: grouped, dense or batched matmuls on canonical weights.
 
 Nothing here reads a device tensor on the host, so all of it can be captured in a graph.
 
@@ -48,16 +48,16 @@ def grouped_experts(
 
     Args:
         out: [T,H]; overwritten; aliases no input.
-        hidden_states: [T,H]; rows of a multiple of 16 bytes, as the grouped matmul demands.
+        hidden_states: [T,H]; row size a multiple of 16 bytes, as the grouped matmul requires.
         topk_weights: [T,K] fp32; routing weights.
         topk_ids: [T,K] int32; global experts; out of range or unmapped ones add nothing.
-        w13: [E,2I,H] or [E,I,H]; canonical, rows of a multiple of 16 bytes.
+        w13: [E,2I,H] or [E,I,H]; canonical, row size a multiple of 16 bytes.
         w2: [E,H,I]; likewise.
         activation: Function between the matmuls; called in fp32.
         w13_bias: [E,2I] or [E,I], or None.
         w2_bias: [E,H] or None.
         expert_map: [num_experts] int32 or None; local expert or -1.
-        apply_router_weight_on_input: Scale an expert's input instead of its output; K is 1 then.
+        apply_router_weight_on_input: Scale an expert's input instead of its output; requires K = 1.
     """
     num_tokens, hidden_size = hidden_states.shape
     top_k = topk_ids.shape[1]
@@ -83,7 +83,7 @@ def grouped_experts(
             result += w2_bias.index_select(0, row_expert)
         if not apply_router_weight_on_input:
             result *= scales
-        # Rows past the last offset were never written: selected away, since 0 * NaN is NaN.
+        # Rows past the last offset were never written: masked out, since 0 * NaN is NaN.
         result = torch.where((keys < num_experts).unsqueeze(1), result, 0.0)
         position = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         out[tokens].copy_(result.index_select(0, position).view(-1, top_k, hidden_size).sum(1))
@@ -104,9 +104,9 @@ def dense_experts(
 ) -> None:
     """Runs every expert on every token and keeps the routed rows: E/K times the work, exact, any device and dtype.
 
-    It does not synchronize and uses only matmuls and element-wise operations. Arguments as `grouped_experts`, without
-    its alignment. Besides the temporaries of a chunk of tokens it holds [T,H] fp32. Each call converts float16 weights
-    to fp32, one expert at a time: it reads them, writes twice their bytes and reads these for each chunk.
+    It does not synchronize and uses only matmuls and element-wise operations. Arguments as for `grouped_experts`,
+    without the alignment. Besides the temporaries of a chunk of tokens it holds [T,H] fp32. Each call converts float16
+    weights to fp32, one expert at a time: it reads them, writes twice their bytes and reads these for each chunk.
     """
     num_tokens, hidden_size = hidden_states.shape
     num_experts, w13_rows = w13.shape[:2]
@@ -148,7 +148,7 @@ def batched_experts(
 ) -> None:
     """Runs the experts in the batched format with two batched matmuls over all rows; no synchronization.
 
-    Each call converts float16 weights to fp32, as in `dense_experts`, and multiplies one expert at a time then.
+    Each call converts float16 weights to fp32, as in `dense_experts`, and then multiplies one expert at a time.
 
     Args:
         out: [E,max_T,H]; overwritten; rows past an expert's count become 0.
@@ -156,7 +156,7 @@ def batched_experts(
         expert_num_tokens: [E] int32; valid rows of each expert.
         w13: [E,2I,H] or [E,I,H]; canonical.
         w2: [E,H,I]; canonical.
-        activation: Between the matmuls; called in fp32.
+        activation: Function between the matmuls; called in fp32.
         w13_bias: [E,2I] or [E,I], or None.
         w2_bias: [E,H] or None.
     """
@@ -189,7 +189,7 @@ def batched_experts(
 
 
 def _matmul_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of matmuls on any device: a gate of a float16 layer may leave the range of its dtype."""
+    """Dtype of matmuls: fp32 for float16 on any device, since a gate may leave float16's range."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 

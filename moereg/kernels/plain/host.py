@@ -1,6 +1,6 @@
-"""MoE experts of a CPU in plain torch: routes sorted by expert, chunk by chunk of tokens.
+"""MoE experts for a CPU in plain torch: routes sorted by expert, one chunk of tokens at a time.
 
-The routing is read on the host, as a CPU can: only active experts are touched, each once for a chunk of tokens.
+The routing is read on the host, as a CPU can: only active experts are touched, each once per chunk of tokens.
 
 T tokens, H hidden size, I intermediate size, E local experts, K top-k, N = T*K routes.
 """
@@ -43,9 +43,9 @@ HOST_CHUNK_BYTES: Final = 128 << 20
 # nothing past 1,024 rows.
 BLOCK_BYTES: Final = 48 << 20
 MAX_BLOCK_ROWS: Final = 1024
-# One gather for all experts saves a call each; a larger one leaves the cache before it is read.
+# One gather for all experts saves a call for each; a larger one is evicted from the cache before it is read.
 GATHER_ONCE_BYTES: Final = 4 << 20
-# Routes of a call up to which plain Python sorts them faster than numpy.
+# Up to this many routes a call, plain Python sorts faster than numpy.
 FEW_ROUTES: Final = 64
 # oneDNN's kernels stream weights slower for 1 and 2 rows than for 4 (1536x2048 bf16: 20 against 26 GB/s).
 MIN_ROWS: Final = 4
@@ -55,7 +55,7 @@ def rows_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of routes' results before they are weighted: float16 lacks the range for them, the others have fp32's.
 
     Args:
-        dtype: Of the layer.
+        dtype: The layer's dtype.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 
@@ -91,10 +91,10 @@ def bucket_rows(rows: int) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SortedRoutes:
-    """Routes ordered by local expert; those of no local expert are left out.
+    """Routes ordered by local expert, without those that have none.
 
     Attributes:
-        num_rows: Routes that are left.
+        num_rows: Routes that remain.
         segments: (expert, first row, rows) of each active expert.
         order: [num_rows] int64, index into the flattened [T,K].
         positions: [T,K] int64, row of each route, or `num_rows` where it is left out.
@@ -155,7 +155,7 @@ def _local_experts(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> l
 
 
 def _sort_few(topk_ids: torch.Tensor, num_local_experts: int, expert_map: torch.Tensor | None) -> SortedRoutes:
-    """As `sort_on_host`, without the twenty calls of numpy, which take longer than a few routes do."""
+    """As `sort_on_host`, without numpy's twenty calls, which take longer than sorting a few routes."""
     ids = _local_experts(topk_ids, expert_map)
     order = [route for route, expert in enumerate(ids) if 0 <= expert < num_local_experts]
     order.sort(key=ids.__getitem__)
@@ -205,8 +205,8 @@ def host_experts(
         workspace: At least `routed_rows(...)` * H elements of `rows_dtype(out.dtype)`; contents undefined before and
             after.
         expert_map: [num_experts] int32 or None; local expert or -1.
-        apply_router_weight_on_input: Scale an expert's input instead of its output; K is 1 then.
-        scaled_dtype: The experts are given scaled inputs in this dtype; in hidden_states' where None.
+        apply_router_weight_on_input: Scale an expert's input instead of its output; requires K = 1.
+        scaled_dtype: Dtype of scaled inputs; None: that of hidden_states.
         side_by_side, read_bytes: How experts share threads, as in `run_tasks`.
     """
     num_tokens, hidden_size = hidden_states.shape
@@ -242,7 +242,7 @@ def routed_inputs(
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The inputs that `host_experts` gives to each active expert, without the neighbors that fill a bucket.
+    """Yields the inputs that `host_experts` gives to each active expert, without neighboring rows that fill a bucket.
 
     Args:
         hidden_states, topk_weights, topk_ids, num_local_experts, expert_map, apply_router_weight_on_input: As there.
@@ -265,7 +265,7 @@ def routed_inputs(
 def batched_rows(
     hidden_states: torch.Tensor, expert_num_tokens: torch.Tensor, block: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The valid rows of each active expert, as `routed_inputs` for the batched format.
+    """Yields the valid rows of each active expert, as `routed_inputs` for the batched format.
 
     Args:
         hidden_states: [E,max_T,H]; rows past an expert's count may hold anything.
@@ -296,7 +296,7 @@ def _run_segments(
     rows[-1].zero_()
     if not routes.num_rows:
         return
-    # Spare rows at the end, so that a bucket of rows can start at any expert's first row; their contents are not used.
+    # Spare rows at the end, so that a bucket of rows can start at any expert's first row; their contents are unused.
     order = F.pad(routes.order, (0, MIN_ROWS - 1))
     token_of_row = order if top_k == 1 else order // top_k
     num_gathered = len(token_of_row)
@@ -312,7 +312,7 @@ def _run_segments(
     everything = gather(0, num_gathered) if num_gathered * row_bytes <= GATHER_ONCE_BYTES else None
 
     def run(expert: int, start: int, wanted: int) -> None:
-        # Neighbors' rows fill the bucket. Rows do not depend on each other, so no padding is copied.
+        # Neighboring rows fill the bucket. Rows do not depend on each other, so no padding is copied.
         given = min(bucket_rows(wanted), num_gathered)
         begin = min(start, num_gathered - given)
         x = gather(begin, given) if everything is None else everything[begin : begin + given]
@@ -340,16 +340,16 @@ def _one_token(
     mlp: ExpertMlp,
     run_parts: RunParts,
 ) -> None:
-    """A call of one token, whose experts all read the same row: without sorting, gathering and padding.
+    """Runs one token, whose experts all read the same row, without sorting, gathering and padding.
 
-    Those calls of torch and numpy take as long as the experts of a small layer.
+    These calls of torch and numpy would take as long as the experts of a small layer.
 
     Args:
         out: [1,H], overwritten.
         x: [1,H].
         weights: [K] fp32.
-        ids: Local expert of each of the K slots, or a number of none.
-        slots: The slots that have one.
+        ids: Local expert of each of the K slots, or any other number where it has none.
+        slots: The slots that have a local expert.
         mlp: The experts.
         run_parts: Runs parts of the work.
     """
@@ -360,11 +360,11 @@ def _one_token(
     dtype = rows_dtype(out.dtype)
 
     def run(expert: int, row: int, _num_rows: int) -> None:
-        # Rounded as rows of several tokens are: what else is in a call changes no token's result by a rounding.
+        # Rounded like rows of several tokens, so that other tokens in a call change no result by a rounding.
         rows[row] = mlp(x, expert).to(dtype)
 
     run_parts(run, [(ids[slot], row, 1) for row, slot in enumerate(slots)])
-    # A weight of no local expert may be anything, and infinity times 0 is NaN.
+    # The weight of a route without a local expert may be anything, and infinity times 0 is NaN.
     own = weights if len(slots) == len(ids) else weights[torch.tensor(slots, dtype=torch.int64, device="cpu")]
     out.copy_(torch.mv(torch.cat(rows).float().t(), own))
 
@@ -373,12 +373,12 @@ def _weighted_sum(out: torch.Tensor, rows: torch.Tensor, routes: SortedRoutes, w
     """Writes out[t] = sum over k of weights[t,k] * rows[positions[t,k]], summed in fp32."""
     positions = routes.positions
     if routes.num_rows < positions.numel():
-        # A weight that belongs to no local expert may be anything, and infinity times the row of zeros is NaN.
+        # The weight of a route without a local expert may be anything, and infinity times the row of zeros is NaN.
         weights = weights.masked_fill(positions == routes.num_rows, 0.0)
     scales = weights.to(rows.dtype)
     if rows.dtype != torch.float32:
-        # An embedding bag wants weights of the rows' dtype. Value and rounding error as two weights keep the precision
-        # of fp32, whose range bfloat16 has; the second visit to a row finds it in cache.
+        # An embedding bag requires weights in the rows' dtype. A weight's value and rounding error as two weights keep
+        # fp32's precision, and bfloat16 has fp32's range; the second visit to a row finds it in cache.
         scales = torch.cat((scales, (weights - scales.float()).to(rows.dtype)), dim=1)
         positions = torch.cat((positions, positions), dim=1)
     out.copy_(F.embedding_bag(positions, rows, mode="sum", per_sample_weights=scales))

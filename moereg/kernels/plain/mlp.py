@@ -33,14 +33,14 @@ __all__ = [
 ActivationFn = Callable[[torch.Tensor], torch.Tensor]
 """[...,2I] gate first (or [...,I] where not gated) to [...,I], same dtype."""
 
-# float16 rounds to multiples of 6e-8 at least, also the output. With a weight beyond this one the error of rows counts.
+# float16 rounds to multiples of 6e-8 at least, in the output too. Beyond this weight, the rows' rounding errors matter.
 _LARGE_WEIGHT: Final = 8.0
-# Up to here Python is faster than three calls of torch, which cost a small call of one token 6 % of its time.
+# Up to here Python is faster than three torch calls, which cost a small call of one token 6 % of its time.
 _FEW_WEIGHTS: Final = 64
-# Scaled inputs of a row whose largest number is under this one have lost digits in float16.
+# A row of scaled inputs whose largest number is below this has lost digits in float16.
 _SMALL_INPUT: Final = 2.0**-8
 
-# From here converting an expert to fp32 costs less than a matmul in a dtype that the CPU lacks: fp16 on an AMD EPYC
+# From here on, converting an expert to fp32 costs less than a matmul in a dtype that the CPU lacks: fp16 on an AMD EPYC
 # 9004 ran 1.05x to 1.4x as fast with 16 rows and 2x to 3x with 64.
 UPCAST_ROWS: Final = 16
 
@@ -56,12 +56,12 @@ def packing_is_faster(dtype: torch.dtype, is_intel: bool) -> bool:
     """Whether oneDNN's weight order exists for this dtype and beats plain matmuls on this CPU.
 
     Measured over 1 to 128 rows an expert, packed against plain: 2 cores of an AMD EPYC 9004: bf16 1.05x to 2x, fp32
-    1.5x to 3.5x; 16 cores of an Intel Xeon with AMX: bf16 0.9x to 1.27x (1.08x in the mean), fp16 1.0x to 1.13x, fp32
+    1.5x to 3.5x; 16 cores of an Intel Xeon with AMX: bf16 0.9x to 1.27x (1.08x on average), fp16 1.0x to 1.13x, fp32
     0.75x to 1.24x (0.91x), since MKL, which torch uses for plain fp32 matmuls, is tuned for it. Dtypes that oneDNN
-    would emulate are not packed, nor are weights on CPUs other than x86-64, where nobody measured it.
+    would emulate are not packed, nor are weights on CPUs other than x86-64, where it was not measured.
 
     Args:
-        dtype: Of the weights.
+        dtype: The weights' dtype.
         is_intel: Whether Intel made the CPU.
     """
     if not cpu.features().onednn or dtype_is_emulated(dtype):
@@ -84,19 +84,19 @@ def pack_experts(weight: torch.Tensor) -> list[torch.Tensor]:
     Returns:
         E opaque tensors. Such weights cannot be stacked, sliced or written into.
     """
-    # No row count is given as a hint: the order for one row is 1.4x slower with more, and one order has to serve all.
+    # No row-count hint: the order for one row is 1.4x slower with more rows, and one order has to serve all.
     return [torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous()) for matrix in weight]
 
 
 def fused_post_op(name: str, alpha: float, beta: float, limit: float | None) -> tuple[str, str] | None:
-    """The (operation, algorithm) by which oneDNN computes an activation's gate function, or None where it cannot."""
+    """The (operation, algorithm) of oneDNN for an activation's gate function, or None where it has none."""
     if (alpha, beta, limit) != (1.0, 0.0, None):
         return None
     return {"silu": ("swish", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh")}.get(name)
 
 
 def has_large_weights(topk_weights: torch.Tensor) -> bool:
-    """Whether results of float16 are too coarse for a routing weight; weights of no local expert may be NaN."""
+    """Whether float16 results are too coarse for a routing weight; weights of routes without an expert may be NaN."""
     if topk_weights.numel() <= _FEW_WEIGHTS:
         return any(abs(weight) > _LARGE_WEIGHT for weight in topk_weights.flatten().tolist())
     return bool((topk_weights.abs() > _LARGE_WEIGHT).any())
@@ -104,14 +104,14 @@ def has_large_weights(topk_weights: torch.Tensor) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RepeatingMlp:
-    """Repeats in fp32 what left the range of float16 on the way, such as a gate below -65504 whose result is 0.
+    """Recomputes in fp32 what left float16's range on the way, such as a gate below -65504 whose result is 0.
 
-    Rows are taken or repeated one by one, so that none depends on its neighbors.
+    Rows are kept or recomputed one by one, so that none depends on its neighbors.
 
     Attributes:
         mlp: Computes float16 rows.
         wide: Computes fp32 rows.
-        only_wide: Whether every row is computed in fp32, since routing weights make much of what float16 rounds off.
+        only_wide: Whether every row is computed in fp32, since routing weights magnify float16's rounding errors.
     """
 
     mlp: ExpertMlp
@@ -119,11 +119,11 @@ class RepeatingMlp:
     only_wide: bool = False
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """As `ExpertMlp`; x is float16, or fp32 where it was scaled; the result is fp32 where a row was repeated."""
+        """As `ExpertMlp`; x is float16, or fp32 where it was scaled; the result is fp32 where a row was recomputed."""
         if self.only_wide:
             return self.wide(x.float(), expert)
         result = self.mlp(x.half(), expert)
-        # An infinity on the way reaches every number of its row, as one or as NaN: multiplied, or by a weight of 0.
+        # An infinity on the way makes every number of its row infinite or NaN, even through a weight of 0.
         is_good = result.isfinite().all(1, keepdim=True)
         if x.dtype != torch.float16:
             largest = x.abs().amax(1, keepdim=True)
@@ -135,10 +135,10 @@ class RepeatingMlp:
 class IsolatingMlp:
     """Keeps rows that are not finite away from their neighbors, for products that mix rows (`cpu.mixes_rows`).
 
-    Such rows are those of a token that went wrong, and rows of the batched format that nobody wrote.
+    Such rows come from a token that went wrong, or are rows of the batched format that were never written.
 
     Attributes:
-        mlp: Computes rows that depend on nothing but finite neighbors.
+        mlp: Computes rows correctly where their neighbors are finite.
     """
 
     mlp: ExpertMlp
@@ -153,10 +153,10 @@ class IsolatingMlp:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnpackingMlp:
-    """Packed weights in row-major order again, in fp32, for rows that are rarely met.
+    """Packed weights converted back to row-major order, in fp32, for the rare rows that need it.
 
     Attributes:
-        w13: Packed matrices of E experts each, that stacked are [2I,H], or [I,H] where not gated.
+        w13: Lists of E packed matrices, which concatenate to [2I,H], or [I,H] where not gated.
         w2: E packed [H,I].
         activation: Applied to the first matmul's output.
         w13_bias: [E,2I] (or [E,I]) or None.
@@ -179,9 +179,9 @@ class UnpackingMlp:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedFusedMlp:
-    """Gate, up and down matrices packed apart, so that the activation runs on the matmuls' fp32 accumulators.
+    """Gate, up and down matrices packed separately, so that the activation runs on the matmuls' fp32 accumulators.
 
-    Three calls an expert instead of four, and one rounding of the intermediate instead of three.
+    Three calls per expert instead of four, and one rounding of the intermediate instead of three.
 
     Attributes:
         gate: E packed [I,H].
@@ -210,7 +210,7 @@ class PackedFusedMlp:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedMlp:
-    """Packed weights with an activation that oneDNN does not have; it is computed in fp32.
+    """Packed weights with an activation that oneDNN lacks, which is computed in fp32.
 
     Attributes:
         w13: E packed [2I,H], or [I,H] where not gated.
@@ -254,7 +254,7 @@ class PlainMlp:
     is_emulated: bool = False
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """As `ExpertMlp`; the result is fp32 where it was computed so."""
+        """As `ExpertMlp`; the result is fp32 where it was computed in fp32."""
         if self.is_emulated and len(x) >= UPCAST_ROWS:
             x = x.float()
         gemm1 = _linear(x, self.w13[expert], _row(self.w13_bias, expert))

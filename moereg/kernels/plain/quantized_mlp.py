@@ -1,4 +1,4 @@
-"""One expert's matmuls on a CPU with quantized weights, which stay packed: some rows at a time are restored and used.
+"""One expert's matmuls on a CPU with quantized weights, which stay packed: a few rows at a time are dequantized.
 
 H hidden size, I intermediate size, E local experts, M rows.
 """
@@ -18,26 +18,26 @@ from moereg.kernels.plain.mlp import ActivationFn
 __all__ = ["Int8Mlp", "RestoredMatrix", "RestoringMlp", "int8_matmul"]
 
 RestoreRows = Callable[[int, slice, torch.dtype], torch.Tensor]
-"""Expert, rows and dtype to those rows of the expert's matrix, [rows, K] in that dtype."""
+"""Maps an expert, rows and a dtype to those rows of the expert's matrix, [rows, K] in that dtype."""
 
 RoundRows = Callable[[torch.Tensor, int], torch.Tensor]
 """Rounds rows [M,K] of an expert to the activation format's numbers, fp32."""
 
 QuantizeRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Rows [M,K] to int8 codes [M,K] and fp32 scales [M,1]."""
+"""Quantizes rows [M,K] to int8 [M,K] and fp32 scales [M,1]."""
 
 
 _EXACT_COLUMNS: Final = 1024
-"""Products of int8 numbers whose sum fp32 holds exactly, in any order: 1,024 * 128 * 128 is 2**24."""
+"""Number of int8 products whose sum fp32 holds exactly, in any order: 1,024 * 128 * 128 is 2**24."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RestoredMatrix:
-    """A matrix of each expert, quantized, whose rows are restored block by block.
+    """Each expert's quantized matrix, whose rows are dequantized block by block.
 
     Attributes:
-        restore: Restores some rows of an expert's matrix.
-        blocks: Slices that cover its rows; their size bounds what is restored at a time.
+        restore: Dequantizes some rows of an expert's matrix.
+        blocks: Slices that cover its rows; their size bounds what is dequantized at a time.
         num_rows: N.
         bias: [E,N] or None.
     """
@@ -58,15 +58,15 @@ class RestoredMatrix:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RestoringMlp:
-    """An expert's two matmuls on restored weights; as `moereg.kernels.plain.mlp.ExpertMlp`.
+    """An expert's two matmuls on dequantized weights; as `moereg.kernels.plain.mlp.ExpertMlp`.
 
     Attributes:
         w13: [2I,H] of each expert, or [I,H] where not gated.
         w2: [H,I] of each expert.
         activation: Applied to the first matmul's output in fp32.
-        compute_dtype: Of matmuls.
+        compute_dtype: Dtype of the matmuls.
         round_input: Rounds the first matmul's input, where activations are quantized.
-        round_intermediate: Rounds the second's.
+        round_intermediate: Rounds the second one's.
     """
 
     w13: RestoredMatrix
@@ -80,7 +80,7 @@ class RestoringMlp:
         """The activation of x [M,H], [M,I]: in x's dtype if it is rounded afterwards, else in `compute_dtype`."""
         rows = x if self.round_input is None else self.round_input(x, expert)
         gemm1 = self.w13(rows.to(self.compute_dtype), expert)
-        # Rounding is not needed here, and in float16 the value may be out of range.
+        # No rounding is needed here, and in float16 the value may be out of range.
         return self.activation(gemm1.float()).to(self.compute_dtype if self.round_intermediate is None else x.dtype)
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
@@ -100,7 +100,7 @@ class Int8Mlp:
         w13_scale: fp32 [E,2I,1] or [E,I,1].
         w2_scale: fp32 [E,H,1].
         activation: Applied to the first matmul's output in fp32.
-        quantize: Quantizes each row alone.
+        quantize: Quantizes each row by itself.
         w13_bias: [E,2I] (or [E,I]) or None.
         w2_bias: [E,H] or None.
     """
@@ -129,7 +129,7 @@ class Int8Mlp:
 
 
 def int8_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The int32 products of rows.
+    """Multiplies int8 rows of x and weight.
 
     Args:
         x: int8 [M,K].
@@ -139,10 +139,10 @@ def int8_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         int32 [M,N].
     """
     if x.shape[1] == 1:
-        # torch tells a transposed matrix by its strides, which a single column does not have: it reads past the end.
+        # torch recognizes a transposed matrix by its strides; with a single column it cannot, and reads past the end.
         return x.int() * weight.int().t()
     if not cpu.features().int8:
-        # torch would take its plain loop, or a kernel of oneDNN for AVX2 whose sums of two products saturate.
+        # torch would use a plain loop, or a oneDNN kernel for AVX2 whose sums of two products saturate.
         parts = zip(x.split(_EXACT_COLUMNS, 1), weight.split(_EXACT_COLUMNS, 1), strict=True)
         return torch.stack([F.linear(own.float(), other.float()).int() for own, other in parts]).sum(0).int()
     return torch._int_mm(x, weight.t())

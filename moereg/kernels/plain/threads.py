@@ -1,10 +1,10 @@
-"""Tasks of a CPU layer side by side, in one parallel region of the OpenMP runtime that torch uses.
+"""Runs tasks of a CPU layer side by side, in one parallel region of the OpenMP runtime that torch uses.
 
-An operation that several threads share ends when the last of them has. A layer of one token has a dozen such
+An operation that several threads share ends when the last of them does. A layer of one token has a dozen such
 operations, and beside a busy process each may wait for a time slice of the operating system. Here a thread takes a task
-alone, and the next one when it is done: the layer waits once, and where a thread does not run, others take its tasks.
-Operations within a parallel region are not divided further, neither torch's own nor oneDNN's. Where there is little to
-read, one thread takes all tasks, and waits for nobody.
+alone, and then the next one: the layer waits once, and if a thread does not run, others take its tasks. Operations
+within a parallel region are not divided further, neither torch's own nor oneDNN's. Where there is little to read, one
+thread takes all tasks and waits for no other.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["are_even", "run_tasks"]
 Task = Callable[[], None]
 
 MAX_THREADS: Final = 2
-"""Most threads that were measured. With more, threads might wait for Python's interpreter rather than for memory."""
+"""Most threads that were measured. With more, threads might wait for the GIL rather than for memory."""
 
 MOST_IDLE: Final = 1.15
-"""Work of the busiest thread over the mean, up to which tasks are worth a thread each."""
+"""Largest ratio of the busiest thread's work to the mean at which threads get tasks of their own."""
 
-# A matmul of fewer rows takes as long, which is reading its weights.
+# A matmul of fewer rows takes as long: it is bound by reading its weights.
 _FREE_ROWS: Final = 16
 
 ONE_THREAD_BYTES: Final = 32 << 20
-"""Bytes that tasks read up to which one of two threads takes them all: a second gains a tenth at most, and may wait."""
+"""Up to this many bytes to read, one of two threads takes all tasks: a second gains a tenth at most, and may wait."""
 
 _Region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -42,16 +42,16 @@ _Region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def run_tasks(
     tasks: Sequence[Task], rows: Sequence[int], *, side_by_side: bool = True, read_bytes: int | None = None
 ) -> None:
-    """Runs every task: side by side where threads would have about as much to do, else one after the other.
+    """Runs every task: side by side if threads would have about equal work, else one after the other.
 
     Args:
-        tasks: Functions that write nothing in common, in any order.
+        tasks: Functions in any order, no two of which write the same memory.
         rows: Rows of each one's matmuls.
         side_by_side: Whether a task is worth a thread of its own.
         read_bytes: Bytes that each task reads, where that is what takes its time; None where it does more.
 
     Raises:
-        BaseException: What a task raised. Tasks that had begun have ended then, and others were not begun.
+        BaseException: A task's error. Tasks that had started have finished by then; the others were not started.
     """
     num_threads = torch.get_num_threads()
     if num_threads == 2 and _is_short(rows, read_bytes):
@@ -83,7 +83,7 @@ def _is_short(rows: Sequence[int], read_bytes: int | None) -> bool:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Operations of the calling thread are not divided, neither torch's own nor oneDNN's; other threads' are."""
+    """Keeps the calling thread's operations undivided, torch's own and oneDNN's; other threads' are not affected."""
     openmp = _openmp()
     if openmp is None:
         yield
@@ -97,7 +97,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def are_even(rows: Sequence[int], num_threads: int) -> bool:
-    """Whether threads would have about as much to do, each taking the largest task that is left.
+    """Whether threads would have about equal work, each taking the largest task that is left.
 
     Args:
         rows: Rows of each task's matmuls.
@@ -122,12 +122,12 @@ class _Job:
         self._has_grad = torch.is_grad_enabled()
 
     def help_out(self, _data: int | None = None) -> None:
-        """Runs tasks until none is left or one has raised, and keeps the error: OpenMP can pass none on.
+        """Runs tasks until none is left or one has raised; keeps the error, since OpenMP propagates none.
 
         An interrupt that arrives before the first line is lost: `ctypes` prints it, and the tasks run.
         """
         try:
-            # Modes are a thread's own.
+            # These modes are per thread.
             with torch.inference_mode(self._is_inference), torch.set_grad_enabled(self._has_grad):
                 while (task := self._take()) is not None:
                     task()
@@ -143,10 +143,10 @@ class _Job:
             return self._tasks[self._next - 1]
 
     def finish(self) -> None:
-        """Called after the region, when no thread runs a task any more.
+        """Call it after the region, when no thread runs a task any more.
 
         Raises:
-            BaseException: What a task raised first.
+            BaseException: The first error of a task.
         """
         self.help_out()  # A runtime may have given no thread at all.
         try:
@@ -157,14 +157,14 @@ class _Job:
 
 
 def _can_run_in_threads() -> bool:
-    """Whether there are other threads, and tasks do the same in them, although they lack this one's modes."""
+    """Whether there are other threads, and tasks do the same in them, although they lack this thread's modes."""
     has_modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-    # While Python ends, a thread that asks for the interpreter never gets it.
+    # While Python finalizes, a thread that asks for the GIL never gets it.
     return not has_modes and not sys.is_finalizing() and _openmp() is not None
 
 
 class _OpenMP(Protocol):
-    """Functions called of an OpenMP runtime."""
+    """Functions used of an OpenMP runtime."""
 
     def GOMP_parallel(self, function: Any, data: None, num_threads: int, flags: int) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Epilogues of QuACK's kernels: applied to the sums of a product before they are stored.
+"""Epilogues of QuACK's kernels, applied to a product's sums before they are stored.
 
 QuACK traces these functions into its kernels. A value is one fp32 number on Hopper and a pair of them on Blackwell,
 and the same expressions serve both: `F2` is a pair that can be added and multiplied.
@@ -53,11 +53,11 @@ def gate_up_epilogue(function: GateUp, has_bias: bool, has_scales: bool) -> EpiM
     Args:
         function: Between the products.
         has_bias: Whether there is the operand `bias`.
-        has_scales: Whether there are the two scales, of rows of 8-bit codes.
+        has_scales: Whether there are the operands `row_scale` and `column_scale`, for 8-bit rows.
     """
     apply = _gated(function) if function.gated else _plain(function)
     epilogue: Callable[..., dict[str, Any]]
-    # One function for each set of operands: QuACK reads them off the signature.
+    # One function per set of operands: QuACK reads them from the signature.
     if has_scales and has_bias:
 
         def epilogue(acc, row_scale, column_scale, bias):
@@ -113,10 +113,10 @@ def down_epilogue(has_bias: bool, has_scales: bool) -> EpiMod:
 
 
 def _name(epilogue: Callable[..., Any], function: GateUp | None = None) -> None:
-    """Names an epilogue after what it computes: QuACK takes functions of installed packages by their names.
+    """Names an epilogue after what it computes: QuACK identifies functions of installed packages by name.
 
-    It looks into others, but of these, such as moereg's own, the key of a kernel in memory and on disk has the name and
-    the operands alone. So SiLU would run where GELU is asked for, or a kernel of code that has changed since.
+    It inspects the code of others, but for these, moereg's own among them, a kernel's key in memory and on disk has
+    only the name and the operands. Without this, SiLU could run where GELU is asked for, or a kernel of outdated code.
     """
     epilogue.__qualname__ += f" {function} {_source_digest()}"
 
@@ -181,5 +181,5 @@ def _gelu_tanh(gate: Any) -> Any:
 
 
 def _value(result: Any) -> Any:
-    """A result of QuACK's functions, which return plain pairs, as one that can be multiplied."""
+    """Wraps a result of QuACK's functions, which return plain pairs, as one that can be multiplied."""
     return F2(*result) if isinstance(result, tuple) else result

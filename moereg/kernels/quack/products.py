@@ -1,6 +1,6 @@
 """A product of sorted rows with their experts' matrices, by a kernel of QuACK.
 
-Sizes: N rows, E experts, `K` reduced columns, `C` columns of the product, S rows that are gathered from.
+Sizes: N rows, E experts, `K` the reduced dimension, `C` columns of the product, S rows that are gathered from.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def _blackwell(tile_m: int, tile_n: int, *, cluster_m: int) -> GemmConfig:
 
 
 _FEW_ROWS: Final = 64
-"""Up to this many rows an expert, tiles are short: most of a tall one would be empty."""
+"""Up to this many rows an expert, tiles are short: a tall one would be mostly empty."""
 
-# Tiles for few rows and for many. Of Hopper: the fastest of a sweep over Qwen3-30B's and Mixtral's products at 1 to
-# 1,024 rows an expert on an H200. Of Blackwell: QuACK's own choice where tiles have many rows; none has been measured.
+# Tiles for few rows and for many. Hopper: the fastest of a sweep over Qwen3-30B's and Mixtral's products at 1 to 1,024
+# rows an expert on an H200. Blackwell: QuACK's own choice for tiles with many rows; none has been measured.
 _HOPPER: Final = (
     _hopper(64, 256, pingpong=True, cluster_m=1),
     _hopper(128, 192, pingpong=True, cluster_m=1),
 )
-# Hopper adds sums of codes up in a second set of registers. With two groups of warps on a tile both fit; with a group
-# on a tall tile of its own, as for 16 bits, 900 bytes a thread spill.
+# Hopper accumulates 8-bit products in a second set of registers. With two warpgroups per tile both fit; with one per
+# tall tile, as for 16 bits, 900 bytes a thread spill.
 _HOPPER_CODES: Final = (
     _hopper(64, 192, pingpong=True, cluster_m=1),
     _hopper(128, 192, pingpong=False, cluster_m=1),
@@ -61,12 +61,12 @@ _BLACKWELL: Final = (
 
 
 def select_config(capability: int, rows_per_expert: float, has_codes: bool) -> GemmConfig:
-    """Tiles of a product. The same object for equal tiles, since QuACK tells configurations apart by identity.
+    """Returns a product's tiles, the same object for equal ones: QuACK tells configurations apart by identity.
 
     Args:
-        capability: Major number of the compute capability: 9 or 10.
+        capability: Major compute capability: 9 or 10.
         rows_per_expert: N / E, for an even routing.
-        has_codes: Whether 8-bit codes are multiplied.
+        has_codes: Whether the operands are 8-bit.
     """
     hopper = _HOPPER_CODES if has_codes else _HOPPER
     few, many = hopper if capability == 9 else _BLACKWELL
@@ -86,14 +86,14 @@ def grouped_product(
     """Writes epilogue(rows @ matrices[e].T) for the rows of each expert e. Compiles its kernel at first use.
 
     Args:
-        epilogue: Of `moereg.kernels.quack.epilogues`.
-        config: Of `select_config`.
-        out: [N, C], or [N, C / 2] where the epilogue is gated; rows contiguous and of a multiple of 16 bytes. Rows that
-            belong to no expert are left as they are.
-        rows: [N, K], or [S, K] with `source`; 16 bits or float8_e4m3fn, rows contiguous and of a multiple of 16 bytes.
+        epilogue: From `moereg.kernels.quack.epilogues`.
+        config: From `select_config`.
+        out: [N, C], or [N, C / 2] where the epilogue is gated; rows contiguous, their size a multiple of 16 bytes. Rows
+            that belong to no expert are left as they are.
+        rows: [N, K], or [S, K] with `source`; 16 bits or float8_e4m3fn; rows contiguous, of 16-byte multiples.
         matrices: [E, C, K], of the dtype of `rows`, contiguous.
         expert_offsets: [E + 1] int32, first row of each expert, then the number of rows in use.
-        source: [N] int32, the row of `rows` that each row is gathered from; of rows not in use any that exists.
+        source: [N] int32, the row of `rows` that each row is gathered from; any valid row for those not in use.
         operands: Of the epilogue.
     """
     name = INTERMEDIATE if epilogue.outputs else "D"

@@ -1,4 +1,4 @@
-"""Reads rows and makes scales and codes of them, in registers, in Triton: bit for bit what `moereg.quantize` makes."""
+"""Loads rows and quantizes them in registers, in Triton, bit for bit as `moereg.quantize` does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRITON_DTYPES: Final = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, 
 
 @triton.jit
 def load_rows(x, topk_weights, source, in_use, columns, size, stride):
-    """Columns of the rows `source` of x as fp32, times their weights, zeros from column `size` on.
+    """Loads columns of the rows `source` of x as fp32, times their weights, with zeros from column `size` on.
 
     Args:
         source: [M, 1] rows of x; [1] and `columns` [N] also work.
@@ -44,7 +44,7 @@ def scale_of_bits(bits, MAX_CODE: tl.constexpr, E8M0: tl.constexpr):
     """
     scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, MAX_CODE, tl.float32))
     if E8M0:
-        # Round up to a power of two, 2^-127 at least. That one is subnormal in fp32.
+        # Round up to a power of two, at least 2^-127, which is subnormal in fp32.
         scale_bits = scale.to(tl.int32, bitcast=True)
         code = tl.where(scale_bits <= 0x400000, 0, (scale_bits + 0x7FFFFF) >> 23)
         code = tl.where(bits == 0, 127, tl.where(bits >= 0x7F800000, 255, code))
@@ -60,7 +60,7 @@ def scale_of_bits(bits, MAX_CODE: tl.constexpr, E8M0: tl.constexpr):
 def divide(x, scale):
     """Divides x by scales, which broadcast to its shape: correctly rounded, as long as no quotient overflows.
 
-    One reciprocal a scale, then one Newton step a number: three instructions instead of a division's twenty.
+    One reciprocal per scale, then one Newton step per number: three instructions instead of a division's twenty.
     """
     reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     quotient = x * reciprocal
@@ -71,7 +71,7 @@ def divide(x, scale):
 
 @triton.jit
 def encode(values, DTYPE: tl.constexpr, MIN_CODE: tl.constexpr, MAX_CODE: tl.constexpr):
-    """Codes of numbers that are already divided by their scale: nearest, ties to even, saturated."""
+    """Rounds numbers that are already divided by their scale to codes: nearest, ties to even, saturated."""
     # Comparisons keep NaN, which a minimum would replace.
     values = tl.where(values > MAX_CODE, MAX_CODE, tl.where(values < MIN_CODE, MIN_CODE, values))
     if DTYPE.is_int():
@@ -84,7 +84,7 @@ def encode(values, DTYPE: tl.constexpr, MIN_CODE: tl.constexpr, MAX_CODE: tl.con
 def quantize_tile(
     x, DTYPE: tl.constexpr, GROUP: tl.constexpr, MIN_CODE: tl.constexpr, MAX_CODE: tl.constexpr, E8M0: tl.constexpr
 ):
-    """Codes [M, N] of x [M, N] fp32 in groups of GROUP columns, and scales to store, [M, N / GROUP]."""
+    """Quantizes x [M, N] fp32 in groups of GROUP columns; returns codes [M, N] and scales to store [M, N / GROUP]."""
     grouped = tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP))  # [M, N / GROUP, GROUP]
     scale, stored = scale_of_bits(amax_bits(grouped, 2), MAX_CODE, E8M0)  # [M, N / GROUP] each
     codes = encode(divide(grouped, tl.expand_dims(scale, 2)), DTYPE, MIN_CODE, MAX_CODE)  # [M, N / GROUP, GROUP]

@@ -1,8 +1,8 @@
-"""Launch configurations of the expert matmuls with 8-bit weights and activations, and the rule that picks one.
+"""Launch configurations of the expert GEMMs with 8-bit weights and activations, and the rule that picks one.
 
 Measured on one NVIDIA H200 (torch 2.11, Triton 3.6) on 2026-11-21 over qwen3-30b-a3b and deepseek-v3 in fp8_block128 at
-T 1, 16, 64, 256 and 1024, the halves of a pair one after the other over 10 to 20 candidates each; fp8_channel_token and
-int8_w8a8 take at most 3 % longer with the same. Rows beyond 100 an expert are not tuned.
+T 1, 16, 64, 256 and 1024, each half of a pair swept over 10 to 20 candidates; fp8_channel_token and int8_w8a8 take at
+most 3 % longer with the same configurations. Beyond 100 rows an expert nothing is tuned.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig, fit_pipeline, read_rules
 
-# First match counts. `n` of the first product counts gate and up once.
+# The first match counts. `n` of the first product counts gate and up once.
 CONFIG_RULES = read_rules(
     """
     bytes tokens rows way    | m   group mask | n   k   warps stages | n   k   warps stages

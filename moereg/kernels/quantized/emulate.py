@@ -1,8 +1,8 @@
-"""Rounds rows to the numbers that a scheme's codes stand for, in 16 bits, in Triton, bit for bit as `moereg.quantize`.
+"""Rounds rows to the values of a scheme's codes, in 16 bits, in Triton, bit for bit as `moereg.quantize` does.
 
-Products of 16-bit numbers then compute a scheme whose codes no hardware multiplies. A small float times the scale of
-its group, a power of two or a float8_e4m3fn, is a 16-bit float again. The product with a global scale may not be, so
-that scale multiplies the row's product later. All is arithmetic on fp32: not every device converts to small floats.
+Products of 16-bit numbers then emulate a scheme whose codes no hardware multiplies. A small float times the scale of
+its group, a power of two or a float8_e4m3fn, is again a 16-bit float. Its product with a global scale may not be, so
+that scale multiplies the row's product later. All arithmetic is in fp32: not every device converts to small floats.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moereg.kernels.sizes import GROUPED_BLOCK
 
 @dataclass(frozen=True, slots=True)
 class SmallFloats:
-    """The numbers that rows are rounded to: small floats times the scale of their group.
+    """The values that rows are rounded to: small floats times the scale of their group.
 
     Attributes:
         mantissa_bits: of the small floats.
@@ -121,23 +121,23 @@ def requantize_rows(
     topk_weights: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
-    """Writes rows rounded, without their global scales, in one launch.
+    """Rounds rows and writes them without their global scales, in one launch.
 
-    Rows of `out` are routes where `route_expert` is given, sorted routes where `plan` is, rows of the batched format
-    where `expert_num_tokens` is, else tokens; at most one of these is given. Rows not in use are left as they are.
+    Rows of `out` are routes if `route_expert` is given, sorted routes if `plan` is, rows of the batched format if
+    `expert_num_tokens` is, else tokens; at most one of these is given. Rows not in use are left as they are.
 
     Args:
         out: [R, K] bf16 or fp16, rows contiguous, the dtype of `x`: overwritten; may be `x`.
         x: [R, K] bf16 or fp16, rows contiguous; [R / top_k, K] where `out` has a row for each route of a token.
         grid: the numbers to round to.
-        factors: fp32, contiguous, overwritten with the global scale of each row, where the grid has them: [R], or
-            [R * n] with each row's n times.
-        static_scale: fp32 [1], or [E], global scales that are given; None: each row has its own, made from it.
+        factors: fp32, contiguous, overwritten with each row's global scale, if the grid has them: [R], or [R * n] with
+            n copies for each row.
+        static_scale: fp32 [1] or [E], static global scales; None: each row has its own, computed from it.
         route_expert: [R] int32, local expert of each row, or negative.
         plan: sorted routes, in whose order the rows are.
         expert_num_tokens: [E] int32, valid rows of each expert.
-        topk_weights: [R, 1] fp32, contiguous, by which rows are multiplied, and rounded to their dtype, first; or None.
-        overlap: whether to start while the kernel in front, which may be the one that writes `x`, still runs.
+        topk_weights: [R, 1] fp32, contiguous: rows are first multiplied by them and rounded to their dtype; or None.
+        overlap: whether to start while the previous kernel, which may be the one that writes `x`, still runs.
     """
     num_rows, size = out.shape
     assert x.shape[1] == size and x.stride(1) == out.stride(1) == 1 and num_rows % x.shape[0] == 0

@@ -1,4 +1,4 @@
-"""Rows and matrices of codes with their scales, and how rows become codes: values of the host, without triton.
+"""Quantized rows and matrices with their scales, and how rows are quantized: host-side values, without Triton.
 
 Sizes: R rows, K columns, `K_pad` columns of the codes, in code `depth`, G groups of a row, E local experts, N rows of a
 matrix.
@@ -16,7 +16,7 @@ from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD, GROUPED_BLOCK
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """The codes and scales that rows become.
+    """The codes and scales that rows are quantized to.
 
     Attributes:
         dtype: of the codes: an 8-bit float or int8, or uint8 for two float4_e2m1fn.
@@ -25,9 +25,9 @@ class RowFormat:
         group: columns that share a scale, a power of two that divides `CODE_PAD`; 0: the whole row.
         e8m0: whether scales are powers of two, stored as uint8; else they are fp32.
         spans_rows: whether one dynamic scale is for all rows in use.
-        static: whether scales are given.
-        global_scale: whether scales are float8_e4m3fn on top of a global one for each row, which may be given; of
-            float4_e2m1fn.
+        static: whether scales are given instead of computed.
+        global_scale: whether scales, those of float4_e2m1fn, are float8_e4m3fn on top of a global one for each row,
+            which may be given.
     """
 
     dtype: torch.dtype
@@ -56,15 +56,15 @@ class RowFormat:
         return depth // self.group if self.group else 1
 
     def fits_tile(self, columns: int) -> bool:
-        """Whether a GEMM can write codes: a scale is known without the rows, or its group lies within a tile.
+        """Whether a GEMM can write codes: a scale is static, or its group lies within a tile.
 
-        A global scale is that of a whole row.
+        A global scale needs the whole row.
         """
         return self.static or (not self.global_scale and self.group > 0 and columns % self.group == 0)
 
 
 class CodeTensors(NamedTuple):
-    """Tensors of `QuantizedRows` or `QuantizedMatrices` as kernels take them."""
+    """Tensors of `QuantizedRows` or `QuantizedMatrices` as one kernel argument."""
 
     q: Any
     scale: Any
@@ -72,7 +72,7 @@ class CodeTensors(NamedTuple):
 
 
 class CodeStrides(NamedTuple):
-    """Strides of both sides of a product as kernels take them: rows and their scales, then matrices and theirs."""
+    """Strides of both operands of a product as one kernel argument: rows and their scales, then matrices and theirs."""
 
     rows: Any
     row_scales: Any
@@ -88,7 +88,7 @@ class QuantizedRows:
 
     Attributes:
         q: [R, K_pad] codes, rows contiguous, zeros from column K on; or [R, K_pad / 2] uint8, two float4_e2m1fn codes
-            each, the first in the low half.
+            per byte, the first in the low half.
         scale: [R, G] fp32, uint8 where they are powers of two, or float8_e4m3fn where there are global ones.
         group: columns that share a scale; 0: the whole row.
         global_scale: [R] fp32, contiguous, or None.
@@ -116,12 +116,12 @@ class QuantizedMatrices:
 
     Attributes:
         q: [E, N, K_pad] codes, columns contiguous, zeros from column K on, fewer than 2**31 elements per expert; or
-            [E, N, K_pad / 2] uint8, two float4_e2m1fn codes each, the first in the low half.
+            [E, N, K_pad / 2] uint8, two float4_e2m1fn codes per byte, the first in the low half.
         scale: [E, groups of rows, groups of columns] fp32, uint8 where they are powers of two, or float8_e4m3fn where
             there are global ones; contiguous.
         group_rows: rows that share a scale.
-        group_columns: columns that do; 0: all.
-        global_scale: [E, halves] fp32, contiguous, of gate and of up where the matrix has both; or None.
+        group_columns: columns that share a scale; 0: all.
+        global_scale: [E, halves] fp32, contiguous, one for gate and one for up if the matrix has both; or None.
     """
 
     q: torch.Tensor
@@ -143,11 +143,11 @@ class QuantizedMatrices:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantizer:
-    """How rows become codes, with the tensors that this takes.
+    """How to quantize rows, with the tensors that this needs.
 
     Attributes:
-        fmt: of the codes and scales.
-        static_scale: fp32 [1], or [E], where scales or global ones are given.
+        fmt: format of the codes and scales.
+        static_scale: fp32 [1] or [E], where scales or global ones are static.
         amax: [AMAX_PROGRAMS] int32, overwritten, where one dynamic scale spans the rows.
     """
 
@@ -161,7 +161,7 @@ class Quantizer:
         return self.static_scale is not None and self.static_scale.numel() > 1
 
     def check(self, out: QuantizedRows, x: torch.Tensor) -> None:
-        """Asserts what every kernel that quantizes rows x to `out` asks of its operands."""
+        """Asserts what every kernel that quantizes rows x to `out` requires of its operands."""
         fmt, depth = self.fmt, out.depth
         assert depth % CODE_PAD == 0 and x.shape[1] <= depth
         assert x.stride(1) == out.q.stride(1) == out.scale.stride(1) == 1 and out.q.dtype == fmt.dtype
@@ -172,7 +172,7 @@ class Quantizer:
         assert not fmt.global_scale or (fmt.dtype == torch.uint8 and fmt.max_code == 6.0), "written for float4_e2m1fn"
 
     def columns_of_program(self, depth: int) -> int:
-        """A power of two: a whole row where its scale, or its global one, is made from it."""
+        """Columns per program, a power of two: a whole row if its scale, or its global one, is computed from it."""
         takes_parts = self.fmt.group and not (self.fmt.global_scale and self.static_scale is None)
         columns = min(GROUPED_BLOCK, depth) if takes_parts else depth
         return 1 << (columns - 1).bit_length()
@@ -184,7 +184,7 @@ class CodedOutput:
 
     Attributes:
         rows: overwritten.
-        quantizer: with a format that fits the GEMM's tiles, see `RowFormat.fits_tile`.
+        quantizer: its format must fit the GEMM's tiles; see `RowFormat.fits_tile`.
         rounded: dtype that numbers are rounded to before they are quantized, where the reference rounds.
     """
 

@@ -1,4 +1,4 @@
-"""The two grouped matmuls of a Mixture-of-Experts layer with 8-bit or 4-bit weights and activations, in Triton.
+"""The two grouped GEMMs of a Mixture-of-Experts layer with 8-bit or 4-bit weights and activations, in Triton.
 
 Codes are multiplied as they are; scales multiply partial products where they change along the reduced dimension, and
 the accumulator at the end where they do not. Gate and up are two products of one tile, so that w13 and its scales stay
@@ -28,13 +28,13 @@ from moereg.kernels.sizes import CODE_PAD
 
 @triton.constexpr_function
 def codes_in_byte(dtype):
-    """How many codes an element holds: two float4_e2m1fn a uint8, else one."""
+    """Codes per element: two float4_e2m1fn in a uint8, else one."""
     return 2 if dtype == tl.uint8 else 1
 
 
 @triton.constexpr_function
 def scaled_by_hardware(scale_dtype):
-    """Whether scales are of a type that `tl.dot_scaled` takes: powers of two as uint8, or float8_e4m3fn."""
+    """Whether `tl.dot_scaled` takes scales of this type: powers of two as uint8, or float8_e4m3fn."""
     return scale_dtype == tl.uint8 or scale_dtype == tl.float8e4nv
 
 
@@ -51,7 +51,7 @@ def _add_product(
     A_FORMAT: tl.constexpr,
     MX: tl.constexpr,
 ):
-    """The total plus the product of one step, [BLOCK_M, BLOCK_N], scaled by what changes from step to step."""
+    """Adds the product of one step to the total [BLOCK_M, BLOCK_N], scaled where scales change from step to step."""
     b = tl.load(b_pointers)  # [BLOCK_K, BLOCK_N] codes
     if MX:
         b_scale = tl.load(b_scales + start // B_GROUP)  # [BLOCK_N, BLOCK_K / B_GROUP]
@@ -60,8 +60,8 @@ def _add_product(
     elif total.dtype == tl.int32:
         return tl.dot(a, b, total, out_dtype=tl.int32)
     else:
-        # A sum of its own: a tensor core of Hopper keeps 14 bits or so of a sum of 8-bit products, which is enough for
-        # one step but not for thousands of columns.
+        # A sum of its own: Hopper's tensor cores keep about 14 bits of a sum of 8-bit products, which is enough for one
+        # step but not for thousands of columns.
         if a.dtype.is_int():
             partial = tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)  # [BLOCK_M, BLOCK_N]
         else:
@@ -82,8 +82,8 @@ def scales_of_columns(
     """Pointers to the first scales of rows of weights.
 
     Args:
-        scale: of the expert's first row and column.
-        first: row that all rows share a scale with, where they do.
+        scale: pointer to the scale of the expert's first row and column.
+        first: the first row, whose scale serves all rows where they share one.
         rows: [BLOCK_N].
         group_rows: rows that share a scale.
         stride: between scales of rows.
@@ -118,19 +118,19 @@ def scaled_products(
     CODES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Products of rows of activations and rows of weights, of gate and of up, scaled by what changes along a row.
+    """Products of rows of activations and rows of weights, for gate and up, scaled where scales change along a row.
 
     Args:
         a_pointers: [BLOCK_M, BLOCK_K] first codes of the activations; [BLOCK_M, BLOCK_K / 2] where a byte holds two.
         b_pointers: [BLOCK_K, BLOCK_N] first codes of the weights; [BLOCK_K / 2, BLOCK_N] where a byte holds two.
-        up_pointers: the same of the second half, where there is one.
+        up_pointers: the same for the second half, if any.
         a_scales: [BLOCK_M] first scales of the activations' rows; [BLOCK_M, BLOCK_K / A_GROUP] where hardware applies
             them.
         b_scales: first scales of the weights' rows, from `scales_of_columns`.
-        up_scales: those of the second half.
+        up_scales: the same for the second half.
         row_mask: [BLOCK_M] rows in use.
         depth: K_pad, codes of a row, a multiple of BLOCK_K * UNROLL.
-        HALVES: 2 where there is a second half; else the second result means nothing.
+        HALVES: 2 if there is a second half; else the second result is meaningless.
         CODES: `CodePair`.
         TILE: `CodeTile`.
 
@@ -146,7 +146,7 @@ def scaled_products(
     BLOCK_K: tl.constexpr = TILE.block_k
     UNROLL: tl.constexpr = TILE.unroll
     MX: tl.constexpr = scaled_by_hardware(a_scales.dtype.element_ty)
-    # Sums of int8 products are exact, as long as nothing has to scale them on the way.
+    # Sums of int8 products are exact, unless scales have to be applied on the way.
     EXACT: tl.constexpr = a_pointers.dtype.element_ty.is_int() and A_GROUP == 0 and B_GROUP == 0
     TOTAL: tl.constexpr = tl.int32 if EXACT else tl.float32
     SCALE_OF_NONE: tl.constexpr = 0 if a_scales.dtype.element_ty.is_int() else 0.0
@@ -185,7 +185,7 @@ def scaled_products(
 
 @triton.jit
 def scale_total(total, a_scales, b_scales, row_mask, CODES: tl.constexpr):
-    """The product [BLOCK_M, BLOCK_N] times those scales that do not change along a row."""
+    """Multiplies the product [BLOCK_M, BLOCK_N] by the scales that do not change along a row."""
     if CODES.a_group == 0:
         total *= tl.load(a_scales, mask=row_mask, other=0.0)[:, None]
     if CODES.b_group == 0:
@@ -195,7 +195,7 @@ def scale_total(total, a_scales, b_scales, row_mask, CODES: tl.constexpr):
 
 @triton.jit
 def scale_globally(total, row_scale, rows, row_mask, matrix_scale, half):
-    """The product [BLOCK_M, BLOCK_N] times the global scales of its rows and of its half of a matrix, if any."""
+    """Multiplies the product [BLOCK_M, BLOCK_N] by the global scales of its rows and of its matrix half, if any."""
     if row_scale is not None:
         # One after the other: the product of both scales may be too small for fp32.
         total *= tl.load(matrix_scale + half)
@@ -223,15 +223,15 @@ _SCALED_GROUPS: Final = {torch.uint8: 32, torch.float8_e4m3fn: 16}
 
 
 class CodeTile(NamedTuple):
-    """The kernels' constant for what a tile of a product covers.
+    """Compile-time constant: a product's tile.
 
     Attributes:
-        block_m: of `GroupedGemmConfig`.
+        block_m: rows, as in `GroupedGemmConfig`.
         block_n: columns, counting gate and up once.
-        block_k: reduced columns per step; see `steps`, also for the next.
-        unroll: steps to a turn of the loop.
-        group_m: tiles of rows that share columns.
-        mask_rows: whether rows that do not count are left out.
+        block_k: reduced columns per step; this and the next are from `steps`.
+        unroll: steps per loop iteration.
+        group_m: row tiles that share a column tile.
+        mask_rows: whether loads of invalid rows are masked.
         mask_n: whether tiles reach past the last column.
     """
 
@@ -245,12 +245,12 @@ class CodeTile(NamedTuple):
 
 
 class CodePair(NamedTuple):
-    """The kernels' constant for the codes of both sides of a product and their scales.
+    """Compile-time constant: the codes of both operands of a product and their scales.
 
     Attributes:
         a_group: columns of activations that share a scale; 0: all.
-        b_group: the same of weights.
-        dot_format: the name of the activations' codes in `tl.dot_scaled`; None where it does not take them.
+        b_group: columns of weights that share a scale; 0: all.
+        dot_format: name of the activations' codes in `tl.dot_scaled`; None if it does not take them.
         uniform: whether all rows of weights in a tile share a scale.
     """
 
@@ -277,20 +277,20 @@ def launch_codes(
     overlap: bool,
     **constants: Any,
 ) -> None:
-    """Launches a product of codes by `num_tiles_n` tiles of columns, which count gate and up once.
+    """Launches a product of codes over `num_tiles_n` tiles of columns, which count gate and up once.
 
     Args:
-        outputs: the kernel's own arguments in front of both sides; `others` follow those, `strides` the common ones.
-        top_k: K; read where rows are not sorted.
+        outputs: the kernel's first arguments; `others` follow the operands, `strides` the strides of those.
+        top_k: K; used where rows are not sorted.
         mask_n: whether tiles reach past the last column.
     """
     assert config.block_m == plan.block_m
-    # A step of the main loop lies within one group of each operand, or hardware scales within it.
+    # A step of the main loop lies within one group of each operand, or hardware applies scales within it.
     step = min(config.block_k, CODE_PAD)
     assert rows.depth == weights.depth
     assert config.block_k % step == rows.depth % step == 0 and weights.q.stride(2) == rows.q.stride(1) == 1
     assert (weights.global_scale is None) == (rows.global_scale is None) == (rows.scale.dtype != torch.float8_e4m3fn)
-    # Codes of 4 bits are multiplied by codes of 8 where powers of two scale both.
+    # 4-bit codes are multiplied by 8-bit ones where powers of two scale both.
     assert weights.q.dtype == rows.q.dtype or (weights.q.dtype == rows.scale.dtype == torch.uint8)
     assert weights.scale.dtype == rows.scale.dtype
     assert weights.scale.stride(2) == 1 and rows.scale.stride(1) == 1
@@ -306,7 +306,7 @@ def launch_codes(
         *(*plan_arguments(plan, weights.q.shape[0]), weights.depth, num_columns, num_tiles_n, weights.group_rows),
         CodeStrides(rows.q.stride(0), rows.scale.stride(0), *weights.q.stride()[:2], *weights.scale.stride()[:2]),
         *strides,
-        # One token takes a tile as several do.
+        # A single token takes an ordinary tile.
         ROUTES=route_shape(plan, top_k)._replace(single=False),
         CODES=CodePair(
             a_group=rows.group,
@@ -317,9 +317,9 @@ def launch_codes(
         TILE=CodeTile(
             config.block_m, config.block_n, *steps(config, weights.depth), config.group_m, config.mask_rows, mask_n
         ),
-        # Else the many small programs of the next kernel would crowd onto the multiprocessors that are free first, and
-        # run there one after the other while the rest waits: 3 % of qwen3-30b-a3b at 64 and 256 tokens on an H200.
-        # Programs of one token all end at a time.
+        # Otherwise the next kernel's many small programs would crowd onto the multiprocessors that are free first and
+        # run there one after the other while the rest idle: 3 % of qwen3-30b-a3b at 64 and 256 tokens on an H200.
+        # Programs of a single token all end at the same time.
         RELEASE_LATE=isinstance(plan, BlockMap) or plan.topk_ids.shape[0] > 1,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -329,10 +329,10 @@ def launch_codes(
 
 
 def steps(config: GroupedGemmConfig, depth: int) -> tuple[int, int]:
-    """How many columns are reduced at a time, and how many times to a turn of the loop.
+    """Returns how many columns a step reduces, and how many steps an iteration of the loop has.
 
-    A step lies within one group of 128. Two of them to a turn read runs of 256 bytes of a row, which DRAM hands out 4 %
-    faster (measured on an H200); rows of fewer than four turns are over before that pays.
+    A step lies within one group of 128. Two steps per iteration read runs of 256 bytes of a row, which DRAM delivers
+    4 % faster (measured on an H200); rows of fewer than four iterations end before that pays off.
     """
     step = min(config.block_k, CODE_PAD)
     several = depth % config.block_k == 0 and depth >= 4 * config.block_k
@@ -340,11 +340,11 @@ def steps(config: GroupedGemmConfig, depth: int) -> tuple[int, int]:
 
 
 class _Output(NamedTuple):
-    """The kernel's constant for what it writes; the defaults where that is no codes.
+    """Compile-time constant: the codes that the kernel writes; the defaults where it writes none.
 
     Attributes:
-        rounded: of `CodedOutput`.
-        group: of `RowFormat`, as the next two.
+        rounded: as in `CodedOutput`.
+        group: this and the next two as in `RowFormat`.
         min_code: smallest code.
         max_code: largest code.
     """
@@ -420,7 +420,7 @@ def _quantized_gate_up_kernel(
     # [BLOCK_K, BLOCK_N]
     b_pointers = weights.q + expert * strides.expert + columns[None, :] * strides.column + offs_b[:, None]
     own_scales = weights.scale + expert * strides.scale_expert
-    # A tile of nothing but padding has no scale of its own.
+    # A tile of padding alone has no scale of its own.
     first = tl.minimum(tile_n * BLOCK_N, num_columns - 1)
     b_scales = scales_of_columns(own_scales, first, columns, group_rows, strides.scale_row, MX, CODES, TILE)
     up_pointers = b_pointers + num_columns * strides.column
@@ -489,20 +489,20 @@ def quantized_gate_up_gemm(
     by_route: bool = False,
     overlap: bool = False,
 ) -> None:
-    """Writes `act(hidden_states[token] @ w13[expert].T + bias)` for every sorted row, or codes of it.
+    """Writes `act(hidden_states[token] @ w13[expert].T + bias)` for every sorted row, quantized if `out` is.
 
-    Accumulation and activation are in fp32, of int8 in int32 where no scale changes along a row.
+    Accumulation and activation are in fp32; int8 accumulates in int32 where no scale changes along a row.
 
     Args:
         out: [N, I_pad] bf16, fp16 or fp32, rows contiguous: overwritten up to the last valid row, with zeros from
             column I on. By route for `DirectRoutes`; [E * max_T, I_pad] in the batched format, valid rows overwritten.
-            Or codes and scales of the same.
+            Or codes and scales of the same shape.
         hidden_states: [T, H_pad], or [N, H_pad] by route, or [E * max_T, H_pad] in the batched format.
         w13: [E, 2 * I, H_pad] gate first, or [E, I, H_pad] where not gated; scales of both halves by canonical row,
             global ones for each half.
         config: launch configuration; `block_n` divides 128 and counts gate and up once.
         epilogue: with a bias [E, 2 * I] or [E, I].
-        by_route: whether a route has a row of hidden states of its own.
+        by_route: whether each route has a row of hidden states of its own.
         plan, top_k, overlap: as for `gate_up_gemm` of `gemm.grouped`.
     """
     halves = 2 if epilogue.gated else 1
@@ -630,7 +630,7 @@ def quantized_down_gemm(
 ) -> None:
     """Writes `(intermediate[row] @ w2[expert].T + bias) * topk_weight` for every sorted row to its route's row.
 
-    Arguments as for `down_gemm` of `gemm.grouped`, of codes.
+    Arguments as for `down_gemm` of `gemm.grouped`, with quantized operands.
 
     Args:
         intermediate: [N, I_pad], in the order of `quantized_gate_up_gemm`.

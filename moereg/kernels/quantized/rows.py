@@ -1,7 +1,7 @@
 """Quantizes rows of activations on the device, in Triton, bit for bit as `moereg.quantize` does.
 
 Sizes: R rows, K columns, `K_pad` columns of the codes, in code `depth`, G groups of a row. The rows are tokens, routes,
-or rows in the order of a `RoutePlan`. Rows that are not in use may become anything.
+or rows in the order of a `RoutePlan`. Rows that are not in use are undefined afterwards.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from moereg.kernels.rows.direct import load_local_expert
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import AMAX_PROGRAMS
 
-# Instead of this many programs or more, fewer run, each with about `_PROGRAM_ELEMENTS` numbers of several rows.
+# From this many programs on, fewer are launched, each with about `_PROGRAM_ELEMENTS` numbers of several rows.
 _MANY_PROGRAMS: Final = 1024
 _PROGRAM_ELEMENTS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouteIds:
-    """Rows that are routes, or tokens, as they come.
+    """Unsorted rows, of routes or of tokens.
 
     Attributes:
         topk_ids: [T, K] int32, contiguous: ids outside [0, num_experts) belong to no expert.
@@ -55,7 +55,7 @@ def _expert_of_row(
     ROUTES_PER_ROW: tl.constexpr,
     BLOCK_ROUTES: tl.constexpr,
 ):
-    """A row's local expert, the largest of those that it is routed to; -1 where there is none."""
+    """A row's local expert, the largest if it is routed to several; -1 if there is none."""
     choices = tl.arange(0, BLOCK_ROUTES)  # [BLOCK_ROUTES]
     routes = tl.where(choices < ROUTES_PER_ROW, row * ROUTES_PER_ROW + choices, num_routes)
     experts = load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts)
@@ -160,7 +160,7 @@ def _quantize_rows_kernel(
             if static_scale is not None:
                 global_scale = tl.load(static_scale + expert * stride_static, mask=in_use, other=1.0)
             else:
-                # Made from a whole row, which one program has.
+                # Computed from a whole row, which one program has.
                 bits = tl.expand_dims(amax_bits(values, 1), 1)  # [ROWS, 1]
                 global_scale, _ = scale_of_bits(bits, MAX_CODE * 448.0, False)
             tl.store(global_scales + rows, global_scale, mask=in_use & (tl.program_id(1) == 0))
@@ -191,7 +191,7 @@ def _quantize_rows_kernel(
     else:
         tl.store(q + rows * stride_q + columns, codes, mask=in_use & (columns < depth))
     if INDEPENDENT:
-        # Later kernels assume our predecessor has ended too.
+        # Later kernels assume that the previous one has ended too.
         wait_for_previous(OVERLAP)
 
 
@@ -205,20 +205,20 @@ def quantize_rows(
     independent: bool = False,
     overlap: bool = False,
 ) -> None:
-    """Writes codes and scales of rows: one launch, two where one scale spans them.
+    """Quantizes rows: one launch, two where one scale spans them.
 
     Args:
-        out: overwritten. It has a row for each row of `x`; or K times as many, one for each route, which is needed
-            where scales of experts differ.
+        out: overwritten. It has a row for each row of `x`, or K times as many, one for each route, as is necessary
+            where scales differ between experts.
         x: [R, K] bf16, fp16 or fp32, rows contiguous; [R / top_k, K] where the rows of `out` are routes of tokens.
-        quantizer: what to make of them.
-        routes: whose rows `x` or `out` are: a plan where they are sorted, else the choices of tokens, [R, choices]
-            where rows are tokens. Rows that are not in use may hold anything; those of sorted and of single routes are
-            left out.
-        topk_weights: [R, 1] fp32, contiguous, by which rows are multiplied, and rounded to their dtype, first; or None.
-        independent: whether the kernel in front, if there is one, writes nothing that is read here and reads and writes
-            nothing that is written here, and no kernel in front of it still runs.
-        overlap: whether to start while the kernel in front, which may be the one that writes `x`, still runs.
+        quantizer: format and scales.
+        routes: what the rows of `x` or `out` are: a plan if they are sorted, else the choices of tokens, [R, choices]
+            if rows are tokens. Rows that are not in use may hold anything; those of sorted and of single routes are
+            skipped.
+        topk_weights: [R, 1] fp32, contiguous: rows are first multiplied by them and rounded to their dtype; or None.
+        independent: whether the previous kernel, if there is one, writes nothing that is read here and accesses
+            nothing that is written here, and no kernel before it still runs.
+        overlap: whether to start while the previous kernel, which may be the one that writes `x`, still runs.
     """
     quantizer.check(out, x)
     fmt, static_scale, amax = quantizer.fmt, quantizer.static_scale, quantizer.amax
@@ -243,7 +243,7 @@ def quantize_rows(
     if amax is not None:
         find_amax(amax, x, routes, num_rows, topk_weights, overlap=overlap)
     if routes_per_row > 1:
-        # A token of several routes is quantized whether or not one of them is to a local expert.
+        # A token with several routes is quantized whether or not any of its experts is local.
         topk_ids = expert_map = None
     launch(
         _quantize_rows_kernel,
@@ -291,7 +291,7 @@ def find_amax(
     *,
     overlap: bool = False,
 ) -> None:
-    """Writes the largest magnitudes that programs found in the rows in use.
+    """Writes the largest magnitude that each program found in the rows in use.
 
     Args:
         amax: [AMAX_PROGRAMS] int32, overwritten: bits of fp32 magnitudes.
@@ -299,7 +299,7 @@ def find_amax(
         routes: as for `quantize_rows`.
         num_rows: R.
         topk_weights: as for `quantize_rows`.
-        overlap: whether to start while the kernel in front still runs.
+        overlap: whether to start while the previous kernel still runs.
     """
     assert amax.numel() == AMAX_PROGRAMS and x.stride(1) == 1
     ids = None if isinstance(routes, RoutePlan) else routes

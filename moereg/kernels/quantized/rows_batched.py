@@ -1,6 +1,6 @@
-"""Quantizes the rows that a `BlockMap` names, each where it lies, in Triton; see `rows`.
+"""Quantizes the rows of a `BlockMap` without moving them, in Triton; see `rows`.
 
-This is the batched format: E local experts have room for max_T rows each, R = E * max_T rows of K columns, `K_pad`
+This is the batched format: each of E local experts has room for max_T rows, R = E * max_T rows of K columns, `K_pad`
 columns of the codes, in code `depth`, G groups of a row. Rows that no tile covers are neither read nor written.
 """
 
@@ -20,14 +20,14 @@ from moereg.kernels.quantized.small_floats import amax_bits, quantize_e2m1
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.sizes import AMAX_PROGRAMS
 
-# Programs that share the rows. There is room for all tokens at every expert, so most rows are usually not in use, and
-# most programs of one row each would end at once.
+# Programs that share the rows. Every expert has room for all tokens, so most rows are usually not in use, and most
+# programs of one row each would end at once.
 _ROW_PROGRAMS: Final = 4096
 
 
 @triton.jit
 def _row_in_tiles(slot, tiles, BLOCK_M: tl.constexpr):
-    """The row at one place of the tiles laid end to end, its expert, and whether it is in use."""
+    """The row at one position of the tiles laid end to end, its expert, and whether it is in use."""
     block = slot // BLOCK_M
     row = tl.load(tiles.block_row + block) + slot % BLOCK_M
     return row, tl.load(tiles.block_expert + block), row < tl.load(tiles.block_end + block)
@@ -96,7 +96,7 @@ def _quantize_batched_kernel(
                     if static_scale is not None:
                         global_scale = tl.load(static_scale + expert * stride_static)
                     else:
-                        # Made from a whole row, which one program has.
+                        # Computed from a whole row, which one program has.
                         global_scale, _ = scale_of_bits(tl.max(amax_bits(values, 1), 0), MAX_CODE * 448.0, False)
                     if first == 0:
                         tl.store(global_scales + row, global_scale)
@@ -130,14 +130,14 @@ def _quantize_batched_kernel(
 def quantize_batched_rows(
     out: QuantizedRows, x: torch.Tensor, quantizer: Quantizer, plan: BlockMap, *, overlap: bool = False
 ) -> None:
-    """Writes codes and scales of the rows in use: one launch, two where one scale spans them.
+    """Quantizes the rows in use: one launch, two where one scale spans them.
 
     Args:
-        out: codes, scales and global ones where the format has them: overwritten in the rows in use.
+        out: codes, scales, and global ones if the format has them: overwritten in the rows in use.
         x: [R, K] bf16, fp16 or fp32, rows contiguous; rows that are not in use may be NaN.
-        quantizer: what to make of them.
-        plan: from `plan_batches` without slack: which rows are in use, and whose they are.
-        overlap: whether to start while the kernel in front, which may be the one that writes `x` or `plan`, still runs.
+        quantizer: format and scales.
+        plan: from `plan_batches` without slack: the rows in use and their experts.
+        overlap: whether to start while the previous kernel, which may be the one that writes `x` or `plan`, still runs.
     """
     quantizer.check(out, x)
     fmt, static_scale, amax = quantizer.fmt, quantizer.static_scale, quantizer.amax

@@ -1,4 +1,4 @@
-"""Tokens that travel between ranks, as codes: quantized to where they leave from, and restored, in Triton.
+"""Quantizes tokens that travel between ranks, straight into their send slots, and dequantizes them, in Triton.
 
 Bit for bit as `moereg.quantize` does. Sizes: T tokens, K choices per token, H hidden, G groups of a token.
 """
@@ -20,7 +20,7 @@ from moereg.kernels.quantized.small_floats import amax_bits
 from moereg.kernels.rows.rooms import restored
 from moereg.kernels.sizes import GROUPED_BLOCK
 
-# Numbers of a program where tokens are many: several tokens then.
+# Numbers per program where there are many tokens; a program then takes several tokens.
 _PROGRAM_ELEMENTS: Final = 4096
 _MANY_PROGRAMS: Final = 1024
 
@@ -61,7 +61,7 @@ def _quantize_tokens_kernel(
         codes = encode(divide(values, scale), DTYPE, MIN_CODE, MAX_CODE)  # [TOKENS, BLOCK]
         groups = tl.arange(0, 1)[None, :]  # [1, 1]
     stored = stored.to(scales.dtype.element_ty)
-    # Tokens are older than the places of their routes.
+    # Tokens are older than the rows of their routes.
     wait_for_previous(OVERLAP)
     for k in tl.static_range(ROUTES_PER_TOKEN):
         if row_of_route is not None:
@@ -81,15 +81,15 @@ def quantize_tokens(
     fmt: RowFormat,
     row_of_route: torch.Tensor | None = None,
 ) -> None:
-    """Writes codes and scales of each token, as one row or to the rows of its routes: one launch.
+    """Quantizes each token to one row or to the rows of its routes: one launch.
 
     Args:
         q: [ranks, rows, H] codes, rows of a rank contiguous: overwritten where there are rows of tokens.
         scales: [ranks, rows, G] fp32 or uint8 exponents, likewise; the last group may be short.
         hidden_states: [T, H].
-        fmt: Of the codes: dynamic scales of one token each.
-        row_of_route: [T, K] int32, contiguous, rows of [ranks * rows], -1 where there is none: right behind the kernel
-            that writes them. None: row t is token t.
+        fmt: Format of the codes: dynamic scales of one token each.
+        row_of_route: [T, K] int32, contiguous, rows of [ranks * rows], -1 where there is none; to be launched right
+            after the kernel that writes them. None: row t is token t.
     """
     (num_tokens, size), (_, rows_per_rank, num_groups) = hidden_states.shape, scales.shape
     assert not fmt.static and not fmt.spans_rows and not fmt.global_scale and q.dtype == fmt.dtype
@@ -97,7 +97,7 @@ def quantize_tokens(
     assert q.stride()[1:] == (size, 1) and scales.stride()[1:] == (num_groups, 1)
     if num_tokens == 0:
         return
-    # A copy would stand between this launch, which starts early, and the one that it starts beside.
+    # A copy would come between this launch, which starts early, and the one that it overlaps.
     assert hidden_states.stride(1) == 1
     widest = triton.next_power_of_2(size)
     block = max(fmt.group, min(GROUPED_BLOCK, widest)) if fmt.group else widest
@@ -133,13 +133,13 @@ def _restore_tokens_kernel(
 
 
 def restore_tokens(codes: torch.Tensor, scales: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-    """[T, H] numbers of codes: one launch.
+    """Dequantizes codes to [T, H] numbers: one launch.
 
     Args:
         codes: [T, H], rows contiguous.
         scales: [T, G] fp32 or uint8 exponents, rows contiguous.
         group: Columns that share a scale; 0: all.
-        dtype: Of the result, rounded from fp32.
+        dtype: Dtype of the result, rounded from fp32.
     """
     num_tokens, size = codes.shape
     out = torch.empty((num_tokens, size), dtype=dtype, device=codes.device)

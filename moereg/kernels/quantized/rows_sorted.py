@@ -1,6 +1,6 @@
-"""Quantizes tokens straight to the sorted rows of their routes, or copies those that arrived as codes, in Triton.
+"""Quantizes tokens straight to the sorted rows of their routes, or copies tokens that arrived quantized, in Triton.
 
-See `rows`. Nothing is rounded where codes are copied.
+See `rows`. Copying rounds nothing.
 
 Sizes: T tokens, K choices per token, H hidden, `H_pad` columns of the codes, in code `depth`, G groups of a row.
 """
@@ -21,18 +21,18 @@ from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD, GROUPED_BLOCK
 
 @triton.jit
 def _divide_by_given(values, scale):
-    """`values` [1, BLOCK] over a given scale, a number: right where codes of up to 8 bits tell quotients apart."""
+    """Divides `values` [1, BLOCK] by a static scale, a number: exact where codes of up to 8 bits show a difference."""
     divisor = scale + tl.zeros([1, 1], tl.float32)  # [1, 1]
     if (scale > 8.673617379884035e-19) & (scale < 1.152921504606847e18):
         quotient = values * tl.div_rn(tl.full([1, 1], 1.0, tl.float32), divisor)  # [1, BLOCK]
-        # Beyond any code, where the correction of an infinite quotient would be NaN.
+        # Beyond any code; there the correction of an infinite quotient would be NaN.
         quotient = tl.where(tl.abs(quotient) < 4096.0, divide(values, divisor), quotient)
     else:
         quotient = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
     return quotient
 
 
-# The stride between groups is the number of routes, which may or may not be a multiple of 16: not worth a variant.
+# The stride between groups is the number of routes; whether it is a multiple of 16 is not worth a variant.
 @triton.jit(do_not_specialize=["stride_group_scale"])
 def _quantize_to_sorted_kernel(
     q,
@@ -61,7 +61,7 @@ def _quantize_to_sorted_kernel(
     if not EARLY:
         wait_for_previous(OVERLAP)
         release_next(OVERLAP)
-    # By token and not by row, so that a token is read and encoded once.
+    # By token and not by row, so that a token is read and quantized once.
     token = tl.program_id(0)
     first = tl.program_id(1) * BLOCK
     columns = first + tl.arange(0, BLOCK)[None, :]  # [1, BLOCK]
@@ -92,7 +92,7 @@ def _quantize_to_sorted_kernel(
     for k in tl.static_range(TOP_K):
         row = tl.load(route_row + token * TOP_K + k).to(tl.int64)
         if route_expert is not None:
-            # Scales of the experts that a token goes to may differ.
+            # A token's experts may have different scales.
             expert = tl.load(route_expert + token * TOP_K + k)
             given = tl.load(static_scale + expert, mask=expert >= 0, other=1.0)
             codes = encode(_divide_by_given(values, given), DTYPE, MIN_CODE, MAX_CODE)  # [1, BLOCK]
@@ -117,11 +117,11 @@ def quantize_to_sorted_rows(
     Args:
         out: [T * K, H_pad] codes and fp32 scales [T * K, G] of any strides: overwritten up to the last valid row.
         x: [T, H] bf16 or fp16, rows contiguous.
-        quantizer: with fp32 scales; where one dynamic scale is for all rows, `find_amax` has filled its `amax`.
-        route_row: [T * K] int32, the row of a route, negative where it adds nothing.
-        route_expert: [T * K] int32, local expert of a route, negative likewise; read where experts' scales differ.
-        topk_weights: [T, 1] fp32, contiguous, by which tokens are multiplied, and rounded, first; or None.
-        encodes_early: whether tokens are read and encoded before the kernel in front has ended; no kernel of the call
+        quantizer: with fp32 scales; where one dynamic scale spans all rows, `find_amax` has filled its `amax`.
+        route_row: [T * K] int32, each route's row, negative if it adds nothing.
+        route_expert: [T * K] int32, each route's local expert, negative likewise; read where experts' scales differ.
+        topk_weights: [T, 1] fp32, contiguous: tokens are first multiplied by them and rounded; or None.
+        encodes_early: whether tokens are read and quantized before the previous kernel has ended; no kernel of the call
             may have written `x` or `topk_weights`.
         overlap: whether to start while the kernel that writes `route_row` still runs.
     """
@@ -151,7 +151,7 @@ def quantize_to_sorted_rows(
     )
 
 
-# The stride between groups is the number of routes, which may or may not be a multiple of 16: not worth a variant.
+# The stride between groups is the number of routes; whether it is a multiple of 16 is not worth a variant.
 @triton.jit(do_not_specialize=["stride_group_scale"])
 def _copy_coded_rows_kernel(
     q,
@@ -189,7 +189,7 @@ def _copy_coded_rows_kernel(
         groups = tl.arange(0, 1)
         in_row = (groups == 0) & (first == 0)
     stored = tl.load(code_scales + token * stride_code_scales + groups, mask=in_row & (groups < num_groups), other=0)
-    # Columns that only fill the row hold zeros, whose scale is one.
+    # Padding columns hold zeros, whose scale is one.
     stored = tl.where(groups < num_groups, stored, PAD_SCALE).to(scales.dtype.element_ty)
     if EARLY:
         # Tokens are older than the layer's first kernel; rows of routes are not.
@@ -213,16 +213,16 @@ def copy_coded_rows(
     reads_early: bool = False,
     overlap: bool = False,
 ) -> None:
-    """Copies codes and scales of each token, filled up with zeros, to its row or to the sorted rows of its routes.
+    """Copies each token's codes and scales, padded with zeros, to its row or to the sorted rows of its routes.
 
     Args:
         out: [T, H_pad] codes and scales [T, G] of any strides, or [T * K, H_pad] and [T * K, G]: overwritten, up to the
             last valid row where rows are sorted.
         rows: [T, H] codes of 8 bits, rows contiguous, and their scales, groups contiguous; H <= H_pad.
-        route_row: [T * K] int32, the row of a route, negative where it adds nothing; None: row t is token t.
-        reads_early: whether tokens are read before the kernel in front has ended; no kernel of the call may have
+        route_row: [T * K] int32, each route's row, negative if it adds nothing; None: row t is token t.
+        reads_early: whether tokens are read before the previous kernel has ended; no kernel of the call may have
             written `rows`.
-        overlap: whether to start while the kernel in front, which may be the one that writes `route_row`, still runs.
+        overlap: whether to start while the previous kernel, which may be the one that writes `route_row`, still runs.
     """
     (num_tokens, size), depth = rows.q.shape, out.depth
     num_routes = num_tokens if route_row is None else route_row.numel()
@@ -235,7 +235,7 @@ def copy_coded_rows(
     launch(
         _copy_coded_rows_kernel,
         (num_tokens, triton.cdiv(depth, block)),
-        # As bytes: no kernel computes with them.
+        # As bytes, since they are only copied.
         out.q.view(torch.uint8),
         out.scale,
         rows.q.view(torch.uint8),

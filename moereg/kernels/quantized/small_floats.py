@@ -1,6 +1,6 @@
 """Small floats under two scales, in Triton: rounding to them, scales of groups, and packed codes.
 
-All is arithmetic on fp32, but for the last conversion of a scale: not every device converts to small floats.
+All arithmetic is in fp32, but for the last conversion of a scale: not every device converts to small floats.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import triton.language as tl
 
 @triton.jit
 def amax_bits(x, AXIS: tl.constexpr):
-    """Bits of the largest magnitude along an axis. The bits of NaN are the largest, so it stays; a maximum loses it."""
+    """Bits of the largest magnitude along an axis. NaN has the largest bits, so it stays; a float maximum loses it."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
 
 
 @triton.jit
 def round_to_small_float(x, MANTISSA_BITS: tl.constexpr, SMALLEST_NORMAL: tl.constexpr, MAX_VALUE: tl.constexpr):
-    """fp32 rounded to numbers of a small float type: nearest, ties to even, saturated; NaN and the sign of 0 stay."""
+    """Rounds fp32 to a small float type: nearest, ties to even, saturated; keeps NaN and the sign of 0."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     # Comparisons keep NaN, which a minimum would replace.
@@ -25,7 +25,7 @@ def round_to_small_float(x, MANTISSA_BITS: tl.constexpr, SMALLEST_NORMAL: tl.con
     DROPPED: tl.constexpr = 23 - MANTISSA_BITS
     code = magnitude.to(tl.int32, bitcast=True)
     normal = (code + ((1 << (DROPPED - 1)) - 1) + ((code >> DROPPED) & 1)) >> DROPPED << DROPPED
-    # Subnormal numbers are equally far apart, and that distance is the last place of BASE, so adding it rounds.
+    # Subnormal numbers are evenly spaced, by the last place of BASE, so adding it rounds.
     BASE: tl.constexpr = 1.5 * 8388608.0 * SMALLEST_NORMAL / (1 << MANTISSA_BITS)
     subnormal = ((magnitude + BASE) - BASE).to(tl.int32, bitcast=True)
     rounded = tl.where(magnitude >= SMALLEST_NORMAL, normal, subnormal)
@@ -34,7 +34,7 @@ def round_to_small_float(x, MANTISSA_BITS: tl.constexpr, SMALLEST_NORMAL: tl.con
 
 @triton.jit
 def scale_of_group(bits, global_scale, MAX_CODE: tl.constexpr):
-    """float8_e4m3fn scales, in fp32, of groups whose largest magnitudes have these bits; of the shape of `bits`."""
+    """float8_e4m3fn scales, in fp32, of groups whose largest magnitudes have these bits; same shape as `bits`."""
     scale = tl.div_rn(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, MAX_CODE, tl.float32))
     scale = tl.div_rn(scale, tl.broadcast_to(global_scale, bits.shape))
     # 2^-9, the smallest float8_e4m3fn, is subnormal there.
@@ -48,15 +48,15 @@ def scale_of_group(bits, global_scale, MAX_CODE: tl.constexpr):
 def round_groups(
     groups, total_scale, MANTISSA_BITS: tl.constexpr, SMALLEST_NORMAL: tl.constexpr, MAX_CODE: tl.constexpr
 ):
-    """Numbers [M, G, N] divided by the scales of their groups [M, G], then rounded to a small float type, [M, G, N]."""
+    """Divides numbers [M, G, N] by their groups' scales [M, G] and rounds them to a small float type, [M, G, N]."""
     codes = tl.div_rn(groups, tl.broadcast_to(tl.expand_dims(total_scale, 2), groups.shape))  # [M, G, N]
-    # Where a product of scales is 0, 0 / 0 is NaN and means 0. NaN in a group is not lost: its scale is NaN too.
+    # Where the product of scales is 0, 0 / 0 is NaN and means 0. A NaN in a group is not lost: its scale is NaN too.
     return round_to_small_float(tl.where(codes == codes, codes, 0.0), MANTISSA_BITS, SMALLEST_NORMAL, MAX_CODE)
 
 
 @triton.jit
 def pack_e2m1(x):
-    """float4_e2m1fn codes of fp32 numbers [M, N] that are such numbers: [M, N / 2] uint8, the first in the low half."""
+    """Packs fp32 numbers [M, N] that float4_e2m1fn can represent: [M, N / 2] uint8, the first in the low half."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     # Exponent and mantissa of 1 are code 2, and those of 0.5, the one subnormal number, would be 0.
@@ -67,7 +67,7 @@ def pack_e2m1(x):
 
 @triton.jit
 def quantize_e2m1(x, global_scale, GROUP: tl.constexpr):
-    """[M, N] fp32 in groups of GROUP columns as float4_e2m1fn.
+    """Quantizes [M, N] fp32 to float4_e2m1fn in groups of GROUP columns.
 
     Returns:
         Codes [M, N / 2] as `pack_e2m1` has them, and float8_e4m3fn scales [M, N / GROUP] on top of the global ones

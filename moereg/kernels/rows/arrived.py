@@ -1,6 +1,6 @@
-"""Tokens that came from other ranks, in Triton: taken out of the rows in which they travelled, in one launch.
+"""Unpacks tokens that arrived from other ranks from the rows in which they travelled, in Triton, in one launch.
 
-A token for each route that arrived, or a token with all of its routes. Sizes: K choices per token, R ranks.
+Either one token per route that arrived, or one token with all of its routes. Sizes: K choices per token, R ranks.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def _unpack_tokens_kernel(
     tokens = tl.load(counts + 2 * ranks, mask=ranks < NUM_RANKS, other=0) & TOKEN_BITS
     routes = tl.load(counts + 2 * ranks + 1, mask=ranks < NUM_RANKS, other=0)
     if row < tl.sum(tokens, 0):
-        # Rows come by rank; all routes of the ranks before this row's stand before its own.
+        # Rows come by rank; all routes of earlier ranks precede this row's.
         first = tl.sum(tl.where(tl.cumsum(tokens, 0) <= row, routes, 0), 0)
         choices = tl.arange(0, CHOICES)[:, None]  # [CHOICES, 1]
         head = received_head + row * HEAD_ROW
         ids = tl.load(head + choices, mask=choices < TOP_K, other=-1)
         comes = ids >= 0
-        # Not a scan: Triton 3.6 compiles none of a column of few rows.
+        # Not a scan: Triton 3.6 cannot compile one over a column of few rows.
         others = tl.arange(0, CHOICES)[None, :]  # [1, CHOICES]
         other_ids = tl.load(head + others, mask=others < TOP_K, other=-1)
         earlier = tl.sum(((other_ids >= 0) & (others < choices)).to(tl.int32), 1)[:, None]  # [CHOICES, 1]
@@ -70,7 +70,7 @@ def _unpack_tokens_kernel(
                 more_values = tl.broadcast_to(more_values, [CHOICES, SECOND_BLOCK])
                 tl.store(second_column + place * SECOND_WIDTH + more, more_values, mask=comes & has_more)
     if (row == tl.num_programs(0) - 1) & (tl.program_id(1) == 0):
-        # Rows that fill up go to no expert.
+        # Padding rows go to no expert.
         for start in range(tl.sum(routes, 0), num_rows, BLOCK):
             rows = start + tl.arange(0, BLOCK)
             tl.store(out_ids + rows, tl.full([BLOCK], -1, tl.int32), mask=rows < num_rows)
@@ -79,19 +79,19 @@ def _unpack_tokens_kernel(
 def unpack_tokens(
     received: torch.Tensor, counts: torch.Tensor, num_rows: int, top_k: int, has_weights: bool, words: RowWords
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]:
-    """Makes a token of each route that arrived: one launch, no host synchronization.
+    """Makes one token of each route that arrived: one launch, no host synchronization.
 
     Args:
-        received: [rows, bytes of a row] uint8, contiguous: what arrived, by rank, and rows of anything behind.
+        received: [rows, bytes of a row] uint8, contiguous: what arrived, by rank, then undefined rows.
         counts: [R, 2] int64, tokens, stamped or not, and routes from each rank.
-        num_rows: Of the result, at least as many as routes.
+        num_rows: Rows of the result, at least as many as routes.
         top_k: K.
         has_weights: Whether weights travelled.
         words: The layout of a row.
 
     Returns:
-        The columns, [num_rows, bytes] uint8 each; ids, [num_rows, 1] int32, -1 behind the routes; weights, [num_rows,
-        1] fp32, where they travelled. Other rows behind the routes hold anything.
+        The columns, [num_rows, bytes] uint8 each; ids, [num_rows, 1] int32, -1 past the routes; weights, [num_rows, 1]
+        fp32, if they travelled. Other rows past the routes are undefined.
     """
     ids = received.new_empty((num_rows, 1), dtype=torch.int32)
     weights = received.new_empty((num_rows, 1), dtype=torch.float32) if has_weights else None
@@ -109,7 +109,7 @@ def _launch(
     top_k: int,
     *num_rows: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Launches a kernel that fills ids, weights and columns, which it returns; it may take their number of rows."""
+    """Launches a kernel that fills ids, weights and columns, which it returns; `num_rows` if the kernel takes it."""
     columns = tuple(received.new_empty((len(ids), width * words.word)) for width in words.widths)
     dtype = WORD_DTYPES[words.word]
 
@@ -163,7 +163,7 @@ def _split_rows_kernel(
         choices = tl.arange(0, CHOICES)  # [CHOICES]
         exists = choices < TOP_K
         head = received_head + row * HEAD_ROW + choices
-        # Rows that fill up go to no expert.
+        # Padding rows go to no expert.
         tl.store(out_ids + row * TOP_K + choices, tl.load(head, mask=exists & arrived, other=-1), mask=exists)
         weights = tl.load(head + TOP_K + 1, mask=exists & arrived, other=0)
         tl.store(out_weights + row * TOP_K + choices, weights, mask=exists)
@@ -177,17 +177,17 @@ def _split_rows_kernel(
 def split_rows(
     received: torch.Tensor, counts: torch.Tensor, top_k: int, words: RowWords
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
-    """Takes tokens that arrived with their weights out of their rows: one launch, no host synchronization.
+    """Splits the rows of tokens that arrived with their weights: one launch, no host synchronization.
 
     Args:
-        received: [rows, bytes of a row] uint8, contiguous: what arrived, by rank, and rows of anything behind.
+        received: [rows, bytes of a row] uint8, contiguous: what arrived, by rank, then undefined rows.
         counts: [R, 2] int64, tokens, stamped or not, and routes from each rank.
         top_k: K.
         words: The layout of a row, which has weights.
 
     Returns:
-        The columns, [rows, bytes] uint8 each, which hold anything behind the tokens; ids, [rows, K] int32, -1 for
-        routes to other ranks and behind the tokens; weights, [rows, K] fp32.
+        The columns, [rows, bytes] uint8 each, undefined past the tokens; ids, [rows, K] int32, -1 for routes to other
+        ranks and past the tokens; weights, [rows, K] fp32.
     """
     num_rows = received.shape[0]
     ids = received.new_empty((num_rows, top_k), dtype=torch.int32)

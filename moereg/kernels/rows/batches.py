@@ -1,7 +1,7 @@
-"""Lays tokens out by expert, [E, T, H], and adds up what comes back, in Triton: two launches and one, at any T.
+"""Lays tokens out by expert, [E, T, H], and sums what comes back, in Triton: two launches and one, for any T.
 
-Routes need no sort here: the program of an expert walks over all of them and counts the tokens that name it, which
-gives these their places. Sizes: T tokens, K choices per token, E local experts, H hidden.
+Routes need no sort here: each expert's program scans all of them and counts the tokens that name it, which gives these
+their places. Sizes: T tokens, K choices per token, E local experts, H hidden.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moereg.kernels.launch.remembered import launch_again, launch_remembered
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.direct import load_local_expert
 
-# Ids that a program reads at a time, 16 a thread, and columns of a row that a program copies or adds up.
+# Ids that a program reads at a time, 16 a thread, and columns of a row that a program copies or sums.
 _IDS: Final = 2048
 _COLUMNS: Final = 1024
 
@@ -27,8 +27,8 @@ class Batches(NamedTuple):
     """Tokens by expert.
 
     Attributes:
-        rows: [E, T, H], those of an expert first, in order of tokens; the others hold anything.
-        counts: [E] int32, rows of an expert that count.
+        rows: [E, T, H], each expert's rows first, in token order; the others are undefined.
+        counts: [E] int32, valid rows of each expert.
         row_of_route: [T, K] int32, row of a route in [E * T, H], -1 where it adds nothing. Routes of one token to one
             expert share a row.
     """
@@ -53,7 +53,7 @@ def _place_tokens_kernel(
     OVERLAP: tl.constexpr,
 ):
     release_next(OVERLAP)
-    # The first program serves the routes that add nothing, as expert -1; each other one an expert.
+    # The first program handles routes that add nothing, as expert -1; each of the others handles one expert.
     own = tl.program_id(0) - 1
     choices = tl.arange(0, CHOICES)[None, :]  # [1, CHOICES]
     count = 0
@@ -63,7 +63,7 @@ def _place_tokens_kernel(
         routes = tl.where(inside, tokens * TOP_K + choices, num_tokens * TOP_K)  # [TOKENS, CHOICES]
         expert = load_local_expert(topk_ids, expert_map, routes, num_tokens * TOP_K, num_experts, num_local_experts)
         here = inside & (expert == own)
-        # Once a token, however often it names the expert.
+        # Once per token, however often it names the expert.
         named = tl.max(here.to(tl.int32), 1)  # [TOKENS]
         place = count + tl.cumsum(named, 0) - named
         row = tl.where(own >= 0, own * num_tokens + place, -1)
@@ -137,14 +137,14 @@ def lay_out_batches(
 
     Args:
         hidden_states: [T, H], any float dtype.
-        topk_ids: [T, K] int32: ids that the map does not have, or without a map those outside [0, E), add nothing.
-        expert_map: [num_experts] int32 to local experts, where values outside [0, E) mean not here; several experts may
-            have one. None: identity.
+        topk_ids: [T, K] int32: ids that are not in the map, or without a map outside [0, E), add nothing.
+        expert_map: [num_experts] int32 to local experts, where values outside [0, E) mean not local; several ids may
+            map to one expert. None: identity.
         num_local_experts: E.
-        topk_weights: [T, K] fp32 that scale the rows, K = 1; None where they scale results instead.
+        topk_weights: [T, K] fp32 that scale the rows, K = 1; None if they scale results instead.
 
     Returns:
-        New tensors; `row_of_route` counts rows in int32, so E * T is under 2**31.
+        New tensors; `row_of_route` counts rows in int32, so E * T must be below 2**31.
     """
     (num_tokens, hidden_size), top_k = hidden_states.shape, topk_ids.shape[1]
     assert num_tokens * max(num_local_experts, top_k) < 2**31

@@ -1,7 +1,7 @@
 """Maps tiles of rows to experts, on the device, in Triton: how a grouped GEMM finds its rows.
 
-It also makes the map of the batched format, whose rows lie by expert already: [E, max_T, H], with a count per expert.
-Routes have to be sorted first, see `rows.sort`.
+It also makes the map of the batched format, whose rows are already ordered by expert: [E, max_T, H], with a count per
+expert. Routes must be sorted first; see `rows.sort`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from moereg.kernels.sizes import FLAG_WORDS, SPREAD_HEAVY
 # compiled variant of a kernel, does not depend on the number of tokens.
 _ALIGN = 32
 
-# Counters of tiles, behind the number of them.
+# Tile counters, which follow the number of tiles.
 _NUM_COUNTERS = tl.constexpr(2)
 
 NUM_COUNTS = 2 + _NUM_COUNTERS.value
-"""int32 of the piece that holds the number of tiles, the counters and the number of tall tiles."""
+"""int32 words of the piece that holds the number of tiles, the tile counters and the number of tall tiles."""
 
 _SPREAD_HEAVY = tl.constexpr(SPREAD_HEAVY)
 _FLAG_WORDS = tl.constexpr(FLAG_WORDS)
 
 
 class Tiles(NamedTuple):
-    """Tensors of a `BlockMap` as kernels take them; `num_blocks` points to its `counts`."""
+    """Tensors of a `BlockMap` as one kernel argument; `num_blocks` points to its `counts`."""
 
     block_expert: Any
     block_row: Any
@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
 
 
 class TilesShape(NamedTuple):
-    """The kernels' constant for the shape of a `BlockMap`'s tiles."""
+    """Compile-time constant: the shape of a `BlockMap`'s tiles."""
 
     block_m: int
     slack: int
@@ -56,24 +56,24 @@ class BlockMap:
     """Rows that each tile covers; all int32 on one device. B is an upper bound on the number of tiles.
 
     Attributes:
-        block_expert: [B], expert of a tile; like the next two written for the first `num_blocks` entries only.
+        block_expert: [B], expert of a tile; this and the next two are written for the first `num_blocks` entries only.
         block_row: [B], first row of a tile.
         block_end: [B], end of the rows of the tile's expert (the tile itself covers at most `block_m`).
         num_blocks: [1], tiles in use.
-        tile_counters: [2], one per GEMM, zero when planned: a GEMM whose programs take tiles as they become free counts
-            in its own how many were taken, so that a plan serves one call.
-        num_tall: [1], tall tiles in use, which come first; written where there is `tall`.
+        tile_counters: [2], one per GEMM, zeroed by planning: a GEMM that schedules tiles dynamically counts those taken
+            in its own, so that a plan serves one call.
+        num_tall: [1], tall tiles in use, which come first; written only with `tall`.
         counts: [4], the three above in one tensor, which kernels take.
         block_m: rows per tile.
         slack: rows by which the last tile of an expert may be longer, so that a few rows more than a multiple of
             `block_m` make no tile of their own.
-        tall: rows per tile of the experts with more than `block_m` rows, whose tiles come first, since they take
-            longest; 0: these experts have several tiles of `block_m` rows, and all are in order.
-        heavy_first: whether experts come by the length of their tiles: first those with more than one tile, last those
-            that fill half of one or less, so that programs which take tiles as they become free end together. Experts
-            of a kind come in order. Or `SPREAD_HEAVY`. Not beside `tall`.
-        flags: [B, FLAG_WORDS], the first word of each tile in use zero when planned: where both GEMMs share a launch,
-            the tiles of the first count there, so that a plan serves one call. None: they do not.
+        tall: rows per tile for experts with more than `block_m` rows, whose tiles come first because they take longest;
+            0: such experts have several tiles of `block_m` rows, and all tiles are in order.
+        heavy_first: whether experts are ordered by the length of their tiles: first those with more than one tile, last
+            those that fill half of one or less, so that dynamically scheduled programs end together; in order within
+            each kind. Or `SPREAD_HEAVY`. Not together with `tall`.
+        flags: [B, FLAG_WORDS], the first word of each tile in use zeroed by planning: where both GEMMs share a launch,
+            the tiles of the first count there, so that a plan serves one call. None: they do not share one.
     """
 
     block_expert: torch.Tensor
@@ -91,17 +91,17 @@ class BlockMap:
 
     @property
     def max_blocks(self) -> int:
-        """B: tiles to launch, because the number in use is known on the device only."""
+        """B: tiles to launch, since only the device knows the number in use."""
         return self.block_expert.numel()
 
     @property
     def tiles(self) -> Tiles:
-        """The map as kernels take it."""
+        """The map as one kernel argument."""
         return Tiles(self.block_expert, self.block_row, self.block_end, self.counts, self.flags)
 
     @property
     def shape(self) -> TilesShape:
-        """The constant of the kernels that write the map."""
+        """Compile-time constant of the kernels that write the map."""
         return TilesShape(self.block_m, self.slack, self.tall, self.heavy_first)
 
 
@@ -113,16 +113,16 @@ def load_num_tall(num_blocks):
 
 @triton.jit
 def _number(blocks, chosen):
-    """The number of each expert's first tile among those of the chosen experts, and how many these are."""
+    """Number of each expert's first tile among those of the chosen experts, and how many tiles these have."""
     blocks = tl.where(chosen, blocks, 0)  # [EXPERTS]
     return tl.cumsum(blocks, 0) - blocks, tl.sum(blocks, 0)
 
 
 @triton.jit
 def _spread(number, own, others, after):
-    """The place of a tile, of which `own` are of its kind, when both kinds are spread evenly.
+    """Position of a tile when both kinds are spread evenly; `own` tiles are of its kind.
 
-    Tile i of n comes at (2 * i + 1) / (2 * n), and where two meet, the one that is `after` is the second.
+    Tile i of n is placed at (2 * i + 1) / (2 * n); of two at the same place, the one that is `after` comes second.
     """
     scaled = (2 * number.to(tl.int64) + 1) * others
     before = (scaled + tl.where(after, own, own - 1)) // tl.maximum(2 * own, 1)
@@ -131,7 +131,7 @@ def _spread(number, own, others, after):
 
 @triton.jit
 def store_block_map(counts, offsets, tiles, SHAPE: tl.constexpr, EXPERTS: tl.constexpr):
-    """Writes `Tiles` of a `TilesShape` from each expert's number of rows and first row, [EXPERTS] int32."""
+    """Writes `Tiles` in a `TilesShape` from each expert's number of rows and first row, [EXPERTS] int32."""
     BLOCK_M: tl.constexpr = SHAPE.block_m
     SLACK: tl.constexpr = SHAPE.slack
     TALL: tl.constexpr = SHAPE.tall
@@ -182,7 +182,7 @@ def _plan_batches_kernel(
     release_next(OVERLAP)
     experts = tl.arange(0, EXPERTS)  # [EXPERTS]
     counts = tl.load(expert_num_tokens + experts, mask=experts < num_experts, other=0)  # [EXPERTS]
-    # A count that is wrong must not lead to another expert's rows, or out of the tensor.
+    # A wrong count must not lead to another expert's rows, or out of the tensor.
     counts = tl.minimum(tl.maximum(counts, 0), max_tokens)
     offsets = experts * max_tokens  # [EXPERTS]
     store_block_map(counts, offsets, tiles, SHAPE, EXPERTS)
@@ -213,7 +213,7 @@ def plan_batches(
             map.
         slack: rows by which the last tile of an expert may be longer.
         overlap: whether the next kernel is launched to start early.
-        tall: as in `BlockMap`, which has no `slack` then.
+        tall: as in `BlockMap`, which then has no `slack`.
         heavy_first: as in `BlockMap`.
 
     Returns:
@@ -241,19 +241,19 @@ def plan_batches(
 
 
 def checked_tall(tall: int, block_m: int, slack: int, heavy_first: int) -> int:
-    """Rows of tall tiles, which are more than those of others, and in an order of their own."""
+    """Returns `tall` after checks: tall tiles have more rows than the others, no slack, and an order of their own."""
     assert tall == 0 or (tall > block_m and slack == 0), f"tall tiles of {tall} rows, others of {block_m} and {slack}"
     assert not (tall and heavy_first), "tall tiles come first as they are"
     return tall
 
 
 def aligned(size: int) -> int:
-    """Elements that a piece of `size` int32 takes of a workspace."""
+    """Elements that a piece of `size` int32 takes in a workspace."""
     return -(-size // _ALIGN) * _ALIGN
 
 
 def cut_workspace(workspace: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Consecutive aligned views of `sizes` int32; the piece `counts` is three tensors too."""
+    """Cuts consecutive aligned views of `sizes` int32; also returns the three parts of the piece `counts`."""
     pieces = {}
     start = 0
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""Routes as they come, unsorted: whose expert is here, and which tokens a program serves, in Triton.
+"""Unsorted routes: which experts are local, and which tokens a program serves, in Triton.
 
 A route is one (token, choice) pair, numbered `t * K + k`. Sizes: T tokens, K choices per token, N = T * K routes.
 """
@@ -14,9 +14,9 @@ import triton.language as tl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DirectRoutes:
-    """Routes of at most `block_m` tokens as they come: row t of every tile is token t, and nothing is sorted.
+    """Unsorted routes of at most `block_m` tokens: row t of every tile is token t.
 
-    The programs of the first route to an expert serve all tokens that chose it; those of its other routes end at once.
+    The programs of an expert's first route serve all tokens that chose it; those of its other routes exit at once.
 
     Attributes:
         topk_ids: [T, K] int32, contiguous: ids outside [0, num_experts) belong to no expert.
@@ -43,7 +43,7 @@ class DirectRoutes:
 
 @triton.jit
 def load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts):
-    """Local experts of routes of any shape, a single one included; -1 where a route adds nothing."""
+    """Local experts of routes, of any shape or a single one; -1 where a route adds nothing."""
     expert = tl.load(topk_ids + routes, mask=routes < num_routes, other=-1)
     expert = tl.where(expert < num_experts, expert, -1)
     if expert_map is not None:
@@ -72,15 +72,15 @@ def direct_rows(
     """
     expert = load_local_expert(topk_ids, expert_map, own_route, own_route + 1, num_experts, num_local_experts)
     if SINGLE:
-        # Every route is served by itself, also where two name one expert.
+        # Every route is served by itself, even where two name one expert.
         return expert, tl.full([BLOCK_M], 0, tl.int32) + own_route, tl.arange(0, BLOCK_M) == 0
     tokens = tl.arange(0, BLOCK_M)[:, None]  # [BLOCK_M, 1]
     choices = tl.arange(0, BLOCK_TOP_K)[None, :]  # [1, BLOCK_TOP_K]
     routes = tokens * TOP_K + choices  # [BLOCK_M, BLOCK_TOP_K]
     ids = tl.load(topk_ids + routes, mask=(tokens < num_tokens) & (choices < TOP_K), other=-1)
-    # Equal ids mean equal experts; two ids that one map sends to the same local expert would read its weights twice.
+    # Equal ids mean equal experts; if a map sends two ids to one local expert, its weights are read twice.
     same = (ids == tl.load(topk_ids + own_route)) & (ids >= 0)
-    # A token has one row, so where it names an expert again, against the rules, that route's programs serve it alone.
+    # A token has one row, so if it names an expert again, against the rules, that route's programs serve it alone.
     # One sum answers both questions, since a reduction over the program takes longer than the rest of this.
     weights = tl.where(tokens == own_route // TOP_K, 1 << 20, 1)
     earlier = tl.sum(tl.sum(tl.where(same & (routes < own_route), weights, 0), 1), 0)

@@ -1,8 +1,8 @@
-"""Tokens that go to the ranks of their experts, in Triton: two launches; `arrived` has what takes them in.
+"""Sends tokens to the ranks of their experts, in Triton, in two launches; `arrived` unpacks them.
 
 A row that travels holds the ids of a token's routes to that rank, -1 for the others, then the place of the first of
-them among all routes that go there, then routing weights where they scale inputs, then the bytes of the token. With the
-place a rank lays out what arrived without counting it again. Sizes: T tokens, K choices per token, R ranks.
+them among all routes that go there, then routing weights if they scale inputs, then the bytes of the token. With the
+place, a rank lays out what arrived without counting it again. Sizes: T tokens, K choices per token, R ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from moereg.kernels.launch.remembered import launch_again, launch_remembered
 from moereg.kernels.launch.replay import launch
 
-# Ids that the program of a rank reads at a time, few and many, and words of a row that a program copies.
+# Ids that a rank's program reads at a time, where there are few or many, and words of a row that a program copies.
 _FEW_IDS: Final = 512
 _MANY_IDS: Final = 8192
 BLOCK_WORDS: Final = 1024
@@ -26,9 +26,9 @@ class PlacedRoutes(NamedTuple):
     """Destinations of a rank's tokens and routes.
 
     Attributes:
-        counts: [R, 2] int64, tokens and routes to each rank; a token goes to a rank once. Tokens are stamped.
-        parts: [3, T, K] int32: the rank of a route, -1 where its id is no expert; the place of its token among those
-            that go there, at the first such route, else -1; its own place among the routes that go there, or -1.
+        counts: [R, 2] int64, tokens and routes to each rank; a token goes to a rank once. Token counts are stamped.
+        parts: [3, T, K] int32: each route's rank, -1 if its id is no expert; its token's place among those that go
+            there, at the first such route, else -1; its own place among the routes that go there, or -1.
     """
 
     counts: torch.Tensor
@@ -36,14 +36,14 @@ class PlacedRoutes(NamedTuple):
 
 
 class RowWords(NamedTuple):
-    """How a row that travels is laid out, in words of `word` bytes, but for `head_row`.
+    """Layout of a row that travels, in words of `word` bytes, but for `head_row`.
 
     Attributes:
         word: 1, 2 or 4.
-        row: The whole row.
-        head_row: The whole row in words of 4 bytes, as which ids, place and weights are written.
-        starts: Where each of the token's columns begins.
-        widths: How long it is.
+        row: Words of the whole row.
+        head_row: The same in words of 4 bytes, in which ids, place and weights are written.
+        starts: First word of each of the token's columns.
+        widths: Words of each column.
     """
 
     word: int
@@ -58,7 +58,7 @@ class RowWords(NamedTuple):
         return min(BLOCK_WORDS, int(triton.next_power_of_2(self.widths[0])))
 
     def constants(self, num_ranks: int, top_k: int) -> dict[str, int]:
-        """Constants of the kernels that write and read such rows of tokens with K routes to R ranks."""
+        """Constants of the kernels that write and read such rows, for K routes per token and R ranks."""
         return {
             "NUM_RANKS": num_ranks,
             "RANKS": triton.next_power_of_2(num_ranks),
@@ -75,7 +75,7 @@ class RowWords(NamedTuple):
         }
 
 
-# Above them counts of tokens are stamped.
+# Mask of the number of tokens in a stamped count.
 TOKEN_BITS: Final[tl.constexpr] = tl.constexpr(2**31 - 1)
 
 WORD_DTYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -97,7 +97,7 @@ def _place_routes_kernel(
     CHOICES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    # The first program serves the routes to no rank, as rank -1; each other one a rank.
+    # The first program handles routes to no rank, as rank -1; each of the others handles one rank.
     own = tl.program_id(0) - 1
     choices = tl.arange(0, CHOICES)[None, :]  # [1, CHOICES]
     num_rows = 0
@@ -137,15 +137,15 @@ def place_routes(
     counts: torch.Tensor,
     stamp: torch.Tensor,
 ) -> PlacedRoutes:
-    """Counts what goes to each rank, and places it: one launch, no host synchronization.
+    """Counts and places what goes to each rank: one launch, no host synchronization.
 
     Args:
         topk_ids: [T, K] int32.
         num_holders: [num_experts] int32, ranks that hold each expert.
-        holders: [num_experts, R] int32, these ranks. Token t takes number (t + home_rank) % num_holders of them.
+        holders: [num_experts, R] int32, the ranks. Token t takes number (t + home_rank) % num_holders of them.
         home_rank: This rank.
         counts: [R, 2] int64, contiguous: overwritten, and aliased by the result.
-        stamp: [1] int64, added to the numbers of tokens: a multiple of 2**32.
+        stamp: [1] int64, added to the token counts: a multiple of 2**32.
     """
     (num_tokens, top_k), (num_experts, num_ranks) = topk_ids.shape, holders.shape
     assert 3 * num_tokens * top_k < 2**31
@@ -171,7 +171,7 @@ def place_routes(
 
 @triton.jit
 def _before(counts, rank, NUM_RANKS: tl.constexpr, RANKS: tl.constexpr):
-    """The sum of every second number, of the ranks before each of `rank` [N, 1]: [N, 1]."""
+    """Sums every second count over the ranks before each of `rank` [N, 1]: [N, 1]."""
     ranks = tl.arange(0, RANKS)[None, :]  # [1, RANKS]
     values = tl.load(counts + 2 * ranks + 0 * rank, mask=(ranks < rank) & (ranks < NUM_RANKS), other=0)
     return tl.sum(values & TOKEN_BITS, 1)[:, None]
@@ -257,17 +257,17 @@ def pack_tokens(
     """Copies tokens to the rows that travel: one launch, no host synchronization.
 
     Args:
-        placed: What `place_routes` found: `PlacedRoutes`, whoever made it.
+        placed: `PlacedRoutes`, from `place_routes` or made elsewhere.
         topk_ids: [T, K] int32.
         topk_weights: [T, K] fp32 where they travel, else None.
-        columns: One or two of [T, bytes] uint8, rows contiguous; where there are two, the second is narrow.
+        columns: One or two tensors [T, bytes] uint8, rows contiguous; if there are two, the second is narrow.
         words: The layout of a row.
-        by_token: Whether one row a token comes back from each rank, or one a route.
+        by_token: Whether one row per token comes back from each rank, instead of one per route.
 
     Returns:
-        [T * min(K, R), bytes of a row] uint8, of which the first rows travel, by rank and then by token; and [T, K]
-        int32, the place of each route among all that go anywhere, by rank and then by route; -1 where it goes nowhere.
-        By tokens: the token's row among those that travel, at its first route to a rank; else -1.
+        [T * min(K, R), bytes of a row] uint8, whose first rows travel, by rank and then by token; and [T, K] int32,
+        each route's place among all that go anywhere, by rank and then by route; -1 where it goes nowhere. With
+        `by_token`: the token's row among those that travel, at its first route to a rank; else -1.
     """
     (num_tokens, top_k), num_ranks = topk_ids.shape, placed[0].shape[0]
     dtype = WORD_DTYPES[words.word]
@@ -277,11 +277,11 @@ def pack_tokens(
     if num_tokens == 0:
         return sent, home_row
     weights = None if topk_weights is None else topk_weights.contiguous().view(torch.int32)
-    # Bytes of a caller's tokens may begin where no word does.
+    # A caller's tokens may begin at an address that is no multiple of a word.
     columns = tuple(column if column.data_ptr() % words.word == 0 else column.clone() for column in columns)
 
     def launches() -> None:
-        # Only where a launch is recorded: views that a replay does not need cost the host as much as the replay.
+        # Made only where a launch is recorded: views that a replay does not need cost the host as much as the replay.
         first, second = columns[0].view(dtype), columns[1].view(dtype) if len(columns) > 1 else None
         launch(
             _pack_tokens_kernel,

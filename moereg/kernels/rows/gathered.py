@@ -1,6 +1,6 @@
-"""Tokens that every rank of a group sees, in Triton: filled up to the same number, and whose routes are whose.
+"""Tokens that every rank of a group sees, in Triton: padded to equal numbers, their routes divided among the ranks.
 
-Sizes: T tokens of this rank, most M, R ranks, K choices per token, H hidden.
+Sizes: T tokens of this rank, M the most of any rank, R ranks, K choices per token, H hidden.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _COLUMNS: Final = 1024
 
 
 class PaddedTokens(NamedTuple):
-    """Tokens with rows of none behind them.
+    """Tokens, followed by padding.
 
     Attributes:
-        hidden_states: [M, H], zeros behind.
-        topk_weights: [M, K] fp32, zeros behind.
-        topk_ids: [M, K] int32, -1 behind.
+        hidden_states: [M, H], zeros in padding.
+        topk_weights: [M, K] fp32, zeros in padding.
+        topk_ids: [M, K] int32, -1 in padding.
     """
 
     hidden_states: torch.Tensor
@@ -62,7 +62,7 @@ def _pad_tokens_kernel(
 def pad_tokens(
     hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_rows: int
 ) -> PaddedTokens:
-    """Copies tokens in front of rows that stand for none: one launch.
+    """Copies tokens and pads them: one launch.
 
     Args:
         hidden_states: [T, H].
@@ -113,13 +113,13 @@ def _keep_own_routes_kernel(
 
 
 def keep_own_routes(topk_ids: torch.Tensor, num_holders: torch.Tensor, holders: torch.Tensor, rank: int) -> None:
-    """Writes -1 over the ids of routes that other ranks compute: one launch.
+    """Replaces the ids of routes that other ranks compute by -1: one launch.
 
     Args:
         topk_ids: [R * M, K] int32, contiguous, those of rank 0 first: changed in place.
         num_holders: [num_experts] int32, ranks that hold each expert.
-        holders: [num_experts, R] int32, these ranks, ascending. Token t of rank r takes holder (t + r) % num_holders.
-        rank: This one.
+        holders: [num_experts, R] int32, the ranks, ascending. Token t of rank r takes holder (t + r) % num_holders.
+        rank: This rank.
     """
     assert topk_ids.is_contiguous() and topk_ids.numel() < 2**31
     num_experts, num_ranks = holders.shape
@@ -149,7 +149,7 @@ def _sum_of_ranks_kernel(
 
 
 def sum_of_ranks(out: torch.Tensor, parts: torch.Tensor) -> None:
-    """Adds up the rows of all ranks in fp32, in order of ranks: one launch.
+    """Sums the rows of all ranks in fp32, in rank order: one launch.
 
     Args:
         out: [T, H], rows contiguous: overwritten.

@@ -1,4 +1,4 @@
-"""Chooses the rank that computes a route where several hold its expert: tensors, and device code that reads them."""
+"""Chooses the rank that computes a route among the replicas of its expert: tensors, and device code that reads them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import triton.language as tl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """Tensors that say which rank computes which route.
+    """Tensors that assign routes to ranks.
 
     Attributes:
         num_holders: [num_experts] int32, ranks that hold each expert.
-        holders: [num_experts, R] int32, these ranks, ascending.
+        holders: [num_experts, R] int32, the ranks, ascending.
         expert_maps: [R, num_experts] int32, every rank's local expert or -1.
-        first_turn: of token 0: token t takes holder (first_turn + t) % num_holders of each of its experts.
+        first_turn: turn of token 0: token t takes holder (first_turn + t) % num_holders of each of its experts.
     """
 
     num_holders: torch.Tensor
@@ -28,7 +28,7 @@ class Holders:
 
 @triton.jit
 def rank_of_routes(ids, turns, num_holders, holders, num_experts, num_ranks):
-    """The rank that computes each route, -1 where an id is no expert; and the expert, 0 there."""
+    """The rank that computes each route, -1 if an id is no expert; and the expert, 0 in that case."""
     known = (ids >= 0) & (ids < num_experts)
     experts = tl.where(known, ids, 0)
     replica = turns % tl.load(num_holders + experts)

@@ -1,4 +1,4 @@
-"""Routes for kernels that know local experts only, in Triton: other routes are marked, or made harmless.
+"""Routes for kernels that know only local experts, in Triton: other routes are marked, or made harmless.
 
 Sizes: T tokens, K choices per token, N = T * K routes, H hidden.
 """
@@ -85,7 +85,7 @@ def local_routes(
     num_experts: int,
     num_local_experts: int,
 ) -> None:
-    """Writes the local expert of every route, -1 where it has none; its weight is 0 then.
+    """Writes the local expert of every route, or -1 with weight 0 if it has none.
 
     Args:
         out_ids: [T, K] int32, contiguous; overwritten.
@@ -122,10 +122,10 @@ def own_routes(
     num_experts: int,
     num_local_experts: int,
 ) -> None:
-    """For kernels that trust every id: a route without expert goes to another of its token's experts, with weight 0.
+    """Sends a route without a local expert to another of its token's, with weight 0, for kernels that trust every id.
 
-    Its row is that of the other route then, so it spreads no NaN that the token would not have, and widens no range of
-    magnitudes. All routes of a token without any expert go to expert 0.
+    Its row is then that of the other route, so it spreads no NaN that the token would not have, and widens no range of
+    magnitudes. All routes of a token without any local expert go to expert 0.
 
     Args:
         is_live: [T] int32; overwritten with whether a token has a local expert.
@@ -161,7 +161,7 @@ def clear_dead_rows(out: torch.Tensor, is_live: torch.Tensor) -> None:
 
 
 def copy_live_rows(out: torch.Tensor, rows: torch.Tensor, is_live: torch.Tensor) -> None:
-    """Copies rows, but zeros for those of tokens that have no local expert, which may hold anything.
+    """Copies rows, but writes zeros for tokens without a local expert, whose rows may hold anything.
 
     Args:
         out: [T, H], contiguous; overwritten.

@@ -1,7 +1,7 @@
-"""Layout of sorted routes in rows: the plan, the workspace it takes, and the same plan in torch.
+"""Layout of sorted routes in rows: the plan, and the workspace it takes.
 
-A route is one (token, choice) pair, numbered `t * K + k`. The plan is compact: the rows of one expert follow those of
-the one before it with nothing between them, and a block map tells a grouped GEMM where each tile starts.
+A route is one (token, choice) pair, numbered `t * K + k`. The plan is compact: each expert's rows directly follow those
+of the expert before it, and a block map tells a grouped GEMM where each tile starts.
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts, B upper bound on the number of tiles.
 """
 
@@ -20,15 +20,15 @@ class SortConfig:
 
     Attributes:
         single_launch_routes: up to this many routes, one launch in which every program reads all of them.
-        chunk: routes that are read at a time, and the unit of counting above the limit; a power of two, at least one
-            route a thread, since the histogram would count a route twice that two threads hold.
+        chunk: routes read at a time, and counted together above the limit; a power of two, at least one route a thread,
+            since the histogram would count twice a route that two threads hold.
         routes_per_program: routes that one program of the single launch places; a power of two.
         routes_per_placing: routes that one program places above the limit; a power of two that divides `chunk`.
-        short_scan_routes: up to this many routes,
-        short_scan: and this many counts of chunks by experts, both rounded up to powers of two, each placing program
-            adds them up itself, in place of a launch in front of it, and compares its routes with `short_compares` at
-            a time: few programs wait for each other's loads more than they work. At most 4096, 32 registers a thread.
-        short_routes: in place of `routes_per_placing` then; a power of two.
+        short_scan_routes: up to this many routes, each placing program sums the chunks' counts itself, without another
+            launch, and compares its routes with `short_compares` at a time: few programs mostly wait for loads.
+        short_scan: and up to this many chunks times experts, both rounded up to powers of two. At most 4096, 32
+            registers a thread.
+        short_routes: replaces `routes_per_placing` in that case; a power of two.
         short_compares: a power of two that divides `chunk` and is a multiple of `short_routes`.
         num_warps: warps per program.
     """
@@ -81,7 +81,7 @@ def route_workspace_numel(
 def plan_sizes(num_routes: int, num_local_experts: int, block_m: int, config: SortConfig) -> dict[str, int]:
     """int32 of each piece of a workspace, in order: the plan's tensors, then counts by expert and by chunk."""
     blocks = max_num_blocks(num_routes, num_local_experts, block_m)
-    # Also used below the limit of the single launch, so that the size grows steadily with tokens.
+    # Needed above the limit of the single launch only, but always counted, so that the size grows with tokens.
     chunks = -(-num_routes // config.chunk)
     return {
         "route_expert": num_routes,

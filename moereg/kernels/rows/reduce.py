@@ -1,4 +1,4 @@
-"""Copies tokens to the sorted rows of their routes, and adds up the rows of a token's routes, in Triton.
+"""Copies tokens to the sorted rows of their routes, and sums the rows of a token's routes, in Triton.
 
 Sizes: T tokens, K choices per token, H hidden.
 """
@@ -16,7 +16,7 @@ from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.direct import load_local_expert
 
 COLUMNS: Final = 1024
-"""Columns of a row that a program copies or adds up."""
+"""Columns of a row that a program copies or sums."""
 
 
 @triton.jit
@@ -56,9 +56,9 @@ def copy_rows(
     Args:
         out: [T * K, H], dtype of the tokens, rows contiguous: overwritten up to the last valid row.
         hidden_states: [T, H], rows contiguous.
-        route_row: [T * K] int32, the row of a route, negative where it adds nothing.
+        route_row: [T * K] int32, each route's row, negative if it adds nothing.
         overlap: whether to start while the kernel that writes `route_row` still runs, and to let the next start early.
-        columns: that a program copies; a power of two.
+        columns: columns per program; a power of two.
     """
     num_tokens, hidden_size = hidden_states.shape
     assert out.shape == (route_row.numel(), hidden_size) and route_row.numel() % num_tokens == 0
@@ -126,10 +126,10 @@ def reduce_routes(
         route_expert: [T * K] or [T, K] int32, negative where a route adds nothing; with `num_experts` the
             router's ids, `topk_ids`.
         expert_map: [num_experts] int32, local expert or -1; None: identity.
-        num_experts: ids from here on add nothing; None: the numbers are local experts already.
-        num_local_experts: mapped experts from here on add nothing; given with `num_experts`.
+        num_experts: ids at or above it add nothing; None: `route_expert` has local experts.
+        num_local_experts: mapped experts at or above it add nothing; given with `num_experts`.
         overlap: whether to start while the kernel that writes `route_rows` still runs.
-        columns: that a program adds up; a power of two.
+        columns: columns per program; a power of two.
     """
     num_tokens, hidden_size = out.shape
     assert route_rows.shape[0] == route_expert.numel() and route_expert.numel() % num_tokens == 0
@@ -160,7 +160,7 @@ def reduce_sorted_rows_kernel(
     EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Sums of the rows at `route_row`, see `reduce_sorted_rows`; EARLY: a power of two from TOP_K on, or 0."""
+    """Sums the rows at `route_row`, see `reduce_sorted_rows`; EARLY: a power of two, at least TOP_K, or 0."""
     token = tl.program_id(0).to(tl.int64)
     if EARLY > 0:
         choices = tl.arange(0, EARLY)  # [EARLY]
@@ -206,10 +206,10 @@ def reduce_sorted_rows(
         out: [T, H] bf16, fp16 or fp32, rows contiguous, T >= 1: overwritten; zeros where no route is valid.
         sorted_rows: [T * K, H], any float dtype, rows contiguous, in the order of the plan; only those of
             valid routes are read.
-        route_row: [T * K] int32, the row of a route, negative where it adds nothing.
+        route_row: [T * K] int32, each route's row, negative if it adds nothing.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
-        early: whether the rows' places and weights are read before the kernel in front has ended. It then has waited
-            itself before it let this one start, since still older kernels wrote the places.
+        early: whether the rows' places and weights are read before the previous kernel has ended. That kernel must then
+            have waited itself before it released this one, since older kernels wrote the places.
         overlap: whether to start while the kernel that writes `sorted_rows` still runs.
         columns: as for `reduce_routes`.
     """

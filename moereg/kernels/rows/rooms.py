@@ -1,7 +1,7 @@
-"""Rooms: fixed space for the rows of each expert of each rank, filled and emptied in Triton; only filled rows move.
+"""Rooms: fixed receive slots for the rows of each expert of each rank, in Triton; only filled rows are moved.
 
-Sizes: T tokens, K choices per token, R ranks, M rooms a rank, C rows a room, E local experts (E <= M), H hidden. The
-rooms of a rank stand together; ranks may be any number of elements apart, since other things travel with them.
+Sizes: T tokens, K choices per token, R ranks, M rooms a rank, C rows a room, E local experts (E <= M), H hidden. A
+rank's rooms are contiguous; ranks may be any number of elements apart, since other things travel with them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moereg.kernels.rows.holders import Holders, rank_of_routes
 _IDS: Final = 2048
 _COLUMNS: Final = 1024
 
-# Programs that move rows between rooms and experts: each takes row after row, as many as its expert has.
+# Programs that move rows between rooms and experts; each loops over rows of one expert.
 _PROGRAMS: Final = 4096
 
 
@@ -46,7 +46,7 @@ def _place_routes_kernel(
     OVERLAP: tl.constexpr,
 ):
     release_next(OVERLAP)
-    # The first program serves the routes that go nowhere, as room -1; each other one a room.
+    # The first program handles routes that go nowhere, as room -1; each of the others handles one room.
     own = tl.program_id(0) - 1
     count = 0
     for start in range(0, num_routes, IDS):
@@ -75,7 +75,7 @@ def place_routes(
         counts: [R, M] int32 of any stride between ranks: overwritten with the filled rows of each room.
         row_of_route: [T, K] int32, contiguous: overwritten with rows of [R * M * C], -1 where a route has none.
         topk_ids: [T, K] int32, contiguous.
-        holders: Which rank computes what.
+        holders: Assigns routes to ranks.
         room: C.
     """
     num_ranks, rooms_per_rank = counts.shape
@@ -109,7 +109,7 @@ def _spread_tokens_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    # A program copies a token, not a row, so that each token is read once; tokens are older than the places.
+    # A program copies a token, not a row, so that each token is read once; tokens are older than their rows' places.
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     mask = columns < hidden_size
@@ -132,12 +132,12 @@ def spread_tokens(
     room_weights: torch.Tensor | None = None,
     topk_weights: torch.Tensor | None = None,
 ) -> None:
-    """Copies each token to the rows of its routes, right behind `place_routes`: one launch.
+    """Copies each token to the rows of its routes, right after `place_routes`: one launch.
 
     Args:
         rooms: [R, M * C, H], rows of a rank contiguous: only rows of routes are written.
         hidden_states: [T, H] of the same dtype.
-        row_of_route: As `place_routes` left it.
+        row_of_route: As `place_routes` wrote it.
         room_weights: [R, M * C] fp32, a rank's contiguous, for the weight of each route; or None.
         topk_weights: [T, K] fp32 where there are any to write.
     """
@@ -146,7 +146,7 @@ def spread_tokens(
     assert (room_weights is None) == (topk_weights is None)
     if num_tokens == 0:
         return
-    # A copy would stand between this launch, which starts early, and the one that it starts beside.
+    # A copy would come between this launch, which starts early, and the one that it overlaps.
     assert hidden_states.stride(1) == 1
     topk_weights = None if topk_weights is None else topk_weights.contiguous()
     overlap, block = can_overlap(rooms.device), min(_COLUMNS, triton.next_power_of_2(hidden_size))
@@ -216,7 +216,7 @@ def _empty_rooms_kernel(
 
 @triton.jit
 def restored(codes, scale):
-    """The numbers that codes stand for, in fp32; scales are fp32, or exponents in uint8."""
+    """Dequantizes codes to fp32; scales are fp32, or exponents in uint8."""
     if scale.dtype == tl.uint8:
         exponent = scale.to(tl.int32)
         # 2^-127 is subnormal, and 255 is NaN.
@@ -247,7 +247,7 @@ class FilledRooms:
 
 
 def empty_rooms(rows: torch.Tensor, num_rows: torch.Tensor, arrived_counts: torch.Tensor, rooms: FilledRooms) -> None:
-    """Moves filled rows to their experts, those of the first rank first, and restores codes: one launch.
+    """Moves filled rows to their experts, in rank order, and dequantizes codes: one launch.
 
     Args:
         rows: [E, R * C, H], contiguous: overwritten as far as rooms are filled; rounded to its dtype.
@@ -299,12 +299,12 @@ def _fill_rooms_kernel(
 
 
 def fill_rooms(rooms: torch.Tensor, rows: torch.Tensor, arrived_counts: torch.Tensor) -> None:
-    """The way back of `empty_rooms`, for results: one launch.
+    """Moves results back as `empty_rooms` moved rows: one launch.
 
     Args:
-        rooms: [R, M * C, H], contiguous: only rows that are filled are written.
+        rooms: [R, M * C, H], contiguous: only filled rows are written.
         rows: [E, R * C, H] of the same dtype, contiguous.
-        arrived_counts: As `empty_rooms` left it.
+        arrived_counts: As `empty_rooms` wrote it.
     """
     num_experts, max_rows, hidden_size = rows.shape
     num_ranks, rows_per_rank = rooms.shape[:2]
@@ -322,5 +322,5 @@ def fill_rooms(rooms: torch.Tensor, rows: torch.Tensor, arrived_counts: torch.Te
 
 
 def _programs(parts: int, max_rows: int) -> int:
-    """Programs that share the rows of an expert, where the grid has as many parts without them."""
+    """Programs that share the rows of an expert; the rest of the grid has `parts` programs."""
     return max(1, min(max_rows, _PROGRAMS // parts))

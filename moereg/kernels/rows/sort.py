@@ -16,7 +16,7 @@ from moereg.kernels.rows.direct import load_local_expert
 from moereg.kernels.rows.plan import DEFAULT_SORT_CONFIG, RoutePlan, SortConfig, plan_sizes
 from moereg.kernels.sizes import FLAG_WORDS
 
-# Chunks and experts whose counts one program of the scan adds up at a time: 16 registers a thread at 4 warps.
+# Chunks and experts whose counts one program of the scan sums at a time: 16 registers a thread at 4 warps.
 _SCAN_CHUNKS = 64
 _SCAN_EXPERTS = 32
 
@@ -148,10 +148,10 @@ def _place_routes_kernel(
     CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Places routes, COMPARES of which are read at a time, and lays the tiles.
+    """Places routes, comparing each with COMPARES at a time, and writes the tiles.
 
-    `expert_counts` and the sums of `chunk_counts` come from the scan; with CHUNKS, at least as many as there are, the
-    programs make both from the chunks' own counts.
+    `expert_counts` and the prefix sums in `chunk_counts` come from the scan. With CHUNKS, at least the number of
+    chunks, the programs compute both from the chunks' own counts.
     """
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
@@ -206,12 +206,12 @@ def sort_routes(
 ) -> RoutePlan:
     """Sorts routes by local expert and lays tiles over them; no allocation and no host synchronization.
 
-    The result is deterministic. The layer's output would be so for any order within an expert, since a row of a GEMM
+    The result is deterministic. The layer's output does not depend on the order within an expert, since a row of a GEMM
     does not depend on its place in a tile and the reduction over K reads rows by route.
 
     Args:
         topk_ids: [T, K] int32, contiguous, T >= 1: ids outside [0, num_experts) belong to no expert.
-        expert_map: [num_experts] int32 to local experts, where values outside [0, E) mean not here; None: identity.
+        expert_map: [num_experts] int32 to local experts, where values outside [0, E) mean not local; None: identity.
         num_experts: number of ids.
         num_local_experts: E.
         block_m: rows per tile.
@@ -220,9 +220,9 @@ def sort_routes(
         config: how to sort.
         slack: rows by which the last tile of an expert may be longer.
         overlap: whether the next kernel is launched to start early.
-        tall: as in `BlockMap`, which has no `slack` then.
+        tall: as in `BlockMap`, which then has no `slack`.
         heavy_first: as in `BlockMap`.
-        flags: likewise, int32, contiguous; overwritten. Written like the plan, so that nothing still reads them.
+        flags: as in `BlockMap`, int32, contiguous; overwritten along with the plan, so nothing may still read them.
 
     Returns:
         The plan, made of views of `workspace`, and the flags.
@@ -267,7 +267,7 @@ def sort_routes(
         OVERLAP=overlap,
         num_warps=config.num_warps,
     )
-    # A power of two, so that few numbers of tokens are compiled for.
+    # A power of two, so that different numbers of tokens share compiled variants.
     chunks = triton.next_power_of_2(num_chunks)
     scans_alone = num_routes <= config.short_scan_routes and chunks * experts <= config.short_scan
     routes_per_program = config.short_routes if scans_alone else config.routes_per_placing

@@ -1,4 +1,4 @@
-"""Inputs of each sorted row, in Triton: for products that gather rows themselves and take a weight for each.
+"""Inputs of each sorted row, in Triton: for products that gather rows themselves and multiply each by a weight.
 
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts, S rows that sorted rows are gathered from:
 the tokens, or a row for each route.
@@ -22,12 +22,12 @@ _BLOCK: Final = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SortedInputs:
-    """One number for each sorted row. Rows that are not in use are made of row 0, with weight and scale 0.
+    """One number per sorted row. Rows that are not in use gather row 0, with weight and scale 0.
 
     Attributes:
-        source: [N] int32, the row that it is gathered from.
-        weight: [N] fp32, what its result is multiplied by.
-        scale: [N] fp32, the scale of the codes that are gathered; None where there are none.
+        source: [N] int32, the row to gather from.
+        weight: [N] fp32, multiplies the result.
+        scale: [N] fp32, scale of the gathered codes; None if rows are not quantized.
     """
 
     source: torch.Tensor
@@ -73,13 +73,13 @@ def sorted_inputs(
     source_scale: torch.Tensor | None = None,
     overlap: bool = False,
 ) -> None:
-    """Writes what each sorted row is made of.
+    """Writes the inputs of each sorted row.
 
     Args:
         out: Overwritten.
-        plan: Of the routes.
-        topk_weights: [T, K] fp32, contiguous; None where every row counts once.
-        routes_per_source: K where rows are gathered from tokens, 1 where from a row for each route.
+        plan: The sorted routes.
+        topk_weights: [T, K] fp32, contiguous; None: all weights are 1.
+        routes_per_source: K if rows are gathered from tokens, 1 if there is a row for each route.
         source_scale: [S] fp32, contiguous; given with `out.scale`.
         overlap: Whether to start while the kernel that writes the plan still runs.
     """

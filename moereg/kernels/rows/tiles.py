@@ -20,12 +20,12 @@ class Tile(NamedTuple):
     """A tile of a grouped GEMM, as its program claims it; rows, routes and the mask are [BLOCK_M].
 
     Attributes:
-        expert: local expert; of direct routes -1 where another program serves the route, or none has to.
-        column_tile: number of the tile of columns.
-        rows: rows of the sorted order, past the expert's end too; of direct routes the routes.
+        expert: local expert; for direct routes -1 if another program serves the route, or none has to.
+        column_tile: number of the column tile.
+        rows: rows in sorted order, also past the expert's end; for direct routes the routes.
         valid_rows: the same, with those past the end repeating the last one.
         routes: routes of `valid_rows`; the rows themselves in the batched format.
-        row_mask: which rows count.
+        row_mask: valid rows.
     """
 
     expert: tl.tensor
@@ -37,20 +37,20 @@ class Tile(NamedTuple):
 
 
 class RouteArguments(NamedTuple):
-    """Ids and map of `DirectRoutes`, as kernels take them; read where the rows are not sorted."""
+    """Ids and map of `DirectRoutes` as one kernel argument; read where the rows are not sorted."""
 
     topk_ids: torch.Tensor | None = None
     expert_map: torch.Tensor | None = None
 
 
 class RouteShape(NamedTuple):
-    """The kernels' constant for how tiles find their rows.
+    """Compile-time constant: how tiles find their rows.
 
     Attributes:
         sorted: whether rows come from a `BlockMap`.
-        single: whether there is one token, where they do not.
-        top_k: K; the sources of sorted rows are tokens of this many.
-        block_top_k: a power of two from K on.
+        single: whether unsorted rows are of a single token.
+        top_k: K; the token of sorted route r is r // top_k.
+        block_top_k: a power of two, at least K.
     """
 
     sorted: bool
@@ -60,13 +60,13 @@ class RouteShape(NamedTuple):
 
 
 class PlanArguments(NamedTuple):
-    """The rows of a grouped GEMM, as its kernel takes them.
+    """The rows of a grouped GEMM as one kernel argument.
 
     Attributes:
-        num_experts: number of ids; read where the rows are not sorted, as the next.
+        num_experts: number of ids; this and the next are read where the rows are not sorted.
         num_local_experts: E.
         sorted_routes: of a plan; None for the batched format.
-        block_expert: like the next three those of a `BlockMap`; read where the rows are sorted.
+        block_expert: this and the next three as in `BlockMap`; read where the rows are sorted.
         block_row: first row of a tile.
         block_end: end of the rows of the tile's expert.
         num_blocks: number of tiles in use.
@@ -93,18 +93,18 @@ def claim_tile(
     number=None,
     first_block=0,
 ):
-    """The `Tile` of this program, or the one of a number.
+    """Returns the `Tile` of this program, or of a number.
 
     Args:
         direct: `RouteArguments`.
         num_tokens: T; read where the rows are not sorted.
         plan: `PlanArguments`.
-        used_blocks: number of tiles of rows; with all columns more tiles than the number of this one.
-        num_tiles_n: number of tiles of columns.
+        used_blocks: number of row tiles; `number` is less than used_blocks * num_tiles_n.
+        num_tiles_n: number of column tiles.
         ROUTES: `RouteShape`.
         TILE: with `block_m` and `group_m`.
-        number: of the tile among those of `used_blocks`; None: the program's. Read where the rows are sorted.
-        first_block: tile of rows that comes first among them.
+        number: number of the tile among those of `used_blocks`; None: the program's. Read where the rows are sorted.
+        first_block: the first row tile among them.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     if ROUTES.sorted:
@@ -137,9 +137,9 @@ def claim_tile(
 
 @triton.jit
 def tile_of_number(number, num_blocks, num_tiles_n, GROUP_M: tl.constexpr):
-    """Tile of rows and tile of columns of the program of a number.
+    """Row tile and column tile of a tile number.
 
-    Programs run roughly in order, so at a time the L2 sees a group of row tiles times all columns.
+    Programs run roughly in order, so at any time the L2 serves a group of row tiles times all columns.
     """
     first_block = number // (GROUP_M * num_tiles_n) * GROUP_M
     group_blocks = tl.minimum(num_blocks - first_block, GROUP_M)
@@ -148,18 +148,18 @@ def tile_of_number(number, num_blocks, num_tiles_n, GROUP_M: tl.constexpr):
 
 
 def route_shape(plan: BlockMap | DirectRoutes, top_k: int) -> RouteShape:
-    """The constant of a launch; `top_k` is K, or 1 where routes are only looked up or rows lie by expert."""
+    """Returns the constant of a launch; `top_k` is K, or 1 where routes are only looked up or rows lie by expert."""
     is_single = isinstance(plan, DirectRoutes) and plan.single
     return RouteShape(isinstance(plan, BlockMap), is_single, top_k, triton.next_power_of_2(top_k))
 
 
 def plan_arguments(plan: BlockMap | DirectRoutes, num_local_experts: int) -> tuple[RouteArguments, int, PlanArguments]:
-    """Direct routes, the number of their tokens, which kernels are not specialized for, and the plan of sorted rows."""
+    """Direct routes, their number of tokens, on which kernels are not specialized, and the plan of sorted rows."""
     if isinstance(plan, DirectRoutes):
         num_tokens = plan.topk_ids.shape[0]
         assert num_tokens <= plan.block_m, f"{num_tokens} tokens do not fit a tile of {plan.block_m} rows"
         direct = RouteArguments(plan.topk_ids, plan.expert_map)
         return direct, num_tokens, PlanArguments(plan.num_experts, num_local_experts)
-    # Rows that no route was sorted into are where their tokens are.
+    # Rows of the batched format are their own routes.
     sorted_routes = plan.sorted_routes if isinstance(plan, RoutePlan) else None
     return RouteArguments(), 0, PlanArguments(0, num_local_experts, sorted_routes, *plan.tiles[:4])
