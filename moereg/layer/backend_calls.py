@@ -89,7 +89,7 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
 
 
 def device_types(selection: Selection, experts: Experts | type[Experts]) -> tuple[str, ...]:
-    """torch device types whose tensors the experts read on the selection's platform.
+    """Names, as torch has them, of devices whose tensors the experts read on the selection's platform.
 
     Raises:
         BackendError: The method raised or returned something else, such as a name that torch does not know.

@@ -1,4 +1,4 @@
-"""Imports of backends that no entry point names: a module by its name, or a file by its path."""
+"""Imports backends that no entry point names: modules by name, or files by path."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from moereg.registry import BUILTIN, REGISTRY
 
 
 def is_file_name(name: str) -> bool:
-    """Whether the name of a module is the path of a Python file."""
+    """Whether a module's name is the path of a Python file."""
     return name.endswith(".py")
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Imports each, which registers its backends; what is imported already stays.
+    """Imports each module, which registers its backends; imported ones stay.
 
     Args:
-        names: Names of modules, or paths of files, whose folder becomes a place to import from as it does for a script.
+        names: Names of modules, or paths of files, whose folder joins the import path as for a script.
 
     Raises:
-        ArgumentError: One cannot be imported.
+        ArgumentError: A module cannot be imported.
     """
     for name in names:
         try:
             _import_file(pathlib.Path(name)) if is_file_name(name) else importlib.import_module(name)
-        except BaseException as error:  # A stranger's module may raise anything.
+        except BaseException as error:  # Another author's module may raise anything.
             if stops_the_process(error):
                 raise
             raise ArgumentError(
@@ -59,15 +59,15 @@ def _import_file(path: pathlib.Path) -> None:
 
 
 def resolved_modules(modules: Sequence[str]) -> tuple[str, ...]:
-    """The names, files among them with their whole paths."""
+    """The names, with absolute paths of files."""
     return tuple(str(pathlib.Path(name).resolve()) if is_file_name(name) else name for name in modules)
 
 
 def own_modules(name: str, is_needed: bool) -> tuple[str, ...]:
-    """The modules of a backend that is registered in this process and that no distribution brings.
+    """The modules of a backend that is registered in this process but not part of a distribution.
 
     Raises:
-        ArgumentError: A class has no module that another process could import, where one is needed.
+        ArgumentError: A class has no module that another process could import, but needs one.
     """
     found: dict[str, None] = {}
     for cell in REGISTRY.by_name(name):
