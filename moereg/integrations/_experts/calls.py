@@ -1,4 +1,4 @@
-"""The function that transformers calls in place of its own, as one opaque operator where code is compiled."""
+"""The function that transformers calls in place of its own, one opaque operator in compiled code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def call(
     Args:
         module: The experts module.
         hidden_states: [T,H].
-        top_k_index: [T,K] int64, local experts; those of other ranks are `num_experts`.
+        top_k_index: [T,K] int64, local experts; `num_experts` for other ranks' experts.
         top_k_weights: [T,K] in fp32 or the model's dtype.
 
     Returns:
@@ -53,7 +53,7 @@ def call(
 
 
 class _NoGradient(torch.autograd.Function):
-    """Joins an output to the graph, so that a backward pass says what is missing instead of leaving it out."""
+    """Joins an output to the autograd graph, so that a backward pass raises instead of omitting gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
