@@ -331,4 +331,4 @@ _LAYOUTS: Final[Mapping[tuple[str, str, str], _Layout]] = MappingProxyType(
         ("mxfp8-quantized", "float8_e4m3fn", "float8_e8m0fnu"): _mx,
     }
 )
-"""By the config's `format`, the element type and the type of the group scales."""
+"""Layouts by the config's `format`, the element type and the group scales' type."""

@@ -376,4 +376,4 @@ METHODS: Final[Mapping[str, Callable[[Config], FormatOf]]] = MappingProxyType(
         "mxfp4": _mxfp4_formats,
     }
 )
-"""By `quant_method`: makes the formats of modules from the config, and raises CheckpointError where it is not known."""
+"""Readers by `quant_method`: each makes modules' formats from the config, or raises CheckpointError if unknown."""

@@ -393,7 +393,7 @@ def check_workspaces_grow(cell: BackendCell) -> None:
 
 
 def check_equal_bits(cell: BackendCell) -> None:
-    """Equal inputs give equal bits, on a GPU beside a busy stream."""
+    """Equal inputs give equal bits, on a GPU while another stream is busy."""
     case = first_case(cell)
     kernel = build(case)
     call = make_inputs(case.problem, 63, "skewed", case.device).call
@@ -447,7 +447,7 @@ def check_graph_replay(cell: BackendCell) -> None:
 
 
 def check_no_synchronization(cell: BackendCell) -> None:
-    """A call does not wait for the device; needs a CUDA device."""
+    """A call does not synchronize with the device; needs a CUDA device."""
     case = first_case(cell)
     kernel = build(case)
     call = make_inputs(case.problem, 63, "uniform", case.device).call

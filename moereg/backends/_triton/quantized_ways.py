@@ -145,7 +145,7 @@ class Direct(Tiles):
 
 
 class Sorted(Tiles):
-    """Routes are sorted by expert, and tiles lie over the sorted routes."""
+    """Sorts routes by expert, and tiles the sorted routes."""
 
 
 class Batched(Tiles):

@@ -188,7 +188,7 @@ class Direct(Tiles):
 
 
 class Sorted(Tiles):
-    """Routes are sorted by expert, and tiles lie over the sorted routes."""
+    """Sorts routes by expert, and tiles the sorted routes."""
 
     def plan(self, work: PlainWork) -> BlockMap:
         assert isinstance(self.configs, GemmPair)
