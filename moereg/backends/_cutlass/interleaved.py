@@ -3,7 +3,7 @@
 Six launches, eight with 8-bit weights: sort the routes, write each sorted row's source, weight and scale, gather and
 multiply with the activation, multiply again with the routing weights, and sum.
 
-Sizes: T tokens, K choices, N = T * K routes, H hidden size, I intermediate size, E local experts.
+Sizes: T tokens, K experts per token, N = T * K routes, H hidden size, I intermediate size, E local experts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Rows(NamedTuple):
     Attributes:
         rows: [S, K].
         scale: [S] fp32, or None.
-        routes_per_row: K where rows are tokens, 1 where routes.
+        routes_per_row: K if rows are tokens, 1 if they are routes.
     """
 
     rows: torch.Tensor

@@ -15,7 +15,7 @@ from moereg.platforms import Platform
 
 REQUIRES: Final = ("quack-kernels>=0.6.5,<0.7", "nvidia-cutlass-dsl>=4.8,<5", "triton>=3.6")
 """The calls are written against QuACK 0.6.5: 0.6.0 and 0.6.1 have no epilogues, and 0.6.2 lacks functions for
-them. It imports triton without asking for it."""
+them. It imports triton without requiring it."""
 
 _DSL: Final = "nvidia_cutlass_dsl"
 # Imports of QuACK and CuTe DSL, besides torch and each other.

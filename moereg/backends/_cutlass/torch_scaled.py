@@ -1,7 +1,7 @@
 """torch's grouped matmul of 8-bit floats with per-row scales on both sides: CUTLASS inside PyTorch.
 
-Nothing here reads a device tensor on the host. T tokens, K choices, N = T * K routes, H hidden size, I intermediate
-size, E local experts.
+Nothing here reads a device tensor on the host. T tokens, K experts per token, N = T * K routes, H hidden size,
+I intermediate size, E local experts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Rows(NamedTuple):
 
 
 class ScaledGrouped(Implementation):
-    """Standard format: rows are gathered and quantized by torch, in chunks that bound its temporaries."""
+    """Standard format: torch gathers and quantizes rows, in chunks that bound its temporaries."""
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         """Keeps the 8-bit weights, copied only if not 16-byte aligned, and expands scales to one per row."""

@@ -228,7 +228,7 @@ def _target(capability: str) -> Iterator[None]:
     """Makes FlashInfer compile for a target, not necessarily this machine's, with the toolkit found here.
 
     Args:
-        capability: As FlashInfer's variable spells it, such as `9.0a`.
+        capability: In FlashInfer's spelling, such as `9.0a`.
     """
     before = {name: os.environ.get(name) for name in (_TARGETS, "CUDA_HOME")}
     os.environ[_TARGETS] = capability

@@ -77,7 +77,7 @@ CUTILE_FACTS: Final = dataclasses.replace(
     # FlashInfer documents it for the buffers, which are ours; nothing else allocates or waits. A new size
     # compiles; `first_call` warns of that.
     graph_capture=True,
-    # A stable sort, no atomic addition, and a sum in the order of a token's choices.
+    # A stable sort, no atomic additions, and sums in the order of a token's experts.
     deterministic=True,
     # Tile copies need 16-byte alignment.
     requires_multiple={"hidden_size": 8, "intermediate_size": 8},
@@ -149,7 +149,7 @@ CUTEDSL_REQUIRES: Final = (*OWN_KERNELS, "nvidia-cutlass-dsl>=4.8,<5")
 
 _MOST_EXPERTS: Final = 2048
 _MOST_CHOICES: Final = 32
-"""Most experts and most choices per token that TensorRT-LLM's route-sorting kernels are compiled for."""
+"""Most experts, and most experts per token, that TensorRT-LLM's route-sorting kernels are compiled for."""
 
 _SMALLEST: Final = 64
 """Smallest size that FlashInfer has a cuTile tile for: it skips tiles twice as large as the matrix."""
@@ -222,7 +222,7 @@ _TILES: Final = ("cuda:sm90",)
 
 
 def trtllm(scheme: str, *platforms: str, opt_in: bool = True, **facts: Unpack[NarrowedFacts]) -> Decorator:
-    """A rectangle of `flashinfer_trtllm`, opt-in until it ran on its platforms."""
+    """A cell of `flashinfer_trtllm`, opt-in until it has run on its platforms."""
     return register_moe_backend(
         name="flashinfer_trtllm",
         priority=58,
@@ -236,7 +236,7 @@ def trtllm(scheme: str, *platforms: str, opt_in: bool = True, **facts: Unpack[Na
 
 
 def cutedsl(priority: int, *schemes: str, opt_in: bool = True, probes: tuple[Probe, ...] = CUTEDSL_PROBES) -> Decorator:
-    """A rectangle of `flashinfer_cutedsl`, opt-in until it ran on its platforms."""
+    """A cell of `flashinfer_cutedsl`, opt-in until it has run on its platforms."""
     return register_moe_backend(
         name="flashinfer_cutedsl",
         priority=priority,
@@ -249,7 +249,7 @@ def cutedsl(priority: int, *schemes: str, opt_in: bool = True, probes: tuple[Pro
 
 
 def cutile(*schemes: str | QuantScheme, platforms: tuple[str, ...] = _TILES, opt_in: bool = True) -> Decorator:
-    """A rectangle of `flashinfer_cutile`, opt-in until it ran on its platforms."""
+    """A cell of `flashinfer_cutile`, opt-in until it has run on its platforms."""
     return register_moe_backend(
         name="flashinfer_cutile",
         priority=35,

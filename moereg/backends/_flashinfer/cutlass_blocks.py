@@ -23,7 +23,7 @@ _FIRST_SECONDS: Final = 20.0
 _AGAIN_SECONDS: Final = 2.0
 
 _SMALLEST_SCALE: Final = 1e-10
-"""Kernels for Hopper make NaN of block scales near 1e-23."""
+"""Hopper's kernels give NaN for block scales near 1e-23."""
 
 # Numbers of tokens at which the tiles change.
 _LIMITS: Final = (32, 64, 1024)
@@ -82,7 +82,7 @@ def lifted(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 class Fp8Block(Cutlass):
-    """e4m3 weights in blocks of 128 x 128, and tokens quantized inside in groups of 128.
+    """e4m3 weights in blocks of 128 x 128; FlashInfer quantizes tokens in groups of 128.
 
     nvcc compiles the GEMMs at run time for each shape and range of tokens; they are cached on disk.
     """

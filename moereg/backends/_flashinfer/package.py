@@ -92,7 +92,7 @@ def built_module(module: str, target: str) -> Path | None:
 
     Args:
         module: Such as `fused_moe_90`.
-        target: Compute capability as FlashInfer spells it, such as `90a`.
+        target: Compute capability in FlashInfer's spelling, such as `90a`.
     """
     ahead = aot_path(module)
     if ahead is not None and ahead.is_file():

@@ -55,7 +55,7 @@ class Timer(Protocol):
     """Times a call with a pair of tactics."""
 
     def microseconds(self, pair: Pair) -> float:
-        """Time of one run of the call; waits for the device."""
+        """Time of one run of the call; synchronizes."""
 
     def difference(self, pair: Pair, reference: Pair) -> float | None:
         """Relative difference between two pairs' outputs; None if the reference has no finite row."""

@@ -15,7 +15,7 @@ from moereg.platforms import Platform
 __all__ = ["CUDA_TILE", "can_compile_tiles", "find_tileiras"]
 
 CUDA_TILE: Final = "cuda-tile>=1.4,<2"
-"""FlashInfer needs its tuning module, which 1.4 brought."""
+"""FlashInfer needs its tuning module, which 1.4 added."""
 
 # cuda.tile uses these packages' compiler if all three have the same release, otherwise it searches the path.
 _PACKAGES: Final = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")

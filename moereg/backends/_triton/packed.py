@@ -57,7 +57,7 @@ class Packed(plain.Interleaved):
         return fmt
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Reorders the codes of each block of 64 elements and interleaves gate and up row by row.
+        """Reorders codes within each block of 64 elements and interleaves gate and up row by row.
 
         Returns:
             `PackedMatrix`'s tensors: `w13` and `w2` are the packed words, with 2 * I_pad rows (I_pad if not gated) and

@@ -23,8 +23,8 @@ class Recorded(Implementation):
     """Records and replays launches; a subclass names the weights that its kernels take, and selects the way.
 
     Attributes:
-        recordings: Recordings by strides, tokens, the output's dtype, device and the set of present tensors; the problem
-            fixes everything else that a launch depends on, except pointers. The most recently used is last.
+        recordings: Recordings by strides, tokens, the output's dtype, device and the set of present tensors; the
+            problem fixes everything else that a launch depends on, except pointers. The most recently used is last.
     """
 
     recorded_weights: ClassVar[tuple[str, ...]] = ()

@@ -4,7 +4,7 @@
 |---|---|---|
 | `Gemv` | one token | a vector times each chosen expert's matrices, twice; the second adds up the routes |
 | `Single` | one token, packed weights | a tile for each route, then a GEMM that adds up the routes |
-| `Direct` | up to 16 tokens | tiles whose rows are the tokens themselves, and a reduction |
+| `Direct` | up to 16 tokens, 8 if packed with few rows per expert | tiles whose rows are the tokens, and a reduction |
 | `Sorted` | more | a sort, tiles of sorted routes, low or tall by the expert's rows, and a reduction |
 | `Hopper` | more than 22 per expert on sm90 | a sort, warp-specialized tiles, and a reduction |
 | `packed.HopperPacked` | more than 24 per expert on sm90, packed weights | as `Hopper` |
