@@ -47,7 +47,7 @@ class EpResult:
     Attributes:
         movement: The selection among token dispatchers, for the largest number of tokens.
         measured_on: `device`, `versions`, `commit` and `date`, among others.
-        replicas: Replicas of experts; None if experts are placed in slices.
+        replicas: Number of replicas beyond one of each expert; None if experts are placed in slices.
         rows: A row per number of tokens, token dispatcher, number of parts and routing.
         failure: Why rows are missing; empty if none are.
         is_printed: Whether this process prints the result; under torchrun rank 0 does.

@@ -52,7 +52,7 @@ class Job:
 
     Attributes:
         problem: `MoEProblem.to_dict` of the layer.
-        replicas: Number of replicas of experts, placed by the routing's loads; None for slices.
+        replicas: Replicas beyond one of each expert, placed by the routing's loads; None for slices.
         compares: Whether rank 0 also runs the whole layer alone.
         out: File to which rank 0 writes one line of JSON per row.
         store: Rendezvous of the ranks; None means torchrun's.
