@@ -1,38 +1,38 @@
 """moereg picks, prepares, runs and compares fused Mixture-of-Experts kernels for PyTorch.
 
-Sizes have the same letters everywhere: T tokens, H hidden size, I intermediate size, E experts of this rank, K experts
-a token (top-k).
+Sizes have the same letters everywhere: T tokens, H hidden size, I intermediate size, E experts on this rank, K experts
+per token (top-k).
 
 A layer
-    `MoEProblem` says what a layer is, with a `QuantScheme` and an `Activation`; `ExpertWeights` are its weights in the
+    `MoEProblem` describes a layer, with a `QuantScheme` and an `Activation`; `ExpertWeights` are its weights in
     canonical order. `load_experts` reads both from a checkpoint.
 
 A choice
-    `select_backend` chooses for a problem and a `Platform` and returns a `Selection`, or raises
-    `UnsupportedProblemError`; `explain_backends` does not raise. `list_backends` names what there is.
+    `select_backend` chooses a backend for a problem and a `Platform` and returns a `Selection`, or raises
+    `UnsupportedProblemError`; `explain_backends` does not raise. `list_backends` lists the available ones.
 
 A kernel
-    `make_kernel` permutes the weights for the chosen backend. The `MoEKernel` that it returns runs the layer.
+    `make_kernel` permutes the weights for the chosen backend and returns a `MoEKernel`, which runs the layer.
     `MoELayer` is a torch module around one, with parameters, `state_dict` and a router.
 
 Many GPUs
-    `ExpertPlacement` says which rank holds which experts, replicas included; `balance_experts` makes one from counted
-    loads. `make_kernel(..., group=group)` makes a layer whose experts are on many ranks; `select_movement` and
-    `explain_movements` say how its tokens would move.
+    `ExpertPlacement` says which rank holds which experts, replicas included; `balance_experts` makes one from measured
+    loads. `make_kernel(..., group=group)` makes a layer with experts on many ranks; `select_movement` and
+    `explain_movements` choose its token dispatcher.
 
 A backend of your own
     `register_moe_backend` decorates an experts class; `moereg.author` has everything that such a class needs, and
-    `moereg new-backend` on the command line writes a wheel with one. `register_prepare_finalize` decorates a way of
-    moving tokens between ranks.
+    `moereg new-backend` on the command line writes a package with one. `register_prepare_finalize` decorates a token
+    dispatcher.
 
 Errors and warnings
-    All errors are a `MoeregError`: `ArgumentError`, `BackendError`, `CheckpointError`, `GroupError`, `PluginError`,
+    Every error is a `MoeregError`: `ArgumentError`, `BackendError`, `CheckpointError`, `GroupError`, `PluginError`,
     `RanksDifferError`, `RegistrationError`, `RequestError`, `UnknownBackendError`, `UnknownNameError`,
-    `UnsupportedProblemError`. All warnings are a `MoeregWarning`, such as `PluginWarning`.
+    `UnsupportedProblemError`. Every warning is a `MoeregWarning`, such as `PluginWarning`.
 
 `moereg.integrations.transformers` runs live models on these kernels, `moereg.routing` computes `topk_weights` and
-`topk_ids` as models do, `moereg.quantize` quantizes and restores weights, `moereg.spec.model_shapes` has the sizes of
-known models, and `moereg.testing` is the conformance kit.
+`topk_ids` like the models, `moereg.quantize` quantizes and dequantizes weights, `moereg.spec.model_shapes` has the
+sizes of known models, and `moereg.testing` is the conformance kit.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ _NAMES_OF: Final = {
     "moereg.weights.permuted": "ExpertWeights",
 }
 _HOMES: Final = {module: names.split() for module, names in _NAMES_OF.items()}
-"""Names are imported when they are first read: torch takes a second, and not every command needs it."""
+"""Names by home module, imported when first read: torch takes a second, and not every command needs it."""
 
 
 resolve_former_names()
@@ -148,7 +148,7 @@ def __getattr__(name: str) -> Any:
             return value
     if not name.startswith("_"):
         try:
-            return importlib.import_module(f"{__name__}.{name}")  # `moereg.errors` works after `import moereg`.
+            return importlib.import_module(f"{__name__}.{name}")  # So that `moereg.errors` works after `import moereg`.
         except ModuleNotFoundError as error:
             if error.name != f"{__name__}.{name}":
                 raise

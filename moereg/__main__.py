@@ -1,6 +1,6 @@
 """The `moereg` command, and `python -m moereg`.
 
-Answers `--version` itself, and loads torch, which takes a second or two, only for what needs it.
+Answers `--version` itself, and loads torch, which takes a second or two, only for commands that need it.
 """
 
 import sys
@@ -12,12 +12,12 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Runs the process's arguments; returns the exit code."""
+    """Runs the process's arguments and returns the exit code."""
     if sys.argv[1:] == ["--version"]:
         try:
             print("moereg", __version__, flush=True)
             return 0
-        except OSError:  # The command line knows what to say of streams that are closed or full.
+        except OSError:  # The command line handles closed or full streams.
             pass
     from moereg.runtime.lazy_torch import load_torch_at_first_use
 

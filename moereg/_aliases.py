@@ -1,4 +1,4 @@
-"""Former names of modules, for what still imports them: installed plugins, older code, and exported programs."""
+"""Former module names, still imported by installed plugins, older code and exported programs."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ FORMER_NAMES: Final = {
     "moereg.weight_checks": "moereg.weights.checks",
     "moereg.workspace": "moereg.runtime.workspace",
 }
-"""Former name to present one. Submodules of a package go with it."""
+"""Maps former names to current ones, including submodules of a package."""
 
 
 def _present_name(name: str) -> str | None:
-    """The present name of a module or of a submodule of a package; None where the name is a present one."""
+    """The current name of a former module or its submodule; None if the name is current."""
     former, rest = name, ""
     while former:
         if former in FORMER_NAMES:
@@ -97,9 +97,9 @@ def _present_name(name: str) -> str | None:
 
 
 class _FormerNames:
-    """Hands over the module that has a new name, so that both names are one module.
+    """Returns the renamed module, so that both names are one module.
 
-    A finder and loader without their base classes: these import `tempfile`, and the current folder is not left yet.
+    A finder and loader without their base classes, which import `tempfile` before the current folder is off the path.
     """
 
     def __init__(self) -> None:
@@ -121,13 +121,13 @@ class _FormerNames:
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        # Python has set the former name's.
+        # Python has set the former name's spec.
         former = module.__spec__
         assert former is not None
         module.__spec__ = self._specs.pop(former.name)
 
     def get_code(self, name: str) -> types.CodeType | None:
-        """The code of `python -m` with a former name."""
+        """The code for `python -m` with a former name."""
         present = _present_name(name)
         assert present is not None
         spec = importlib.util.find_spec(present)
@@ -138,5 +138,5 @@ class _FormerNames:
 
 def resolve_former_names() -> None:
     """Makes imports of former names work."""
-    # First, since a submodule of a former package would be found in its folder, and run a second time.
+    # First, since a former package's submodule would otherwise be found in its folder and run a second time.
     sys.meta_path.insert(0, _FormerNames())

@@ -1,3 +1,3 @@
-"""The version; the package metadata is made from it."""
+"""The version, from which package metadata is made."""
 
 __version__ = "0.2.0"

@@ -1,6 +1,6 @@
-"""Checks of what callers pass, in one wording: rule, value found, cure. The name may be a path into a mapping.
+"""Checks callers' arguments, in one wording: rule, value found, cure. The name may be a path into a mapping.
 
-What is not as a check's first line says is an `ArgumentError`, and a name that is not known an `UnknownNameError`.
+A value that is not as a check's first line says is an `ArgumentError`, an unknown name an `UnknownNameError`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LARGEST: Final = 2**63 - 1
 
 
 def check_count(name: str, value: object, minimum: int = 1) -> int:
-    """A whole number, from the minimum on, that a tensor's size could be: in 64 bits; True is none."""
+    """A whole number, at least the minimum and at most 64 bits like a tensor's size; not a bool."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ArgumentError(f"{name} must be an integer, got {shown(value)}")
     if value < minimum:
@@ -34,7 +34,7 @@ def check_count(name: str, value: object, minimum: int = 1) -> int:
 
 
 def check_number(name: str, value: object) -> float:
-    """A finite number; True is none."""
+    """A finite number; not a bool."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ArgumentError(f"{name} must be a finite number, got {shown(value)}")
     try:
@@ -47,14 +47,14 @@ def check_number(name: str, value: object) -> float:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """True or False; 1 and "false" are neither."""
+    """True or False, not 1 or "false"."""
     if not isinstance(value, bool):
         raise ArgumentError(f"{name} must be True or False, got {shown(value)}")
     return value
 
 
 def check_text(name: str, value: object) -> str:
-    """A text that can be printed on a line, without control characters."""
+    """A text that prints on one line, without control characters."""
     if not isinstance(value, str):
         raise ArgumentError(f"{name} must be a text, got {shown(value)}")
     if not value.isprintable():
@@ -72,18 +72,18 @@ def check_one_of(name: str, value: object, known: tuple[str, ...]) -> str:
 
 
 def check_instance(name: str, value: object, kind: type[object], cure: str) -> None:
-    """A value of a class; `cure` says where to get one."""
+    """An instance of a class; `cure` says where to get one."""
     if not isinstance(value, kind):
-        # "An" for the classes that start with a vowel's sound.
+        # "An" before a vowel sound.
         article = "an" if kind.__name__[0] in "AEIO" else "a"
         raise ArgumentError(f"{name} must be {article} {kind.__name__}, got {shown(value)}; {cure}")
 
 
 def takes(**kinds: tuple[type[object], str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Checks arguments of a function with `check_instance` before it runs. None passes where it is the default.
+    """Checks arguments of a function with `check_instance` before it runs. None passes if it is the default.
 
     Args:
-        **kinds: For each argument to check, its class and where to get one.
+        **kinds: For each argument to check, its class and where to get an instance.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -99,7 +99,7 @@ def takes(**kinds: tuple[type[object], str]) -> Callable[[Callable[P, T]], Calla
                 elif places[name] < len(args):
                     value = args[places[name]]
                 else:
-                    continue  # Left out: Python says so, or the default serves.
+                    continue  # Missing: Python raises, or there is a default.
                 if not (value is None and name in optional):
                     check_instance(name, value, kind, cure)
             return function(*args, **kwargs)
@@ -110,7 +110,7 @@ def takes(**kinds: tuple[type[object], str]) -> Callable[[Callable[P, T]], Calla
 
 
 def check_device(name: str, value: object) -> torch.device:
-    """A device or its name; the machine need not have it."""
+    """A device or its name, even one that the machine lacks."""
     try:
         return torch.device(value)  # type: ignore[call-overload,no-any-return]
     except (RuntimeError, TypeError, ValueError):
@@ -118,19 +118,19 @@ def check_device(name: str, value: object) -> torch.device:
 
 
 def check_optional(check: Callable[[str, object], T]) -> Callable[[str, object], T | None]:
-    """The check of a value that may be None."""
+    """Makes a check that allows None."""
     return lambda name, value: None if value is None else check(name, value)
 
 
 def check_list(name: str, value: object, check: Callable[[str, object], T]) -> tuple[T, ...]:
-    """A list, or tuple, of values that pass a check."""
+    """A list or tuple of values that pass a check."""
     if not isinstance(value, (list, tuple)):
         raise ArgumentError(f"{name} must be a list, got {shown(value)}")
     return tuple(check(f"{name}[{place}]", item) for place, item in enumerate(value))
 
 
 def check_mapping(name: str, value: object) -> Mapping[str, Any]:
-    """A mapping with texts for keys."""
+    """A mapping with text keys."""
     if not isinstance(value, Mapping):
         raise ArgumentError(f"{name} must be an object, got {shown(value)}")
     for key in value:
@@ -140,7 +140,7 @@ def check_mapping(name: str, value: object) -> Mapping[str, Any]:
 
 
 def check_field(name: str, values: Mapping[str, Any], field: str, check: Callable[[str, object], T]) -> T:
-    """A field that a mapping must have, checked under the path of both; the mapping's own name may be empty."""
+    """A required field of a mapping, checked under both names' path; the mapping's own name may be empty."""
     path = f"{name}.{field}" if name else field
     if field not in values:
         raise ArgumentError(f"{path} is required, got an object with {shown(sorted(values))}")
@@ -148,10 +148,10 @@ def check_field(name: str, values: Mapping[str, Any], field: str, check: Callabl
 
 
 def within(path: str, make: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
-    """Calls a function, and says in its error which part of a larger value it was about.
+    """Calls a function, and adds to its error which part of a larger value it was about.
 
     Raises:
-        MoeregError: Of the function's own kind, the path first.
+        MoeregError: The function's error, with the path first.
     """
     try:
         return make(*arguments, **keywords)

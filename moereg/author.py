@@ -1,4 +1,4 @@
-"""The names that the author of a backend or a platform imports. `moereg.testing` is the kit that checks a backend."""
+"""The names that authors of backends and platforms import. `moereg.testing` is the kit that checks a backend."""
 
 from moereg.dispatch import explain_backends
 from moereg.experts import ExpertInputs, Experts

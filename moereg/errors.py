@@ -1,4 +1,4 @@
-"""Errors and warnings of moereg, and the wording they share."""
+"""moereg's errors and warnings, and their shared wording."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, Final
 
 
 class MoeregError(Exception):
-    """Base of every error that moereg raises on purpose."""
+    """Base class of every error that moereg raises on purpose."""
 
 
 class MoeregWarning(UserWarning):
-    """Base of every warning that moereg issues."""
+    """Base class of every warning that moereg issues."""
 
 
 class ArgumentError(MoeregError, ValueError):
-    """An argument or a field of a mapping has a wrong type or value."""
+    """An argument, or a field of a mapping, has a wrong type or value."""
 
 
 class BackendError(MoeregError, RuntimeError):
@@ -29,7 +29,7 @@ class BackendError(MoeregError, RuntimeError):
 
     Attributes:
         backend: Its name, for `deny`.
-        origin: The distribution that it comes from; `builtin` for moereg's own.
+        origin: Its distribution; `builtin` for moereg's own.
     """
 
     def __init__(self, message: str, backend: str = "", origin: str = "") -> None:
@@ -43,25 +43,25 @@ class GradientError(MoeregError, RuntimeError):
 
 
 class RegistrationError(MoeregError, ValueError):
-    """A backend registered something invalid; nothing of it was stored."""
+    """A backend's registration is invalid; nothing was stored."""
 
 
 class RequestError(MoeregError, ValueError):
-    """A request contradicts itself, for instance one name both required and denied."""
+    """A request contradicts itself, such as by requiring and denying the same name."""
 
 
 class PluginError(MoeregError, RuntimeError):
-    """A plugin that was asked for by name could not be loaded."""
+    """A plugin requested by name could not be loaded."""
 
 
 class PluginWarning(MoeregWarning):
-    """A plugin did not load, or did not say what machine this is; everything else works."""
+    """A plugin did not load or could not describe this machine; everything else works."""
 
 
 class CheckpointError(MoeregError, ValueError):
     """A checkpoint cannot be read as a Mixture-of-Experts layer.
 
-    The message is one line without control characters, whatever names it quotes from the files.
+    The message is one line without control characters, even if it quotes names from the files.
     """
 
     def __init__(self, message: str) -> None:
@@ -69,11 +69,11 @@ class CheckpointError(MoeregError, ValueError):
 
 
 class GroupError(MoeregError, RuntimeError):
-    """Ranks of a group could not exchange something: one ended, stalled, raised before it or called another layer."""
+    """Ranks of a group could not exchange data: one ended, stalled, raised before or called another layer."""
 
 
 class RanksDifferError(MoeregError, ValueError):
-    """Ranks of a group would not run the same layer or move the same experts, or one could not; every rank raises."""
+    """Ranks of a group disagree on a layer or on moving experts, or one could not continue; every rank raises."""
 
 
 class LayoutMismatchError(MoeregError, ValueError):
@@ -81,15 +81,15 @@ class LayoutMismatchError(MoeregError, ValueError):
 
 
 class LayoutNotInvertibleError(MoeregError, ValueError):
-    """An expert cannot be read back from permuted weights, since their layout keeps less than canonical weights do."""
+    """An expert cannot be read back from permuted weights, because their layout loses information."""
 
 
 class TooLargeError(MoeregError, MemoryError):
-    """A layer would not fit in the memory that is free."""
+    """A layer would not fit in free memory."""
 
 
 class UnknownNameError(MoeregError, ValueError):
-    """A name that is not known; the message lists the known ones and the nearest."""
+    """A name is unknown; the message lists the known ones and the nearest."""
 
 
 class UnknownBackendError(UnknownNameError):
@@ -97,23 +97,23 @@ class UnknownBackendError(UnknownNameError):
 
 
 class UnknownModelError(UnknownNameError):
-    """No model shape of that name is known."""
+    """No model shape has that name."""
 
 
 class UnknownSchemeError(UnknownNameError):
-    """No quantization scheme of that name is known."""
+    """No quantization scheme has that name."""
 
 
 class UnknownPlatformError(UnknownNameError):
-    """A platform string names a kind or architecture that is not known."""
+    """A platform's kind or architecture is unknown."""
 
 
 class UnsupportedProblemError(MoeregError, NotImplementedError):
     """No backend fits the problem.
 
     Attributes:
-        selection: The `Selection` with every candidate's reasons. Not typed as one, since `Selection` stands above this
-            module.
+        selection: The `Selection` with every candidate's reasons. Not typed so, since this module is below
+            `Selection`.
     """
 
     def __init__(self, message: str, selection: Any) -> None:
@@ -126,21 +126,21 @@ def unknown_name_message(
 ) -> str:
     """Words an unknown-name error: the rule, the name found, the nearest and all known names.
 
-    The nearest are the known names that begin with the one found, else those that contain it, else the one that is
-    spelled most alike.
+    The nearest are the known names that begin with the one found, else those that contain it, else the one with the
+    most similar spelling.
 
     Args:
-        kind: What the name should have been, for example `backend`.
-        name: The name that was found.
+        kind: What the name should have been, such as `backend`.
+        name: The name found.
         known: All names that would have been accepted.
-        also_called: Names that people use, in lower case, each with the known names that they mean.
+        also_called: Other names in use, in lower case, with the known names that they mean.
 
     Returns:
         One line.
     """
     names = sorted(set(known))
     lowered = {known_name.lower(): known_name for known_name in names}
-    # Comparing takes quadratic time, and a name of a page's length is no typing error.
+    # Comparing takes quadratic time, and a very long name is no typo.
     typed = name.lower() if isinstance(name, str) and len(name) <= _LONGEST_TYPED else ""
     near = [meant for meant in also_called.get(typed, ()) if meant in names] or _nearest(typed, lowered)
     words = ", ".join(map(repr, near))
@@ -162,23 +162,23 @@ _LONGEST_LINE: Final = 2000
 
 
 class _ShortRepr(reprlib.Repr):
-    """Python's own shortening, for values that may be hostile."""
+    """reprlib's shortening, safe for hostile values."""
 
     def __init__(self) -> None:
         super().__init__()
         self.maxstring = self.maxother = self.maxlong = _LONGEST_SHOWN
 
     def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to write integers of thousands of digits, and before 3.12 reprlib does not know.
+        # Python refuses to print integers of thousands of digits, which reprlib before 3.12 does not handle.
         return super().repr_int(x, level) if x.bit_length() < 1024 else f"<an integer of {x.bit_length()} bits>"
 
 
 def shown(value: object) -> str:
-    """The repr of a user's value for an error: short, on one line; never raises."""
+    """A short, one-line repr of a user's value for an error; never raises."""
     try:
         return one_line(_ShortRepr().repr(value))
     except Exception:
-        # Reprs, lengths and even names of types are code of strangers.
+        # Reprs, lengths and even type names run untrusted code.
         try:
             return f"<a {one_line(type(value).__qualname__, _LONGEST_SHOWN)} that cannot be shown>"
         except Exception:
@@ -186,9 +186,9 @@ def shown(value: object) -> str:
 
 
 def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
-    """A text as one line that is safe to print: white space becomes one space, unprintable characters are escaped."""
+    """A text as one line that is safe to print: collapses white space, escapes unprintable characters."""
     line = " ".join(text.split())
-    # An escape is longer than the character that it stands for, so cut the text again after escaping.
+    # An escape is longer than its character, so cut the text again after escaping.
     start = line[: longest + 1]
     if not start.isprintable():
         start = "".join(char if char.isprintable() else repr(char)[1:-1] for char in start)
@@ -196,9 +196,9 @@ def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Type and message of an error of other people's code, as one line; never raises.
+    """Type and message of a foreign error, as one line; never raises.
 
-    The first paragraph of a message, which says what is wrong; later ones give advice.
+    Uses only the message's first paragraph, which says what is wrong; later ones give advice.
     """
     try:
         text = one_line(str(error).strip().partition("\n\n")[0])
@@ -215,10 +215,10 @@ _LACKS_OF_MEMORY: Final = (
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is not enough memory, which is no code's fault.
+    """Whether an error means out of memory, which is no code's fault.
 
-    For GPUs, torch raises a type of its own. It is recognized by name, since this module works without torch. For CPUs,
-    torch raises a RuntimeError that only its text tells from others.
+    For GPUs torch raises its own type, recognized by name, since this module works without torch. For CPUs torch raises
+    a RuntimeError that differs only in its text.
     """
     if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
@@ -232,10 +232,10 @@ def is_lack_of_memory(error: BaseException) -> bool:
 
 
 def stops_the_process(error: BaseException) -> bool:
-    """Whether an error means that someone outside wants the process to stop, whatever code it passed through.
+    """Whether an error is a request from outside to stop the process, whatever code it passed through.
 
-    Ctrl-C does, and so does an exception of a signal's handler. SystemExit out of a backend's own code does not. Python
-    runs handlers in the main thread alone: whatever comes up in another one, its code raised itself.
+    Ctrl-C is, and so is an exception from a signal handler. SystemExit from a backend's own code is not. Python runs
+    handlers only in the main thread, so other threads' code raises its errors itself.
     """
     if threading.current_thread() is not threading.main_thread():
         return False

@@ -1,4 +1,4 @@
-"""The Experts base class: what a backend's class declares and does."""
+"""The Experts base class: the contract of a backend."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ExpertInputs:
         hidden_states: [T,H], or [E,max_T,H] in the batched format.
         topk_weights: [T,K] fp32.
         topk_ids: [T,K] int32, global experts; ids outside [0, num_experts) and unmapped ones add nothing.
-        expert_num_tokens: [E] int32, valid rows of each expert in the batched format, else None.
+        expert_num_tokens: [E] int32, each expert's valid rows in the batched format, else None.
         expert_map: [num_experts] int32, local expert or -1; None if all experts are local.
-        hidden_scale: Scales of `hidden_states` where those are codes of the scheme that the experts compute: [T,groups]
-            in its scale dtype, contiguous. Only a class whose `input_form` is `quantized` is given them; else None.
+        hidden_scale: Scales of `hidden_states` if they arrive quantized in the computed scheme: [T,groups] in its scale
+            dtype, contiguous. Always None for a class whose `input_form` is not `quantized`.
     """
 
     hidden_states: torch.Tensor
@@ -46,16 +46,16 @@ class ExpertInputs:
 
 @dataclasses.dataclass(frozen=True)
 class BuildPlan:
-    """A build as it would run.
+    """The plan of a build.
 
     Attributes:
-        parts: Names of the kernel sets to build, those that are built already left out.
-        built: Names of those that are.
-        num_steps: Files to compile, and links.
-        cpu_seconds: Of one core, estimated from measured files; None where nothing was measured.
-        bytes_per_job: Most memory that one compiler takes.
-        target: The file that is written.
-        token: What `build` needs to know beside; the builder's own.
+        parts: Names of the kernel sets to build.
+        built: Names of those that are built already.
+        num_steps: Number of files to compile and link.
+        cpu_seconds: Seconds of one core, estimated from measured files; None if nothing was measured.
+        bytes_per_job: Most memory of one compiler.
+        target: The file to write.
+        token: The builder's own data for `build`.
     """
 
     parts: tuple[str, ...]
@@ -67,16 +67,16 @@ class BuildPlan:
     token: object = dataclasses.field(default=None, repr=False, compare=False)
 
     def num_jobs(self, num_cores: int, free_bytes: int | None) -> int:
-        """Compilers to run at once: one a core, and no more than memory holds."""
+        """Number of parallel compilers: one per core, as far as memory allows."""
         fitting = num_cores if free_bytes is None else free_bytes // self.bytes_per_job
         return max(1, min(num_cores, fitting))
 
 
 class KernelBuilder(abc.ABC):
-    """Builds the kernels of a backend ahead of time, on request and never by surprise: `moereg build-kernels`.
+    """Builds a backend's kernels ahead of time, only on request: `moereg build-kernels`.
 
-    A backend whose kernels take minutes or hours to compile offers one (`Experts.kernel_builder`). Its probe rejects it
-    where they are not built, with the command that builds them.
+    A backend whose kernels take minutes or hours to compile offers one (`Experts.kernel_builder`). Its probe rejects
+    the backend if they are not built, with the command that builds them.
     """
 
     @abc.abstractmethod
@@ -91,61 +91,61 @@ class KernelBuilder(abc.ABC):
         """Plans a build without compiling anything.
 
         Args:
-            platform: To build for; it need not be this machine.
-            schemes: That the backend shall compute; all that it can on the platform where empty.
-            dtypes: Of hidden states; bfloat16 alone where empty.
-            parts: Sets of kernels to build beside, by the builder's own names.
-            folder: To write into; where the backend looks for its kernels if None.
+            platform: The platform to build for, not necessarily this machine.
+            schemes: Schemes to build; empty means all that the backend supports there.
+            dtypes: Dtypes of hidden states; empty means bfloat16.
+            parts: Further kernel sets to build, by the builder's own names.
+            folder: Folder to write to; None means where the backend looks for its kernels.
 
         Raises:
-            ArgumentError: A scheme or dtype has no kernels there, or a tool that the build needs is missing.
+            ArgumentError: A scheme or dtype has no kernels there, or a required tool is missing.
         """
 
     @abc.abstractmethod
     def build(self, plan: BuildPlan, jobs: int, advance: Callable[[int, int], None]) -> None:
-        """Builds what a plan says and puts it in place, whole or not at all.
+        """Carries out a plan and installs the result atomically.
 
         Args:
-            plan: From `plan`.
-            jobs: Compilers to run at once.
-            advance: Called with (steps done, steps in all).
+            plan: The result of `plan`.
+            jobs: Number of parallel compilers.
+            advance: Called with (steps done, all steps).
 
         Raises:
-            MoeregError: A compiler failed; its last words are in the message.
+            MoeregError: A compiler failed; the message has its last output.
         """
 
 
 class Experts(abc.ABC):
     """One way to run the experts of one layer; holds no tensors.
 
-    A subclass is bounded by the weight layout and calling convention, not by the scheme. It declares `facts`, may add
-    reasons that a table cannot say, permutes weights once and applies them many times. Instances may be shared between
-    layers of equal problems.
+    A subclass stands for a weight layout and calling convention, not for a scheme. It declares `facts`, may add reasons
+    that these cannot express, permutes weights once and applies them many times. Layers with equal problems may share
+    an instance.
 
-    moereg calls every method by the names of its arguments. A subclass may leave out those that have a default here,
-    and may have more of its own that have one.
+    moereg passes all arguments by name. A subclass may omit those that have a default here, and add its own with
+    defaults.
 
     Attributes:
         problem: The layer.
-        platform: What it runs on.
+        platform: The platform to run on.
         computes: The scheme that it computes for the problem's weights.
     """
 
     facts: ClassVar[Facts] = Facts()
     output_form: ClassVar[str] = "reduced"
-    """`reduced` [T,H] | `per_route` [T,K,H] | `per_expert` [E,max_T,H]: finalize weights and sums the last two."""
+    """`reduced` [T,H] | `per_route` [T,K,H] | `per_expert` [E,max_T,H]; finalize weights and sums the last two."""
     input_form: ClassVar[str] = "unquantized"
-    """`unquantized`, or `quantized` where `apply` also takes tokens that arrive as codes with scales, standard format:
-    `ExpertInputs.hidden_scale` says which call is which."""
+    """`unquantized`, or `quantized` if `apply` also takes quantized tokens in the standard format, which
+    `ExpertInputs.hidden_scale` then indicates."""
     wide_output: ClassVar[bool] = False
-    """Whether `apply` writes fp32 in a float16 layer where finalize weights or adds its rows: unweighted, they may be
-    beyond the range of float16, though the layer's output is not."""
+    """Whether `apply` writes fp32 in a float16 layer if finalize weights or adds its rows: unweighted rows may exceed
+    float16's range even if the layer's output does not."""
     layouts: ClassVar[tuple[str, ...]] = ()
     """Layouts of permuted weights that `apply` reads, preferred first."""
 
     @property
     def rows_dtype(self) -> torch.dtype:
-        """Dtype of what `apply` writes for finalize."""
+        """Dtype of the rows that `apply` writes."""
         dtype = self.problem.torch_dtype
         return torch.float32 if self.wide_output and dtype == torch.float16 else dtype
 
@@ -153,11 +153,11 @@ class Experts(abc.ABC):
         """Makes the experts of a layer, without weights.
 
         Args:
-            problem: The layer, whose `quant` says what the weights hold.
-            platform: To run on.
-            computes: Which of the cell's schemes is computed: the problem's if None, or one of the same weights that
-                leaves activations at 16 bits. `make_kernel` says which; an override hands it on to this, or
-                leaves it out and finds it in `self.computes` from the first call of a method on.
+            problem: The layer; its `quant` is the weights' scheme.
+            platform: The platform to run on.
+            computes: The cell's scheme to compute: None means the problem's; otherwise it has the same weights with
+                16-bit activations. `make_kernel` passes it; an override forwards it, or omits it and finds it in
+                `self.computes` once methods are called.
         """
         self.problem = problem
         self.platform = platform
@@ -165,38 +165,38 @@ class Experts(abc.ABC):
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        """Every reason that `facts` cannot express; empty means supported.
+        """All reasons that `facts` cannot express; empty means supported.
 
-        Pure, cheap, imports no kernel library and never raises: one that raises is a bug, reported under the backend's
-        name. A reason is a lowercase clause, rule then fact: `requires hidden_size % 128 == 0, got 2880`.
+        Pure, cheap, imports no kernel library and never raises; an exception is reported as the backend's bug. A reason
+        is a lowercase clause, rule then fact: `requires hidden_size % 128 == 0, got 2880`.
         """
         return []
 
     @classmethod
     def device_types(cls, platform: Platform) -> tuple[str, ...]:
-        """Torch device types that tensors may be on when this runs for `platform`."""
+        """Torch device types whose tensors this reads when it runs for `platform`."""
         return (platform.device_type,)
 
     @classmethod
     def kernel_builder(cls) -> KernelBuilder | None:
-        """Builds this class's kernels ahead of time, for `moereg build-kernels`; None where nothing has to be built."""
+        """The builder of this class's kernels for `moereg build-kernels`; None if nothing needs building."""
         return None
 
     @abc.abstractmethod
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
         """Reorders canonical weights into one of `layouts`.
 
-        Pure: inputs are unchanged, tensors that are already right are views, work goes expert by expert so that the
-        peak stays near one copy.
+        Pure: does not change inputs, returns views of tensors that are already right, and works expert by expert so
+        that peak memory stays near one copy.
 
         Args:
-            weights: Of the problem, checked, contiguous and without gradients.
+            weights: The problem's weights, checked, contiguous and without gradients.
             problem: The layer.
         """
 
     @abc.abstractmethod
     def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of workspace13 and workspace2 in the problem's dtype for a call of `num_tokens`; monotone in tokens.
+        """Shapes of workspace13 and workspace2 in the problem's dtype for `num_tokens`; monotonic in tokens.
 
         `num_tokens` is max_T in the batched format.
         """
@@ -213,12 +213,11 @@ class Experts(abc.ABC):
         """Runs the experts.
 
         Args:
-            out: Overwritten, of the shape that `output_form` says, in the problem's dtype, or in fp32 as `wide_output`
-                says; aliases no input.
-            inputs: Read only; T is at least 1.
+            out: Overwritten; shape by `output_form`, dtype the problem's, or fp32 by `wide_output`; aliases no input.
+            inputs: Only read; T is at least 1.
             weights: Weights in one of `layouts`.
-            workspace13: Scratch of the shape that `workspace_shapes` said, at 256-byte alignment, contents undefined.
-            workspace2: As workspace13; the two do not overlap.
+            workspace13: Scratch memory of the shape from `workspace_shapes`, 256-byte aligned, contents undefined.
+            workspace2: Likewise; the two do not overlap.
 
-        No host synchronization and, where `facts.graph_capture`, no allocation that a capture forbids.
+        No host synchronization and, if `facts.graph_capture`, no allocation that a capture forbids.
         """

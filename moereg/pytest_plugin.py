@@ -1,6 +1,6 @@
-"""The pytest plugin: `pytest --moereg-backend NAME` runs the conformance kit beside a project's own tests.
+"""The pytest plugin: `pytest --moereg-backend NAME` runs the conformance kit along with a project's own tests.
 
-pytest loads it in every project where moereg is installed, so it imports nothing of moereg until the option is given.
+pytest loads it wherever moereg is installed, so it imports no other moereg module until the option is given.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MARKER = "moereg_kit"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options that begin with `--moereg`."""
+    """Adds options that begin with `--moereg`."""
     group = parser.getgroup("moereg", "conformance of Mixture-of-Experts backends")
     group.addoption(
         "--moereg-backend",
@@ -53,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Puts the checks of each backend that was asked for behind the project's tests."""
+    """Adds the checks of each requested backend after the project's tests."""
     report = yield
     if isinstance(collector, pytest.Session) and report.result is not None:
         names = dict.fromkeys(collector.config.getoption("--moereg-backend"))
@@ -66,10 +66,10 @@ class KitCollector(pytest.Collector):
     """The checks of one backend."""
 
     def collect(self) -> Iterable[CheckItem]:
-        """One item for each check that can run on this machine.
+        """Yields an item per check that can run on this machine.
 
         Raises:
-            CollectError: The backend or the platform is not known, or a plugin did not load.
+            CollectError: The backend or the platform is unknown, or a plugin did not load.
         """
         from moereg.errors import MoeregError
         from moereg.testing.suite import checks_of
@@ -102,7 +102,7 @@ class CheckItem(pytest.Item):
             raise _FailedCheckError(outcome)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The outcome's message, and the line that runs the check again."""
+        """The outcome's message, and the command that reruns the check."""
         if not isinstance(excinfo.value, _FailedCheckError):
             return super().repr_failure(excinfo, style)
         outcome = excinfo.value.outcome

@@ -1,8 +1,8 @@
-"""A claims page and what runs behind it: how an experts class loads its implementation.
+"""How an experts class, declared in a public module, loads its implementation.
 
-A page, `<name>_moe.py`, declares each class: decorators, `facts`, `layouts`, `unsupported_reasons`. Selecting imports
-the pages, so a page imports no kernels. The code that runs is in a private package, `_<name>/`, as an `Implementation`,
-whose module imports its kernels at the top. The class says in `_load` where that is:
+A public module, `<name>_moe.py`, declares each class: decorators, `facts`, `layouts`, `unsupported_reasons`. Selecting
+imports these modules, so they import no kernels. The code that runs is in a private package, `_<name>/`, as an
+`Implementation`, whose module imports its kernels at the top. The class names it in `_load`:
 
     class TritonExperts(LoadedExperts):
         facts = ...
@@ -34,7 +34,7 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
 class Call(NamedTuple):
-    """One call of a layer: the arguments of `Experts.apply`, which travel together."""
+    """The arguments of `Experts.apply`, for one call of a layer."""
 
     out: torch.Tensor
     inputs: ExpertInputs
@@ -44,15 +44,15 @@ class Call(NamedTuple):
 
 
 class Implementation(abc.ABC):
-    """The work of an experts class, as the methods of `Experts` describe it; the problem is the instance's.
+    """Does an experts class's work, for the problem of one instance; see the methods of `Experts`.
 
     Attributes:
-        problem, platform, computes: As in the experts.
-        layouts: The class's.
+        problem, platform, computes: The experts' own.
+        layouts: The class's layouts.
     """
 
     def __init__(self, experts: Experts) -> None:
-        """Reads what it needs from the experts, and keeps no reference to them."""
+        """Copies what it needs and keeps no reference to the experts."""
         self.problem = experts.problem
         self.platform = experts.platform
         self.computes = experts.computes
@@ -72,7 +72,7 @@ class Implementation(abc.ABC):
 
 
 class LoadedExperts(Experts):
-    """Experts that hand their work on to an implementation; a subclass declares, and says where it is."""
+    """Experts that delegate to an implementation; a subclass declares its facts and loads it."""
 
     def __init__(self, problem: MoEProblem, platform: Platform, computes: QuantScheme | None = None) -> None:
         super().__init__(problem, platform, computes)
@@ -80,7 +80,7 @@ class LoadedExperts(Experts):
 
     @abc.abstractmethod
     def _load(self) -> Implementation:
-        """Imports the implementation and makes one of `self`."""
+        """Imports the implementation and constructs it from `self`."""
 
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
         return self.implementation.permute_weights(weights)

@@ -20,14 +20,14 @@ _QUACK_FACTS: Final = Facts(
     activation_scalars=True,
     swiglu_limit=True,
     activation_formats=frozenset({"standard"}),
-    # Gated epilogues store 16 bits.
+    # Gated epilogues store 16-bit results.
     dtypes=frozenset({"bfloat16", "float16"}),
     bias=True,
     placements=frozenset({"contiguous", "map"}),
     router_weight_on_input=True,
     graph_capture=True,
     deterministic=True,
-    # Rows of 16 bytes.
+    # Rows need 16-byte alignment.
     requires_multiple={"hidden_size": 8, "intermediate_size": 8},
     # The scan over experts keeps one value per expert and thread in registers.
     max_experts=1024,
@@ -38,20 +38,20 @@ _TORCH_FACTS: Final = Facts(
     activation_scalars=True,
     swiglu_limit=True,
     activation_formats=frozenset({"standard"}),
-    # What CUTLASS inside PyTorch multiplies into.
+    # torch's CUTLASS GEMM writes bfloat16 only.
     dtypes=frozenset({"bfloat16"}),
     bias=True,
     placements=frozenset({"contiguous", "map"}),
     router_weight_on_input=True,
     graph_capture=True,
     deterministic=True,
-    # Rows of 16 bytes.
+    # Rows need 16-byte alignment.
     requires_multiple={"hidden_size": 8, "intermediate_size": 8},
 )
 
 
 def _quack(*schemes: str, platform: str, opt_in: bool = True) -> Callable[[type[Experts]], type[Experts]]:
-    """A rectangle of QuACK's kernels; opt-in until they ran on its platform. Engines put FlashInfer's first."""
+    """A cell of QuACK's kernels, opt-in until they have run on its platform. Engines prefer FlashInfer's."""
     return register_moe_backend(
         name="cutlass",
         priority=45,
@@ -66,10 +66,10 @@ def _quack(*schemes: str, platform: str, opt_in: bool = True) -> Callable[[type[
 @_quack("unquantized", platform="cuda:sm90", opt_in=False)
 @_quack("unquantized", platform="cuda:sm100f")
 class QuackExperts(LoadedExperts):
-    """QuACK, standard format: sorted routes, two grouped products with epilogues, and a sum.
+    """QuACK, standard format: sorted routes, two grouped GEMMs with epilogues, and a sum.
 
-    Equal inputs give equal bits: no product splits its sums, nothing adds atomically, and a token's rows are added in
-    the order of its choices.
+    Equal inputs give equal bits: no split-K, no atomic additions, and a token's rows are summed in the order of its
+    experts.
     """
 
     facts = _QUACK_FACTS
@@ -81,14 +81,14 @@ class QuackExperts(LoadedExperts):
         return interleaved.Interleaved(self)
 
 
-# As the unquantized one. On an H200 1.3 to 1.4 times the time of `triton` (docs/board.md).
+# As for unquantized weights. On an H200 1.3 to 1.4 times the time of `triton` (docs/board.md).
 @_quack("fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic", platform="cuda:sm90", opt_in=False)
 @_quack("fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic", platform="cuda:sm100f")
 class QuackCodesExperts(LoadedExperts):
-    """QuACK on 8-bit floats with a scale for each row of tokens and of weights; otherwise as `QuackExperts`.
+    """QuACK on 8-bit floats with per-row scales of tokens and weights; otherwise as `QuackExperts`.
 
-    Tokens are quantized in a launch of their own, and so is the intermediate, which is rounded to the problem's dtype
-    first. Sums of products are added up in fp32 every few steps, since Hopper's tensor cores keep 14 bits or so.
+    Separate launches quantize the tokens and the intermediate, which is first rounded to the problem's dtype. Partial
+    sums move to fp32 every few steps, since Hopper's tensor cores accumulate in about 14 bits.
     """
 
     facts = _QUACK_FACTS
@@ -100,9 +100,9 @@ class QuackCodesExperts(LoadedExperts):
         return interleaved.InterleavedCodes(self)
 
 
-# Below fused kernels, since it writes and reads every intermediate, and above the dense loop. On an H200, torch 2.11:
-# 5.0 ms for Qwen3-30B's layer at T 4096 and 0.15 ms at T 1, against 32 and 5.7 ms of the dense loop. Other GPUs are
-# left out: torch loops over the experts there, and waits for their counts to reach the host.
+# Below fused kernels, since it writes and reads every intermediate, and above the dense loop. On an H200 with torch
+# 2.11, Qwen3-30B's layer takes 5.0 ms at T 4096 and 0.15 ms at T 1; the dense loop takes 32 and 5.7 ms. Not for other
+# GPUs, where torch loops over the experts and waits for their counts on the host.
 @register_moe_backend(name="cutlass", priority=25, quant_schemes=("unquantized",), platforms=("cuda:sm90",))
 @register_moe_backend(
     name="cutlass", priority=25, quant_schemes=("unquantized",), platforms=("cuda:sm100",), opt_in=True
@@ -119,8 +119,8 @@ class TorchGroupedExperts(LoadedExperts):
         return plain.Grouped(self)
 
 
-# As the unquantized one: on an H200 3.9 to 5.1 times the time of `triton` (docs/board.md). torch has these products for
-# Hopper alone.
+# As for unquantized weights: on an H200 3.9 to 5.1 times the time of `triton` (docs/board.md). torch has these matmuls
+# only on Hopper.
 @register_moe_backend(
     name="cutlass",
     priority=25,
@@ -128,7 +128,7 @@ class TorchGroupedExperts(LoadedExperts):
     platforms=("cuda:sm90",),
 )
 class TorchScaledGroupedExperts(LoadedExperts):
-    """torch's `scaled_grouped_mm` with a scale for each row of tokens and of weights, standard format."""
+    """torch's `scaled_grouped_mm` with per-row scales of tokens and weights, standard format."""
 
     facts = dataclasses.replace(_TORCH_FACTS, requires_multiple={"hidden_size": 16, "intermediate_size": 16})
     layouts = ("codes_row_scales",)

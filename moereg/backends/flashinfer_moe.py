@@ -1,13 +1,13 @@
-"""FlashInfer's kernels: `flashinfer_cutlass` and its siblings. GPUs of NVIDIA from Hopper on.
+"""FlashInfer's kernels on NVIDIA GPUs from Hopper on: `flashinfer_cutlass` and its siblings.
 
-All of them want the up rows of w13 first and take routing as it comes. What a machine has to have is asked of files:
-FlashInfer is imported where a layer runs.
+All of them want the up rows of w13 first and take any routing. Probes read files; only a running layer imports
+FlashInfer.
 
 - `flashinfer_cutlass`: FlashInfer's CUTLASS kernels, built on request and tuned by timing
 - `flashinfer_trtllm`: TensorRT-LLM's generated kernels for Blackwell, through FlashInfer
-- `flashinfer_cutedsl`: FlashInfer's CuTe DSL kernels of 4-bit floats for Blackwell
+- `flashinfer_cutedsl`: FlashInfer's CuTe DSL kernels for 4-bit floats on Blackwell
 - `flashinfer_cutile`: FlashInfer's cuTile kernels, which need no nvcc
-- `flashinfer_b12x`: FlashInfer's kernels of nvfp4 weights for sm120
+- `flashinfer_b12x`: FlashInfer's kernels for nvfp4 weights on sm120
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ __all__ = [
     "FlashInferTrtLlmInteger4Experts",
 ]
 
-# What every cell needs; classes of kernels that have to be built or downloaded add probes of their own.
+# Needed by every cell; kernels that have to be built or downloaded have further probes.
 _REQUIRES: Final = (REQUIRES,)
 _PROBES: Final = (can_be_imported,)
 
-# flashinfer_cutlass. Priorities are the order in which vLLM tries its kernels, not measurements: on Hopper behind
-# Triton, in front of other CUTLASS kernels everywhere. A rectangle where nothing else is a kernel is chosen only where
-# it is asked for, until it has run on such a machine.
+# flashinfer_cutlass. Priorities follow the order in which vLLM tries its kernels, not measurements: on Hopper after
+# Triton, everywhere before other CUTLASS kernels. A cell without competitors stays opt-in until it has run on such a
+# machine.
 
 _CUTLASS: Final = Facts(
     activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
@@ -63,10 +63,10 @@ _CUTLASS: Final = Facts(
     activation_formats=frozenset({"standard"}),
     dtypes=frozenset({"bfloat16", "float16"}),
     bias=True,
-    # The sort of many tokens counts a local expert once a token, which a map may name twice.
+    # The sort for many tokens counts a local expert once per token, but a map may name it twice.
     placements=frozenset({"contiguous"}),
     graph_capture=True,
-    # A token's rows are added in their order, and a process stays with the tactics that a call took.
+    # A token's rows are summed in order, and a process keeps the tactics of its first call.
     deterministic=True,
     max_experts=1024,
 )
@@ -82,7 +82,7 @@ def _cutlass(
     dtypes: tuple[str, ...] = ("bfloat16", "float16"),
     runs_nvcc: bool = False,
 ) -> Callable[[type[Experts]], type[Experts]]:
-    """A rectangle of `flashinfer_cutlass`, which needs one set of kernels; opt-in until it ran on its platforms."""
+    """A cell of `flashinfer_cutlass` that needs one set of kernels, opt-in until it has run on its platforms."""
     option = f"--quant {scheme}" + ("" if dtypes[0] == "bfloat16" else f" --dtype {dtypes[0]}")
     nvcc = (can_compile_at_run_time,) if runs_nvcc else ()
     return register_moe_backend(
@@ -98,11 +98,11 @@ def _cutlass(
 
 
 class _CutlassExperts(LoadedExperts):
-    """Both products by CUTLASS, with the activation and the sum of a token's routes in kernels of their own."""
+    """CUTLASS GEMMs, with separate kernels for the activation and the sum over a token's routes."""
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        """A clamp or beta of another activation than SwiGLU."""
+        """Refuses a clamp or beta for gelu."""
         activation = problem.activation
         if activation.name in ("gelu", "gelu_tanh") and (activation.limit is not None or activation.beta):
             return [f"applies limit and beta to silu and swigluoai alone, got {activation}"]
@@ -110,17 +110,17 @@ class _CutlassExperts(LoadedExperts):
 
     @classmethod
     def kernel_builder(cls) -> KernelBuilder | None:
-        # By name: how kernels are built is no part of what a layer runs, whose digest follows imports.
+        # By name: the code digest follows imports, and how kernels are built is not part of what a layer runs.
         builder: KernelBuilder = importlib.import_module("moereg.backends._flashinfer.building").CutlassBuilder()
         return builder
 
 
-# On an H200 1.2 times the time of `triton`; FlashInfer's own choice of tiles takes 2.6 to 8 times that (docs/board.md).
+# On an H200 1.2 times the time of `triton`; with FlashInfer's own choice of tiles 2.6 to 8 times that (docs/board.md).
 @_cutlass("bfloat16", "unquantized", "cuda:sm90", priority=48, dtypes=("bfloat16",), opt_in=False)
 @_cutlass("float16", "unquantized", "cuda:sm90", priority=48, dtypes=("float16",))
 @_cutlass("bfloat16", "unquantized", "cuda:sm100f", dtypes=("bfloat16",))
 @_cutlass("float16", "unquantized", "cuda:sm100f", dtypes=("float16",))
-# Tiles of Ampere, which are all that there is.
+# Ampere's tiles, the only ones there are.
 @_cutlass("bfloat16_ampere", "unquantized", "cuda:sm120f", dtypes=("bfloat16",))
 class FlashInferCutlassExperts(_CutlassExperts):
     """16-bit weights, standard format."""
@@ -137,7 +137,7 @@ class FlashInferCutlassExperts(_CutlassExperts):
 @_cutlass("fp8", "fp8_tensor_static", "cuda:sm90", priority=48)
 @_cutlass("fp8", "fp8_tensor_static", "cuda:sm100f", "cuda:sm120f")
 class FlashInferCutlassFp8Experts(_CutlassExperts):
-    """8-bit floats with one scale for a matrix and static ones for activations, standard format."""
+    """8-bit floats with per-tensor weight scales and static activation scales, standard format."""
 
     facts = _CUTLASS
     layouts = ("flashinfer_up_gate_pad16_scaled",)
@@ -151,12 +151,12 @@ class FlashInferCutlassFp8Experts(_CutlassExperts):
 # On an H200 with Qwen3-30B's sizes: 132 us at T 16, 280 at 256, 1,133 at 4,096.
 @_cutlass("fp8_block128", "fp8_block128", "cuda:sm90", priority=48, dtypes=("bfloat16",), opt_in=False, runs_nvcc=True)
 class FlashInferCutlassBlockExperts(_CutlassExperts):
-    """8-bit floats in blocks of 128 x 128, standard format; its products are compiled at run time."""
+    """8-bit floats in blocks of 128 x 128, standard format; GEMMs are compiled at run time."""
 
     facts = dataclasses.replace(
         _CUTLASS,
         dtypes=_BFLOAT16,
-        # Blocks of gate and up rows have to change places whole.
+        # Gate and up swap places in whole blocks.
         requires_multiple={"intermediate_size": 128},
     )
     layouts = ("flashinfer_up_gate_block128",)
@@ -180,7 +180,7 @@ class FlashInferCutlassPackedExperts(_CutlassExperts):
         return cutlass_quantized.Mxfp4W4A16(self)
 
 
-# Behind kernels that keep activations at 16 bits until a machine has measured it.
+# After kernels with 16-bit activations until a machine has measured it.
 @_cutlass("int4_w4a8_g128", "int4_w4a8_g128", "cuda:sm90", priority=48, dtypes=("bfloat16",))
 class FlashInferCutlassInt4Experts(_CutlassExperts):
     """4-bit integers in groups of 128 and static e4m3 activations, standard format. Group scales become bf16."""
@@ -194,7 +194,7 @@ class FlashInferCutlassInt4Experts(_CutlassExperts):
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        """A clamp or beta of any activation: scales of the intermediate go into the up rows, which neither follows."""
+        """Refuses a clamp and beta: the intermediate's scale is folded into the up rows, and neither would follow."""
         activation = problem.activation
         if activation.limit is None and not activation.beta:
             return []
@@ -209,7 +209,7 @@ class FlashInferCutlassInt4Experts(_CutlassExperts):
 @_cutlass("mxfp4_mxfp8", "mxfp4_mxfp8", "cuda:sm100f", "cuda:sm120f")
 @_cutlass("fp8", "mxfp8", "cuda:sm100f")
 class FlashInferCutlassMxfp8Experts(_CutlassExperts):
-    """Activations in groups of 32 8-bit floats, weights of the same kind or of 4-bit floats, standard format."""
+    """8-bit float activations in groups of 32, weights likewise or as 4-bit floats, standard format."""
 
     facts = _CUTLASS
     layouts = ("flashinfer_swizzled_up_gate_pad128",)
@@ -222,7 +222,7 @@ class FlashInferCutlassMxfp8Experts(_CutlassExperts):
 
 @_cutlass("nvfp4", "nvfp4", "cuda:sm100f", "cuda:sm120f")
 class FlashInferCutlassNvfp4Experts(_CutlassExperts):
-    """4-bit floats on both sides, in groups of 16, with static scales above them; standard format."""
+    """4-bit floats on both sides in groups of 16, with static global scales; standard format."""
 
     facts = _CUTLASS
     layouts = ("flashinfer_swizzled_nvfp4_up_gate_pad128",)
@@ -233,13 +233,13 @@ class FlashInferCutlassNvfp4Experts(_CutlassExperts):
         return cutlass_quantized.Nvfp4(self)
 
 
-# The other families. Among them, too, priorities are vLLM's order, below kernels that have run on such machines; where
-# none stands before it, a cell is opt-in: moereg's own for these schemes ask for Triton 3.8, and torch 2.11 brings 3.6.
-# Neither sm100, sm103 nor sm120 has run any of these.
+# The other families. Priorities again follow vLLM's order, below kernels that have run on such machines. A cell without
+# such a competitor is opt-in: moereg's own for these schemes need Triton 3.8, and torch 2.11 comes with 3.6. None of
+# these has run on sm100, sm103 or sm120.
 
 
 class _TrtLlmExperts(LoadedExperts):
-    """TensorRT-LLM's generated kernels, standard format. Routes are local, so any placement of experts will do."""
+    """TensorRT-LLM's generated kernels, standard format. Route ids are local, so any placement works."""
 
     facts = claims.TRTLLM_FACTS
 
@@ -263,7 +263,7 @@ class FlashInferTrtLlmExperts(_TrtLlmExperts):
 
 @claims.trtllm("fp8_block128")
 class FlashInferTrtLlmFloat8BlockExperts(_TrtLlmExperts):
-    """8-bit floats with scales of 128 x 128."""
+    """8-bit floats in blocks of 128 x 128."""
 
     layouts = ("flashinfer_up_gate",)
 
@@ -275,7 +275,7 @@ class FlashInferTrtLlmFloat8BlockExperts(_TrtLlmExperts):
 
 @claims.trtllm("mxfp8")
 class FlashInferTrtLlmFloat8GroupExperts(_TrtLlmExperts):
-    """8-bit floats with scales of 32 columns."""
+    """8-bit floats in groups of 32 columns."""
 
     facts = claims.TRTLLM_RELU2_FACTS
     layouts = ("flashinfer_trtllm_mxfp8",)
@@ -288,7 +288,7 @@ class FlashInferTrtLlmFloat8GroupExperts(_TrtLlmExperts):
 
 @claims.trtllm("fp8_tensor_static")
 class FlashInferTrtLlmFloat8TensorExperts(_TrtLlmExperts):
-    """8-bit floats with static scales. Tokens are quantized with the largest of the experts'."""
+    """8-bit floats with static scales; tokens use the largest of the experts' scales."""
 
     facts = claims.TRTLLM_PLAIN_FACTS
     layouts = ("flashinfer_trtllm_fp8_tensor",)
@@ -304,7 +304,7 @@ class FlashInferTrtLlmFloat8TensorExperts(_TrtLlmExperts):
 @claims.trtllm("mxfp4_mxfp8")
 @claims.trtllm("nvfp4", **claims.UNSCALED)
 class FlashInferTrtLlmFloat4Experts(_TrtLlmExperts):
-    """mxfp4, with activations of 16 bits or mxfp8; nvfp4 with static global scales, tokens by the experts' largest."""
+    """mxfp4 with 16-bit or mxfp8 activations; nvfp4 with static global scales, the experts' largest for tokens."""
 
     facts = claims.TRTLLM_BIAS_FACTS
     layouts = ("flashinfer_trtllm_float4",)
@@ -317,7 +317,7 @@ class FlashInferTrtLlmFloat4Experts(_TrtLlmExperts):
 
 @claims.trtllm("int4_w4a16_g32")
 class FlashInferTrtLlmInteger4Experts(_TrtLlmExperts):
-    """4-bit integers in groups of 32. Scales become bf16, as most checkpoints have them, and routing weights too."""
+    """4-bit integers in groups of 32. Scales (mostly bf16 in checkpoints) and routing weights become bf16."""
 
     facts = claims.TRTLLM_INTEGER_FACTS
     layouts = ("flashinfer_trtllm_mxint4",)
@@ -331,7 +331,7 @@ class FlashInferTrtLlmInteger4Experts(_TrtLlmExperts):
 @claims.cutedsl(57, "nvfp4_w4a16")
 @claims.cutedsl(57, "nvfp4", "mxfp4_mxfp8")
 class FlashInferCuTeDslExperts(_TrtLlmExperts):
-    """CuTe DSL, standard format: 4-bit floats. nvfp4 quantizes tokens with the largest of the experts' scales."""
+    """CuTe DSL, standard format: 4-bit floats. nvfp4 tokens use the largest of the experts' scales."""
 
     facts = claims.CUTEDSL_FACTS
     layouts = ("flashinfer_cutedsl_interleaved",)
@@ -344,7 +344,7 @@ class FlashInferCuTeDslExperts(_TrtLlmExperts):
 
 @claims.cutedsl(56, "nvfp4", probes=claims.CUTEDSL_BATCHED_PROBES)
 class FlashInferCuTeDslBatchedExperts(LoadedExperts):
-    """CuTe DSL, batched format: nvfp4 with static scales of each expert."""
+    """CuTe DSL, batched format: nvfp4 with static scales per expert."""
 
     facts = claims.CUTEDSL_BATCHED_FACTS
     output_form = "per_expert"
@@ -381,7 +381,7 @@ class FlashInferCuTileExperts(_CuTileExperts):
 @claims.cutile("fp8_tensor_dynamic", claims.FP8_TENSOR_W8A16)
 @claims.cutile(claims.MXFP8_W8A16)
 class FlashInferCuTileFloat8Experts(_CuTileExperts):
-    """8-bit floats; activations of 16 bits, or with one dynamic scale for all that count."""
+    """8-bit floats; 16-bit activations, or one dynamic scale over all valid ones."""
 
     facts = claims.CUTILE_FLOAT8_FACTS
     layouts = ("flashinfer_cutile_float8",)
@@ -415,7 +415,7 @@ class FlashInferCuTileFloat4Experts(_CuTileExperts):
     opt_in=True,
 )
 class FlashInferB12xExperts(LoadedExperts):
-    """b12x: nvfp4 weights with 16-bit activations. Sums with atomic additions, into buffers of the process."""
+    """b12x: nvfp4 weights with 16-bit activations. Sums by atomic additions into process-wide buffers."""
 
     facts = claims.B12X_FACTS
     layouts = ("flashinfer_b12x_packed",)

@@ -13,7 +13,7 @@ from moereg.spec.quant_schemes import QUANT_SCHEMES
 
 _BATCHED: Final = frozenset({"batched"})
 
-# CPU classes read the routing on the host, which no graph can capture.
+# CPU classes read the routing on the host, which a graph cannot capture.
 _CPU: Final = Facts(
     activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
     activation_scalars=True,
@@ -28,12 +28,12 @@ _CPU: Final = Facts(
 _CPU_BATCHED: Final = dataclasses.replace(_CPU, activation_formats=_BATCHED)
 _DEVICE: Final = dataclasses.replace(_CPU, graph_capture=True)
 
-# These schemes mean a 16-bit matmul on restored weights, and the weights take the memory that they promise. So this is
-# a kernel: it warns nobody, and serves checkpoints whose activations would otherwise be emulated.
+# These schemes mean a 16-bit matmul on dequantized weights, and the weights stay packed in memory. So this counts as a
+# kernel: no warning, and it serves checkpoints whose activations would otherwise be emulated.
 _WEIGHT_ONLY: Final = tuple(
     scheme for scheme in QUANT_SCHEMES.values() if scheme.weight is not None and scheme.activation is None
 )
-# No CPU multiplies codes of these activations. They are rounded to the format's numbers and multiplied in fp32.
+# No CPU multiplies these formats. Activations are rounded to the format's values and multiplied in fp32.
 _EMULATED: Final = tuple(scheme for scheme in QUANT_SCHEMES.values() if scheme.activation is not None)
 
 
@@ -43,11 +43,11 @@ def _has_int8_matmul(platform: Platform) -> str | None:
     return None if cpu.features().int8 else "requires AVX-512 VNNI, without which torch multiplies int8 in a plain loop"
 
 
-# 1.33 times as fast in bf16 and 2.46 in fp32 as the best of transformers' implementations, in the geometric means of
-# benches/results/cpu_epyc_2threads.json.
+# 1.33 times as fast in bf16 and 2.46 in fp32 as the best of transformers' implementations (geometric means of
+# benches/results/cpu_epyc_2threads.json).
 @register_moe_backend(name="torch", priority=60, quant_schemes=("unquantized",), platforms=("cpu",))
 class TorchPackedExperts(LoadedExperts):
-    """CPU, standard format: weights in oneDNN's order where that is faster, active experts only."""
+    """CPU, standard format: weights in oneDNN's layout where that is faster, active experts only."""
 
     facts = _CPU
     wide_output = True
@@ -74,7 +74,7 @@ class TorchPackedBatchedExperts(LoadedExperts):
         return plain.HostBatched(self)
 
 
-# The last resort: E/K times the work that was routed.
+# The last resort: E/K times the routed work.
 @register_moe_backend(name="torch", priority=10, quant_schemes=("unquantized",), platforms=("*",))
 class TorchDenseExperts(LoadedExperts):
     """Any device, standard format: every expert sees every token, unrouted results are dropped."""
@@ -106,7 +106,7 @@ class TorchBatchedExperts(LoadedExperts):
 
 
 # One thread of an AMD EPYC with AVX2, 16 experts of 2048 x 768, top 4, 16 tokens: 63 ms (int8) to 175 ms (int4 with
-# zero points), against 69 ms with unquantized weights in oneDNN's order. Emulated activations take 5 to 20 % more.
+# zero points), against 69 ms with unquantized weights in oneDNN's layout. Emulated activations add 5 to 20 %.
 @register_moe_backend(name="torch", priority=40, quant_schemes=_WEIGHT_ONLY, platforms=("cpu",))
 @register_moe_backend(name="torch", priority=30, quant_schemes=_EMULATED, platforms=("cpu",), tier="emulation")
 class TorchQuantizedExperts(LoadedExperts):
@@ -138,7 +138,7 @@ class TorchQuantizedBatchedExperts(LoadedExperts):
         return quantized.RestoringBatched(self)
 
 
-# Before restoring int8 weights to 16 bits, since nothing is restored. Not measured, for want of a machine with VNNI.
+# Above dequantizing int8 weights to 16 bits, since this skips that step. Not measured: no machine with VNNI.
 @register_moe_backend(
     name="torch", priority=50, quant_schemes=("int8_w8a8",), platforms=("cpu",), probes=(_has_int8_matmul,)
 )

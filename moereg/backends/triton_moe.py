@@ -35,7 +35,7 @@ _FACTS: Final = Facts(
     # The scan over experts keeps one value per expert and thread in registers.
     max_experts=1024,
 )
-# 32-bit activations would need 32-bit products, which no matrix unit has.
+# 32-bit activations would need 32-bit matmuls, which no matrix unit has.
 _PACKED_FACTS: Final = dataclasses.replace(_FACTS, dtypes=frozenset({"bfloat16", "float16"}))
 _BATCHED: Final = frozenset({"batched"})
 
@@ -68,7 +68,7 @@ _WEIGHT_ONLY: Final = tuple(
 
 
 def _stacked(*decorators: Callable[[E], E]) -> Callable[[E], E]:
-    """Decorators as one, the first outermost, so that several classes can make the same claims."""
+    """Stacks decorators into one, the first outermost, so that several classes can share cells."""
 
     def decorate(experts: E) -> E:
         for decorator in reversed(decorators):
@@ -78,39 +78,38 @@ def _stacked(*decorators: Callable[[E], E]) -> Callable[[E], E]:
     return decorate
 
 
-# The support table. One row a rectangle of schemes and platforms; the classes of both activation formats claim it.
+# The support table, one rectangle of schemes and platforms per row; the classes of both activation formats use it.
 _cell: Final = functools.partial(register_moe_backend, name="triton", requires=("triton>=3.6",))
 
 _UNQUANTIZED: Final = _cell(priority=100, quant_schemes=("unquantized",), platforms=_GPUS)
-# Below the backends that were written for one scheme, above restoring weights in front of a matmul. In sweeps on one
-# H200 it took 0.66 of the time that Marlin took on another, in the mean of int4_w4a16_g128 at 1 to 4096 tokens of
-# qwen3-30b-a3b and mixtral-8x7b.
+# Below backends written for one scheme, above dequantizing weights before a matmul. In sweeps of int4_w4a16_g128 at 1
+# to 4096 tokens of qwen3-30b-a3b and mixtral-8x7b it took on average 0.66 of Marlin's time, each on its own H200.
 _PACKED: Final = _cell(priority=60, quant_schemes=_WEIGHT_ONLY, platforms=_GPUS)
 _EMULATED: Final = _stacked(
-    # As the emulation of mxfp8: right, and no faster than 16-bit activations, which beat it wherever these are allowed.
+    # As for mxfp8's emulation: right, but no faster than 16-bit activations, which win wherever they are allowed.
     _cell(priority=20, quant_schemes=("nvfp4",), platforms=_GPUS, tier="emulation"),
     _cell(
         priority=20,
         quant_schemes=("mxfp4_mxfp8",),
         platforms=_GPUS,
         tier="emulation",
-        # float16 cannot hold 65,536, where values from 63,488 round to.
+        # Values from 63,488 round to 65,536, which float16 cannot hold.
         dtypes=("bfloat16",),
     ),
 )
 _CODES: Final = _stacked(
-    # Before weight-only kernels on the same checkpoint, which multiply in 16 bits at half the rate: on an H200
-    # int8_w8a8 took 170 us for 64 tokens of qwen3-30b-a3b and int8_w8a16 194, before either was tuned.
+    # Above weight-only kernels on the same checkpoint, which multiply in 16 bits at half the rate: on an H200, before
+    # either was tuned, 64 tokens of qwen3-30b-a3b took int8_w8a8 170 us and int8_w8a16 194.
     _cell(
         priority=110,
         quant_schemes=("fp8_block128", "fp8_channel_token", "fp8_tensor_static", "fp8_tensor_dynamic"),
         platforms=("cuda:sm89+",),
-        # Tensor cores of Ada and Hopper keep 14 bits or so of sums of 8-bit floats, too few for fp32.
+        # Ada's and Hopper's tensor cores accumulate 8-bit floats in about 14 bits, too few for fp32.
         dtypes=("bfloat16", "float16"),
     ),
     _cell(priority=110, quant_schemes=("int8_w8a8",), platforms=_GPUS),
-    # Neither measured nor run on such a machine yet. Native, but for tiles under 128 rows on sm100, which Triton
-    # restores to bf16, exactly. Triton 3.6 fails to compile it.
+    # Neither measured nor run on such a machine yet. Native, except tiles under 128 rows on sm100, which Triton
+    # dequantizes to bf16, exactly. Triton 3.6 fails to compile it.
     _cell(
         priority=110,
         quant_schemes=("mxfp8",),
@@ -118,7 +117,7 @@ _CODES: Final = _stacked(
         requires=("triton>=3.8",),
         dtypes=("bfloat16", "float16"),
     ),
-    # The same, but sm120 is left to the emulation until one has run it: there Triton 3.8 restores both sides of
+    # Likewise, but sm120 keeps the emulation until a machine has run this: there Triton 3.8 dequantizes both sides of
     # mxfp4_mxfp8 to bf16 in all tiles, and spills.
     _cell(
         priority=110,
@@ -127,7 +126,7 @@ _CODES: Final = _stacked(
         requires=("triton>=3.8",),
         dtypes=("bfloat16", "float16"),
     ),
-    # Hopper has no products of groups with scales: Triton restores both sides to bf16, exactly, and multiplies these.
+    # Hopper has no group-scaled MMA: Triton dequantizes both sides to bf16, exactly, and multiplies those.
     _cell(priority=20, quant_schemes=("mxfp8",), platforms=("cuda:sm90",), tier="emulation"),
 )
 
@@ -137,17 +136,17 @@ class _TritonExperts(LoadedExperts):
 
     @classmethod
     def device_types(cls, platform: Platform) -> tuple[str, ...]:
-        """The platform's, and the CPU where Triton's interpreter was asked for."""
+        """The platform's, plus the CPU under Triton's interpreter."""
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         return (platform.device_type, "cpu") if interpreted else (platform.device_type,)
 
 
 class _InterleavedExperts(_TritonExperts):
-    """Both reduced dimensions padded, rows of gate and up alternating."""
+    """Both reduced dimensions are padded; gate and up rows alternate."""
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        """Sizes beyond the kernels' 32-bit offsets within one expert."""
+        """Refuses sizes beyond the kernels' 32-bit offsets within one expert."""
         rows = problem.activation.num_halves * round_up(problem.intermediate_size, WEIGHT_PAD)
         elements = rows * round_up(problem.hidden_size, WEIGHT_PAD)
         if elements >= 2**31:
@@ -159,10 +158,11 @@ class _InterleavedExperts(_TritonExperts):
 class TritonExperts(_InterleavedExperts):
     """Standard format: two grouped GEMMs over sorted routes with the activation between them, then a reduction.
 
-    Up to 16 tokens need no sort, 8 with packed weights, and the second product of one token adds up its routes itself.
+    Up to 16 tokens (8 with packed weights and few rows per expert) need no sort, and the second GEMM of one token adds
+    up its routes.
 
-    Equal inputs give equal bits: a row of a product does not depend on its place in a tile, no kernel adds
-    atomically, and a token's rows are added in an order that only its choices decide.
+    Equal inputs give equal bits: a result row does not depend on its place in a tile, no kernel adds atomically, and
+    the order in which a token's rows are summed depends only on its experts.
     """
 
     facts = _FACTS
@@ -174,13 +174,13 @@ class TritonExperts(_InterleavedExperts):
         return plain.Standard(self)
 
 
-# This works on the rows that count. torch's batched matmuls (priority 11) work on all of E * max_T rows: with an even
-# routing num_experts / top_k times as many.
+# Works on valid rows only. torch's batched matmuls (priority 11) work on all E * max_T rows: num_experts / top_k times
+# as many under even routing.
 @_UNQUANTIZED
 class TritonBatchedExperts(_InterleavedExperts):
-    """Batched format: the grouped GEMMs of `TritonExperts` over each expert's own rows, which stay where they are.
+    """Batched format: the grouped GEMMs of `TritonExperts` over each expert's rows, in place.
 
-    Rows of `out` past an expert's count hold anything. Equal inputs give equal bits in the others.
+    Rows of `out` past an expert's count are undefined. Equal inputs give equal bits in the others.
     """
 
     facts = dataclasses.replace(_FACTS, activation_formats=_BATCHED)
@@ -195,13 +195,13 @@ class TritonBatchedExperts(_InterleavedExperts):
 
 
 class _PackedExperts(_InterleavedExperts):
-    """Weights stay packed and are restored tile by tile, in registers."""
+    """Weights stay packed and are dequantized tile by tile, in registers."""
 
     layouts = ("packed64_gate_up_interleaved",)
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        """Formats of weights that the kernels do not read, and sizes beyond their 32-bit offsets."""
+        """Refuses weight formats that the kernels do not read, and sizes beyond their 32-bit offsets."""
         fmt = problem.quant.weight
         reasons = [] if fmt is None else _unread_format(fmt)
         return [*reasons, *super().unsupported_reasons(problem, platform)]
@@ -235,9 +235,9 @@ class TritonPackedBatchedExperts(_PackedExperts):
 
 @_EMULATED
 class TritonEmulatedExperts(_PackedExperts):
-    """4-bit float weights with quantized activations, where nothing multiplies these: in 16 bits, exactly.
+    """4-bit float weights with quantized activations where no hardware multiplies them: emulated exactly in 16 bits.
 
-    Standard format: `TritonPackedExperts`, with rows rounded in a launch in front of each GEMM; always sorted.
+    Standard format: `TritonPackedExperts`, with a launch that rounds rows before each GEMM; always sorted.
     """
 
     facts = _PACKED_FACTS
@@ -250,7 +250,7 @@ class TritonEmulatedExperts(_PackedExperts):
 
 @_EMULATED
 class TritonEmulatedBatchedExperts(_PackedExperts):
-    """Batched format: `TritonPackedBatchedExperts`, with rows rounded in a launch in front of each GEMM."""
+    """Batched format: `TritonPackedBatchedExperts`, with a launch that rounds rows before each GEMM."""
 
     facts = dataclasses.replace(_PACKED_FACTS, activation_formats=_BATCHED)
     output_form = "per_expert"
@@ -263,13 +263,13 @@ class TritonEmulatedBatchedExperts(_PackedExperts):
 
 
 class _QuantizedExperts(_TritonExperts):
-    """Codes of weights are multiplied with codes of activations, made on the way."""
+    """Quantizes activations and multiplies them with quantized weights."""
 
     layouts = ("canonical_pad128",)
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        """Sizes beyond the kernels' 32-bit offsets within one expert."""
+        """Refuses sizes beyond the kernels' 32-bit offsets within one expert."""
         rows = problem.activation.num_halves * problem.intermediate_size
         hidden, intermediate = (round_up(size, CODE_PAD) for size in (problem.hidden_size, problem.intermediate_size))
         elements = max(rows * hidden, problem.hidden_size * intermediate)
@@ -280,17 +280,17 @@ class _QuantizedExperts(_TritonExperts):
 
 @_CODES
 class TritonQuantizedExperts(_QuantizedExperts):
-    """8-bit activations and weights and, where hardware scales groups, 4-bit ones.
+    """8-bit activations and weights and, where hardware applies group scales, 4-bit ones.
 
-    Standard format: codes of tokens, two grouped GEMMs of codes with the activation between them, a reduction. The
+    Standard format: quantizes tokens, then two grouped GEMMs with the activation between them and a reduction. The
     intermediate is rounded to the problem's dtype and then quantized: in the first GEMM if a tile holds whole groups or
     the scales are given; otherwise, as when rows have global scales, in a launch between the two. Up to 16 tokens need
     no sort.
 
-    Tokens that arrive as codes with dynamic scales of their own are multiplied as they are.
+    Tokens that arrive quantized, with their own dynamic scales, are multiplied as they are.
 
-    Equal inputs give equal bits: a row of a product does not depend on its place in a tile, a largest magnitude does
-    not depend on an order, no kernel adds atomically, and a token's rows are added in the order of its choices.
+    Equal inputs give equal bits: a result row does not depend on its place in a tile, a maximum does not depend on
+    order, no kernel adds atomically, and a token's rows are summed in the order of its experts.
     """
 
     facts = _FACTS
@@ -302,13 +302,13 @@ class TritonQuantizedExperts(_QuantizedExperts):
         return quantized.Standard(self)
 
 
-# Not measured yet; as in the standard format.
+# Not measured yet; the standard format's priorities.
 @_CODES
 class TritonQuantizedBatchedExperts(_QuantizedExperts):
-    """Batched format: the grouped GEMMs of `TritonQuantizedExperts` over each expert's own rows, which stay in place.
+    """Batched format: the grouped GEMMs of `TritonQuantizedExperts` over each expert's rows, in place.
 
-    Rows of `out` past an expert's count hold anything, and rows of the tokens there have no part in any scale. Equal
-    inputs give equal bits in the others.
+    Rows past an expert's count are undefined in `out` and take no part in any scale. Equal inputs give equal bits in
+    the others.
     """
 
     facts = dataclasses.replace(_FACTS, activation_formats=_BATCHED)

@@ -1,19 +1,18 @@
 """Reads a layer of a Hugging Face checkpoint directory: its problem, its canonical weights, its router.
 
-Only what the layer needs is opened and read: config.json, the index, and the shards that hold its experts and router.
-Shared experts are not read.
+Opens only config.json, the index, and the shards that hold the layer's experts and router. Shared experts are not read.
 
-Words of this package:
+Terms of this package:
 
 - A *projection* is one matrix of an expert, [N,K]: gate, up or down, or gate and up in one.
 - A *storage format* lists the *stored* tensors of a projection, as they are in the files.
 - A stored tensor is converted into the *canonical* rows of a *field* of `ExpertWeights`, such as `w13_scale`.
 - *Codes* are the small integers or floats of quantized weights. A *word* is an int32 that several are packed into.
-- A *part* is a stored tensor, or one row of it, and the expert and field that it is for.
+- A *part* is a stored tensor, or one row of it, with its expert and field.
 - The *manifest* of a layer lists the parts of each of its experts. It is complete before any data is read.
 
-`_files` opens files, `_models` and `_quantization` read the configs, `_manifest` lists what to read, and `_load`
-answers callers. `_save` writes a checkpoint with quantized experts, whose tensors `_compressed_write` makes.
+`_files` opens files, `_models` and `_quantization` read the configs, `_manifest` lists what to read, and `_load` has
+the public functions. `_save` writes a checkpoint with quantized experts, whose tensors `_compressed_write` makes.
 """
 
 from moereg.checkpoints._layer import CheckpointLayer

@@ -1,4 +1,4 @@
-"""`quant_method: compressed-tensors`, what llm-compressor writes: the scheme of each module, and its tensors."""
+"""`quant_method: compressed-tensors`, as llm-compressor writes it: each module's scheme and tensors."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _NO_ACTIVATIONS: Final = "16-bit"
 _ORDERS: Final = ("group", "dynamic", True)
 _NO_ORDERS: Final = ("weight", "static", False, None)
 _STRATEGIES: Final = ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head", None)
-# By weights and activations, as `_describe` spells them.
+# By weights and activations, in the spelling of `_describe`.
 _SCHEMES: Final = {
     ("float8 tensor", "float8 static tensor"): "fp8_tensor_static",
     ("float8 tensor", "float8 dynamic tensor"): "fp8_tensor_dynamic",
-    # One scale for the matrix equals the same scale for each of its rows.
+    # A per-tensor scale equals the same scale for each row.
     ("float8 tensor", "float8 dynamic token"): "fp8_channel_token",
     ("float8 channel", "float8 dynamic token"): "fp8_channel_token",
     ("float8 block 128x128", "float8 dynamic group 128"): "fp8_block128",
@@ -72,14 +72,14 @@ def compressed_tensors_formats(config: Mapping[str, Any]) -> FormatOf:
     """The formats of a checkpoint of this method.
 
     `config_groups` name modules by class, by name or, after `re:`, by a regular expression that matches from the start;
-    the most exact one counts. `ignore` takes modules out of all of them.
+    the most specific one counts. `ignore` excludes modules from all of them.
     Source: quantization/quant_config.py and utils/match.py of compressed-tensors 0.20.0.
 
     Args:
         config: `quantization_config`.
 
     Raises:
-        CheckpointError: A setting is not known; the function that is returned raises it too.
+        CheckpointError: A setting is unknown; the returned function raises it too.
     """
     if config.get("config_groups") is None:
         raise CheckpointError(
@@ -109,7 +109,7 @@ def compressed_tensors_formats(config: Mapping[str, Any]) -> FormatOf:
 
 
 def _matcher(patterns: Patterns, targets: Sequence[str]) -> Callable[[str], int]:
-    """How exactly targets name a module: 3 by its name, 2 by an expression, 1 by its class, 0 not at all."""
+    """How specifically targets name a module: 3 by name, 2 by expression, 1 by class, 0 not at all."""
     names = frozenset(targets)
     expressions = [
         patterns.expression(target, target.removeprefix("re:"))
@@ -126,7 +126,7 @@ def _matcher(patterns: Patterns, targets: Sequence[str]) -> Callable[[str], int]
 
 
 def _format(group: Mapping[str, Any], default: str | None) -> StorageFormat:
-    """The format of the modules of a group."""
+    """The format of a group's modules."""
     layout = read_name(group, "format") or default or ""
     scheme = _scheme(group)
     assert scheme.weight is not None
@@ -154,13 +154,13 @@ def _scheme(group: Mapping[str, Any]) -> QuantScheme:
 
 
 def _describe(group: Mapping[str, Any], side: str) -> str:
-    """`int4 group 128`, `float8 dynamic token`."""
+    """Describes a format, such as `int4 group 128` or `float8 dynamic token`."""
     arguments = read_object(group, side)
     if not arguments:
         return _NO_ACTIVATIONS
     words = [] if read_flag(arguments, "symmetric", default=True) else ["asymmetric"]
     if read_choice(arguments, "actorder", (*_ORDERS, *_NO_ORDERS), None) in _ORDERS:
-        # Groups whose columns are not neighbors. They differ between gate and up, which therefore cannot share w13.
+        # Groups of non-contiguous columns. They differ between gate and up, which therefore cannot share w13.
         words.append("activation-ordered")
     kind = read_choice(arguments, "type", ("float", "int"), None)
     words.append(f"{kind}{read_count(arguments, 'num_bits', maximum=64)}")
@@ -177,19 +177,19 @@ def _describe(group: Mapping[str, Any], side: str) -> str:
     return " ".join(words)
 
 
-# The tensors of a projection's weights.
+# Lists the tensors of a projection's weights.
 _Layout = Callable[[QuantFormat, bool, Projection], Sequence[StoredTensor]]
 _NUMBER: Final = ((1,), ())
 
 
 def _tensors(layout: _Layout, scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
-    """The tensors of a layout, and `input_scale` [1] where activations have a static scale.
+    """The tensors of a layout, and `input_scale` [1] if activations have a static scale.
 
     Args:
         layout: A function of `_LAYOUTS`.
-        scheme: Of the weights and activations.
-        is_tensor: Whether one scale is for the whole projection.
-        projection: Whose tensors they are.
+        scheme: Scheme of weights and activations.
+        is_tensor: Whether the whole projection has one scale.
+        projection: The tensors' projection.
     """
     assert scheme.weight is not None
     tensors = layout(scheme.weight, is_tensor, projection)
@@ -203,7 +203,7 @@ def _tensors(layout: _Layout, scheme: QuantScheme, is_tensor: bool, projection: 
 
 
 def _naive(fmt: QuantFormat, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
-    """`weight` [N,K] e4m3 or int8 and `weight_scale`: [1], [N,1], or one for each block.
+    """`weight` [N,K] e4m3 or int8 and `weight_scale`: [1], [N,1], or one per block.
 
     Source: compressors/naive_quantized/base.py of compressed-tensors 0.20.0.
     """
@@ -218,8 +218,8 @@ def _naive(fmt: QuantFormat, is_tensor: bool, projection: Projection) -> Sequenc
 def _packed_integers(fmt: QuantFormat, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
     """`weight_packed` [N, ceil(K/8)] int32 (8 bits: K/4), `weight_scale` [N,G], `weight_shape`, N and K.
 
-    Codes are signed integers plus 8 (128), packed along K from the lowest bits on; the unused bits of a row's last word
-    are 0. `weight_zero_point` [ceil(N/8), G] int32 has the same offset and is packed along N.
+    Codes are signed integers plus 8 (128), packed along K, lowest bits first; unused bits of a row's last word are 0.
+    `weight_zero_point` [ceil(N/8), G] int32 has the same offset and is packed along N.
     Source: compressors/pack_quantized of compressed-tensors 0.20.0.
     """
     rows, columns, num_groups = *projection.shape, projection.num_groups(fmt.group[1])
@@ -236,9 +236,9 @@ def _packed_integers(fmt: QuantFormat, is_tensor: bool, projection: Projection) 
 
 
 def _unpacked_int4(fmt: QuantFormat, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
-    """`weight` [N,K] int8 from -8 to 7, `weight_scale` and `weight_zero_point` [N,G], the latter alike.
+    """`weight` [N,K] int8 from -8 to 7, `weight_scale` and `weight_zero_point` [N,G], the latter in the same range.
 
-    compressed-tensors 0.20.0 stores integers with quantized activations like this, unless it is told another format.
+    compressed-tensors 0.20.0 stores integers with quantized activations like this, unless told another format.
     Source: compressors/format.py and compressors/naive_quantized/base.py of compressed-tensors 0.20.0.
     """
     groups = ((projection.rows, projection.num_groups(fmt.group[1])),)
@@ -253,7 +253,7 @@ def _unpacked_int4(fmt: QuantFormat, is_tensor: bool, projection: Projection) ->
 def _nvfp4(fmt: QuantFormat, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
     """`weight_packed` [N,K/2] uint8, low nibble the even column, `weight_scale` [N,K/16] e4m3 and two global scales.
 
-    Quantizing multiplies by `weight_global_scale` and `input_global_scale` [1] fp32, so restoring divides by them.
+    Quantizing multiplies by `weight_global_scale` and `input_global_scale` [1] fp32, so dequantizing divides by them.
     Source: compressors/nvfp4 and quantization/lifecycle/forward.py of compressed-tensors 0.20.0.
     """
     groups = (projection.rows, projection.num_groups(16))
@@ -331,4 +331,4 @@ _LAYOUTS: Final[Mapping[tuple[str, str, str], _Layout]] = MappingProxyType(
         ("mxfp8-quantized", "float8_e4m3fn", "float8_e8m0fnu"): _mx,
     }
 )
-"""By the config's `format`, the element type and the type of the group scales."""
+"""Layouts by the config's `format`, the element type and the group scales' type."""

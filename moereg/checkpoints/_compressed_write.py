@@ -1,7 +1,6 @@
-"""Writes what `_compressed_tensors` reads: the tensors of a projection and the config, out of canonical weights.
+"""Writes what `_compressed_tensors` reads: the config, and a projection's tensors from canonical weights.
 
-The reader's own list of stored tensors says what to write, and its own conversion is what a written tensor is checked
-with. So what is written is what is read.
+The reader's list of stored tensors says what to write, and its conversion checks each written tensor.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from moereg.weights.permuted import ExpertWeights
 
 
 def quantization_config(scheme: QuantScheme, targets: Sequence[str]) -> dict[str, Any]:
-    """`quantization_config` of a checkpoint whose experts have that scheme, and nothing else is quantized.
+    """Makes `quantization_config` for a checkpoint in which only the experts are quantized, with that scheme.
 
     Source: QuantizationConfig.to_dict of compressed-tensors 0.20.0.
 
     Args:
-        scheme: With quantized weights.
+        scheme: A scheme with quantized weights.
         targets: Names of the modules, or `re:` and an expression for them.
 
     Raises:
@@ -55,14 +54,14 @@ def quantization_config(scheme: QuantScheme, targets: Sequence[str]) -> dict[str
 
 
 def storage_of(config: Mapping[str, Any], scheme: QuantScheme) -> StorageFormat:
-    """The format that the reader takes a config of `quantization_config` for, which a writer has to follow.
+    """The format in which the reader understands a config of `quantization_config`; the writer follows it.
 
     Raises:
-        CheckpointError: The reader takes it for that of another scheme, or of none.
+        CheckpointError: The reader finds another scheme in it, or none.
     """
     group = next(iter(config["config_groups"].values()))
     try:
-        # Any name stands for the modules here: the expressions of the config may speak of others.
+        # Replaces the targets by a fixed name, since their expressions may not match it.
         found = compressed_tensors_formats({**config, "config_groups": {"0": {**group, "targets": ["any"]}}})("any")
         if found is None or found.scheme != scheme:
             raise CheckpointError("read as another scheme")
@@ -81,7 +80,7 @@ def _layout(scheme: QuantScheme) -> str:
         return "nvfp4-pack-quantized" if fmt.global_scale else "mxfp4-pack-quantized"
     if fmt.dtype.startswith("float8"):
         return "mxfp8-quantized" if fmt.scale_dtype == "float8_e8m0fnu" else "float-quantized"
-    # vLLM reads 4-bit integers packed, also beside quantized activations.
+    # vLLM reads 4-bit integers packed, even with quantized activations.
     return "pack-quantized" if scheme.activation is None or fmt.bits == 4 else "int-quantized"
 
 
@@ -117,7 +116,7 @@ def quantize_as_stored(
     a13_scale: torch.Tensor | None = None,
     a2_scale: torch.Tensor | None = None,
 ) -> ExpertWeights:
-    """`quantize_weights` with scales that survive being stored, so that what is measured is what is written.
+    """Like `quantize_weights`, with scales that survive storing, so that measurements hold for the written checkpoint.
 
     The dtype is the checkpoint's; other arguments and errors are those of `quantize_weights`.
     """
@@ -128,17 +127,17 @@ def quantize_as_stored(
         role = TENSOR_ROLES[name]
         if role == "scale" and scheme.weight.scale_dtype == "float32":
             tensors[name] = tensor.float()
-        # A number whose inverse is rounded comes back from it as its neighbor at most, and from then on as itself.
+        # The stored inverse is rounded. Inverting twice reaches a number that survives further round trips.
         if scheme.weight.global_scale and role in ("scale_2", "activation_scale"):
             tensors[name] = 1 / (1 / tensor)
     return ExpertWeights(**tensors, quant=scheme)
 
 
 def _with_stored_scales(scheme: QuantScheme, dtype: torch.dtype) -> QuantFormat:
-    """The weights' format with scales as a checkpoint of a dtype has them.
+    """The weights' format with the scales that a checkpoint of that dtype stores.
 
-    Scales of packed integers have the model's dtype: their readers multiply restored weights in it, or round to it.
-    Those of 8-bit weights stay fp32, as their readers keep them.
+    Packed integers' scales have the model's dtype, since readers multiply in it or round to it. 8-bit weights' scales
+    stay fp32, since readers keep them so.
     """
     fmt = scheme.weight
     assert fmt is not None
@@ -150,14 +149,14 @@ def _with_stored_scales(scheme: QuantScheme, dtype: torch.dtype) -> QuantFormat:
 def projection_rows(
     weights: ExpertWeights, expert: int, matrix: str, half: int | None
 ) -> dict[TensorRole, torch.Tensor]:
-    """The canonical tensors of one projection of an expert, by role, as views; a half is 0 gate, 1 up, None for all."""
+    """Views of one projection's canonical tensors, by role; half 0 is gate, 1 up, None the whole matrix."""
     found: dict[TensorRole, torch.Tensor] = {}
     for role in get_args(TensorRole):
         tensor = weights.tensors().get(tensor_name(matrix, role))
         if tensor is None or role == "bias":
             continue
         one = tensor[expert] if tensor.dim() else tensor
-        # One number for the matrix is both halves'; gate and up read the same input, which has one scale.
+        # A per-tensor scale is that of both halves; gate and up have the same input and input scale.
         if half is not None and one.dim():
             one = one.chunk(2)[half]
         found[role] = one.reshape(()) if one.numel() == 1 and role in ("scale_2", "activation_scale") else one
@@ -167,14 +166,14 @@ def projection_rows(
 def stored_tensors(
     storage: StorageFormat, projection: Projection, canonical: Mapping[TensorRole, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The tensors stored for a projection, by their name in the checkpoint.
+    """The tensors to store for a projection, by their names in the checkpoint.
 
     Args:
-        storage: As `storage_of` gives it.
+        storage: The result of `storage_of`.
         projection: Its name and sizes.
-        canonical: As `projection_rows` gives it, of weights from `quantize_as_stored`, calibrated where activations
+        canonical: The result of `projection_rows` for weights from `quantize_as_stored`, calibrated if activations
             have scales.
-        dtype: Of the checkpoint.
+        dtype: The checkpoint's dtype.
 
     Returns:
         Contiguous tensors on the CPU, no two of which share memory.
@@ -208,12 +207,12 @@ def _stored(tensor: StoredTensor, value: torch.Tensor, fmt: QuantFormat, project
     if value.dtype == torch.float8_e8m0fnu:
         return value.contiguous().view(torch.uint8)
     stored = value.reshape(tensor.shapes[0])
-    # Gate and up have one number in common, and a file has no tensors that share memory.
+    # Cloned: gate and up may share a number, but a file's tensors must not share memory.
     return stored.clone() if stored.numel() == 1 else stored
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
-    """Bytes [R,B] uint8 in words [R,ceil(B/4)] int32, lowest first; unused bytes are 0."""
+    """Packs bytes [R,B] uint8 into words [R,ceil(B/4)] int32, lowest first; unused bytes are 0."""
     return torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4)).contiguous().view(torch.int32)
 
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: config.json, and safetensors files, which are opened when they are needed."""
+"""Reads a checkpoint directory: config.json, and safetensors files, opened when needed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from moereg.runtime.memory import format_bytes
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 _MODEL_OPT: Final = "hf_quant_config.json"
-# Bytes, ten times what published models have: a list of quantized modules, and an index of 200,000 tensors.
+# Bytes, ten times the largest published: a list of quantized modules, and an index of 200,000 tensors.
 _LARGEST_CONFIG: Final = 16 * 2**20
 _LARGEST_INDEX: Final = 256 * 2**20
-# The limit that safetensors has.
+# safetensors' own limit.
 _LARGEST_HEADER: Final = 100_000_000
 # Loading a pickle runs its code, so pickles are named in the error and never opened.
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth")
-# Dtypes that formats of fused experts store.
+# Dtypes of fused experts' formats.
 _ROW_DTYPES: Final = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -43,7 +43,7 @@ _ROW_DTYPES: Final = {
 
 @dataclasses.dataclass(frozen=True)
 class TensorHeader:
-    """A tensor's entry in the header of a file; the dtype as safetensors spells it, e.g. `BF16`."""
+    """A tensor's entry in a file's header; the dtype in safetensors' spelling, such as `BF16`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -108,7 +108,7 @@ class CheckpointFiles(contextlib.ExitStack):
                         "config.json from the model's publisher"
                     )
                 return quantization, "config.json"
-        # ModelOpt writes a separate file, and some of its exports do not touch config.json.
+        # ModelOpt writes a separate file, and some of its exports leave config.json as it was.
         model_opt_path = self.find(_MODEL_OPT)
         if model_opt_path is None:
             return None
@@ -150,12 +150,12 @@ class CheckpointFiles(contextlib.ExitStack):
             return TensorHeader(view.get_dtype(), tuple(view.get_shape()), file)
 
     def read(self, name: str, row: int | None = None, num_rows: int | None = None) -> torch.Tensor:
-        """The tensor, or a row of it, or a part of so many rows, on the CPU.
+        """Reads a tensor, one of its rows, or consecutive parts of `num_rows` rows, to the CPU.
 
-        A single row comes without that dimension.
+        A single row lacks that dimension.
         """
         file = self._file_of(name)
-        # Otherwise rows would be made on the default device, whichever the caller has set.
+        # Otherwise rows would be made on the caller's default device.
         with _named_errors(self.path / file), torch.device("cpu"):
             shard = self._shard(file)
             if row is not None:
@@ -194,7 +194,7 @@ class CheckpointFiles(contextlib.ExitStack):
 
     def shard_path(self, file: str) -> Path:
         """The file of that name in the index."""
-        # A stranger's index must not reach files outside the checkpoint.
+        # An untrusted index must not reach files outside the checkpoint.
         if Path(file).name != file:
             raise CheckpointError(f"{INDEX} must name files of its own directory, got {shown(file)}; download it again")
         found = self.find(file)
@@ -218,7 +218,7 @@ class CheckpointFiles(contextlib.ExitStack):
             return self._shards[file]
         shard_path = self.shard_path(file)
         with _named_errors(shard_path):
-            # Not mapped: a process is killed when it reads from a mapping beyond the end of a file that got shorter.
+            # Not mapped: reading a mapping past the end of a file that another process truncated kills this process.
             shard = self.enter_context(safe_open(shard_path, framework="pt", backend="pread"))
             self._rows[file] = self.enter_context(_ShardRows(shard_path))
         self._shards[file] = shard
@@ -226,10 +226,10 @@ class CheckpointFiles(contextlib.ExitStack):
 
 
 class _ShardRows(contextlib.ExitStack):
-    """Reads rows of tensors in a file that safetensors has opened and found valid.
+    """Reads rows of tensors in a file that safetensors has opened and validated.
 
-    safetensors reads the whole tensor for each row unless it maps the file. But a process is killed when it reads a
-    mapping behind the end of a file that another process has cut off.
+    safetensors reads the whole tensor for each row unless it maps the file, but reading a mapping of a truncated file
+    kills the process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -238,7 +238,7 @@ class _ShardRows(contextlib.ExitStack):
         self.callback(os.close, self._file)
 
     def read(self, name: str, row: int, dtype: str, shape: Sequence[int], num_rows: int | None) -> torch.Tensor:
-        """A row along dim 0, or a part of several rows; nothing else is read."""
+        """Reads only one row along dim 0, or one part of several rows."""
         shape_read = (*(() if num_rows is None else (num_rows,)), *shape[1:])
         num_bytes = math.prod(shape_read) * _ROW_DTYPES[dtype].itemsize
         try:
@@ -248,15 +248,15 @@ class _ShardRows(contextlib.ExitStack):
             if (entry["dtype"], entry["shape"]) != (dtype, list(shape)) or not 0 <= start < 2**62:
                 raise ValueError(name)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            # safetensors found the header valid, so somebody has written to it since, and half of a header raises any
-            # error that JSON knows.
+            # safetensors validated the header, so the file was written since, and half a header can raise any of
+            # JSON's errors.
             raise SafetensorError(f"its header changed while {name} was read") from error
         stored = self._read(data_start + start + row * num_bytes, num_bytes)
         return stored.view(_ROW_DTYPES[dtype]).view(shape_read)
 
     @functools.cached_property
     def _header(self) -> tuple[Mapping[str, Any], int]:
-        """The header, and the place of the data behind it. The format is its length in 8 bytes, itself, the data."""
+        """The header, and the offset of the data. The file has the header's length in 8 bytes, the header, the data."""
         num_bytes = int.from_bytes(self._read(0, 8).numpy().tobytes(), "little")
         if num_bytes > _LARGEST_HEADER:
             raise ValueError(num_bytes)
@@ -275,7 +275,7 @@ class _ShardRows(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def _named_errors(shard_path: Path) -> Iterator[None]:
-    """Names the file in errors of safetensors, which do not."""
+    """Adds the file's name to safetensors' errors, which lack it."""
     try:
         yield
     except (SafetensorError, OSError) as error:

@@ -1,4 +1,4 @@
-"""How checkpoints store a matrix of an expert: what the readers of `quant_method`s answer with."""
+"""How checkpoints store an expert's matrix: the results of the readers of `quant_method`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moereg.spec.quant_schemes import WHOLE, QuantScheme, TensorRole
 
 FLOATS: Final = ("BF16", "F16", "F32")
 FP8_BLOCK: Final = 128
-"""Rows and columns that share a scale of e4m3 codes in blocks."""
+"""Rows and columns per scale of e4m3 codes in blocks."""
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -40,10 +40,10 @@ class Projection:
         return self.rows, self.columns
 
     def num_groups(self, size: int) -> int:
-        """Groups of so many columns in a row; `WHOLE` means all of them.
+        """Number of groups of that many columns per row; `WHOLE` means all columns.
 
         Raises:
-            CheckpointError: They do not cover it.
+            CheckpointError: The columns are not a multiple of the group.
         """
         size = self.columns if size == WHOLE else size
         if self.columns % size:
@@ -55,7 +55,7 @@ class Projection:
 
 
 def as_is(stored: torch.Tensor) -> torch.Tensor:
-    """The stored tensor is canonical already."""
+    """Returns the stored tensor, which is canonical already."""
     return stored
 
 
@@ -64,13 +64,13 @@ class StoredTensor:
     """One tensor that a format stores for a projection.
 
     Attributes:
-        suffix: What its name adds to the module's; begins with its dot, if any.
-        shapes: Accepted shapes, of one expert.
-        dtypes: Accepted dtypes, as safetensors spells them.
-        role: What it is to w13 or w2 in `ExpertWeights`; None if the tensor is only checked.
-        convert: Makes canonical rows of that field from the stored tensor. Raises CheckpointError where its numbers
+        suffix: Suffix of its name after the module's, with its dot, if any.
+        shapes: Accepted shapes for one expert.
+        dtypes: Accepted dtypes in safetensors' spelling.
+        role: Its role for w13 or w2 in `ExpertWeights`; None if the tensor is only checked.
+        convert: Makes canonical rows of that field from the stored tensor. Raises CheckpointError if its values
             contradict the format.
-        required: Whether the tensor has to be there.
+        required: Whether the tensor must exist.
     """
 
     suffix: str
@@ -88,8 +88,8 @@ class StorageFormat:
     Attributes:
         name: For errors; formats of one name are equal.
         scheme: Scheme of the weights.
-        tensors: Lists the stored tensors of a projection. Raises CheckpointError where its sizes do not fit.
-        is_fused: Whether all experts are in one tensor, with dim 0 the expert.
+        tensors: Lists the stored tensors of a projection. Raises CheckpointError if its sizes do not fit.
+        is_fused: Whether one tensor has all experts, along dim 0.
     """
 
     name: str
@@ -99,11 +99,11 @@ class StorageFormat:
 
 
 FormatOf = Callable[[str], "StorageFormat | None"]
-"""The format of a module, by its name in the checkpoint; None if it is unquantized."""
+"""Maps a module's name in the checkpoint to its format; None if it is unquantized."""
 
 
 def unquantized_format(is_fused: bool, is_transposed: bool) -> StorageFormat:
-    """Weights of 16 or 32 bits, stored as [N,K], or as [K,N] where transposed."""
+    """The format of 16- or 32-bit weights stored as [N,K], or as [K,N] if transposed."""
 
     def tensors(projection: Projection) -> Sequence[StoredTensor]:
         shape, convert = (projection.shape[::-1], transposed) if is_transposed else (projection.shape, as_is)
@@ -113,17 +113,17 @@ def unquantized_format(is_fused: bool, is_transposed: bool) -> StorageFormat:
 
 
 def transposed(stored: torch.Tensor) -> torch.Tensor:
-    """Rows and columns change places."""
+    """Swaps rows and columns."""
     return stored.mT
 
 
 def one_number(stored: torch.Tensor) -> torch.Tensor:
-    """A number that is stored as [1] or [], as []."""
+    """Reshapes a number stored as [1] or [] to []."""
     return stored.reshape(())
 
 
 def exponents(stored: torch.Tensor) -> torch.Tensor:
-    """Bytes with bias 127 are the codes of e8m0."""
+    """Views bytes as e8m0, whose exponent bias is 127."""
     return stored.view(torch.float8_e8m0fnu)
 
 
@@ -136,12 +136,12 @@ def word_bytes(words: torch.Tensor) -> torch.Tensor:
 
 
 def canonical_zero_points(words: torch.Tensor, rows: int) -> torch.Tensor:
-    """Packs the zero points of N rows along their groups, [N, ceil(G/2)], out of words along rows, [G, ceil(N/8)]."""
+    """Repacks zero points from words along rows, [G, ceil(N/8)], to bytes along groups, [N, ceil(G/2)]."""
     return pack_nibbles(unpack_nibbles(word_bytes(words), rows).mT)
 
 
 def block_tensors(projection: Projection, scale_name: str) -> Sequence[StoredTensor]:
-    """The e4m3 codes of a projection and the scales of their blocks, whose tensor's name follows the module's.
+    """A projection's e4m3 codes and block scales; `scale_name` follows the module's name.
 
     Raises:
         CheckpointError: Gate and up would share a block in w13.

@@ -1,4 +1,4 @@
-"""A layer that was read: its experts, and the router that feeds them."""
+"""A layer read from a checkpoint: its experts and its router."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from moereg.weights.permuted import ExpertWeights
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class CheckpointLayer:
-    """The routed experts of one layer of a checkpoint, and the router that feeds them.
+    """The routed experts of one layer of a checkpoint, and its router.
 
     Attributes:
         problem: The layer, in the dtype that it was loaded in.
-        weights: Canonical, local experts only; quantized where the checkpoint is.
-        model_type: As config.json says it; for multimodal models that of the language model.
+        weights: Canonical weights of local experts; quantized if the checkpoint is.
+        model_type: The type in config.json; for multimodal models the language model's.
         layer: Index in the whole model.
         router: How the model routes.
-        router_weight: [E,H], all experts, in the problem's dtype; fp32 where `router.fp32_weight`.
+        router_weight: [E,H], all experts, in the problem's dtype; fp32 if `router.fp32_weight`.
         router_bias: [E] in the problem's dtype, or None.
-        correction_bias: [E] fp32, DeepSeek-V3's bias for the choice, or None.
-        ep_rank: Local experts are those from `ep_rank * num_local_experts` on.
-        has_shared_experts: Whether the model's layer also has experts that take every token. They are not in this
-            layer: the model combines their output with the kernel's.
+        correction_bias: [E] fp32, DeepSeek-V3's bias for choosing experts, or None.
+        ep_rank: Local experts start at `ep_rank * num_local_experts`.
+        has_shared_experts: Whether the model's layer also has experts that take every token. They are not part of
+            this layer: the model combines their output with the kernel's.
     """
 
     problem: MoEProblem
@@ -47,7 +47,7 @@ class CheckpointLayer:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Lines on what a user of this layer has to know; mostly none."""
+        """Notes for the layer's user, one line each; usually none."""
         if not self.has_shared_experts:
             return ()
         return (
@@ -71,15 +71,15 @@ class CheckpointLayer:
 
     @in_plain_torch
     def route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Routes as the checkpoint's own router does, logits in the dtype that the model computes them in.
+        """Routes tokens like the checkpoint's own router, with logits in the model's dtype for them.
 
         Args:
             hidden_states: [T,H] in the problem's dtype, on the weights' device.
 
         Returns:
             topk_weights [T,K] fp32 and topk_ids [T,K] int32, global experts. Models that round the weights to the
-            dtype of their logits differ by that rounding, and those that round scores before they choose (DeepSeek-V4,
-            LFM2, Mistral 4 and DBRX in transformers) take another of two near experts in 16 bits.
+            logits' dtype differ by that rounding, and those that round scores before choosing (DeepSeek-V4, LFM2,
+            Mistral 4 and DBRX in transformers) may choose another expert in 16 bits if two are nearly tied.
 
         Raises:
             ValueError: hidden_states have another shape, dtype or device.
@@ -97,10 +97,10 @@ class CheckpointLayer:
         return self.router.route(logits, self.correction_bias)
 
     def make_kernel(self, selection: Selection | None = None, **keywords: Any) -> MoEKernel:
-        """`moereg.make_kernel` for this layer and the rank whose experts it holds.
+        """Calls `moereg.make_kernel` for this layer and its rank.
 
         Args:
-            selection: From `select_backend(layer.problem)`; made here where None.
-            **keywords: As `make_kernel` takes them, but for `ep_rank`.
+            selection: From `select_backend(layer.problem)`; made here if None.
+            **keywords: Arguments of `make_kernel` except `ep_rank`.
         """
         return make_kernel(self.problem, self.weights, selection, ep_rank=self.ep_rank, **keywords)

@@ -1,4 +1,4 @@
-"""Answers callers: which layers have experts, what problem one is, and its canonical weights."""
+"""Lists the layers with experts, and reads a layer's problem and canonical weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
-# Keywords of a problem that a checkpoint does not decide; all others are its facts.
+# Problem fields that a checkpoint does not decide; it fixes all others.
 _OVERRIDES: Final = (
     "activation_format",
     "deterministic",
@@ -33,7 +33,7 @@ _OVERRIDES: Final = (
 
 
 def moe_layers(path: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Indices of the layers that have experts, ascending. Reads config.json only.
+    """Indices of the layers with experts, ascending. Reads only config.json.
 
     Raises:
         CheckpointError: There is no readable config.json of a known model type.
@@ -43,16 +43,16 @@ def moe_layers(path: str | os.PathLike[str]) -> tuple[int, ...]:
 
 
 def read_problem(path: str | os.PathLike[str], layer: int, **overrides: Any) -> MoEProblem:
-    """The problem that a layer of a checkpoint is, from config.json and tensor headers; no tensor data is read.
+    """Reads the problem of a checkpoint's layer from config.json and tensor headers, without tensor data.
 
     Args:
         path: Checkpoint directory, or a name as `load_experts` takes it.
         layer: Index in the whole model.
-        overrides: Keywords of `MoEProblem` that a checkpoint does not decide, such as dtype or max_num_tokens.
+        overrides: Fields of `MoEProblem` that a checkpoint does not decide, such as dtype or max_num_tokens.
 
     Raises:
         CheckpointError: The layer cannot be read; the message says why.
-        RequestError: An override contradicts a fact of the checkpoint.
+        RequestError: An override contradicts the checkpoint.
         ValueError: An override's value does not fit the layer.
     """
     if facts := sorted(set(overrides) - set(_OVERRIDES)):
@@ -77,25 +77,25 @@ def load_experts(
 ) -> CheckpointLayer:
     """Reads the routed experts and the router of one layer.
 
-    Experts are read one by one into the canonical tensors, so that the peak is the layer and one expert.
+    Experts are read one by one into the canonical tensors, so peak memory is the layer plus one expert.
 
     Args:
         path: Checkpoint directory, or the name of a model that the Hub's local cache holds, such as
             `Qwen/Qwen3-30B-A3B`; a path that exists is a path.
         layer: Index in the whole model.
-        dtype: Dtype to load in, or to run quantized experts in; the checkpoint's where None.
-        device: Where to load to.
-        max_memory_fraction: Share of the device's free memory that the layer may take.
-        num_local_experts: Experts of this rank; all where None.
-        ep_rank: Which experts: those from `ep_rank * num_local_experts` on. Other experts' shards are not opened.
-        progress: Called after each expert, with how many have been read and how many there are.
+        dtype: Dtype to load in, or to run quantized experts in; None means the checkpoint's.
+        device: Device to load to.
+        max_memory_fraction: Largest share of the device's free memory for the layer.
+        num_local_experts: Experts of this rank; None means all.
+        ep_rank: Selects the experts from `ep_rank * num_local_experts` on. Other experts' shards are not opened.
+        progress: Called after each expert with the number read and the total.
 
     Returns:
         The layer; its tensors do not alias the files.
 
     Raises:
         CheckpointError: The layer cannot be read; the message says why.
-        TooLargeError: The layer would not fit in the memory that is free.
+        TooLargeError: The layer would not fit in free memory.
         ValueError: The rank's experts are not experts of the layer, or an argument is out of range.
 
     Example:
@@ -161,7 +161,7 @@ def load_experts(
 
 
 def _field_specs(problem: MoEProblem, fields: Container[str | None]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the fields of `ExpertWeights` that the layer has. Gate and up keep separate scales."""
+    """Shapes and dtypes of the layer's fields of `ExpertWeights`. Gate and up keep separate scales."""
     rows = problem.quant.tensor_rows(
         problem.num_local_experts,
         problem.hidden_size,
@@ -182,7 +182,7 @@ def _field_specs(problem: MoEProblem, fields: Container[str | None]) -> dict[str
 def _check_fits(
     subject: str, expert_bytes: int, num_experts: int, dtype: str, device: torch.device, max_fraction: float
 ) -> None:
-    """Checks that the experts, and one more while they are read, fit, before anything is allocated."""
+    """Checks before allocating that the experts fit, plus one more while they are read."""
     free_bytes = free_memory_bytes(device)
     if free_bytes is None or expert_bytes * (num_experts + 1) <= max_fraction * free_bytes:
         return

@@ -1,6 +1,6 @@
-"""The manifest of a layer: the parts of its experts, found and checked against config.json by their headers.
+"""The manifest of a layer: finds its experts' parts and checks their headers against config.json.
 
-No tensor data is read.
+Reads no tensor data.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from moereg.spec.quant_schemes import tensor_name
 from moereg.weights.checks import check_scale
 from moereg.weights.layouts import deinterleave_gate_up
 
-# What names of layers begin with: in language models, in old and new multimodal ones, in models saved without a head,
-# in Qwen3-Omni, in Nemotron-H and in what is built around it, and in DBRX.
+# Prefixes of layer names: language models, old and new multimodal models, models saved without a head, Qwen3-Omni,
+# Nemotron-H and models built around it, and DBRX.
 _LAYERS: Final = (
     "model.layers.",
     "model.language_model.layers.",
@@ -38,7 +38,7 @@ _LAYERS: Final = (
     "llm.model.layers.",
     "transformer.blocks.",
 )
-# A module of experts that take every token, in the block or beside it.
+# A module of shared experts, inside the block or next to it.
 _SHARED: Final = re.compile(r"(?:^|\.)(shared?_(?:expert|mlp)\w*)")
 # An expert's index in a tensor's name.
 _INDEX: Final = re.compile("[0-9]{1,9}")
@@ -47,7 +47,7 @@ _DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 @dataclasses.dataclass(frozen=True)
 class LayerSizes:
-    """The sizes that shapes of stored tensors follow from: E of the whole layer, H and I."""
+    """The sizes that determine stored shapes: E of the whole layer, H and I."""
 
     num_experts: int
     hidden_size: int
@@ -60,11 +60,11 @@ class ExpertPart:
 
     Attributes:
         name: The tensor's name in the checkpoint.
-        tensor: How it is stored, with the shapes of all experts where it is fused.
-        matrix: `w13` or `w2`, which it belongs to.
-        half: Which half of the expert's w13 it is: 0 gate, 1 up; None if it is the whole field.
-        row: Row of the fused tensor; None if the tensor belongs to this expert alone.
-        num_rows: Rows of it that are this expert's, of which `row` counts; None if it is one, without that dimension.
+        tensor: How it is stored; if fused, with the shapes of all experts.
+        matrix: Its matrix, `w13` or `w2`.
+        half: Half of the expert's w13: 0 gate, 1 up; None for the whole field.
+        row: Row of the fused tensor; None if the tensor is this expert's alone.
+        num_rows: Rows per expert, in units of which `row` counts; None means one row without that dimension.
         is_interleaved: Whether gate and up rows alternate.
     """
 
@@ -78,25 +78,25 @@ class ExpertPart:
 
     @property
     def field(self) -> str | None:
-        """Field of `ExpertWeights` that it becomes; None where the tensor is only checked."""
+        """Its field of `ExpertWeights`; None if the tensor is only checked."""
         return None if self.tensor.role is None else tensor_name(self.matrix, self.tensor.role)
 
     def copy_to(self, fields: Mapping[str, torch.Tensor], expert: int, stored: torch.Tensor) -> None:
-        """Writes the canonical rows of what is stored into the expert's slice of the field.
+        """Converts a stored tensor and writes it into the expert's slice of the field.
 
         Args:
-            fields: Canonical tensors, by field of `ExpertWeights`; the one of this part is written to.
+            fields: Canonical tensors, by field of `ExpertWeights`; this part's is written.
             expert: Index in them.
-            stored: The tensor, or the row of it, as the file has it.
+            stored: The tensor, or its row, as stored.
 
         Raises:
-            ValueError: Its numbers contradict its format.
+            ValueError: Its values contradict its format.
         """
         canonical = self.tensor.convert(stored)
         if self.field is None:
             return
         if self.tensor.role in ("scale", "scale_2", "activation_scale"):
-            # Checked here, where every part is on the CPU and gate and up are still apart.
+            # Checked while every part is on the CPU and gate and up are still separate.
             check_scale(self.field, canonical)
         rows = fields[self.field][expert]
         if self.is_interleaved:
@@ -106,21 +106,21 @@ class ExpertPart:
         elif rows.dim():
             rows.chunk(2)[self.half].copy_(canonical)
         else:
-            # Gate and up read the same input, which has one scale: the larger, under which neither saturates.
+            # Gate and up share an input, which gets the larger scale, so that neither saturates.
             rows.copy_(canonical if self.half == 0 else torch.maximum(rows, canonical.to(rows)))
 
 
 def list_projections(
     model: ModelType, sizes: LayerSizes | MoEProblem, root: str, expert: int, fused: FusedNames | None
 ) -> Iterator[tuple[str, int | None, Projection]]:
-    """The projections of an expert, each with its matrix and its half of it.
+    """The projections of an expert, each with its matrix and half.
 
     Args:
         model: The model's type.
         sizes: H and I.
-        root: What names of the block begin with, up to and with a dot.
+        root: Prefix of the block's names, including the dot.
         expert: Global index.
-        fused: Names of the tensors that hold all experts; None if each expert has its own.
+        fused: Names of the tensors with all experts; None if each expert has its own.
     """
     if fused is None:
         assert model.projections is not None
@@ -136,16 +136,16 @@ def list_projections(
 
 @dataclasses.dataclass(frozen=True)
 class LayerManifest:
-    """A layer whose tensors are all there, in one dtype and with the sizes that config.json says.
+    """A layer whose tensors all exist, in one dtype and with config.json's sizes.
 
     Attributes:
-        model_type: As config.json says it.
+        model_type: The type in config.json.
         model: Its row of the table.
-        problem: With the scheme and dtype of the stored tensors.
+        problem: The layer, with the scheme and dtype of the stored tensors.
         router: How it routes.
-        root: What names of the block begin with, up to and with a dot.
-        parts: What to read, by local expert.
-        router_weight, router_bias, correction_bias: Tensor names, None where the model has none.
+        root: Prefix of the block's names, including the dot.
+        parts: Parts to read, by local expert.
+        router_weight, router_bias, correction_bias: Tensor names, None if the model has none.
         has_shared_experts: Whether the layer has experts that take every token.
     """
 
@@ -162,10 +162,10 @@ class LayerManifest:
 
 
 def find_model(files: CheckpointFiles) -> tuple[str, ModelType]:
-    """The name of the model type, as config.json has it, and its row of the table.
+    """The model type's name in config.json, and its row of the table.
 
     Raises:
-        CheckpointError: It is missing, not known, or refused; the message says why and what to do.
+        CheckpointError: It is missing, unknown or refused; the message says why and what to do.
     """
     model_type = files.config.get("model_type")
     config_path = files.path / "config.json"
@@ -179,7 +179,7 @@ def find_model(files: CheckpointFiles) -> tuple[str, ModelType]:
 
 
 def moe_layer_indices(files: CheckpointFiles) -> tuple[int, ...]:
-    """The layers that have experts, ascending.
+    """The layers with experts, ascending.
 
     Raises:
         CheckpointError: config.json does not say which layers have experts.
@@ -195,10 +195,10 @@ def list_layer(
     """Finds the tensors of a layer and checks their headers.
 
     Args:
-        files: Checkpoint.
+        files: The checkpoint.
         layer: Index in the whole model.
-        num_local_experts: Experts of this rank; all where None. Only their shards are opened.
-        ep_rank: Which experts: those from `ep_rank * num_local_experts` on.
+        num_local_experts: Experts of this rank; None means all. Only their shards are opened.
+        ep_rank: Selects the experts from `ep_rank * num_local_experts` on.
 
     Raises:
         CheckpointError: The layer cannot be read; the message says why.
@@ -224,7 +224,7 @@ def list_layer(
     fused = model.fused[-1] if fused is None and storage.is_fused else fused
     headers: dict[str, TensorHeader] = {}
     parts = []
-    # One expert after the other, so that the first missing tensor ends it.
+    # Expert by expert, so that the first missing tensor stops it.
     for expert in experts:
         with config_errors(files):
             listed = list(_list_parts(model, sizes, storage, root, expert, fused))
@@ -235,7 +235,7 @@ def list_layer(
     router_weight = f"{router_root}weight"
     router_bias = f"{router_root}bias" if model.has_bias else None
     own_biases = _bias_names((model,), layer_root, root) if router.has_correction_bias else []
-    # If there is none, the check of its header finds the usual name missing.
+    # If there is none, checking headers reports the usual name as missing.
     correction_bias = next((name for name in own_biases if name in files.file_of), next(iter(own_biases), None))
     bias_shape = (sizes.num_experts,)
     router_shapes: dict[str, tuple[tuple[int, ...], ...]] = {router_weight: ((*bias_shape, sizes.hidden_size),)}
@@ -246,7 +246,7 @@ def list_layer(
     for name, shapes in router_shapes.items():
         _check_header(files, sizes, storage.name, name, StoredTensor("", shapes, FLOATS))
     shared = _find_shared(files, layer_root)
-    # Types that store their experts alike differ in these, and reading one as the other would give wrong numbers.
+    # Types with equal experts differ in these, and confusing them would give wrong numbers.
     others = [name for module, name in shared.items() if module not in model.shared_experts]
     others += [
         name
@@ -282,7 +282,7 @@ def list_layer(
 
 
 def _check_has_experts(files: CheckpointFiles, layer: int) -> None:
-    """Checks that the model has that layer, and that the layer has experts and can be read."""
+    """Checks that the layer exists, has experts and can be read."""
     model_type, model = find_model(files)
     moe_layers = moe_layer_indices(files)
     num_layers = count_layers(files.config)
@@ -346,7 +346,7 @@ def _find_block(files: CheckpointFiles, model: ModelType, layer: int) -> tuple[s
 
 
 def _find_fused(files: CheckpointFiles, model: ModelType, root: str) -> FusedNames | None:
-    """Names of the tensors that hold all experts; None if each expert has its own."""
+    """Names of the tensors with all experts; None if each expert has its own."""
     for fused in model.fused:
         if f"{root}{fused.w13[0]}" in files.file_of:
             return fused
@@ -354,7 +354,7 @@ def _find_fused(files: CheckpointFiles, model: ModelType, root: str) -> FusedNam
 
 
 def _bias_names(models: Iterable[ModelType], layer_root: str, root: str) -> list[str]:
-    """Names that the correction bias of some model types may have."""
+    """Possible names of the correction bias."""
     names = [f"{root}{name}" for model in models for name in model.correction_biases]
     outer = [model.outer_correction_bias for model in models]
     return names + [f"{layer_root}{name}" for name in outer if name is not None]
@@ -363,7 +363,7 @@ def _bias_names(models: Iterable[ModelType], layer_root: str, root: str) -> list
 def _list_parts(
     model: ModelType, sizes: LayerSizes, storage: StorageFormat, root: str, expert: int, fused: FusedNames | None
 ) -> Iterator[ExpertPart]:
-    """Everything that is read of one expert, stored in some format; other arguments as for `list_projections`.
+    """Lists the parts of one expert in a storage format; other arguments as for `list_projections`.
 
     Raises:
         CheckpointError: The sizes do not fit the format.
@@ -386,7 +386,7 @@ def _list_parts(
 
 
 def _find_shared(files: CheckpointFiles, layer_root: str) -> dict[str, str]:
-    """The layer's modules of experts that take every token, each with the first of its tensors."""
+    """The layer's modules of shared experts, each with its first tensor."""
     found: dict[str, str] = {}
     for name in files.file_of:
         if name.startswith(layer_root) and (module := _SHARED.search(name.removeprefix(layer_root))):
@@ -402,7 +402,7 @@ def _storage_format(
     experts: range,
     fused: FusedNames | None,
 ) -> StorageFormat:
-    """How the experts are stored, as the configs say."""
+    """How the experts are stored, according to the configs."""
     projections = (some for expert in experts for some in list_projections(model, sizes, root, expert, fused))
     storage = quantized_format(files, list(dict.fromkeys(projection.module for _, _, projection in projections)))
     if storage is None:
@@ -421,7 +421,7 @@ def _storage_format(
 
 
 def _is_transposed(files: CheckpointFiles, sizes: LayerSizes, root: str, fused: FusedNames) -> bool:
-    """Whether the shapes are those of transposed tensors. No sizes make both gate and up, and down, ambiguous."""
+    """Whether fused tensors are stored transposed. No sizes make both w13's and w2's shapes ambiguous."""
     columns = (2 * sizes.intermediate_size, sizes.hidden_size)
     shapes = {fused.w13[0]: (sizes.hidden_size, columns[0]), fused.w2: (sizes.intermediate_size, columns[1])}
     return all(files.header(f"{root}{name}").shape == (sizes.num_experts, *shape) for name, shape in shapes.items())
@@ -450,7 +450,7 @@ def _check_header(
 def _check_nothing_else(
     files: CheckpointFiles, storage: StorageFormat, experts_root: str, experts: range, read: Container[str]
 ) -> None:
-    """Checks that all tensors of the experts are read. An unread one means that they are not what they seem."""
+    """Checks that all of the experts' tensors are read. An unread one means that the format was misunderstood."""
     for name, file in files.file_of.items():
         if not name.startswith(experts_root) or name in read:
             continue
@@ -463,10 +463,10 @@ def _check_nothing_else(
 
 
 def _dtype(files: CheckpointFiles, storage: StorageFormat, headers: Mapping[str, TensorHeader], router: str) -> str:
-    """The dtype of unquantized weights; for quantized ones, the dtype that the model runs in."""
+    """The dtype of unquantized weights, or for quantized ones the dtype that the model runs in."""
     if storage.scheme.weight is None:
         return _common_dtype(files, headers)
-    # transformers writes dtype since version 5, torch_dtype before.
+    # transformers writes `dtype` since version 5, `torch_dtype` before.
     named = files.config.get("dtype") or files.config.get("torch_dtype")
     return str(named) if is_one_of(named, _DTYPES.values()) else _DTYPES[files.header(router).dtype]
 

@@ -1,8 +1,8 @@
-"""One row for each model type: names and order of its tensors, which layers have experts, and their activation.
+"""One row per model type: names and order of its tensors, which layers have experts, and their activation.
 
-Adding a model is adding a row here and one in `moereg.routing.configs`, with a reader if it routes in a new way.
-`moereg.routing.refused` has the types that are refused. Rules of layers and activations are made with the defaults of a
-model type, since an absent entry means the default of that type alone.
+To add a model, add a row here and one in `moereg.routing.configs`, with a reader if it routes in a new way.
+`moereg.routing.refused` has the refused types. Rules for layers and activations are made with a model type's defaults,
+since each type has its own default for an absent entry.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def every_layer(config: Config, num_layers: int) -> Iterable[int]:
 
 
 def sparse_step_layers(dense: tuple[int, ...] = ()) -> LayerRule:
-    """Every `decoder_sparse_step`-th layer (Qwen) but the dense ones, which `mlp_only_layers` may list."""
+    """Every `decoder_sparse_step`-th layer (Qwen) except those in `mlp_only_layers`."""
 
     def layers(config: Config, num_layers: int) -> Iterable[int]:
         step = read_count(config, "decoder_sparse_step", default=1)
@@ -59,7 +59,7 @@ def sparse_step_layers(dense: tuple[int, ...] = ()) -> LayerRule:
 
 
 def dense_layers_first(first: int, entry: str = "first_k_dense_replace") -> LayerRule:
-    """All layers after the first dense ones (DeepSeek), whose number an entry may have."""
+    """All layers after the first dense ones (DeepSeek), whose number an entry may give."""
 
     def layers(config: Config, num_layers: int) -> Iterable[int]:
         start = read_count(config, entry, default=first, minimum=0)
@@ -70,7 +70,7 @@ def dense_layers_first(first: int, entry: str = "first_k_dense_replace") -> Laye
                     f"moe_layer_freq must be 0 or 1 for each of {num_layers} layers, got {shown(frequency)}; {_CURE}"
                 )
             return (layer for layer in range(start, num_layers) if frequency[layer])
-        # transformers ignores the frequency, and the publisher's own code reads it; every published file says 1.
+        # transformers ignores the frequency and the publisher's code reads it; every published file has 1.
         frequency = read_count(config, "moe_layer_freq", default=1)
         return (layer for layer in range(start, num_layers) if layer % frequency == 0)
 
@@ -78,7 +78,7 @@ def dense_layers_first(first: int, entry: str = "first_k_dense_replace") -> Laye
 
 
 def listed_layers(otherwise: LayerRule, *, sparse: tuple[str, ...] = ("sparse",)) -> LayerRule:
-    """Layers whose `mlp_layer_types` say that they are sparse, in some words; another rule where it is absent."""
+    """Layers that `mlp_layer_types` calls sparse, under one of some names; another rule if it is absent."""
 
     def layers(config: Config, num_layers: int) -> Iterable[int]:
         kinds = read_names(config, "mlp_layer_types")
@@ -96,7 +96,7 @@ def listed_layers(otherwise: LayerRule, *, sparse: tuple[str, ...] = ("sparse",)
 
 
 def step_layers(config: Config, num_layers: int) -> Iterable[int]:
-    """The layers of `moe_layers_enum` (Step), or those that come after the first three."""
+    """The layers of `moe_layers_enum` (Step), or all after the first three."""
     text = config.get("moe_layers_enum")
     if isinstance(text, list):
         return sorted(layer for layer in read_indices(config, "moe_layers_enum") or () if layer < num_layers)
@@ -133,7 +133,7 @@ def offset_layers(config: Config, num_layers: int) -> Iterable[int]:
 
 
 def nemotron_layers(config: Config, num_layers: int) -> Iterable[int]:
-    """The blocks that the list of kinds calls moe, or the pattern E."""
+    """The blocks called `moe` in the list of kinds, or `E` in the pattern."""
     kinds = _layer_kinds(config)
     if kinds is None:
         raise CheckpointError(
@@ -143,7 +143,7 @@ def nemotron_layers(config: Config, num_layers: int) -> Iterable[int]:
 
 
 def _layer_kinds(config: Config) -> tuple[str, ...] | None:
-    """Kinds of layers, where the config lists them as Nemotron-H does."""
+    """Kinds of layers, if the config lists them like Nemotron-H."""
     kinds = read_names(config, "layers_block_type") or tuple(read_name(config, "hybrid_override_pattern") or "")
     if len(kinds) > MOST_LAYERS:
         raise CheckpointError(f"a model must have at most {MOST_LAYERS} layers, got {len(kinds)}; {_CURE}")
@@ -151,12 +151,12 @@ def _layer_kinds(config: Config) -> tuple[str, ...] | None:
 
 
 def hidden_act(config: Config) -> Activation:
-    """The activation that `hidden_act` names; SiLU where it is absent."""
+    """The activation that `hidden_act` names; SiLU if absent."""
     return _named_act(config, "hidden_act", "silu", _HIDDEN_ACTS)
 
 
 def relu2_act(config: Config) -> Activation:
-    """Squared ReLU without a gate, which is all that `mlp_hidden_act` may say (Nemotron-H)."""
+    """Squared ReLU without a gate, the only allowed `mlp_hidden_act` (Nemotron-H)."""
     return _named_act(config, "mlp_hidden_act", "relu2", {"relu2": ACTIVATIONS["relu2"]})
 
 
@@ -169,16 +169,16 @@ def _named_act(config: Config, entry: str, default: str, known: Mapping[str, Act
     name = config.get(entry)
     name = default if name is None else name
     if not isinstance(name, str) or name not in known:
-        # No other is suggested: one that is spelled alike computes other numbers.
+        # Suggests no similar name, since that function computes other numbers.
         raise CheckpointError(f"unknown {entry} {shown(name)} (known: {', '.join(sorted(known))}); {BY_HAND}")
     return known[name]
 
 
 def clamped_swiglu(standard: Activation) -> ActivationRule:
-    """An activation whose clamp and slope are entries of their own, which a standard has where they are absent."""
+    """An activation with separate entries for clamp and slope, which have defaults."""
 
     def activation(config: Config) -> Activation:
-        # hidden_act says silu in these files, although the experts compute the clamped variant.
+        # hidden_act is silu in these files, although the experts compute the clamped variant.
         if standard.name == "silu" and hidden_act(config).name != "silu":
             raise CheckpointError(f"hidden_act must be silu where gate and up are clamped, got another; {_CURE}")
         limit = read_number(config, "swiglu_limit", default=standard.limit)
@@ -192,7 +192,7 @@ def clamped_swiglu(standard: Activation) -> ActivationRule:
 
 
 def count_layers(config: Config) -> int:
-    """Layers of the model; Nemotron-H lists their kinds instead of counting them."""
+    """Number of layers; Nemotron-H lists their kinds instead of counting them."""
     if (kinds := _layer_kinds(config)) is not None:
         return len(kinds)
     return read_count(config, "num_hidden_layers", "n_layers", maximum=MOST_LAYERS)
@@ -200,12 +200,12 @@ def count_layers(config: Config) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class FusedNames:
-    """Names in the block of tensors that hold all experts.
+    """Names in the block of tensors with all experts.
 
     Attributes:
-        w13: Gate and up in one tensor, or each in its own; up alone where there is no gate.
+        w13: Gate and up in one tensor or two; only up if there is no gate.
         w2: Down.
-        is_flat: Experts are not a dimension of their own: [E*I,H] three times, also down (DBRX).
+        is_flat: Experts have no dimension of their own: all three are [E*I,H], even down (DBRX).
     """
 
     w13: tuple[str, ...] = ("experts.gate_up_proj",)
@@ -240,22 +240,22 @@ class ModelType:
         blocks: Module of a layer that holds router and experts: as released, then as transformers calls it. Empty if
             the layer itself holds them.
         routers: Module of the block that holds the router's weight: as released, then as transformers calls it.
-        projections: Gate, up and down of one expert, or up and down where there is no gate; None where the model is
-            only released fused.
+        projections: Gate, up and down of one expert, or up and down if there is no gate; None if the model is only
+            released fused.
         fused: Names of fused tensors: as released, then as transformers calls them.
-        intermediate_size: Entry of the config that has I.
+        intermediate_size: The config's entry for I.
         moe_layers: Lists the layers with experts, from the config and the number of layers.
         activation: Makes the activation between the matmuls, from the config. The live module of transformers computes
             the same.
-        is_transposed: Fused tensors are [E,in,out] instead of [E,out,in]; None where both are released, so that the
-            shape of down decides.
-        is_interleaved: Rows of fused gate and up alternate; otherwise all of gate comes first.
+        is_transposed: Fused tensors are [E,in,out] instead of [E,out,in]; None if both are released, so that the shape
+            of down decides.
+        is_interleaved: Fused gate and up rows alternate; otherwise all of gate comes first.
         has_bias: Experts and router have biases.
-        correction_biases: Names in the block of the bias that only decides the choice: as released, then as
-            transformers calls it. Where the router has none, none is accepted.
-        outer_correction_bias: Name of that bias in the layer, where a release has it outside of the block.
-        shared_experts: Modules of experts that take every token, in the block or beside it: as released, then as
-            transformers calls them. They are not read.
+        correction_biases: Names in the block of the bias that only affects the choice of experts: as released, then
+            as transformers calls it. If the router has none, none is accepted.
+        outer_correction_bias: Name of that bias in the layer, if a release has it outside the block.
+        shared_experts: Modules of shared experts, inside the block or next to it: as released, then as transformers
+            calls them. They are not read.
         unsupported_reason: Why a layer is not read, from the config and the layer's index; None if it is.
     """
 
@@ -323,7 +323,7 @@ MODEL_TYPES: Final[Mapping[str, ModelType]] = MappingProxyType(
             projections=None,
             fused=(FusedNames(("experts.fc1.weight",), "experts.fc2.weight"), FusedNames()),
             intermediate_size="intermediate_size",
-            activation=lambda config: ACTIVATIONS["silu"],  # hidden_act is that of the shared experts.
+            activation=lambda config: ACTIVATIONS["silu"],  # hidden_act is the shared experts'.
             is_transposed=True,
             shared_experts=_SHARED,
         ),
@@ -415,7 +415,7 @@ MODEL_TYPES: Final[Mapping[str, ModelType]] = MappingProxyType(
             blocks=("feed_forward",),
             projections=_W1_W3_W2,
             moe_layers=dense_layers_first(2, "num_dense_layers"),
-            activation=lambda config: ACTIVATIONS["silu"],  # The config has no entry for it.
+            activation=lambda config: ACTIVATIONS["silu"],  # Not in the config.
             correction_biases=("expert_bias",),
         ),
         "llama4_text": ModelType(
@@ -458,7 +458,7 @@ MODEL_TYPES: Final[Mapping[str, ModelType]] = MappingProxyType(
         "qwen3_moe": _QWEN,
         "qwen3_next": _QWEN_SHARED,
         "qwen3_omni_moe_text": _QWEN,
-        # Released transposed, and saved by newer versions of transformers as it is in memory.
+        # Released transposed; newer versions of transformers save the layout in memory.
         "qwen3_vl_moe_text": dataclasses.replace(_QWEN, is_transposed=None),
         "qwen4_exp_text": ModelType(shared_experts=_SHARED_AND_GATE),
         "solar_open": ModelType(shared_experts=_SHARED),

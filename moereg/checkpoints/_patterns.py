@@ -1,7 +1,7 @@
-"""Patterns of config files. They are programs that strangers wrote, so they run under a limit of time.
+"""Patterns of config files. They are untrusted programs, so they run under a time limit.
 
-Real checkpoints use look-aheads and back references, which need an engine that backtracks, and a limit needs one that
-can be stopped. Python's own cannot.
+Real checkpoints use look-aheads and back references, which need a backtracking engine, and the limit needs one that can
+be stopped. Python's own cannot.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from moereg.errors import CheckpointError, shown
 _BUDGET_S: Final = 1.5
 _LONGEST: Final = 4_096
 _MOST: Final = 2_000
-# Nothing here can backtrack, and a dot matches only a dot. Nearly every published list of modules is of this kind.
+# Cannot backtrack, if a dot only matches a dot. Nearly every published list of modules is like this.
 _PLAIN: Final = re.compile(r"[\w./-]*")
 
 Match = Callable[[str], bool]
-"""Whether a pattern means a module, by the module's name in the checkpoint."""
+"""Whether a pattern matches a module, given its name in the checkpoint."""
 
 
 class Patterns:
     """Compiles and runs the patterns of one config file.
 
     Args:
-        field: Entry of the config that has them, for errors.
+        field: The config's entry with the patterns, for errors.
 
     Raises:
-        CheckpointError: From every method and from what it returns: a pattern is invalid, or takes too long.
+        CheckpointError: From every method and the functions they return: a pattern is invalid or takes too long.
     """
 
     def __init__(self, field: str) -> None:
@@ -43,7 +43,7 @@ class Patterns:
         self._end_s = time.thread_time() + _BUDGET_S
 
     def components(self, patterns: Iterable[str]) -> Match:
-        """Whether any of some patterns names a module or one that holds it.
+        """Makes a test whether any pattern names a module or one that contains it.
 
         A pattern is a regular expression for whole components of the name: `mlp.gate` matches neither `mlp.gate_proj`
         nor `xmlp.gate`. transformers' `should_convert_module` draws the same boundary.
@@ -53,9 +53,9 @@ class Patterns:
         return lambda module: _has_name(module, names, len(module)) or any(search(module) for search in searches)
 
     def wildcards(self, patterns: Iterable[str]) -> Match:
-        """Whether any of some names, with stars as in file names, means a module or one that holds it."""
+        """Makes a test whether any name, with wildcards as in file names, means a module or one that contains it."""
         names, globs = _divide(patterns, lambda pattern: not set(pattern) & set("*?["))
-        # A pattern for a module also means all modules inside it.
+        # A module's pattern also covers all modules inside it.
         matches = [
             self.expression(glob, _without_anchor(fnmatch.translate(some)))
             for glob in globs
@@ -64,12 +64,12 @@ class Patterns:
         return lambda module: _has_name(module, names, 1) or any(match(module) for match in matches)
 
     def expression(self, text: str, expression: str, is_anywhere: bool = False) -> Match:
-        """Whether a regular expression matches a module.
+        """Makes a test whether a regular expression matches a module.
 
         Args:
             text: The config's own text, for errors.
             expression: The regular expression that the text means.
-            is_anywhere: Whether it may match after the start of the module's name.
+            is_anywhere: Whether it may match beyond the start of the module's name.
         """
         self._num_compiled += 1
         if self._num_compiled > _MOST or len(expression) > _LONGEST:
@@ -99,19 +99,19 @@ class Patterns:
 
 
 def _divide(patterns: Iterable[str], is_name: Callable[[str], bool]) -> tuple[frozenset[str], list[str]]:
-    """Plain names, and the other patterns in their order."""
+    """Divides patterns into plain names and others, which keep their order."""
     unique = dict.fromkeys(patterns)
     names = frozenset(pattern for pattern in unique if is_name(pattern))
     return names, [pattern for pattern in unique if pattern not in names]
 
 
 def _has_name(module: str, names: frozenset[str], num_starts: int) -> bool:
-    """Whether some names have neighboring components of a module's name that begin at one of its first components."""
+    """Whether consecutive components of a module's name, starting at one of its first ones, form one of the names."""
     parts = module.split(".") if names else []
     starts = range(min(num_starts, len(parts)))
     return any(".".join(parts[start:stop]) in names for start in starts for stop in range(start + 1, len(parts) + 1))
 
 
 def _without_anchor(expression: str) -> str:
-    r"""Python spells the end of a text `\Z` or, from 3.14, `\z`; the other engine may know only one of these."""
+    r"""Replaces Python's end of text, `\Z` or from 3.14 `\z`, since the other engine may know only one of these."""
     return f"{expression[:-2]}$(?!\\n)"

@@ -1,6 +1,6 @@
-"""The format that the experts of a layer are stored in, as config.json or hf_quant_config.json says.
+"""The storage format of a layer's experts, according to config.json or hf_quant_config.json.
 
-One function for each `quant_method` reads its config; compressed-tensors has a module of its own.
+One function per `quant_method` reads its config; compressed-tensors has its own module.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Config = Mapping[str, Any]
 
 
 def quantized_format(files: CheckpointFiles, modules: Sequence[str]) -> StorageFormat | None:
-    """The common format of the modules; None if they are not quantized.
+    """The common format of some modules; None if they are not quantized.
 
     Args:
-        files: Checkpoint.
-        modules: The experts' projections, by their names in the checkpoint.
+        files: The checkpoint.
+        modules: Names of the experts' projections in the checkpoint.
 
     Raises:
-        CheckpointError: The method or one of its settings is not known, or the modules' formats differ.
+        CheckpointError: The method or one of its settings is unknown, or the modules' formats differ.
     """
     if files.quantization is None:
         return None
@@ -80,9 +80,9 @@ def quantized_format(files: CheckpointFiles, modules: Sequence[str]) -> StorageF
 def _fp8_formats(config: Config) -> FormatOf:
     """e4m3 in blocks of 128 x 128, as DeepSeek-V3 and Qwen3 publish it.
 
-    `weight` [N,K] e4m3 and `weight_scale_inv` [ceil(N/128), ceil(K/128)]: a weight is its code times the scale of its
-    block, whatever "inv" suggests. Scales are fp32 (DeepSeek), bf16 (Qwen) or e8m0. Activations are quantized in groups
-    of 128 when the layer runs.
+    `weight` [N,K] e4m3 and `weight_scale_inv` [ceil(N/128), ceil(K/128)]: a weight is its code times its block's scale,
+    despite the "inv". Scales are fp32 (DeepSeek), bf16 (Qwen) or e8m0. Activations are quantized in groups of 128 at
+    run time.
     Source: README_WEIGHTS.md and inference/kernel.py of deepseek-ai/DeepSeek-V3; transformers' finegrained_fp8.
     """
     expected: dict[str, Sequence[Any]] = {
@@ -105,8 +105,8 @@ def _mxfp4_formats(config: Config) -> FormatOf:
     """mxfp4 as gpt-oss is published.
 
     All experts are in one tensor: `gate_up_proj_blocks` and `down_proj_blocks` [E, N, K/32, 16] uint8, two e2m1 codes
-    to a byte, low nibble the even column; `*_scales` [E, N, K/32] uint8, exponents with bias 127, the codes of
-    e8m0. Unlike the unquantized parameter it is not transposed; like there, gate and up rows alternate.
+    per byte, low nibble the even column; `*_scales` [E, N, K/32] uint8, exponents with bias 127, which are e8m0 codes.
+    Unlike the unquantized parameter it is not transposed; gate and up rows alternate in both.
     Source: gpt_oss/torch/weights.py of openai/gpt-oss; `convert_moe_packed_tensors` of transformers.
     """
 
@@ -122,16 +122,16 @@ def _mxfp4_formats(config: Config) -> FormatOf:
 
 
 def _all_but(config: Config, keys: Sequence[str], storage: StorageFormat) -> FormatOf:
-    """The format of all modules but those that the entries list, by whole components of their names."""
+    """The format of all modules except those that the entries list, by whole components of their names."""
     is_ignored = Patterns(keys[0]).components([name for key in keys for name in read_names(config, key)])
     return lambda module: None if is_ignored(module) else storage
 
 
 def _modelopt_formats(config: Config) -> FormatOf:
-    """nvfp4, and fp8 with one scale for each matrix, as NVIDIA's ModelOpt exports them.
+    """nvfp4, and fp8 with per-tensor scales, as NVIDIA's ModelOpt exports them.
 
     `quant_algo` names one format for all modules except those in `exclude_modules` (hf_quant_config.json) or `ignore`
-    (config.json), which list names, or beginnings of names with a star.
+    (config.json), which list names, or prefixes of names with a star.
     Source: export/quant_utils.py and export/convert_hf_config.py of nvidia-modelopt 0.47.0.
     """
     algorithm = config.get("quant_algo")
@@ -170,12 +170,12 @@ def _nvfp4(projection: Projection) -> Sequence[StoredTensor]:
 
 
 def _nvfp4_with_activations(projection: Projection) -> Sequence[StoredTensor]:
-    """As `_nvfp4`, and `input_scale` [] fp32, the global scale of activations: amax / (6 * 448)."""
+    """Like `_nvfp4`, with `input_scale` [] fp32, the global activation scale: amax / (6 * 448)."""
     return (*_nvfp4(projection), _INPUT_SCALE)
 
 
 def _fp8_with_static_scales(projection: Projection) -> Sequence[StoredTensor]:
-    """`weight` [N,K] e4m3, `weight_scale` and `input_scale` [] fp32, which both multiply."""
+    """`weight` [N,K] e4m3, `weight_scale` and `input_scale` [] fp32, both multipliers."""
     return (
         StoredTensor(".weight", (projection.shape,), ("F8_E4M3",), "weight"),
         StoredTensor(".weight_scale", _NUMBER, ("F32",), "scale", one_number),
@@ -195,7 +195,7 @@ _GROUP_SIZES: Final = {32: "g32", 64: "g64", 128: "g128", WHOLE: "gall"}
 
 
 def _int4_scheme(method: str, config: Config, is_symmetric: bool) -> QuantScheme:
-    """The scheme of 4-bit weights with 16-bit activations that `bits` and `group_size` name."""
+    """The scheme of 4-bit weights with 16-bit activations for `bits` and `group_size`."""
     for key, known in (("bits", (4,)), ("group_size", tuple(_GROUP_SIZES))):
         if not is_one_of(config.get(key), known):
             raise CheckpointError(
@@ -205,14 +205,14 @@ def _int4_scheme(method: str, config: Config, is_symmetric: bool) -> QuantScheme
     return get_scheme(f"int4_w4a16_{_GROUP_SIZES[config['group_size']]}{'' if is_symmetric else '_zp'}")
 
 
-# A word of AWQ holds eight neighboring rows; these, from its lowest nibble up.
+# Row of each nibble in an AWQ word of eight neighboring rows, lowest nibble first.
 _ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def _awq_formats(config: Config) -> FormatOf:
     """4-bit integers packed along the rows, as AutoAWQ writes them.
 
-    `qweight` [K, N/8] int32: eight neighboring rows of a column to a word, unsigned, nibble i of row `_ORDER[i]`.
+    `qweight` [K, N/8] int32: unsigned, eight neighboring rows of a column per word, nibble i for row `_ORDER[i]`.
     `qzeros` [G, N/8] int32: zero points in the same order, without an offset. `scales` [G, N]. A weight is
     (code - zero point) * scale.
     Source: modules/linear/gemm.py and utils/packing_utils.py of AutoAWQ 0.2.9.
@@ -245,7 +245,7 @@ def _awq_tensors(scheme: QuantScheme, projection: Projection) -> Sequence[Stored
 
 
 def _awq_codes(stored: torch.Tensor) -> torch.Tensor:
-    # Nibbles of two neighboring columns become one byte: [K/2, N/8, 4] for a word's even nibbles and for its odd ones.
+    # Nibbles of two neighboring columns make one byte: [K/2, N/8, 4] each for a word's even and odd nibbles.
     columns = word_bytes(stored).unflatten(1, (-1, 4))
     even, odd = columns[0::2], columns[1::2]
     low, high = even & 15 | odd << 4, even >> 4 | odd & 240
@@ -258,7 +258,7 @@ def _awq_zero_points(stored: torch.Tensor) -> torch.Tensor:
 
 
 def _in_order(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
-    """Puts the even and odd nibbles of words, [..., N/8, 4] each, in the order of rows, [..., N]."""
+    """Merges words' even and odd nibbles, [..., N/8, 4] each, in row order, [..., N]."""
     values = torch.stack((even, odd), dim=-1).flatten(-2)
     return values[..., torch.tensor(_ORDER, device=even.device).argsort()].flatten(-2)
 
@@ -271,13 +271,13 @@ _NO_ZERO_POINT: Final = 8
 def _gptq_formats(config: Config) -> FormatOf:
     """4-bit integers packed along the reduced dimension, as AutoGPTQ and GPTQModel write them.
 
-    `qweight` [K/8, N] int32: eight neighboring columns of a row to a word, the first in the lowest bits, unsigned.
+    `qweight` [K/8, N] int32: unsigned, eight neighboring columns of a row per word, the first in the lowest bits.
     `qzeros` [G, ceil(N/8)] int32: zero points, packed along N. Version 1 (`gptq`, the default) subtracts one from each
-    before it packs them, version 2 (`gptq_v2`) does not. `scales` [G, N]. `g_idx` [K]: the group of each column. A
-    weight is (code - zero point) * scale.
+    before packing, version 2 (`gptq_v2`) does not. `scales` [G, N]. `g_idx` [K]: each column's group. A weight is
+    (code - zero point) * scale.
 
     `dynamic` has settings for modules by regular expressions, which match from the start. Modules that match one after
-    `-:` are left unquantized.
+    `-:` stay unquantized.
 
     Source: nn_modules/qlinear/__init__.py (`pack_original`), utils/model.py (`convert_gptq_v1_to_v2_format_module`) and
     quantization/config.py of GPTQModel 7.6.0; qlinear_cuda_old.py of AutoGPTQ.
@@ -286,7 +286,7 @@ def _gptq_formats(config: Config) -> FormatOf:
     rules: list[tuple[Match, Callable[[], StorageFormat | None]]] = []
     for pattern, changes in read_objects(config, "dynamic").items():
         sign, expression = (pattern[0], pattern[2:]) if pattern[:2] in ("-:", "+:") else ("+", pattern)
-        # Parsed when a module first matches: a rule for other modules may hold settings that moereg does not know.
+        # Parsed at a module's first match, since rules for other modules may have settings unknown to moereg.
         rule = functools.cache(functools.partial(_gptq_format, {**config, **changes})) if sign == "+" else lambda: None
         rules.append((patterns.expression(pattern, expression), rule))
     default = functools.cache(functools.partial(_gptq_format, config))
@@ -376,4 +376,4 @@ METHODS: Final[Mapping[str, Callable[[Config], FormatOf]]] = MappingProxyType(
         "mxfp4": _mxfp4_formats,
     }
 )
-"""By `quant_method`: makes the formats of modules from the config, and raises CheckpointError where it is not known."""
+"""Readers by `quant_method`: each makes modules' formats from the config, or raises CheckpointError if unknown."""

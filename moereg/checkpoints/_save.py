@@ -1,4 +1,4 @@
-"""Writes a copy of a checkpoint whose routed experts are quantized, in compressed-tensors' layout."""
+"""Writes a copy of a checkpoint with quantized routed experts, in compressed-tensors' layout."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ from moereg.weights.permuted import ExpertWeights
 
 _WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 _WRITTEN: Final = (INDEX, "config.json")
-# Bytes of one file of experts; more would have to be in memory at once.
+# Bytes per file of experts, all of which are in memory at once.
 _SHARD_BYTES: Final = 4 * 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedCheckpoint:
-    """Summary of what was written.
+    """A checkpoint that was written.
 
     Attributes:
         path: The directory.
         quant: The scheme of the experts.
-        layers: Whose experts were quantized; all others are as they were.
-        num_bytes: Of all its files.
+        layers: Layers whose experts were quantized; others are unchanged.
+        num_bytes: Size of all its files.
     """
 
     path: Path
@@ -65,16 +65,16 @@ class SavedCheckpoint:
 def quantize_layer(
     layer: CheckpointLayer, scheme: QuantScheme, hidden_states: torch.Tensor | None = None
 ) -> ExpertWeights:
-    """The weights that `save_quantized` writes of a layer.
+    """Quantizes a layer to the weights that `save_quantized` writes.
 
     Args:
-        layer: Unquantized.
-        scheme: To quantize to.
-        hidden_states: [T,H] in the problem's dtype, real inputs of the layer, from which the scales of activations come
-            where the scheme stores such.
+        layer: The unquantized layer.
+        scheme: The scheme to quantize to.
+        hidden_states: [T,H] in the problem's dtype, real inputs of the layer for calibrating activation scales, if the
+            scheme stores them.
 
     Raises:
-        ValueError: The layer is quantized already or not finite, or inputs are needed and not given.
+        ValueError: The layer is already quantized or not finite, or inputs are needed but missing.
     """
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if _needs_inputs(scheme) and hidden_states is not None:
@@ -91,13 +91,13 @@ def check_can_save(
     layers: Sequence[int] | None = None,
     hidden_states: Mapping[int, torch.Tensor] | None = None,
 ) -> tuple[int, ...]:
-    """Checks everything that `save_quantized` needs, and reads and writes no tensor data.
+    """Checks everything that `save_quantized` needs, without reading or writing tensor data.
 
     Returns:
         The layers whose experts would be quantized.
 
     Raises:
-        CheckpointError, ValueError: As `save_quantized`.
+        CheckpointError, ValueError: As in `save_quantized`.
     """
     with CheckpointFiles(path) as files:
         return tuple(_checked_copy(files, Path(out), get_scheme(quant), layers, hidden_states or {}).manifests)
@@ -115,24 +115,24 @@ def save_quantized(
 ) -> SavedCheckpoint:
     """Copies a checkpoint and quantizes its routed experts, layer by layer, in compressed-tensors' layout.
 
-    Everything else (attention, shared experts, routers, tokenizer) is copied as it is. The directory appears under its
-    name once it is complete. One layer and its quantized copy are in memory at a time.
+    Everything else (attention, shared experts, routers, tokenizer) is copied unchanged. The directory gets its name
+    once it is complete. One layer and its quantized copy are in memory at a time.
 
     Args:
         path: An unquantized checkpoint, as `load_experts` takes it.
         out: Directory to write, which must not exist or be empty.
         quant: Scheme, by name or value.
-        layers: Indices of the layers to quantize; all that have experts where None.
-        hidden_states: By layer, [T,H]: real inputs of the layer. Needed where the scheme stores scales of activations
-            (`fp8_tensor_static`, `nvfp4`, `int4_w4a8_g128`), and by no other.
-        device: Where to quantize.
-        progress: Called after each layer, with how many are done and how many there are.
+        layers: Indices of the layers to quantize; None means all with experts.
+        hidden_states: Real inputs [T,H] by layer. Only needed if the scheme stores activation scales
+            (`fp8_tensor_static`, `nvfp4`, `int4_w4a8_g128`).
+        device: Device to quantize on.
+        progress: Called after each layer with the number done and the total.
 
     Returns:
-        What was written.
+        A summary of the written checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint cannot be read, is quantized already, or cannot be stored in that layout; or the
+        CheckpointError: The checkpoint cannot be read, is already quantized or cannot be stored in that layout, or the
             disk is full.
         ValueError: The weights are not finite.
     """
@@ -156,7 +156,7 @@ def save_quantized(
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """A checkpoint that can be copied, and how.
+    """A checked plan to copy a checkpoint.
 
     Attributes:
         config: `quantization_config`.
@@ -180,7 +180,7 @@ class _Copy:
         by_file: dict[str, list[str]] = {}
         for name, file in self.files.file_of.items():
             by_file.setdefault(file, []).append(name)
-        # transformers reads a file of the single one's name alone, and does not open the index beside it.
+        # If model.safetensors exists, transformers reads only that and ignores the index.
         written = {file: _free_name("rest", by_file) if file == SINGLE else file for file in by_file}
         for file, names in by_file.items():
             kept = [name for name in names if name not in replaced]
@@ -203,7 +203,7 @@ class _Copy:
         _write_json(folder / "config.json", {**self.files.full_config, "quantization_config": self.config})
 
     def _shards(self, layer: int, device: str | torch.device) -> Iterator[dict[str, torch.Tensor]]:
-        """The stored tensors of a layer, in pieces that fit into memory and a file."""
+        """Yields a layer's stored tensors in pieces that fit into memory and a file."""
         loaded = load_experts(self.files.path, layer, device=device)
         dtype, manifest = loaded.problem.torch_dtype, self.manifests[layer]
         inputs = self.hidden_states.get(layer) if _needs_inputs(self.scheme) else None
@@ -236,7 +236,7 @@ def _checked_copy(
     try:
         is_taken = out.exists() and not (out.is_dir() and not any(out.iterdir()))
         place = next(parent for parent in out.absolute().parents if parent.exists())
-        # Rights and file systems have too many rules to ask for each.
+        # Permissions and file systems have too many rules to check, so try it.
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=place):
             pass
     except OSError as error:
@@ -284,7 +284,7 @@ def _checked_copy(
                     f"{rule}; {scheme.name} does not fit this layer's sizes, so take a scheme with smaller groups "
                     "or with a scale for each row, such as int8_w8a16"
                 ) from error
-    # The source is larger than what is written.
+    # The source's size bounds that of the copy.
     num_bytes = sum(files.shard_path(file).stat().st_size for file in dict.fromkeys(files.file_of.values()))
     parent = next(parent for parent in out.absolute().parents if parent.is_dir())
     free_bytes = shutil.disk_usage(parent).free
@@ -303,7 +303,7 @@ def _unwritable(out: Path, error: Exception) -> CheckpointError:
 
 
 def _needs_inputs(scheme: QuantScheme) -> str:
-    """The scales that a checkpoint of a scheme has for its activations; empty if none."""
+    """The activation scales that a checkpoint of a scheme stores, in words; empty if none."""
     fmt = scheme.activation
     if fmt is None or not (fmt.static or fmt.global_scale):
         return ""
@@ -311,7 +311,7 @@ def _needs_inputs(scheme: QuantScheme) -> str:
 
 
 def _targets(manifests: Mapping[int, LayerManifest], projections: Sequence[str]) -> list[str]:
-    """One expression for each place of experts in a layer."""
+    """One expression per location of experts within a layer."""
     layers: dict[str, list[int]] = {}
     for layer, manifest in manifests.items():
         layers.setdefault(manifest.root.partition(f"layers.{layer}.")[2], []).append(layer)
@@ -323,7 +323,7 @@ def _targets(manifests: Mapping[int, LayerManifest], projections: Sequence[str])
 
 
 def _free_name(stem: str, taken: Collection[str]) -> str:
-    """A file's name that the source's files do not have."""
+    """A file name that is not taken."""
     names = (f"{stem}{suffix}.safetensors" for suffix in ("", *(f"-{number}" for number in range(len(taken)))))
     return next(name for name in names if name not in taken)
 
@@ -333,6 +333,6 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _data_bytes(file: Path) -> int:
-    """Bytes of a safetensors file's tensors: all but the length of its header and the header."""
+    """Bytes of a safetensors file's tensors, without the header and its length."""
     with file.open("rb") as stream:
         return file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")

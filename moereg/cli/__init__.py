@@ -1,4 +1,4 @@
-"""The `moereg` command: which commands there are, and how a failure becomes an exit code."""
+"""The `moereg` command: its subcommands, and the exit codes of failures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ __all__ = [
     "main",
 ]
 
-# The base of usage errors: some versions of typer bundle click, and others use the installed one.
+# The base class of usage errors: some versions of typer bundle click, others use the installed one.
 _ClickException: Final[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 _ALSO_CALLED: Final = {
@@ -67,14 +67,14 @@ _ALSO_CALLED: Final = {
     "new": ("new-backend",),
     "build": ("build-kernels", "compile"),
 }
-"""Other words for commands, each with those that it may mean."""
+"""Other words for commands, with the commands that they may mean."""
 
 
 class _Commands(typer.core.TyperGroup):
-    """The commands; a mistyped one gets the error of every unknown name."""
+    """The commands; a mistyped one gets moereg's usual error for unknown names."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As click's; the first word must be a command's name."""
+        """Like click's, but checks that the first word is a command's name."""
         if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
             raise UnknownNameError(unknown_name_message("command", args[0], self.list_commands(ctx), _ALSO_CALLED))
         return super().resolve_command(ctx, args)
@@ -87,7 +87,7 @@ app: Final = typer.Typer(
     epilog=EXIT_CODES,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
-    # Rich's boxes cut the names of options at 80 columns.
+    # Rich's boxes truncate option names at 80 columns.
     rich_markup_mode=None,
 )
 
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        argv: Arguments after the program's name; the process's where None.
+        argv: Arguments after the program's name; None means the process's.
 
     Returns:
         The exit code.
@@ -124,11 +124,11 @@ def _show_wait(what: str) -> AbstractContextManager[Advance]:
 
 def _exit_code(arguments: list[str]) -> int:
     try:
-        with warnings_on_one_line():  # Also of what is read while results are shown.
+        with warnings_on_one_line():  # Covers errors while results are shown, too.
             code: int | None = app(args=arguments, prog_name="moereg", standalone_mode=False)
     except OutputLostError:
         raise
-    except (MoeregError, MoeregWarning) as error:  # A warning where a filter says so, such as that of python -W error.
+    except (MoeregError, MoeregWarning) as error:  # A filter made a warning an error (python -W error).
         print_error(str(error))
         return BAD_INPUT
     except _ClickException as error:
@@ -142,7 +142,7 @@ def _exit_code(arguments: list[str]) -> int:
         if is_lack_of_memory(error):
             print_error(f"not enough memory: {one_line(str(error))}; make the layer or the call smaller")
             return BAD_INPUT
-        # A bug of moereg, not of the user: -v shows the traceback that its authors need.
+        # A bug in moereg, not the user's mistake: -v shows the traceback that its authors need.
         if {"-v", "--verbose"} & set(arguments):
             traceback.print_exc()
         print_error(f"internal error, please report it: {described(error)} (-v shows the traceback)")
@@ -154,7 +154,7 @@ _SURPLUS: Final = "Got unexpected extra argument"
 
 
 def _usage_text(error: Any) -> str:
-    """The text of a typer usage error, on one line, with a pointer to the help."""
+    """A typer usage error on one line, with a pointer to the help."""
     context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
     text = error.format_message().rstrip(".")
     if type(error).__name__ == "NoSuchOption" and context is not None and option is not None:
@@ -171,7 +171,7 @@ def _is_option(name: str) -> bool:
 
 
 def _is_about_completion(arguments: Sequence[str]) -> bool:
-    """Whether the shell asks for words to complete, or the user for its script: typer ends these by SystemExit."""
+    """Whether this is shell completion or its setup, which typer ends by SystemExit."""
     return "_MOEREG_COMPLETE" in os.environ or bool({"--install-completion", "--show-completion"} & set(arguments))
 
 

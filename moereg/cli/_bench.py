@@ -1,4 +1,4 @@
-"""`moereg run` and `moereg bench`: a layer, random or of a checkpoint, is built, checked and timed on this machine."""
+"""`moereg run` and `moereg bench`: build, check and time a random layer or a checkpoint's on this machine."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ if TYPE_CHECKING:
     from moereg.checkpoints import CheckpointLayer
 
 MAX_FRACTION: Final = 0.6
-"""The share of free memory that a command may ask for."""
+"""The share of free memory that a command may use."""
 
 Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""hidden_states [T,H] to topk_weights [T,K] fp32 and topk_ids [T,K] int32."""
+"""Maps hidden_states [T,H] to topk_weights [T,K] fp32 and topk_ids [T,K] int32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RoutedWeights:
-    """The parts of a layer that a run needs, with lines on what the layer lacks."""
+    """The parts of a layer that a run needs, with notes on what the layer lacks."""
 
     weights: ExpertWeights
     route: Router
@@ -75,13 +75,13 @@ class RoutedWeights:
 
 
 def random_layer(problem: MoEProblem, seed: int, device: torch.device, advance: Advance) -> RoutedWeights:
-    """Random weights as `random_weights` makes them, and random routing; the same on every device."""
+    """Makes a layer with `random_weights` and random routing, equal on every device."""
     generator = torch.Generator().manual_seed(seed)
     weights = random_weights(problem, generator, device, advance)
 
     def route(hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = torch.randn(len(hidden_states), problem.num_experts, generator=generator)
-        # A single weight would be 1 after renormalizing, and a kernel that ignores it would pass.
+        # With one expert per token, renormalizing gives a weight of 1, which a kernel could ignore and pass.
         topk_weights, topk_ids = softmax_topk(logits, problem.top_k, renormalize=problem.top_k > 1)
         return topk_weights.to(hidden_states.device), topk_ids.to(hidden_states.device)
 
@@ -89,7 +89,7 @@ def random_layer(problem: MoEProblem, seed: int, device: torch.device, advance: 
 
 
 def load_layer(path: Path, layer: int, problem: MoEProblem, device: torch.device) -> CheckpointLayer:
-    """One layer of a checkpoint, with its own router; `problem` is that of `read_problem`.
+    """Loads one layer of a checkpoint with its own router; `problem` comes from `read_problem`.
 
     Raises:
         CheckpointError: The layer cannot be read.
@@ -110,22 +110,22 @@ def _built(subject: Subject, seed: int, device: torch.device) -> RoutedWeights |
 
 
 def random_hidden_states(problem: MoEProblem, num_tokens: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Normal numbers [T,H] in the problem's dtype, the same on every device."""
-    # A stream apart from the weights', since equal draws would correlate with what they multiply.
+    """Normal random numbers [T,H] in the problem's dtype, equal on every device."""
+    # Another random stream than the weights', so that the two do not correlate.
     generator = torch.Generator().manual_seed(seed + 1)
     return torch.randn(num_tokens, problem.hidden_size, generator=generator).to(device, problem.torch_dtype)
 
 
 def platform_at_hand(command: str, name: str | None) -> Platform:
-    """This machine as a platform; what `--platform` names must be this machine or its CPU.
+    """This machine as a platform; `--platform` must name this machine or its CPU.
 
     Raises:
         UsageError: The name is another machine's.
-        UnknownPlatformError: No machine has that name.
+        UnknownPlatformError: No platform has that name.
     """
-    load_backends()  # A plugin's kind of platform is known once it is loaded.
+    load_backends()  # A plugin's platforms are known once it is loaded.
     named = None if name is None else Platform.from_name(name)
-    # The CPU is there whichever accelerator this machine has, and whoever claims to know.
+    # The CPU is always there, whatever accelerator the machine has or a plugin claims.
     here = probe_cpu() if named is not None and named.kind == "cpu" else current_platform()
     if named is None or (named.kind == here.kind and named.arch in ("", here.arch)):
         return here
@@ -136,7 +136,7 @@ def platform_at_hand(command: str, name: str | None) -> Platform:
 
 
 def layer_device(selection: Selection) -> torch.device:
-    """The device on which a command builds the layer that was selected.
+    """The device on which a command builds the selected layer.
 
     Raises:
         UnknownPlatformError: This torch has no such device.
@@ -144,25 +144,25 @@ def layer_device(selection: Selection) -> torch.device:
     platform, winner = selection.platform, selection.winner
     types: tuple[str, ...] = ()
     if winner is not None and winner.cell is not None:
-        with contextlib.suppress(Exception):  # It fails again, under the backend's name, once the layer is built.
+        with contextlib.suppress(Exception):  # Building the layer fails again, with the backend's name.
             types = device_types(selection, winner.cell.experts)
-    # A backend may read another device's tensors, as with DLPack.
+    # A backend may read another device's tensors, such as through DLPack.
     return torch_device(platform, None if not types or platform.device_type in types else types[0])
 
 
 def check_run_fits(
     problem: MoEProblem, num_tokens: int, device: torch.device, num_kernels: int = 1, num_calls: int = 1
 ) -> None:
-    """Checks that a layer's weights, canonical and permuted for each kernel, one expert in fp32 and the tokens fit.
+    """Checks that a layer's weights (canonical and permuted for each kernel), one expert in fp32 and the tokens fit.
 
     Args:
         problem: The layer.
         num_tokens: Tokens of one call.
-        device: Whose free memory counts.
-        num_kernels, num_calls: Kernels, and inputs with their outputs, that are there at the same time.
+        device: The device to fit on.
+        num_kernels, num_calls: Kernels, and inputs with their outputs, that exist at the same time.
 
     Raises:
-        TooLargeError: They take more than 60 % of it; the message has the size and the option that makes it smaller.
+        TooLargeError: They take more than 60 % of free memory; the message has the size and options that reduce it.
     """
     free_bytes = free_memory_bytes(device)
     if free_bytes is None:
@@ -209,10 +209,10 @@ def _tokens_bytes(problem: MoEProblem, num_tokens: int, num_calls: int) -> int:
 
 DEFAULT_TOKENS: Final = 64
 
-# So that a backend that answers the second as the first is wrong.
+# Two, to catch a backend that repeats its first answer.
 _NUM_CALLS: Final = 2
 
-# Bytes of 16-bit weights that are built only to say what quantizing them costs.
+# Largest 16-bit weights, in bytes, that are built only to report the error of quantizing them.
 _LARGEST_UNQUANTIZED: Final = 2e9
 
 
@@ -222,15 +222,15 @@ class RunResult:
 
     Attributes:
         subject: The model's or checkpoint's name to show.
-        relative_error: Error against the reference; NaN if the output holds one.
+        relative_error: Error against the reference; NaN if the output has a NaN.
         scheme_loss: The scheme's own error against fp32; None if the weights are not quantized, or their originals are
             unknown or too large to keep.
         time_us: Median of several calls; None if the numbers are wrong.
         permute_ms: Time to permute the weights once.
         weights_bytes: Bytes of the canonical weights.
         causes: Usual mistakes that explain wrong numbers.
-        failure: The backend's exception, under its name; empty if it ran.
-        damage: What the backend wrote to without permission, under its name; empty if nothing.
+        failure: The backend's exception, with its name; empty if it ran.
+        damage: Memory that the backend wrote but must not, with its name; empty if none.
     """
 
     subject: str
@@ -316,7 +316,7 @@ class RunResult:
             if one.accepted:
                 target.print(f"not chosen: {one.backend} ({one.experts}){of_wheel(one)}: fits, priority {one.priority}")
         print_rejected(target, "not chosen", selection, all_reasons)
-        # Those of the request were logged when the backend was selected.
+        # Selecting the backend has already logged the request's notices.
         print_notices(target, [notice for notice in selection.notices if notice not in selection.request.notices])
         target.print(verdict)
 
@@ -324,10 +324,10 @@ class RunResult:
 def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, seed: int) -> RunResult:
     """Builds a layer, runs the selected kernel on this machine and compares it with the reference.
 
-    Takes the values of the options of those names. The result has no measurements where nothing fits.
+    Takes the options' values by name. The result has no measurements if nothing fits.
 
     Raises:
-        MoeregError: Anything that the user can cure.
+        MoeregError: Anything that the user can fix.
     """
     num_tokens = DEFAULT_TOKENS if flags.tokens is None else flags.tokens
     flags = dataclasses.replace(flags, tokens=num_tokens)
@@ -352,13 +352,13 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
         try:
             return _measure(result, built, plain, hidden_states)
         except BackendError as error:
-            # With -v the backend's authors see where.
+            # With -v the backend's authors see the traceback.
             logging.getLogger("moereg").info("the layer did not run", exc_info=error.__cause__)
             return dataclasses.replace(result, failure=str(error))
 
 
 def _unquantized(problem: MoEProblem, seed: int, device: torch.device) -> ExpertWeights | None:
-    """The unquantized weights that the random ones were made from, if they are not too large."""
+    """The unquantized originals of random weights, if they are not too large."""
     rows = problem.activation.num_halves + 1
     numel = problem.num_local_experts * rows * problem.intermediate_size * problem.hidden_size
     if problem.quant.weight is None or numel * problem.torch_dtype.itemsize > _LARGEST_UNQUANTIZED:
@@ -378,7 +378,7 @@ def _measure(
     hidden_states: torch.Tensor,
 ) -> RunResult:
     selection, weights, problem = result.selection, layer.weights, result.selection.problem
-    # Before the backend sees anything of the layer.
+    # Before the backend sees any of the layer.
     inputs = (hidden_states, hidden_states.flip(1))
     assert len(inputs) == _NUM_CALLS
     calls = [Call(rows, *layer.route(rows)) for rows in inputs]
@@ -401,7 +401,7 @@ def _measure(
             loss = relative_error(reference, reference_experts(_plain_problem(problem), unquantized, *calls[0]))
     causes: tuple[str, ...] = ()
     if row.relative_error is not None and not row.relative_error <= row.tolerance:
-        # A second call may fail where the first did not; the verdict stands.
+        # This second call may fail although the first did not; the verdict stands.
         with phase("looking for the cause"), contextlib.suppress(Exception):
             out = comparison.output(winner, result.num_tokens)
             causes = diagnose(problem, weights, *calls[0], out, reference, computes=winner.computes)
@@ -431,8 +431,8 @@ class BenchResult:
     Attributes:
         subject: The model's name to show.
         measured_on: `device`, `versions`, `commit` and `date`, among others.
-        ceilings: Ceilings of the device; None if nothing ran.
-        rows: By number of tokens, candidates in the selection's order.
+        ceilings: The device's roofline ceilings; None if nothing ran.
+        rows: Measurements by number of tokens, candidates in the selection's order.
     """
 
     subject: str
@@ -449,7 +449,7 @@ class BenchResult:
 
     @property
     def skipped(self) -> tuple[Decision, ...]:
-        """For each backend that does not fit, its nearest candidate."""
+        """The nearest candidate of each backend that does not fit."""
         return tuple(decision for decision in nearest_by_backend(self.selection.decisions) if not decision.accepted)
 
     @property
@@ -463,7 +463,7 @@ class BenchResult:
         return sorted(rows, key=lambda row: (row.timing is None, row.time_us if row.timing else 0.0))
 
     def labels(self) -> dict[Decision, str]:
-        """Name of each measured candidate: its backend, with the class if a backend has several."""
+        """Names of measured candidates: the backend, with the class if a backend has several."""
         candidates = list(dict.fromkeys(row.decision for row in self.rows))
         names = [decision.backend for decision in candidates]
         return {
@@ -519,10 +519,10 @@ class BenchResult:
             f"ceilings: {ceilings.matmul_tflops:.3g} TFLOP/s, "
             f"{ceilings.read_gbps:,.0f} GB/s ({ceilings.read_by}); {self.routing} routing"
         )
-        # Only where it says something: the table is as wide as a terminal.
+        # Only if it is informative, since the table fills a terminal's width.
         with_origin = any(row.decision.origin != BUILTIN for row in self.rows)
         origin = ("origin",) if with_origin else ()
-        # 80 columns have no room for what follows from the time.
+        # 80 columns have no room for figures derived from the time.
         rates, share = (("TFLOP/s", "GB/s"), "% of roofline") if target.width >= WIDE else ((), "roofline")
         table = new_table("T", "", "backend", *origin, "time", "p10 to p90", *rates, share, "error")
         labels = self.labels()
@@ -610,7 +610,7 @@ def _rate(value: float) -> str:
 
 
 def parse_counts(text: str, option: str = "--tokens 1,16,64") -> tuple[int, ...]:
-    """The numbers of such an option, ascending.
+    """Parses an option's numbers, ascending.
 
     Raises:
         UsageError: The text has another form.
@@ -623,10 +623,10 @@ def parse_counts(text: str, option: str = "--tokens 1,16,64") -> tuple[int, ...]
 
 
 def check_routing(routing: str) -> None:
-    """Checks the name that `--routing` says.
+    """Checks the name given to `--routing`.
 
     Raises:
-        UnknownNameError: It is not known.
+        UnknownNameError: The name is unknown.
     """
     if routing not in ROUTINGS:
         raise UnknownNameError(unknown_name_message("routing", routing, ROUTINGS))
@@ -643,10 +643,10 @@ def bench_layer(
 ) -> BenchResult:
     """Makes one layer for every backend that fits, checks each against the reference and times it.
 
-    Takes the values of the options of those names; `token_counts` ascend. The result has no rows where nothing fits.
+    Takes the options' values by name; `token_counts` ascend. The result has no rows if nothing fits.
 
     Raises:
-        MoeregError: Anything that the user can cure.
+        MoeregError: Anything that the user can fix.
     """
     platform = platform_at_hand("bench", flags.platform)
     if token_counts is None:

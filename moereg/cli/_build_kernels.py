@@ -22,7 +22,7 @@ from moereg.selection.result import SCHEMA
 
 
 def estimate(plan: BuildPlan, jobs: int) -> str:
-    """How long a build takes, as one line."""
+    """The estimated time of a build, as one line."""
     if plan.cpu_seconds is None:
         return f"{plan.num_steps} steps with {jobs} at once"
     took = duration(plan.cpu_seconds)
@@ -39,14 +39,14 @@ def build_kernels(
     folder: Path | None,
     dry_run: bool,
 ) -> tuple[dict[str, Any], str]:
-    """Builds a backend's kernels, or says what would be done (`dry_run`). The other arguments are the options' values.
+    """Builds a backend's kernels, or says what it would do (`dry_run`). Takes the options' values by name.
 
     Returns:
-        The object that `moereg build-kernels --json` prints, and the line for people.
+        The object that `moereg build-kernels --json` prints, and the line to show otherwise.
 
     Raises:
         UsageError: The backend has nothing to build.
-        MoeregError: Something has no kernels, a tool is missing, or a compiler failed.
+        MoeregError: A scheme or platform has no kernels, a tool is missing, or a compiler failed.
     """
     builder = _builder(name)
     schemes = [find_scheme(scheme) for scheme in quant]

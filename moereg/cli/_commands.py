@@ -1,6 +1,6 @@
-"""The commands: their options, and what each does in order.
+"""The commands: their options and steps.
 
-What a command computes and shows is in a module of its own, which may load torch; this one does not.
+A command's computation and output are in separate modules, which may load torch; this one does not.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def bench(
     if plot is not None:
         check_can_plot(plot)
     result = bench_layer(flags, checkpoint, layer, token_counts, routing, timed, seed)
-    # First, so that a disk that is full by now leaves nothing on standard output.
+    # First, so that a full disk leaves nothing on standard output.
     if plot is not None and result.rows:
         write_plot(plot_bench, result, plot)
     return _measured(result, lambda: result.show(verbose))
@@ -347,7 +347,7 @@ def verify(
         lifted = lift_quarantine(name)
         return Shown(lambda: {"schema": SCHEMA, "quarantine": lifted.to_dict()}, lambda: print(lifted))
     if quarantine:
-        change_quarantine()  # Refuses a file that cannot be written, before anything runs.
+        change_quarantine()  # Refuses an unwritable file before anything runs.
     subject = Subject(name, module or [])
     if ledger is not None:
         check_ledger(ledger, check or [])

@@ -1,4 +1,4 @@
-"""`moereg compile`: compiles what a layer launches, ahead of its first call and maybe on another machine."""
+"""`moereg compile`: compiles what a layer launches before its first call, maybe on another machine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from moereg.selection.result import SCHEMA
 def compile_layer(
     flags: ProblemFlags, subject: Subject, tokens: str | None, cache: Path | None, jobs: int | None
 ) -> tuple[dict[str, Any], str, str | None]:
-    """Compiles what a layer launches; takes the values of the options of those names.
+    """Compiles what a layer launches; takes the options' values by name.
 
     Returns:
-        The object that `moereg compile --json` prints, the lines for people, and why nothing was compiled; None where
-        something was, or was in the cache.
+        The object that `moereg compile --json` prints, the lines to show otherwise, and why nothing was compiled; None
+        if something was, or was in the cache.
 
     Raises:
-        MoeregError: As `compile_ahead`, or tokens cannot be read.
+        MoeregError: As in `compile_ahead`, or `--tokens` cannot be parsed.
     """
     counts = check_token_counts(None if tokens is None else parse_ranges(tokens), subject.problem.max_num_tokens)
-    load_backends()  # A plugin's kind of platform is known once it is loaded.
+    load_backends()  # A plugin's platforms are known once it is loaded.
     selection = explain_backends(subject.problem, flags.platform, **flags.request())
     winner = selection.winner
     result = None if winner is None else compile_ahead(selection, counts, cache, jobs)
@@ -46,7 +46,7 @@ def compile_layer(
 
 
 def parse_ranges(text: str) -> list[int]:
-    """The numbers of `--tokens 1-512,1024`.
+    """Parses numbers such as `--tokens 1-512,1024`.
 
     Raises:
         UsageError: The text has another form.
@@ -64,13 +64,13 @@ def parse_ranges(text: str) -> list[int]:
 
 
 def check_cache(folder: Path | None, platform: str | None) -> tuple[dict[str, Any], str]:
-    """Checks the folder of `--cache`, which was compiled into, and rewrites the paths in it where it was moved.
+    """Checks a folder of compiled kernels (`--cache`), and rewrites its paths if it was moved.
 
     Returns:
-        The object that `moereg compile --check --json` prints, and the line for people.
+        The object that `moereg compile --check --json` prints, and the line to show otherwise.
 
     Raises:
-        UsageError: No folder is named, or nothing was compiled into it.
+        UsageError: No folder is named, or it has no compiled kernels.
         ArgumentError: Triton would compile everything again.
     """
     if folder is None:

@@ -1,6 +1,6 @@
-"""`--ep`: a layer over several ranks, run, or compared by token dispatcher.
+"""`--ep`: runs a layer over several ranks, or compares token dispatchers.
 
-Ranks are a process each on this machine (`moereg.tuning.over_ranks`), or those that torchrun has started.
+Each rank is a process on this machine (`moereg.tuning.over_ranks`) or one started by torchrun.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from moereg.tuning.inputs import num_calls
 from moereg.tuning.timing import SECONDS
 
 _GRACE_SECONDS: Final = 30.0
-"""After the first rank has failed, the others have so long to report what they saw."""
+"""Time for the other ranks to report after the first one failed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +46,12 @@ class EpResult:
     """Results of a bench or run over several ranks.
 
     Attributes:
-        movement: Every token dispatcher, at the largest number of tokens.
+        movement: The selection among token dispatchers, for the largest number of tokens.
         measured_on: `device`, `versions`, `commit` and `date`, among others.
-        replicas: Experts beyond one for each of the layer; None where experts are in slices.
-        rows: A row for each number of tokens, token dispatcher, number of parts and routing.
+        replicas: Number of replicas beyond one of each expert; None if experts are placed in slices.
+        rows: A row per number of tokens, token dispatcher, number of parts and routing.
         failure: Why rows are missing; empty if none are.
-        is_printed: Whether this process prints the result: under torchrun rank 0 does.
+        is_printed: Whether this process prints the result; under torchrun rank 0 does.
     """
 
     subject: Subject
@@ -97,7 +97,7 @@ class EpResult:
         }
 
     def show(self) -> None:
-        """Prints a table of the rows, then what failed."""
+        """Prints a table of the rows, then the failure."""
         target = console(sys.stdout)
         subject, movement = self.subject, self.movement
         target.print(f"{subject.name or 'random weights'}: {subject.problem}")
@@ -169,10 +169,10 @@ def bench_group(
 ) -> EpResult:
     """Compares token dispatchers on random weights, over ranks of this machine or torchrun's.
 
-    Takes the values of the options of those names. Where it `compares`, rank 0 also runs the whole layer alone.
+    Takes the options' values by name. If it `compares`, rank 0 also runs the whole layer alone.
 
     Raises:
-        MoeregError: Anything that the user can cure.
+        MoeregError: Anything that the user can fix.
     """
     if flags.require or flags.prefer or flags.deny:
         raise UsageError("--ep takes no --require, --prefer or --deny; set MOEREG_REQUIRE, which every rank reads")
@@ -199,7 +199,7 @@ def bench_group(
     names = tuple(dict.fromkeys(decision.name for decision in movement.accepted))
     if not names:
         return result
-    # On a CPU all ranks share the memory, and a comparison needs the whole layer on one.
+    # On a CPU all ranks share the memory, and a comparison needs the whole layer on one rank.
     is_shared = platform.device_type == "cpu" or compares
     share = problem.num_experts if is_shared else -(-(problem.num_experts + (replicas or 0)) // size)
     part = dataclasses.replace(problem, num_local_experts=min(share, problem.num_experts))
@@ -229,10 +229,10 @@ def bench_group(
 
 
 def run_group(flags: ProblemFlags, size: int, way: str | None, seed: int) -> EpResult:
-    """Runs a layer over several ranks once, and compares it with the reference and with the layer on one rank.
+    """Runs a layer over several ranks once, and compares it with the reference and with one rank.
 
     Raises:
-        MoeregError: Anything that the user can cure.
+        MoeregError: Anything that the user can fix.
     """
     num_tokens = 64 if flags.tokens is None else flags.tokens
     platform = platform_at_hand("run --ep", flags.platform)
@@ -258,10 +258,10 @@ def _check_gpus(size: int, platform: Platform, rank: int | None) -> None:
 
 
 def _torchrun_rank(size: int) -> int | None:
-    """This process's rank where torchrun started it; None where nobody did.
+    """This process's rank if torchrun started it, else None.
 
     Raises:
-        UsageError: There are other ranks than `--ep` says.
+        UsageError: torchrun's number of ranks differs from `--ep`.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -272,10 +272,10 @@ def _torchrun_rank(size: int) -> int | None:
 
 
 def _rows_of_ranks(job: Any, rank: int | None) -> tuple[list[dict[str, Any]], str]:
-    """Runs a `Job` as this rank of torchrun's, or with a process for each rank where None.
+    """Runs a `Job` as this torchrun rank, or starts a process per rank if None.
 
     Returns:
-        The rows, those before a failure included, and what failed; under torchrun only rank 0 has rows.
+        The rows, including those before a failure, and the failure; under torchrun only rank 0 has rows.
     """
     with tempfile.TemporaryDirectory(prefix="moereg-ep-") as folder:
         out = Path(folder) / "rows"
@@ -294,7 +294,7 @@ def _rows_of_ranks(job: Any, rank: int | None) -> tuple[list[dict[str, Any]], st
 
 
 def _failure_of(job: Path, size: int) -> str:
-    """The message of the first rank that failed; empty if none did."""
+    """The message of the first failed rank; empty if none failed."""
     ended: queue.Queue[tuple[int, int, str]] = queue.Queue()
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size))} if size > 1 else {}
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""`moereg explain`: the choice for a layer, or for every layer of a model as transformers would build it."""
+"""`moereg explain`: the choice for a layer, or for every layer of a transformers model."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Explanation:
     """The choice for one layer.
 
     Attributes:
-        selection: Every backend; over several ranks for the problem that the experts of a rank see, or for a rank's
-            share if no token dispatcher fits.
-        movement: Every token dispatcher; None where one rank has the layer.
+        selection: The selection among backends; over several ranks for the problem that a rank's experts see, or for
+            a rank's share if no token dispatcher fits.
+        movement: The selection among token dispatchers; None for a single rank.
     """
 
     subject: Subject
@@ -50,12 +50,12 @@ class Explanation:
 
     @classmethod
     def of(cls, flags: ProblemFlags, subject: Subject, size: int | None, way: str | None) -> Explanation:
-        """Asks for a layer, over so many ranks if a number is given. Starts no process.
+        """Selects for a layer, over several ranks if a number is given. Starts no process.
 
         Raises:
-            MoeregError: The request or the platform cannot be read.
+            MoeregError: The request or the platform is invalid.
         """
-        load_backends()  # A plugin's kind of platform is known once it is loaded.
+        load_backends()  # A plugin's platforms are known once it is loaded.
         if size is None:
             return cls(subject, subject.noted(explain_backends(subject.problem, flags.platform, **flags.request())))
         from moereg.layer.movement import explain_movements
@@ -68,7 +68,7 @@ class Explanation:
 
     @property
     def fits(self) -> bool:
-        """Whether a backend fits, and a token dispatcher if there are ranks."""
+        """Whether a backend fits, and a token dispatcher if there are several ranks."""
         return self.selection.winner is not None and (self.movement is None or self.movement.winner is not None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Explanation:
         return found if movement is None else {**found, "ranks": movement.group.size, "movement": movement.to_dict()}
 
     def show(self, all_reasons: bool) -> None:
-        """Prints the decision table, after that of token dispatchers if there are ranks."""
+        """Prints the decision table, after that of token dispatchers if there are several ranks."""
         subject, movement = self.subject, self.movement
         if movement is not None:
             target = console(sys.stdout)
@@ -99,17 +99,17 @@ def group_facts(size: int, platform: Platform) -> GroupFacts:
 
 @dataclasses.dataclass(frozen=True)
 class ModelChoices:
-    """The choice for every layer of the model of a directory."""
+    """The choice for every layer of a directory's model."""
 
     path: Path
     layers: tuple[LayerChoice, ...]
 
     @classmethod
     def of(cls, flags: ProblemFlags, path: Path) -> ModelChoices:
-        """Asks for every layer.
+        """Selects for every layer.
 
         Raises:
-            MoeregError: Options contradict the model, or no model can be made of the directory.
+            MoeregError: Options contradict the model, or the directory has no usable model.
         """
         from moereg.integrations.transformers import explain_model
 
@@ -124,11 +124,11 @@ class ModelChoices:
 
     @property
     def selections(self) -> list[Selection]:
-        """One for each different layer."""
+        """One selection per distinct layer."""
         return list({layer.problem: layer.selection for layer in self.layers if layer.selection}.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """The object of `--json`: layers, and each different selection once."""
+        """The object of `--json`: layers, and each distinct selection once."""
         selections = self.selections
         place = {selection.problem: index for index, selection in enumerate(selections)}
         return {
@@ -148,7 +148,7 @@ class ModelChoices:
         }
 
     def show(self, all_reasons: bool) -> None:
-        """Prints a line for each run of equal layers, and why where there is no backend."""
+        """Prints a line per run of equal layers, and the reasons if there is no backend."""
         target = console(sys.stdout)
         from moereg.integrations.transformers import grouped
 
@@ -159,7 +159,7 @@ class ModelChoices:
         target.print(f"{name}: {count} layer{'' if count == 1 else 's'} with experts{where}")
         table = new_table("experts", "layers", "layer", "backend", "why")
         for column in (table.columns[0], table.columns[3]) if target.width < WIDE else ():
-            column.no_wrap = True  # The layer is folded, between its parts.
+            column.no_wrap = True  # The layer's text may be folded between its parts.
         for group in grouped(self.layers):
             first = group[0]
             winner = None if first.selection is None else first.selection.winner
@@ -177,7 +177,7 @@ class ModelChoices:
 
 
 def _range_of(first: str, last: str) -> str:
-    """Names from one to another: `model.layers.0-47.mlp.experts` where they differ in a number alone."""
+    """A range of names, such as `model.layers.0-47.mlp.experts` if they differ only in a number."""
     if first == last:
         return first
     pairs = list(zip(first.split("."), last.split("."), strict=False))
@@ -188,10 +188,10 @@ def _range_of(first: str, last: str) -> str:
 
 
 def selection_with_evidence(selection: Selection) -> dict[str, Any]:
-    """The object that `moereg explain --json` prints: the selection and the evidence of the chosen cell.
+    """The object that `moereg explain --json` prints: the selection and the chosen cell's evidence.
 
-    `verification` is None if nothing fits or the cell is not registered here, and a decision's `verified_on_platform`
-    where it was rejected.
+    `verification` is None if nothing fits or the cell is not registered here; a rejected decision's
+    `verified_on_platform` is None.
     """
     winner = selection.winner
     found = None

@@ -1,4 +1,4 @@
-"""`moereg info`, `moereg models` and `moereg schemes`: this machine and its backends, and names that options take."""
+"""`moereg info`, `moereg models` and `moereg schemes`: this machine, its backends, and names for options."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantSc
 from moereg.spec.reasons import Reason
 
 _MOST_NAMES: Final = 3
-"""Most platforms shown on one line; the table of cells has all."""
+"""Most platforms to show on one line; the table of cells has all."""
 
 _Held = list[tuple[BackendCell, tuple[QuarantineRecord, ...]]]
-"""Every cell by backend, with the records by which it is quarantined."""
+"""Every cell, sorted by backend, with its quarantine records."""
 
 _SHORT_DTYPES: Final = {"uint4": "int4", "float4_e2m1fn": "fp4", "float8_e4m3fn": "fp8"}
 
 
 def machine_shown() -> tuple[Platform, str | None]:
-    """This machine; where several plugins claim it, as it is without them, and the error about them."""
+    """This machine, and an error if several plugins claim it, which are then ignored."""
     try:
         return current_platform(), None
     except PluginError as error:
@@ -70,9 +70,9 @@ def _dispatcher(cells: Sequence[MovementCell], platform: Platform) -> dict[str, 
 def _entry(
     cells: Sequence[BackendCell | MovementCell], shown: list[dict[str, Any]], by_cell: Sequence[Sequence[Reason]]
 ) -> dict[str, Any]:
-    """A backend or token dispatcher, which runs here if one of its cells does."""
+    """The entry of a backend or token dispatcher, which runs here if one of its cells does."""
     nearest = sorted(by_cell, key=len)
-    # Each reason once, those of the cell that is nearest to running first.
+    # Each reason once, starting with the cell that is nearest to running.
     reasons = dict.fromkeys(reason for reasons in nearest for reason in reasons) if nearest[0] else ()
     return {
         "name": cells[0].name,
@@ -100,7 +100,7 @@ def _movement_cell(cell: MovementCell) -> dict[str, Any]:
 
 def _backend(cells: Sequence[BackendCell], platform: Platform, quarantine: Quarantine) -> dict[str, Any]:
     by_cell: list[list[Reason]] = []
-    # Probes last, which may take a second: a backend runs here if one of its cells does.
+    # Probes last, since they may take a second; one running cell suffices.
     for cell in sorted(cells, key=lambda cell: len(cell.probes)):
         by_cell.append(_reasons(cell, platform, quarantine))
         if not by_cell[-1]:
@@ -109,7 +109,7 @@ def _backend(cells: Sequence[BackendCell], platform: Platform, quarantine: Quara
 
 
 def _reasons(cell: BackendCell, platform: Platform, quarantine: Quarantine) -> list[Reason]:
-    """Why a cell cannot run here for any problem: the machine, or every one of its schemes is quarantined."""
+    """Why a cell cannot run any problem here: the machine's reasons, or all its schemes are quarantined."""
     held = quarantine.of_cell(cell, platform)
     is_out = len(held) == len(cell.schemes)
     return [*machine_reasons(cell, platform), *(record.reason for record in held if is_out)]
@@ -128,7 +128,7 @@ def _cell(cell: BackendCell, held: Sequence[QuarantineRecord]) -> dict[str, Any]
 
 
 def show_info(info: Mapping[str, Any], with_cells: bool) -> None:
-    """Prints what `collect_info` found, a line a backend or a line a cell."""
+    """Prints the result of `collect_info`, one line per backend or per cell."""
     target, platform = console(sys.stdout), machine_shown()[0]
     target.print(f"moereg {info['version']} on {machine(platform)}")
     if info["platform_error"] is not None:
@@ -141,9 +141,9 @@ def show_info(info: Mapping[str, Any], with_cells: bool) -> None:
 
 
 def _print_backends(target: Console, info: Mapping[str, Any], held: _Held, platform: Platform) -> None:
-    """A line a backend: fits 80 columns and, without wheels, one screen."""
+    """Prints one line per backend: fits 80 columns and, without plugins, one screen."""
     backends = info["backends"]
-    # On 80 columns the lines about plugins say it.
+    # On 80 columns the lines about plugins say so.
     with_origin = target.width >= WIDE and any(backend["origin"] != BUILTIN for backend in backends)
     table = new_table(
         "backend", *(["origin"] if with_origin else []), "schemes", "platforms", "runs here", "verified on"
@@ -177,7 +177,7 @@ def _print_backends(target: Console, info: Mapping[str, Any], held: _Held, platf
 
 
 def _print_cells(target: Console, info: Mapping[str, Any], held: _Held, platform: Platform) -> None:
-    """Every cell with its evidence, every reason against those that cannot run here, and every plugin."""
+    """Prints every cell with its evidence, the reasons why some cannot run here, and every plugin."""
     cells = new_table("backend", "experts", "computes", "platforms", "priority", "tier", "runs here", "verified")
     for cell, records in held:
         is_out = len(records) == len(cell.schemes)
@@ -218,7 +218,7 @@ def _print_cells(target: Console, info: Mapping[str, Any], held: _Held, platform
 
 
 def _in_brief(dispatcher: Mapping[str, Any]) -> str:
-    """`deepep (opt-in, no: package)`."""
+    """A short form such as `deepep (opt-in, no: package)`."""
     notes = ["opt-in"] if all(cell["opt_in"] for cell in dispatcher["cells"]) else []
     notes += [] if dispatcher["available"] else [str(_runs(dispatcher))]
     return f"{dispatcher['name']} ({', '.join(notes)})" if notes else str(dispatcher["name"])
@@ -231,7 +231,7 @@ def _rule_name(rule: str) -> str:
 
 
 def _short(names: Iterable[str]) -> str:
-    """The names, or the first of many and how many more there are."""
+    """The names, or the first of many with the number of others."""
     known = list(dict.fromkeys(names))
     if len(known) <= _MOST_NAMES:
         return ", ".join(known)
@@ -242,13 +242,13 @@ def _runs(backend: Mapping[str, Any]) -> Text:
     if backend["available"]:
         return yes_no(True)
     codes = {reason["code"] for reason in backend["reasons"]}
-    # Without the platform no package would help.
+    # On another platform no package would help.
     code = next((code for code in ("platform", "package", "probe", "quarantined") if code in codes), "")
     return Text({"": "no", "platform": "no", "quarantined": "quarantined"}.get(code, f"no: {code}"), style="red")
 
 
 def _verified(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Devices on which all of a backend's current cells were verified, or how many of them were."""
+    """Devices on which all of a backend's current cells were verified, or the number of verified cells."""
     records = [[record for record in cell["verified"] if not record["stale"]] for cell in cells]
     platforms = dict.fromkeys(arch_name(record["platform"]) for of_cell in records for record in of_cell)
     if not platforms:
@@ -287,7 +287,7 @@ def list_models() -> dict[str, Any]:
 
 
 def show_models() -> None:
-    """Prints a line a model."""
+    """Prints one line per model."""
     target = console(sys.stdout)
     table = new_table("model", "E", "H", "I", "K", "L", "activation", "released as")
     for shape in MODEL_SHAPES.values():
@@ -303,7 +303,7 @@ def list_schemes(name: str | None) -> tuple[dict[str, Any], Platform]:
     """The object that `moereg schemes --json` prints, and the platform.
 
     Args:
-        name: What `--platform` says; this machine where None.
+        name: The value of `--platform`; None means this machine.
     """
     registry = load_backends()
     platform = current_platform() if name is None else Platform.from_name(name)
@@ -321,7 +321,7 @@ def list_schemes(name: str | None) -> tuple[dict[str, Any], Platform]:
 
 
 def show_schemes(found: dict[str, Any], platform: Platform) -> None:
-    """Prints a line a scheme."""
+    """Prints one line per scheme."""
     target = console(sys.stdout)
     target.print(f"on {named_machine(platform)}")
     table = new_table("scheme", "weights", "activations", "backends")
@@ -335,14 +335,14 @@ def show_schemes(found: dict[str, Any], platform: Platform) -> None:
 
 
 def _served_by(checkpoint: QuantScheme, cells: list[BackendCell]) -> dict[str, list[str]]:
-    """Names of backends that run such weights, those whose speed is the scheme's apart from those that emulate it."""
+    """Names of backends that run such weights, native ones separate from emulations."""
     serving = [cell for cell in cells if any(scheme.serves(checkpoint) for scheme in cell.schemes)]
     kernels = sorted({cell.name for cell in serving if cell.tier == "kernel"})
     return {"backends": kernels, "emulated_by": sorted({cell.name for cell in serving} - {*kernels})}
 
 
 def _format(values: dict[str, Any] | None, line: str) -> str:
-    """A format in few words: `fp8 by 128 x 128`, `int4 by 32, zeros`."""
+    """A format in few words, such as `fp8 by 128 x 128` or `int4 by 32, zeros`."""
     if values is None:
         return "16 bits"
     value = QuantFormat(**values)

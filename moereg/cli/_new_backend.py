@@ -1,4 +1,4 @@
-"""`moereg new-backend`: writes a wheel with one backend that works and passes the conformance kit."""
+"""`moereg new-backend`: writes a plugin package with one working backend that passes the conformance kit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from moereg.plugins.loader import list_backends, list_cells
 from moereg.registration import check_name
 from moereg.selection.result import SCHEMA
 
-# What the names of distributions, packages and entry points have in common.
+# Valid in names of distributions, packages and entry points alike.
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _LONGEST_NAME: Final = 40
 
 _TEMPLATES: Final = importlib.resources.files("moereg.cli") / "_wheel"
-# Templates and the files that they become. Templates are named `*.template`, so that no tool reads them as code.
+# Templates and the files that they become. They are named `*.template`, so that no tool reads them as code.
 _FILES: Final = {
     "pyproject.toml": "pyproject.toml",
     "README.md": "README.md",
@@ -35,7 +35,7 @@ _FILES: Final = {
 
 
 def show_wheel(written: Mapping[str, Any]) -> None:
-    """Prints what `write_wheel` wrote, and what to do with it."""
+    """Prints the files that `write_wheel` wrote, and the next steps."""
     folder = shlex.quote(written["directory"])
     print(f"wrote {written['distribution']} into {written['directory']}:")
     for path in written["files"]:
@@ -48,10 +48,10 @@ def show_wheel(written: Mapping[str, Any]) -> None:
 
 
 def write_wheel(name: str, directory: Path | None = None) -> dict[str, Any]:
-    """Writes the source of a wheel with one backend; returns the object that `moereg new-backend --json` prints.
+    """Writes the source of a plugin with one backend; returns the object that `moereg new-backend --json` prints.
 
     Raises:
-        UsageError: The name is taken or cannot be a backend's, or the folder holds something or cannot be written.
+        UsageError: The name is taken or invalid, or the folder is not empty or cannot be written.
     """
     distribution = _distribution(name)
     package = distribution.replace("-", "_")

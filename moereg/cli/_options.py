@@ -1,4 +1,4 @@
-"""Options that commands share, and the layer, request and platform that they name."""
+"""Options that commands share, and the layer, request and platform that they describe."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from moereg.spec.quant_schemes import QUANT_SCHEMES
 
 
 class UsageError(MoeregError, ValueError):
-    """Options that contradict each other or leave something out."""
+    """Options contradict each other or are incomplete."""
 
 
 def _completes(names: Callable[[], Iterable[str]], is_list: bool = False) -> Callable[[str], list[str]]:
-    """The shell's tab key for a value out of some names, or for the last of `a,b`. Loads no torch."""
+    """Makes the tab completion of one of some names, or of the last one in `a,b`. Loads no torch."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",") if is_list else ("", "", incomplete)
@@ -43,16 +43,16 @@ def _completes(names: Callable[[], Iterable[str]], is_list: bool = False) -> Cal
 
 
 def _backends() -> Iterable[str]:
-    with only_results_on_stdout(False):  # Plugins are imported.
+    with only_results_on_stdout(False):  # This imports plugins.
         return list_backends()
 
 
 def option(text: str, complete: Callable[[str], list[str]] | None = None, **bounds: Any) -> Any:
-    """An option's help, its words for the tab key, and what its numbers are at least or at most."""
+    """Declares an option's help, tab completions and bounds."""
     return typer.Option(help=text, autocompletion=complete, **bounds)
 
 
-# Schemes of plugins are left out, since they would have to be imported.
+# Without plugins' schemes, which would have to be imported.
 scheme_of = functools.partial(option, complete=_completes(lambda: QUANT_SCHEMES))
 schemes_of = functools.partial(option, complete=_completes(lambda: QUANT_SCHEMES, is_list=True))
 platform_of = functools.partial(
@@ -63,7 +63,7 @@ seed_of = functools.partial(option, min=0, max=2**63 - 2)
 
 
 def argument(text: str, complete: Callable[[str], list[str]] | None = None) -> Any:
-    """As `option`, of a value that needs no `--name`."""
+    """Like `option`, for a positional argument."""
     return typer.Argument(help=text, autocompletion=complete)
 
 
@@ -110,7 +110,7 @@ _SHARED: Final[dict[str, Any]] = {
     "json": "Print one JSON object instead of a table.",
     "verbose": "Log to standard error, and show every reason of each backend.",
 }
-"""Options by the name of their parameter, for commands that say nothing else of them."""
+"""Default options by parameter name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,18 +162,17 @@ class ProblemFlags:
             return MoEProblem(**keywords, **self.wishes())
 
     def wishes(self) -> dict[str, Any]:
-        """Keywords of `MoEProblem` that no model or checkpoint decides, where given.
+        """Given fields of `MoEProblem` that no model or checkpoint decides.
 
-        `--tokens` is the largest call that the layer will see, so that what cannot run a call of that size is rejected
-        instead of failing, and `explain --tokens N` answers for the very problem that `run --tokens N` builds. A call
-        without tokens bounds nothing.
+        `--tokens` is the largest call of the layer. So backends that cannot run it are rejected instead of failing, and
+        `explain --tokens N` answers for the problem that `run --tokens N` builds. A call without tokens sets no bound.
         """
         values = self._given(_WISHES)
         values.update({field: True for field in _DEMANDS if getattr(self, field)})
         return {**values, "max_num_tokens": self.tokens} if self.tokens else values
 
     def notices(self) -> tuple[str, ...]:
-        """One line for each option that may mean something else than expected."""
+        """One line per option that may mean something unexpected."""
         notices = []
         if self.platform is not None and (product := platform_of_product(self.platform)) is not None:
             notices.append(f"--platform {self.platform} is {product}")
@@ -191,7 +190,7 @@ class ProblemFlags:
         return {word: ",".join(names) for word in ("require", "prefer", "deny") if (names := getattr(self, word))}
 
     def check_no_checkpoint_facts(self, option: str = "--checkpoint") -> None:
-        """Rejects flags that the checkpoint of this option decides.
+        """Rejects flags that the checkpoint decides.
 
         Raises:
             UsageError: An option could contradict the checkpoint.
@@ -205,7 +204,7 @@ class ProblemFlags:
         return {keyword: value for keyword, value in values.items() if value is not None}
 
 
-# Fields of ProblemFlags to keywords of MoEProblem.
+# Maps fields of ProblemFlags to fields of MoEProblem.
 _SIZES: Final = {
     "experts": "num_experts",
     "hidden": "hidden_size",
@@ -227,7 +226,7 @@ def _flag(field: str) -> str:
 
 @contextlib.contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turns a ValueError about a value that the user gave into a UsageError."""
+    """Turns a ValueError about the user's value into a UsageError."""
     try:
         yield
     except MoeregError:
@@ -237,11 +236,11 @@ def usage_errors() -> Iterator[None]:
 
 
 class Shown(NamedTuple):
-    """The answer of a command.
+    """A command's result.
 
     Attributes:
         values: Makes the object that `--json` prints.
-        show: Prints the same for people.
+        show: Prints the same as text.
         code: The exit code.
     """
 
@@ -251,7 +250,7 @@ class Shown(NamedTuple):
 
 
 COMMANDS: Final[dict[str, Callable[..., int]]] = {}
-"""By name, in the order of the help."""
+"""Commands by name, in the help's order."""
 
 _BY_NAME: Final = inspect.Parameter.KEYWORD_ONLY
 
@@ -282,7 +281,7 @@ def command(imports: bool = True, **options: Any) -> Callable[[Callable[..., Sho
 
         @functools.wraps(work)
         def run(json: bool, verbose: bool, **values: Any) -> int:
-            with files_stay():  # Evidence of many cells asks for the same ones.
+            with files_stay():  # Many cells' evidence reads the same files.
                 with only_results_on_stdout(verbose):
                     import_named(values.pop("file", None) or [], values.pop("module", None) or [] if imports else [])
                     flags = {"flags": ProblemFlags(**{name: values.pop(name) for name in shared})} if fields else {}
@@ -335,7 +334,7 @@ def check_files(files: Sequence[str], modules: Sequence[str]) -> None:
 
 
 def _declared(parameter: inspect.Parameter, said: Any) -> inspect.Parameter:
-    """A parameter as typer reads it."""
+    """Converts a parameter for typer."""
     said = option(said) if isinstance(said, str) else copy.copy(said)
     if parameter.default is False:  # Otherwise typer adds --no-NAME.
         said.param_decls = (_flag(parameter.name), *(["-v"] if parameter.name == "verbose" else []))
@@ -344,12 +343,12 @@ def _declared(parameter: inspect.Parameter, said: Any) -> inspect.Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A layer and what to call it.
+    """A layer and its name.
 
     Attributes:
-        name: The model's or checkpoint's name; None where only sizes were given.
-        checkpoint, layer: Its directory and the index there, where the layer is one of a checkpoint.
-        notices: What a user may not expect of the options, one line each.
+        name: The model's or checkpoint's name; None if only sizes were given.
+        checkpoint, layer: The checkpoint's directory and the layer's index, if it has one.
+        notices: Unexpected effects of the options, one line each.
     """
 
     name: str | None
@@ -359,12 +358,12 @@ class Subject:
     notices: tuple[str, ...] = ()
 
     def noted(self, selection: Selection) -> Selection:
-        """The selection with these notices first, so that tables and JSON have them."""
+        """The selection with these notices first, for tables and JSON."""
         return dataclasses.replace(selection, notices=(*self.notices, *selection.notices))
 
 
 def find_subject(flags: ProblemFlags, checkpoint: Path | None, layer: int | None) -> Subject:
-    """The layer that options name. Of a checkpoint, no more than headers are read.
+    """The layer that options describe. Reads only a checkpoint's headers.
 
     Raises:
         MoeregError: Options are missing or contradict each other, or the checkpoint cannot be read.
@@ -387,7 +386,7 @@ def first_layer(checkpoint: Path) -> int:
     """The first layer of a checkpoint with experts.
 
     Raises:
-        UsageError: None has.
+        UsageError: No layer has experts.
     """
     from moereg.checkpoints import moe_layers
 

@@ -1,4 +1,4 @@
-"""Output of the command line: results to standard output, everything else to standard error, and the exit codes."""
+"""The command line's output (results on standard output, all else on standard error) and exit codes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WRONG_NUMBERS: Final = 1
 BAD_INPUT: Final = 2
 NOTHING_FITS: Final = 3
 INTERNAL_ERROR: Final = 70
-"""EX_SOFTWARE of sysexits.h: a bug of moereg; all other codes speak of input, backends or the machine."""
+"""EX_SOFTWARE of sysexits.h: a bug in moereg. All other codes are about input, backends or the machine."""
 OUTPUT_LOST: Final = 74
-"""EX_IOERR of sysexits.h: a reader of the result would get only a part of it."""
+"""EX_IOERR of sysexits.h: the result was only partly written."""
 INTERRUPTED: Final = 130
-"""As shells count a process that SIGINT ended."""
+"""The shell's code of a process ended by SIGINT."""
 BROKEN_PIPE: Final = 141
-"""As shells count a process that SIGPIPE ended: the reader of the output left."""
+"""The shell's code of a process ended by SIGPIPE: the reader of the output left."""
 
 EXIT_CODES: Final = (
     "Exit codes: 0 done; 1 wrong numbers or a backend that failed; 2 bad input or not enough memory for it; 3 nothing "
@@ -37,7 +37,7 @@ EXIT_CODES: Final = (
 
 
 def code_of_verdict(passed: bool | None) -> int:
-    """The exit code of a result: whether its numbers were right, None where nothing could run."""
+    """The exit code of a verdict: whether the numbers were right, or None if nothing could run."""
     return NOTHING_FITS if passed is None else OK if passed else WRONG_NUMBERS
 
 
@@ -50,7 +50,7 @@ def console(stream: TextIO) -> Console:
 
 
 def print_json(values: Mapping[str, Any]) -> None:
-    """Writes one JSON object on one line; numbers that JSON does not have become null."""
+    """Writes a JSON object on one line; NaN and infinities become null."""
     print(json.dumps(_finite(values), allow_nan=False))
 
 
@@ -65,14 +65,14 @@ def _finite(value: Any) -> Any:
 
 
 def print_error(message: str) -> None:
-    """Writes one line to standard error, however many the message has."""
+    """Writes a message to standard error as one line."""
     lines = (one_line(line) for line in message.splitlines())
     print("moereg:", "; ".join(line for line in lines if line), file=sys.stderr)
 
 
 @contextlib.contextmanager
 def warnings_on_one_line() -> Iterator[None]:
-    """Shows moereg's warnings as its errors: the place in the code says nothing to a user of the command line."""
+    """Shows moereg's warnings like its errors, without the source line, which means nothing to a user."""
     before = warnings.formatwarning
 
     def formatted(
@@ -91,10 +91,10 @@ def warnings_on_one_line() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_results_on_stdout(is_verbose: bool) -> Iterator[None]:
-    """Output during a command's work goes to standard error; results are printed after it.
+    """Sends output to standard error while a command works; results are printed afterwards.
 
     Args:
-        is_verbose: Whether moereg's log is shown.
+        is_verbose: Whether to show moereg's log.
     """
     with others_print_to_stderr(), warnings_on_one_line():
         if not is_verbose:

@@ -1,4 +1,4 @@
-"""The plot of `moereg bench`: time over tokens and percent of the roofline, a line a backend."""
+"""The plot of `moereg bench`: time and percent of the roofline over tokens, one line per backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# Okabe and Ito's colors, which also color-blind readers can tell apart, strong ones first.
+# Okabe and Ito's colors, which color-blind readers can tell apart, strong ones first.
 COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _MARKERS: Final = "osD^vPX"
 INK: Final = "#222222"
@@ -43,7 +43,7 @@ STYLE: Final[dict[Any, Any]] = {
 }
 
 _ROOFLINE: Final = "roofline"
-# Inches, but for the left margin; the legend takes as many rows as it needs.
+# Inches, except for the left margin; the legend takes as many rows as it needs.
 _WIDTH: Final = 11.5
 _PANEL_HEIGHT: Final = 3.7
 _LEGEND_TOP: Final = 0.95
@@ -55,10 +55,10 @@ _LEAST_SHARE: Final = 0.1
 
 
 def check_can_plot(path: Path) -> None:
-    """Checks, before anything is measured, that a plot can be made and written.
+    """Checks before measuring that a plot can be made and written.
 
     Raises:
-        UsageError: matplotlib is missing, does not write such files, or the file cannot be written.
+        UsageError: matplotlib is missing or cannot write this format, or the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -84,7 +84,7 @@ def write_plot(draw: Callable[[Result, Path], None], result: Result, path: Path)
     """Draws a result into a file.
 
     Raises:
-        UsageError: The file cannot be written, since the disk is full by now, for instance.
+        UsageError: The file cannot be written, such as on a full disk.
     """
     try:
         draw(result, path)
@@ -93,16 +93,16 @@ def write_plot(draw: Callable[[Result, Path], None], result: Result, path: Path)
 
 
 def plot_bench(result: BenchResult, path: Path) -> None:
-    """Writes the plot; the file's ending says its format.
+    """Writes the plot in the format of the file's suffix.
 
     Args:
-        result: With rows.
-        path: As `check_can_plot` wants it; overwritten.
+        result: A result with rows.
+        path: A path that `check_can_plot` accepts; overwritten.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
-    # A figure of its own instead of pyplot, so that neither a display nor the caller's settings are touched.
+    # A separate figure instead of pyplot, to leave display and settings alone.
     with matplotlib.rc_context(STYLE):
         names = [*result.labels().values(), _ROOFLINE]
         columns = max(1, min(len(names), _LINE_LETTERS // (max(map(len, names)) + 8)))
@@ -174,7 +174,7 @@ def _wrong_at(rows: list[Measurement]) -> str:
 
 
 def tick(axis: Axis, form: Callable[[float, object], str], locator: Locator | None = None) -> None:
-    """Labels an axis at what a locator names; where None, at 1, 2 and 5 of each decade."""
+    """Labels an axis at a locator's ticks; None means 1, 2 and 5 of each decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if locator is None else locator)
@@ -199,7 +199,7 @@ def hide_ticks_that_meet(axes: Axes) -> None:
 
 
 def show_grid(axes: Axes) -> None:
-    """Lines behind the data instead of ticks."""
+    """Draws grid lines behind the data instead of ticks."""
     axes.grid(color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", length=0)

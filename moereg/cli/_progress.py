@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar on a terminal, elsewhere a line for what takes longer than two seconds."""
+"""Progress on standard error: a bar on a terminal, otherwise a line for phases longer than two seconds."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ SILENT_SECONDS: Final = 2.0
 """Without a terminal, only work that takes longer is announced."""
 
 Advance = Callable[[int, int], None]
-"""Called with (steps done, steps in all)."""
+"""Called with (steps done, all steps)."""
 
 
 @contextlib.contextmanager
 def phase(description: str) -> Iterator[Advance]:
-    """Shows that a phase of work is under way.
+    """Shows a phase of work.
 
     Args:
-        description: What is being done, for example `permuting weights`.
+        description: The work, such as `permuting weights`.
 
     Yields:
-        A callback for finished steps; a phase without steps only shows that it runs.
+        A callback for finished steps; without steps the phase only shows that it runs.
     """
     with _bar(description) if sys.stderr.isatty() else _line(description) as advance:
         yield advance
@@ -42,7 +42,7 @@ def _bar(description: str) -> Iterator[Advance]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    # Transient, so that an error is the only line left behind.
+    # Transient, so that only an error's line remains.
     with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
         task = progress.add_task(description, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

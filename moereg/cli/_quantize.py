@@ -1,4 +1,4 @@
-"""`moereg quantize`: a layer of a checkpoint in every scheme that fits, and the copy that was asked for."""
+"""`moereg quantize`: compares a checkpoint's layer in every scheme that fits, and may write a copy."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ if TYPE_CHECKING:
     from matplotlib.text import Annotation
 
 DEFAULT_TOKENS: Final = (1, 64)
-# Tokens that errors and scales of activations come from, where a call has fewer.
+# Fewest tokens to compute errors and activation scales from.
 _SAMPLE_TOKENS: Final = 64
 _ROUNDS: Final = 16
 _SECONDS: Final = 0.3
-"""A choice among twenty schemes needs no third digit, and emulations on a CPU take a second a call."""
+"""Choosing among twenty schemes needs no third digit, and emulations on a CPU take a second per call."""
 _LETTERS: Final = string.ascii_lowercase + string.ascii_uppercase
 _SKETCH: Final = (60, 12)
 _FEWEST_POINTS: Final = 3
@@ -72,12 +72,12 @@ _EMULATION: Final = "~"
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """The request: values of the options.
+    """The request: the options' values.
 
     Attributes:
-        token_counts: Of the calls that are timed, ascending.
-        inputs: By layer, [T,H]: real inputs; random ones where a layer has none.
-        is_one_layer: Whether the copy has this layer alone quantized, instead of all.
+        token_counts: Tokens of the timed calls, ascending.
+        inputs: Real inputs [T,H] by layer; layers without get random ones.
+        is_one_layer: Whether the copy quantizes only this layer instead of all.
     """
 
     checkpoint: Path
@@ -95,12 +95,12 @@ class SchemeRow:
     """One scheme, or the original.
 
     Attributes:
-        num_bytes: Of the layer's canonical weights.
-        bits: Of a weight, with its share of scales and zero points.
-        weights_error: Of the restored weights against the original ones.
-        output_error: Of the layer's output, as the scheme defines it, against the original's in fp32.
-        measured: By number of tokens, as in the question.
-        original_us: Times of the original, taken beside these; NaN where it has none.
+        num_bytes: Bytes of the layer's canonical weights.
+        bits: Bits per weight, including scales and zero points.
+        weights_error: Error of the dequantized weights against the original ones.
+        output_error: Error of the scheme's reference output against the original's in fp32.
+        measured: Measurements in the order of the question's token counts.
+        original_us: Times of the original, taken alongside; NaN if there is none.
     """
 
     quant: str
@@ -114,7 +114,7 @@ class SchemeRow:
 
     @property
     def passed(self) -> bool:
-        """Whether the backend ran and its numbers are the scheme's."""
+        """Whether the backend ran and its numbers are right for the scheme."""
         return all(row.passed for row in self.measured)
 
     def to_dict(self) -> dict[str, Any]:
@@ -152,13 +152,13 @@ class QuantizeResult:
     """The result; `original` is None if nothing fitted.
 
     Attributes:
-        problem: The layer as it is stored.
+        problem: The layer as stored.
         measured_on: `device`, `versions`, `commit` and `date`, among others.
         inputs: `random` or `given`.
-        rows: In the question's order, but for what does not fit.
+        rows: Schemes that fit, in the question's order.
         skipped: Name and nearest candidate of each scheme that nothing here computes.
-        saved: The copy that was written.
-        read_back: Whether this layer of the copy was read and had the same bits.
+        saved: The written copy.
+        read_back: Whether this layer of the copy was read back with equal bits.
     """
 
     question: Question
@@ -175,13 +175,13 @@ class QuantizeResult:
 
     @property
     def passed(self) -> bool | None:
-        """Whether everything that ran was right, what was written included; None if nothing fitted."""
+        """Whether everything that ran was right, including the written copy; None if nothing fitted."""
         if not self.rows or self.original is None:
             return None
         return all(row.passed for row in (self.original, *self.rows)) and self.read_back is not False
 
     def unbeaten(self) -> tuple[SchemeRow, ...]:
-        """Rows that no other one beats in size, error and time at once; wrong ones and emulations are none."""
+        """Rows that are Pareto-optimal in size, error and time, without wrong ones and emulations."""
 
         def values(row: SchemeRow) -> tuple[float, ...]:
             return (row.num_bytes, row.output_error, row.measured[-1].time_us)
@@ -227,7 +227,7 @@ class QuantizeResult:
         }
 
     def show(self) -> None:
-        """Prints the comparison and what was written or, if nothing fitted, the reasons."""
+        """Prints the comparison and the written copy, or the reasons if nothing fitted."""
         target = console(sys.stdout)
         question, original = self.question, self.original
         target.print(f"{self.subject}: {self.problem}")
@@ -338,7 +338,7 @@ def _original_times(original: SchemeRow, rows: Sequence[SchemeRow]) -> Iterator[
 
 
 def sketch(result: QuantizeResult) -> list[str]:
-    """Error of the output, log, over size: the letters of the table in a frame."""
+    """A text plot of output error (log) over size, with the table's letters."""
     width, height = _SKETCH
     rows = [row for row in result.rows if row.output_error > 0]
     assert result.original is not None
@@ -353,7 +353,7 @@ def sketch(result: QuantizeResult) -> list[str]:
             continue
         x = round((point.num_bytes - left) / max(right - left, 1) * (width - 1))
         y = round((high - math.log10(point.output_error)) / max(high - low, 1e-9) * (height - 1))
-        # Points on one spot stand around it; a letter is twice as high as it is wide.
+        # Coinciding points spread around the spot; a letter is twice as high as wide.
         free = [(row, column) for row in range(height) for column in range(width) if grid[row][column] == " "]
         y, x = min(free, key=lambda cell, at=(y, x): (2 * abs(cell[0] - at[0]) + abs(cell[1] - at[1]), cell))  # type: ignore[misc]
         grid[y][x] = letter
@@ -364,11 +364,11 @@ def sketch(result: QuantizeResult) -> list[str]:
 
 
 def plot_quantize(result: QuantizeResult, path: Path) -> None:
-    """Writes the picture; the file's ending says its format.
+    """Writes the plot in the format of the file's suffix.
 
     Args:
-        result: With rows.
-        path: As `check_can_plot` wants it; overwritten.
+        result: A result with rows.
+        path: A path that `check_can_plot` accepts; overwritten.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -413,14 +413,14 @@ def _draw(axes: Axes, rows: Sequence[SchemeRow], values: Sequence[float], origin
     for row, value in zip(rows, values, strict=True):
         color = _color(row, rows)
         filled = color if row.decision.tier == "kernel" else "white"
-        error = row.output_error if row.output_error > 0 else math.nan  # A logarithm has no place for none.
+        error = row.output_error if row.output_error > 0 else math.nan  # A logarithmic axis has no zero.
         axes.plot([value], [error], "o", color=color, markerfacecolor=filled, markersize=7, zorder=3)
     axes.axvline(original, color=FAINT, linestyle=(0, (4, 3)), linewidth=1.6)
     show_grid(axes)
 
 
 def _label(axes: Axes, letters: str) -> None:
-    """Writes each point's letter beside it; points whose labels would touch share one."""
+    """Labels each point with its letter; points whose labels would overlap share one."""
     labels: list[Annotation] = []
     for letter, line in zip(letters, axes.get_lines(), strict=False):
         data: Any = line.get_data()
@@ -440,11 +440,11 @@ def _label(axes: Axes, letters: str) -> None:
 
 
 def find_schemes(words: Sequence[str]) -> tuple[QuantScheme, ...]:
-    """The schemes of `--quant`: names, and stars as in `int4_*`; all that moereg names if there is no word.
+    """The schemes of `--quant`: names or patterns such as `int4_*`; by default all of moereg's own.
 
     Raises:
-        UnknownSchemeError: A name is not known.
-        UsageError: A pattern matches none, or a scheme has nothing to quantize to.
+        UnknownSchemeError: A name is unknown.
+        UsageError: A pattern matches nothing, or a scheme has nothing to quantize to.
     """
     known = {name: scheme for name, scheme in QUANT_SCHEMES.items() if scheme.weight is not None}
     names = [name.strip() for word in words for name in word.split(",") if name.strip()]
@@ -464,10 +464,10 @@ def find_schemes(words: Sequence[str]) -> tuple[QuantScheme, ...]:
 
 
 def read_inputs(path: Path | None) -> dict[int, torch.Tensor]:
-    """`--inputs`: a safetensors file with [T,H] for some layers, named by their index.
+    """Reads `--inputs`: a safetensors file with [T,H] for some layers, named by index.
 
     Raises:
-        UsageError: It is no such file.
+        UsageError: The file has another form.
     """
     if path is None:
         return {}
@@ -487,12 +487,12 @@ def read_inputs(path: Path | None) -> dict[int, torch.Tensor]:
 
 
 def compare_schemes(flags: ProblemFlags, question: Question) -> QuantizeResult:
-    """Loads a layer, quantizes it to each scheme in turn, runs what its backend makes of it, and writes the copy.
+    """Loads a layer, quantizes it to each scheme in turn, runs its backend, and writes the copy.
 
-    The result has no rows where nothing fits. Nothing is written where something was wrong.
+    The result has no rows if nothing fits. Nothing is written if something was wrong.
 
     Raises:
-        MoeregError: Anything that the user can cure.
+        MoeregError: Anything that the user can fix.
     """
     if question.out is not None:
         check_copy(question)
@@ -541,10 +541,10 @@ def compare_schemes(flags: ProblemFlags, question: Question) -> QuantizeResult:
 
 
 def check_copy(question: Question) -> None:
-    """Checks that the copy can be written, before anything is measured.
+    """Checks before measuring that the copy can be written.
 
     Raises:
-        UsageError: It is not clear which scheme to write.
+        UsageError: The scheme to write is ambiguous.
         CheckpointError: The copy cannot be written.
     """
     assert question.out is not None
@@ -558,7 +558,7 @@ def check_copy(question: Question) -> None:
 
 
 def _check_fits(problem: MoEProblem, device: torch.device) -> None:
-    """Checks that the original and a quantized layer fit, each canonical and permuted."""
+    """Checks that the original and a quantized layer fit, both canonical and permuted."""
     free_bytes = free_memory_bytes(device)
     if free_bytes is None:
         return
@@ -579,7 +579,7 @@ def _check_fits(problem: MoEProblem, device: torch.device) -> None:
 
 @dataclasses.dataclass
 class _Work:
-    """The layer, its inputs and what its original makes of them."""
+    """The layer, its inputs and the original's output."""
 
     result: QuantizeResult
     layer: CheckpointLayer
@@ -591,7 +591,7 @@ class _Work:
 
     @classmethod
     def of(cls, result: QuantizeResult, loaded: CheckpointLayer) -> _Work:
-        """Makes inputs and the original's output in fp32."""
+        """Makes the inputs and the original's output in fp32."""
         question, problem = result.question, loaded.problem
         plain = loaded
         if problem.quant.weight is not None:
@@ -618,7 +618,7 @@ class _Work:
             rows = torch.arange(start, start + count) % len(given)
             return given[rows].to(device, problem.torch_dtype)
 
-        # More than one, since the experts of a single token would stay in a cache.
+        # Several calls, since a single token's experts would stay in the cache.
         calls = {
             count: [
                 Call(rows, *loaded.route(rows)) for rows in (tokens(count, place) for place in range(_calls(count)))
@@ -631,7 +631,7 @@ class _Work:
         return cls(result, loaded, plain, sample, calls, expected)
 
     def row(self, selection: Selection, name: str, is_original: bool = False) -> SchemeRow:
-        """Compares and times the layer in a scheme, beside the original; that comes first, and is kept for it."""
+        """Compares and times the layer in a scheme, alongside the original, which comes first and is kept."""
         problem, winner = selection.problem, selection.winner
         assert winner is not None
         with phase(name) as advance:
@@ -647,7 +647,7 @@ class _Work:
             measured: list[Measurement] = []
             original_us = []
             for done, count in enumerate(self.calls, start=3):
-                # Again for each scheme: a machine's speed drifts, and a ratio needs both of the same minute.
+                # Again for each scheme: a machine's speed drifts, so a ratio needs both times from the same minute.
                 original_us.append(self._original_us(count))
                 measured += comparison.measure(count, None, _ROUNDS, _SECONDS)
                 advance(done, steps)
@@ -666,12 +666,12 @@ class _Work:
         )
 
     def quantized(self, scheme: QuantScheme) -> ExpertWeights:
-        """The weights that the copy has too."""
+        """The layer's quantized weights, equal to the copy's."""
         with usage_errors():
             return quantize_layer(self.plain, scheme, self.sample.to(self.plain.router_weight.dtype))
 
     def write(self, result: QuantizeResult) -> QuantizeResult:
-        """Writes the copy and reads this layer of it."""
+        """Writes the copy and reads this layer back."""
         question = result.question
         assert question.out is not None and question.layer is not None
         (scheme,) = question.schemes
@@ -690,7 +690,7 @@ class _Work:
             local, device = self.layer.problem, self.layer.weights.w13.device
             count = local.num_local_experts if local.is_expert_parallel else None
             found = load_experts(saved.path, question.layer, device=device, num_local_experts=count).weights
-            # Of some experts alone, the scales of those that no token chose are others.
+            # With only some experts, unchosen ones get other activation scales.
             roles = [
                 role for role in get_args(TensorRole) if not (local.is_expert_parallel and role == "activation_scale")
             ]
@@ -698,7 +698,7 @@ class _Work:
         return dataclasses.replace(result, saved=saved, read_back=is_same)
 
     def _original_us(self, count: int) -> float:
-        """The original's time now; NaN where it was wrong or failed."""
+        """The original's current time; NaN if it was wrong or failed."""
         if self.original is None:
             return math.nan
         (timing,) = self.original.time_again(count, _ROUNDS, _SECONDS).values()
@@ -706,19 +706,19 @@ class _Work:
 
 
 class _EndedError(BaseException):
-    """A signal ends this process."""
+    """A signal is ending this process."""
 
 
 @contextlib.contextmanager
 def _cleaned_up_before_the_end() -> Iterator[None]:
-    """Inside, SIGTERM ends this process once what was half written is gone."""
+    """Within this context, SIGTERM removes half-written files before it ends this process."""
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
     def end(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # Another one would end the cleaning up.
+        signal.signal(number, signal.SIG_IGN)  # Another signal would interrupt the cleanup.
         raise _EndedError
 
     signal.signal(signal.SIGTERM, end)
@@ -747,7 +747,7 @@ def _bits(weights: ExpertWeights) -> float:
 
 
 def _weights_error(weights: ExpertWeights, plain: ExpertWeights) -> float:
-    """Relative error of the restored weights, expert by expert, so that no copy of all is made."""
+    """Relative error of the dequantized weights, expert by expert to avoid a copy of all."""
     difference = norm = 0.0
     for expert in range(weights.num_experts):
         one = {name: tensor[expert : expert + 1] for name, tensor in weights.tensors().items() if tensor.dim()}
@@ -762,7 +762,7 @@ def _weights_error(weights: ExpertWeights, plain: ExpertWeights) -> float:
 
 
 def _same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two layers hold the same numbers; a checkpoint keeps gate and up's common scale twice."""
+    """Whether two layers hold the same numbers; a checkpoint stores a common scale of gate and up twice."""
     theirs = dict(expected)
     for name, tensor in found.items():
         other = theirs.pop(name, None)

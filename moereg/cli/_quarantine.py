@@ -1,4 +1,4 @@
-"""`moereg verify --quarantine` and `--unquarantine`: what a report says, into and out of the quarantine."""
+"""`moereg verify --quarantine` and `--unquarantine`: adds and lifts quarantine records."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Change:
     """Changes made by a command.
 
     Attributes:
-        added: Records that it wrote.
-        lifted: Records that it took out.
-        left: Cells that failed and were left, with why.
-        lifts: The backend whose records were to be lifted; empty where a report was the cause.
+        added: Records added.
+        lifted: Records removed.
+        left: Failed cells that were not quarantined, with the reason.
+        lifts: The backend whose records should be lifted; empty if a report caused the change.
     """
 
     added: tuple[QuarantineRecord, ...] = ()
@@ -33,7 +33,7 @@ class Change:
     lifts: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """As the command's JSON shows it."""
+        """The JSON form."""
         return {
             "file": str(quarantine_path()),
             "added": [_short(record) for record in self.added],
@@ -63,10 +63,10 @@ def quarantine_failures(
     """Quarantines the schemes of cells that failed here, and lifts cells that passed all of their checks.
 
     Args:
-        report: What the kit found.
+        report: The kit's report.
         is_whole: Whether all checks ran; otherwise nothing is lifted.
-        again: Runs a check that took too long once more, alone and with more time: one limit of wall-clock time says
-            little on a busy machine. Where None, such checks quarantine nothing.
+        again: Reruns a check that timed out, alone and with more time, since one time limit says little on a busy
+            machine. If None, such checks quarantine nothing.
 
     Raises:
         QuarantineError: The quarantine cannot be read or written.
@@ -101,7 +101,7 @@ def quarantine_failures(
                 left[str(name)] = f"{check.id} took too long once, and not when it ran again"
                 continue
             failure = f"{check.id} {outcome.status.replace('_', ' ')}: {outcome.message}"
-            for scheme in schemes:  # Of several failures of one scheme the first is kept.
+            for scheme in schemes:  # A scheme keeps its first failure.
                 record = QuarantineRecord.of(cell, scheme, here, failure)
                 added[record.key] = record
     passed = (known[name] for name in report.verified_cells if is_whole and name in known)
@@ -111,7 +111,7 @@ def quarantine_failures(
 
 
 def _schemes(check: Check, cell: BackendCell) -> tuple[QuantScheme, ...]:
-    """The schemes of a cell that a check was about: all, where it was about none in particular."""
+    """The schemes of a cell that a check concerns: all, unless it was about one in particular."""
     argument = json.loads(check.argument)
     stored = None
     if check.layer is not None:
@@ -125,10 +125,10 @@ def _schemes(check: Check, cell: BackendCell) -> tuple[QuantScheme, ...]:
 
 
 def lift_quarantine(backend: str) -> Change:
-    """Lifts everything of a backend on this machine.
+    """Lifts all of a backend's records on this machine.
 
     Raises:
-        UnknownBackendError: Nothing of that name is quarantined here, and no backend has it.
+        UnknownBackendError: Nothing of that name is quarantined here, and there is no such backend.
         QuarantineError: The quarantine cannot be read or written.
     """
     here = current_platform()

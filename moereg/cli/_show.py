@@ -1,4 +1,4 @@
-"""The decision table for the terminal, and names, times and tables as all commands show them."""
+"""The decision table, and how all commands show names, times and tables."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ _SOURCES: Final = {
 
 _NUMBERS: Final = ("priority", "T", "time", "p10 to p90", "TFLOP/s", "GB/s", "% of roofline", "roofline", "error")
 _NUMBERS_OF_LISTS: Final = ("E", "H", "I", "K", "L", "schemes")
-"""Columns that are aligned at the right."""
+"""Right-aligned columns."""
 
 _UNITS: Final = (("us", 1.0), ("ms", 1e3), ("s", 1e6))
 
 WIDE: Final = 110
-"""Columns of a terminal from which on tables show what 80 have no room for."""
+"""From this many terminal columns on tables show more than 80 have room for."""
 
 
 def show_selection(selection: Selection, subject: str | None = None, all_reasons: bool = False) -> None:
     """Prints the decision table of what fits, why the others do not, and last what was chosen.
 
     Args:
-        selection: What to show.
+        selection: The selection.
         subject: The model's or checkpoint's name.
         all_reasons: Whether rejected backends are in the table too, with every reason of each.
     """
@@ -116,7 +116,7 @@ def _print_decisions(
     target: Console, decisions: Sequence[Decision], winner: Decision | None, platform: Platform
 ) -> None:
     is_wide = target.width >= WIDE
-    # On 80 columns the class is shown where it tells candidates apart, and the origin where one is a wheel.
+    # On 80 columns, show the class only if it distinguishes candidates, and the origin only if one is a plugin.
     has_origin = is_wide or any(decision.origin != BUILTIN for decision in decisions)
     columns = ["", "backend", *(["origin"] if has_origin else []), *(["class"] if is_wide else [])]
     table = new_table(*columns, "platforms", "computed as", "priority", "verified")
@@ -143,7 +143,7 @@ def _print_decisions(
 
 
 def _verified(decision: Decision, platform: Platform) -> Text:
-    """In a word whether a candidate was verified on a platform."""
+    """Whether a candidate was verified on a platform, in a word."""
     evidence = None if decision.cell is None else evidence_of(decision.cell)
     if evidence is None or not (evidence.current or evidence.stale):
         return Text("no", style="yellow")
@@ -166,17 +166,17 @@ def _verification(decision: Decision, platform: Platform) -> str:
 
 
 def of_wheel(decision: Decision) -> str:
-    """The wheel that a candidate comes from, for the middle of a line; nothing if it is built in."""
+    """The plugin that a candidate comes from, for the middle of a line; empty if built in."""
     return "" if decision.origin == BUILTIN else f" of {decision.provider}"
 
 
 def versions_of(measured_on: Mapping[str, Any]) -> str:
-    """Versions of packages in a line: `torch 2.13, triton 3.6`."""
+    """Package versions as one line, such as `torch 2.13, triton 3.6`."""
     return ", ".join(f"{name} {version}" for name, version in measured_on["versions"].items())
 
 
 def print_notices(target: Console, notices: Sequence[str]) -> None:
-    """Prints a line for each."""
+    """Prints one line per notice."""
     for notice in notices:
         target.print(f"note: {notice}")
 
@@ -187,7 +187,7 @@ def source_of(selection: Selection) -> str:
 
 
 def machine(platform: Platform) -> str:
-    """A machine with what is known of it."""
+    """A machine and its known details."""
     facts = [platform.device_name] if platform.device_name else []
     if platform.memory_bytes:
         facts.append(format_bytes(platform.memory_bytes))
@@ -196,7 +196,7 @@ def machine(platform: Platform) -> str:
 
 
 def named_machine(platform: Platform) -> str:
-    """A machine as `machine` has it; where it was only named, that it is not this one."""
+    """A machine as in `machine`; a named one is marked as not this machine."""
     return machine(platform) if platform.probed else f"{platform} (named, not this machine)"
 
 
@@ -207,29 +207,29 @@ def _mark(decision: Decision, winner: Decision | None) -> Text:
 
 
 def yes_no(value: bool) -> Text:
-    """A word in its color."""
+    """`yes` or `no` in its color."""
     return Text("yes", style="green") if value else Text("no", style="red")
 
 
 def new_table(*columns: str) -> Table:
-    """A table; columns of numbers are aligned at the right."""
+    """A table whose columns of numbers are right-aligned."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
-        # Folded, never cut: a name that lost its end cannot be asked for.
+        # Folded, never truncated, since users need whole names.
         is_number = column in (*_NUMBERS, *_NUMBERS_OF_LISTS)
         table.add_column(column, overflow="fold", justify="right" if is_number else "left")
     return table
 
 
 def print_reasons(target: Console, heading: str, reasons: Sequence[dict[str, Any]]) -> None:
-    """Prints all reasons, a line each, with their codes."""
+    """Prints all reasons with their codes, one per line."""
     target.print(heading)
     for reason in reasons:
         target.print(Padding(Text(f"- {reason['text']} [{reason['code']}]"), (0, 0, 0, 2), expand=False))
 
 
 def format_us(time_us: float) -> str:
-    """A time with three digits or more: `8.25 us`, `412 us`, `6.19 ms`, `61.3 s`, `1234 s`."""
+    """A time with at least three digits: `8.25 us`, `412 us`, `6.19 ms`, `61.3 s`, `1234 s`."""
     unit, scale = _unit(time_us)
     return f"{_digits(time_us / scale)} {unit}"
 
@@ -241,7 +241,7 @@ def format_us_range(low_us: float, high_us: float) -> str:
 
 
 def _unit(time_us: float) -> tuple[str, float]:
-    # Rounded to three digits, 999.7 us is a millisecond.
+    # Rounded to three digits, 999.7 us is 1 ms.
     return next((pair for pair in _UNITS[:-1] if time_us < 999.5 * pair[1]), _UNITS[-1])
 
 

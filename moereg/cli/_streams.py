@@ -1,4 +1,4 @@
-"""Standard output and standard error that may be closed, full, or written by other people's code."""
+"""Guards standard output and standard error, which may be closed, full, or written by other code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OutputLostError(Exception):
 
 
 class _Guarded:
-    """A text stream whose errors moereg answers."""
+    """A text stream whose errors moereg handles."""
 
     def __init__(self, stream: IO[str], is_output: bool) -> None:
         self._stream = stream
@@ -40,7 +40,7 @@ class _Guarded:
         try:
             self._stream.write(text)
         except UnicodeEncodeError as error:
-            # A name that the terminal's encoding lacks must not end the command without a result.
+            # A character missing in the terminal's encoding must not end the command without a result.
             self._stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
         except (OSError, ValueError) as error:
             self._failed(error)
@@ -56,22 +56,22 @@ class _Guarded:
         except (OSError, ValueError) as error:
             self._failed(error)
         if self._lost is not None:
-            # Flush again: click tries streams and swallows their errors.
+            # Raise again: click probes streams and swallows their errors.
             raise self._lost
 
     def close(self) -> None:
-        """Flushes alone: inside a command standard output is standard error, and a plugin may close it."""
+        """Only flushes: within a command standard output is standard error, and a plugin may close it."""
         self.flush()
 
     def _failed(self, error: OSError | ValueError) -> None:
         self._silence()
-        # If standard error cannot be written, there is nowhere to report it. ValueError: somebody closed the stream.
+        # If standard error cannot be written, there is nowhere to report it. ValueError: the stream was closed.
         if self._is_output:
             self._lost = OutputLostError(error if isinstance(error, OSError) else OSError(str(error)))
             raise self._lost
 
     def _silence(self) -> None:
-        """Discards buffered output, so that it does not fail once more when the interpreter ends."""
+        """Discards buffered output, so that it does not fail again at interpreter exit."""
         if self._silenced is not None:
             return
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -82,7 +82,7 @@ class _Guarded:
             os.close(null)
 
     def restore(self) -> None:
-        """Discards buffered output and restores the descriptor: the program may be more than this command."""
+        """Discards buffered output and restores the descriptor, since the process may outlive this command."""
         if self._silenced is None:
             return
         descriptor, saved = self._silenced
@@ -98,15 +98,15 @@ class _Guarded:
 
 @contextlib.contextmanager
 def guarded_streams() -> Iterator[None]:
-    """Inside, writing to standard error never fails, and to standard output only with an `OutputLostError`.
+    """Within this context, writes to standard error never fail, and to standard output only with `OutputLostError`.
 
-    A stream that was closed before Python started takes everything and keeps nothing.
+    A stream that was closed before Python started discards everything.
     """
     for descriptor in (0, _STDOUT, _STDERR):
         try:
             os.fstat(descriptor)
         except OSError:
-            # Takes the lowest free descriptor, which the next file to be opened would otherwise get.
+            # Takes the lowest free descriptor, which the next opened file would otherwise get.
             os.open(os.devnull, os.O_RDWR)
     before = sys.stdout, sys.stderr
     guarded = [
@@ -124,9 +124,9 @@ def guarded_streams() -> Iterator[None]:
 
 @contextlib.contextmanager
 def others_print_to_stderr() -> Iterator[None]:
-    """Inside, standard output is standard error: for Python, for libraries in C and for processes that they start.
+    """Within this context, standard output goes to standard error, even for C libraries and child processes.
 
-    Output of plugins, kernel libraries and compilers is redirected; results are written outside.
+    This redirects output of plugins, kernel libraries and compilers; results are written outside.
     """
     sys.stdout.flush()
     with contextlib.redirect_stdout(sys.stderr):
@@ -135,7 +135,7 @@ def others_print_to_stderr() -> Iterator[None]:
         try:
             yield
         finally:
-            # Flush their own buffers while the stream still points there.
+            # Flush their buffers while the descriptor still points there.
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.__stdout__.flush()  # type: ignore[union-attr]
             with contextlib.suppress(OSError, AttributeError):

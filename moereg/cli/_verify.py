@@ -1,4 +1,4 @@
-"""The work of `moereg verify`: runs the conformance kit on a backend, shows what it found, and records it."""
+"""`moereg verify`: runs the conformance kit on a backend, shows the result, and records it."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _COLUMNS: Final = {
     "faults": ("faults", "rounding"),
     "calls": ("workspaces", "equal_bits", "graph", "synchronization", "compile"),
 }
-"""Columns of the table, and the kinds of checks that each counts."""
+"""The table's columns, with the kinds of checks that each counts."""
 
 
 class Subject:
     """The subject of a verification: a backend's name, or the modules that register it.
 
     Attributes:
-        name: Empty if all backends of the modules are meant.
+        name: The backend's name; empty for all of the modules' backends.
         modules: Modules or files to import.
     """
 
     def __init__(self, name: str | None, modules: Sequence[str]) -> None:
-        """Reads the argument and the options.
+        """Parses the argument and the options.
 
         Raises:
             UsageError: Nothing is named, or a file does not exist.
@@ -71,10 +71,10 @@ def verify_backend(
     seed: int,
     only: Sequence[str],
 ) -> Report:
-    """Runs the kit and shows on standard error how far it is, and each failure as it comes.
+    """Runs the kit and shows progress and failures on standard error.
 
     Raises:
-        MoeregError: Anything that the user can cure.
+        MoeregError: Anything that the user can fix.
     """
     last = time.monotonic()
     num_failed = num_printed = 0
@@ -112,10 +112,10 @@ def verify_backend(
 
 
 def check_ledger(path: Path, only: Sequence[str]) -> None:
-    """Refuses a file that cannot become a ledger, before anything runs.
+    """Checks before running that a file can become a ledger.
 
     Raises:
-        UsageError: It is no ledger, its folder does not exist, or not all checks are to run.
+        UsageError: It is not a ledger, its folder does not exist, or not all checks are to run.
     """
     if only:
         raise UsageError("--ledger records cells that passed everything; leave --check out")
@@ -129,10 +129,10 @@ def check_ledger(path: Path, only: Sequence[str]) -> None:
 
 
 def record_verified(report: Report, path: Path, subject: Subject) -> tuple[CellName, ...]:
-    """Writes a record of each cell that ran natively, passed everything and skipped nothing.
+    """Records each cell that ran natively, passed everything and skipped nothing.
 
     Returns:
-        These cells.
+        The recorded cells.
 
     Raises:
         UsageError: The file cannot be written.
@@ -140,7 +140,7 @@ def record_verified(report: Report, path: Path, subject: Subject) -> tuple[CellN
     cells = report.verified_cells
     if not cells:
         return ()
-    # What passed may be imported here.
+    # Code that passed may be imported here.
     import_modules(subject.modules)
     platform = chosen_machine(report.platform)
     assert platform is not None
@@ -152,7 +152,7 @@ def record_verified(report: Report, path: Path, subject: Subject) -> tuple[CellN
 
 
 def show_verify(report: Report) -> None:
-    """Prints a table of the cells, each failure with the line that runs it again, and a line that says it all."""
+    """Prints a table of the cells, each failure with the command that reruns it, and the verdict."""
     target = console(sys.stdout)
     device = f" ({one_line(report.device)})" if report.device else ""
     versions = "".join(f", {name} {version}" for name, version in report.versions.items())
@@ -205,7 +205,7 @@ def _count(outcomes: Sequence[Outcome]) -> str | Text:
 
 
 def _by_cause(failures: Sequence[Result]) -> list[list[Result]]:
-    """Failures of one cell that have a cause in common, the most common causes first; each with its clearest first."""
+    """Groups one cell's failures by cause, the most common cause first and in each the clearest failure first."""
     groups = []
     for cell in dict.fromkeys(result.check.cell for result in failures):
         left = [(causes_in(result.outcome.message), result) for result in failures if result.check.cell == cell]

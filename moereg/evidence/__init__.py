@@ -1,1 +1,1 @@
-"""Evidence: digests of code, the ledger of verified cells, and quarantined ones."""
+"""Evidence: code digests, the ledger of verified cells, and the quarantine."""

@@ -1,6 +1,6 @@
-"""Digests of code: of the tokens of a module and of what it imports, so that comments and docstrings do not count.
+"""Digests of code: the tokens of a module and of its imports, without comments and docstrings.
 
-Nothing that is read is imported, and this module imports the standard library alone.
+It reads modules without importing them, and itself imports only the standard library.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 LEDGER_NAME: Final = "moereg_ledger.json"
-"""A package's own evidence, which is no code of it."""
+"""A package's own evidence, which is not part of its code."""
 
 _PACKAGE: Final = __name__.partition(".")[0]
-# What moereg's own backends consist of. Wheels rely on the rest too, which is tested by itself.
+# The code of moereg's own backends. The rest has tests of its own.
 _OWN_CODE: Final = (f"{_PACKAGE}.backends.", f"{_PACKAGE}.kernels.", f"{_PACKAGE}.weights.layouts.")
 
 UNKNOWN: Final = "unknown"
-"""Stands for the digest of code that cannot be read."""
+"""The digest of code that cannot be read."""
 
 _IGNORED: Final = frozenset({tokenize.ENCODING, tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER})
-# Their text is only layout, and it differs between versions of Python.
+# Their text is only layout, and differs between Python versions.
 _LAYOUT: Final = frozenset({tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT})
 _STRING_STARTS: Final = ("FSTRING_START", "TSTRING_START")
 _STRING_ENDS: Final = ("FSTRING_END", "TSTRING_END")
 
 _FOUND: contextvars.ContextVar[dict[str, pathlib.Path | None] | None] = contextvars.ContextVar("found", default=None)
-"""Files of modules that were looked up inside `files_stay`."""
+"""Files of modules that were looked up within `files_stay`."""
 
 _Position = tuple[int, int]
-"""Line from 1 on, column from 0 on, in characters."""
+"""Line (from 1) and column (from 0), in characters."""
 
 
 @contextlib.contextmanager
 def files_stay() -> Iterator[None]:
-    """Looks up the file of each module once inside: for a listing of many cells, whose modules are mostly the same."""
+    """Caches modules' files within the context, for lists of many cells with mostly the same modules."""
     token = _FOUND.set({})
     try:
         yield
@@ -56,12 +56,12 @@ def files_stay() -> Iterator[None]:
 
 
 def class_digest(experts: type) -> str:
-    """A digest of the code that an experts class runs: the class, and what that names and imports.
+    """A digest of the code that an experts class runs: the class, and what it names and imports.
 
-    For moereg's own classes only backends, kernels and layouts are followed, for a wheel's classes its package.
+    Follows only backends, kernels and layouts for moereg's own classes, and its package for a plugin's class.
 
     Returns:
-        Hexadecimal, or `UNKNOWN` where some of it cannot be read.
+        Hexadecimal, or `UNKNOWN` if some of it cannot be read.
     """
     module = experts.__module__
     root = root_package(module)
@@ -69,20 +69,20 @@ def class_digest(experts: type) -> str:
 
 
 def code_digest(module: str, followed: str | tuple[str, ...], of: str | None = None) -> str:
-    """A digest of a module and of what it imports, directly or not, anywhere in it.
+    """A digest of a module and of everything that it imports, directly or not.
 
-    Where a module imports names from another, only those names and what they need there count. The names of modules of
-    the same package and of moereg do not, so that code may move. JSON files beside the modules count too, but for
-    ledgers: they hold launch configurations.
+    If a module imports names from another, only those names and what they need count. Module names within the same
+    package and moereg do not, so that code can move. JSON files next to the modules count too, except ledgers, since
+    they hold launch configurations.
 
     Args:
         module: Its full name.
-        followed: Beginnings of the names, each with a dot behind it, of modules that are followed.
+        followed: Prefixes of names of modules to follow, each ending in a dot.
         of: A class of the module. Other classes, functions, constants and imports of the module count only if it names
             them, directly or not.
 
     Returns:
-        Hexadecimal, or `UNKNOWN` where one of the modules cannot be read.
+        Hexadecimal, or `UNKNOWN` if one of the modules cannot be read.
     """
 
     def counts(name: str) -> bool:
@@ -108,7 +108,7 @@ def code_digest(module: str, followed: str | tuple[str, ...], of: str | None = N
         package = name if file.stem == "__init__" else name.rpartition(".")[0]
         for imported in source.imports:
             target = _followed(imported, package, counts)
-            # Without the names of its own modules and of moereg's: code that moves is the same code.
+            # Without the names of its own and moereg's modules, since moved code is the same code.
             if imported.level or imported.module.partition(".")[0] in own:
                 imported = imported._replace(level=0, module="")
             if target is None:
@@ -116,7 +116,7 @@ def code_digest(module: str, followed: str | tuple[str, ...], of: str | None = N
             else:
                 pending.append(target)
                 taken.add((imported, target))
-    # What a name stands for: two modules may have different functions of one name.
+    # The meaning of names, since two modules may have different functions of one name.
     lines.update(f"{tuple(imported)} {digests[target]}" for imported, target in taken)
     found = sorted([*lines, *digests.values()])
     data = (file for folder in folders for file in folder.glob("*.json") if file.name != LEDGER_NAME)
@@ -125,10 +125,10 @@ def code_digest(module: str, followed: str | tuple[str, ...], of: str | None = N
 
 
 def _tree_digest(text: str, tree: ast.Module) -> str:
-    """A digest of a module's tokens, the same for every version of Python that can read it.
+    """A digest of a module's tokens, equal for every Python version that can read it.
 
-    Left out are imports, comments, blank lines, line breaks and indentation as such, and strings that are statements,
-    which is what docstrings are.
+    Omits imports, comments, blank lines, line breaks and indentation as such, and strings that are statements, such as
+    docstrings.
     """
     lines = text.split("\n")
     left_out = [
@@ -141,7 +141,7 @@ def _tree_digest(text: str, tree: ast.Module) -> str:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Every statement, those inside others too. Expressions, of which there are ten times as many, hold none."""
+    """Yields every statement, including nested ones. Skips expressions, ten times as many, which contain none."""
     pending: list[ast.AST] = list(tree.body)
     while pending:
         node = pending.pop()
@@ -149,7 +149,7 @@ def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
             yield node
         for field in ("body", "orelse", "finalbody", "handlers", "cases"):
             inner = getattr(node, field, None)
-            if isinstance(inner, list):  # The body of a conditional expression or a lambda is no list.
+            if isinstance(inner, list):  # The body of a conditional expression or a lambda is not a list.
                 pending += inner
 
 
@@ -170,7 +170,7 @@ def _tokens(text: str, lines: list[str], left_out: list[tuple[_Position, _Positi
             is_behind_left_out = False
             continue
         is_behind_left_out = False
-        # Up to Python 3.11 a formatted string is one token; later ones cut it into pieces.
+        # Up to Python 3.11 an f-string is one token; later versions split it.
         if name in _STRING_STARTS:
             string_start = start if depth == 0 else string_start
             depth += 1
@@ -190,24 +190,24 @@ def _between(lines: list[str], start: _Position, end: _Position) -> str:
 
 
 def _position(lines: list[str], line: int | None, num_bytes: int | None) -> _Position:
-    """The position of a node, which counts its columns in bytes of UTF-8."""
+    """Converts a node's position, whose column is in bytes of UTF-8."""
     assert line is not None and num_bytes is not None
     return line, len(lines[line - 1].encode()[:num_bytes].decode())
 
 
 def _text(source: bytes) -> str:
     encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
-    return io.TextIOWrapper(io.BytesIO(source), encoding).read()  # One kind of line break, as Python reads modules.
+    return io.TextIOWrapper(io.BytesIO(source), encoding).read()  # Normalizes line breaks, like Python's own reader.
 
 
 def _parsed(text: str) -> ast.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # A digest need not warn of strange escapes.
+        warnings.simplefilter("ignore")  # A digest need not warn of invalid escapes.
         return ast.parse(text)
 
 
 class _Import(NamedTuple):
-    """A name that an import statement defines; `name` is None where that is the module itself."""
+    """A name that an import statement defines; `name` is None for the module itself."""
 
     level: int
     module: str
@@ -216,7 +216,7 @@ class _Import(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The part of a file that counts: a digest of its tokens, and what it imports."""
+    """The part of a file that counts: a digest of its tokens, and its imports."""
 
     digest: str
     imports: frozenset[_Import]
@@ -246,13 +246,13 @@ def _read_once(file: pathlib.Path, only: str | None, _changed_ns: int, _num_byte
                 imports |= {_Import(node.level, node.module or "", alias.name, alias.asname) for alias in node.names}
         return _Source(_tree_digest(text, tree), frozenset(imports))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError, tokenize.TokenError):
-        return None  # It is broken, or of a later Python.
+        return None  # It is broken, or needs a later Python.
 
 
 def _text_of(name: str, text: str) -> str:
-    """The text of a module without the definitions and imports that one of its names does not need.
+    """A module's text without the definitions and imports that one of its names does not need.
 
-    The class or function stays, and so do statements that do more than define names, and what these name.
+    Keeps the class or function, statements that do more than define names, and everything that these name.
     """
     statements = _parsed(text).body
     definitions: dict[str, list[ast.stmt]] = {}
@@ -278,7 +278,7 @@ def _text_of(name: str, text: str) -> str:
 
 
 def _defined(statement: ast.stmt) -> list[str]:
-    """The class, plain function, constants or imports that a statement defines; none where it does anything else."""
+    """The class, plain function, constants or imports that a statement defines; none if it does anything else."""
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
         return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
     if isinstance(statement, ast.ClassDef) or (isinstance(statement, ast.FunctionDef) and not statement.decorator_list):
@@ -299,7 +299,7 @@ def _lines_of(statement: ast.stmt) -> set[int]:
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """The names in code, words of its strings included; docstrings are left out."""
+    """The names in code, including words in strings, without docstrings."""
     pending = [tree]
     while pending:
         node = pending.pop()
@@ -315,9 +315,9 @@ def _names(tree: ast.AST) -> Iterator[str]:
 
 
 def _followed(imported: _Import, package: str, counts: Callable[[str], bool]) -> tuple[str, str | None] | None:
-    """The module that counts and that an import names, and what it takes of that: None for all of it.
+    """The followed module that an import names, and the name that it takes; None as the name means all.
 
-    Of `from a import b` that is all of `a.b` where it is a module. None for an import of anything that does not count.
+    For `from a import b` this is all of `a.b` if that is a module. None if the import is not followed.
     """
     base = imported.module
     if imported.level:
@@ -330,7 +330,7 @@ def _followed(imported: _Import, package: str, counts: Callable[[str], bool]) ->
 
 
 def module_file(module: str) -> pathlib.Path | None:
-    """The file of a module, or None where there is none. Imports nothing, since kernels would need their libraries."""
+    """The file of a module, or None. Imports nothing, since kernels would need their libraries."""
     known = _FOUND.get()
     if known is None:
         return _look_up(module)
@@ -345,7 +345,7 @@ def _look_up(module: str) -> pathlib.Path | None:
         return None
     try:
         spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):  # ValueError: a module that was started as a script has no spec.
+    except (ImportError, ValueError):  # ValueError: a module run as a script has no spec.
         return None
     if spec is None:
         return None
@@ -364,7 +364,7 @@ _SUFFIXES: Final = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
 
 
 def root_package(module: str) -> str:
-    """The outermost package of a module that only one distribution has: `a.b` of `a.b.c` where `a` has no file."""
+    """The outermost package of a module that is not a namespace package: `a.b` for `a.b.c` if `a` has no file."""
     parts = module.split(".")
     for number in range(1, len(parts)):
         if module_file(".".join(parts[:number])) is not None:

@@ -1,7 +1,7 @@
-"""The ledger: which cell was verified on which hardware, with which versions, and whether its code is still the same.
+"""The ledger: which cells were verified on which hardware and versions, and whether their code is still the same.
 
-A package's ledger is `moereg_ledger.json` at its top level, and it holds records of that package's cells alone; moereg
-ships its own. A record is evidence for the rule that matched when it was made and for the machine that it names.
+A package's ledger is `moereg_ledger.json` at its top level and has records of that package's cells only; moereg ships
+its own. A record is evidence for the machine that it names, and for the rule that matched when it was made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PACKAGE: Final = __name__.partition(".")[0]
 
 
 class LedgerWarning(MoeregWarning):
-    """A ledger that cannot be read; its cells count as not verified."""
+    """A ledger cannot be read; its cells count as not verified."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +37,18 @@ class Verification(Record):
     """One cell that passed its conformance cases on one machine.
 
     Attributes:
-        backend, experts, tier: As the cell has them.
+        backend, experts, tier: The cell's.
         schemes: Names of the schemes that the cell computes.
-        rule: The one of the cell's rules that matched.
+        rule: The cell's rule that matched.
         platform: Such as `cuda:sm90`.
-        device: Name that the driver gives.
-        versions: Versions of torch and of what the cell requires.
-        commit: Commit of moereg's code; empty where unknown, and for the cells of other distributions.
+        device: The driver's name of the device.
+        versions: Versions of torch and the cell's requirements.
+        commit: Commit of moereg's code; empty if unknown, and for other distributions' cells.
         date: ISO date.
         cases: Conformance tests that passed; none failed.
         digest: `cell_digest` of the code.
-        facts: The facts that the cell narrows, as text, which tells cells on one rule apart; empty where it narrows
-            none, and in records that do not say.
+        facts: The cell's narrowed facts, as text, to distinguish cells on one rule; empty if it narrows none, and in
+            records that do not say.
     """
 
     backend: str
@@ -67,10 +67,10 @@ class Verification(Record):
 
     @classmethod
     def of(cls, cell: BackendCell, platform: Platform, cases: int) -> Verification:
-        """A record for a cell that has just passed on the machine at hand.
+        """Makes a record for a cell that has just passed on this machine.
 
         Raises:
-            ValueError: None of its rules matches the machine, which imitated another at best.
+            ValueError: None of its rules matches the machine, which could only have imitated another.
         """
         rule = cell.rule_for(platform)
         if rule is None:
@@ -80,7 +80,7 @@ class Verification(Record):
             )
         found = provenance(platform, {"torch", *(Requirement(text).name for text in cell.requires)})
         if cell.origin != BUILTIN:
-            # The commit is that of moereg's checkout, and says nothing of another distribution's code.
+            # The commit is moereg's and says nothing about another distribution's code.
             found["commit"] = ""
         return cls(
             backend=cell.name,
@@ -96,14 +96,14 @@ class Verification(Record):
 
     @classmethod
     def from_dict(cls, values: object) -> Self:
-        """Further, the rule has to match the platform."""
+        """Like `Record.from_dict`; the rule must match the platform."""
         record = super().from_dict(values)
         if not PlatformRule(record.rule).matches(Platform.from_name(record.platform)):
             raise ValueError(f"rule {record.rule!r} does not match platform {record.platform!r}")
         return record
 
     def is_of(self, cell: BackendCell) -> bool:
-        """Whether it is evidence for a cell: of the same class and schemes, by the rule that would match there now."""
+        """Whether it is evidence for a cell: same class and schemes, and the rule that would match there now."""
         if (self.backend, self.experts, self.tier) != (cell.name, cell.class_name, cell.tier):
             return False
         rule = cell.rule_for(Platform.from_name(self.platform))
@@ -114,25 +114,25 @@ class Verification(Record):
 
     @property
     def key(self) -> tuple[str, str, tuple[str, ...], str, str, str, str]:
-        """The subject of a record: a later one of the same cell on the same device replaces an earlier one."""
+        """The record's subject: a later record of the same cell on the same device replaces it."""
         return (self.backend, self.experts, self.schemes, self.rule, self.platform, self.device, self.facts)
 
 
 def cell_digest(cell: BackendCell) -> str:
-    """A digest of the code that a cell runs: its class, and what that names and imports."""
+    """A digest of the code that a cell runs: its class, and what it names and imports."""
     return class_digest(cell.experts)
 
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """The ledger's knowledge of a cell.
+    """The ledger's evidence for a cell.
 
     Attributes:
-        current: Records of the code as it is.
-        stale: Records of code that has changed since, or that cannot be read now.
-        missing: Platforms that the cell's rules name and no current record covers: `cuda:sm80` of `cuda:sm80+`; a rule
-            that names no architecture stands for itself.
-        is_readable: Whether the cell's code could be read; True where there are no records.
+        current: Records of the current code.
+        stale: Records of code that has changed since, or cannot be read now.
+        missing: Platforms that the cell's rules name without a current record, such as `cuda:sm80` for `cuda:sm80+`;
+            a rule without an architecture stands for itself.
+        is_readable: Whether the cell's code could be read; True if there are no records.
     """
 
     current: tuple[Verification, ...]
@@ -141,11 +141,11 @@ class Evidence:
     is_readable: bool = True
 
     def on(self, platform: Platform) -> bool:
-        """Whether a current record is of this kind of platform."""
+        """Whether a current record covers this platform."""
         return any(record.platform == str(platform) for record in self.current)
 
     def to_dict(self) -> dict[str, Any]:
-        """`verified`, a list of records with `stale`, and `not_verified`, a list of platforms."""
+        """The JSON form: `verified`, a list of records with `stale`, and `not_verified`, a list of platforms."""
         keys = ("rule", "platform", "device", "versions", "commit", "date", "cases")
         return {
             "verified": [
@@ -156,7 +156,7 @@ class Evidence:
         }
 
     def __str__(self) -> str:
-        """`on sm90 (NVIDIA H200, 2026-11-22); not on sm80, gfx942`, or `not verified` where there are no records."""
+        """Such as `on sm90 (NVIDIA H200, 2026-11-22); not on sm80, gfx942`, or `not verified` without records."""
         if not self.current and not self.stale:
             return "not verified"
         parts = []
@@ -173,7 +173,7 @@ class Evidence:
 
 
 def arch_name(platform: str) -> str:
-    """`sm90` of `cuda:sm90`; `cpu` of `cpu`; of a plugin's kind all of its name, since nobody knows its `g3`."""
+    """`sm90` for `cuda:sm90`, `cpu` for `cpu`, the whole name for a plugin's kind, whose `g3` is not well known."""
     kind, _, arch = platform.partition(":")
     return arch if arch and kind in ("cpu", "cuda", "rocm") else platform
 
@@ -185,7 +185,7 @@ def _machines(records: Sequence[Verification]) -> str:
 
 
 def evidence_of(cell: BackendCell) -> Evidence:
-    """The knowledge that the ledger of a cell's own package has of it. Warns once of a ledger that cannot be read."""
+    """The evidence for a cell in its own package's ledger. Warns once about an unreadable ledger."""
     records = [record for record in _own_records(cell) if record.is_of(cell)]
     digest = cell_digest(cell) if records else UNKNOWN
     is_current = [record.digest == digest != UNKNOWN for record in records]
@@ -206,11 +206,11 @@ def _covers(platform: str, named: str) -> bool:
 
 
 def _own_records(cell: BackendCell) -> tuple[Verification, ...]:
-    """The records that a cell's own distribution has; where it registered another's class, that one's do not count."""
+    """The records of a cell's own distribution; if it registered another's class, that one's do not count."""
     module = cell.experts.__module__
     root = root_package(module)
     owner = REGISTRY.owner_of(cell.name, module)
-    # A module that is imported without being installed is its own origin.
+    # A module that is not installed is its own origin.
     own_root = _PACKAGE if cell.origin == BUILTIN else root_package(cell.origin)
     is_own = root == own_root if owner is None else owner[0] == cell.origin
     file = module_file(root)
@@ -233,7 +233,7 @@ def _records(path: pathlib.Path, origin: str) -> tuple[Verification, ...]:
 
 
 def read_ledger(path: pathlib.Path) -> tuple[Verification, ...]:
-    """The records of a ledger file.
+    """Reads the records of a ledger file.
 
     Raises:
         ValueError: It cannot be read, is not JSON, or does not hold records of this schema.
@@ -242,7 +242,7 @@ def read_ledger(path: pathlib.Path) -> tuple[Verification, ...]:
 
 
 def merge_ledger(path: pathlib.Path, records: Sequence[Verification]) -> None:
-    """Writes records into a ledger file; records of other cells and devices stay.
+    """Merges records into a ledger file; records of other cells and devices stay.
 
     Raises:
         ValueError: The file exists and is not a ledger.

@@ -1,4 +1,4 @@
-"""Provenance of stored results: where and on what they were measured. Starts no other program."""
+"""Provenance of stored results: where and with what they were measured. Runs no other program."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any, Final
 from moereg.platforms import Platform, gpu_clocks
 
 _ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
-"""The checkout that holds the package, or the folder that it is installed into, which has no history."""
+"""The package's checkout, or the folder that it is installed into, which has no history."""
 
 
 def provenance(platform: Platform, distributions: Iterable[str]) -> dict[str, Any]:
-    """The facts that a stored result carries.
+    """The provenance of a stored result.
 
     Args:
-        platform: The machine, probed.
-        distributions: The packages whose versions matter.
+        platform: The probed machine.
+        distributions: Packages whose versions matter.
 
     Returns:
         `device`, `platform`, `versions`, `commit` and `date`. The commit is that of moereg's own checkout, whatever the
-        current directory; MOEREG_COMMIT names it where the checkout has no history, and it is empty where unknown.
-        Uncommitted changes do not show; digests of code do that.
+        current directory; MOEREG_COMMIT names it if there is no history, and it is empty if unknown. It does not show
+        uncommitted changes; code digests do.
     """
     return {
         "device": platform.device_name,
@@ -37,23 +37,23 @@ def provenance(platform: Platform, distributions: Iterable[str]) -> dict[str, An
 
 
 def clocks(platform: Platform) -> dict[str, dict[str, int]]:
-    """Clocks of the GPU, for results that are times. Call it right after measuring.
+    """The GPU's clocks, for results that are times. Call it right after measuring.
 
     Args:
-        platform: The machine, probed.
+        platform: The probed machine.
 
     Returns:
-        `clocks` from `gpu_clocks`; empty where there are none.
+        `clocks` from `gpu_clocks`, or an empty dictionary.
     """
     found = gpu_clocks() if platform.kind == "cuda" else {}
     return {"clocks": found} if found else {}
 
 
 def _commit(root: pathlib.Path) -> str:
-    """The commit that is checked out there. Reads files: git runs programs that a repository's settings name."""
+    """The checked-out commit. Reads files, since git may run programs named in a repository's settings."""
     directory = root / ".git"
     try:
-        if directory.is_file():  # A linked work tree or a submodule has such a file.
+        if directory.is_file():  # In a linked work tree or a submodule, `.git` is a file.
             directory = root / directory.read_text(encoding="utf-8").strip().removeprefix("gitdir: ")
         head = (directory / "HEAD").read_text(encoding="utf-8").strip()
         if not head.startswith("ref: "):

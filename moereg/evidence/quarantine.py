@@ -1,7 +1,7 @@
-"""The quarantine: cells that failed the conformance kit on this machine, so that selection rejects them here.
+"""The quarantine: cells that failed the conformance kit on this machine, which selection therefore rejects.
 
-A file in the user's data directory holds the records; MOEREG_QUARANTINE names another file, or none where it is empty.
-A record holds for the code that failed: once a cell's code or the versions that it runs on are others, it says nothing.
+A file in the user's data directory holds the records; MOEREG_QUARANTINE names another file, or turns this off if empty.
+A record applies to the code that failed: once a cell's code or versions change, it has no effect.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class QuarantineRecord(Record):
     Attributes:
         backend, experts, rule, platform, device, digest, date, facts: As in `moereg.evidence.ledger.Verification`.
         scheme: Name of the scheme that the cell computed.
-        versions: Versions of moereg, torch, the cell's distribution and what the cell requires.
-        failure: The check that failed and how, on one line.
+        versions: Versions of moereg, torch, the cell's distribution and its requirements.
+        failure: The failed check and its failure, as one line.
     """
 
     backend: str
@@ -73,10 +73,10 @@ class QuarantineRecord(Record):
 
     @classmethod
     def of(cls, cell: BackendCell, scheme: QuantScheme, platform: Platform, failure: str) -> QuarantineRecord:
-        """A record of a cell that has just failed on the machine at hand, computing a scheme.
+        """Makes a record of a cell that has just failed on this machine, computing a scheme.
 
         Raises:
-            ValueError: The platform is only named, or none of the cell's rules matches it.
+            ValueError: The platform is not a probed one, or none of the cell's rules matches it.
         """
         rule = cell.rule_for(platform)
         if rule is None or not platform.probed:
@@ -94,12 +94,12 @@ class QuarantineRecord(Record):
 
     @property
     def key(self) -> _Key:
-        """The subject of a record: a later one of the same cell, scheme and device replaces an earlier one."""
+        """The record's subject: a later record of the same cell, scheme and device replaces it."""
         return tuple(getattr(self, name) for name in _KEY)
 
     @property
     def reason(self) -> Reason:
-        """As a decision says it."""
+        """The reason in a decision."""
         text = "requires that it passes the conformance kit on this machine, got a failure on"
         return Reason("quarantined", f"{text} {self.date}: {self.failure}")
 
@@ -108,12 +108,12 @@ class QuarantineRecord(Record):
         return (self.platform, self.device) == (str(platform), one_line(platform.device_name))
 
     def holds(self, cell: BackendCell, platform: Platform) -> bool:
-        """Whether the cell's code and its versions are still those that failed."""
+        """Whether the cell's code and versions are still those that failed."""
         return self.versions == _versions(cell, platform) and self.digest == _digest_once(cell.experts)
 
 
 def _key(cell: BackendCell, scheme: QuantScheme, rule: PlatformRule, platform: Platform) -> _Key:
-    # A problem may spell a scheme of the cell by another name. A driver's and a plugin's names may hold any character.
+    # A problem may use another name for the scheme. Names from drivers and plugins may hold any character.
     alike = (known for known in cell.schemes if (known.weight, known.activation) == (scheme.weight, scheme.activation))
     own = next(alike, scheme)
     names = (cell.name, cell.class_name, rule.text, own.name, str(platform), platform.device_name)
@@ -121,7 +121,7 @@ def _key(cell: BackendCell, scheme: QuantScheme, rule: PlatformRule, platform: P
 
 
 def record_keys(cell: BackendCell, platform: Platform, scheme: QuantScheme | None = None) -> frozenset[_Key]:
-    """The keys of all records that a cell could have on a machine, for one scheme where it is given."""
+    """The keys of all records that a cell could have on a machine, for one scheme if given."""
     rule = cell.rule_for(platform)
     schemes = cell.schemes if scheme is None else (scheme,)
     return frozenset() if rule is None else frozenset(_key(cell, each, rule, platform) for each in schemes)
@@ -135,7 +135,7 @@ def _versions(cell: BackendCell, platform: Platform) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1024)
 def _digest_once(experts: type) -> str:
-    """The digest of the code that this process loaded, or nearly: it is read when it is first asked for."""
+    """Caches the digest of the code that this process loaded, or nearly: it is read at first use."""
     return class_digest(experts)
 
 
@@ -153,24 +153,24 @@ class Quarantine:
     def record(
         self, cell: BackendCell, scheme: QuantScheme | None, rule: PlatformRule | None, platform: Platform
     ) -> QuarantineRecord | None:
-        """The record by which a cell is rejected for a scheme, or None. A named platform is nobody's machine."""
+        """The record that rejects a cell for a scheme, or None. A platform that was only named has no records."""
         if not self._by_key or scheme is None or rule is None or not platform.probed:
             return None
         found = self._by_key.get(_key(cell, scheme, rule, platform))
         return found if found is not None and found.holds(cell, platform) else None
 
     def of_cell(self, cell: BackendCell, platform: Platform) -> tuple[QuarantineRecord, ...]:
-        """The records by which a cell is rejected, one for each scheme."""
+        """The records that reject a cell, one per scheme."""
         rule = cell.rule_for(platform)
         return tuple(filter(None, (self.record(cell, scheme, rule, platform) for scheme in cell.schemes)))
 
 
 EMPTY: Final = Quarantine()
-"""Nothing is quarantined."""
+"""A quarantine without records."""
 
 
 def quarantine_path() -> Path | None:
-    """The quarantine's file, whether or not it exists; None where MOEREG_QUARANTINE is empty."""
+    """The quarantine's file, whether or not it exists; None if MOEREG_QUARANTINE is empty."""
     named = os.environ.get(_VARIABLE)
     if named is not None:
         return Path(named) if named else None
@@ -180,9 +180,9 @@ def quarantine_path() -> Path | None:
 
 
 def read_quarantine() -> Quarantine:
-    """Current quarantine: the file is read once in a process, and again when it has changed.
+    """Reads the current quarantine, once per process and again when the file has changed.
 
-    A file that cannot be used is a `QuarantineWarning`, once, and nothing is quarantined then.
+    If the file cannot be used, issues one `QuarantineWarning`, and nothing is quarantined.
     """
     path = quarantine_path()
     return EMPTY if path is None else read_once(path, _believed, EMPTY)
@@ -204,12 +204,12 @@ def _believed(path: Path) -> Quarantine:
 def change_quarantine(
     add: Iterable[QuarantineRecord] = (), lift: Callable[[QuarantineRecord], bool] | None = None
 ) -> tuple[QuarantineRecord, ...]:
-    """Lifts records, then adds others, in one step: a reader sees the file before or after, and writers take turns.
+    """Lifts records, then adds others, atomically; concurrent writers take turns.
 
-    A record that is added replaces one of the same key.
+    An added record replaces one with the same key.
 
     Returns:
-        The records that were lifted.
+        The lifted records.
 
     Raises:
         QuarantineError: The quarantine is switched off, or its file cannot be read or written.

@@ -1,4 +1,4 @@
-"""Files of records: JSON of one schema, read once until they change."""
+"""Files of records: JSON of one schema, cached until they change."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ R = TypeVar("R", bound="Record")
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Base of the dataclasses whose instances are records."""
+    """Base class of records, which are dataclasses."""
 
     @classmethod
     def from_dict(cls, values: object) -> Self:
         """Reads a record; unknown keys are ignored.
 
         Raises:
-            ValueError: A key is missing, or its value is of another kind.
+            ValueError: A key is missing, or its value has another type.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"a record must be an object, got {shown(values)}")
@@ -63,17 +63,17 @@ def _checked(name: str, value: object) -> object:
 
 
 def _text(name: str, value: object) -> str:
-    # A terminal would obey characters that do not print.
+    # A terminal would interpret unprintable characters.
     if not isinstance(value, str) or not value.isprintable():
         raise ValueError(f"{name} must be printable text, got {shown(value)}")
     return value
 
 
 def read_once(path: Path, read: Callable[..., T], nothing: T, *arguments: str) -> T:
-    """The answer of `read` to a path and further arguments: asked once, and again when the file has changed.
+    """Caches `read(path, ...)` until the file changes.
 
     Returns:
-        `nothing` where there is no file.
+        `nothing` if there is no file.
     """
     stamp: tuple[int, ...] = ()
     try:
@@ -82,7 +82,7 @@ def read_once(path: Path, read: Callable[..., T], nothing: T, *arguments: str) -
     except (FileNotFoundError, NotADirectoryError):
         return nothing
     except (OSError, ValueError):
-        pass  # Reading says why.
+        pass  # Reading raises the error.
     answer: T = _read_once(path, read, arguments, stamp)
     return answer
 
@@ -93,13 +93,13 @@ def _read_once(path: Path, read: Callable[..., Any], arguments: tuple[str, ...],
 
 
 def read_records(path: Path, kind: type[R], schema: int, is_own: bool = False) -> tuple[R, ...]:
-    """The records of a file.
+    """Reads the records of a file.
 
     Args:
         path: The file.
-        kind: Their class.
-        schema: What the file has to say.
-        is_own: Whether nobody but this user or root may write to it.
+        kind: The records' class.
+        schema: The required schema.
+        is_own: Whether only this user or root may have write access.
 
     Raises:
         ValueError: It cannot be read, others may write to it, or it does not hold records of this schema.

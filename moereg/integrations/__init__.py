@@ -1,1 +1,1 @@
-"""moereg inside other projects' models and engines, one module for each project."""
+"""moereg inside other projects' models and engines, one module per project."""

@@ -6,9 +6,9 @@
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moereg")
     prepare(model)  # Optional: makes every kernel now, and says what could not be served.
 
-`register` is enough for every class that uses transformers' experts interface: kernels are made at its first call.
+`register` suffices for every class that uses transformers' experts interface: kernels are made at its first call.
 `prepare` makes them ahead of time, patches classes that have experts but not the interface, and frees the canonical
-weights where asked. transformers 5.17 is the oldest version that this works with.
+weights if asked. Needs transformers 5.17 or newer.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class LayerChoice:
 
     Attributes:
         name: Dotted name of its experts module.
-        class_name: Of that module.
-        problem: The layer; None where it cannot be served.
-        selection: How its backend was chosen; without a winner where nothing fits.
+        class_name: That module's class.
+        problem: The layer; None if it cannot be served.
+        selection: How its backend was chosen; without a winner if nothing fits.
         refusal: Why moereg does not serve it; None if it does.
-        kept: Why its canonical weights were not freed; None if they were, or if nobody asked.
+        kept: Why its canonical weights were not freed; None if they were, or if not requested.
     """
 
     name: str
@@ -72,9 +72,9 @@ class PreparedModel:
     """Result of `prepare`.
 
     Attributes:
-        layers: One for each experts module, in the order of the model.
-        bytes_before: Parameters, buffers and kernels of the model before.
-        bytes_after: And now.
+        layers: One per experts module, in model order.
+        bytes_before: Bytes of the model's parameters, buffers and kernels before.
+        bytes_after: The same after.
     """
 
     layers: tuple[LayerChoice, ...]
@@ -92,7 +92,7 @@ class PreparedModel:
 
 
 def grouped(layers: tuple[LayerChoice, ...]) -> list[tuple[LayerChoice, ...]]:
-    """Neighbors that got the same answer, together."""
+    """Groups consecutive layers with the same choice."""
     answer = operator.attrgetter("class_name", "problem", "backend", "refusal", "kept")
     return [tuple(group) for _, group in itertools.groupby(layers, answer)]
 
@@ -107,14 +107,13 @@ def register(name: str = _NAME) -> None:
     """Makes moereg an experts implementation of transformers in this process; may be called again.
 
     After it, `from_pretrained(..., experts_implementation="moereg")` and `model.set_experts_implementation("moereg")`
-    run every class with the experts interface on moereg's kernels, FP8 models included. A model's kernels are made at
-    its first call, of the weights as they are then; they follow `.to(device)`, `load_state_dict`, steps of torch's
-    optimizers and writes in place. Writes through `.data` or a raw pointer are not seen, nor are those of replayed CUDA
-    graphs and writes into tensors that were made in `torch.inference_mode()`: `refresh(model)` reads all parameters
-    again.
+    run every class with the experts interface on moereg's kernels, FP8 models included. A model's first call makes its
+    kernels from the weights at that time; they follow `.to(device)`, `load_state_dict`, steps of torch's optimizers and
+    in-place writes. They miss writes through `.data` or a raw pointer, by replayed CUDA graphs, and into tensors made
+    in `torch.inference_mode()`: `refresh(model)` reads all parameters again.
 
     Args:
-        name: To register under.
+        name: The name to register.
 
     Raises:
         ArgumentError: The name is one of transformers' own, or transformers is missing or older than 5.17.
@@ -152,26 +151,26 @@ def prepare(
 ) -> PreparedModel:
     """Makes the kernels of all experts of a model and switches the model to them.
 
-    Every layer's backend is chosen before anything is changed. Where a later step raises, such as memory that runs
-    out, the model runs on with the implementation that it had. Layers are permuted one by one.
+    Every layer's backend is chosen before anything changes. If a later step raises, such as out of memory, the model
+    keeps its previous implementation. Layers are permuted one by one.
 
-    A model may be prepared again: kernels that fit the request are kept and read all parameters again, and others are
-    made anew. Experts that were freed stay freed.
+    A model may be prepared again: kernels that fit the request are kept and read all parameters again, others are made
+    anew. Freed experts stay freed.
 
     Args:
-        model: With its weights loaded, each layer on one device.
-        free: Give back each layer's canonical weights once its kernel has them in its own layout. `state_dict`,
-            `load_state_dict`, `save_pretrained` and other experts implementations get them back out of the kernel.
-            Weights that the model holds in more than one place are kept, and so stay tied.
-        progress: Show a bar on standard error; or called with (layers done, layers in all).
+        model: A model with loaded weights, each layer on one device.
+        free: Whether to free each layer's canonical weights once its kernel has them in its own layout. `state_dict`,
+            `load_state_dict`, `save_pretrained` and other experts implementations read them back from the kernel.
+            Tied weights are kept.
+        progress: Whether to show a bar on standard error, or a function of (layers done, all layers).
         require, prefer, deny: As for `select_backend`.
 
     Returns:
-        What each layer got, and memory before and after; `print` shows it.
+        Each layer's choice, and memory before and after; `print` shows it.
 
     Raises:
-        ArgumentError: A layer cannot be served or freed, with the reason and the way out, or the model has no experts.
-        UnsupportedProblemError: No backend fits a layer; says every backend's reasons.
+        ArgumentError: A layer cannot be served or freed (with reason and cure), or the model has no experts.
+        UnsupportedProblemError: No backend fits a layer; gives every backend's reasons.
     """
     check_flag("free", free)
     if not (isinstance(progress, bool) or callable(progress)):
@@ -204,10 +203,10 @@ def prepare(
 def refresh(model: torch.nn.Module) -> None:
     """Reads all parameters of a model's experts again, after writes that torch does not count.
 
-    Captured graphs see them. Experts whose weights were freed have nothing to read.
+    Captured graphs see them. Freed experts have nothing to read.
 
     Args:
-        model: That `prepare` has prepared, or that has run; nothing happens to others.
+        model: A model that was prepared or has run; others are left alone.
 
     Raises:
         ArgumentError: A layer cannot be served any more; says why and what to do.
@@ -222,18 +221,17 @@ def refresh(model: torch.nn.Module) -> None:
 def warm_up(
     model: torch.nn.Module, token_counts: Iterable[int] | None = None, *, jobs: int | None = None
 ) -> tuple[WarmUp, ...]:
-    """Compiles all that calls of a prepared model's experts launch, so that no later call waits.
+    """Compiles everything that a prepared model's experts launch, so that later calls do not wait.
 
     Args:
-        model: That `prepare` has prepared, or that has run.
-        token_counts: As `MoEKernel.warm_up` takes them.
-        jobs: Likewise.
+        model: A model that was prepared or has run.
+        token_counts, jobs: As in `MoEKernel.warm_up`.
 
     Returns:
-        What was done for each kernel, in the order of the model. Layers of one kind share what the first compiles.
+        The result for each kernel, in model order. Equal layers share what the first one compiles.
 
     Raises:
-        ArgumentError: The model has no kernels yet, or as `MoEKernel.warm_up` says.
+        ArgumentError: The model has no kernels yet, or as in `MoEKernel.warm_up`.
         BackendError: A kernel did not compile, or a call failed.
     """
     found = [serving.served(each.module) for each in find_experts(model)]
@@ -245,7 +243,7 @@ def warm_up(
 
 
 class _Plan(NamedTuple):
-    """Plan of `prepare` for one layer."""
+    """The plan of `prepare` for one layer."""
 
     found: FoundExperts
     top_k: int
@@ -254,7 +252,7 @@ class _Plan(NamedTuple):
 
 
 def _plan(model: torch.nn.Module, found: FoundExperts, request: Mapping[str, Names]) -> _Plan:
-    """Raises where a layer cannot be served; changes nothing."""
+    """Plans one layer, or raises if it cannot be served; changes nothing."""
     module, live, top_k = found.module, found.live, found.top_k
     try:
         if live is None:
@@ -295,7 +293,7 @@ def _prepare_layer(plan: _Plan, request: Mapping[str, Names], free: bool, shared
 
 
 def _hidden_dtype(model: torch.nn.Module) -> torch.dtype:
-    """The dtype of hidden states of a model with quantized experts: that of its 16-bit weights."""
+    """The dtype of hidden states in a model with quantized experts: that of its 16-bit weights."""
     dtypes = [parameter.dtype for parameter in model.parameters()]
     return next((dtype for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)), torch.float32)
 
@@ -310,7 +308,7 @@ def _switch(model: torch.nn.Module, found: tuple[FoundExperts, ...]) -> None:
     for each in found:
         if serving.has_interface(each.module):
             config: Any = each.module.config
-            # A bare layer has no such method, and a wrapper's may not reach every config.
+            # A bare layer lacks this method, and a wrapper's may not reach every config.
             if config._experts_implementation not in serving.NAMES:
                 config._experts_implementation = _NAME
 
@@ -338,15 +336,15 @@ def explain_model(
     deny: Names = None,
     **wishes: Any,
 ) -> tuple[LayerChoice, ...]:
-    """The choice that `prepare` would make for every layer of a saved model, from its config.json alone.
+    """The choice that `prepare` would make for every layer of a saved model, based only on its config.json.
 
-    The model is built on meta, so it takes neither memory nor weights. Code of the repository is not run.
+    The model is built on meta, which needs neither memory nor weights. Code of the repository is not run.
 
     Args:
         path: Directory with config.json.
-        platform: To ask for; this machine where None.
+        platform: The platform to select for; None means this machine.
         require, prefer, deny: As for `select_backend`.
-        wishes: Keywords of `MoEProblem` that no model decides, such as max_num_tokens.
+        wishes: Fields of `MoEProblem` that no model decides, such as max_num_tokens.
 
     Raises:
         ArgumentError: transformers cannot make a model of that config, or it has no experts.
@@ -376,7 +374,7 @@ def explain_model(
 
 @contextlib.contextmanager
 def _bar(progress: bool | Callable[[int, int], None], total: int) -> Iterator[Callable[[int, int], None]]:
-    """Transformers' own bar, which its `disable_progress_bar` turns off, or the caller's function."""
+    """Transformers' own progress bar, which `disable_progress_bar` turns off, or the caller's function."""
     if progress is not True:
         yield progress or (lambda done, total: None)
         return

@@ -1,4 +1,4 @@
-"""A layer that runs: `make_kernel` and the kernel that it returns."""
+"""`make_kernel` and the kernel that it returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls a backend's own code while a layer is built and run, and names the backend in what it raises."""
+"""Calls a backend's own code while a layer is built and run; errors name the backend."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
 _MOST_ELEMENTS: Final = 2**48
-"""Most elements of a workspace: more than any device addresses. Asking for more is a bug, not a lack of memory."""
+"""Most elements of a workspace, more than any device can address. Asking for more is a bug, not a lack of memory."""
 
 
 def make_experts(selection: Selection, decision: Decision) -> Experts:
-    """The experts class of a candidate whose cell is registered here, made for the selection's problem.
+    """Makes a candidate's experts for the selection's problem.
 
     Raises:
-        BackendError: It raised.
+        BackendError: The class raised.
     """
     assert decision.cell is not None
     try:
@@ -67,7 +67,7 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
     """
     check_device(selection, type(experts), weights.w13.device)
     try:
-        # Tensors of inference mode could not be reloaded outside it.
+        # Tensors made in inference mode could not be reloaded outside it.
         with plain_torch(), torch.inference_mode(False):
             permuted: object = experts.permute_weights(weights=weights.contiguous(), problem=selection.problem)
     except BaseException as error:
@@ -90,10 +90,10 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
 
 
 def device_types(selection: Selection, experts: Experts | type[Experts]) -> tuple[str, ...]:
-    """Torch's names of the devices whose tensors the experts read on the selection's platform.
+    """Names, as torch has them, of devices whose tensors the experts read on the selection's platform.
 
     Raises:
-        BackendError: The method raised, or returned something else, such as a name that torch does not know.
+        BackendError: The method raised or returned something else, such as a name that torch does not know.
     """
     platform = selection.platform
     try:
@@ -132,7 +132,7 @@ def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) ->
     """Shapes of the two workspaces for a call.
 
     Raises:
-        BackendError: The method raised, or returned no two shapes.
+        BackendError: The method raised or did not return two shapes.
     """
     try:
         shapes: object = experts.workspace_shapes(problem=selection.problem, num_tokens=num_tokens)
@@ -150,7 +150,7 @@ def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) ->
 
 
 def lacking_workspaces(selection: Selection, shapes: Shapes, error: BaseException) -> BaseException:
-    """The lack of memory for a backend's workspaces with its name: a larger machine is no cure for an absurd shape."""
+    """Names the backend and its shapes in an out-of-memory error for workspaces: a shape may be absurd."""
     winner = selection.winner
     if winner is None:
         return error
@@ -162,7 +162,7 @@ def lacking_workspaces(selection: Selection, shapes: Shapes, error: BaseExceptio
 
 
 def _lacking_copy(selection: Selection, weights: ExpertWeights, error: BaseException) -> BaseException:
-    """The lack of memory for weights in a backend's order, which are about one more copy, with its name."""
+    """Names the backend in an out-of-memory error for permuted weights, which are about one more copy."""
     winner = selection.winner
     if winner is None:
         return error
@@ -176,7 +176,7 @@ def _lacking_copy(selection: Selection, weights: ExpertWeights, error: BaseExcep
 
 
 def _lacking(error: BaseException, text: str) -> BaseException:
-    """An error of the same type that also says a text, if it is a lack of memory; else the error itself."""
+    """Appends a text to an out-of-memory error, keeping its type; returns other errors unchanged."""
     if not is_lack_of_memory(error):
         return error
     try:
@@ -186,25 +186,25 @@ def _lacking(error: BaseException, text: str) -> BaseException:
 
 
 def _instead(selection: Selection) -> str:
-    """A clause that names the backends that would do instead, or nothing."""
+    """A clause that names alternative backends, or nothing."""
     return f"; {selection.instead} would do instead" if selection.instead else ""
 
 
 def _extent(shape: tuple[int, ...]) -> int:
-    # Also for an empty tensor: torch refuses sizes that are too large even beside a zero.
+    # For empty tensors too: torch refuses an oversized dimension even next to a zero.
     return math.prod(max(size, 1) for size in shape)
 
 
 def raise_named(selection: Selection, step: str, error: BaseException) -> NoReturn:
-    """Raises the exception of one of the chosen backend's methods under its name, as `named` makes it."""
+    """Raises an error as `named` wraps it."""
     raise named(selection, step, error)
 
 
 def named(selection: Selection, step: str, error: BaseException) -> BaseException:
-    """The exception of one of the chosen backend's methods under its name: a `BackendError`.
+    """Wraps an exception of the chosen backend's method in a `BackendError` that names it.
 
-    Lack of memory and requests to stop the process pass unchanged, since the backend did not cause them; so do errors
-    that name a backend already. A registration that was refused names the one that it came from.
+    Out-of-memory errors and requests to stop the process pass unchanged, since the backend did not cause them; so do
+    moereg's own errors, except refused registrations.
     """
     is_told = isinstance(error, MoeregError) and not isinstance(error, RegistrationError)
     if is_told or is_lack_of_memory(error) or stops_the_process(error):

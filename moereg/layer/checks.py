@@ -1,6 +1,6 @@
-"""Checks of one call of a layer: shapes, dtypes and devices always, values where that is cheap.
+"""Checks one call of a layer: shapes, dtypes and devices always, values where that is cheap.
 
-Each raises a ValueError that names the tensor, the rule and the cure.
+Each check raises a ValueError that names the tensor, the rule and the cure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moereg.spec.problem import MoEProblem
 from moereg.weights.checks import DEBUG_VARIABLE, checks_values
 
 _FEW_ROUTES: Final = 64
-"""Routes of a call up to which Python's own comparisons are faster than torch's calls."""
+"""Up to this many routes, comparing in Python is faster than calling torch."""
 
 
 def check_call(
@@ -26,7 +26,7 @@ def check_call(
     topk_ids: torch.Tensor,
     out: torch.Tensor | None,
 ) -> None:
-    """Checks what tensors have while code is compiled, too: shapes, dtypes and devices, as `MoEKernel` takes them."""
+    """Checks what tensors have even while code is compiled: shapes, dtypes and devices."""
     # `check_tensor` rejects non-tensors.
     is_tensor = isinstance(hidden_states, torch.Tensor)
     num_tokens = hidden_states.shape[0] if is_tensor and hidden_states.dim() else 0
@@ -54,7 +54,7 @@ def check_values(
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
 ) -> None:
-    """Checks the values of a call's routing on a CPU, and with MOEREG_DEBUG=1 on a GPU, for which it waits."""
+    """Checks the values of a call's routing on a CPU; with MOEREG_DEBUG=1 also on a GPU, which synchronizes."""
     if checks_values(device):
         _check_routing(topk_weights, topk_ids, problem)
         if expert_map is not None:
@@ -67,7 +67,7 @@ def check_no_alias(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
     end = start + out.nbytes
     for tensor in inputs:
         address = tensor.data_ptr()
-        # Without storage, as on a meta device, a tensor has no address.
+        # Tensors without storage, such as meta ones, have no address.
         if address and address < end and start < address + tensor.nbytes:
             raise ValueError(
                 "out must not alias an input: it is overwritten while inputs are read; pass another tensor"
@@ -75,9 +75,9 @@ def check_no_alias(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
 
 
 def check_no_transform(error: Exception) -> None:
-    """Checks that a call did not fail for the tensors that torch.func passes instead of ones with memory.
+    """Explains a call's error if torch.func passed tensors without memory.
 
-    It is given what the call raised: asking before would cost each call.
+    Takes the error, since checking beforehand would cost every call.
     """
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None:
@@ -91,8 +91,8 @@ def check_no_transform(error: Exception) -> None:
 def check_tensor(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
-    """Checks a tensor that a caller gave under a name."""
-    # A call comes through here up to four times, so a right tensor passes on plain comparisons.
+    """Checks a caller's tensor; errors use `name`."""
+    # Up to four times per call, so a right tensor passes by plain comparisons.
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it")
     if tensor.shape != shape:
@@ -109,7 +109,7 @@ def check_tensor(
 
 
 def _is_plainly_right(topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int) -> bool:
-    """Whether every weight is finite and no token names an expert twice; without torch's calls."""
+    """Whether every weight is finite and no token names an expert twice, checked in plain Python."""
     if not all(map(math.isfinite, topk_weights.flatten().tolist())):
         return False
     for ids in topk_ids.tolist():
@@ -120,7 +120,7 @@ def _is_plainly_right(topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_ex
 
 
 def _check_routing(topk_weights: torch.Tensor, topk_ids: torch.Tensor, problem: MoEProblem) -> None:
-    # Calls of torch cost more than a few comparisons do: a twelfth of one token's time in a small layer.
+    # torch calls cost more than a few comparisons: a twelfth of one token's time in a small layer.
     if topk_ids.numel() <= _FEW_ROUTES and _is_plainly_right(topk_weights, topk_ids, problem.num_experts):
         return
     if not torch.isfinite(topk_weights).all():
@@ -143,7 +143,7 @@ def _check_routing(topk_weights: torch.Tensor, topk_ids: torch.Tensor, problem: 
 
 
 def check_expert_map(expert_map: torch.Tensor, problem: MoEProblem) -> None:
-    """Checks the values of an expert map; waits for a GPU."""
+    """Checks the values of an expert map; synchronizes with a GPU."""
     wrong = (expert_map < -1) | (expert_map >= problem.num_local_experts)
     if wrong.any():
         expert = int(torch.nonzero(wrong)[0, 0])

@@ -1,4 +1,4 @@
-"""Resolves the experts that a rank holds: the map from an expert of the whole layer to a local one."""
+"""Resolves which experts a rank holds: the map from global to local expert ids."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["resolve_expert_map"]
 def resolve_expert_map(
     problem: MoEProblem, ep_rank: int, expert_map: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor | None:
-    """The map of a rank's experts.
+    """Resolves a rank's expert map.
 
     Args:
         problem: The layer as this rank sees it.
-        ep_rank: Which slice of the experts the rank holds, where placement is `contiguous`.
-        expert_map: The caller's, where placement is `map`: [num_experts] int32.
-        device: The weights'.
+        ep_rank: Which slice of the experts the rank holds, if placement is `contiguous`.
+        expert_map: The caller's map, if placement is `map`: [num_experts] int32.
+        device: The weights' device.
 
     Returns:
-        [num_experts] int32 on the device, local expert or -1; the caller's tensor where there is one, None where all
-        experts are local.
+        [num_experts] int32 on the device, local expert or -1; the caller's tensor if given, None if all experts are
+        local.
 
     Raises:
         ValueError: The map or the rank does not belong to the problem.

@@ -1,4 +1,4 @@
-"""make_kernel: a layer ready to run, on one rank or over a group of them."""
+"""`make_kernel`: makes a layer that is ready to run, on one rank or over a group."""
 
 from __future__ import annotations
 
@@ -49,28 +49,28 @@ def make_kernel(
 
     Args:
         problem: The layer.
-        weights: Canonical weights of this rank's experts, of any strides. Not kept, and never written into unless
-            `reload` is told to. But a contiguous tensor that the backend's layout leaves unchanged is shared: the
-            kernel reads it where it is, and sees what its owner writes there.
+        weights: Canonical weights of this rank's experts, with any strides. Not kept, and never written unless
+            `reload` is told to. A contiguous tensor that the backend's layout leaves unchanged is shared: the kernel
+            reads it in place and sees its owner's writes.
         selection: From `select_backend`; made here if None.
-        prepare_finalize: Token movement. Beside a group a name such as `all_gather`, several, or a selection of
-            `select_movement`; the way that fits best if None. Without a group, and for partial sums that the caller
-            adds up, an object such as `StandardPrepareFinalize()`; the one of the problem's format if None.
+        prepare_finalize: The token dispatcher. With a group, a name such as `all_gather`, several names, or a selection
+            from `select_movement`; None takes the best one. Without a group, and for partial sums that the caller
+            adds up, an object such as `StandardPrepareFinalize()`; None takes the one for the problem's format.
         ep_rank: Which slice of the experts this rank holds, if placement is `contiguous`.
-        expert_map: [num_experts] int32, local expert or -1, if placement is `map`; kept, update it in place. Several
-            experts may share one local expert. Values are checked here, and after an update as those of routing are.
-        group: torch.distributed process group. Each of its ranks makes the kernel, with its own share of the experts,
-            and calls it as often as the others, with its own tokens, which may be none. A problem whose experts are all
-            local means an equal share for each rank.
+        expert_map: [num_experts] int32, local expert or -1, if placement is `map`; kept, so update it in place. Several
+            experts may share one local expert. Values are checked here, and after an update like those of routing.
+        group: torch.distributed process group. Each rank makes the kernel with its own share of the experts and calls
+            it as often as the others, with its own tokens, possibly none. If the problem says that all experts are
+            local, each rank gets an equal share.
         own_weights: Whether to copy tensors that would be shared: for kernels that are reloaded or updated after
-            graphs were captured, or whose canonical weights change.
-        expert_placement: Which rank of the group holds which experts, replicas included; equal slices in order of ranks
-            if None.
+            graph capture, or whose canonical weights change.
+        expert_placement: Which rank of the group holds which experts, replicas included; None means equal slices in
+            rank order.
         num_batches: Parts of a call over a group; with 2, one part's tokens move while the other is multiplied, which
-            pays where both take long. Each part has room for its share of `max_num_tokens`.
+            pays if both take long. Each part has room for its share of `max_num_tokens`.
 
     Returns:
-        The kernel. Its output is the whole sum; without communication this rank's part of it.
+        The kernel. It outputs the whole sum, or without communication this rank's part.
 
     Raises:
         UnsupportedProblemError: Nothing fits.

@@ -1,4 +1,4 @@
-"""Turns of a kernel's calls and of writes into its weights."""
+"""Keeps a kernel's calls and writes to its weights apart."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _POLL_SECONDS: Final = 1e-4
 
 
 class InTurn:
-    """Keeps calls and writes of one kernel apart: threads may call it together, and write its weights alone.
+    """A readers-writer lock for one kernel: threads may call it together, but write its weights alone.
 
-    It orders what the host does. A GPU does the work later, stream by stream.
+    It only orders the host. A GPU does the work later, stream by stream.
     """
 
     def __init__(self) -> None:
-        """No calls have begun."""
+        """Starts without calls or a writer."""
         self._calls: dict[int, None] = {}
         self._writer: int | None = None
         self._lock = threading.RLock()
 
     def begin(self, me: int) -> None:
-        """A call begins, after a writer of another thread.
+        """Begins a call, waiting for another thread's writer.
 
         Args:
-            me: This thread's number. Whatever interrupts this function, `end` must follow.
+            me: This thread's id. Even if this function is interrupted, `end` must follow.
         """
-        # First the note, then the look: a writer does both the other way round.
+        # Register first, then look for a writer; a writer does both in the opposite order.
         self._calls[me] = None
         while self._writer is not None and self._writer != me:
             del self._calls[me]
@@ -37,12 +37,12 @@ class InTurn:
                 self._calls[me] = None
 
     def end(self, me: int) -> None:
-        """A call of this thread has ended."""
+        """Ends this thread's call."""
         self._calls.pop(me, None)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Waits for calls that have begun; other threads neither call nor write while this is held."""
+        """Waits for running calls; while held, other threads neither call nor write."""
         me = threading.get_ident()
         with self._lock:
             outer, self._writer = self._writer, me

@@ -37,21 +37,21 @@ from moereg.weights.versions import CopiedFrom
 class MoEKernel:
     """One layer, ready to run. Serves one stream at a time.
 
-    Make one with `make_kernel`. Threads may share it: `reload`, `update_expert` and `move_experts` wait for calls that
-    have begun, and calls for them. On a GPU that orders only what is queued: write weights on the stream of the calls,
-    or let one stream wait for the other.
+    Make one with `make_kernel`. Threads may share it: `reload`, `update_expert` and `move_experts` wait for running
+    calls, and calls for them. On a GPU this orders only what is queued: write weights on the stream of the calls, or
+    let one stream wait for the other.
 
     Attributes:
         problem: The layer.
         selection: How the backend was chosen; its problem is the layer as the experts see it, which differs from
-            `problem` where tokens come from other ranks.
-        experts: The chosen class, made for this layer.
-        weights: What it runs on; the canonical weights are not kept.
-        expert_map: [num_experts] int32 on the weights' device, local expert or -1; update it in place. None where all
+            `problem` if tokens come from other ranks.
+        experts: The chosen class's instance for this layer.
+        weights: The permuted weights; the canonical ones are not kept.
+        expert_map: [num_experts] int32 on the weights' device, local expert or -1; update it in place. None if all
             experts are local.
-        copied: Warns if an optimizer trains weights that this kernel has copies of; None where its owner reloads it.
+        copied: Warns if an optimizer trains weights that this kernel has copies of; None if its owner reloads it.
         in_turn: Keeps calls and writes apart.
-        cure: What to do where a captured graph reads memory that a reload may not write into; its owner may know.
+        cure: Advice for a captured graph that reads memory which a reload may not write; the owner may set it.
     """
 
     copied: CopiedFrom | None = None
@@ -82,13 +82,13 @@ class MoEKernel:
         self._experts_problem = selection.problem
         self._communicates = prepare_finalize.communicates
         self._device = weights.device
-        # Names of permuted tensors in memory that is the caller's, too. A captured graph holds their addresses.
+        # Names of permuted tensors that share the caller's memory. A captured graph holds their addresses.
         self._borrowed = borrowed
         self._is_captured = False
-        # Devices without autocast, such as meta, raise when they are asked.
+        # Devices without autocast, such as meta, raise when asked about it.
         self._autocast_type = weights.device.type if torch.amp.is_autocast_available(weights.device.type) else "cpu"
-        # The question costs 2 us. On a GPU only layers that may multiply in fp32 ask it: float16 ones do where gates
-        # leave its range.
+        # Checking fp32 precision costs 2 us, so on a GPU only layers that may multiply in fp32 do it: float16 ones
+        # do if gates leave its range.
         self._needs_exact_fp32 = self._device.type == "cpu" or problem.torch_dtype != torch.bfloat16
         self._workspace_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._handle = new_handle(self)
@@ -107,7 +107,7 @@ class MoEKernel:
             topk_weights: [T,K] fp32.
             topk_ids: [T,K] int32 (int64 is converted), global experts, distinct within a token; ids outside
                 [0, num_experts) or not mapped add nothing.
-            out: [T,H] to overwrite, contiguous, aliasing no input; a new tensor where None.
+            out: [T,H] to overwrite, contiguous, aliasing no input; None allocates one.
 
         Returns:
             `out`: the sum over this rank's experts. Where an input requires a gradient, a view of it, and a backward
@@ -115,11 +115,11 @@ class MoEKernel:
 
         Raises:
             BackendError: The backend's own code raised; names it and its distribution.
-            GroupError: Ranks of the group call other layers, another thread of this process calls one, or a rank has
-                ended or stalled.
-            ValueError: A shape, dtype or device is wrong, or `out` aliases an input; on CPU, or on a GPU with
-                MOEREG_DEBUG=1, also NaN in topk_weights, an expert named twice by a token, or a value of expert_map out
-                of range. Compiled code makes the same checks when it runs.
+            GroupError: Ranks of the group call different layers, another thread of this process calls one, or a rank
+                has ended or stalled.
+            ValueError: A shape, dtype or device is wrong, or `out` aliases an input; on a CPU, or on a GPU with
+                MOEREG_DEBUG=1, also NaN in topk_weights, a token that names an expert twice, or an out-of-range
+                expert_map. Compiled code makes the same checks when it runs.
         """
         check_call(self.problem, self._device, hidden_states, topk_weights, topk_ids, out)
         is_own = out is None
@@ -140,10 +140,10 @@ class MoEKernel:
             knows_places = self.expert_map is moves.tables.expert_map
             moves = moves.copied()
             if knows_places:
-                # A copy's experts move alone.
+                # A copy's experts move independently.
                 moves.tables = PlacementTables(moves.tables.placement, moves.group.rank, self._device)
                 expert_map = moves.tables.expert_map
-        # What lies in the caller's memory lies in that of the caller's copy, where both are copied together.
+        # If the caller's tensors are copied along, shared memory stays shared between the copies.
         parts = self.problem, self.selection, self.experts, weights, moves, expert_map
         return MoEKernel(*parts, self._borrowed)
 
@@ -154,12 +154,12 @@ class MoEKernel:
         )
 
     def warm_up(self, token_counts: Iterable[int] | None = None, *, jobs: int | None = None) -> WarmUp:
-        """Compiles all that calls launch on all cores, loads it and records launches, so that no later call waits.
+        """Compiles on all cores what calls launch, loads it and records launches, so that later calls do not wait.
 
         Args:
-            token_counts: Numbers of tokens that calls will have, such as `range(1, 8193)` or the sizes of CUDA graphs;
-                1 to the problem's `max_num_tokens` where None, to 16,384 where that is None too.
-            jobs: Compilers at once; as many as cores and memory allow where None.
+            token_counts: Numbers of tokens per call, such as `range(1, 8193)` or the sizes of CUDA graphs; by default
+                1 to the problem's `max_num_tokens`, or to 16,384 if that is None.
+            jobs: Parallel compilers; None means as many as cores and memory allow.
 
         Returns:
             What was compiled. [docs/cold-start.md](docs/cold-start.md) says which calls may still compile something.
@@ -175,30 +175,29 @@ class MoEKernel:
     def reload(self, weights: ExpertWeights, *, write_shared: bool = False) -> None:
         """Permutes other weights of the same problem into the same storage, so that captured graphs see them.
 
-        A tensor that the layout leaves unchanged may be the one that `make_kernel` was given, and not the kernel's to
-        write into. The kernel then makes a copy of its own first. A graph that was captured before would go on reading
-        the old one, so that is refused; a kernel of `make_kernel(..., own_weights=True)` has copies from the start.
+        A tensor that the layout leaves unchanged may be the caller's own, which the kernel may not write. The kernel
+        then copies it first. A graph captured before would keep reading the old one, so that is refused;
+        `make_kernel(..., own_weights=True)` copies from the start.
 
         Args:
-            weights: Of this problem, on the kernel's device; they are read only.
-            write_shared: Whether tensors that `make_kernel` was given are written into. Whoever else reads them sees
-                the new numbers, other kernels of the same weights included.
+            weights: New weights of this problem on the kernel's device; only read.
+            write_shared: Whether to write into the tensors that `make_kernel` was given. Other readers, such as kernels
+                that share them, then see the new values.
 
         Raises:
             ArgumentError: A captured graph reads tensors that are not the kernel's, and `write_shared` is not set.
-            ValueError: The weights are not this problem's or on another device.
+            ValueError: The weights are not this problem's or are on another device.
         """
         check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
         check_flag("write_shared", write_shared)
         weights.check_against(self.problem)
         with self.in_turn.alone():
             permuted = backend_calls.permute(self.selection, self.experts, weights)
-            # What is shared with these very weights is up to date.
+            # Tensors shared with these same weights are up to date.
             others = frozenset[str]() if write_shared else self.weights.elsewhere(self._borrowed, permuted)
             self._check_may_write(others)
             self._own(others)
-            # Inference mode may write into tensors of either kind; outside it, tensors made inside may not be written
-            # into.
+            # Inference mode may write both kinds of tensors; outside it, tensors made inside may not be written.
             with plain_torch(), torch.inference_mode():
                 self.weights.copy_from(permuted)
         if self.copied is not None:
@@ -207,13 +206,13 @@ class MoEKernel:
     def update_expert(self, expert: int, weights: ExpertWeights, *, write_shared: bool = False) -> None:
         """Replaces one expert in the same storage, so that captured graphs see it; the others keep their bits.
 
-        The backend permutes that expert alone. The first update of a shape also permutes two made-up experts, to see
+        The backend permutes only that expert. The first update of a shape also permutes two random experts, to check
         that the layout keeps experts apart.
 
         Args:
-            expert: Local expert, a row of the canonical weights. Where experts move between ranks, update `expert_map`
-                in place as well.
-            weights: Of that expert alone, E = 1, with the layer's tensors, on the kernel's device; they are read only.
+            expert: Local expert, a row of the canonical weights. If it becomes another global expert, update
+                `expert_map` in place as well.
+            weights: That expert alone, E = 1, with the layer's tensors, on the kernel's device; only read.
             write_shared: As in `reload`.
 
         Raises:
@@ -235,30 +234,30 @@ class MoEKernel:
 
     @property
     def expert_placement(self) -> ExpertPlacement | None:
-        """The placement of experts on the ranks of the group; None without a group."""
+        """The placement of experts on the group's ranks; None without a group."""
         moves = self.prepare_finalize
         return moves.tables.placement if isinstance(moves, GroupPrepareFinalize) else None
 
     def move_experts(self, placement: ExpertPlacement, *, write_shared: bool = False) -> int:
         """Moves experts between the ranks of the group, in the same storage, so that captured graphs see it.
 
-        Every rank calls it, between two calls of the layer. Ranks hold as many experts as before. Experts travel in the
-        backend's layout, or as canonical weights where that layout cannot be copied between ranks. Nothing is written
-        before everything has arrived, which takes the memory of the experts that arrive twice.
+        Every rank calls it, between two calls of the layer. Each rank keeps its number of experts. Experts travel in
+        the backend's layout, or as canonical weights if that layout cannot be copied between ranks. Nothing is written
+        before everything has arrived, so arriving experts briefly need memory twice.
 
         Args:
-            placement: Where experts are to be: `balance_experts(..., before=kernel.expert_placement)` makes one.
+            placement: The new placement, such as from `balance_experts(..., before=kernel.expert_placement)`.
             write_shared: As in `reload`.
 
         Returns:
-            How many of this rank's experts are others than before.
+            How many of this rank's experts changed.
 
         Raises:
             ArgumentError: The kernel was made without `expert_placement`, the placement has other sizes, or as in
                 `reload`.
-            RanksDifferError: Ranks were given different placements, or one of them could not go on; none has moved.
-            GroupError: A rank of the group has ended, or did not come within its time limit.
-            LayoutNotInvertibleError: The layout neither can be copied nor keeps the canonical numbers.
+            RanksDifferError: Ranks got different placements or one could not continue; no expert has moved.
+            GroupError: A rank of the group has ended or timed out.
+            LayoutNotInvertibleError: The layout can neither be copied nor keeps the canonical numbers.
         """
         moves, others = self.prepare_finalize, frozenset[str]() if write_shared is True else self._borrowed
         if not isinstance(moves, GroupPrepareFinalize) or self.expert_map is not moves.tables.expert_map:
@@ -273,7 +272,7 @@ class MoEKernel:
             self._check_may_write(others)
         except Exception as raised:
             error = raised
-        # A call between the exchange and the writes would meet ranks that have written already.
+        # A call between exchange and writes would meet ranks that have already written.
         with moves.group.alone(MOVING.act):
             arrived = exchange_experts(moves.group, self.weights, moves.tables.placement, placement, error)
             with self.in_turn.alone():
@@ -293,7 +292,7 @@ class MoEKernel:
 
     def _own(self, names: frozenset[str]) -> None:
         if names:
-            # Copies that are made in inference mode could not be written into outside it.
+            # Copies made in inference mode could not be written outside it.
             with plain_torch(), torch.inference_mode(False):
                 self.weights = outside_pools(lambda: self.weights.with_own(names), self._device)
             self._borrowed -= names
@@ -308,11 +307,11 @@ class MoEKernel:
     ) -> None:
         """Runs a call whose shapes and dtypes were checked, as compiled code does.
 
-        Checks addresses and values, which tensors do not have while code is compiled.
+        Checks addresses and values, which tensors lack while code is compiled.
 
         Args:
             hidden_states, topk_weights, topk_ids, out: As in a call; T at least 1 unless tokens come from other ranks.
-            is_own: Whether `out` is a new tensor, which nothing aliases.
+            is_own: Whether `out` was newly allocated, so that nothing aliases it.
         """
         thread = get_ident()
         try:
@@ -333,11 +332,11 @@ class MoEKernel:
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
         if torch.is_autocast_enabled(self._autocast_type) or (self._needs_exact_fp32 and not fp32_is_exact()):
-            # `plain_torch` costs 10 us, so it is entered only where it is needed.
+            # `plain_torch` costs 10 us, so it is entered only if needed.
             with plain_torch():
                 self._run_plainly(hidden_states, topk_weights, topk_ids, out)
         elif torch.is_grad_enabled():
-            # The common case, at 2 us. Weights may be parameters, and permuted weights views of them.
+            # The common case, 2 us. Weights may be parameters, and permuted weights views of them.
             with torch.no_grad():
                 self._run_plainly(hidden_states, topk_weights, topk_ids, out)
         else:
@@ -365,10 +364,10 @@ class MoEKernel:
 
         Args:
             prepared: Their inputs; without rows they are not called.
-            out: [T,H] to write to where they reduce, with scratch for other forms; new memory where None.
+            out: [T,H] for reduced output; other forms then use scratch memory. None allocates new memory.
 
         Returns:
-            What they wrote, in their output form.
+            The rows, in the experts' output form.
         """
         problem, experts = self._experts_problem, self.experts
         if prepared.num_tokens == 0:
@@ -383,7 +382,7 @@ class MoEKernel:
         elif experts.output_form == "per_route":
             rows = (*prepared.inputs.topk_ids.shape, problem.hidden_size)
         if out is None:
-            # Its results may leave on another stream while these experts run again.
+            # The results may leave on another stream while these experts run again.
             out = torch.empty(rows, dtype=experts.rows_dtype, device=self._device)
             workspace13, workspace2 = self._scratch(shapes)
         elif experts.output_form == "reduced":
@@ -421,5 +420,5 @@ class MoEKernel:
 
 
 def _may_be_captured(device: torch.device) -> bool:
-    """Whether a graph is being captured, or cannot be ruled out: only `torch.cuda` is asked."""
+    """Whether a graph is or may be being captured; only `torch.cuda` can tell."""
     return device.type not in ("cpu", "meta") and (device.type != "cuda" or torch.cuda.is_current_stream_capturing())

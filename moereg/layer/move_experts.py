@@ -1,7 +1,7 @@
-"""Experts that move between the ranks of a group, between calls and in the same storage.
+"""Moves experts between the ranks of a group, between calls and in the same storage.
 
-What a rank needs comes from a rank that has it: as the rows of the backend's layout, which are copied as they are, or,
-where a layout keeps tensors that cannot be copied or that ranks have differently, as canonical weights.
+A rank gets an expert from one that has it: as rows in the backend's layout, copied unchanged, or as canonical weights
+if the layout has tensors that cannot be copied or that differ between ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _DOING: Final = "experts that move"
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMove:
-    """One local expert that is replaced.
+    """Replaces one local expert.
 
     Attributes:
-        expert: Of the layer.
-        source_rank, source_place: Who sends it, and its local expert there.
-        target_rank, target_place: Who gets it, and the local expert that it becomes.
+        expert: Global expert id.
+        source_rank, source_place: The sending rank, and the local expert there.
+        target_rank, target_place: The receiving rank, and the local expert that it replaces.
     """
 
     expert: int
@@ -43,16 +43,16 @@ class ExpertMove:
 
 
 def plan_moves(before: ExpertPlacement, after: ExpertPlacement) -> tuple[ExpertMove, ...]:
-    """Plans which experts go from which rank to which; the same on every rank.
+    """Plans which experts move from which rank to which; equal on every rank.
 
-    A rank that has an expert already copies it. Otherwise it comes from the holder that has sent the fewest so far.
+    A rank copies an expert that it already has. Otherwise it comes from the rank that has sent the fewest so far.
 
     Args:
-        before: Where experts are.
-        after: Where they are to be, in as many places on each rank.
+        before: The current placement.
+        after: The new placement, with equally many experts on each rank.
 
     Raises:
-        ArgumentError: The layer, the group or the number of experts on a rank would be another one.
+        ArgumentError: The layer, the group or the number of experts on a rank would change.
     """
     if (after.num_experts, after.num_ranks) != (before.num_experts, before.num_ranks):
         raise ArgumentError(f"experts must stay in their layer and group, {before}, got {after}")
@@ -80,18 +80,18 @@ def plan_moves(before: ExpertPlacement, after: ExpertPlacement) -> tuple[ExpertM
 
 @dataclasses.dataclass(frozen=True)
 class IncomingExperts:
-    """Experts that a rank has received and not yet written.
+    """Experts that a rank has received but not yet written.
 
     Attributes:
-        places: Local experts that are replaced.
-        rows: For each of them, by name, its row of every per-expert tensor.
+        places: Local experts to replace.
+        rows: For each of them, its row of every per-expert tensor, by name.
     """
 
     places: tuple[int, ...]
     rows: tuple[Mapping[str, torch.Tensor], ...]
 
     def write(self, weights: PermutedWeights) -> None:
-        """Writes the rows into the storage of the weights; opaque tensors are replaced."""
+        """Writes the rows into the weights' storage; replaces opaque tensors."""
         for place, rows in zip(self.places, self.rows, strict=True):
             for name, value in weights.per_expert.items():
                 row = rows[name]
@@ -108,21 +108,21 @@ def exchange_experts(
     after: ExpertPlacement,
     error: Exception | None = None,
 ) -> IncomingExperts:
-    """Exchanges experts with all ranks of a group; each of them has to call it. Nothing is written.
+    """Exchanges experts with all ranks of a group, each of which has to call it. Writes nothing.
 
-    Takes the memory of the experts that arrive twice, and of one tensor of those that leave. The caller keeps threads
-    that call layers of the group out.
+    Briefly needs twice the memory of arriving experts, and one tensor of leaving ones. The caller keeps other threads
+    from calling layers of the group.
 
     Args:
         group: The ranks.
-        weights: This rank's, of a kernel that `make_kernel` made.
+        weights: This rank's permuted weights, from a kernel of `make_kernel`.
         before, after: As in `plan_moves`.
-        error: Why this rank cannot go on, if it cannot: all ranks raise then.
+        error: Why this rank cannot continue, if so: then all ranks raise.
 
     Raises:
-        RanksDifferError: Ranks were given different placements, or another one could not go on.
-        GroupError: A rank has ended, or did not come within the group's time limit.
-        MoeregError: This rank could not go on.
+        RanksDifferError: Ranks got different placements, or another one could not continue.
+        GroupError: A rank has ended or timed out.
+        MoeregError: This rank could not continue.
     """
     reader, moves, said, copied_as = weights.reader, tuple[ExpertMove, ...](), dict[str, str](), None
     if error is None:
@@ -145,7 +145,7 @@ def exchange_experts(
 
 
 def _copied_as(weights: PermutedWeights) -> str | None:
-    """A layout's fingerprint, equal on ranks that can copy rows from each other; None where rows cannot be copied."""
+    """A layout's fingerprint, equal on ranks that can copy rows from each other; None if rows cannot be copied."""
     if any(tensor.layout != torch.strided for tensor in weights.flat()):
         return None
     digest = hashlib.sha256()
@@ -195,16 +195,16 @@ def _exchange_canonical(
             tensors.clear()
     except Exception as raised:
         error = raised
-    # Nobody has written anything yet: either all ranks go on or none.
+    # No rank has written anything yet: either all ranks continue or none.
     agree(group, "permuting experts that moved", {}, error, together=MOVING)
     return IncomingExperts(tuple(move.target_place for move in theirs), tuple(rows))
 
 
 def _of_rank(group: Group, moves: Sequence[ExpertMove]) -> tuple[list[ExpertMove], list[ExpertMove]]:
-    """Experts that this rank sends, by target, and receives, by source; copies within a rank are in both."""
+    """Moves that this rank sends (ordered by target) and receives (by source); copies within a rank are in both."""
     mine = [move for move in moves if move.source_rank == group.rank]
     theirs = [move for move in moves if move.target_rank == group.rank]
-    # Moves are in order of targets. Within a pair of ranks both sides have the same order.
+    # Moves are ordered by target. Within a pair of ranks both sides have the same order.
     return mine, sorted(theirs, key=lambda move: move.source_rank)
 
 
@@ -216,7 +216,7 @@ def _exchange(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Iterator[torch.Tensor]:
-    """One tensor of each expert that moves, as bytes: not every backend of torch.distributed moves every dtype."""
+    """Exchanges one tensor of each moving expert, as bytes: torch.distributed may not support the dtype."""
     num_bytes = math.prod(shape) * dtype.itemsize
     out_rows, sent_rows = [0] * group.size, [0] * group.size
     for move in moves:

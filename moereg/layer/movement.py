@@ -1,6 +1,6 @@
-"""Choosing how tokens move between ranks: before the backend, as that is chosen, and with the same words.
+"""Selects the token dispatcher, which moves tokens between ranks, before the backend and by the same rules.
 
-`decide_movement` is pure but for probes: problem, group, platform, request and cells come in as arguments.
+`decide_movement` is pure except for probes: problem, group, platform, request and cells are arguments.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from moereg.spec.problem import MoEProblem
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MovementDecision(Verdict):
-    """The verdict on one candidate: a way with one activation format. Further attributes are those of `Verdict`.
+    """The verdict on one candidate: a token dispatcher with one activation format. See also `Verdict`.
 
     Attributes:
-        name: The way's.
+        name: The dispatcher's name.
         activation_format: The format that the experts would see.
-        predicted: Whether its priority was predicted and not measured.
-        cell: Where it was registered.
+        predicted: Whether its priority was predicted, not measured.
+        cell: Its registration.
     """
 
     name: str
@@ -40,7 +40,7 @@ class MovementDecision(Verdict):
     predicted: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON shows it."""
+        """The JSON form."""
         return {
             "way": self.name,
             "activation_format": self.activation_format,
@@ -54,7 +54,7 @@ class MovementDecision(Verdict):
 
 @dataclasses.dataclass(frozen=True)
 class MovementSelection(Choice[MovementDecision]):
-    """The outcome for one problem, of which this rank has its experts, one group and one platform.
+    """The outcome for one group, one platform and one problem with this rank's experts.
 
     Attributes:
         group: The ranks.
@@ -64,7 +64,7 @@ class MovementSelection(Choice[MovementDecision]):
 
     @property
     def accepted(self) -> tuple[MovementDecision, ...]:
-        """All that fit, best first. If no backend serves the first one's format, the next is tried."""
+        """All that fit, best first. If no backend serves the first one's format, the next one is tried."""
         return tuple(decision for decision in self.decisions if decision.accepted)
 
     def experts_problem(self, decision: MovementDecision) -> MoEProblem:
@@ -84,10 +84,10 @@ class MovementSelection(Choice[MovementDecision]):
         return "\n".join(lines)
 
     def table(self) -> str:
-        """The decision table as plain text, one way per line, best first, and its reasons below.
+        """The decision table as plain text: one dispatcher per line, best first, with its reasons below.
 
-        A way has several lines where reasons or classes of its formats differ. Of several cells for one format the best
-        is shown.
+        A dispatcher has several lines if its formats differ in reasons or classes. If a format has several cells, the
+        best is shown.
         """
         lines = [f"group     {self.group}"]
         for decision, formats in self._lines():
@@ -97,7 +97,7 @@ class MovementSelection(Choice[MovementDecision]):
         return "\n".join(lines)
 
     def _lines(self) -> list[tuple[MovementDecision, str]]:
-        """The best decision for each way and format, with the formats of those that say the same of one way."""
+        """The best decision per dispatcher and format; formats with equal decisions share a line."""
         best: dict[tuple[str, str], MovementDecision] = {}
         for decision in self.decisions:
             best.setdefault((decision.name, decision.activation_format), decision)
@@ -108,7 +108,7 @@ class MovementSelection(Choice[MovementDecision]):
         return [(alike[0], " or ".join(each.activation_format for each in alike)) for alike in together.values()]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The JSON form."""
         return {
             "group": dataclasses.asdict(self.group),
             "request": self.request.to_dict(),
@@ -120,12 +120,12 @@ class MovementSelection(Choice[MovementDecision]):
 def decide_movement(
     problem: MoEProblem, group: GroupFacts, platform: Platform, request: Request, cells: Iterable[MovementCell]
 ) -> MovementSelection:
-    """Chooses among cells, of any registry, for a layer with this rank's experts; as `decide` of backends."""
+    """Chooses among cells for a layer with this rank's experts, as `decide` does for backends."""
     decisions = [decision for cell in cells for decision in _judge(cell, problem, group, platform, request)]
 
     def order(decision: MovementDecision) -> tuple[object, ...]:
         wish = request.wish(decision.name)
-        # The problem's own format goes first within a way: somebody may have asked for it.
+        # Within a dispatcher the problem's own format goes first, since the user may have asked for it.
         other_format = decision.activation_format != problem.activation_format
         return (
             len(decision.reasons),
@@ -143,8 +143,8 @@ def decide_movement(
 def _judge(
     cell: MovementCell, problem: MoEProblem, group: GroupFacts, platform: Platform, request: Request
 ) -> Iterable[MovementDecision]:
-    """A decision for each format of a cell; what speaks against one speaks against the others."""
-    # Facts ask for attributes of the problem, of the group, and for the number of ranks.
+    """A decision for each format of a cell, all with the same reasons."""
+    # Facts read attributes of the problem and the group, and the number of ranks.
     asked = types.SimpleNamespace(**vars(problem), group=group, num_ranks=group.size)
     facts, rule = fact_reasons(cell.facts, asked), cell.rule_for(platform)
     verdict = judge_cell(cell, rule, platform, request, (), facts, problem=problem, group=group)
@@ -163,7 +163,7 @@ def explain_movements(
     prefer: WayNames = None,
     deny: WayNames = None,
 ) -> MovementSelection:
-    """As `select_movement`, errors too, but if nothing fits its selection has None for a `winner`.
+    """Like `select_movement`, but if nothing fits it returns a selection whose `winner` is None.
 
     Args:
         problem, group, platform, require, prefer, deny: As in `select_movement`.
@@ -194,24 +194,24 @@ def select_movement(
     prefer: WayNames = None,
     deny: WayNames = None,
 ) -> MovementSelection:
-    """Chooses how tokens move between ranks, for `make_kernel(prepare_finalize=...)`. No communication, no device.
+    """Selects the token dispatcher for `make_kernel(prepare_finalize=...)`. No communication, no device.
 
     Args:
-        problem: The layer. Where it says that all experts are local, each rank gets an equal share of them.
+        problem: The layer. If it says that all experts are local, each rank gets an equal share.
         group: The ranks, such as `GroupFacts(8)`.
-        platform: A value, a name such as `cuda:sm90`, or None for the machine at hand.
-        require: One of these ways, tried in this order, or an error. MOEREG_EP_REQUIRE means the same.
-        prefer: These go first. MOEREG_EP_PREFER means the same.
-        deny: None of these. MOEREG_EP_DENY adds to it.
+        platform: A `Platform`, a name such as `cuda:sm90`, or None for this machine.
+        require: Names of dispatchers, tried in this order; else an error. MOEREG_EP_REQUIRE means the same.
+        prefer: Names that go first. MOEREG_EP_PREFER means the same.
+        deny: Names to exclude. MOEREG_EP_DENY adds to them.
 
     Returns:
         The selection, with a winner.
 
     Raises:
-        UnsupportedProblemError: Nothing fits; carries the selection and says every way's reasons.
-        ArgumentError: The problem, group or platform is something else, or the ranks do not divide the experts.
+        UnsupportedProblemError: Nothing fits; carries the selection and every dispatcher's reasons.
+        ArgumentError: The problem, group or platform has another type, or the ranks do not divide the experts.
         RequestError: A name is both required and denied, or something is not a name.
-        UnknownNameError: A way or platform is not known.
+        UnknownNameError: A dispatcher or platform is unknown.
 
     Example:
         >>> problem = moereg.MoEProblem(
@@ -232,10 +232,10 @@ def select_movement(
 
 
 def problem_of_rank(problem: MoEProblem, size: int) -> MoEProblem:
-    """The layer with this rank's experts: an equal share where the problem says that all are local.
+    """The layer with this rank's experts: an equal share if the problem says that all are local.
 
     Raises:
-        ArgumentError: The ranks do not divide the experts, and no map says who holds what.
+        ArgumentError: The ranks do not divide the experts, and no map says which rank holds which.
     """
     if problem.placement == "map":
         return problem

@@ -1,4 +1,4 @@
-"""One expert of a layer: read back from permuted weights as canonical ones, and permuted alone to replace it."""
+"""Reads one expert back from permuted weights, and permutes one alone to replace it."""
 
 from __future__ import annotations
 
@@ -20,31 +20,29 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from moereg.weights.unpermute import Moves, TensorSpecs, drawn_expert, expert_rows, find_moves, read_back, same_bits
 
 _MOST_PLANS: Final = 2
-"""Layouts and shapes whose moves are kept. They take a quarter of an expert's bytes where 16 bytes move together, twice
-its bytes for 16-bit numbers that part, 4 times for 8-bit ones, 8 times for 4-bit ones, and 32 times for single bits."""
+"""Layouts and shapes whose moves are cached. They take a quarter of an expert's bytes if 16 bytes move together, twice
+its bytes if 16-bit numbers move separately, 4 times for 8-bit, 8 times for 4-bit and 32 times for single bits."""
 
 _PLANS: Final[collections.OrderedDict[Hashable, dict[str, Moves]]] = collections.OrderedDict()
 _APART: Final[set[Hashable]] = set()
-"""Layouts and shapes in which an expert was seen to be permuted without regard to others."""
+"""Layouts and shapes for which a check showed that experts are permuted independently."""
 
 _LOCK: Final = threading.Lock()
 _readers = 0
-"""How many `keeping_moves` there are."""
+"""Number of active `keeping_moves`."""
 
 
 class OneExpert:
-    """Permutes and reads back single experts of one layer, whose backend and canonical tensors it knows.
-
-    Holds no weights, so that it does not keep them.
+    """Permutes and reads back single experts of one layer. Holds no weights.
 
     Attributes:
-        specs: Shapes and dtypes of the canonical tensors of one expert, by field of `ExpertWeights`.
+        specs: Shapes and dtypes of one expert's canonical tensors, by field of `ExpertWeights`.
         quant: The scheme of the canonical weights.
-        backend: The backend whose layout it knows.
+        backend: The backend's name.
     """
 
     def __init__(self, selection: Selection, winner: Decision, weights: ExpertWeights) -> None:
-        """Notes shapes and dtypes of the layer's canonical weights; calls nothing."""
+        """Records shapes and dtypes of the layer's canonical weights; calls no backend code."""
         self._selection = selection
         self._winner = winner
         self.backend = winner.backend
@@ -66,7 +64,7 @@ class OneExpert:
         )
 
     def read(self, permuted: PermutedWeights, expert: int) -> ExpertWeights:
-        """One expert as canonical weights, E = 1.
+        """Reads one expert as canonical weights, E = 1.
 
         Raises:
             LayoutNotInvertibleError: The layout does not keep the canonical numbers.
@@ -76,14 +74,14 @@ class OneExpert:
         return ExpertWeights.unchecked(tensors, self.quant)
 
     def rows_for(self, permuted: PermutedWeights, weights: ExpertWeights) -> PermutedWeights:
-        """The rows of a new expert, to be written into `permuted`.
+        """Permutes a new expert into rows to write into `permuted`.
 
         Args:
-            permuted: The layer's.
-            weights: Of the new expert alone, E = 1.
+            permuted: The layer's permuted weights.
+            weights: The new expert alone, E = 1.
 
         Raises:
-            ArgumentError: The weights are not one expert of the layer, or need other shared tensors than the layer has.
+            ArgumentError: The weights are not one expert of the layer, or need other shared tensors than it has.
             BackendError: The backend permutes experts together, or its code raised.
         """
         check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
@@ -101,7 +99,7 @@ class OneExpert:
         return rows
 
     def permute(self, weights: ExpertWeights) -> PermutedWeights:
-        """Some experts, up to as many as the layer has, in the backend's layout."""
+        """Permutes some of the layer's experts into the backend's layout."""
         problem = dataclasses.replace(self._selection.problem, num_local_experts=weights.num_experts)
         selection = dataclasses.replace(self._selection, problem=problem)
         return backend_calls.permute(selection, backend_calls.make_experts(selection, self._winner), weights)
@@ -132,14 +130,14 @@ class OneExpert:
             )
 
     def _check_apart(self) -> None:
-        """Permutes two experts beside each other: the rows of both have to be those of each alone."""
+        """Checks that two experts permuted together have the same rows as each alone."""
         if self._selection.problem.num_local_experts == 1 or self._key in _APART:
             return
-        # Not the caller's numbers: zeros, as those of an expert that was pruned, would show nothing.
+        # Random, since the caller's numbers may be zeros, such as a pruned expert's, which show nothing.
         one = drawn_expert(self.specs, self._device)
         for name, tensor in one.items():
             if TENSOR_ROLES[name] in ("scale", "scale_2") and tensor.dim() == 2:
-                tensor[:, 1:] = tensor[:, :1]  # Some backends take only equal ones of gate and up.
+                tensor[:, 1:] = tensor[:, :1]  # Some backends require equal gate and up scales.
         other = {name: _changed(tensor) for name, tensor in one.items()}
         pair = {name: _stacked(tensor, other[name]) for name, tensor in one.items()}
         try:
@@ -165,9 +163,9 @@ class OneExpert:
 
 @contextlib.contextmanager
 def keeping_moves() -> Iterator[None]:
-    """For many experts: finds a layout's moves once, and gives their memory back at the end, or that of the outermost.
+    """Caches layouts' moves while many experts are read, and frees them when the outermost context ends.
 
-    Without it, the moves of the last layouts stay for the next expert that is read back.
+    Without it, the last layouts' moves stay cached for the next expert.
     """
     global _readers
     with _LOCK:
@@ -182,7 +180,7 @@ def keeping_moves() -> Iterator[None]:
 
 
 def read_all(permuted: PermutedWeights) -> ExpertWeights:
-    """All experts of a kernel's weights as new canonical ones, read back one by one.
+    """Reads back all experts of permuted weights, one by one, as new canonical ones.
 
     Raises:
         LayoutNotInvertibleError: The layout does not keep the canonical numbers.
@@ -200,7 +198,7 @@ def read_all(permuted: PermutedWeights) -> ExpertWeights:
 
 
 def _changed(tensor: torch.Tensor) -> torch.Tensor:
-    """Another expert's valid tensor: rows change places, and floats are halved, so that no maximum is the same."""
+    """A valid tensor for another expert: rows are rolled and floats halved, so that every maximum differs."""
     if not tensor.dim():
         return tensor
     moved = _plain(tensor).roll(1, dims=min(1, tensor.dim() - 1)).view(tensor.dtype)
@@ -212,7 +210,7 @@ def _stacked(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """8-bit floats, for which torch lacks operations, as bytes."""
+    """Views 8-bit elements as bytes, since torch lacks operations on 8-bit floats."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 

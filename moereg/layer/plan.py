@@ -1,4 +1,4 @@
-"""A layer over the ranks of a group: who holds what, how tokens move and which backend runs, agreed by all ranks."""
+"""Plans a layer over a group: all ranks agree on the expert placement, the token dispatcher and the backend."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
 Movement = PrepareFinalize | MovementSelection | WayNames
-"""Names of ways, a selection among them, or an object that moves tokens; None for the way that fits best."""
+"""Names of token dispatchers, a selection of one, or an object that moves tokens; None takes the best."""
 
 _OF_ONE_RANK: Final = ("num_local_experts", "max_num_tokens")
-"""Fields of a problem in which ranks may differ."""
+"""Problem fields that may differ between ranks."""
 
 
 class Asked(NamedTuple):
-    """Arguments of `make_kernel` beside the group, by name."""
+    """Arguments of `make_kernel` that go with the group, by name."""
 
     prepare_finalize: Movement
     expert_map: torch.Tensor | None
@@ -49,7 +49,7 @@ class Plan:
         problem: The layer with this rank's experts; calls bring this rank's tokens.
         selection: The backend, for the problem that the experts see.
         prepare_finalize: Moves the tokens.
-        expert_map: [num_experts] int32 or None, as the experts are called.
+        expert_map: [num_experts] int32 or None, for the experts' calls.
         group: The ranks.
     """
 
@@ -63,14 +63,14 @@ class Plan:
 def plan_layer(
     problem: MoEProblem, weights: ExpertWeights, process_group: Any, selection: Selection | None, asked: Asked
 ) -> Plan:
-    """Plans a layer with all ranks of a group; each of them has to call it. Arguments as in `make_kernel`.
+    """Plans a layer with all ranks of a group, each of which has to call it. Arguments as in `make_kernel`.
 
-    Ranks exchange twice, whatever happens on one of them: first what they were given, then what they chose.
+    Ranks exchange twice, even if one of them fails: first their arguments, then their choices.
 
     Raises:
-        RanksDifferError: Ranks differ, or another one could not go on.
-        GroupError: A rank has ended or did not come within the group's time limit.
-        MoeregError: This rank could not go on.
+        RanksDifferError: Ranks differ, or another one could not continue.
+        GroupError: A rank has ended or timed out.
+        MoeregError: This rank could not continue.
     """
     device = weights.w13.device
     group = Group(process_group, device)
@@ -87,14 +87,14 @@ def plan_layer(
     own = None if expert_map is None or placement is not None or error else expert_map.tolist()
     known = agree(group, "what they were given", said, error, (own, group.num_layers))
     maps = [mapping for mapping, _ in known]
-    # One more than any rank has: a rank may have counted a layer that others gave up.
+    # One more than any rank's count: a rank may have counted a layer that others gave up.
     number = 1 + max(made for _, made in known)
     group.add_layer(number, f"E{problem.num_experts} H{problem.hidden_size} I{problem.intermediate_size}")
     plan, said = None, {}
     try:
         if placement is None:
             placement = _placement_of(maps, problem.num_experts)
-        # A call brings as many tokens at once as a part of it has.
+        # The experts see one part of a call at a time.
         most = problem.max_num_tokens
         part = dataclasses.replace(problem, max_num_tokens=None if most is None else -(-most // num_batches))
         plan, said = _chosen(part, group, placement, device, selection, asked.prepare_finalize)
@@ -110,7 +110,7 @@ def plan_layer(
 
 
 def _placed(problem: MoEProblem, group: Group, asked: Asked) -> tuple[MoEProblem, ExpertPlacement | None]:
-    """The problem with this rank's experts, and where all are; None where the ranks' maps say it together."""
+    """The problem with this rank's experts, and the placement; None if it follows from all ranks' maps."""
     ep_rank, expert_map, placement = asked.ep_rank, asked.expert_map, asked.expert_placement
     if ep_rank not in (0, group.rank):
         raise ArgumentError(f"ep_rank must be this process's rank in the group, {group.rank}, got {ep_rank}")
@@ -139,7 +139,7 @@ def _placed(problem: MoEProblem, group: Group, asked: Asked) -> tuple[MoEProblem
 
 
 def _placement_of(maps: Sequence[list[int]], num_experts: int) -> ExpertPlacement:
-    """The placement that the ranks' maps say together."""
+    """The placement that follows from all ranks' maps."""
     ranks = [
         tuple(sorted((expert for expert in range(num_experts) if mapping[expert] >= 0), key=mapping.__getitem__))
         for mapping in maps
@@ -159,7 +159,7 @@ def _chosen(
     selection: Selection | None,
     movement: Movement,
 ) -> tuple[Plan, dict[str, Any]]:
-    """This rank's plan, and what has to be equal on all ranks."""
+    """This rank's plan, and the values that must be equal on all ranks."""
     given = movement if isinstance(movement, GroupPrepareFinalize) else None
     tables = PlacementTables(placement, group.rank, device) if given is None else given.tables
     expert_map: torch.Tensor | None = tables.expert_map
@@ -199,10 +199,10 @@ def _chosen(
 
 
 def local_movement(problem: MoEProblem, movement: Movement) -> PrepareFinalize:
-    """Token movement without a group: the caller's object, or the local one of the problem's format.
+    """The token dispatcher without a group: the caller's object, or the local one for the problem's format.
 
     Raises:
-        ValueError: It is something else, or of another format.
+        ValueError: The object has another type or format.
     """
     if movement is not None and not isinstance(movement, PrepareFinalize):
         cure = "leave it out for the one of the format; names of ways need a group"
@@ -212,7 +212,7 @@ def local_movement(problem: MoEProblem, movement: Movement) -> PrepareFinalize:
 
 
 def _first_with_backend(movement: MovementSelection, selection: Selection | None) -> tuple[MovementDecision, Selection]:
-    """The best way whose format a backend serves, with that backend."""
+    """The best token dispatcher whose format a backend serves, with that backend."""
     if movement.winner is None:
         raise UnsupportedProblemError(movement.refusal, movement)
     refused: list[UnsupportedProblemError] = []
@@ -236,10 +236,10 @@ def _first_with_backend(movement: MovementSelection, selection: Selection | None
 
 
 def winner_of(selection: Selection, problem: MoEProblem) -> Decision:
-    """The winner of a selection that was made for the problem.
+    """The winner of a selection, which must be for this problem.
 
     Raises:
-        ArgumentError: It was made for another one, or names no backend that is registered here.
+        ArgumentError: The selection is for another problem, or names no backend registered here.
     """
     if selection.problem != problem:
         raise ArgumentError(f"the selection was made for {selection.problem}, got {problem}; select again")

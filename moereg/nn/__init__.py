@@ -1,1 +1,1 @@
-"""A layer as a torch module, with parameters, `state_dict`, a router, and what `torch.export` keeps of it."""
+"""A layer as a torch module, with parameters, `state_dict`, a router, and support for `torch.export`."""

@@ -1,4 +1,4 @@
-"""The torch op by which exported programs run a layer: the program holds its weights, and any process can load it."""
+"""The torch op by which exported programs run a layer. The program holds the weights, and any process can load it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from moereg.weights.permuted import ExpertWeights
 from moereg.weights.versions import TensorState, check_counted, states_of
 
 _LAYERS: Final[dict[tuple[str, tuple[int, ...]], tuple[MoEKernel, tuple[TensorState, ...]]]] = {}
-"""By what a program says of a layer and the addresses of its tensors: the kernel, and the state of the tensors that it
-was made of. It has its own weights, so it does not keep the program's alive, and is gone with the first of them."""
+"""Kernels by a program's description of the layer and its tensors' addresses, with the state of those tensors. A kernel
+has its own weights, so it does not keep the program's alive, and is dropped with the first of them."""
 _LOCK: Final = threading.Lock()
 
 _LIBRARY: Final = torch.library.Library("moereg", "FRAGMENT")
@@ -40,11 +40,11 @@ def run_exported(
     problem: MoEProblem,
     **keywords: Any,
 ) -> None:
-    """Runs a layer where its caller is being exported: one opaque op that writes `out`.
+    """Runs a layer while its caller is exported: one opaque op that writes `out`.
 
     Args:
-        hidden_states, topk_weights, topk_ids, out: As `MoEKernel` takes them.
-        tensors: Canonical weights by field, and `expert_map` where placement is `map`.
+        hidden_states, topk_weights, topk_ids, out: As in `MoEKernel`.
+        tensors: Canonical weights by field, and `expert_map` if placement is `map`.
         problem: The layer.
         **keywords: `ep_rank`, `require`, `prefer` and `deny`. Collections that JSON lacks, such as sets, become lists.
     """
@@ -53,7 +53,7 @@ def run_exported(
     torch.ops.moereg.exported_layer(*call, detached(tensors.values()), layer)
 
 
-# Dynamo, which `torch.export.export(..., strict=True)` uses, cannot look into the encoder.
+# Dynamo, which `torch.export.export(..., strict=True)` uses, cannot trace the encoder.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _said_of(layer: dict[str, Any]) -> str:
     return json.dumps(layer, default=list)
@@ -95,7 +95,7 @@ def _kernel_of(tensors: list[torch.Tensor], layer: str) -> MoEKernel:
 
 
 def _drop(key: tuple[str, tuple[int, ...]], kernel: weakref.ref[MoEKernel]) -> None:
-    # Without the lock: memory may be given back at any moment, while this thread holds it too.
+    # Without the lock: memory may be freed at any moment, even while this thread holds it.
     if _LAYERS.get(key, (None, ()))[0] is kernel():
         _LAYERS.pop(key, None)
 

@@ -1,4 +1,4 @@
-"""MoELayer: routed experts as a torch module, with their router where they have one."""
+"""MoELayer: routed experts as a torch module, optionally with their router."""
 
 from __future__ import annotations
 
@@ -30,48 +30,47 @@ __all__ = ["MoELayer"]
 
 
 class MoELayer(CanonicalModule):
-    """The routed experts of one layer as a module, and the router that feeds them where there is one.
+    """The routed experts of one layer as a module, optionally with their router.
 
-    Its parameters, which need no gradient, are the canonical tensors by the names of `ExpertWeights`: `w13` [E,2I,H]
-    with gate rows first, `w2` [E,H,I], scales and biases; and `router_weight` [E,H], `router_bias` [E] and
-    `correction_bias` [E]. `state_dict` holds these on every machine, whatever layout its kernel reads. The kernel is
-    made at the first call, or by `prepare`, and follows `.to()`, `load_state_dict`, steps of torch's optimizers and
-    parameters that are replaced or written into. What is written through `parameter.data` or a raw pointer, of which
-    torch knows nothing, is seen after `refresh()`.
+    Its parameters, which need no gradient, are the canonical tensors named as in `ExpertWeights`: `w13` [E,2I,H] with
+    gate rows first, `w2` [E,H,I], scales and biases; and `router_weight` [E,H], `router_bias` [E] and `correction_bias`
+    [E]. `state_dict` holds these on every machine, whatever layout the kernel reads. The kernel is made at the first
+    call, or by `prepare`, and follows `.to()`, `load_state_dict`, steps of torch's optimizers, and parameters that are
+    replaced or written. Writes through `parameter.data` or a raw pointer, which torch does not see, need `refresh()`.
 
     With `keep_canonical=False` the experts' parameters are freed once the kernel is made, and `state_dict`, `.to()`
     and copies read them back from it.
 
-    It may stand in `nn.Sequential` if it has a router, be copied, pickled, compiled and exported. An exported program
+    It can be copied, pickled, compiled and exported, and with a router be part of `nn.Sequential`. An exported program
     holds the parameters and makes its kernel where it runs, after `import moereg.nn.module`, from copies that go with
-    its parameters; one of a layer whose parameters were freed runs in this process only.
+    its parameters. If the layer's parameters were freed, the program runs in this process only.
 
     Args:
         problem: The layer.
-        weights: Canonical weights of this rank's experts; they become the parameters and are not copied. Zeros
-            where None, for `load_state_dict`.
-        router: How the layer routes where a call names no experts.
-        router_weight: [E,H], all experts, in the problem's dtype; zeros where None and there is a router.
+        weights: Canonical weights of this rank's experts; they become the parameters without a copy. None makes zeros,
+            for `load_state_dict`.
+        router: How the layer routes if a call names no experts.
+        router_weight: [E,H], all experts, in the problem's dtype; with a router None makes zeros.
         router_bias: [E] in the problem's dtype, or None.
-        correction_bias: [E] fp32; given exactly where the router has one, or zeros.
-        ep_rank: As `make_kernel` takes it.
-        expert_map: As `make_kernel` takes it.
-        keep_canonical: Whether the parameters stay after a kernel was made of them.
-        device: Of the zeros; torch's default where None. `meta` takes no memory.
-        require: As `select_backend` takes it.
-        prefer: As `select_backend` takes it.
-        deny: As `select_backend` takes it.
+        correction_bias: [E] fp32, only for routers that have one; None makes zeros.
+        ep_rank: As in `make_kernel`.
+        expert_map: As in `make_kernel`.
+        keep_canonical: Whether the parameters stay after the kernel was made.
+        device: Device of zeros; None means torch's default. `meta` takes no memory.
+        require: As in `select_backend`.
+        prefer: As in `select_backend`.
+        deny: As in `select_backend`.
 
     Raises:
-        ArgumentError: Weights or router do not belong to the problem.
+        ArgumentError: Weights or router do not fit the problem.
 
     Attributes:
-        problem: The layer, in the dtype that its parameters have now.
+        problem: The layer, in its parameters' current dtype.
         router: How it routes, or None.
-        expert_map: Buffer [num_experts] int32, local expert or -1, where placement is `map`; update it in place. Not in
-            `state_dict`, since each rank has another.
-        has_shared_experts: Whether the layer of the checkpoint, or the live module, also has shared experts, which are
-            not in this one.
+        expert_map: Buffer [num_experts] int32, local expert or -1, if placement is `map`; update it in place. Not in
+            `state_dict`, since it differs between ranks.
+        has_shared_experts: Whether the checkpoint's layer, or the live module, also has shared experts, which are not
+            part of this one.
 
     Example:
         >>> import torch
@@ -101,7 +100,7 @@ class MoELayer(CanonicalModule):
         prefer: Names = None,
         deny: Names = None,
     ) -> None:
-        """Makes the layer; no kernel yet."""
+        """Makes the layer without a kernel."""
         super().__init__()
         check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
         check_flag("keep_canonical", keep_canonical)
@@ -144,17 +143,17 @@ class MoELayer(CanonicalModule):
         ep_rank: int = 0,
         **keywords: Any,
     ) -> MoELayer:
-        """One layer of a checkpoint: its routed experts and their router.
+        """Loads one layer of a checkpoint: its routed experts and their router.
 
-        Shared experts, which take every token, are not in it; `has_shared_experts` says whether the model has some.
+        Shared experts, which take every token, are left out; `has_shared_experts` says whether the model has some.
 
         Args:
             path: As `load_experts` takes it.
             layer: Index in the whole model.
-            dtype: Dtype to load in, or to run quantized experts in; the checkpoint's where None.
-            device: Where to load to.
-            num_local_experts: Experts of this rank; all where None.
-            ep_rank: Which experts: those from `ep_rank * num_local_experts` on.
+            dtype: Dtype to load in, or to run quantized experts in; None means the checkpoint's.
+            device: Device to load to.
+            num_local_experts: Experts of this rank; None means all.
+            ep_rank: Selects the experts from `ep_rank * num_local_experts` on.
             **keywords: `keep_canonical`, `require`, `prefer` and `deny`.
 
         Raises:
@@ -165,10 +164,10 @@ class MoELayer(CanonicalModule):
 
     @classmethod
     def from_loaded(cls, loaded: CheckpointLayer, **keywords: Any) -> MoELayer:
-        """A layer that `load_experts` read; its tensors become the parameters.
+        """Makes a layer from the result of `load_experts`; its tensors become the parameters.
 
         Args:
-            loaded: From `load_experts`.
+            loaded: The result of `load_experts`.
             **keywords: `keep_canonical`, `require`, `prefer` and `deny`.
         """
         made = cls(
@@ -218,9 +217,9 @@ class MoELayer(CanonicalModule):
         """Runs the experts.
 
         Args:
-            hidden_states: [..., H] in the problem's dtype, of any strides.
-            topk_weights: [..., K] or [T,K], fp32, bf16 or fp16; the layer's router chooses where None.
-            topk_ids: The same shape, int32 or int64, global experts; given exactly where `topk_weights` is.
+            hidden_states: [..., H] in the problem's dtype, with any strides.
+            topk_weights: [..., K] or [T,K], fp32, bf16 or fp16; None lets the layer's router choose.
+            topk_ids: The same shape, int32 or int64, global experts; given together with `topk_weights`.
 
         Returns:
             [..., H]: the sum over this rank's experts. A backward pass to it raises `GradientError`.
@@ -273,7 +272,7 @@ class MoELayer(CanonicalModule):
 
     @in_plain_torch
     def route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chooses experts as the model's router does, logits in the dtype that the model computes them in.
+        """Chooses experts like the model's router, with logits in the model's dtype for them.
 
         Args:
             hidden_states: [T,H] in the problem's dtype, on the layer's device.
@@ -296,19 +295,20 @@ class MoELayer(CanonicalModule):
         return self.router.route(logits, self._parameters["correction_bias"])
 
     def prepare(self, selection: Selection | None = None, *, refresh: bool = False) -> MoEKernel:
-        """Makes the kernel, or brings it up to date with parameters that were written into or replaced.
+        """Makes the kernel, or updates it with written or replaced parameters.
 
         Args:
-            selection: Of this problem, for this one kernel; chosen on the layer's device by its wishes where None.
-            refresh: Whether to read the parameters again though torch counted no write into them, as `refresh` does.
+            selection: A selection for this problem, for this kernel only; None selects on the layer's device by its
+                request.
+            refresh: Whether to read the parameters again even if torch counted no writes, like `refresh`.
 
         Returns:
             The kernel. `.to()` drops it.
 
         Raises:
             UnsupportedProblemError: Nothing fits.
-            ArgumentError: The parameters are on meta, or on a device that this machine's platform has not; where they
-                are to be freed, also that the kernel's layout cannot be read back.
+            ArgumentError: The parameters are on meta or on a device that this machine's platform lacks, or they are to
+                be freed and the kernel's layout cannot be read back.
         """
         if self._kernel is not None and selection is None:
             if self._is_freed:
@@ -338,7 +338,7 @@ class MoELayer(CanonicalModule):
         )
         if not self.keep_canonical:
             with keeping_moves():
-                kernel.weights.to_canonical(0)  # Raises where nothing could be read back.
+                kernel.weights.to_canonical(0)  # Raises if nothing could be read back.
             self._free()
         self._kernel, self._seen = kernel, self._state()
         return kernel
@@ -346,8 +346,8 @@ class MoELayer(CanonicalModule):
     def refresh(self) -> None:
         """Reads all parameters again, after writes that torch does not count.
 
-        Those are writes through `parameter.data` or a raw pointer, and by replayed CUDA graphs. Captured graphs of this
-        layer see them.
+        Such writes go through `parameter.data` or a raw pointer, or are made by replayed CUDA graphs. Captured graphs
+        of this layer see them.
         """
         if self._kernel is not None:
             self.prepare(refresh=True)
@@ -357,14 +357,14 @@ class MoELayer(CanonicalModule):
 
         Args:
             expert: Local expert.
-            weights: Of that expert alone, E = 1, on the layer's device.
+            weights: That expert alone, E = 1, on the layer's device.
 
         Raises:
-            ValueError: As `MoEKernel.update_expert`.
+            ValueError: As in `MoEKernel.update_expert`.
         """
         kernel = self.prepare()
         with kernel.in_turn.alone():
-            # The memory that the kernel shares is that of the parameters.
+            # The kernel shares the parameters' own memory.
             kernel.update_expert(expert, weights, write_shared=True)
             if not self._is_freed:
                 with torch.no_grad():
@@ -381,7 +381,7 @@ class MoELayer(CanonicalModule):
         """Runs a call of compiled code, whose shapes and dtypes were checked.
 
         Args:
-            hidden_states, topk_weights, topk_ids, out: As `MoEKernel.check_and_run` takes them.
+            hidden_states, topk_weights, topk_ids, out: As in `MoEKernel.check_and_run`.
         """
         self.prepare()(hidden_states, topk_weights, topk_ids, out)
 
@@ -395,7 +395,7 @@ class MoELayer(CanonicalModule):
         check_instance(name, routes, torch.Tensor, "pass [..., K]")
         if not routes.dim() or routes.shape[-1] != self.problem.top_k:
             raise ArgumentError(f"{name} must be [..., {self.problem.top_k}], got {list(routes.shape)}")
-        # [T,K] serves hidden states of any leading sizes; `check_call` compares T.
+        # [T,K] goes with hidden states of any leading sizes; `check_call` compares T.
         if routes.dim() != 2 and routes.shape[:-1] != hidden_states.shape[:-1]:
             wanted = [*hidden_states.shape[:-1], self.problem.top_k]
             raise ArgumentError(

@@ -25,19 +25,19 @@ from moereg.weights.versions import TensorState, check_counted, states_of
 
 
 class CanonicalModule(torch.nn.Module):
-    """A module whose parameters are canonical weights, or in whose kernel they are where the parameters were freed.
+    """A module whose parameters are canonical weights; if freed, its kernel holds them.
 
     Attributes:
-        problem: The layer, in the dtype that its parameters have now.
+        problem: The layer, in its parameters' current dtype.
     """
 
     problem: MoEProblem
     _handle: torch.Tensor
-    # _seen: Of the parameters that the kernel was made of; None where it has to be brought up to date.
-    # _freed: The parameters as they were, on meta, by name.
+    # _seen: State of the parameters that the kernel was made from; None if it is out of date.
+    # _freed: Freed parameters by name, on meta.
 
     def __init__(self) -> None:
-        """Without parameters."""
+        """Starts without parameters."""
         super().__init__()
         self._kernel: MoEKernel | None = None
         self._seen: tuple[TensorState, ...] | None = None
@@ -45,7 +45,7 @@ class CanonicalModule(torch.nn.Module):
 
     @property
     def weights(self) -> ExpertWeights:
-        """Canonical weights: views of the parameters, or new ones out of the kernel where they were freed."""
+        """Canonical weights: views of the parameters, or read back from the kernel if freed."""
         if self._is_freed:
             assert self._kernel is not None
             return read_all(self._kernel.weights)
@@ -54,12 +54,12 @@ class CanonicalModule(torch.nn.Module):
         return ExpertWeights.unchecked(held, self.problem.quant)
 
     def _checked_weights(self) -> ExpertWeights:
-        """The same, whose values were checked where that is cheap: parameters may be anything by now."""
+        """The same, with values checked where that is cheap, since parameters may have changed arbitrarily."""
         weights = self.weights
         return ExpertWeights(**weights.tensors(), quant=weights.scheme)
 
     def __delattr__(self, name: str) -> None:
-        """As torch's; but parameters stay: `torch.nn.utils.parametrize` would put something else in their place."""
+        """Like torch's, but keeps parameters, which `torch.nn.utils.parametrize` would replace."""
         if name in self._parameters:
             raise ArgumentError(
                 f"a MoELayer keeps its own parameters, got one that takes {name} away, as parametrizations do; write "
@@ -71,8 +71,8 @@ class CanonicalModule(torch.nn.Module):
         self.register_parameter(name, None if tensor is None else _as_parameter(tensor))
 
     def _count_writes(self) -> None:
-        """Makes parameters that came out of inference mode ordinary ones, which count versions, of the same memory."""
-        self._seen = None  # What was written until now was not counted.
+        """Replaces parameters made in inference mode by ordinary ones, which count writes, in the same memory."""
+        self._seen = None  # Earlier writes were not counted.
         for name in TENSOR_ROLES:
             tensor = self._parameters[name]
             if tensor is not None and tensor.is_inference():
@@ -83,7 +83,7 @@ class CanonicalModule(torch.nn.Module):
         return self._parameters["w13"] is None
 
     def _free(self) -> None:
-        """Gives the parameters' memory back; the kernel holds the experts from now on."""
+        """Frees the parameters' memory; from now on the kernel holds the experts."""
         for name, tensor in self.weights.tensors().items():
             self._freed[name] = torch.empty_like(tensor, device="meta")
             self._set(name, None)
@@ -95,7 +95,7 @@ class CanonicalModule(torch.nn.Module):
         return state
 
     def _thaw(self) -> None:
-        """Gives freed parameters back, and drops the kernel that held them."""
+        """Restores freed parameters, and drops the kernel that held them."""
         if self._is_freed:
             for name, tensor in self.weights.tensors().items():
                 self._set(name, tensor)
@@ -151,7 +151,7 @@ class CanonicalModule(torch.nn.Module):
         self._count_writes()
 
     def _load_freed(self, given: Mapping[str, torch.Tensor], prefix: str) -> None:
-        """Loads experts whose parameters were freed into their kernel, as torch loads parameters: dtypes may differ."""
+        """Loads freed experts into their kernel, like torch loads parameters: dtypes may differ."""
         for name, value in given.items():
             wanted = self._freed[name].shape
             if value.shape != wanted:
@@ -162,11 +162,11 @@ class CanonicalModule(torch.nn.Module):
             tensors = {name: value.detach().to(device, self._freed[name].dtype) for name, value in given.items()}
             if len(tensors) < len(self._freed):
                 tensors = {**self.weights.tensors(), **tensors}
-            # In place, so that captured graphs see it; the kernel's memory was that of the parameters.
+            # In place, so that captured graphs see it; the kernel's memory was the parameters'.
             self._kernel.reload(ExpertWeights(**tensors, quant=self.problem.quant), write_shared=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        """State of copies and pickles: canonical tensors and no kernel, which belongs to this machine."""
+        """State for copies and pickles: canonical tensors without the kernel, which belongs to this machine."""
         state = {**self.__dict__, "_kernel": None, "_seen": None, "_freed": {}}
         del state["_handle"]
         if self._is_freed:
@@ -185,10 +185,10 @@ def router_tensors(
     given: Mapping[str, torch.Tensor | None],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """The router's tensors by name, on the device; zeros for those that it needs and nobody gave.
+    """The router's tensors by name, on the device; zeros for missing ones.
 
     Raises:
-        ArgumentError: The router is not the problem's, or a tensor is not the router's.
+        ArgumentError: The router does not fit the problem, or a tensor does not fit the router.
     """
     held = {name: tensor for name, tensor in given.items() if tensor is not None}
     if router is None:
@@ -224,7 +224,7 @@ def router_tensors(
 
 
 def _as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
-    """The same memory as a parameter that needs no gradient, and that counts what is written into it."""
+    """The same memory as a parameter that needs no gradient and counts writes."""
     if tensor.is_inference():
         with torch.inference_mode(False):
             place = tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -233,7 +233,7 @@ def _as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 _SHARED: Final = re.compile(r"(^|\.)shared_(experts?|mlp)$")
-"""How transformers names what every token passes beside the routed experts."""
+"""transformers' names for shared experts."""
 
 
 def has_shared_experts(module: torch.nn.Module) -> bool:
@@ -315,7 +315,7 @@ def _router_of(module: torch.nn.Module, experts: str, problem: MoEProblem) -> di
 
 
 def zeros_for(problem: MoEProblem, device: torch.device) -> dict[str, torch.Tensor]:
-    """Canonical tensors of experts that output zeros; static activation scales are 1, since 0 is none."""
+    """Canonical tensors of experts that output zeros; static activation scales are 1, since 0 is invalid."""
     rows = problem.quant.tensor_rows(
         problem.num_local_experts,
         problem.hidden_size,
@@ -327,7 +327,7 @@ def zeros_for(problem: MoEProblem, device: torch.device) -> dict[str, torch.Tens
     for row in rows:
         dtype = problem.torch_dtype if row.dtype is None else row.dtype
         if row.required:
-            # 8-bit floats, which torch cannot always fill, by their bytes.
+            # 8-bit floats as bytes, since torch cannot always fill them.
             tensor = torch.zeros(math.prod(row.shapes[0]) * dtype.itemsize, dtype=torch.uint8, device=device)
             tensors[row.name] = tensor.view(dtype).view(row.shapes[0])
             if row.role == "activation_scale":
@@ -336,5 +336,5 @@ def zeros_for(problem: MoEProblem, device: torch.device) -> dict[str, torch.Tens
 
 
 def _as_bytes(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    """Applies a function of `nn.Module._apply` to a tensor whose dtype must stay: torch may take codes for floats."""
+    """Applies a function of `nn.Module._apply` to a tensor whose dtype must stay, since torch may convert floats."""
     return fn(tensor.detach().reshape(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)

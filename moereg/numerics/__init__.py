@@ -1,1 +1,1 @@
-"""The fp32 reference, and the bounds that outputs are held to."""
+"""The fp32 reference, and the error bounds of outputs."""

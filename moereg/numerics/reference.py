@@ -1,11 +1,11 @@
-"""The truth that kernels are compared with: experts one by one, in fp32 (fp64 where asked), nothing fused.
+"""The reference that kernels are compared with: experts one by one, in fp32 (or fp64), nothing fused.
 
-Nothing is rounded but at these points:
+It rounds only at these points:
 
-- weights: as the checkpoint holds them, restored exactly (fp32 rounds each product with a scale once);
-- input: where the scheme quantizes activations, hidden states (times the routing weight, rounded to the problem's
-  dtype, where that scales the input) are rounded to the scheme's activation format;
-- intermediate: where the scheme quantizes activations, the activation function's output is rounded to the problem's
+- weights: as the checkpoint stores them, dequantized exactly (fp32 rounds each product with a scale once);
+- input: if the scheme quantizes activations, hidden states (times the routing weight, rounded to the problem's
+  dtype, if that scales the input) are rounded to the scheme's activation format;
+- intermediate: if the scheme quantizes activations, the activation function's output is rounded to the problem's
   dtype (`ROUNDS_INTERMEDIATE`) and then to the scheme's activation format.
 
 Both matmuls, biases, the activation function and the weighted sum stay in fp32 or fp64.
@@ -33,9 +33,9 @@ from moereg.weights.permuted import ExpertWeights
 ROUNDS_INTERMEDIATE: Final = True
 """Whether the intermediate is rounded to the problem's dtype before it is quantized.
 
-A kernel that writes the intermediate and quantizes it in another launch cannot avoid this rounding, and one that
-quantizes in registers can add it for one instruction, so all kernels can agree on it. Without it, the two would differ
-by what the quantizer makes of a 16-bit rounding: about 1 % of the output for e4m3, see `moereg.numerics.tolerances`.
+A kernel that quantizes the intermediate in a separate launch cannot avoid this rounding, and one that quantizes in
+registers can add it for one instruction, so all kernels can agree on it. Otherwise the two would differ by the effect
+of a 16-bit rounding on the quantizer: about 1 % of the output for e4m3, see `moereg.numerics.tolerances`.
 """
 
 
@@ -55,21 +55,21 @@ def reference_experts(
 
     Args:
         problem: The layer.
-        weights: Canonical.
+        weights: Canonical weights.
         hidden_states: [T,H].
         topk_weights: [T,K] fp32.
         topk_ids: [T,K] int, global experts; ids outside [0, num_experts) or not mapped add nothing.
-        expert_map: [num_experts] int32, local expert or -1; None where local experts are the first ones.
+        expert_map: [num_experts] int32, local expert or -1; None if local experts are the first ones.
         dtype: torch.float32 or torch.float64.
-        computes: What the kernel to be compared computes: the problem's scheme where None, or one of the same weights
-            that leaves activations at 16 bits, such as `nvfp4_w4a16` for an `nvfp4` checkpoint.
+        computes: The scheme that the compared kernel computes; None means the problem's. Another one has the same
+            weights with 16-bit activations, such as `nvfp4_w4a16` for an `nvfp4` checkpoint.
         rounds_intermediate: See `ROUNDS_INTERMEDIATE`.
 
     Returns:
         [T,H] in `dtype`, on the inputs' device. Synchronizes the device.
 
     Raises:
-        ValueError: `computes` cannot serve the problem's scheme, or the weights are of another one.
+        ValueError: `computes` cannot serve the problem's scheme, or the weights have another scheme.
     """
     call = LayerCall.of(problem, weights, hidden_states, topk_weights, topk_ids, expert_map, dtype, computes)
     return dataclasses.replace(call, rounds_intermediate=rounds_intermediate).output()
@@ -86,12 +86,12 @@ def scheme_loss(
     expert_map: torch.Tensor | None = None,
     computes: QuantScheme | str | None = None,
 ) -> float:
-    """The error of the scheme itself: its reference against the unquantized fp32 reference.
+    """The scheme's own error: its reference against the unquantized fp32 reference.
 
     Args:
         problem: The layer, with the quantized scheme.
         weights: Its weights.
-        unquantized: The weights that they were made from.
+        unquantized: The weights' unquantized originals.
         hidden_states, topk_weights, topk_ids, expert_map, computes: As in `reference_experts`.
     """
     call = (hidden_states, topk_weights, topk_ids, expert_map)
@@ -110,16 +110,16 @@ def calibrate_activation_scales(
     scheme: QuantScheme | str,
     expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Static activation scales from the largest magnitudes of a sample.
+    """Computes static activation scales from the largest magnitudes of a sample.
 
     Args:
-        problem: The layer, unquantized.
+        problem: The unquantized layer.
         weights: Its weights.
         hidden_states, topk_weights, topk_ids, expert_map: The sample.
-        scheme: That the scales are for.
+        scheme: The scheme that needs the scales.
 
     Returns:
-        a13_scale and a2_scale, fp32 [E]. An expert that no token went to gets the largest of the others.
+        a13_scale and a2_scale, fp32 [E]. An expert without tokens gets the largest of the others.
     """
     call = LayerCall.of(problem, weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float32, None)
     experts = range(problem.num_local_experts)
@@ -137,9 +137,9 @@ class LayerCall:
     Attributes:
         tokens: [T,H] in `dtype`.
         local_ids: [T,K] int64, local expert or -1.
-        scheme: What is computed.
-        scales_input: Whether routing weights scale the input, or else the output.
-        scales: fp32, a whole call's dynamic scales of both matmuls' inputs, by name.
+        scheme: The computed scheme.
+        scales_input: Whether routing weights scale the input instead of the output.
+        scales: Per-call dynamic scales of both matmuls' inputs, fp32, by name.
     """
 
     problem: MoEProblem
@@ -165,7 +165,7 @@ class LayerCall:
         dtype: torch.dtype,
         computes: QuantScheme | str | None,
     ) -> LayerCall:
-        """The arguments of `reference_experts`, checked, with local experts for ids."""
+        """Checks the arguments of `reference_experts` and maps ids to local experts."""
         scheme = problem.quant if computes is None else get_scheme(computes)
         if not scheme.serves(problem.quant):
             raise ValueError(
@@ -182,7 +182,7 @@ class LayerCall:
         return cls(problem, weights, hidden_states.to(dtype), topk_weights, local_ids, scheme, dtype, scales_input)
 
     def output(self) -> torch.Tensor:
-        """[T,H] in `dtype`."""
+        """Computes the output, [T,H] in `dtype`."""
         call = self._with_tensor_scales()
         out = torch.zeros(len(self.tokens), self.problem.hidden_size, dtype=self.dtype, device=self.tokens.device)
         for expert in range(self.problem.num_local_experts):
@@ -192,7 +192,7 @@ class LayerCall:
         return out
 
     def gemm2(self, expert: int, topk_weights: torch.Tensor) -> torch.Tensor:
-        """An expert's share of the output, [rows, H], from the routing weights [rows] of its rows."""
+        """An expert's part of the output, [rows, H], with the routing weights [rows] of its rows."""
         gemm2 = self.rounded(self.intermediate(expert), expert, "a2") @ self.matrix("w2", expert).T
         if self.weights.w2_bias is not None:
             gemm2 += self.bias("w2", expert)
@@ -201,7 +201,7 @@ class LayerCall:
         return gemm2
 
     def _with_tensor_scales(self) -> LayerCall:
-        """The same with the dynamic scales that span all routed rows of a call, where the scheme has such."""
+        """Adds the dynamic scales over all routed rows of a call, if the scheme has them."""
         call = self
         if spans_tokens(self.scheme):
             for name in ("a13", "a2"):
@@ -217,7 +217,7 @@ class LayerCall:
         return token, slot
 
     def matrix(self, name: str, expert: int) -> torch.Tensor:
-        """One expert's w13 or w2 as numbers."""
+        """One expert's w13 or w2, dequantized."""
         fmt = self.scheme.weight
         if fmt is None:
             matrix: torch.Tensor = self.weights.tensors()[name][expert].to(self.dtype)
@@ -265,7 +265,7 @@ def _amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def _local_ids(problem: MoEProblem, topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """Local expert of each route, or -1. Shared with no kernel, so that a fault in theirs is seen."""
+    """Local expert of each route, or -1. No kernel shares this code, so a fault in theirs shows."""
     ids = topk_ids.long()
     known = (ids >= 0) & (ids < problem.num_experts)
     if expert_map is not None:
@@ -276,7 +276,7 @@ def _local_ids(problem: MoEProblem, topk_ids: torch.Tensor, expert_map: torch.Te
 
 
 def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
-    """||out - reference|| / ||reference|| in fp64; NaN where `out` holds one, 0 where both are zero."""
+    """||out - reference|| / ||reference|| in fp64; NaN if `out` has a NaN, 0 if both are zero."""
     difference = torch.linalg.vector_norm(out.double() - reference.double())
     norm = torch.linalg.vector_norm(reference.double())
     if norm == 0:

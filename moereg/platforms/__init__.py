@@ -1,6 +1,6 @@
-"""Platforms as values, rules that match them, and the probe of the machine at hand.
+"""Platforms as values, rules that match them, and the probe of this machine.
 
-Everything else takes a `Platform`, so a laptop can ask what another machine would choose.
+All other code takes a `Platform`, so a laptop can ask what another machine would choose.
 """
 
 from moereg.platforms.devices import is_device_type, torch_device

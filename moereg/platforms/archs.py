@@ -1,4 +1,4 @@
-"""Sets of architectures: what a part of a platform rule names."""
+"""Sets of architectures, as named by the parts of a platform rule."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Archs:
     """Architectures of one kind.
 
     Attributes:
-        kind: Theirs.
-        arch: The one; with a suffix the first, or how all begin; empty for all of the kind.
-        suffix: Empty, `+` (from it on), `f` (its family from it on) or `*` (all that begin with it).
+        kind: Their kind.
+        arch: The architecture; with a suffix the first one or a prefix; empty for the whole kind.
+        suffix: Empty, `+` (from it on), `f` (its family from it on) or `*` (all with this prefix).
     """
 
     kind: PlatformKind
@@ -27,7 +27,7 @@ class Archs:
     def span(self) -> tuple[int, float]:
         """First and last number of a set with suffix `+` or `f`."""
         first, size = self.kind.number(self.arch), self.kind.family_size
-        # A family shares its architecture-specific instructions: sm100f is sm100 and sm103, later members only.
+        # A family shares architecture-specific instructions with its later members: sm100f is sm100 and sm103.
         return first, math.inf if self.suffix == "+" else first // size * size + size - 1
 
     @property
@@ -55,18 +55,18 @@ class Archs:
             return first <= last
         if self.suffix == other.suffix:
             return self.arch.startswith(other.arch) or other.arch.startswith(self.arch)
-        return True  # Whether a name that begins so has such a number, only its author knows.
+        return True  # Only the kind's author knows whether a name with this prefix has such a number.
 
     def common_span(self, other: Archs) -> tuple[int, float]:
-        """First and last number of both, which have spans; in reverse order where they do not meet."""
+        """First and last number of the intersection of two spans; reversed if it is empty."""
         (first, last), (other_first, other_last) = self.span, other.span
         return max(first, other_first), min(last, other_last)
 
     def common_is_within(self, other: Archs, excluded: Iterable[Archs]) -> bool:
-        """Whether all that this and another of its shape have in common is surely excluded.
+        """Whether the intersection with another set is certainly excluded.
 
         Args:
-            other: It meets this one, and has the same suffix or a span too.
+            other: A set that meets this one, with the same suffix or also a span.
             excluded: Sets of the same kind.
         """
         excluded = list(excluded)

@@ -1,4 +1,4 @@
-"""Claims of platform plugins: what an entry point names, and which of them describes this machine."""
+"""Claims of platform plugins: accepts what entry points name, and decides which one describes this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moereg.platforms.probe import installed_versions
 
 
 def accept_plugin(value: str, loaded: object) -> None:
-    """Checks what an entry point of that value names, a kind or a probe, and registers a kind.
+    """Checks the object that an entry point names, a kind or a probe, and registers a kind.
 
     Raises:
         TypeError: It is neither a `PlatformKind` nor a function.
@@ -30,12 +30,12 @@ def accept_plugin(value: str, loaded: object) -> None:
 
 
 def claim_of(value: str, loaded: Any) -> Platform | None:
-    """This machine as a plugin that `accept_plugin` took describes it; None where the plugin does not know it.
+    """This machine as described by an accepted plugin; None if the plugin does not know it.
 
     Raises:
         TypeError: The probe returned something else.
-        ValueError: It returned a platform of a kind that is not its own.
-        BaseException: Whatever it raises.
+        ValueError: It returned a platform of another kind.
+        BaseException: Anything that the probe raises.
     """
     probe = loaded.probe if isinstance(loaded, PlatformKind) else loaded
     if probe is None:
@@ -51,7 +51,7 @@ def claim_of(value: str, loaded: Any) -> Platform | None:
 
 
 def decide_claims(claims: Mapping[str, Platform]) -> Platform | None:
-    """The machine at hand by what plugins, as `name of distribution version`, say of it; None where none claims it.
+    """This machine according to plugins, keyed `name of distribution version`; None if none claims it.
 
     Raises:
         PluginError: Several plugins claim this machine.
@@ -64,7 +64,7 @@ def decide_claims(claims: Mapping[str, Platform]) -> Platform | None:
         )
     for plugin, platform in claims.items():
         name, _, distribution = plugin.partition(" of ")
-        # A plugin describes the machine at hand, whether or not it says so.
+        # A plugin always describes this machine, even if it does not say so.
         return dataclasses.replace(
             platform,
             claimed_by=one_line(f"platform plugin {name!r} of {distribution}"),

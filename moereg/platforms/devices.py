@@ -1,4 +1,4 @@
-"""Torch's device of a platform, where this torch has it."""
+"""A platform's torch device, if this torch has it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from moereg.platforms.platform import Platform
 
 
 def torch_device(platform: Platform, device_type: str | None = None, *, touch: bool = True) -> torch.device:
-    """The device that layers of a platform live on here.
+    """The device for a platform's layers here.
 
     Args:
         platform: The platform.
-        device_type: Torch's name for the device, where a backend reads tensors of another than the platform's.
-        touch: Whether to try it, which initializes it. Without, only its name is checked, as before a process forks.
+        device_type: torch's device type, if a backend reads tensors of another than the platform's.
+        touch: Whether to try the device, which initializes it. Otherwise, such as before a fork, only checks its name.
 
     Raises:
         UnknownPlatformError: This torch has no such device. Some kinds need an extension of torch, which brings it.
@@ -24,7 +24,7 @@ def torch_device(platform: Platform, device_type: str | None = None, *, touch: b
         device = torch.device(wanted)
         if touch:
             torch.empty(0, device=device)
-    except Exception as error:  # Torch raises RuntimeError, AssertionError or NotImplementedError, by device type.
+    except Exception as error:  # By device type Runtime-, Assertion- or NotImplementedError.
         if is_lack_of_memory(error):
             raise
         raise UnknownPlatformError(
@@ -35,7 +35,7 @@ def torch_device(platform: Platform, device_type: str | None = None, *, touch: b
 
 
 def is_device_type(name: str) -> bool:
-    """Whether torch knows a device type by that name, be there such a device or not."""
+    """Whether torch knows a device type of that name, with or without such a device."""
     try:
         return torch.device(name).type == name
     except RuntimeError:

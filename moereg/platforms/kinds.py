@@ -1,4 +1,4 @@
-"""Kinds of machines: how the architectures of each are spelled and ordered, and who brings a kind."""
+"""Kinds of machines: how their architectures are spelled and ordered, and which plugins add kinds."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class PlatformKind:
 
     Attributes:
         name: `cuda`, `rocm`, `cpu`, ... or a plugin's.
-        device_type: Torch's name for its devices.
-        arch_pattern: Regular expression that an architecture has to match.
-        arch_number: Orders architectures; None where `+` and family rules mean nothing.
+        device_type: torch's type of its devices.
+        arch_pattern: Regular expression that an architecture must match.
+        arch_number: Orders architectures; None if `+` and family rules do not apply.
         family_size: Architectures with the same `arch_number // family_size` are one family; 0 for none.
-        example: An architecture for error messages; empty where the kind has none to show.
-        probe: Returns the machine at hand as a `Platform` if it is of this kind, else None. Called once, when moereg
-            probes this machine, and not when somebody asks for another one.
+        example: An architecture for error messages, or empty.
+        probe: Returns this machine as a `Platform` if it is of this kind, else None. Called once, when moereg probes
+            this machine, and not to select for another one.
     """
 
     name: str
@@ -72,26 +72,26 @@ class PlatformKind:
             )
 
     def __hash__(self) -> int:
-        # Kinds are parts of keys wherever rules are read, and their functions may not hash.
+        # Kinds are parts of cache keys, and their functions may not be hashable.
         return hash(self.name)
 
     @property
     def has_order(self) -> bool:
-        """Whether `+` means something."""
+        """Whether `+` rules apply."""
         return self.arch_number is not None
 
     @property
     def hint(self) -> str:
-        """An instance of a name for error messages, as a clause; empty if the kind shows none."""
+        """An example name for error messages, as a clause, or empty."""
         if not self.example:
             return "" if self.has_order else f", for instance {self.name!r}"
         return f", for instance {self.name + ':' + self.example!r}"
 
     def number(self, arch: str) -> int:
-        """The place of an architecture in the order of this kind, which has one.
+        """The number of an architecture of this kind, which has an order.
 
         Raises:
-            UnknownPlatformError: Its `arch_number`, which may be a stranger's, raised or returned no integer.
+            UnknownPlatformError: `arch_number`, possibly a plugin's, raised or did not return an integer.
         """
         return _number(self, arch)
 
@@ -130,27 +130,27 @@ KINDS: Final[dict[str, PlatformKind]] = {
         PlatformKind("xpu", "xpu", r"[a-z0-9_]+"),
     )
 }
-"""Kinds by name: moereg's and those of plugins that are loaded."""
+"""Kinds by name: moereg's and those of loaded plugins."""
 
 _BUILTIN: Final = dict(KINDS)
 _OPEN: Final = frozenset({"tpu", "npu", "xpu"})
-"""Kinds that moereg names and neither probes nor orders. A plugin that can describes one of them in its place."""
+"""Kinds that moereg names but neither probes nor orders. A plugin may redefine them."""
 
 _OWNERS: Final[dict[str, str]] = {}
-"""The distributions, or modules, that brought the kinds that are not moereg's."""
+"""The distributions, or modules, that added other kinds."""
 
 _LOCK: Final = threading.RLock()
 
 
 _BRINGING: contextvars.ContextVar[tuple[str, dict[str, str]] | None] = contextvars.ContextVar("kinds", default=None)
-"""The plugin that is imported, and the kinds that it registers, each with the module that did."""
+"""The plugin being imported, and the kinds that it registers, with the registering modules."""
 
 
 @contextlib.contextmanager
 def kinds_of_plugin(origin: str, own: str) -> Iterator[None]:
-    """Kinds registered inside belong to that distribution. If the plugin fails, those of the modules that fail go.
+    """Attributes kinds registered within the context to a distribution.
 
-    A kind of another distribution's module that loaded stays: the plugin only imported it.
+    If the plugin fails, drops the kinds of failed modules. Those of another distribution's loaded module stay.
 
     Args:
         origin: The distribution.
@@ -163,7 +163,7 @@ def kinds_of_plugin(origin: str, own: str) -> Iterator[None]:
     except BaseException:
         with _LOCK:
             for name, module in modules.items():
-                # Python takes a module whose import fails out of sys.modules.
+                # Python removes a module whose import fails from sys.modules.
                 if module not in sys.modules or f"{module}.".startswith(f"{own}."):
                     _forget(name)
         raise
@@ -182,8 +182,8 @@ def _forget(name: str) -> None:
 def register_platform_kind(kind: PlatformKind) -> None:
     """Adds a plugin's kind of machine; adding the same kind twice changes nothing.
 
-    A wheel need not call it: its entry point of `moereg.platforms` names the kind. `tpu`, `npu` and `xpu`, which moereg
-    neither probes nor orders, can be described anew by one plugin.
+    A package need not call it: its `moereg.platforms` entry point names the kind. One plugin may redefine `tpu`, `npu`
+    or `xpu`, which moereg neither probes nor orders.
 
     Raises:
         ArgumentError: Another kind has that name.
@@ -209,27 +209,27 @@ def register_platform_kind(kind: PlatformKind) -> None:
 
 
 _LOADS: Final[list[Callable[[], Any]]] = []
-"""Loads the plugins that bring kinds, far above this module; one at most."""
+"""The function that loads platform plugins, from a higher layer; at most one."""
 
 _MISSED: Final[dict[str, str]] = {}
-"""Why platform plugins brought nothing."""
+"""Why platform plugins added nothing."""
 
 
 def load_kinds_with(load: Callable[[], Any]) -> None:
-    """Says what loads the plugins that bring kinds. It is called once somebody names a kind that is not known."""
+    """Sets the function that loads platform plugins, called when an unknown kind is first named."""
     _LOADS[:] = [load]
 
 
 def miss_kinds_of(plugin: str, sentence: str) -> None:
-    """Notes why a platform plugin, by its entry point, brought nothing, for the errors about kinds that are not known.
+    """Records why a platform plugin added nothing, for errors about unknown kinds.
 
-    The sentence says the cure: `platform plugin 'x' of y 1.0 failed to load: ...; repair or uninstall it`.
+    The sentence has the cure: `platform plugin 'x' of y 1.0 failed to load: ...; repair or uninstall it`.
     """
     _MISSED[plugin] = sentence
 
 
 def find_kind(name: str) -> PlatformKind | None:
-    """The kind of that name, of moereg or of an installed plugin; None if there is none."""
+    """The kind of that name, from moereg or an installed plugin, or None."""
     if name not in KINDS:
         for load in _LOADS:
             load()
@@ -237,15 +237,15 @@ def find_kind(name: str) -> PlatformKind | None:
 
 
 def unknown_kind(what: str, name: str, known: Iterable[str], kind: str | None = None) -> str:
-    """The message of the error about an unknown kind, with the plugins that failed to bring theirs.
+    """The error message for an unknown kind, with plugins that failed to load.
 
     Args:
         what: `platform kind` or `platform`.
-        name: What somebody wrote.
+        name: The unknown name.
         known: Names that would have been accepted.
-        kind: The kind in it, where that is not all of it.
+        kind: The kind in it, if that is not all of it.
     """
     message = unknown_name_message(what, name, known)
-    # The plugin of that very name is to blame; without one, any of them may have brought the kind.
+    # Blame the plugin of that name; without one, any of them may have had the kind.
     blamed = [_MISSED[kind or name]] if (kind or name) in _MISSED else list(_MISSED.values())
     return "; ".join([message, *blamed])

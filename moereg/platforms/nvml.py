@@ -1,4 +1,4 @@
-"""Asks NVML, the driver's C library, about the first visible NVIDIA GPU. Initializes no CUDA."""
+"""Queries NVML, the driver's C library, about the first visible NVIDIA GPU. Does not initialize CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class GpuFacts(NamedTuple):
 
     Attributes:
         major, minor: Compute capability.
-        name: As the driver spells it.
+        name: The driver's name for it.
         memory_bytes: Memory of the device.
     """
 
@@ -25,7 +25,7 @@ class GpuFacts(NamedTuple):
 
 
 def gpu_facts() -> GpuFacts | None:
-    """Facts of the first visible GPU; None if NVML is missing or does not answer."""
+    """Facts about the first visible GPU; None if NVML is missing or does not answer."""
     with _first_visible() as found:
         if found is None:
             return None
@@ -44,11 +44,11 @@ def gpu_facts() -> GpuFacts | None:
 
 
 _CLOCK_DOMAINS: Final = {"sm": 1, "memory": 2}
-"""NVML's numbers of them."""
+"""NVML's numbers for clock domains."""
 
 
 def gpu_clocks() -> dict[str, int]:
-    """Clocks and power limit of the first visible GPU now, without those that NVML does not report.
+    """Current clocks and power limit of the first visible GPU, as far as NVML reports them.
 
     Returns:
         `sm_mhz`, `max_sm_mhz`, `memory_mhz`, `max_memory_mhz` and `power_limit_w`; empty without NVML.
@@ -71,7 +71,7 @@ def gpu_clocks() -> dict[str, int]:
 
 @contextlib.contextmanager
 def _first_visible() -> Iterator[tuple[Any, Any] | None]:
-    """NVML and its handle of the first visible device, or None where either is missing."""
+    """NVML and its handle for the first visible device, or None if either is missing."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -84,7 +84,7 @@ def _first_visible() -> Iterator[tuple[Any, Any] | None]:
         handle = ctypes.c_void_p()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
         if visible.isdigit():
-            # CUDA numbers devices fastest first unless told otherwise; on hosts with one model both orders agree.
+            # By default CUDA numbers devices fastest first; with a single model of GPU both orders agree.
             code = nvml.nvmlDeviceGetHandleByIndex_v2(int(visible), ctypes.byref(handle))
         else:
             code = nvml.nvmlDeviceGetHandleByUUID(visible.encode(), ctypes.byref(handle))

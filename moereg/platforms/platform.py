@@ -14,17 +14,17 @@ from moereg.platforms.products import PRODUCTS, platform_of_product
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """The facts of a machine.
+    """A description of a machine.
 
     Attributes:
         kind: `cuda`, `rocm`, `cpu`, `tpu`, `npu`, `xpu`, or a plugin's.
-        arch: `sm90`, `gfx942`, `x86_64`; empty if the kind has no names for it or none was given.
-        device_name: As the driver spells it; empty for a named platform.
+        arch: `sm90`, `gfx942`, `x86_64`; empty if the kind has no architectures or none was given.
+        device_name: The driver's name; empty for a named platform.
         memory_bytes: Memory of one device; 0 if unknown.
-        versions: Installed distributions by name (empty for a named platform).
-        probed: Whether this describes the machine at hand; False for a named one.
-        claimed_by: The platform plugin that says so, as `platform plugin 'mine' of moereg-mine 1.0`; empty where moereg
-            found out itself.
+        versions: Versions of installed distributions by name (empty for a named platform).
+        probed: Whether this describes this machine; False for a named one.
+        claimed_by: The platform plugin that described it, such as `platform plugin 'mine' of moereg-mine 1.0`; empty if
+            moereg probed it itself.
 
     Example:
         >>> platform = moereg.Platform.from_name("cuda:sm100")
@@ -62,17 +62,17 @@ class Platform:
                 f"{kind.hint}"
             )
         if kind.has_order:
-            # Here, so that nothing that compares platforms later can fail.
+            # Computed here, so that later comparisons cannot fail.
             kind.number(self.arch)
 
     @classmethod
     def from_name(cls, name: str) -> Platform:
-        """The platform of a string such as `cuda:sm90`, `rocm:gfx942` or `cpu`, or of a product such as `h100`.
+        """Parses a platform such as `cuda:sm90`, `rocm:gfx942` or `cpu`, or a product such as `h100`.
 
         Raises:
             ArgumentError: The name is not text.
-            UnknownPlatformError: The kind is not known, or the architecture does not belong to it, or the kind is a
-                plugin's, which cannot order the architecture.
+            UnknownPlatformError: The kind is unknown, the architecture does not belong to it, or a plugin's kind cannot
+                order the architecture.
         """
         if not isinstance(name, str):
             raise ArgumentError(f"platform must be a name such as 'cuda:sm90', got {shown(name)}")
@@ -91,9 +91,9 @@ class Platform:
 
     @property
     def device_type(self) -> str:
-        """Torch's name for this platform's devices."""
+        """The torch type of this platform's devices."""
         kind = find_kind(self.kind)
-        if kind is None:  # Only if it comes from another process.
+        if kind is None:  # Unknown only if the platform came from another process.
             raise UnknownPlatformError(unknown_kind("platform kind", self.kind, KINDS))
         return kind.device_type
 

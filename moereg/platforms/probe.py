@@ -1,4 +1,4 @@
-"""The platform of the machine at hand, and what is installed there."""
+"""Probes this machine's platform and installed packages."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from moereg.platforms.platform import Platform
 _NAME: Final = re.compile(r"^name:[ \t]*(\S+)", re.IGNORECASE | re.MULTILINE)
 _VERSION: Final = re.compile(r"^version:[ \t]*(\S+)", re.IGNORECASE | re.MULTILINE)
 
-# As wheels of PyTorch for AMD's GPUs, and its nightly builds, call the Triton that they bring.
+# Names of Triton in PyTorch's builds for AMD GPUs and its nightly builds.
 _TRITON: Final = ("triton-rocm", "pytorch-triton-rocm", "pytorch-triton")
 
 
 @functools.lru_cache(maxsize=1)
 def probe_platform() -> Platform:
-    """The platform of this machine, probed once in a process. Initializes no device if NVML is there.
+    """The platform of this machine, probed once per process. Initializes no device if NVML exists.
 
-    An accelerator is reported where this torch build can use it. NVML describes a CUDA device; torch does if NVML is
-    missing. CUDA_VISIBLE_DEVICES is honored.
+    Reports an accelerator if this torch build can use it. NVML describes a CUDA device, or torch if NVML is missing.
+    CUDA_VISIBLE_DEVICES is respected.
     """
     cuda, hip = _torch_built_for()
     if hip and torch.cuda.device_count() > 0:
@@ -43,9 +43,9 @@ def probe_platform() -> Platform:
 
 
 def _torch_built_for() -> tuple[str | None, str | None]:
-    """Versions of CUDA and ROCm that torch was built for, without loading it where its file says that."""
+    """Versions of CUDA and ROCm that torch was built for, without loading torch if its version file has them."""
     if "torch.version" not in sys.modules:
-        with contextlib.suppress(Exception):  # An unusual installation; torch itself knows.
+        with contextlib.suppress(Exception):  # An unusual installation, so ask torch itself.
             found = importlib.machinery.PathFinder.find_spec("torch")
             assert found is not None and found.origin is not None
             values = runpy.run_path(str(pathlib.Path(found.origin).with_name("version.py")))
@@ -55,23 +55,23 @@ def _torch_built_for() -> tuple[str | None, str | None]:
 
 @functools.lru_cache(maxsize=1)
 def probe_cpu() -> Platform:
-    """This machine without its accelerators, probed once in a process."""
+    """This machine without its accelerators, probed once per process."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Platform("cpu", host.machine().lower(), _cpu_name(), memory, installed_versions(), probed=True)
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of the installed distributions by canonical name; the first on the path counts, as for imports.
+    """Versions of installed distributions by canonical name; as for imports, the first on the path counts.
 
-    `triton` is there under its other names too.
+    Includes `triton` installed under another name.
     """
     found: dict[str, str] = {}
     for distribution in importlib_metadata.distributions():
         try:
-            # Two lines of the header: parsing the whole text of some 200 distributions takes a tenth of a second.
+            # Read two header lines, since parsing the metadata of some 200 distributions takes a tenth of a second.
             text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
         except (OSError, UnicodeDecodeError):
-            continue  # An interrupted uninstall leaves no metadata, a damaged disk an unreadable one.
+            continue  # An interrupted uninstall leaves no metadata, a damaged disk unreadable metadata.
         header = text.partition("\n\n")[0]
         name, version = _NAME.search(header), _VERSION.search(header)
         if name and version:
@@ -84,7 +84,7 @@ def installed_versions() -> dict[str, str]:
 def _probe_cuda(versions: dict[str, str]) -> Platform:
     gpu = gpu_facts()
     if gpu is None:
-        # No NVML: the runtime is the only one to ask, at the price of initializing CUDA.
+        # Without NVML only the CUDA runtime can tell, which initializes CUDA.
         properties = torch.cuda.get_device_properties(0)
         gpu = GpuFacts(properties.major, properties.minor, properties.name, properties.total_memory)
     return Platform("cuda", f"sm{gpu.major}{gpu.minor}", gpu.name, gpu.memory_bytes, versions, probed=True)

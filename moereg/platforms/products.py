@@ -1,4 +1,4 @@
-"""Names under which machines are sold, and the platforms that they are."""
+"""Product names of machines, and their platforms."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _BY_PLATFORM: Final = {
     "rocm:gfx942": ("mi300a", "mi300x", "mi325x"),
     "rocm:gfx950": ("mi350x", "mi355x"),
 }
-"""Compute capabilities as NVIDIA's table of CUDA GPUs has them, and targets as AMD's tables of ROCm do."""
+"""Compute capabilities from NVIDIA's table of CUDA GPUs, and targets from AMD's tables for ROCm."""
 
 PRODUCTS: Final = {product: platform for platform, products in _BY_PLATFORM.items() for product in products}
-"""Platform of each product, lower case without spaces and hyphens."""
+"""Platforms by product, in lower case without spaces and hyphens."""
 
-# What a driver writes after the product: how it is connected, and its memory.
+# The driver's suffix of a product's name: its connection and memory.
 _VARIANT: Final = re.compile(r"sxm\d?|pcie|nvl|hbm\d?e?|\d+gb")
 _MAKERS: Final = re.compile(r"^(nvidia|geforce|amd|instinct|radeon)+")
 
 
 def platform_of_product(name: str) -> str | None:
-    """`cuda:sm90` of `h100`, `H200` or `NVIDIA H100 80GB HBM3`; None for every other name."""
+    """The platform of a product, such as `cuda:sm90` for `h100` or `NVIDIA H100 80GB HBM3`; None if unknown."""
     words = re.split(r"[-_ ]+", name.lower())
     while len(words) > 1 and _VARIANT.fullmatch(words[-1]):
         words.pop()

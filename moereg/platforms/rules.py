@@ -1,4 +1,4 @@
-"""Rules that match platforms, and how closely each names them."""
+"""Rules that match platforms, and how specific each is."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from moereg.platforms.platform import Platform
 
 
 class Specificity:
-    """How closely a rule names a platform: where several cells of a class match, the one with the closest stands.
+    """How specifically a rule names a platform: if several cells of a class match, the most specific one applies.
 
-    Exclusions change nothing about it.
+    Exclusions do not affect it.
     """
 
     ANY: Final = 0
@@ -34,13 +34,12 @@ _BY_SUFFIX: Final = {"+": Specificity.AT_LEAST, "f": Specificity.FAMILY, "*": Sp
 class PlatformRule:
     """A string that matches platforms.
 
-    `cuda:sm90` is one architecture, `cuda:sm100f` its family, `cuda:sm80+` all from it on, `rocm:gfx9*` all whose names
-    begin so, `cpu` a kind, `*` everything. Exclusions follow: `cuda:sm90+,!sm120`, `cuda:sm80+,!sm100+`, `*,!cpu`. Each
-    is spelled as what it excludes, without the kind if the rule names one. `*` after a name is for kinds without
-    families by number.
+    `cuda:sm90` is one architecture, `cuda:sm100f` its family, `cuda:sm80+` all from it on, `rocm:gfx9*` all with that
+    prefix, `cpu` a kind, `*` everything. Exclusions follow: `cuda:sm90+,!sm120`, `cuda:sm80+,!sm100+`, `*,!cpu`. They
+    are spelled like rules, without the kind if the rule names one. A prefix is for kinds without numbered families.
 
-    A number of one kind is never compared with another kind's. A platform that does not say its architecture matches no
-    rule that depends on it.
+    Numbers of different kinds are never compared. A platform without an architecture matches no rule that depends on
+    one.
 
     Raises:
         ArgumentError: The rule is not text.
@@ -97,7 +96,7 @@ class PlatformRule:
 
     @property
     def instance(self) -> Platform | None:
-        """A platform that it names: the first of a range, else the kind's example; None for `*` and where none is."""
+        """A platform that it names: the first of a range, else the kind's example; None for `*` or without one."""
         named = self._parts()[0]
         if named is None:
             return None
@@ -109,7 +108,7 @@ class PlatformRule:
         return next((platform for platform in platforms if self.matches(platform)), None)
 
     def overlaps(self, other: PlatformRule) -> bool:
-        """Whether both are equally specific and some platform may match both, so that neither could stand."""
+        """Whether both are equally specific and some platform may match both, so that neither could take precedence."""
         if self.specificity != other.specificity:
             return False
         (named, excluded), (others, other_excluded) = self._parts(), other._parts()
@@ -120,15 +119,15 @@ class PlatformRule:
         return not named.common_is_within(others, (*excluded, *other_excluded))
 
     def matches(self, platform: Platform) -> bool:
-        """Whether the platform is one of those that the rule names."""
+        """Whether the rule names the platform."""
         named, excluded = self._parts()
         if named is not None and not _may_hold(named, platform, unknown=not named.arch):
             return False
         return not any(_may_hold(archs, platform, unknown=True) for archs in excluded)
 
     def _parts(self) -> tuple[Archs | None, tuple[Archs, ...]]:
-        """The platform named before any exclusions (None for `*`), and the exclusions."""
-        # The rule may come from another process, and its kind may have been described anew since.
+        """The rule's set without exclusions (None for `*`), and the exclusions."""
+        # The rule may come from another process, and its kind may have been redefined since.
         return _parsed(self.text, _kind_of(self.text.partition(",")[0]))
 
     def __str__(self) -> str:
@@ -147,7 +146,7 @@ def _kind_of(name: str) -> PlatformKind | None:
 
 
 def _may_hold(archs: Archs, platform: Platform, unknown: bool) -> bool:
-    """Whether a platform is in a set; `unknown` is the answer for one of that kind that says no architecture."""
+    """Whether a platform is in a set; `unknown` is the answer for one of that kind without an architecture."""
     if archs.kind.name != platform.kind:
         return False
     return platform.arch in archs if platform.arch else unknown
@@ -172,7 +171,7 @@ def _archs(kind: PlatformKind, name: str) -> Archs:
 
 
 def _check_archs(rule: str, kind: PlatformKind, name: str) -> None:
-    """Checks what a rule, or one of its exclusions, names."""
+    """Checks the architectures of a rule or an exclusion."""
     archs = _archs(kind, name)
     if archs.suffix == "*":
         if not _can_begin(kind, archs.arch):
@@ -196,11 +195,11 @@ def _check_archs(rule: str, kind: PlatformKind, name: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _can_begin(kind: PlatformKind, start: str) -> bool:
-    """Whether an architecture may begin so."""
-    # Python's own engine cannot match the beginning of a text; few rules need this one.
+    """Whether an architecture may have this prefix."""
+    # For partial matches, which Python's own engine lacks; imported here, since few rules need it.
     import regex
 
     try:
         return bool(start) and regex.fullmatch(kind.arch_pattern, start, partial=True) is not None
-    except regex.error:  # The engines differ in a few things, and only Python's has to read the pattern.
+    except regex.error:  # The engines differ slightly, and only Python's must accept the pattern.
         return bool(start)

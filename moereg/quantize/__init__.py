@@ -1,6 +1,6 @@
-"""Quantize, restore and pack weights and activations as a `QuantScheme` says; docs/quantization.md has every rule.
+"""Quantizes, dequantizes and packs weights and activations by `QuantScheme`; docs/quantization.md has every rule.
 
-Everything reads the fields of `QuantFormat`, so values that backends and plugins construct work as moereg's own do.
+All code reads the fields of `QuantFormat`, so values constructed by backends and plugins work like moereg's own.
 """
 
 from moereg.quantize.activations import (

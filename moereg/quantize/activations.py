@@ -1,4 +1,4 @@
-"""Quantizes activations as a scheme says: one static or dynamic scale, one per token, or one per group of a token."""
+"""Quantizes activations: with one static or dynamic scale, one per token, or one per group of a token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moereg.spec.quant_schemes import WHOLE, QuantFormat, QuantScheme, get_schem
 
 
 def spans_tokens(scheme: QuantScheme | str) -> bool:
-    """Whether one dynamic scale spans all tokens of a call, so that tokens depend on each other."""
+    """Whether one dynamic scale spans all tokens of a call, so that tokens affect each other."""
     fmt = get_scheme(scheme).activation
     return fmt is not None and fmt.group[0] == WHOLE and not fmt.static
 
@@ -18,13 +18,13 @@ def spans_tokens(scheme: QuantScheme | str) -> bool:
 def activation_scale(amax: torch.Tensor, scheme: QuantScheme | str) -> torch.Tensor:
     """The scale of a whole tensor of activations, from its largest magnitude.
 
-    For a scheme with one scale for a tensor that is amax / largest code (448 for float8_e4m3fn); for one with a global
-    scale above group scales it is amax / (largest code * largest group scale), 2688 for nvfp4. A calibration stores its
-    result as `a13_scale` and `a2_scale`.
+    For per-tensor schemes that is amax / largest code (448 for float8_e4m3fn); for schemes with a global scale above
+    group scales it is amax / (largest code * largest group scale), 2688 for nvfp4. A calibration stores the results as
+    `a13_scale` and `a2_scale`.
 
     Args:
-        amax: Any shape. Of the rows that are routed to a local expert, for a dynamic scale.
-        scheme: With quantized activations.
+        amax: Any shape; for a dynamic scale, over the rows that are routed to a local expert.
+        scheme: A scheme with quantized activations.
 
     Returns:
         fp32, shape of `amax`.
@@ -39,23 +39,23 @@ def activation_scale(amax: torch.Tensor, scheme: QuantScheme | str) -> torch.Ten
 def quantize_activations(x: torch.Tensor, scheme: QuantScheme | str, scale: torch.Tensor | None = None) -> Quantized:
     """Rounds activations to a scheme's activation format. No host synchronization.
 
-    Scales are those of `choose_scale` (`moereg/quantize/groups.py`), with the largest magnitude mapped to the largest
-    code; int8 uses [-127, 127]. A token, or group, that holds an infinity or NaN gets scale NaN, so all of it reads as
-    NaN. With a static scale infinities saturate and NaN stays NaN, or becomes 0 in integers, which have no code for it.
+    Uses the scales of `choose_scale` (`moereg/quantize/groups.py`), which map the largest magnitude to the largest
+    code; int8 uses [-127, 127]. A token, or group, with an infinity or NaN gets scale NaN, so all of it reads as NaN.
+    With a static scale infinities saturate and NaN stays NaN, or becomes 0 in integers, which have no code for it.
 
     Args:
         x: [..., T, K], any floating dtype.
-        scheme: With quantized activations.
-        scale: fp32 [], or [..., T, 1] where rows differ: the one scale of a tensor, static or made with
-            `activation_scale`, or the global one of a scheme with two levels. If None, computed from x: one for all of
-            x, or the global one for each token.
+        scheme: A scheme with quantized activations.
+        scale: fp32 [], or [..., T, 1] if rows differ: the per-tensor scale, static or from `activation_scale`, or the
+            global scale of a scheme with two levels. None computes it from x: one for all of x, or the global one per
+            token.
 
     Returns:
-        Codes and scales; `scale_2` is [] or [..., T, 1] where the format has one.
+        Codes and scales; `scale_2` is [] or [..., T, 1] if the format has one.
 
     Raises:
         ValueError: The scheme does not quantize activations, its activation format cannot be encoded, it needs a static
-            scale, or a scale was given that it does not have.
+            scale, or it does not have the given scale.
     """
     scheme = get_scheme(scheme)
     fmt = _format(scheme)
@@ -85,11 +85,11 @@ def quantize_activations(x: torch.Tensor, scheme: QuantScheme | str, scale: torc
 def dequantize_activations(
     quantized: Quantized, scheme: QuantScheme | str, columns: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The numbers that quantized activations stand for.
+    """Dequantizes activations.
 
     Args:
-        quantized: From `quantize_activations`.
-        scheme: The same.
+        quantized: The result of `quantize_activations`.
+        scheme: The same scheme.
         columns: K.
         dtype: fp32 or fp64.
 
@@ -106,10 +106,10 @@ def quantize_dequantize_activations(
     scale: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The numbers that activations are rounded to; x itself where the scheme leaves them at 16 bits.
+    """Rounds activations to a scheme's format and back; returns x itself if the scheme leaves them at 16 bits.
 
     Args:
-        x, scheme, scale: As in `quantize_activations`, any scheme.
+        x, scheme, scale: As in `quantize_activations`, for any scheme.
         dtype: fp32 or fp64.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Element types of quantized tensors: how real numbers become stored codes and back."""
+"""Element types of quantized tensors: encoding and decoding of stored codes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """One element type: its range, and how real numbers become stored codes and back.
+    """One element type: its range, encoding and decoding.
 
     Attributes:
         half_range: The number that the largest magnitude of a group of weights is mapped to. For integers half of all
-            steps, 127.5 or 7.5, so that one half step is clipped at the positive end.
-        max_value: Largest code of both signs: 448, 6, 127, 7. What the largest magnitude of activations is mapped to.
+            steps, 127.5 or 7.5, so that half a step is clipped at the positive end.
+        max_value: Largest code of both signs: 448, 6, 127, 7. The largest magnitude of activations is mapped to it.
         min_value: Smallest code; below -max_value for integers.
-        mantissa_bits: Of floats, without the leading one; None for integers.
-        encode: fp32 [..., K], already divided by the scale, to the stored tensor [..., K] or, for two codes to a byte,
-            [..., ceil(K/2)]. Rounds to nearest, ties to even, and saturates. NaN stays NaN where there is a code for it
-            and becomes 0 elsewhere.
-        decode: Stored tensor and K to fp32 [..., K].
+        mantissa_bits: A float's mantissa bits without the leading one; None for integers.
+        encode: Maps fp32 [..., K], already divided by the scale, to the stored tensor [..., K], or [..., ceil(K/2)]
+            for two codes per byte. Rounds to nearest, ties to even, and saturates. NaN stays NaN if there is a code for
+            it, otherwise it becomes 0.
+        decode: Maps a stored tensor and K to fp32 [..., K].
     """
 
     half_range: float
@@ -36,13 +36,13 @@ class Element:
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Packs codes two to a byte, the low nibble first along the last (reduced) dimension.
+    """Packs two codes per byte, low nibble first along the last (reduced) dimension.
 
     Args:
         codes: [..., K] uint8, each below 16.
 
     Returns:
-        [..., ceil(K/2)] uint8, byte j = codes[2j] | codes[2j+1] << 4; where K is odd, the last high nibble is 0.
+        [..., ceil(K/2)] uint8, byte j = codes[2j] | codes[2j+1] << 4; if K is odd, the last high nibble is 0.
     """
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
@@ -63,8 +63,8 @@ def unpack_nibbles(packed: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _lookup_nibbles(packed: torch.Tensor, values: torch.Tensor, columns: int) -> torch.Tensor:
-    """The fp32 [..., K] of packed codes [..., ceil(K/2)], of each code's value, [16] fp32 on the same device."""
-    # Looking up both values of a byte as 8 bytes takes a third of the time of unpacking first.
+    """Decodes packed codes [..., ceil(K/2)] to fp32 [..., K], given each code's value, [16] fp32 on the same device."""
+    # Looking up both values of a byte at once, as 8 bytes, takes a third of the time of unpacking first.
     low, high = values.expand(16, 16), values.unsqueeze(1).expand(16, 16)
     pairs = torch.stack((low, high), dim=-1).view(256, 2).view(torch.int64).view(256)
     found = pairs.index_select(0, packed.reshape(-1).int()).view(packed.shape)
@@ -98,11 +98,11 @@ INTEGERS: Final = {
     "uint4": Element(7.5, 7.0, -8.0, None, _encode_uint4, _decode_uint4),
 }
 """Elements by dtype name: int8 in two's complement, unsigned ones with an offset of half their range, as zero points
-need it. Codes are encoded from and decoded to signed integers; the caller subtracts zero points."""
+require. Codes are encoded from and decoded to signed integers; the caller subtracts zero points."""
 
 
 def float8_element(dtype: torch.dtype) -> Element:
-    """An 8-bit float type of torch, such as `torch.float8_e4m3fn` (largest value 448), saturating."""
+    """The element of an 8-bit torch float, such as `torch.float8_e4m3fn` (largest value 448), saturating."""
     limit = torch.finfo(dtype).max
     return Element(
         half_range=limit,
@@ -116,14 +116,14 @@ def float8_element(dtype: torch.dtype) -> Element:
 
 def _encode_float8(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     limit = torch.finfo(dtype).max
-    # Clamped first, since not every version of torch saturates. NaN passes.
+    # Clamped first, since not every torch version saturates. NaN passes.
     return values.clamp(-limit, limit).to(dtype)
 
 
 def _decode_float8(codes: torch.Tensor, columns: int) -> torch.Tensor:
     if codes.device.type != "cpu":
         return codes.float()
-    # torch converts number by number on a CPU; a table takes a quarter of the time.
+    # On a CPU torch converts elements one by one; a table takes a quarter of the time.
     values = torch.arange(256, dtype=torch.uint8, device="cpu").view(codes.dtype).float()
     return values.index_select(0, codes.view(torch.uint8).reshape(-1).int()).view(codes.shape)
 
@@ -133,12 +133,12 @@ _MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def _encode_e2m1(values: torch.Tensor) -> torch.Tensor:
     magnitude = values.nan_to_num(nan=0.0).abs().clamp(max=6.0)
-    # Codes count steps of 0.5 below 2, of 1 below 4 and of 2 above; a tie goes to the even code, whose mantissa is 0.
+    # Steps are 0.5 below 2, 1 below 4 and 2 above; ties go to the even code, whose mantissa is 0.
     fine = torch.round(magnitude * 2)
     middle = torch.round(magnitude) + 2
     coarse = torch.round(magnitude / 2) + 4
     codes = torch.where(magnitude < 2, fine, torch.where(magnitude < 4, middle, coarse)).to(torch.uint8)
-    # The sign of zero is kept, as in IEEE 754.
+    # Keeps the sign of zero, as in IEEE 754.
     return pack_nibbles(torch.where(values.signbit(), codes | 8, codes))
 
 

@@ -1,4 +1,4 @@
-"""Reads a `QuantFormat`: which element type it names, and the one way to scale, round and restore a matrix in it."""
+"""Interprets a `QuantFormat`: its element type, and how a matrix in it is scaled, rounded and dequantized."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from moereg.spec.quant_schemes import QuantFormat
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A quantized matrix: codes and all that turns them back into numbers, x = (q - zero_point) * scale * scale_2.
+    """A quantized matrix: codes, scales and zero points, x = (q - zero_point) * scale * scale_2.
 
-    R rows, K columns (the reduced dimension), leading dimensions as the input had them.
+    R rows, K columns (the reduced dimension), and the input's leading dimensions.
 
     Attributes:
         q: Codes [..., R, K] in the format's storage dtype; 4-bit ones packed [..., R, ceil(K/2)].
-        scale: In the format's scale dtype, one per group [..., ceil(R/group rows), ceil(K/group columns)]; [] if one
-            scale covers everything, or [halves] if each half of the rows of weights has one.
+        scale: In the format's scale dtype, one per group [..., ceil(R/group rows), ceil(K/group columns)]; [] for a
+            single scale, or [halves] if each half of the weights' rows has one.
         scale_2: Global scale, fp32: [] or [halves] (weights); [] or one per row [..., R, 1] (activations); None if the
             format has none.
         zero_point: One per group, packed like q along the groups of a row; None if symmetric.
@@ -38,7 +38,7 @@ def element_of(fmt: QuantFormat) -> Element:
     """The element type of a format.
 
     Raises:
-        ValueError: The dtype is none that moereg can encode, or has zero points and a signed type.
+        ValueError: moereg cannot encode the dtype, or it is signed and has zero points.
     """
     if fmt.dtype == "float4_e2m1fn":
         element = E2M1
@@ -46,7 +46,7 @@ def element_of(fmt: QuantFormat) -> Element:
         element = INTEGERS[fmt.dtype]
     else:
         dtype = getattr(torch, fmt.dtype, None)
-        # float8_e8m0fnu holds positive numbers only; it is for scales.
+        # float8_e8m0fnu holds only positive numbers, for scales.
         if not (
             isinstance(dtype, torch.dtype)
             and dtype.is_floating_point
@@ -64,7 +64,7 @@ def element_of(fmt: QuantFormat) -> Element:
 def total_scale(
     scale: torch.Tensor, scale_2: torch.Tensor | None, fmt: QuantFormat, rows: int, columns: int
 ) -> torch.Tensor:
-    """The divisor that turns numbers into codes: the product of their scales, rounded to fp32.
+    """The divisor that turns numbers into codes: the product of all scales, rounded to fp32.
 
     Broadcastable to [..., rows, columns].
     """
@@ -82,13 +82,13 @@ def spread_zero_points(
 def restore(
     matrix: Quantized, fmt: QuantFormat, rows: int, columns: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The numbers [..., rows, columns] that a quantized matrix stands for, computed in fp32 or fp64.
+    """Dequantizes a matrix to [..., rows, columns], computed in fp32 or fp64.
 
-    Scales for halves of the rows are already one per row, [rows, 1].
+    Scales of row halves must be expanded to one per row, [rows, 1].
     """
     values = element_of(fmt).decode(matrix.q, columns).to(dtype)
     if matrix.zero_point is not None:
         values = values - spread_zero_points(matrix.zero_point, fmt, matrix.scale.shape[-1], rows, columns)
-    # The group scale first: a 4-bit or 8-bit float times an 8-bit one is exact, so that only scale_2 rounds.
+    # The group scale first: a 4-bit or 8-bit float times an 8-bit one is exact, so only scale_2 rounds.
     values = values * expand_groups(matrix.scale.to(dtype), fmt.group, rows, columns)
     return values if matrix.scale_2 is None else values * matrix.scale_2.to(dtype)

@@ -1,4 +1,4 @@
-"""Groups of elements that share a scale, the last of which may be short, and how the scale follows from a group."""
+"""Groups of elements that share a scale, the last possibly partial, and how a group's scale is chosen."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def group_rows(group: tuple[int, int], rows: int) -> int:
 
 
 def group_extrema(x: torch.Tensor, group: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest and largest element of each group of x [..., R, K], or 0 where all are on one side of it.
+    """The minimum and maximum of 0 and each group of x [..., R, K].
 
-    Both are [..., ceil(R/group rows), ceil(K/group columns)], and NaN where the group holds one.
+    Both are [..., ceil(R/group rows), ceil(K/group columns)], and NaN if the group has a NaN.
     """
     rows, columns = x.shape[-2:]
     extent_rows, extent_columns = (
@@ -32,7 +32,7 @@ def group_extrema(x: torch.Tensor, group: tuple[int, int]) -> tuple[torch.Tensor
     )
     missing = (num_columns * extent_columns - columns, num_rows * extent_rows - rows)
     if any(missing):
-        # Zeros do not change the minimum and maximum, which are clamped to 0 below.
+        # Padding zeros do not change the minimum and maximum, which are clamped to 0 below.
         x = torch.nn.functional.pad(x, (0, missing[0], 0, missing[1]))
     blocks = x.unflatten(-1, (num_columns, extent_columns)).unflatten(-3, (num_rows, extent_rows))
     low, high = blocks.amin((-3, -1)), blocks.amax((-3, -1))
@@ -53,27 +53,27 @@ def expand_groups(values: torch.Tensor, group: tuple[int, int], rows: int, colum
 def choose_scale(
     amax: torch.Tensor, max_value: float, dtype: torch.dtype, scale_2: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The scale that maps `amax` to `max_value`, on top of a global scale where there is one.
+    """The scale that maps `amax` to `max_value`, on top of a global scale if there is one.
 
     - Floats of 16 or 32 bits: amax / max_value, at least the smallest normal fp32.
     - 8-bit floats (nvfp4's float8_e4m3fn): the same rounded to nearest, within the type's positive finite values.
     - float8_e8m0fnu: the smallest power of two that is at least amax / max_value, so that nothing saturates. The
       hardware's conversion (`cvt.rp.satfinite.ue8m0x2`), the MoE kernels of FlashInfer, DeepGEMM and Triton, and
       torchao's mode RCEIL do the same. OCP MX 1.0 takes the floor of amax's exponent instead, torchao's default, which
-      saturates the top of every other binade. A checkpoint brings its scales, so reading one does not depend on this.
+      saturates the top of every other binade. Checkpoints include scales, so reading one does not depend on this.
 
-    A group of zeros has scale 1. A group that holds an infinity or NaN has scale NaN, so all of it reads as NaN.
+    A group of zeros has scale 1. A group with an infinity or NaN has scale NaN, so all of it reads as NaN.
 
     Args:
-        amax: fp32, largest magnitude of each group; NaN where the group holds one.
-        max_value: The element type's.
-        dtype: Of the scale.
+        amax: fp32, largest magnitude of each group; NaN if the group has a NaN.
+        max_value: The element type's largest code.
+        dtype: Dtype of the scale.
         scale_2: fp32, broadcastable to amax; divides the scale before it is rounded.
 
     Returns:
         Same shape, in `dtype`.
     """
-    # Divide by a tensor on amax's device: to divide by a number on CUDA, torch multiplies by its rounded reciprocal.
+    # Divide by a tensor, since on CUDA torch divides by a number as a product with its rounded reciprocal.
     scale = amax / amax.new_full((), max_value)
     if scale_2 is not None:
         scale = scale / scale_2
@@ -81,7 +81,7 @@ def choose_scale(
         return _power_of_two(amax, scale)
     info = torch.finfo(dtype)
     if dtype.itemsize == 1:
-        # Rounding may give 0, which would lose a group that is not zero, so the smallest subnormal is the floor.
+        # Rounding may give 0, which would lose a nonzero group, so the smallest subnormal is the minimum.
         scale = scale.clamp(info.smallest_normal * info.eps, info.max)
     else:
         scale = scale.clamp(min=max(info.smallest_normal, torch.finfo(torch.float32).smallest_normal))
@@ -91,7 +91,7 @@ def choose_scale(
 
 def _power_of_two(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     mantissa, exponent = torch.frexp(scale)
-    # frexp's mantissa is in [0.5, 1); a mantissa of 0.5 means that the number is a power of two already.
+    # frexp's mantissa is in [0.5, 1); 0.5 means that the number is already a power of two.
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     code = exponent.clamp(-_E8M0_BIAS, _E8M0_BIAS) + _E8M0_BIAS
     code = torch.where(scale == 0, torch.where(amax == 0, _E8M0_BIAS, 0), code)
@@ -100,10 +100,10 @@ def _power_of_two(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def global_scale(amax: torch.Tensor, max_value: float, scale_dtype: torch.dtype) -> torch.Tensor:
-    """The second scale: with it the group scales fill the range of their own type.
+    """The second scale, with which the group scales fill their type's range.
 
-    It is amax / (max_value * largest group scale), 2688 for nvfp4, or amax / max_value where group scales have a range
-    of 8 bits of exponent, which needs no filling; 1 where amax is 0, NaN where it is not finite.
+    It is amax / (max_value * largest group scale), 2688 for nvfp4, or amax / max_value if group scales have 8 exponent
+    bits, whose range needs no filling; 1 if amax is 0, NaN if it is not finite.
     """
     limit = torch.finfo(scale_dtype).max
     return choose_scale(amax, max_value * (limit if limit < _WIDE_RANGE else 1.0), torch.float32)

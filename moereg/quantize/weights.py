@@ -1,4 +1,4 @@
-"""Quantizes and restores the weights of a layer, expert by expert and some rows at a time."""
+"""Quantizes and dequantizes a layer's weights, expert by expert in blocks of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moereg.runtime.torch_state import in_plain_torch
 from moereg.spec.quant_schemes import MATRICES, WHOLE, QuantFormat, QuantScheme, TensorRole, get_scheme, tensor_name
 from moereg.weights.permuted import ExpertWeights
 
-# In fp32; ten temporaries of this size are all that is needed beside input and output, and they stay in cache.
+# In fp32. Besides input and output this needs only ten temporaries of this size, which stay in cache.
 BLOCK_BYTES: Final = 4 << 20
 
 
@@ -29,18 +29,18 @@ def quantize_weights(
     """Rounds unquantized weights to a scheme's format; see docs/quantization.md for every rule.
 
     Args:
-        weights: Unquantized, in bf16, fp16 or fp32, on any device.
-        scheme: A name or a value.
-        a13_scale: fp32 [E] or []: static scale of the first matmul's input, where the scheme has one.
-        a2_scale: As a13_scale, of the second matmul's input.
-        separate_halves: Gate and up rows of w13 get separate scales, [E,2], if a scale spans all rows.
+        weights: Unquantized weights in bf16, fp16 or fp32, on any device.
+        scheme: A scheme or its name.
+        a13_scale: fp32 [E] or []: static scale of the first matmul's input, if the scheme has one.
+        a2_scale: The same for the second matmul's input.
+        separate_halves: Whether gate and up rows of w13 get separate scales, [E,2], if a scale spans all rows.
 
     Returns:
-        New weights on the same device; biases are the same tensors. Besides input and output it takes the codes of one
-        expert and a few times 4 MiB.
+        New weights on the same device; biases are the same tensors. Besides input and output this takes one expert's
+        codes and a few times 4 MiB.
 
     Raises:
-        ValueError: The weights are quantized already or not finite, the scheme is unquantized or not encodable, or a
+        ValueError: The weights are already quantized or not finite, the scheme is unquantized or not encodable, or a
             static activation scale is missing or superfluous.
     """
     scheme = get_scheme(scheme)
@@ -90,14 +90,14 @@ def quantize_weights(
 def dequantize_weights(
     weights: ExpertWeights, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers that quantized weights stand for, w = (q - zero_point) * scale * scale_2.
+    """Dequantizes weights, w = (q - zero_point) * scale * scale_2.
 
     Args:
-        weights: Of any scheme, on any device.
-        dtype: Of the result. Products are taken in fp32 and rounded once to it; in fp64 where dtype is fp64.
+        weights: Weights of any scheme, on any device.
+        dtype: The result's dtype. Products are computed in fp32 and rounded to it once; in fp64 if dtype is fp64.
 
     Returns:
-        w13 [E,2I,H] (or [E,I,H]) and w2 [E,H,I], new tensors. Besides them it takes a few times 4 MiB.
+        w13 [E,2I,H] (or [E,I,H]) and w2 [E,H,I], new tensors. Besides them this takes a few times 4 MiB.
     """
     sizes = {
         "w13": (weights.num_halves * weights.intermediate_size, weights.hidden_size),
@@ -119,10 +119,10 @@ def dequantize_weights(
 
 
 def expert_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int) -> Quantized:
-    """One expert's matrix out of a layer's tensors, as views.
+    """Views of one expert's matrix in a layer's tensors.
 
     Args:
-        tensors: By field name of `ExpertWeights`.
+        tensors: Tensors by field of `ExpertWeights`.
         name: `w13` or `w2`.
         expert: Local expert.
     """
@@ -136,14 +136,14 @@ def expert_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int) -
 
 
 def dequantize_rows(matrix: Quantized, fmt: QuantFormat, columns: int, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-    """Some rows of one expert's matrix.
+    """Dequantizes some rows of one expert's matrix.
 
     Args:
-        matrix: As `expert_matrix` gives it.
+        matrix: The result of `expert_matrix`.
         fmt: Its format.
         columns: K.
-        rows: Starts at a multiple of the format's group rows.
-        dtype: Of the result; see `dequantize_weights`.
+        rows: Must start at a multiple of the format's group rows.
+        dtype: The result's dtype; see `dequantize_weights`.
 
     Returns:
         [rows, K], a new tensor.
@@ -154,7 +154,7 @@ def dequantize_rows(matrix: Quantized, fmt: QuantFormat, columns: int, rows: sli
 
 
 def row_blocks(rows: int, columns: int, fmt: QuantFormat) -> Iterator[slice]:
-    """Slices of a matrix's rows of at most `BLOCK_BYTES` in fp32, or of one row of groups; starts are whole groups."""
+    """Slices of a matrix's rows, each of at most `BLOCK_BYTES` in fp32 or one row of groups, in whole groups."""
     group = group_rows(fmt.group, rows) if fmt.group != (WHOLE, WHOLE) else 1
     step = max(1, BLOCK_BYTES // (4 * columns * group)) * group
     for start in range(0, rows, step):
@@ -162,7 +162,7 @@ def row_blocks(rows: int, columns: int, fmt: QuantFormat) -> Iterator[slice]:
 
 
 def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int) -> Quantized:
-    """Quantizes [R, K]; each of the `halves` parts of the rows has its own scale if one scale spans all rows."""
+    """Quantizes [R, K]; if a scale spans all rows, each of the `halves` parts has its own."""
     element = element_of(fmt)
     scale_dtype: torch.dtype = getattr(torch, fmt.scale_dtype)
     rows, columns = weight.shape
@@ -224,7 +224,7 @@ def _take_rows(matrix: Quantized, fmt: QuantFormat, rows: slice) -> Quantized:
 
 
 def _of_rows(value: torch.Tensor | None, num_rows: int, rows: slice) -> torch.Tensor | None:
-    """A value for all rows [] or for each half of them [halves], as one per row [rows, 1]."""
+    """Expands a value for all rows [] or per half [halves] to one per row [rows, 1]."""
     if value is None:
         return None
     value = value.reshape(-1)

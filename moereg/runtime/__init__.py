@@ -1,1 +1,1 @@
-"""Things that a process has once: torch's state, graph pools, workspaces, memory, progress."""
+"""Process-wide state: torch's settings, graph pools, workspaces, memory, progress."""

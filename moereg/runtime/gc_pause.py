@@ -1,4 +1,4 @@
-"""Python's garbage collector waits while a CUDA graph is captured."""
+"""Pauses Python's garbage collector while a CUDA graph is captured."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Final
 _LOCK: Final = threading.Lock()
 
 _RUNNING: Final[list[bool]] = []
-"""For each body of `collecting_later` that runs, in all threads: whether Python collected before the first of them."""
+"""One entry per running `collecting_later`, in all threads: whether the collector was on before the first one."""
 
 
 @contextlib.contextmanager
 def collecting_later() -> Iterator[None]:
-    """Nothing that only a cycle of references keeps is destroyed before its body has ended, in whatever thread.
+    """Pauses collection of reference cycles, in all threads, until the context ends.
 
-    An older graph among it would be, at some allocation of the body. CUDA permits that to no thread that captures, and
-    the capture fails with `cudaErrorStreamCaptureInvalidated`. `torch.cuda.graph` collects beforehand where
-    TORCH_CUDAGRAPH_GC says so, which takes longer than most captures, and prevents nothing during one.
+    Otherwise an allocation in the context may destroy an older CUDA graph, which CUDA forbids during capture: it fails
+    with `cudaErrorStreamCaptureInvalidated`. `torch.cuda.graph` collects beforehand if TORCH_CUDAGRAPH_GC says so,
+    which takes longer than most captures and prevents nothing during one.
     """
     with _LOCK:
         _RUNNING.append(_RUNNING[-1] if _RUNNING else gc.isenabled())

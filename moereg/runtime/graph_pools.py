@@ -1,8 +1,8 @@
-"""Memory that outlives a call of compiled code stays out of the pool from which that call allocates.
+"""Keeps memory that outlives a call of compiled code out of that call's graph pool.
 
-`torch.compile(mode="reduce-overhead")` runs a graph once before it captures it, and everything that the running thread
-allocates meanwhile comes from the pool of the graph. What is alive there afterwards, the graph's outputs apart, is an
-error. A layer's kernel and scratch are alive: they serve later calls too.
+`torch.compile(mode="reduce-overhead")` runs a graph once before capturing it, and meanwhile everything that the thread
+allocates comes from the graph's pool. Anything alive there afterwards, except the graph's outputs, is an error. A
+layer's kernel and scratch memory stay alive, since they serve later calls too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _Here(threading.local):
-    num_ops: int = 0  # Ops of compiled code that this thread is in.
+    num_ops: int = 0  # Depth of compiled code's ops in this thread.
 
 
 _HERE: Final = _Here()
@@ -27,7 +27,7 @@ _HERE: Final = _Here()
 
 @contextlib.contextmanager
 def in_compiled_code() -> Iterator[None]:
-    """Says that its body is an op that compiled code runs, and so may allocate from a graph's pool."""
+    """Marks an op run by compiled code, which may allocate from a graph's pool."""
     _HERE.num_ops += 1
     try:
         yield
@@ -36,18 +36,18 @@ def in_compiled_code() -> Iterator[None]:
 
 
 def outside_pools(function: Callable[[], T], device: torch.device) -> T:
-    """Runs a function whose tensors outlive the call that needs them.
+    """Runs a function whose tensors outlive the current call.
 
-    Pools are a thread's, so within compiled code on a GPU it runs in a thread of its own, on the caller's stream and in
-    its grad and inference mode. Elsewhere it is just called.
+    Pools belong to threads, so within compiled code on a GPU it runs in a new thread, with the caller's stream, grad
+    mode and inference mode. Otherwise it is just called.
 
     Args:
-        function: Allocates on `device`. It has the caller's context variables, but neither its locks nor other state of
-            its thread, such as autocast and torch's default device.
-        device: Where.
+        function: Allocates on `device`. It has the caller's context variables, but neither its locks nor other
+            thread-local state, such as autocast and torch's default device.
+        device: The device.
 
     Returns:
-        What the function returns.
+        The function's result.
     """
     if not _HERE.num_ops or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return function()
@@ -64,17 +64,17 @@ def outside_pools(function: Callable[[], T], device: torch.device) -> T:
         except BaseException as error:
             errors.append(error)
 
-    # No executor: those refuse work once the main thread has ended.
+    # Not an executor, which refuses work once the main thread has ended.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(run,), name="moereg-outside-pools")
     thread.start()
     try:
         thread.join()
     finally:
-        # After an interrupt, too: it works on the caller's stream, where the caller goes on.
+        # Even after an interrupt, since it works on the caller's stream, which the caller will use.
         thread.join()
     try:
         if errors:
             raise errors[0]
     finally:
-        errors.clear()  # The error's frames hold this list, and with it what the function had allocated.
+        errors.clear()  # The error's frames hold this list, and with it the function's allocations.
     return results[0]

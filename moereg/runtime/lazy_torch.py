@@ -1,4 +1,4 @@
-"""A torch that loads when it is first used: most of what the command line says needs none of it."""
+"""Loads torch at first use, since most commands do not need it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LOCK = threading.RLock()
 
 
 class _LaterTorch(types.ModuleType):
-    """Stands for torch until somebody reads an attribute of it, and is torch from then on.
+    """A stand-in for torch that becomes torch when an attribute is read.
 
-    It has no `__path__` before, so that the import of a submodule loads torch too.
+    It has no `__path__` before, so that importing a submodule loads torch too.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -25,7 +25,7 @@ class _LaterTorch(types.ModuleType):
             is_first = type(self) is _LaterTorch and "__path__" not in vars(self)
             if is_first:
                 _load(self)
-        # Torch's own code asks for names while it runs, other threads when the lock is free again.
+        # torch's own code reads names while it loads; other threads wait for the lock.
         if not is_first and type(self) is _LaterTorch:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         return getattr(self, name)
@@ -40,9 +40,9 @@ def _load(module: types.ModuleType) -> None:
 
 
 class _AlreadyImported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Hands over a submodule that torch imported while its loading was what an import of that submodule began with.
+    """Returns a submodule that torch already imported, when importing that submodule triggered loading torch.
 
-    Python has looked for the submodule before and would run it a second time.
+    Python has already searched for the submodule and would run it a second time.
     """
 
     def __init__(self) -> None:
@@ -64,10 +64,10 @@ class _AlreadyImported(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def load_torch_at_first_use() -> None:
-    """Makes `import torch` cost nothing until an attribute of it is read; loading it takes a second or two.
+    """Makes `import torch` free until an attribute is read; loading takes a second or two.
 
-    For a process of moereg's own, before anything else is imported. Nothing changes where torch is loaded already, is
-    not installed, or is not found on the path as an ordinary package is.
+    For moereg's own processes, before anything else is imported. Does nothing if torch is already loaded, not
+    installed, or not found on the path like an ordinary package.
     """
     found = importlib.machinery.PathFinder.find_spec("torch")
     if "torch" in sys.modules or found is None or found.loader is None or found.origin is None:

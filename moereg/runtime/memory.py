@@ -9,7 +9,7 @@ import torch
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """Bytes that an allocation on the device could get; None if this machine does not report them."""
+    """Bytes that can be allocated on the device; None if this machine does not report them."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
@@ -23,7 +23,7 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Bytes in readable units: `1.2 GB`."""
+    """Formats bytes in readable units, such as `1.2 GB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.1f} {unit}"

@@ -1,7 +1,7 @@
-"""Long waits say so before they start: what takes how long, and how to avoid it.
+"""Announces long waits before they start: what takes how long, and how to avoid it.
 
-A backend that has to compile, tune or load for long wraps that in `long_wait`. It goes to the log of `moereg`, and the
-command line shows it as progress.
+A backend wraps long compiling, tuning or loading in `long_wait`. It goes to the log of `moereg`, and the command line
+shows it as progress.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Final
 logger: Final = logging.getLogger("moereg")
 
 Advance = Callable[[int, int], None]
-"""Called with (steps done, steps in all)."""
+"""Called with (steps done, all steps)."""
 
 _Show = Callable[[str], AbstractContextManager[Advance]]
 
 _SHOWING: list[_Show] = []
-"""Displays of progress in this process besides the log, the latest last."""
+"""Progress displays of this process besides the log, the latest last."""
 
 _WARNED_SECONDS: Final = 10.0
-"""From here on somebody may believe that the process hangs, so the line is a warning."""
+"""From this long on a user may think that the process hangs, so the line is a warning."""
 
 
 @contextlib.contextmanager
 def waits_shown_by(show: _Show) -> Iterator[None]:
-    """Has waits shown meanwhile, by a function that takes a description and returns a context with their progress."""
+    """Within this context shows waits with a function that takes a description and returns a progress context."""
     _SHOWING.append(show)
     try:
         yield
@@ -41,12 +41,12 @@ def long_wait(what: str, seconds: float | None, avoid: str) -> Iterator[Advance]
     """Announces a wait and shows its progress.
 
     Args:
-        what: What is done, as in `compiling 2 kernels of flashinfer_cutlass`.
-        seconds: Estimate of the time; None where there is none.
-        avoid: How to do without it the next time, as a clause.
+        what: The work, such as `compiling 2 kernels of flashinfer_cutlass`.
+        seconds: Estimated time, or None.
+        avoid: How to avoid it the next time, as a clause.
 
     Yields:
-        A callback for finished steps, for who has some.
+        A callback for finished steps, if any.
     """
     time = "some time" if seconds is None else f"about {duration(seconds)}"
     level = logging.WARNING if seconds is None or seconds >= _WARNED_SECONDS else logging.INFO
@@ -57,7 +57,7 @@ def long_wait(what: str, seconds: float | None, avoid: str) -> Iterator[Advance]
 
 
 def duration(seconds: float) -> str:
-    """A time in the unit that people would say: `2 s`, `50 min`, `8.7 h`."""
+    """Formats a time in a natural unit: `2 s`, `50 min`, `8.7 h`."""
     if seconds < 100:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min" if seconds < 2 * 3600 else f"{seconds / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""The torch op by which compiled and exported code runs a layer that stays outside it."""
+"""The opaque torch op by which compiled and exported code runs a layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from moereg.runtime.graph_pools import in_compiled_code
 
-# Another process counts from another number on, so that code which was exported there finds no layer of this one.
+# Each process starts at another number, so that code exported elsewhere finds no layer of this process.
 _HANDLES: Final = itertools.count(random.SystemRandom().getrandbits(62))
 _LAYERS: Final[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 
@@ -24,23 +24,23 @@ _LIBRARY.define(
 
 
 def is_exporting() -> bool:
-    """Whether code is compiled for `torch.export`, not for this process: `torch.compiler.is_exporting`.
+    """Whether code is compiled for `torch.export`, like `torch.compiler.is_exporting`.
 
-    Dynamo of torch 2.11 takes that one for true in every compilation, so what it returns is read where it is.
+    Dynamo in torch 2.11 treats that function as true in every compilation, so this reads the flag behind it.
     """
     return bool(torch.compiler._is_exporting_flag)
 
 
 def new_handle(layer: object) -> torch.Tensor:
-    """A number by which compiled code finds a layer, which it does not keep alive.
+    """Makes a number by which compiled code finds a layer, without keeping it alive.
 
     Args:
-        layer: For `run_compiled` one whose `check_and_run` checks addresses and values, which tensors do not have while
-            code is compiled, and writes `out`.
+        layer: For `run_compiled`, one whose `check_and_run` checks addresses and values, which tensors lack while code
+            is compiled, and writes `out`.
 
     Returns:
-        [] int64. A tensor, since compiled code treats a number as a constant: each layer would compile its caller
-        again. It is on the CPU whatever the default device is, since each call of compiled code reads it.
+        [] int64. A tensor, since compiled code treats a number as a constant and would recompile for each layer. It is
+        on the CPU whatever the default device, since each call of compiled code reads it.
     """
     number = next(_HANDLES)
     _LAYERS[number] = layer
@@ -48,8 +48,8 @@ def new_handle(layer: object) -> torch.Tensor:
 
 
 def layer_of(handle: torch.Tensor) -> Any:
-    """The layer that a handle was made for, unless it is gone or of another process."""
-    layer = _LAYERS.get(int(handle))  # The handle is on the CPU, so nothing waits for a device.
+    """The layer of a handle, unless it is gone or another process's."""
+    layer = _LAYERS.get(int(handle))  # The handle is on the CPU, so nothing synchronizes.
     if layer is None:
         raise RuntimeError(
             f"the MoE layer of compiled code (handle {int(handle)}) is gone; keep a reference to it, and export again "
@@ -59,7 +59,7 @@ def layer_of(handle: torch.Tensor) -> Any:
 
 
 def run_compiled(*call_and_handle: torch.Tensor) -> None:
-    """Runs a layer where its caller is being compiled: one opaque op that writes `out`; arguments as in its schema."""
+    """Runs a layer while its caller is compiled: one opaque op that writes `out`; arguments as in its schema."""
     torch.ops.moereg.moe_layer(*detached(call_and_handle))
 
 

@@ -1,8 +1,8 @@
-"""Torch's ambient state, such as autocast, changes no number of moereg: layers compute in a plain state.
+"""Shields layers from torch's ambient state, such as autocast, by computing in a plain state.
 
-State that can be changed for one thread or one block is changed there only. The default dtype and the default device
-are left alone: the one is of the process, and the other makes every call of torch slower; moereg names both where it
-makes a tensor. Deterministic algorithms, and their filled memory, are kept as well, since they only cost time.
+State that can be changed per thread or per block is changed only there. The default dtype and device are left alone:
+the first is process-wide, and setting the second slows down every torch call; moereg names both to make a tensor.
+Deterministic algorithms, and their memory filling, are kept too, since they only cost time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ R = TypeVar("R")
 
 
 def fp32_is_exact() -> bool:
-    """Whether fp32 matmuls use full fp32 here, and keep doing so while other threads leave the plain state."""
+    """Whether fp32 matmuls use full fp32 now, and still will when other threads leave the plain state."""
     return not _EXACT.is_used_or_needed()
 
 
 @contextlib.contextmanager
 def plain_torch() -> Iterator[None]:
-    """Runs its body without gradients, autocast and reduced precision of fp32 matmuls; as it was before afterwards."""
+    """Within this context gradients, autocast and reduced fp32 matmul precision are off."""
     with contextlib.ExitStack() as stack:
         if torch.is_grad_enabled():
             stack.enter_context(torch.no_grad())
@@ -39,7 +39,7 @@ def plain_torch() -> Iterator[None]:
 
 
 def in_plain_torch(function: Callable[P, R]) -> Callable[P, R]:
-    """Runs the function in `plain_torch`; a caller that compiles it makes it part of the compiled code."""
+    """Makes a function run in `plain_torch`; compiled callers include it in their code."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -52,14 +52,14 @@ def in_plain_torch(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class AmbientState(NamedTuple):
-    """State of torch that a backend's code can change for whatever runs after it.
+    """torch state that a backend's code may change for code that runs later.
 
     Attributes:
-        default_dtype, default_device: Of new tensors.
-        num_threads: Of one operation on a CPU.
+        default_dtype, default_device: Defaults for new tensors.
+        num_threads: Threads per CPU operation.
         is_deterministic: Whether only deterministic algorithms are allowed.
-        is_deterministic_warn_only: Whether others are allowed all the same, with a warning.
-        is_grad_enabled: In this thread.
+        is_deterministic_warn_only: Whether others are still allowed, with a warning.
+        is_grad_enabled: This thread's grad mode.
     """
 
     default_dtype: torch.dtype
@@ -71,7 +71,7 @@ class AmbientState(NamedTuple):
 
     @classmethod
     def now(cls) -> AmbientState:
-        """The present state."""
+        """The current state."""
         return cls(
             torch.get_default_dtype(),
             torch.get_default_device(),
@@ -82,17 +82,17 @@ class AmbientState(NamedTuple):
         )
 
     def restore(self) -> tuple[str, ...]:
-        """Puts this state back.
+        """Restores this state.
 
         Returns:
-            What differed, in words with the value found.
+            The differences, in words with the values found.
         """
         found = AmbientState.now()
         if found == self:
             return ()
         torch.set_default_dtype(self.default_dtype)
         if found.default_device != self.default_device:
-            # With None, unlike with a device, calls of torch are not slower.
+            # None, unlike a device, does not slow down torch calls.
             torch.set_default_device(None if self.default_device.type == "cpu" else self.default_device)
         torch.set_num_threads(self.num_threads)
         torch.use_deterministic_algorithms(self.is_deterministic, warn_only=self.is_deterministic_warn_only)
@@ -105,12 +105,12 @@ class AmbientState(NamedTuple):
 def _device_types() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator()
     types = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
-    # Devices without autocast raise when they are asked.
+    # Devices without autocast raise when asked about it.
     return tuple(filter(torch.amp.is_autocast_available, types))
 
 
 class _ExactMatmuls:
-    """Makes fp32 matmuls use full fp32. The setting is the process's, so the last thread to leave restores it."""
+    """Makes fp32 matmuls use full fp32. The setting is process-wide, so the last thread to leave restores it."""
 
     def __init__(self) -> None:
         self._users = 0
@@ -118,7 +118,7 @@ class _ExactMatmuls:
         self._lock = threading.Lock()
 
     def is_used_or_needed(self) -> bool:
-        # Together, or another thread could enter and leave in between.
+        # Under one lock, or another thread could enter and leave in between.
         with self._lock:
             return bool(self._users) or any(_is_reduced(matmul) for matmul in _matmuls())
 
@@ -136,15 +136,15 @@ class _ExactMatmuls:
 
 
 class _Precisions(NamedTuple):
-    """The argument of `torch.set_float32_matmul_precision`, or ""; each operator's effective and own value."""
+    """The argument of `torch.set_float32_matmul_precision`, or "", and each operator's effective and own value."""
 
     legacy: str
     matmuls: tuple[tuple[str, str], ...]
 
 
 def _matmuls() -> tuple[Any, Any]:
-    """The operators, each with a setting that inherits those of its backend and of torch where it is none."""
-    # Its module becomes an object at run time, which type checkers do not expect.
+    """The operators with a precision setting, which inherits the backend's or torch's if it is `none`."""
+    # The module is replaced by an object at run time, which type checkers do not expect.
     mkldnn: Any = torch.backends.mkldnn
     return mkldnn.matmul, torch.backends.cuda.matmul
 
@@ -154,7 +154,7 @@ def _is_reduced(matmul: Any) -> bool:
 
 
 def _make_exact() -> _Precisions:
-    """Changes only what is reduced, with the setter that was used before: torch refuses to read a mix of the two."""
+    """Changes only reduced settings, with the setter used before, since torch refuses to read a mix of both."""
     legacy = _legacy_precision()
     matmuls = tuple((matmul.fp32_precision, _own_precision(matmul)) for matmul in _matmuls())
     if legacy:
@@ -175,13 +175,13 @@ def _restore(before: _Precisions) -> None:
 def _legacy_precision() -> str:
     try:
         precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # An operator was set otherwise since.
+    except RuntimeError:  # An operator's setting was changed in the meantime.
         return ""
     return "" if precision == "highest" else precision
 
 
 def _own_precision(matmul: Any) -> str:
-    """The operator's own value: its getter returns the inherited one, which may change later."""
+    """The operator's own value; its getter returns the inherited one, which may change later."""
     resolved: str = matmul.fp32_precision
     if resolved in ("ieee", "none"):
         return resolved

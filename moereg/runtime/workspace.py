@@ -1,4 +1,4 @@
-"""Scratch memory shared by all layers: one buffer per device and stream, or thread where there are none."""
+"""Scratch memory shared by all layers: one buffer per device and stream, or thread if there are no streams."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moereg.runtime.graph_pools import outside_pools
 _ALIGNMENT: Final = 256
 
 _MAX_REQUESTS: Final = 4096
-"""Requests whose tensors are kept: different numbers of tokens times different layers."""
+"""Cached requests: distinct numbers of tokens times distinct layers."""
 
 _Shapes = tuple[tuple[int, ...], ...]
 
 
 class _Scratch:
-    """One buffer and the tensors cut from it, by request. Cutting takes 15 us of a call, and calls repeat."""
+    """One buffer and the tensors cut from it, by request. Cached, since cutting takes 15 us of a call."""
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
@@ -33,10 +33,10 @@ class _Scratch:
         if tensors is not None:
             return tensors
         num_bytes = _num_bytes(shapes, dtype)
-        # Tensors made in inference mode could not be written outside it, where the next call may be.
+        # Tensors made in inference mode could not be written outside it by later calls.
         with torch.inference_mode(False):
             if self._buffer is None or self._buffer.numel() < num_bytes:
-                self.release()  # The old one goes back to the allocator before the larger one is asked for.
+                self.release()  # Frees the old buffer before allocating the larger one.
                 self._buffer = outside_pools(lambda: _allocate(num_bytes, device), device)
             if len(self._views) >= _MAX_REQUESTS:
                 self._views.clear()
@@ -53,18 +53,18 @@ class _Scratch:
 
 
 class _PerThread(threading.local):
-    """The scratch of one thread, by device; it ends with the thread."""
+    """One thread's scratch memory, by device; freed with the thread."""
 
     def __init__(self) -> None:
         self.scratch: dict[torch.device, _Scratch] = {}
 
 
 class WorkspacePool:
-    """Hands out scratch that is valid until the next request on the same device and stream (without CUDA: thread).
+    """Provides scratch memory, valid until the next request on the same device and stream (without CUDA: thread).
 
-    Work on one stream runs in order, so the layers of a model share one buffer that grows to the largest need. While a
-    CUDA graph is captured the scratch comes from the graph's own memory pool instead: the graph keeps it alive, layers
-    of one graph reuse it, and eager calls never touch it.
+    Work on one stream runs in order, so a model's layers share one buffer that grows to the largest need. During CUDA
+    graph capture the memory comes from the graph's own pool instead: the graph keeps it alive, its layers reuse it, and
+    eager calls never touch it.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class WorkspacePool:
     def answered_by(
         self, take: Callable[[_Shapes, torch.dtype, torch.device], tuple[torch.Tensor, ...]]
     ) -> Iterator[None]:
-        """Has another `take` answer every request meanwhile: the conformance kit lays guard bands around scratch."""
+        """Within this context another `take` serves every request, such as the conformance kit's with guard bands."""
         previous, self._source = self._source, take
         try:
             yield
@@ -86,7 +86,7 @@ class WorkspacePool:
             self._source = previous
 
     def take(self, shapes: _Shapes, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Uninitialized tensors of the shapes, 256-byte aligned, not overlapping."""
+        """Provides uninitialized tensors of the shapes, 256-byte aligned, without overlap."""
         if self._source is not None:
             return self._source(shapes, dtype, device)
         if device.type != "cuda":
@@ -115,7 +115,7 @@ class WorkspacePool:
             return sum(scratch.num_bytes for scratch in self._all)
 
     def release(self) -> None:
-        """Gives all buffers back to the allocator; the next call allocates again."""
+        """Frees all buffers; the next call allocates again."""
         with self._lock:
             for scratch in self._all:
                 scratch.release()
@@ -139,7 +139,7 @@ def _cut(buffer: torch.Tensor, shapes: _Shapes, dtype: torch.dtype) -> tuple[tor
 
 
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
-    # The allocators of torch align to 512 bytes on GPUs and 64 on CPUs; one alignment of slack covers the latter.
+    # torch's allocators align to 512 bytes on GPUs and 64 on CPUs; slack of one alignment covers the latter.
     raw = torch.empty(num_bytes + _ALIGNMENT, dtype=torch.uint8, device=device)
     start = -raw.data_ptr() % _ALIGNMENT
     return raw[start : start + num_bytes]

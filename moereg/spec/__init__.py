@@ -1,1 +1,1 @@
-"""Values that say what a layer is: problems, quantization schemes, activations, and what a class can do."""
+"""Values that describe a layer: problems, quantization schemes, activations, and the facts of backends."""

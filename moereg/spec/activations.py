@@ -1,4 +1,4 @@
-"""Activation functions between the two expert matmuls: values and their maths."""
+"""Activation functions between the two expert matmuls: values and their math."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moereg.errors import ArgumentError, shown
 
 __all__ = ["ACTIVATIONS", "Activation"]
 
-# The largest scalar that every computed dtype can hold: that of bfloat16.
+# The largest scalar that every computed dtype can hold: bfloat16's.
 _LARGEST: Final = (2 - 2**-7) * 2.0**127
 
 
@@ -29,7 +29,7 @@ class Activation:
 
     Attributes:
         name: One of the known names; two values of one name may differ in their scalars.
-        gated: Whether w13 holds gate and up rows, or up rows alone.
+        gated: Whether w13 holds gate and up rows, or only up rows.
         alpha: Slope inside the sigmoid.
         beta: Added to the up half.
         limit: Clamp, or None for no clamp.
@@ -56,7 +56,7 @@ class Activation:
             rule = "is not gated" if self.name == "relu2" else "is gated"
             raise ArgumentError(f"activation {self.name!r} {rule}, got gated={self.gated}")
         for field in ("alpha", "beta"):
-            # Equal values have to read the same, since ranks compare text.
+            # Equal values must have equal text, which ranks compare.
             number = check_number(f"activation {field}", getattr(self, field))
             if abs(number) > _LARGEST:
                 raise ArgumentError(f"activation {field} must be at most {_LARGEST:.3g} either way, got {number}")
@@ -76,11 +76,11 @@ class Activation:
 
     @classmethod
     def from_name(cls, text: str, limit: float | None = None) -> Activation:
-        """Reads what `str` writes: a name, or a name with other scalars, `silu(limit=10.0)`.
+        """Parses the text of `str`: a name, optionally with scalars, such as `silu(limit=10.0)`.
 
         Args:
             text: The standard name, optionally with scalars in brackets.
-            limit: Another clamp, where not None.
+            limit: Another clamp, if not None.
 
         Raises:
             UnknownNameError: The name is not an activation.
@@ -94,7 +94,7 @@ class Activation:
             pairs = _SCALAR.findall(rest)
             try:
                 scalars = {field: None if number == "None" else float(number) for field, number in pairs}
-            except ValueError:  # The pattern also takes what only looks like a number.
+            except ValueError:  # The pattern also matches text that only looks like a number.
                 scalars = {}
             if len(scalars) < len(pairs) or re.sub(_SCALAR, "", rest).strip(" ,") != ")":
                 raise ArgumentError(
@@ -114,20 +114,20 @@ class Activation:
 
     @property
     def num_halves(self) -> int:
-        """Rows of w13 per row of the intermediate: 2 where gated, else 1."""
+        """Rows of w13 per row of the intermediate: 2 if gated, else 1."""
         return 2 if self.gated else 1
 
     def __call__(self, gemm1: torch.Tensor) -> torch.Tensor:
         """Applies the activation in the input's dtype.
 
         Args:
-            gemm1: [..., 2I] (gate first) where gated, [..., I] otherwise.
+            gemm1: [..., 2I] (gate first) if gated, [..., I] otherwise.
 
         Returns:
             [..., I], same dtype, a new tensor.
 
         Raises:
-            ArgumentError: The argument is not a tensor of floats, or a gated activation got an odd number of columns.
+            ArgumentError: The argument is not a floating tensor, or a gated activation got an odd number of columns.
         """
         computed = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
         if not isinstance(gemm1, torch.Tensor) or gemm1.dim() == 0 or gemm1.dtype not in computed or gemm1.is_sparse:

@@ -1,4 +1,4 @@
-"""Facts: what a class of experts, or a token dispatcher, declares that it can do.
+"""Facts: the capabilities that an experts class or a token dispatcher declares.
 
 Each field is one row. Its `Fact` says how a value is checked at registration, whether a decorator's value narrows it,
 and which reasons it gives against a problem. A new fact is a new field here, and its keyword in `NarrowedFacts`.
@@ -21,12 +21,12 @@ from moereg.spec.reasons import Reason
 
 @dataclasses.dataclass(frozen=True)
 class Fact(abc.ABC):
-    """How one fact is read: a row of the table that a class of facts is.
+    """How one fact is checked and applied: a row of a table of facts.
 
-    `asked` is the problem, and for a token dispatcher the group too.
+    `asked` is the problem, for a token dispatcher with the group.
 
     Attributes:
-        code: Of its reasons.
+        code: The code of its reasons.
     """
 
     code: str
@@ -38,33 +38,33 @@ class Fact(abc.ABC):
 
     @abc.abstractmethod
     def fault(self, name: str, value: Any) -> str | None:
-        """The fault in a value from a class or decorator, if any."""
+        """The fault in a class's or decorator's value, if any."""
 
     @abc.abstractmethod
     def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
-        """Why a class with that value, which is not the widest, cannot serve what is asked."""
+        """Why a class with that value, which is not the widest, cannot serve the request."""
 
     def is_narrower(self, value: Any, wider: Any) -> bool:
         """Whether a value promises no more than another."""
         return wider is None or (value is not None and bool(value <= wider))
 
     def stored(self, value: Any) -> Any:
-        """A decorator's value as `Facts` keeps it."""
+        """A decorator's value in the form that `Facts` stores."""
         return value
 
     def are_disjoint(self, one: Any, other: Any) -> bool:
-        """Whether no problem can be served with either of two values."""
+        """Whether no problem fits both of two values."""
         return False
 
 
 @dataclasses.dataclass(frozen=True)
 class _Names(Fact):
-    """The names that are served.
+    """The supported names.
 
     Attributes:
-        known: All there are; None where any may come.
-        wanted: Attribute of the problem that has its own, where not the code's.
-        rule: Beginning of the reason, where not the code.
+        known: All valid names; None allows any.
+        wanted: The problem's attribute with its name, if not named like the code.
+        rule: Beginning of the reason, if not the code.
     """
 
     known: Collection[str] | None
@@ -95,7 +95,7 @@ class _Names(Fact):
 
 
 class _Sizes(_Names):
-    """The only sizes that are served, or None."""
+    """The only supported sizes, or None."""
 
     def fault(self, name: str, value: Any) -> str | None:
         is_fine = value is None or (isinstance(value, frozenset) and all(isinstance(size, int) for size in value))
@@ -107,9 +107,9 @@ class _Sizes(_Names):
 
 @dataclasses.dataclass(frozen=True)
 class _Flag(Fact):
-    """Whether something is served. `lack` is the clause against a problem that asks for it; None against others.
+    """Whether something is supported. `lack` gives the clause against a problem that asks for it, else None.
 
-    A need, such as that the problem says a size, is one whose widest value is False: more of it is narrower.
+    For a need, such as that the problem must state a size, the widest value is False, and True is narrower.
     """
 
     lack: Callable[[Any], str | None]
@@ -132,7 +132,7 @@ class _Flag(Fact):
 
 @dataclasses.dataclass(frozen=True)
 class _Divisors(Fact):
-    """Divisors that sizes of the problem must be multiples of."""
+    """Divisors of the problem's sizes."""
 
     sizes: tuple[str, ...]
 
@@ -151,7 +151,7 @@ class _Divisors(Fact):
         return None
 
     def is_narrower(self, value: Any, wider: Any) -> bool:
-        # A larger divisor that the class's divides rejects more sizes.
+        # A multiple of the class's divisor rejects more sizes.
         return all(value.get(size, 1) % divisor == 0 for size, divisor in wider.items())
 
     def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
@@ -162,7 +162,7 @@ class _Divisors(Fact):
 
 @dataclasses.dataclass(frozen=True)
 class _Limit(Fact):
-    """The most that a count of the problem may be, or None. `rule` is how the reason says it, where not as `<=`."""
+    """The largest value of one of the problem's counts, or None. `rule` words the reason, if not as `<=`."""
 
     count: str
     rule: str = ""
@@ -173,7 +173,7 @@ class _Limit(Fact):
 
     def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
         count = getattr(asked, self.count)
-        # A problem that does not say how many tokens may come can have too many.
+        # A problem that does not limit its tokens may have too many.
         if count is None or count > value:
             rule = (self.rule or f"{self.count} <= {{}}").format(value)
             yield Reason(self.code, f"requires {rule}, got {count}")
@@ -206,7 +206,7 @@ def _row(fact: Fact, default: object) -> Any:
 
 
 def _flag(code: str, lack: str, field: str = "") -> Any:
-    """The row of a flag that nothing has by default. The problem asks for it by a field, where not the code's."""
+    """The row of a flag that is off by default. `field` is the problem's field, if not named like the code."""
     field = field or code
     return _row(_Flag(code, lambda asked: f"{lack}, got {field}=True" if getattr(asked, field) else None), False)
 
@@ -219,12 +219,12 @@ class DeclaredFacts:
     """A table of facts, whose fields are rows."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # What was worked out from the fields holds functions, which do not pickle, and is worked out again.
+        # The cached property holds functions, which do not pickle, and is computed again.
         return {name: value for name, value in vars(self).items() if name != "binding"}
 
     @functools.cached_property
     def binding(self) -> tuple[tuple[Fact, Any], ...]:
-        """The facts that can reject a problem, each with its value. Every cell of every selection is asked for them."""
+        """The facts that can reject a problem, with their values; cached, since every selection reads them."""
         values = ((fact, getattr(self, name)) for name, fact in rows(type(self)))
         return tuple((fact, value) for fact, value in values if value != fact.widest)
 
@@ -233,23 +233,23 @@ F = TypeVar("F", bound=DeclaredFacts)
 
 
 def rows(kind: type[DeclaredFacts]) -> tuple[tuple[str, Fact], ...]:
-    """Every fact of a table with its field's name, in the order in which reasons are given."""
+    """Every fact of a table with its field's name, in the order of reasons."""
     return tuple((field.name, field.metadata["fact"]) for field in dataclasses.fields(kind))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts(DeclaredFacts):
-    """The capabilities of an experts class. A capability that is not declared is refused.
+    """The capabilities of an experts class. Undeclared capabilities are refused.
 
     Attributes:
-        activations: Names.
+        activations: Names of activations.
         activation_scalars: Whether alpha and beta may differ from the activation's standard ones.
         swiglu_limit: Whether the clamp is applied. `swigluoai` has one.
         bias: Whether w13_bias and w2_bias are applied.
         dtypes: Names of the dtypes of hidden states and output.
         activation_formats: `standard`, `batched`.
         placements: `contiguous`, `map`.
-        held_experts: `all` where this rank holds every expert, `some` where other ranks hold the rest. Both unless a
+        held_experts: `all` if this rank holds every expert, `some` if other ranks hold the rest. Both unless a
             decorator narrows it, for instance to rank a backend lower under expert parallelism.
         router_weight_on_input: Whether routing weights can scale the input.
         requires_multiple: Problem field to divisor; other sizes are rejected.
@@ -285,7 +285,7 @@ FACTS: Final = rows(Facts)
 
 
 class NarrowedFacts(TypedDict, total=False):
-    """Facts that a decorator may give: as in `Facts`, but any collection of names."""
+    """Facts that a decorator may narrow: as in `Facts`, with any collection of names."""
 
     activations: Collection[str]
     activation_scalars: bool
@@ -305,18 +305,18 @@ class NarrowedFacts(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MovementFacts(DeclaredFacts):
-    """The capabilities of a token dispatcher. A capability that is not declared is refused.
+    """The capabilities of a token dispatcher. Undeclared capabilities are refused.
 
     Attributes:
         transports: Device and torch.distributed backend, such as `cuda:nccl` and `cpu:gloo`.
         max_group_size: Most ranks, or None.
         dtypes: Names of the dtypes of hidden states.
-        graph_capture: Whether a call waits for nothing on the host, so that a CUDA graph can capture it.
+        graph_capture: Whether a call never waits on the host, so that a CUDA graph can capture it.
         deterministic: Whether equal inputs give equal bits.
         router_weight_on_input: Whether routing weights reach the experts, to scale inputs.
-        max_num_tokens: Whether room is made for `max_num_tokens` of the problem, which has to say it then.
-        max_top_k: Most experts a token, or None.
-        hidden_sizes: The only hidden sizes that are served, or None.
+        max_num_tokens: Whether room is allocated for the problem's `max_num_tokens`, which must then be set.
+        max_top_k: Most experts per token, or None.
+        hidden_sizes: The only supported hidden sizes, or None.
     """
 
     transports: frozenset[str] = _row(_Names("group", None, "group.transport", "a group over"), frozenset())
@@ -333,7 +333,7 @@ class MovementFacts(DeclaredFacts):
 
 
 class NarrowedMovementFacts(TypedDict, total=False):
-    """Facts that a decorator may give: as in `MovementFacts`, but any collection of names."""
+    """Facts that a decorator may narrow: as in `MovementFacts`, with any collection of names."""
 
     transports: Collection[str]
     dtypes: Collection[str]
@@ -350,7 +350,7 @@ def check_facts(facts: DeclaredFacts) -> None:
     """Checks every fact of a class, so that evaluating a cell cannot fail.
 
     Raises:
-        ArgumentError: One is not what it must be.
+        ArgumentError: A fact has an invalid value.
     """
     for name, fact in rows(type(facts)):
         if fault := fact.fault(name, getattr(facts, name)):
@@ -358,10 +358,10 @@ def check_facts(facts: DeclaredFacts) -> None:
 
 
 def narrow_facts(facts: F, narrowed: Mapping[str, Any]) -> F:
-    """The facts of one rectangle: the class's, and what the decorator says instead.
+    """The facts of one cell: the class's, narrowed by the decorator's.
 
     Raises:
-        ArgumentError: A fact is unknown, has a value of another kind, or promises more than the class.
+        ArgumentError: A fact is unknown, has an invalid value, or promises more than the class.
     """
     known = dict(rows(type(facts)))
     changes: dict[str, Any] = {}
@@ -380,17 +380,17 @@ def narrow_facts(facts: F, narrowed: Mapping[str, Any]) -> F:
 
 
 def disjoint_fact(one: Facts, other: Facts) -> str | None:
-    """The name of a fact by which no problem fits both; None if some problem may."""
+    """The name of a fact that keeps any problem from fitting both; None if one may fit both."""
     return next((name for name, fact in FACTS if fact.are_disjoint(getattr(one, name), getattr(other, name))), None)
 
 
 def fact_reasons(facts: DeclaredFacts, asked: object) -> list[Reason]:
-    """Every fact in what is asked that the class does not declare."""
+    """Reasons for everything in a request that the class does not declare."""
     return [reason for fact, value in facts.binding for reason in fact.reasons(value, asked)]
 
 
 def narrowed_text(facts: Facts, of_class: Facts) -> str:
-    """The facts of a cell that differ from its class's, such as `activations=silu`; empty where none does."""
+    """The facts of a cell that differ from its class's, such as `activations=silu`; empty if none do."""
     found = []
     for name, _ in FACTS:
         if (value := getattr(facts, name)) != getattr(of_class, name):

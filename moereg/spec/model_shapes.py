@@ -1,6 +1,6 @@
-"""Sizes of the Mixture-of-Experts layers of real models, each with where it was read.
+"""Sizes of real models' Mixture-of-Experts layers, with sources.
 
-Sizes are the whole model's, before tensor or expert parallelism, and of the routed experts only.
+Sizes are those of the routed experts, before tensor or expert parallelism.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ class MoEShape:
     """One model's Mixture-of-Experts layer.
 
     Attributes:
-        name: Lower case, as `--model` and `get_shape` take it.
+        name: Lower-case name for `--model` and `get_shape`.
         num_experts: Routed experts, E.
         hidden_size: H.
         intermediate_size: I, of one routed expert.
-        top_k: Routed experts for each token, K.
+        top_k: Routed experts per token, K.
         activation: Name of the `Activation` with its standard scalars.
         has_bias: Whether the experts' two matrices have biases.
         apply_router_weight_on_input: Whether the router weight multiplies the expert's input.
-        num_moe_layers: Layers of the model that hold such experts, or None where the shape is no whole model.
-        released_quant: Quant scheme of the experts in the model's own release; its name has no other.
-        source: Where the numbers were read.
+        num_moe_layers: The model's layers with such experts, or None if the shape is not a whole model's.
+        released_quant: Quant scheme of the experts in the release of that name.
+        source: Source of the numbers.
     """
 
     name: str
@@ -46,7 +46,7 @@ class MoEShape:
     source: str
 
     def problem_keywords(self) -> dict[str, Any]:
-        """The keywords of `MoEProblem` that a shape decides; the rest (dtype, quant, placement) is the caller's."""
+        """Fields of `MoEProblem` that a shape decides; the rest (dtype, quant, placement) is up to the caller."""
         others = ("name", "num_moe_layers", "released_quant", "source")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in others}
 
@@ -78,7 +78,7 @@ def _config_default(config_class: str, model: str) -> str:
     return f"defaults of transformers 5.23 {config_class}, which stand for {model}"
 
 
-# By name: E, H, I, K, and layers that hold such experts. Whatever is not that of most models is in the table below.
+# By name: E, H, I, K, and layers with such experts. Unusual properties are in the table below.
 _SIZES: Final[Mapping[str, tuple[int, int, int, int, int | None]]] = {
     "mixtral-8x7b": (8, 4096, 14336, 2, 32),
     "mixtral-8x22b": (8, 6144, 16384, 2, 56),
@@ -90,7 +90,7 @@ _SIZES: Final[Mapping[str, tuple[int, int, int, int, int | None]]] = {
     "qwen3-next-80b-a3b": (512, 2048, 512, 10, 48),
     "qwen3.5-35b-a3b": (256, 2048, 512, 8, 40),
     "qwen3.5-397b-a17b": (512, 4096, 1024, 10, 60),
-    # The class default of transformers' OlmoeConfig says 2048; the released models do not.
+    # transformers' OlmoeConfig has a default of 2048, unlike the released models.
     "olmoe-1b-7b": (64, 2048, 1024, 8, 16),
     "deepseek-v2-lite": (64, 2048, 1408, 6, 26),
     "deepseek-v2": (160, 5120, 1536, 6, 59),
@@ -109,7 +109,7 @@ _SIZES: Final[Mapping[str, tuple[int, int, int, int, int | None]]] = {
     "granite-3.0-1b-a400m": (32, 1024, 512, 8, 24),
     "granite-3.1-3b-a800m": (40, 1536, 512, 8, 32),
     "jamba-v0.1": (16, 4096, 14336, 2, 16),
-    # Copies that say 3584 took it from a class default; that would be a 42B model.
+    # Copies with 3584 took it from a class default, which would make a 42B model.
     "dbrx": (16, 6144, 10752, 4, 40),
     "sonic-120b": (256, 4096, 512, 16, None),
 }
@@ -165,7 +165,7 @@ _SOURCES: Final[Mapping[str, str]] = {
     "sonic-120b": "synthetic: the 120B row of figure 14 in the SonicMoE paper, arXiv 2512.14080",
 }
 
-# Still taken where a name is given. "sonic-30b" had the sizes of the 120B row.
+# Still accepted as names. "sonic-30b" had the sizes of the 120B row.
 _FORMER_NAMES: Final = {"sonic-30b": "sonic-120b"}
 
 MODEL_SHAPES: Final[Mapping[str, MoEShape]] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""MoEProblem: the facts about a layer that are known when it is loaded."""
+"""MoEProblem: what is known about a layer when it is loaded."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _FLAGS: Final = ("has_bias", "apply_router_weight_on_input", "graph_capture", "d
 class MoEProblem:
     """One Mixture-of-Experts layer as one rank sees it.
 
-    Tensor-parallel sharding is the caller's: sizes are this rank's.
-    Names are accepted for values everywhere: `dtype="bfloat16"` or `torch.bfloat16`, `quant="unquantized"` or a
-    `QuantScheme`, `activation="silu"` or an `Activation`.
+    Sizes are this rank's; the caller does tensor-parallel sharding.
+    Values can be given by name: `dtype="bfloat16"` or `torch.bfloat16`, `quant="unquantized"` or a `QuantScheme`,
+    `activation="silu"` or an `Activation`.
 
     Attributes:
         num_experts: Experts of the whole layer; topk_ids are in [0, num_experts).
@@ -38,21 +38,21 @@ class MoEProblem:
         intermediate_size: I.
         top_k: K, experts per token.
         dtype: Name of the dtype of hidden states, output and 16/32-bit weights.
-        quant: What the checkpoint's weights hold.
-        activation: What happens between the two matmuls.
+        quant: The scheme of the checkpoint's weights.
+        activation: The function between the two matmuls.
         has_bias: Whether both matmuls have a bias.
         activation_format: `standard` [T,H] or `batched` [E,max_T,H] as the experts see it.
-        num_local_experts: Experts on this rank; all where None.
+        num_local_experts: Experts on this rank; None means all.
         placement: `contiguous` local experts, or any, through an expert `map`.
         apply_router_weight_on_input: The routing weight scales the expert's input instead of its output.
-        graph_capture: The kernel has to be capturable in a CUDA graph.
-        deterministic: The kernel has to give the same bits each time.
-        exact_activations: Rejects kernels that keep activations at 16 bits where the scheme quantizes them.
-        max_num_tokens: Most tokens a call will have, where known. Not part of a tuning key.
+        graph_capture: Requires a kernel that a CUDA graph can capture.
+        deterministic: Requires equal bits for equal inputs.
+        exact_activations: Rejects kernels that keep activations at 16 bits although the scheme quantizes them.
+        max_num_tokens: Most tokens of a call, if known. Not part of a tuning key.
 
     Raises:
-        ArgumentError: A value of another type, a count below 1, top_k above num_experts, or another contradiction.
-        UnknownNameError: An unknown dtype, scheme, activation, format or placement.
+        ArgumentError: A value has another type, a count is below 1, top_k exceeds num_experts, or values conflict.
+        UnknownNameError: A dtype, scheme, activation, format or placement is unknown.
 
     Example:
         >>> problem = moereg.MoEProblem(
@@ -138,7 +138,7 @@ class MoEProblem:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch spells it."""
+        """`dtype` as a torch dtype."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -149,14 +149,14 @@ class MoEProblem:
 
     @property
     def held_experts(self) -> str:
-        """`all` or `some`: the experts of the layer that this rank holds."""
+        """Whether this rank holds `all` or `some` of the layer's experts."""
         return "some" if self.is_expert_parallel else "all"
 
     def to_dict(self) -> dict[str, Any]:
-        """The constructor's keywords as strings and numbers; `MoEProblem.from_dict` reads them back.
+        """The constructor's arguments as JSON values; `MoEProblem.from_dict` reads them back.
 
-        Fields that are None are left out. A scheme that is not one of moereg's own cannot be found by name, so it is
-        written as a mapping.
+        Omits fields that are None. A scheme other than moereg's own cannot be found by name, so it is written as a
+        mapping.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values = {name: value for name, value in fields.items() if value is not None}
@@ -170,7 +170,7 @@ class MoEProblem:
         """Inverse of `to_dict`.
 
         Raises:
-            ArgumentError: A field is missing, is not known, or is not what the constructor takes.
+            ArgumentError: A field is missing, unknown, or invalid for the constructor.
         """
         keywords = dict(check_mapping("a problem", values))
         for name in _REQUIRED:
@@ -199,7 +199,7 @@ class MoEProblem:
 
 
 def _dtype_name(dtype: object) -> str:
-    # A name first: reading torch.dtype loads torch, where a command has not needed it before.
+    # Check for a name first, since reading torch.dtype loads torch, which a command may not need.
     if not isinstance(dtype, str) and not isinstance(dtype, torch.dtype):
         raise ArgumentError(f"dtype must be a torch dtype or its name, got {shown(dtype)}")
     name = str(dtype).removeprefix("torch.")

@@ -1,6 +1,6 @@
-"""Quantization schemes as values: what the weights hold, what the activations are, which tensors that takes.
+"""Quantization schemes as values: the formats of weights and activations, and the tensors that they need.
 
-Cells say who supports a scheme. A backend or plugin may construct further values.
+Cells say which backends support a scheme. A backend or plugin may construct further schemes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WHOLE: Final = -1
 _PACKED: Final = ("uint4", "float4_e2m1fn")
 _INTEGERS: Final = ("int8", "uint8")
 _USUAL_FLOATS: Final = ("float32", "float8_e4m3fn", "float8_e8m0fnu")
-"""Those of moereg's own schemes, for which torch, which takes a second to load, need not be asked."""
+"""Dtypes of moereg's own schemes, which are valid without loading torch for a second to check."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +42,17 @@ class QuantFormat:
     """How one operand of a matmul is stored.
 
     Attributes:
-        dtype: Element type: a torch dtype's name, or `uint4` / `float4_e2m1fn`, stored two to a byte, low nibble first
+        dtype: Element type: a torch dtype's name, or `uint4` / `float4_e2m1fn`, stored two per byte, low nibble first
             along the reduced dimension.
-        group: (rows, columns) that share one scale; `WHOLE` for all of a dimension. Columns run along the reduced one.
-        scale_dtype: Torch dtype's name of the scales.
+        group: (rows, columns) that share a scale; `WHOLE` means a whole dimension. Columns run along the reduced one.
+        scale_dtype: Name of the scales' torch dtype.
         global_scale: Whether a second fp32 scale multiplies all groups of an expert.
-        symmetric: False where groups have a zero point.
-        static: For activations: scales come with the checkpoint instead of from the data.
+        symmetric: False if groups have a zero point.
+        static: For activations: whether scales come with the checkpoint instead of from the data.
 
     Raises:
-        ArgumentError: The dtype is not a 4-bit or 8-bit type, the scale's dtype is not a float of torch, a group has no
-            extent, or zero points or a global scale do not fit the group's extent.
+        ArgumentError: The dtype is not a 4-bit or 8-bit type, the scale's dtype is not a torch float, a group is empty,
+            or zero points or a global scale do not fit the group.
     """
 
     dtype: str
@@ -95,7 +95,7 @@ class QuantFormat:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantFormat:
-        """Inverse of `dataclasses.asdict`, where JSON has made a list of the group.
+        """Inverse of `dataclasses.asdict`; accepts JSON's list for the group.
 
         Raises:
             ArgumentError: A field is missing, unknown, or refused by the constructor.
@@ -129,7 +129,7 @@ class QuantFormat:
         return -(-columns * self.bits // 8)
 
     def scale_shape(self, num_experts: int, rows: int, columns: int) -> tuple[int, ...]:
-        """Shape of the scales of an [E, rows, columns] operand; groups are ceil-divided, one per tensor is [E]."""
+        """Shape of the scales of an [E, rows, columns] operand, with partial groups; per-tensor scales are [E]."""
         if self.group == (WHOLE, WHOLE):
             return (num_experts,)
         counts = [
@@ -166,11 +166,11 @@ MATRICES: Final = ("w13", "w2")
 """The two expert matrices of a layer, by field of `ExpertWeights`."""
 
 TensorRole = Literal["weight", "bias", "scale", "scale_2", "activation_scale", "zero_point"]
-"""The role of a tensor beside its matrix."""
+"""The role of a tensor for its matrix."""
 
 
 def tensor_name(matrix: str, role: TensorRole) -> str:
-    """Field of `ExpertWeights` that holds a matrix's tensor of some role: `w13`, `w13_scale`, `a13_scale`."""
+    """Field of `ExpertWeights` for a matrix's tensor of some role, such as `w13`, `w13_scale` or `a13_scale`."""
     if role == "weight":
         return matrix
     if role == "activation_scale":
@@ -181,16 +181,16 @@ def tensor_name(matrix: str, role: TensorRole) -> str:
 TENSOR_ROLES: Final[Mapping[str, TensorRole]] = {
     tensor_name(matrix, role): role for role in get_args(TensorRole) for matrix in MATRICES
 }
-"""The role of every tensor of `ExpertWeights`, by field and in the fields' order."""
+"""The role of every tensor of `ExpertWeights`, by field, in field order."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorRow:
-    """One tensor that a scheme needs: its dtype and the shapes that are accepted.
+    """One tensor that a scheme needs: its dtype and accepted shapes.
 
     Attributes:
         matrix: `w13` or `w2`.
-        role: What the tensor is to that matrix.
+        role: The tensor's role for that matrix.
         dtype: Torch dtype, or None for the problem's.
         shapes: Accepted shapes, the usual one first.
         required: False if the tensor may be absent.
@@ -213,7 +213,7 @@ class QuantScheme:
     """A weight format and an activation format; None means 16 or 32 bits, the problem's dtype.
 
     Attributes:
-        name: How requests and tables spell it.
+        name: Its name in requests and tables.
         weight: Format of w13 and w2.
         activation: Format that the hidden states and the intermediate are rounded to.
 
@@ -253,7 +253,7 @@ class QuantScheme:
 
     @property
     def description(self) -> str:
-        """The name; for a scheme that is not one of moereg's own, also its formats."""
+        """The name, and for schemes other than moereg's own also the formats."""
         if self == QUANT_SCHEMES.get(self.name):
             return self.name
         weight, activation = (
@@ -264,20 +264,20 @@ class QuantScheme:
     def serves(self, checkpoint: QuantScheme) -> bool:
         """Whether a kernel that computes this scheme can run weights of `checkpoint`.
 
-        The weight format has to be the checkpoint's; activations the same, or left at 16 bits.
+        The weight format must be the checkpoint's; activations must be the same or have 16 bits.
         """
         return self.weight == checkpoint.weight and self.activation in (None, checkpoint.activation)
 
     def tensor_rows(
         self, num_experts: int, hidden_size: int, intermediate_size: int, num_halves: int, has_bias: bool
     ) -> tuple[TensorRow, ...]:
-        """Tensors that weights of this scheme consist of.
+        """Tensors of weights in this scheme.
 
         Args:
             num_experts: E, experts on this rank.
             hidden_size: H.
             intermediate_size: I.
-            num_halves: 2 where the activation is gated, else 1.
+            num_halves: 2 if the activation is gated, else 1.
             has_bias: Whether both matmuls have a bias.
         """
         sizes = {
@@ -311,10 +311,10 @@ class QuantScheme:
 
 
 def get_scheme(name: str | QuantScheme) -> QuantScheme:
-    """The scheme of that name; a value is returned as it is.
+    """The scheme of that name; a scheme is returned as it is.
 
     Raises:
-        ArgumentError: It is neither.
+        ArgumentError: The argument is neither.
         UnknownSchemeError: No scheme has that name.
     """
     if isinstance(name, QuantScheme):
@@ -353,7 +353,7 @@ def _known_schemes() -> dict[str, QuantScheme]:
         for symmetric in (True, False):
             name = f"int4_w4a16_g{suffix}" + ("" if symmetric else "_zp")
             schemes.append(QuantScheme(name, QuantFormat("uint4", (1, group), symmetric=symmetric)))
-    # W4AFP8: as FlashInfer and TensorRT-LLM compute it, and as compressed-tensors does.
+    # W4AFP8, as in FlashInfer and TensorRT-LLM, and as in compressed-tensors.
     int4 = QuantFormat("uint4", (1, 128))
     schemes.append(QuantScheme("int4_w4a8_g128", int4, dataclasses.replace(fp8_tensor, static=True)))
     schemes.append(QuantScheme("int4_w4a8_g128_token", int4, fp8_channel))
@@ -371,4 +371,4 @@ SCHEMES_CALLED: Final[Mapping[str, tuple[str, ...]]] = {
     "w4a16": ("int4_w4a16_g128", "mxfp4_w4a16", "nvfp4_w4a16"),
     **dict.fromkeys(("w4a8", "w4afp8", "w4a8_awq"), ("int4_w4a8_g128", "int4_w4a8_g128_token")),
 }
-"""Other names for schemes, with the schemes that they usually mean, for errors about unknown names."""
+"""Other names for schemes, with their usual meanings, for errors about unknown names."""

@@ -1,4 +1,4 @@
-"""Why a cell cannot serve a problem: a closed set of codes, each with its cure, and a clause."""
+"""Reasons why a cell cannot serve a problem: a closed set of codes with cures, and a clause."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CURES: Final[dict[str, str]] = {
     "backend": "change that fact of the problem",
     "predicate_error": "report the bug to that backend's authors",
 }
-"""Every code with its cure, as an error words it."""
+"""The cure for every code, in an error's words."""
 
 REASON_CODES: Final = tuple(CURES)
 

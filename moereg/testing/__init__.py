@@ -1,8 +1,8 @@
-"""The conformance kit: what a backend's author runs to check a backend against the reference.
+"""The conformance kit, with which a backend's author checks a backend against the reference.
 
-`verify` runs everything and returns a `Report`; `checks_of` and `run_check` are its parts. The other names are for
-tests of an author's own: random weights and inputs that expose mix-ups, guard bands, planted faults and drawn layers.
-They are imported when they are first used, and none of them needs more than moereg itself.
+`verify` runs everything and returns a `Report`; `checks_of` and `run_check` are its parts. The other names are for an
+author's own tests: random weights and inputs that expose mix-ups, guard bands, planted faults and random layers. They
+are imported at first use, and need nothing but moereg.
 """
 
 from __future__ import annotations

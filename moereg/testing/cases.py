@@ -1,4 +1,4 @@
-"""Conformance cases generated from the registry: each cell's claim, on the platform that this machine runs it as."""
+"""Conformance cases generated from the registry: each cell's claims, on the platform this machine runs it as."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _MACHINE: Final[contextvars.ContextVar[Platform | None]] = contextvars.ContextVa
 
 
 def machine() -> Platform:
-    """The platform that stands for this machine: what it is, or what `running_as` says."""
+    """The platform to treat this machine as: its own, or the one set by `running_as`."""
     return _MACHINE.get() or current_platform()
 
 
 @contextlib.contextmanager
 def running_as(platform: Platform | None) -> Iterator[None]:
-    """Inside, cases run as on that platform: the CPU of a machine with a GPU, or one that experts classes imitate.
+    """Within this context cases run as on that platform: a GPU machine's CPU, or one that experts classes imitate.
 
     Args:
-        platform: Probed where it is this machine; None changes nothing.
+        platform: Probed if it is this machine; None changes nothing.
     """
     token = _MACHINE.set(platform)
     try:
@@ -65,17 +65,17 @@ class Case:
 
     @property
     def device(self) -> torch.device:
-        """Device of the case: the machine's, or the one that the experts class reads tensors from there."""
+        """Device of the case: the machine's, or the one whose tensors the experts class reads there."""
         return _device_of(self.cell, self.platform)
 
     @property
     def is_imitated(self) -> bool:
-        """Whether the platform is imitated, as an interpreter does."""
+        """Whether the platform is imitated, such as by an interpreter."""
         return _imitates(self.cell, self.platform)
 
     @property
     def id(self) -> str:
-        """Readable and unique within a run."""
+        """An id that is readable and unique within a run."""
         text = f"{self.cell.name}-{self.cell.class_name}-{self.platform}-{self.problem}"
         if self.computes != self.problem.quant:
             text += f"-computes {self.computes.name}"
@@ -90,19 +90,19 @@ def _device_of(cell: BackendCell, platform: Platform) -> torch.device:
 
 def _imitates(cell: BackendCell, platform: Platform) -> bool:
     here = _physical()
-    # A platform whose kernels read another's tensors, as with DLPack, is no imitation.
+    # Kernels that read another device's tensors, such as through DLPack, are no imitation.
     return platform.kind != here.kind and platform.device_type != _device_of(cell, platform).type
 
 
 def runnable_platform(cell: BackendCell) -> Platform | None:
-    """The platform as which this machine can run a cell: its own, or one that its experts class can imitate here.
+    """The platform as which this machine can run a cell: its own, or one that the experts class imitates; or None.
 
-    Either way the cell's requirements are installed, in the required versions.
+    Either way the required versions of the cell's packages are installed.
     """
     named, here = machine(), _physical()
     if named.probed and not machine_reasons(cell, here):
         return here if accepted_problems(cell, here) else None
-    # A platform that is only imitated assumes the packages.
+    # For an imitated platform selection assumes the packages, so check them here.
     if any(reason.code == "package" for reason in machine_reasons(cell, here)):
         return None
     for platform in [rule.instance for rule in cell.rules] if named.probed else [named]:
@@ -114,13 +114,13 @@ def runnable_platform(cell: BackendCell) -> Platform | None:
 
 
 def why_not_runnable(cell: BackendCell) -> str:
-    """The reasons by which this machine cannot run a cell's simplest problem."""
+    """Why this machine cannot run a cell's simplest problem."""
     decision = evaluate(cell, next(iter(claimed_problems(cell))), machine(), Request(require=(cell.name,)))
     return "; ".join(reason.text for reason in decision.reasons)
 
 
 def is_imitated(cell: BackendCell) -> bool:
-    """Whether this machine runs a cell only by imitating another platform, as an interpreter does."""
+    """Whether this machine runs a cell only by imitating another platform, such as with an interpreter."""
     platform = runnable_platform(cell)
     return platform is not None and _imitates(cell, platform)
 
@@ -130,8 +130,8 @@ def first_case(cell: BackendCell, scheme: QuantScheme | None = None, has_bias: b
 
     Args:
         cell: A cell that runs here.
-        scheme: Scheme of the weights; the first that the cell serves where None.
-        has_bias: Whether a case with biases is preferred.
+        scheme: Scheme of the weights; None takes the first that the cell serves.
+        has_bias: Whether to prefer a case with biases.
     """
     platform = runnable_platform(cell)
     assert platform is not None
@@ -141,7 +141,7 @@ def first_case(cell: BackendCell, scheme: QuantScheme | None = None, has_bias: b
 
 
 def select_cell(case: Case) -> Selection:
-    """A selection of exactly this cell, even where another would win."""
+    """A selection of exactly this cell, even if another would win."""
     request = Request(require=(case.cell.name,))
     decision: Decision = evaluate(case.cell, case.problem, case.platform, request)
     assert decision.accepted, decision.reasons
@@ -149,7 +149,7 @@ def select_cell(case: Case) -> Selection:
 
 
 def fault_schemes(cell: BackendCell) -> list[QuantScheme]:
-    """Served schemes whose planted faults a cell must show: where it is imitated, the first of each kind of weights."""
+    """Served schemes whose planted faults a cell must show; if imitated, one per kind of weights."""
     schemes = served_schemes(cell)
     if not is_imitated(cell):
         return schemes
@@ -162,11 +162,10 @@ def fault_schemes(cell: BackendCell) -> list[QuantScheme]:
 
 
 def calls_of(case: Case, is_first: bool) -> list[tuple[int, str]]:
-    """Numbers of tokens and routings that a case is run with.
+    """Numbers of tokens and routings to run a case with.
 
-    An interpreted kernel takes seconds where a GPU takes microseconds. There the first case of a class runs with all
-    numbers of tokens; the others, which differ in sizes and facts, with none and a few, fewest if weights are
-    quantized.
+    An interpreted kernel takes seconds for a GPU's microseconds. There only the first case of a class runs with all
+    numbers of tokens; the others, which differ in sizes and facts, run with none and a few, fewest if quantized.
     """
     tokens: tuple[int, ...] = GPU_TOKENS if case.device.type == "cuda" else TOKENS
     if case.is_imitated and not is_first:
@@ -180,9 +179,9 @@ def calls_of(case: Case, is_first: bool) -> list[tuple[int, str]]:
 
 
 def fault_tokens(case: Case) -> int:
-    """Tokens that show a planted fault, which is in every expert: one where kernels are interpreted.
+    """Tokens that suffice to show a planted fault, which is in every expert: one if kernels are interpreted.
 
-    More where activations are rounded too, whose bound is wide for few numbers.
+    More if activations are rounded too, since that bound is wide for few numbers.
     """
     return 1 if case.is_imitated and case.computes.activation is None else 17
 
@@ -198,7 +197,7 @@ def build(case: Case, weights: ExpertWeights | None = None) -> MoEKernel:
 
 
 def default_device() -> torch.device:
-    """The device for cases: that of the machine.
+    """The machine's device, on which cases run.
 
     Raises:
         UnknownPlatformError: This torch has no such device.
@@ -207,6 +206,6 @@ def default_device() -> torch.device:
 
 
 def _physical() -> Platform:
-    """The machine that runs: what is named is what to run as, and what is probed is the machine."""
+    """The actual machine: a probed platform is the machine, a named one is only imitated."""
     named = machine()
     return named if named.probed else current_platform()

@@ -1,6 +1,6 @@
-"""One check of one cell as a value, which can be sent to another process and run there.
+"""One check of one cell, as a value that can be sent to another process and run there.
 
-pytest leaves the messages of its assertions as they are: PYTEST_DONT_REWRITE.
+pytest must not rewrite its assertions' messages: PYTEST_DONT_REWRITE.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moereg.testing.drawing import DrawnLayer
 from moereg.testing.guards import poisoned_empty
 
 GIVEN: Final = "given"
-"""The label of a layer that was not drawn but given, which may be any cell's of its class and rule."""
+"""The label of a layer that was given, not drawn; any cell with its class and rule may run it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class CellName:
         backend, experts: Names of the backend and the experts class.
         schemes: Names of the schemes that it computes.
         rules: Its platform rules.
-        number: Which one, of cells that are equal in all that and differ in narrowed facts.
+        number: Index among cells that are equal in all that and differ in narrowed facts.
     """
 
     backend: str
@@ -50,7 +50,7 @@ class CellName:
 
     @classmethod
     def of_all(cls, cells: tuple[BackendCell, ...]) -> dict[CellName, BackendCell]:
-        """Every cell by its name, in their order."""
+        """Cells by name, in order."""
         counts: collections.Counter[tuple[object, ...]] = collections.Counter()
         found = {}
         for cell in cells:
@@ -61,10 +61,10 @@ class CellName:
         return found
 
     def find(self) -> BackendCell:
-        """The cell as it is registered in this process.
+        """Finds the cell in this process's registry.
 
         Raises:
-            ArgumentError: It is not.
+            ArgumentError: It is not registered.
         """
         cell = self.of_all(load_backends().cells).get(self)
         if cell is None:
@@ -72,7 +72,7 @@ class CellName:
         return cell
 
     def __str__(self) -> str:
-        """Such as `SomeExperts cpu,cuda:sm80+ unquantized`; long lists of schemes are cut."""
+        """Text such as `SomeExperts cpu,cuda:sm80+ unquantized`; long lists of schemes are cut."""
         schemes = self.schemes[0] if len(self.schemes) == 1 else f"{self.schemes[0]}+{len(self.schemes) - 1}"
         number = f" #{self.number + 1}" if self.number else ""
         return f"{self.experts} {','.join(self.rules)} {schemes}{number}"
@@ -80,14 +80,14 @@ class CellName:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One promise of a cell, on one problem where it has one. It pickles.
+    """One promise of a cell, for one problem if it needs one. Can be pickled.
 
     Attributes:
-        cell: The cell that is checked.
+        cell: The cell to check.
         kind: One of `KINDS`.
-        argument: JSON of what the kind needs: a problem, a scheme, a drawn layer or nothing.
-        platform: The platform to run as; the cell's own choice for this machine where empty.
-        modules: Modules or files to import first, which register the backend where no entry point does.
+        argument: The kind's argument as JSON: a problem, a scheme, a drawn layer or nothing.
+        platform: The platform to run as; if empty, the cell's own choice for this machine.
+        modules: Modules or files to import first, which register the backend if no entry point does.
     """
 
     cell: CellName
@@ -100,7 +100,7 @@ class Check:
     def make(
         cls, cell: CellName, kind: str, argument: object = None, platform: str = "", modules: tuple[str, ...] = ()
     ) -> Check:
-        """A check with the argument as a value."""
+        """Makes a check from an argument that is not yet JSON."""
         return cls(cell, kind, json.dumps(argument, sort_keys=True), platform, modules)
 
     @property
@@ -127,15 +127,15 @@ class Check:
 
     @property
     def layer(self) -> DrawnLayer | None:
-        """The layer of a check of the kind `drawn`; None of others, and where drawing it failed."""
+        """The layer of a `drawn` check; None for other kinds, or if drawing failed."""
         layer = json.loads(self.argument).get("layer") if self.kind == "drawn" else None
         return None if layer is None else DrawnLayer.from_dict(layer)
 
     def run(self) -> None:
-        """Runs in this process.
+        """Runs the check in this process.
 
         Raises:
-            AssertionError: The cell does not keep its promise, or its code raised; one line.
+            AssertionError: The cell breaks its promise or its code raised; one line.
         """
         with contextlib.ExitStack() as stack:
             watch = stack.enter_context(checks.watched_imports()) if self.kind == "deciding" else None
@@ -153,10 +153,10 @@ class Check:
 
 
 def chosen_machine(name: str) -> Platform | None:
-    """This machine as the platform of that name: itself, its CPU, or another that experts classes may imitate here.
+    """The named platform for this machine: itself, its CPU, or another that experts classes may imitate here.
 
     Raises:
-        ArgumentError: The name is that of another machine with devices like this one's, which cannot be imitated.
+        ArgumentError: The name is another machine's with the same kind of device, which cannot be imitated.
     """
     if not name:
         return None
@@ -174,7 +174,7 @@ def chosen_machine(name: str) -> Platform | None:
 
 @contextlib.contextmanager
 def ready_to_run(cell: BackendCell, has_threads: bool = False) -> Iterator[BackendCell]:
-    """Prepares torch and Triton's interpreter for a cell's checks, most of which are too small for many threads."""
+    """Prepares torch and Triton's interpreter for a cell's checks; most are too small for many threads."""
     num_threads = torch.get_num_threads()
     if not has_threads and (machine().device_type == "cpu" or is_imitated(cell)):
         torch.set_num_threads(1)
@@ -195,7 +195,7 @@ def _case(cell: BackendCell, argument: Mapping[str, Any]) -> Case:
 
 
 def _drawn(cell: BackendCell, argument: Mapping[str, Any]) -> None:
-    # The check of a layer whose drawing ended the process has none.
+    # If drawing the layer ended the process, the check has no layer.
     assert "layer" in argument, "its predicate ended or held up the process when it was asked of a drawn layer"
     layer = DrawnLayer.from_dict(argument["layer"])
     case = layer.case() if argument["label"] == GIVEN else _case(cell, argument["layer"])
@@ -218,7 +218,7 @@ KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
     "compile": lambda cell, argument: checks.check_compiles(cell),
     "drawn": _drawn,
 }
-"""Every kind of check in the order of running: what costs little or decides most comes first, for every cell."""
+"""Every kind of check in running order, cheap and decisive ones first for every cell."""
 
-# Of the others, one looks into a compiled graph, and those of a GPU watch what is launched.
+# Poisoning would disturb `compile`, which inspects a compiled graph, and GPU kinds that watch launches.
 _POISONED_KINDS: Final = ("permute", "numbers", "faults", "rounding", "reload", "drawn")

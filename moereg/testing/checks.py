@@ -1,8 +1,8 @@
-"""The checks of the conformance kit: each runs a cell and raises AssertionError where it does not keep its contract.
+"""The checks of the conformance kit: each runs a cell and raises AssertionError if it breaks its contract.
 
 On a machine without a GPU, call `moereg.testing.interpreter.patch_interpreter` first.
 
-pytest leaves the messages of its assertions as they are: PYTEST_DONT_REWRITE.
+pytest must not rewrite its assertions' messages: PYTEST_DONT_REWRITE.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class GuardedLayer:
     """A cell's kernel with guard bands around all of its tensors, weights and scratch too.
 
     Attributes:
-        weights: The canonical weights that it was made from.
+        weights: Its canonical weights.
         expert_map: [num_experts] int32, or None if all experts are local.
         truths: The expected results of `calls`.
     """
@@ -92,22 +92,22 @@ class GuardedLayer:
         Args:
             case: The case to run.
             weights: Weights of the case's problem, contiguous.
-            form: How they lie in memory, one of `moereg.testing.guards.FORMS`.
+            form: Their memory layout, one of `moereg.testing.guards.FORMS`.
             ep_rank: As in `make_kernel`.
-            calls: Inputs of the calls to come, whose expected results are computed before the backend sees anything.
+            calls: Inputs of later calls; their expected results are computed before the backend sees anything.
 
         Raises:
-            AssertionError: Permuting wrote to the canonical weights or beside them.
+            AssertionError: Permuting wrote to the canonical weights or next to them.
         """
         self.case = case
-        self.late = LateWrites()  # Looks at what calls gave once more.
+        self.late = LateWrites()  # Checks calls' results a second time.
         self._memory = GuardedMemory(case.device)
         self._workspaces = GuardedWorkspaces(self._memory)
         self.weights = guard_weights(self._memory, weights, form)
         expert_map = make_expert_map(case.problem, case.device)
         if expert_map is not None:
             expert_map = self._memory.copy("expert_map", expert_map)
-        # The case's device may lack the index that tensors have: cuda and cuda:0 are not equal.
+        # The case's device may have no index, and cuda and cuda:0 are not equal.
         self.expert_map = resolve_expert_map(case.problem, ep_rank, expert_map, self.weights.w13.device)
         self.truths = [self.reference(inputs) for inputs in calls]
         inner = local_prepare_finalize(case.problem.activation_format)
@@ -127,14 +127,14 @@ class GuardedLayer:
             self._memory.freeze()
 
     def __call__(self, inputs: Inputs, fill: str = "nan") -> torch.Tensor:
-        """Runs a copy of the inputs into an output of NaN, and returns that.
+        """Runs a copy of the inputs into an output filled with NaN, and returns it.
 
         Args:
             inputs: Inputs of one call.
             fill: Contents of the workspaces, one of `moereg.testing.guards.FILLS`.
 
         Raises:
-            AssertionError: The kernel wrote to memory that is not its own, or did not return `out`.
+            AssertionError: The kernel wrote outside its memory or did not return `out`.
         """
         memory = GuardedMemory(self.case.device)
         copied = Inputs(*(memory.copy(each.name, getattr(inputs, each.name)) for each in dataclasses.fields(inputs)))
@@ -154,7 +154,7 @@ class GuardedLayer:
         return _reference(self.case, self.weights, inputs, self.expert_map, computes)
 
     def check_close(self, inputs: Inputs, out: torch.Tensor, truth: torch.Tensor) -> None:
-        """Raises AssertionError where the error is above the bound; it names the usual mistakes that explain it."""
+        """Raises AssertionError if the error exceeds the bound, naming usual mistakes that explain it."""
         error, bound = relative_error(out, truth), _bound(self.case, len(out))
         if error <= bound:
             return
@@ -171,9 +171,9 @@ class GuardedLayer:
 
 @dataclasses.dataclass
 class ImportWatch:
-    """Records which top-level packages are imported, each with the modules on the stack at that time.
+    """Records imports of top-level packages, each with the modules on the stack.
 
-    A finder of modules that finds none.
+    A module finder that finds nothing.
     """
 
     importers: dict[str, frozenset[str]] = dataclasses.field(default_factory=dict)
@@ -181,7 +181,7 @@ class ImportWatch:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Notes who imports a package, and leaves finding it to the others."""
+        """Records the importers of a package, and leaves finding it to other finders."""
         if "." not in name:
             waiting = set()
             frame: FrameType | None = sys._getframe(1)
@@ -192,7 +192,7 @@ class ImportWatch:
         return None
 
     def imported_by(self, package: str) -> set[str]:
-        """Top-level packages that a package imported, directly or not, and that are there."""
+        """Loaded top-level packages that a package imported, directly or not."""
         return {
             name
             for name, waiting in self.importers.items()
@@ -202,7 +202,7 @@ class ImportWatch:
 
 @contextlib.contextmanager
 def watched_imports() -> Iterator[ImportWatch]:
-    """Watches what is imported inside for the first time."""
+    """Watches first-time imports within the context."""
     watch = ImportWatch()
     sys.meta_path.insert(0, watch)
     try:
@@ -219,7 +219,7 @@ def kernel_libraries(cell: BackendCell) -> frozenset[str]:
             files = importlib.metadata.files(Requirement(requirement).name) or ()
         except importlib.metadata.PackageNotFoundError:
             continue
-        if not files:  # Nothing is known of what it brings.
+        if not files:  # Its contents are unknown.
             found.add(Requirement(requirement).name.replace("-", "_").lower())
         if sum(file.size or 0 for file in files if file.suffix in _COMPILED) > _LARGE_BYTES:
             found |= {str(file.parts[0]) for file in files if re.fullmatch(r"[A-Za-z]\w*", file.parts[0])}
@@ -227,11 +227,11 @@ def kernel_libraries(cell: BackendCell) -> frozenset[str]:
 
 
 def check_deciding(cell: BackendCell, watch: ImportWatch) -> None:
-    """The predicate answers every problem with reasons in words, on every platform of the claim, and imports nothing.
+    """The predicate answers every problem on every claimed platform with well-formed reasons, and imports nothing.
 
     Args:
         cell: The cell.
-        watch: Watches imports since before the backend was imported, where this process did that.
+        watch: Has watched imports since before the backend was imported, if this process imported it.
 
     Raises:
         AssertionError: It raised, gave a reason that is not a lowercase clause, or imported a kernel library.
@@ -263,7 +263,7 @@ def check_case(case: Case, layer: DrawnLayer, num_calls: int = 1) -> None:
     Args:
         case: The cell and platform that run it.
         layer: The call.
-        num_calls: How often it is repeated, with other addresses each time.
+        num_calls: How often to repeat it, each time at other addresses.
 
     Raises:
         AssertionError: Wrong numbers, or bytes changed that must not.
@@ -285,7 +285,7 @@ def check_case(case: Case, layer: DrawnLayer, num_calls: int = 1) -> None:
 
 
 def check_numbers(case: Case, is_first: bool = False) -> None:
-    """Numbers of a case are those of the reference, for the calls that `calls_of` says, under guard bands.
+    """A case's results agree with the reference for the calls of `calls_of`, under guard bands.
 
     Args:
         case: The case to run.
@@ -316,13 +316,13 @@ def check_rejections(cell: BackendCell) -> None:
 
 
 def check_faults_are_caught(cell: BackendCell, scheme: QuantScheme) -> None:
-    """Weights that are spoiled as a wrong kernel would read them give an error well above the bound."""
+    """Weights spoiled the way a wrong kernel would read them give an error well above the bound."""
     case = _with_few_experts(first_case(cell, scheme, has_bias=True))
     weights = make_weights(case.problem, case.device)
     num_tokens = fault_tokens(case)
     inputs = make_inputs(case.problem, num_tokens, "uniform", case.device)
     truth = _reference(case, weights, inputs, make_expert_map(case.problem, case.device))
-    # Bounds of quantized activations are wide, since a kernel may round before the quantizer.
+    # Bounds are wide for quantized activations, since a kernel may round before the quantizer.
     least = (10 if case.computes.activation is None else 1.5) * _bound(case, num_tokens)
     for fault, faulty in plant_faults(weights):
         out = build(case, faulty)(*inputs.call)
@@ -331,7 +331,7 @@ def check_faults_are_caught(cell: BackendCell, scheme: QuantScheme) -> None:
 
 
 def check_activations_are_rounded(cell: BackendCell, scheme: QuantScheme) -> None:
-    """A scheme that quantizes activations does: the bounds alone are wide enough for activations of 16 bits."""
+    """A scheme with quantized activations does quantize them; bounds alone would also accept 16-bit ones."""
     case = _with_few_experts(first_case(cell, scheme))
     weights = make_weights(case.problem, case.device)
     inputs = make_inputs(case.problem, 17, "uniform", case.device)
@@ -382,7 +382,7 @@ def check_workspaces_grow(cell: BackendCell) -> None:
 
 
 def check_equal_bits(cell: BackendCell) -> None:
-    """Equal inputs give equal bits, on a GPU beside a busy stream."""
+    """Equal inputs give equal bits, on a GPU while another stream is busy."""
     case = first_case(cell)
     kernel = build(case)
     call = make_inputs(case.problem, 63, "skewed", case.device).call
@@ -399,7 +399,7 @@ def check_equal_bits(cell: BackendCell) -> None:
 
 
 def check_compiles(cell: BackendCell) -> None:
-    """A caller compiles in one graph and gets the eager result."""
+    """A layer compiles into one graph and gives the eager result."""
     case = first_case(cell)
     kernel = build(case)
     torch._dynamo.reset()
@@ -417,7 +417,7 @@ def check_compiles(cell: BackendCell) -> None:
 
 
 def check_graph_replay(cell: BackendCell) -> None:
-    """A replayed CUDA graph reads the present contents of its inputs; needs a CUDA device."""
+    """A replayed CUDA graph reads the current contents of its inputs; needs a CUDA device."""
     case = first_case(cell)
     kernel = build(case)
     inputs = make_inputs(case.problem, 63, "uniform", case.device)
@@ -436,7 +436,7 @@ def check_graph_replay(cell: BackendCell) -> None:
 
 
 def check_no_synchronization(cell: BackendCell) -> None:
-    """A call does not wait for the device; needs a CUDA device."""
+    """A call does not synchronize with the device; needs a CUDA device."""
     case = first_case(cell)
     kernel = build(case)
     call = make_inputs(case.problem, 63, "uniform", case.device).call
@@ -450,7 +450,7 @@ def check_no_synchronization(cell: BackendCell) -> None:
 
 
 def _with_few_experts(case: Case) -> Case:
-    """The same with two experts where kernels are interpreted, which takes as long as there are experts."""
+    """The same case with two experts if kernels are interpreted, whose time grows with the experts."""
     if not case.is_imitated:
         return case
     return dataclasses.replace(case, problem=dataclasses.replace(case.problem, num_experts=2, num_local_experts=2))

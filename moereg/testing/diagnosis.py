@@ -1,8 +1,8 @@
-"""Diagnoses wrong numbers: compares them with what usual mistakes would give, and names those that match.
+"""Diagnoses wrong numbers: compares them with the results of usual mistakes, and names those that match.
 
 Each mistake is the reference with one step done wrong. A match has to be as close to that as a right kernel is to the
-truth, so a mistake that is not in the list matches nothing. Two mistakes may give the same numbers (with one expert a
-token, say); then both are named.
+truth, so a mistake that is not listed matches nothing. If two mistakes give the same numbers (as they may with one
+expert per token), both are named.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ _NUMBER: Final = re.compile(r"\[[\d, ]*\]|\bnan\b|\binf\b|\b\d[\d.]*(e[+-]\d+)?\
 _MOST_ROWS: Final = 64
 _USUAL_ELEMENTS: Final = 1 << 25
 _MOST_ELEMENTS: Final = 1 << 29
-"""Elements of experts' matrices that one mistake reads: as many rows as stay below the first, none above the second.
+"""Matrix elements that one mistake may read: rows are limited to the first, and calls above the second skipped.
 
-There are up to about 60 mistakes, and a CPU that restores weights reads some hundred million elements a second (an
-estimate).
+There are up to about 60 mistakes, and a CPU dequantizes some hundred million elements a second (an estimate).
 """
 _MOST_BYTES: Final = 1 << 30
-"""The largest weights whose codes and scales are spoiled, which takes copies."""
+"""Largest weights whose codes and scales are spoiled, since that makes copies."""
 
 _LEAST_ROUNDED: Final = 64
 """Elements of hidden states and of the intermediate below which some rounding may resemble any error by chance."""
@@ -62,7 +61,7 @@ def diagnose(
 
     Args:
         problem, weights, hidden_states, topk_weights, topk_ids, expert_map, computes: As in `reference_experts`.
-        out: [T,H], what the kernel gave; NaN where it wrote nothing.
+        out: [T,H], the kernel's output; NaN where it wrote nothing.
         truth: [T,H] fp32, the result of `reference_experts`.
 
     Returns:
@@ -80,7 +79,7 @@ def diagnose(
             problem, weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float32, computes
         )
         call = _MistakenCall(**vars(right))
-        if spans_tokens(call.scheme):  # One scale of a call depends on every row.
+        if spans_tokens(call.scheme):  # A per-call scale depends on every row.
             if _elements(problem) // problem.top_k * problem.num_local_experts <= _MOST_ELEMENTS:
                 found = _matching(call, out, truth)
         else:
@@ -90,7 +89,7 @@ def diagnose(
 
 
 def worded(causes: Sequence[str]) -> str:
-    """The end of a message: `; likely cause: gate and up swapped`. Empty if there is none."""
+    """A message's ending such as `; likely cause: gate and up swapped`, or an empty string."""
     if not causes:
         return ""
     return f"{_CAUSE}{'s' * (len(causes) > 1)}: {', or '.join(causes)}"
@@ -126,7 +125,7 @@ def _matching(call: _MistakenCall, out: torch.Tensor, truth: torch.Tensor) -> tu
 
 
 def _wrong_tail(out: torch.Tensor, truth: torch.Tensor, bound: float) -> tuple[str, ...]:
-    """The last rows or columns, where they alone are wrong."""
+    """Names the last rows or columns if only they are wrong."""
     difference = (out.double() - truth.double()).nan_to_num(nan=torch.inf)
     for name, dim in (("rows", 0), ("columns", 1)):
         size = out.shape[dim]
@@ -144,13 +143,13 @@ def _wrong_tail(out: torch.Tensor, truth: torch.Tensor, bound: float) -> tuple[s
 
 
 def _elements(problem: MoEProblem) -> int:
-    """Elements of the matrices that one token's experts have."""
+    """Matrix elements that one token's experts read."""
     rows = problem.activation.num_halves + 1
     return rows * problem.hidden_size * problem.intermediate_size * problem.top_k
 
 
 def _worst_rows(problem: MoEProblem, out: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Indices of the rows that differ most, as many as can be computed again and again."""
+    """Indices of the rows that differ most, few enough to compute for every mistake."""
     count = min(len(out), _MOST_ROWS, max(1, _USUAL_ELEMENTS // _elements(problem)))
     distance = torch.linalg.vector_norm(out.double() - truth.double(), dim=1)
     worst: torch.Tensor = distance.topk(count).indices.sort().values
@@ -162,8 +161,8 @@ class _MistakenCall(LayerCall):
     """A call that goes wrong in one place.
 
     Attributes:
-        edits: By name, what is done to a matrix of one expert (`w13` or `w2`), its bias (`w13_bias`), or the rows that
-            are multiplied by a matrix (`a13`, `a2`).
+        edits: Edits by name: of one expert's matrix (`w13` or `w2`), its bias (`w13_bias`), or the rows that a matrix
+            multiplies (`a13`, `a2`).
         scales_bias: Whether routing weights scale the bias of w2 with the rest of the output.
     """
 
@@ -197,7 +196,7 @@ class _MistakenCall(LayerCall):
 
 
 def _mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
-    """Every usual mistake that the call can have."""
+    """Yields every usual mistake that the call can have."""
     yield from _matrix_mistakes(call)
     yield from _routing_mistakes(call)
     yield from _activation_mistakes(call)
@@ -281,7 +280,7 @@ def _scale_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
 
 
 def _missing_columns(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
-    """The end of a sum left out: what is beyond the last whole tile, or the last tile."""
+    """Leaves out the end of a sum: the part after the last whole tile, or the last tile."""
     for name, text, size in (
         ("a13", "columns of hidden_states", call.problem.hidden_size),
         ("a2", "columns of the intermediate", call.problem.intermediate_size),
@@ -304,12 +303,12 @@ def _rounded_through_8_bits(call: _MistakenCall, out: torch.Tensor, error: float
     for rounding, round_to in _ROUNDINGS.items():
 
         def edit(x: torch.Tensor, round_to: _Edit = round_to) -> torch.Tensor:
-            return round_to(x.to(dtype).float())  # A kernel has the intermediate in 16 bits, too.
+            return round_to(x.to(dtype).float())  # A kernel has the intermediate in 16 bits too.
 
         for place, names in places.items():
             wrong = call.with_edits(**dict.fromkeys(names, edit)).output()
             errors[f"{place} rounded through 8 bits ({rounding})"] = relative_error(out, wrong)
-    # An error of another origin would add to that of the rounding instead of being explained by it.
+    # An error with another cause would add to the rounding error instead of being explained by it.
     best = min(errors, key=lambda name: errors[name], default=None)
     return () if best is None or not errors[best] < error / 2 else (best,)
 
@@ -331,7 +330,7 @@ def _interleaved(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed(matrix: torch.Tensor) -> torch.Tensor:
-    """The same memory read as the transposed matrix's."""
+    """Reads the same memory as the transposed matrix."""
     return matrix.reshape(matrix.shape[1], matrix.shape[0]).T
 
 

@@ -1,4 +1,4 @@
-"""Layers drawn at random within a cell's claim, with sizes around the steps, pads and tiles of kernels."""
+"""Draws random layers within a cell's claims, with sizes around kernels' steps, pads and tiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moereg.testing.inputs import ROUTINGS
 from moereg.testing.problems import accepted_neighbor, held, served_schemes
 
 Choose = Callable[[Sequence[Any]], Any]
-"""Picks one of several values; earlier ones are simpler."""
+"""Picks a value from a sequence; earlier ones are simpler."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +41,18 @@ INTERPRETED: Final = Limits(size=168, num_tokens=65, num_experts=4, num_routes=6
 """Limits for Triton's interpreter, where a layer takes some tenths of a second."""
 
 INTERPRETED_QUANTIZED: Final = Limits(size=168, num_tokens=33, num_experts=3, num_routes=34)
-"""Limits for the interpreter where kernels restore weights or quantize rows, element by element."""
+"""Limits for the interpreter if kernels dequantize weights or quantize rows, element by element."""
 
 NATIVE: Final = Limits(size=400, num_tokens=130, num_experts=40, num_routes=1040)
-"""Limits where kernels are compiled."""
+"""Limits for compiled kernels."""
 
 GPU: Final = Limits(size=640, num_tokens=1025, num_experts=40, num_routes=4100)
-"""Limits of a GPU, whose kernels for many rows an expert have taller tiles."""
+"""Limits for a GPU, whose kernels have taller tiles for many rows per expert."""
 
-# Rows of tiles, and where other kernels take over.
+# Tile heights, and thresholds between kernels.
 _TOKENS: Final = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 513, 1025, 0)
 _TOKENS_OF_A_KIND: Final = (range(2), range(2, 9), range(9, 17), range(17, 66), range(66, 1 << 20))
-# Layers without any route are right too easily, so they are drawn more rarely.
+# Layers without any route are too easy, so they are drawn more rarely.
 _ROUTINGS: Final = ("uniform", "skewed", "unmapped", *ROUTINGS)
 _EXPERTS: Final = (1, 2, 3, 4, 6, 8, 9, 16, 17, 33, 40)
 _TOP_K: Final = (1, 2, 3, 4, 5, 8)
@@ -70,7 +70,7 @@ class DrawnLayer:
         problem: The layer.
         num_tokens: T.
         routing: One of `moereg.testing.inputs.ROUTINGS`.
-        ep_rank: Which slice of the experts is here, where placement is contiguous.
+        ep_rank: Which slice of the experts is here, if placement is contiguous.
         wide_ids: Whether topk_ids are int64.
         fill: One of `moereg.testing.guards.FILLS`.
         form: One of `moereg.testing.guards.FORMS`.
@@ -91,7 +91,7 @@ class DrawnLayer:
     seed: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Strings and numbers only; `from_dict` reads them back."""
+        """A dictionary of JSON values; `from_dict` reads it back."""
         return {**vars(self), "problem": self.problem.to_dict()}
 
     @classmethod
@@ -122,7 +122,7 @@ class DrawnLayer:
     def case(self) -> Case | None:
         """The cell, problem and platform to run as; None if the cell is missing or does not run here.
 
-        Of cells that differ in narrowed facts alone, the one that accepts the problem.
+        If cells differ only in narrowed facts, takes the one that accepts the problem.
         """
         found = list(self._cases())
         accepted = [case for case in found if accepted_neighbor(case.cell, self.problem, case.platform) == self.problem]
@@ -139,10 +139,10 @@ class DrawnLayer:
 
 
 def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
-    """A layer that the cell claims.
+    """Draws a layer that the cell claims.
 
     Args:
-        cell: The cell that is to run it.
+        cell: The cell to run it.
         choose: Makes every choice, such as `random.Random(seed).choice`.
         limits: Largest sizes.
     """
@@ -155,7 +155,7 @@ def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
     top_k = choose(_up_to(_TOP_K, num_experts))
     most_tokens = min(limits.num_tokens, limits.num_routes // top_k)
     placement = choose(sorted(facts.placements))
-    # Make each choice even if nothing depends on it, so that later choices do not depend on it either.
+    # Make every choice even if it is not needed, so that later choices do not depend on that.
     some_experts, is_half, ep_rank = choose(range(num_experts, 0, -1)), choose((False, True)), choose((0, 1))
     has_bias, weight_on_input = choose((False, True)), choose((False, True))
     num_local_experts = some_experts if placement == "map" else num_experts
@@ -182,7 +182,7 @@ def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
         rule=cell.rules[0].text,
         computes=computes.name,
         problem=problem,
-        # Tall tiles are where most kernels differ, so half of the calls have many tokens.
+        # Kernels differ most in tall tiles, so half of the calls have many tokens.
         num_tokens=choose(_up_to(choose((_TOKENS, _TOKENS[9:-1])), most_tokens) or [most_tokens]),
         routing=choose(_ROUTINGS),
         ep_rank=ep_rank if placement == "contiguous" and problem.is_expert_parallel else 0,
@@ -194,13 +194,13 @@ def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
 
 
 def redraw(layer: DrawnLayer, choose: Choose, limits: Limits) -> DrawnLayer:
-    """A layer of other sizes and tensors for which, as far as moereg can know, no kernel has to be compiled again.
+    """Varies a layer's sizes and tensors such that, as far as moereg knows, no kernel is compiled again.
 
-    Sizes keep their remainder modulo 128. Tokens and experts stay within the limits where other kernels take over. 1
-    and multiples of 16 stay what they are, since Triton compiles anew for them.
+    Sizes keep their remainder modulo 128. Tokens and experts stay between the thresholds of kernels. 1 and multiples
+    of 16 stay so, since Triton specializes on them.
 
     Args:
-        layer: One that was drawn.
+        layer: A drawn layer.
         choose: As in `draw_layer`.
         limits: As in `draw_layer`.
     """
@@ -241,7 +241,7 @@ def redraw(layer: DrawnLayer, choose: Choose, limits: Limits) -> DrawnLayer:
 
 
 def simpler_layers(layer: DrawnLayer) -> Iterator[DrawnLayer]:
-    """Layers that are simpler in one respect each, those that say most first."""
+    """Layers that are each simpler in one respect, the most informative first."""
     usual: dict[str, Any] = {"routing": "uniform", "form": "contiguous", "fill": "nan", "wide_ids": False}
     for field, value in usual.items():
         if getattr(layer, field) != value:
@@ -281,7 +281,7 @@ def _simpler_problems(problem: MoEProblem) -> Iterator[dict[str, Any]]:
 
 
 def _least_alike(size: int) -> int:
-    """The smallest size that is equal modulo 128 and not tiny, since errors do not average out over few elements."""
+    """The smallest size equal modulo 128 that is not tiny, since errors do not average out over few elements."""
     return size % 128 if size % 128 >= 15 else min(size, size % 128 + 128)
 
 
@@ -290,7 +290,7 @@ def _alike(count: int, others: Sequence[int]) -> list[int]:
 
 
 def limits_of(cell: BackendCell) -> Limits:
-    """The largest sizes of a cell's layers that this machine runs quickly."""
+    """The largest sizes at which this machine runs a cell's layers quickly."""
     if is_imitated(cell):
         return INTERPRETED if any(scheme.weight is None for scheme in cell.schemes) else INTERPRETED_QUANTIZED
     return GPU if default_device().type == "cuda" else NATIVE
@@ -301,7 +301,7 @@ def _up_to(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _draw_size(choose: Choose, most: int, divisor: int) -> int:
-    """A size at, one below or one above steps, pads and tiles, or half a pad beyond a number of pads."""
+    """Draws a size at, one below or one above steps, pads and tiles, or half a pad past a multiple of the pad."""
     beside = [size + more for size in (16, 32, 64, 128, 256) for more in (0, -1, 1) if 16 <= size + more <= most]
     half_pad = [size for size in range(32, most + 1, 64)]
     between = [size for step in (16, 24, 48) for size in range(48, most + 1, step)]
@@ -310,7 +310,7 @@ def _draw_size(choose: Choose, most: int, divisor: int) -> int:
 
 
 def _activations(cell: BackendCell) -> list[Activation]:
-    """Activations that the cell claims, the most usual first, with other clamps and scalars if it claims these."""
+    """Activations that the cell claims, the most usual first, with further clamps and scalars if claimed."""
     facts = cell.facts
     known = sorted(facts.activations, key=lambda name: (name != "silu", name))
     found = [ACTIVATIONS[name] for name in known if facts.swiglu_limit or ACTIVATIONS[name].limit is None]

@@ -1,7 +1,7 @@
-"""Faults that a comparison has to catch: each turns right weights into wrong ones, as a faulty kernel might read them.
+"""Faults that a comparison has to catch: each spoils weights the way a faulty kernel might read them.
 
-A fault in the weights has the effect of the same fault in a kernel's addressing. So a kernel on spoiled weights,
-compared with the reference on right ones, shows what a wrong kernel would give.
+A fault in the weights has the effect of the same fault in a kernel's addressing. So a kernel on spoiled weights gives
+what a wrong kernel would give on right ones.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from moereg.spec.quant_schemes import MATRICES
 from moereg.weights.permuted import ExpertWeights
 
 Fault = Callable[[ExpertWeights, str], ExpertWeights | None]
-"""Spoils w13 or w2; None if the weights have nothing to spoil."""
+"""Spoils w13 or w2; returns None if there is nothing to spoil."""
 
 
 def gate_up_swapped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
-    """Up rows stand where gate rows belong, with their scales, zero points and biases."""
+    """Swaps gate and up rows, with their scales, zero points and biases."""
     if matrix != "w13" or weights.num_halves != 2:
         return None
     swapped = {}
     for name in ("w13", "w13_scale", "w13_scale_2", "w13_zero_point", "w13_bias"):
         tensor = weights.tensors().get(name)
-        # One scale an expert has no halves, and neither have blocks of rows if one spans the border of the halves.
+        # A scale per expert has no halves, nor have row blocks if one spans both halves.
         if tensor is not None and tensor.dim() > 1 and tensor.shape[1] % 2 == 0:
             swapped[name] = torch.cat(_bytes(tensor).chunk(2, dim=1)[::-1], dim=1).view(tensor.dtype)
     return _with(weights, swapped)
 
 
 def experts_rotated(weights: ExpertWeights, matrix: str = "w2") -> ExpertWeights | None:
-    """Each expert has the codes of the one before it, and its own scales."""
+    """Gives each expert the codes of the previous one, with its own scales."""
     if weights.num_experts == 1:
         return None
     codes = weights.tensors()[matrix]
@@ -42,15 +42,15 @@ def experts_rotated(weights: ExpertWeights, matrix: str = "w2") -> ExpertWeights
 
 
 def bias_dropped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
-    """The bias is zero."""
+    """Zeroes the bias."""
     bias = weights.tensors().get(f"{matrix}_bias")
     return None if bias is None else _with(weights, {f"{matrix}_bias": torch.zeros_like(bias)})
 
 
 def scale_off_by_one_group(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
-    """Each group has the scale of the one before it in its row.
+    """Gives each group the scale of the previous one in its row.
 
-    Where a row is one group, that is the scale of the row before; where a matrix is, of the half or expert before.
+    If a row is one group, that is the previous row's scale; if a matrix is, that of the previous half or expert.
     """
     scale = weights.tensors().get(f"{matrix}_scale")
     if scale is None or scale.numel() == 1:
@@ -60,13 +60,13 @@ def scale_off_by_one_group(weights: ExpertWeights, matrix: str = "w13") -> Exper
 
 
 def global_scale_dropped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
-    """The second scale is not applied."""
+    """Omits the global scale."""
     scale_2 = weights.tensors().get(f"{matrix}_scale_2")
     return None if scale_2 is None else _with(weights, {f"{matrix}_scale_2": torch.ones_like(scale_2)})
 
 
 def zero_point_dropped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
-    """All zero points are the symmetric one, half the range."""
+    """Sets all zero points to the symmetric one, half the range."""
     zero_point = weights.tensors().get(f"{matrix}_zero_point")
     fmt = weights.scheme.weight
     if zero_point is None or fmt is None:
@@ -78,7 +78,7 @@ def zero_point_dropped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWei
 
 
 def nibbles_swapped(weights: ExpertWeights, matrix: str = "w13") -> ExpertWeights | None:
-    """The high nibble is read first."""
+    """Swaps the nibbles of each byte."""
     fmt = weights.scheme.weight
     if fmt is None or fmt.bits != 4:
         return None
@@ -98,10 +98,10 @@ FAULTS: Final[dict[str, Fault]] = {
 
 
 def plant_faults(weights: ExpertWeights) -> Iterator[tuple[str, ExpertWeights]]:
-    """Every fault that the weights can have, one at a time, with its name and the matrix that it is in.
+    """Yields every fault that the weights can have, one at a time, with its name and matrix.
 
-    The comparison sees a wrong scale only where scales differ by more than its tolerance, so weights need groups, rows
-    and experts of different magnitude.
+    A comparison sees a wrong scale only if scales differ by more than its tolerance, so groups, rows and experts need
+    different magnitudes.
     """
     for name, fault in FAULTS.items():
         for matrix in MATRICES:
@@ -111,7 +111,7 @@ def plant_faults(weights: ExpertWeights) -> Iterator[tuple[str, ExpertWeights]]:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of 8-bit elements as uint8, since torch's CUDA copies of rolled and joined tensors lack 8-bit floats."""
+    """Views 8-bit elements as uint8, since torch on CUDA cannot roll or concatenate 8-bit floats."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 

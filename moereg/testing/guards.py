@@ -1,10 +1,10 @@
 """Guard bands: memory around every tensor of a call that reads as NaN and must not be written to.
 
-A kernel that reads behind a tensor finds NaN, which no mask or zero weight turns into a number. A kernel that writes
-there is seen afterwards. The bands are bytes of 0xFF: NaN in every float type that moereg knows, -1 in signed
-integers. Each tensor has its own allocation, so that no memory of the layer lies behind a band.
+A kernel that reads past a tensor finds NaN, which multiplying by zero does not hide. One that writes there is detected
+afterwards. The bands are bytes of 0xFF: NaN in every float type that moereg knows, -1 in signed integers. Each tensor
+has its own allocation, so that none of the layer's memory follows a band.
 
-pytest leaves the messages of its assertions as they are: PYTEST_DONT_REWRITE.
+pytest must not rewrite its assertions' messages: PYTEST_DONT_REWRITE.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from moereg.spec.quant_schemes import TENSOR_ROLES
 from moereg.weights.permuted import ExpertWeights, PerExpert, PermutedWeights
 
 FILLS: Final = ("nan", "huge", "stale")
-"""Contents of workspaces that a call gets: NaN, the largest numbers of their dtype, or what another call left."""
+"""Initial contents of workspaces: NaN, the largest numbers of the dtype, or what another call left."""
 
 FORMS: Final = ("contiguous", "columns", "transposed", "offset", "parameter", "expanded")
-"""How canonical weights may lie in memory.
+"""Memory layouts of canonical weights.
 
-Stacked; every second column of a wider tensor; the last two dimensions swapped; addresses aligned to one element only;
+Contiguous; every second column of a wider tensor; the last two dimensions swapped; aligned to one element only;
 parameters that require grad; biases and scales expanded from one number.
 """
 
@@ -41,14 +41,14 @@ _POISONED: Final = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
 _THREADS_SECONDS: Final = 1.0
 _LEAST_BAND: Final = 1 << 16
 _MOST_BAND: Final = 1 << 20
-_BAND_ROWS: Final = 256  # The tallest tile has as many.
+_BAND_ROWS: Final = 256  # As many as the tallest tile has.
 _WORKSPACE_ALIGNMENT: Final = 256  # As `Experts.apply` promises.
 _HUGE: Final = {torch.bfloat16: 3e38, torch.float32: 3e38, torch.float16: 6e4}
 
 
 @dataclasses.dataclass
 class _Block:
-    """One allocation: a band, a tensor's bytes `[start, end)`, and a band; its contents and version once frozen."""
+    """One allocation: a band, a tensor's bytes `[start, end)`, and a band; when frozen also contents and version."""
 
     name: str
     raw: torch.Tensor
@@ -60,7 +60,7 @@ class _Block:
 
 
 class GuardedMemory:
-    """Makes tensors between guard bands; checks the bands and the bytes of tensors that were frozen."""
+    """Makes tensors between guard bands; checks the bands and the bytes of frozen tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -75,15 +75,15 @@ class GuardedMemory:
         alignment: int | None = None,
         offset: int = 0,
     ) -> torch.Tensor:
-        """A tensor of 0xFF bytes.
+        """Allocates a tensor of 0xFF bytes.
 
         Args:
             name: Name for errors.
             shape: Shape of the tensor.
             dtype: Dtype of the tensor.
-            stride: Stride of the tensor; contiguous where None.
-            alignment: Bytes that its first byte is aligned to, and no more; as torch's allocator aligns where None.
-            offset: Elements between such an aligned place and the first byte.
+            stride: Stride of the tensor; None means contiguous.
+            alignment: Exact alignment in bytes of its first byte; None means that of torch's allocator.
+            offset: Elements between such an aligned address and the first byte.
         """
         if stride is None:
             stride = torch.empty(shape, device="meta").stride()
@@ -99,7 +99,7 @@ class GuardedMemory:
             dtype=torch.uint8,
             device=self.device,
         )
-        # Aligned no further than that, so that a kernel that needs more fails here as it would elsewhere.
+        # Aligned exactly so, to make a kernel that needs more fail here.
         start = band + (alignment - band - raw.data_ptr()) % (2 * alignment) + offset * dtype.itemsize
         end = start + num_bytes
         tensor = raw[start:end].view(dtype).as_strided(shape, stride)
@@ -109,17 +109,17 @@ class GuardedMemory:
     def copy(
         self, name: str, tensor: torch.Tensor, *, stride: tuple[int, ...] | None = None, offset: int = 0
     ) -> torch.Tensor:
-        """A copy; gaps between its elements are 0xFF too.
+        """Copies a tensor; gaps between elements are 0xFF too.
 
         Args:
             name: Name for errors.
             tensor: The tensor to copy.
-            stride: Stride of the copy; the tensor's where None.
+            stride: Stride of the copy; None keeps the tensor's.
             offset: As in `allocate`.
         """
         stride = tensor.stride() if stride is None else stride
         copied = self.allocate(name, tuple(tensor.shape), tensor.dtype, stride, offset=offset)
-        # Elements of an expanded tensor share memory, so each place is written once.
+        # Elements of an expanded tensor share memory, so write each address once.
         places = tuple(slice(1) if step == 0 else slice(None) for step in stride)
         target, source = copied[places], tensor.detach()[places]
         if tensor.element_size() == 1:
@@ -134,12 +134,12 @@ class GuardedMemory:
                 block.frozen, block.version = block.raw.clone(), block.tensor._version
 
     def check(self) -> None:
-        """Waits for the device and compares every byte that must not have changed.
+        """Synchronizes and compares every byte that must not have changed.
 
         Raises:
-            AssertionError: A byte changed; says of which tensor and where.
+            AssertionError: A byte changed; says in which tensor and where.
         """
-        # All bands have one answer, since each answer waits for the GPU.
+        # One comparison for all bands, since each one synchronizes.
         wrong = [
             (block.raw[: block.start] != _BYTE).any() | (block.raw[block.end :] != _BYTE).any()
             if block.frozen is None
@@ -166,10 +166,10 @@ class GuardedMemory:
 
 
 class GuardedWorkspaces:
-    """Hands out scratch as tensors between guard bands, each in its own allocation.
+    """Provides scratch memory as tensors between guard bands, each in its own allocation.
 
     Attributes:
-        fill: Contents of the tensors when they are handed out, one of `FILLS`. Stale ones are NaN the first time.
+        fill: Initial contents, one of `FILLS`. Stale ones are NaN the first time.
     """
 
     def __init__(self, memory: GuardedMemory, fill: str = "nan") -> None:
@@ -178,7 +178,7 @@ class GuardedWorkspaces:
         self._tensors: dict[tuple[tuple[tuple[int, ...], ...], torch.dtype], tuple[torch.Tensor, ...]] = {}
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
-        """Gives layers that run inside their scratch from here."""
+        """Within this context layers get their scratch memory from here."""
         return WORKSPACES.answered_by(self._take)
 
     def _take(
@@ -200,14 +200,14 @@ class GuardedWorkspaces:
 
 
 class LateWrites:
-    """Keeps what calls gave, and sees whether a thread that one left behind changes it."""
+    """Keeps calls' results and detects changes by threads that a call left running."""
 
     def __init__(self) -> None:
         self._threads = set(threading.enumerate())
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def expect(self, out: torch.Tensor) -> None:
-        """The tensor must stay as it is now."""
+        """Records a tensor that must not change any more."""
         self._kept.append((out, out.clone()))
 
     def check(self) -> None:
@@ -225,7 +225,7 @@ class LateWrites:
 
 
 class GuardedPrepareFinalize(PrepareFinalize):
-    """Another `PrepareFinalize`, with guard bands around the experts' tensors; rows past an expert's count are NaN."""
+    """Wraps a `PrepareFinalize` with guard bands around the experts' tensors; rows past an expert's count are NaN."""
 
     def __init__(self, inner: PrepareFinalize, device: torch.device) -> None:
         self.inner = inner
@@ -241,7 +241,7 @@ class GuardedPrepareFinalize(PrepareFinalize):
         problem: MoEProblem,
         expert_map: torch.Tensor | None,
     ) -> Prepared:
-        """As `inner`; tensors that it hands on unchanged are not moved."""
+        """Calls `inner`; tensors that it passes through are not copied."""
         prepared = self.inner.prepare(hidden_states, topk_weights, topk_ids, problem, expert_map)
         given = (hidden_states, topk_weights, topk_ids, expert_map)
         self.memory = GuardedMemory(hidden_states.device)
@@ -260,12 +260,12 @@ class GuardedPrepareFinalize(PrepareFinalize):
         return dataclasses.replace(prepared, inputs=dataclasses.replace(prepared.inputs, **moved))
 
     def finalize(self, out: torch.Tensor, expert_out: torch.Tensor, prepared: Prepared, problem: MoEProblem) -> None:
-        """As `inner`."""
+        """Calls `inner`."""
         self.inner.finalize(out, expert_out, prepared, problem)
 
 
 def guard_weights(memory: GuardedMemory, weights: ExpertWeights, form: str = "contiguous") -> ExpertWeights:
-    """A copy of canonical weights, each tensor between guard bands and frozen.
+    """Copies canonical weights, each tensor frozen between guard bands.
 
     Args:
         memory: Memory for the copy.
@@ -292,9 +292,9 @@ def guard_weights(memory: GuardedMemory, weights: ExpertWeights, form: str = "co
 
 
 def guard_permuted(memory: GuardedMemory, weights: PermutedWeights) -> PermutedWeights:
-    """The same weights, with the same strides and aligned to 16 bytes if they were, between guard bands and frozen.
+    """Copies permuted weights with the same strides and 16-byte alignment (if any), frozen between guard bands.
 
-    A tensor without strides, as oneDNN packs them, stays where it is: torch gives no access to its memory.
+    A tensor without strides, such as oneDNN packs, stays in place: torch gives no access to its memory.
     """
 
     def guarded(tensors: Mapping[str, PerExpert]) -> dict[str, PerExpert]:
@@ -308,7 +308,7 @@ def guard_permuted(memory: GuardedMemory, weights: PermutedWeights) -> PermutedW
     def one(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout != torch.strided:
             return tensor
-        # A view of canonical weights that begin anywhere must not become an aligned tensor here.
+        # A view of unaligned canonical weights must not become aligned here.
         offset = tensor.data_ptr() % 16 // tensor.element_size()
         return memory.copy(f"permuted {name}", tensor, offset=offset)
 
@@ -320,7 +320,7 @@ def guard_permuted(memory: GuardedMemory, weights: PermutedWeights) -> PermutedW
 
 @contextlib.contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Inside, `torch.empty` gives NaN, and bytes that read as NaN in any float type. Python code alone is affected."""
+    """Within this context `torch.empty` gives bytes that are NaN in any float type. Affects only Python code."""
     real: Any = torch.empty
 
     def poisoned(*arguments: Any, **keywords: Any) -> torch.Tensor:

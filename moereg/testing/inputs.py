@@ -14,7 +14,7 @@ from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
 ROUTINGS: Final = ("uniform", "skewed", "one_expert", "unmapped", "nowhere")
-"""Kinds of routing: even; to few experts; all to the last ones; even with ids out of range; all ids out of range."""
+"""Kinds of routing: even; to few experts; all to the last ones; even with some ids out of range; all out of range."""
 
 _SPREAD: Final = 0.25
 
@@ -29,7 +29,7 @@ class Inputs:
 
     @property
     def call(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """In the order in which a kernel takes them."""
+        """The arguments of a kernel's call, in order."""
         return self.hidden_states, self.topk_weights, self.topk_ids
 
     def clone(self) -> Inputs:
@@ -38,10 +38,10 @@ class Inputs:
 
 
 def make_weights(problem: MoEProblem, device: torch.device, seed: int = 0) -> ExpertWeights:
-    """Random weights; gate and up are scaled differently, and every expert too, so that no swap can pass.
+    """Makes random weights; gate, up and every expert are scaled differently, so that no swap can pass.
 
-    Weights of a quantized scheme are quantized by moereg itself. Their originals differ in magnitude by row and group,
-    so that a scale of another group cannot pass. Static activation scales come from other random tokens.
+    For a quantized scheme, moereg quantizes weights whose magnitudes differ by row and group, so that another group's
+    scale cannot pass. Static activation scales come from other random tokens.
     """
     plain = make_plain_weights(problem, device, seed)
     if problem.quant.weight is None:
@@ -77,7 +77,7 @@ def make_plain_weights(problem: MoEProblem, device: torch.device, seed: int = 0)
         w13[:, inter:] *= 0.6
     biases = {}
     if problem.has_bias:
-        # Larger where the bound is, so that a dropped one is seen.
+        # Larger if the bound is, so that a dropped bias is seen.
         size = 1 if problem.quant.activation is None else 2
         biases = {
             "w13_bias": (size * random(experts, w13.shape[1])).to(dtype),
@@ -92,14 +92,14 @@ def make_plain_weights(problem: MoEProblem, device: torch.device, seed: int = 0)
 def _vary(matrix: torch.Tensor, random: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Multiplies rows and runs of 16 columns by random factors whose mean square is 1."""
     experts, rows, columns = matrix.shape
-    # Little enough that no single element of the intermediate is most of it.
+    # Small enough that no single element dominates the intermediate.
     shapes = ((experts, rows, 1), (experts, 1, -(-columns // 16)))
     by_row, by_group = (torch.exp(_SPREAD * random(*shape) - _SPREAD**2) for shape in shapes)
     return matrix * by_row * by_group.repeat_interleave(16, 2)[..., :columns]
 
 
 def make_inputs(problem: MoEProblem, num_tokens: int, routing: str, device: torch.device, seed: int = 0) -> Inputs:
-    """Random tokens and routes; `routing` is one of `ROUTINGS`."""
+    """Makes random tokens and routes; `routing` is one of `ROUTINGS`."""
     assert routing in ROUTINGS, routing
     generator = torch.Generator(device).manual_seed(1000 + seed)
     hidden_states = torch.randn(num_tokens, problem.hidden_size, generator=generator, device=device)
@@ -121,7 +121,7 @@ def make_inputs(problem: MoEProblem, num_tokens: int, routing: str, device: torc
 
 
 def make_expert_map(problem: MoEProblem, device: torch.device) -> torch.Tensor | None:
-    """Local experts in reverse order on every second global expert, where placement is `map`."""
+    """For placement `map`: local experts in reverse order on every second global expert; else None."""
     if problem.placement != "map":
         return None
     expert_map = torch.full((problem.num_experts,), -1, dtype=torch.int32)

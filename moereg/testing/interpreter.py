@@ -1,6 +1,6 @@
-"""Repairs of Triton's interpreter, without which kernels in bfloat16 or fp8 cannot be checked on a CPU.
+"""Repairs Triton's interpreter, so that kernels in bfloat16 or fp8 can be checked on a CPU.
 
-It also checks there that kernels stay inside the tensors that they were given.
+It also checks that kernels stay inside their tensors.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ import torch
 
 _LOGGER = logging.getLogger("moereg")
 
-# Addresses of user space have 47 bits. The bits above them hold the number of the argument, so that whatever is
-# computed from a pointer, through casts and selects too, still says from which argument it came.
+# User-space addresses have 47 bits. The bits above hold the argument's number, so that whatever is computed from a
+# pointer, even through casts and selects, still carries its origin.
 _ADDRESS_BITS = 48
 _ADDRESS_MASK = np.uint64((1 << _ADDRESS_BITS) - 1)
 
-# Private ones of Triton's interpreter, which 3.6 to 3.8 have.
+# Private names of Triton's interpreter in 3.6 to 3.8.
 _NAMES: Final = ("InterpreterError", "_interpreter", "_implicit_cvt", "_unwrap_tensor", "GridExecutor._init_args_hst")
 
 
 def patch_interpreter() -> None:
     """Makes bfloat16 and 8-bit floats correct under `TRITON_INTERPRET=1`; does nothing the second time.
 
-    Triton 3.6 to 3.9 keep bfloat16 as the uint16 of its bits. Their interpreter multiplies those integers in `tl.dot`
-    and raises nothing, and it truncates float32 to bfloat16 where a GPU rounds to nearest even. From float32 to 8-bit
-    floats it rounds ties up, loses carries and makes wrong subnormals; back it reads NaN as a number. Products of int8
-    wrap in 3.6 and 3.7. Operands are therefore widened here, to float32 or int32, before the product: exact for every
-    16-bit and 8-bit float. `tl.dot_scaled` reads every scale as a power of two, and here float8_e4m3fn as what it is.
-    Elementwise +, -, * and fma of bfloat16 are widened too, and rounded; other arithmetic on it stays wrong, so kernels
-    widen before they compute. `tl.fma` rounds its product there, and here does not. Numbers beyond the range of an
-    8-bit float become what torch makes of them, so kernels saturate before they round.
+    Triton 3.6 to 3.9 represent bfloat16 as uint16 bits. Their interpreter multiplies those integers in `tl.dot` without
+    an error, and truncates float32 to bfloat16 where a GPU rounds to nearest even. From float32 to 8-bit floats it
+    rounds ties up, loses carries and makes wrong subnormals; back it reads NaN as a number. Products of int8 wrap in
+    3.6 and 3.7. So operands are widened here to float32 or int32 before the product, exact for every 16-bit and 8-bit
+    float. `tl.dot_scaled` reads every scale as a power of two there; here float8_e4m3fn scales are read correctly.
+    Elementwise +, -, * and fma of bfloat16 are widened and rounded too; other arithmetic on it stays wrong, so kernels
+    widen before they compute. `tl.fma` rounds its product there, but not here. Numbers beyond the range of an 8-bit
+    float become what torch makes of them, so kernels saturate before they round.
 
-    A lane that reads or writes outside of the kernel's argument from which its address came is an `OutOfBoundsError`.
-    A view counts as its own extent, and masked lanes may point anywhere.
+    A lane that accesses memory outside the argument that its address came from raises an `OutOfBoundsError`. A view
+    counts as its own extent, and masked lanes may point anywhere.
 
-    It also takes less than half of the time for kernels made of many small operations.
+    Kernels made of many small operations also take less than half of the time.
 
-    Mutates Triton's interpreter for the whole process, and the constructors of its language's blocks and tensors, which
-    make what they made before; compiled kernels are not touched.
+    Mutates Triton's interpreter for the whole process, and the constructors of its language's blocks and tensors, with
+    equal results; compiled kernels are not touched.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -54,7 +54,7 @@ def patch_interpreter() -> None:
         return
     convert = interpreter._convert_float
     multiply_add = builder.create_fma
-    # Torch's dtype, and the value of each of its 256 codes.
+    # Each dtype's torch dtype and the values of its 256 codes.
     codes = torch.arange(256, dtype=torch.uint8)
     float8 = {
         language_dtype: (dtype, codes.view(dtype).float().numpy())
@@ -72,7 +72,7 @@ def patch_interpreter() -> None:
         return np.asarray(handle.data, dtype=np.float32)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
-        # numpy's product, because torch's wakes its thread pool, which takes 10 ms for a tile on a busy machine.
+        # numpy, because torch wakes its thread pool, which takes 10 ms per tile on a busy machine.
         product = np.matmul(widen(a), widen(b))
         return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
@@ -93,7 +93,7 @@ def patch_interpreter() -> None:
 
     def convert_float(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
         if source == tl.bfloat16 and target == tl.float32:
-            # Gives Triton's result faster: loads of bfloat16 are most of a kernel's work here.
+            # Triton's result, only faster: loading bfloat16 is most of an interpreted kernel's work.
             return data.astype(np.uint32) << 16
         nearest = rounding_mode is None or rounding_mode == interpreter._ir.ROUNDING_MODE.RTNE
         if source in float8 and target == tl.float32:
@@ -104,15 +104,15 @@ def patch_interpreter() -> None:
         if source != tl.float32 or target != tl.bfloat16 or not nearest:
             return convert(data, source, target, rounding_mode)
         bits = np.ascontiguousarray(data, dtype=np.float32).view(np.uint32)
-        # Half of the last kept bit, less one where that bit is even, carries exactly where nearest-even rounds up.
+        # Adding half of the last kept bit, less one if that bit is 0, carries exactly where nearest-even rounds up.
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return np.where(np.isnan(data), 0x7FC0, rounded).astype(np.uint16)
 
     splat = builder.create_splat
 
     def create_splat(self: Any, shape: Any, value: Any) -> Any:
-        # Comparisons keep the type of what they compare. A single one, spread over a block by Triton 3.9, is then a
-        # block of integers, which it takes for no mask.
+        # A comparison keeps its operands' type. Triton 3.9 splats a scalar one into a block of integers, which it does
+        # not accept as a mask.
         is_mask = value.data.dtype == np.bool_ and not isinstance(value.dtype, tl.block_type)
         return splat(self, shape, interpreter.TensorHandle(value.data, tl.int1) if is_mask else value)
 
@@ -134,7 +134,7 @@ def patch_interpreter() -> None:
         if scale is None or scale.dtype.scalar != tl.float8e4nv:
             return prepare(values, scale, *others, **named)
         restored = prepare(values, None, *others, **named)
-        # By name, since Triton 3.9 has an argument more. Scales of the right side are [N, groups], its values [K, N].
+        # By name, since Triton 3.9 has one more argument. The right side's scales are [N, groups], its values [K, N].
         is_rhs = inspect.signature(prepare).bind(values, scale, *others, **named).arguments["is_rhs"]
         axis, factors = (-2, widen(scale).swapaxes(-1, -2)) if is_rhs else (-1, widen(scale))
         return restored * np.repeat(factors, restored.shape[axis] // factors.shape[axis], axis)
@@ -146,8 +146,8 @@ def patch_interpreter() -> None:
     builtin_names: dict[Any, list[str]] = {}
 
     def patch_builtin(package: Any, *scope: Any) -> None:
-        # Triton's own looks through all members of the language at each call of a device function, which takes a third
-        # of the time of a kernel made of many.
+        # Triton's own searches all members of the language at each call of a device function, a third of the time of a
+        # kernel that calls many.
         if package not in builtin_names:
             members = inspect.getmembers(package)
             builtin_names[package] = [member_name for member_name, member in members if tl.core.is_builtin(member)]
@@ -162,7 +162,7 @@ def patch_interpreter() -> None:
     builder.create_fma = create_fma
     builder.create_splat = create_splat
     interpreter._convert_float = convert_float
-    # It computes sums and products of short integers in 64 bits too, and says which overflow where it debugs alone.
+    # The overflow check repeats sums and products of short integers in 64 bits, but reports only when debugging.
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
     _keep_what_is_made_again(interpreter)
@@ -171,9 +171,9 @@ def patch_interpreter() -> None:
 
 
 def _keep_what_is_made_again(interpreter: Any) -> None:
-    """Types of blocks, and what tensors take from their types: Triton makes them anew at each operation.
+    """Caches block types and the fields that tensors derive from them, which Triton rebuilds at each operation.
 
-    That took most of the time of a kernel made of many small operations. What is kept is what Triton made.
+    Rebuilding took most of the time of a kernel made of many small operations.
     """
     import triton.language as tl
 
@@ -195,7 +195,7 @@ def _keep_what_is_made_again(interpreter: Any) -> None:
 
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = [size.value if isinstance(size, language.constexpr) else size for size in shape]
-        # Written out, since numbers that are not whole equal some that are.
+        # As text, since 2.0 equals 2.
         key = element_ty.name, getattr(element_ty, "address_space", None), str(sizes)
         if key in blocks:
             self.__dict__.update(blocks[key])
@@ -211,14 +211,14 @@ def _keep_what_is_made_again(interpreter: Any) -> None:
             self.handle, self.type = handle, type
             return
         make_tensor(self, handle, type)
-        # Whatever else another version of Triton has may be the tensor's own.
+        # Further fields of another Triton version may belong to the tensor.
         if kept is not None and vars(self).keys() == {"handle", "type", "shape", "numel", "dtype"}:
             kept.update(shape=self.shape, numel=self.numel, dtype=self.dtype)
 
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         sizes = vars(lhs.type).get("_sizes")
         if sizes is not None and sizes == vars(rhs.type).get("_sizes"):
-            return lhs, rhs  # As it would, after looking at each size.
+            return lhs, rhs  # Triton's result, without its loop over sizes.
         return tuple(broadcast(self, lhs, rhs))
 
     interpreter._get_np_dtype = get_np_dtype
@@ -228,15 +228,12 @@ def _keep_what_is_made_again(interpreter: Any) -> None:
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:
-    """Device functions find the language as the launch of their kernel patched it.
-
-    Triton patches it again at each of their calls, which changes nothing.
-    """
+    """Patches the language once per launch; Triton does so at every call of a device function, to no effect."""
     import triton.language as tl
 
     modules = {"triton.language": tl, "triton.language.core": tl.core}
     patch_language, run_grid = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    # Of each launch that is under way, the modules that are patched.
+    # The patched modules of each running launch.
     patched: list[set[str]] = []
     seen: dict[Any, frozenset[str]] = {}
 
@@ -264,11 +261,11 @@ def _patch_once_a_launch(interpreter: Any) -> None:
 
 
 class OutOfBoundsError(Exception):
-    """An unmasked lane of a kernel reads or writes outside of the argument from which its address was derived."""
+    """An unmasked lane accesses memory outside the argument that its address was derived from."""
 
 
 class _Launch:
-    """The tensors that one launch was given. Number 0 stands for addresses that a kernel loaded from memory."""
+    """The tensor arguments of one launch. Number 0 stands for addresses that a kernel loaded from memory."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -278,7 +275,7 @@ class _Launch:
         self.extents = [1 << _ADDRESS_BITS]
 
     def add(self, tensor: Any, address: int, extent: int) -> int:
-        """Returns the address with the number of the argument above it."""
+        """Returns the address tagged with the argument's number in its upper bits."""
         tagged = (len(self.tensors) << _ADDRESS_BITS) + address
         self.tensors.append(tensor)
         self.starts.append(tagged)
@@ -286,12 +283,12 @@ class _Launch:
         return tagged
 
     def check(self, access: str, pointers: Any, mask: Any, width: int) -> Any:
-        """Returns the real addresses of lanes that lie inside their arguments."""
+        """Returns the real addresses, after checking that unmasked lanes are inside their arguments."""
         addresses = np.asarray(pointers).view(np.int64)
         first = addresses.item() if addresses.size == 1 else int(addresses.min())
         number = first >> _ADDRESS_BITS
         if 0 <= number < len(self.starts):
-            # Masked lanes, too, are inside almost always, which is known sooner than which lanes are masked.
+            # Masked lanes are almost always inside too, and checking all is faster than finding the unmasked ones.
             last = first if addresses.size == 1 else int(addresses.max())
             if self.starts[number] <= first and last + width <= self.starts[number] + self.extents[number]:
                 return pointers & _ADDRESS_MASK
@@ -311,7 +308,7 @@ class _Launch:
         return pointers & _ADDRESS_MASK
 
     def _name(self, number: int) -> str:
-        """Name of an argument, or of the tuple or descriptor that holds it."""
+        """The name of an argument, or of the tuple or descriptor that holds it."""
         for name, value in inspect.getcallargs(self.kernel, *self.passed[0], **self.passed[1]).items():
             for part in _parts(value):
                 if number and (part is self.tensors[number] or getattr(part, "base", None) is self.tensors[number]):
@@ -320,7 +317,7 @@ class _Launch:
 
 
 class _CheckedMemory:
-    """Stands for the functions of Triton's interpreter that read and write memory."""
+    """Wraps the functions of Triton's interpreter that read and write memory."""
 
     def __init__(self, memory: Any, launches: list[_Launch]) -> None:
         self._memory, self._launches = memory, launches
@@ -347,7 +344,7 @@ class _CheckedMemory:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """The value, or what a tuple and the tuples in it hold."""
+    """The value, or the elements of nested tuples."""
     if isinstance(value, tuple):
         for part in value:
             yield from _parts(part)
@@ -358,7 +355,7 @@ def _parts(value: Any) -> Iterator[Any]:
 def check_pointers(interpreter: Any) -> None:
     """Makes every launch check its loads, stores and atomics; a view counts as its own extent.
 
-    A version of Triton that lacks what is replaced here runs unchecked, and the log says so.
+    If Triton lacks a function that is replaced here, kernels run unchecked and the log says so.
     """
     try:
         operator.attrgetter(*_NAMES)(interpreter)
@@ -378,7 +375,7 @@ def check_pointers(interpreter: Any) -> None:
         if launches and hasattr(value, "data_ptr"):
             tensor = interpreter._unwrap_tensor(value)
             size = tensor.numel()
-            if not tensor.is_contiguous():  # As every tensor without elements is.
+            if not tensor.is_contiguous():  # Tensors without elements are contiguous.
                 size = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             tagged = launches[-1].add(value, value.data_ptr(), size * tensor.element_size())
             converted.handle.data = np.array([tagged], dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""The checks of a backend on one machine, generated from the registry."""
+"""Lists a backend's checks on one machine, generated from the registry."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moereg.testing.drawing import DrawnLayer, draw_layer, limits_of, redraw, si
 from moereg.testing.problems import accepted_neighbor, accepted_problems
 
 _ALIKE_ON_A_GPU: Final = 8
-"""Drawn layers in a row for which, as far as moereg can know, kernels are compiled once."""
+"""Consecutive drawn layers that, as far as moereg knows, share compiled kernels."""
 
 _TRIES: Final = 30
 
@@ -33,7 +33,7 @@ class Suite:
 
     Attributes:
         platform, device, versions: The machine.
-        checks: All but drawn layers, in the order of running.
+        checks: All checks except drawn layers, in running order.
         idle: Cells that cannot run here, with their reasons; some of their checks can.
         imitated: Cells that run by imitating another platform.
         unchecked: What cells that run here promise and this machine cannot check.
@@ -54,18 +54,18 @@ class Suite:
 
 
 def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Suite:
-    """Lists the checks of a backend; runs its predicates and nothing else of it.
+    """Lists the checks of a backend; of its code runs only the predicates.
 
     Args:
         name: Name of a backend; empty for all backends that the modules register.
-        platform: The platform to run as; each cell's own choice for this machine where empty.
+        platform: The platform to run as; if empty, each cell's own choice for this machine.
         modules: Modules or files to import first.
 
     Raises:
         UnknownNameError: No backend or platform has that name.
         PluginError: The backend's plugin did not load.
         ArgumentError: A module cannot be imported, or registers nothing.
-        UnknownPlatformError: This torch lacks the machine's device, for which no backend is to blame.
+        UnknownPlatformError: This torch lacks the machine's device, which is no backend's fault.
     """
     import_modules(modules)
     registry = load_backends()
@@ -76,7 +76,7 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
         if (cell.name == name if name else any(registers(module, cell) for module in modules))
     }
     if not wanted and not name:
-        # A module may decorate a class of another module of its package.
+        # A module may decorate a class from another module of its package.
         roots = {module.partition(".")[0] for module in modules if not is_file_name(module)}
         wanted = {key: cell for key, cell in names.items() if cell.experts.__module__.partition(".")[0] in roots}
     if not wanted:
@@ -86,7 +86,7 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
     unchecked: dict[str, None] = {}
     machine = chosen_machine(platform)
     with running_as(machine):
-        # A platform plugin may say of this machine what torch cannot do here, for which no backend is to blame.
+        # A platform plugin may claim a device that torch does not have here, which is no backend's fault.
         here = cases.machine()
         torch_device(here if here.probed else current_platform())
         for cell_name, cell in wanted.items():
@@ -104,7 +104,7 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
     versions = physical.versions
     return Suite(
         platform=str(here),
-        # Another platform is imitated by this device; the CPU beside a GPU has no name here.
+        # This device imitates another platform; the CPU next to a GPU has no device name here.
         device=here.device_name if here.probed else f"imitated by {physical.device_name}",
         versions={name: versions[name] for name in sorted(required) if name in versions},
         checks=_in_turn(found),
@@ -115,7 +115,7 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
 
 
 def _in_turn(checks: Sequence[Check]) -> tuple[Check, ...]:
-    """Kind after kind, and within a kind one check of each cell in turn, so that little time says something of each."""
+    """Orders checks by kind and alternates cells within a kind, so that a short run covers every cell."""
     counts: collections.Counter[tuple[CellName, str]] = collections.Counter()
     keys, order = {}, list(KINDS)
     for check in checks:
@@ -137,8 +137,8 @@ def _promises(cell: BackendCell, is_idle: bool, is_known: bool) -> Iterator[tupl
 
     Args:
         cell: The cell.
-        is_idle: Whether it cannot run here, where only its choosing can be checked.
-        is_known: Whether a cell of its class came before it.
+        is_idle: Whether it cannot run here, so that only selection can be checked.
+        is_known: Whether an earlier cell has the same class.
     """
     yield "deciding", None
     if is_idle:
@@ -197,7 +197,7 @@ def draw_check(
     modules: Sequence[str] = (),
     path: Sequence[int] = (),
 ) -> Check | None:
-    """The drawn layer of that number as a check; equal arguments draw equal layers.
+    """Draws a layer as a check; equal arguments draw equal layers.
 
     None where the cell's own predicate refuses everything that was drawn for it, or the path leads nowhere.
 

@@ -1,4 +1,4 @@
-"""Outcomes of checks, and a report of them all."""
+"""Outcomes of checks, and the report of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from moereg.testing.check import GIVEN, CellName, Check
 SCHEMA: Final = 1
 
 STATUSES: Final = ("passed", "failed", "crashed", "timed_out", "skipped")
-"""Kept its promise; broke it; ended its process; took longer than its limit; was not run, for the reason given."""
+"""Kept its promise; broke it; ended its process; exceeded its time limit; was not run, for the given reason."""
 
 IMPORT: Final = "(import)"
-"""In place of a class name: importing the backend, or asking what it claims, ended its process or took too long."""
+"""Class name for a backend whose import or predicates ended the process or took too long."""
 
 NO_TIME: Final = "no time left; give it more --seconds"
 """The message of a check that was skipped because the report's time was over."""
@@ -32,9 +32,9 @@ class Outcome:
         status: One of `STATUSES`.
         message: One line; empty if it passed.
         seconds: Time that it took.
-        output: The end of what the backend wrote to standard output and standard error, where that was recorded.
-        printed: The beginning of what it wrote to standard output, as one line, where that was recorded.
-        passes_alone: Whether it crashed after other checks of its process, and passes in one of its own.
+        output: The end of the backend's standard output and standard error, if recorded.
+        printed: The beginning of its standard output, as one line, if recorded.
+        passes_alone: Whether it crashed after other checks in its process, but passes in a new one.
     """
 
     status: str
@@ -46,7 +46,7 @@ class Outcome:
 
     @property
     def is_failure(self) -> bool:
-        """Whether the cell did not keep its promise."""
+        """Whether the cell broke its promise."""
         return self.status in _FAILURES
 
 
@@ -63,14 +63,14 @@ class Report:
     """The outcomes of a backend's checks on one machine.
 
     Attributes:
-        backend: Its name; several, joined by commas, where modules were named instead.
+        backend: Its name, or several, joined by commas, if modules were named instead.
         platform, device, versions: The machine.
         seed: Seed of the drawn layers.
-        results: Every check with its outcome, in the order of running.
+        results: Every check with its outcome, in running order.
         idle: Cells that cannot run on this machine, with their reasons.
-        imitated: Cells that ran, but only by imitating another platform, which is no evidence for that one.
-        seconds: Time that everything took.
-        rerun: The beginning of a command line that runs checks again.
+        imitated: Cells that ran only by imitating another platform, which is no evidence for that platform.
+        seconds: Total time.
+        rerun: The beginning of a command line that reruns checks.
     """
 
     backend: str
@@ -92,7 +92,7 @@ class Report:
 
     @property
     def passed(self) -> bool | None:
-        """Whether every check that ran passed; None where no cell could run here."""
+        """Whether every check that ran passed; None if no cell can run here."""
         if self.failures:
             return False
         ran = [result for result in self.results if result.outcome.status == "passed"]
@@ -100,14 +100,14 @@ class Report:
 
     @property
     def has_no_time(self) -> bool:
-        """Whether nothing is known of cells that can run here because the time was over."""
+        """Whether cells that can run here have no results because time ran out."""
         return self.passed is None and any(
             result.outcome.message == NO_TIME and result.check.cell not in self.idle for result in self.results
         )
 
     @property
     def cells(self) -> tuple[CellName, ...]:
-        """All cells, in the order of registration where they ran, then those that cannot run here."""
+        """All cells: those that ran, in registration order, then those that cannot run here."""
         return tuple(dict.fromkeys([*(result.check.cell for result in self.results), *self.idle]))
 
     @property
@@ -135,7 +135,7 @@ class Report:
         return tuple(notes)
 
     def rerun_line(self, result: Result) -> str:
-        """The command that runs one check again."""
+        """The command that reruns one check."""
         if result.check.cell.experts == IMPORT:
             return self.rerun
         check = result.check

@@ -1,4 +1,4 @@
-"""Problems of a cell: inside its claim, reaching each of its facts, and just outside."""
+"""Problems inside a cell's claims, reaching each fact, and just outside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme
 
 
 def claimed_problems(cell: BackendCell) -> Iterator[MoEProblem]:
-    """Problems that reach each fact the cell claims, odd sizes included, and each scheme that it can serve."""
+    """Problems that reach each fact that the cell claims, including odd sizes, and each scheme that it can serve."""
     facts = cell.facts
     first, *others = served_schemes(cell)
     dtypes = sorted(facts.dtypes)
@@ -64,13 +64,13 @@ def claimed_problems(cell: BackendCell) -> Iterator[MoEProblem]:
     for placement in sorted(facts.placements):
         yield sized(64, 64, num_experts=8, num_local_experts=3 if placement == "map" else 4, placement=placement)
     for scheme in others:
-        # More than one block of 128 x 128 and a last one that is short; then odd sizes, which 4-bit codes pad.
+        # More than one block of 128 x 128 with a partial last one; then odd sizes, which 4-bit codes pad.
         yield sized(136, 264, quant=scheme, has_bias=facts.bias)
         yield sized(33, 65, quant=scheme)
 
 
 def held(problem: MoEProblem, facts: Facts) -> MoEProblem:
-    """A problem with all experts on this rank, or half of them, where facts say that only such ones are served."""
+    """Adjusts a problem to have all experts on this rank, or half of them, if the facts serve only that."""
     if problem.held_experts in facts.held_experts:
         return problem
     if "all" in facts.held_experts:
@@ -80,10 +80,10 @@ def held(problem: MoEProblem, facts: Facts) -> MoEProblem:
 
 
 def accepted_problems(cell: BackendCell, platform: Platform) -> list[MoEProblem]:
-    """The claimed problems that the class's own predicate accepts as well, each once.
+    """The claimed problems that the class's own predicate accepts as well, without duplicates.
 
-    A problem that only the predicate refuses stands for its nearest neighbor that is accepted: larger by some steps
-    that kernels have, or of another number of experts.
+    A problem that only the predicate refuses is replaced by its nearest accepted neighbor: larger by some usual kernel
+    steps, or with another number of experts.
     """
     found: dict[MoEProblem, None] = {}
     for problem in claimed_problems(cell):
@@ -94,7 +94,7 @@ def accepted_problems(cell: BackendCell, platform: Platform) -> list[MoEProblem]
 
 
 def accepted_neighbor(cell: BackendCell, problem: MoEProblem, platform: Platform) -> MoEProblem | None:
-    """The problem, or the nearest one that the class's own predicate accepts; None where there is none."""
+    """The problem, or the nearest one that the class's own predicate accepts, or None."""
     request = Request(require=(cell.name,))
     for neighbor in _neighbors(problem):
         reasons = evaluate(cell, neighbor, platform, request).reasons
@@ -130,7 +130,7 @@ def served_schemes(cell: BackendCell) -> list[QuantScheme]:
 
 
 def rejected_problems(cell: BackendCell) -> Iterator[tuple[str, MoEProblem]]:
-    """Problems just outside the claim, each with the code of the reason that has to come."""
+    """Problems just outside the claims, each with the reason code that must be given."""
     facts = cell.facts
     inside = next(iter(claimed_problems(cell)))
 

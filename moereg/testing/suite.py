@@ -1,4 +1,4 @@
-"""Verifying a backend: the checks of its cells, one run at a time, and a report of them all."""
+"""Verifies a backend: runs the checks of its cells one at a time, and reports on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moereg.testing.workers import CHECK_SECONDS, GPU_CHECK_SECONDS, Answer, Her
 __all__ = ["CHECK_SECONDS", "DRAWN", "Check", "Outcome", "Report", "Result", "checks_of", "run_check", "verify"]
 
 DRAWN: Final = 10
-"""Drawn layers of each cell, where no time says how many."""
+"""Drawn layers per cell if no time limit decides."""
 
 _DRAWN_IMITATED: Final = 3
 _MOST_SIMPLER: Final = 40
@@ -38,7 +38,7 @@ _LABEL: Final = re.compile(r"seed(\d+)-(\d+)((?:\.\d+)*)")
 """The end of a drawn layer's id: its seed, its number, and how it was made simpler."""
 
 Progress = Callable[[int, int, Result], None]
-"""Called after each check with how many have run, how many are known, and the result."""
+"""Called after each check with the number run, the number known, and the result."""
 
 
 def checks_of(
@@ -50,21 +50,21 @@ def checks_of(
     seed: int = 0,
     isolate: bool = True,
 ) -> tuple[Check, ...]:
-    """The checks of a backend that can run on this machine, without running one.
+    """Lists a backend's checks that can run on this machine, without running any.
 
     Args:
         name: Name of the backend; empty for all that the modules register.
-        platform: The platform to run as: this machine, its CPU, or one that experts classes imitate here. Where None,
-            each cell runs as this machine, or imitates a platform if it can do only that.
-        modules: Modules or files to import first, which register the backend where no entry point does.
-        num_drawn: Drawn layers of each cell; fewer where kernels are interpreted.
+        platform: The platform to run as: this machine, its CPU, or one that experts classes imitate here. If None, each
+            cell runs as this machine, or imitates a platform if it can only do that.
+        modules: Modules or files to import first, which register the backend if no entry point does.
+        num_drawn: Drawn layers per cell; fewer if kernels are interpreted.
         seed: Seed of the drawn layers.
-        isolate: Whether the backend is imported and its predicates are asked in a worker process, not in this one.
+        isolate: Whether to import the backend and run its predicates in a worker process, not in this one.
 
     Raises:
         UnknownNameError: No backend or platform has that name.
         PluginError: The backend's plugin did not load.
-        BackendError: Importing the backend or asking its predicates ended the worker process, or took too long.
+        BackendError: The backend's import or predicates ended the worker process or took too long.
     """
     worker = shared_worker() if isolate else Here()
     names = resolved_modules(modules) or own_modules(name, is_needed=isolate)
@@ -84,7 +84,7 @@ def run_check(check: Check, isolate: bool = True, seconds: float | None = None) 
 
 
 def run_again(check: Check, isolate: bool = True, seconds: float | None = None) -> Outcome:
-    """As `run_check`, in a process that has run no other check, and with twice the time."""
+    """Like `run_check`, in a process that has run no other check, with twice the time."""
     worker = shared_worker() if isolate else Here()
     return _run(worker, check, 2 * _check_seconds(seconds), is_alone=True)[0]
 
@@ -96,13 +96,13 @@ def _check_seconds(seconds: float | None) -> float:
 
 
 def _run(worker: Worker | Here, check: Check, seconds: float, is_alone: bool = False) -> tuple[Outcome, int]:
-    """Outcome of a check, and how many others its process had run if it crashed there but passes alone."""
-    # Importing is a part of choosing, so its check must see it.
+    """A check's outcome, and how many others its process had run if it crashed there but passes alone."""
+    # Importing is part of choosing, so that check must see it.
     is_first = is_alone or (check.kind == "deciding" and worker.is_isolated)
     answer = worker.ask(run_here, check, seconds=seconds, fresh=is_first)
     outcome = _outcome_of(answer)
     if outcome.status == "crashed" and answer.before:
-        # It may have been another check that damaged the process.
+        # Another check may have damaged the process.
         alone = _outcome_of(worker.ask(run_here, check, seconds=seconds, fresh=True))
         if alone.status != "passed":
             return alone, 0
@@ -131,12 +131,12 @@ def verify(
     """Runs the conformance kit on one backend.
 
     Args:
-        name: Name of the backend; may be left out where `modules` are given.
+        name: Name of the backend; optional if `modules` are given.
         platform: As in `checks_of`.
-        isolate: Whether the backend is imported and run in a worker process alone, where a crash or a hang ends that
+        isolate: Whether to import and run the backend only in a worker process, so that a crash or a hang ends that
             process and not this one.
-        seconds: Time for everything. Layers are drawn until it is over; checks that it does not suffice for are
-            skipped. Where None, all checks run, with `DRAWN` drawn layers of each cell.
+        seconds: Time for everything. Layers are drawn until it is up; checks that do not fit are skipped. If None, all
+            checks run, with `DRAWN` drawn layers per cell.
         seed: Equal seeds draw equal layers.
         modules: As in `checks_of`.
         only: Texts of which a check's id must contain one, ids of drawn layers or their ends, such as `seed0-3`, or
@@ -163,7 +163,7 @@ def verify(
 
 @dataclasses.dataclass
 class _Run:
-    """One report in the making."""
+    """The state of one verification."""
 
     _worker: Worker | Here
     _platform: str
@@ -220,7 +220,7 @@ class _Run:
         asked = name, self._platform, self._modules
         answer: Answer[Suite] = self._worker.ask(list_suite, *asked, seconds=self._check_seconds)
         if answer.outcome is not None:
-            # Importing the backend or asking its predicates ended the process.
+            # The backend's import or predicates ended the process.
             check = Check.make(CellName(name, IMPORT, ("*",), ("*",)), "deciding")
             self._results.append(Result(check, answer.outcome))
         return answer.value
@@ -247,7 +247,7 @@ class _Run:
                     yield check
 
     def _drawn(self, suite: Suite, seconds: float | None, only: tuple[str, ...]) -> Iterator[Check]:
-        """Drawn layers, one of each cell in turn."""
+        """Yields drawn layers, one per cell in turn."""
         cells = list(suite.running)
         number = 0
         while cells and time.monotonic() < self._deadline:
@@ -267,11 +267,11 @@ class _Run:
         asked = cell, self._seed if seed is None else seed, number, self._platform, self._modules, path
         answer: Answer[Check] = self._worker.ask(draw_check, *asked, seconds=self._check_seconds)
         if answer.outcome is not None and answer.before:
-            # It may have been another check that damaged the process.
+            # Another check may have damaged the process.
             answer = self._worker.ask(draw_check, *asked, seconds=self._check_seconds, fresh=True)
         if answer.outcome is None:
             return answer.value
-        # A layer is drawn for what the cell's predicate accepts.
+        # Drawing asks the cell's predicate, which is what failed.
         check = self._undrawn(cell, number)
         message = f"asking its predicate of a drawn layer: {answer.outcome.message}"
         self._not_drawn[check] = dataclasses.replace(answer.outcome, message=message)
@@ -296,9 +296,9 @@ class _Run:
         return outcome
 
     def _blame(self, check: Check, outcome: Outcome, before: Sequence[Check]) -> Outcome:
-        """Finds which of the checks before one did the damage that it crashed of; that one fails, and this one passes.
+        """Finds the earlier check whose damage made this one crash; that one fails, and this one passes.
 
-        Where none is found, none that ran in that process is known to have passed.
+        If none is found, no check of that process counts as passed.
         """
         deadline = min(time.monotonic() + _BLAME_SECONDS, self._deadline)
         places = {result.check: place for place, result in enumerate(self._results)}
@@ -339,7 +339,7 @@ class _Run:
 
     @property
     def _has_lost_its_device(self) -> bool:
-        """Whether a failure said that the device's context is unusable from then on."""
+        """Whether a failure made the device's context unusable."""
         messages = [result.outcome.message for result in self._results if result.outcome.is_failure]
         return any("CUDA error" in message and "out of memory" not in message for message in messages)
 

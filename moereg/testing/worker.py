@@ -1,8 +1,8 @@
-"""`python -m moereg.testing.worker`: calls functions in a child process, and answers how a crash or a hang ended it.
+"""`python -m moereg.testing.worker`: calls functions in a child process, and reports crashes and hangs.
 
-Started by `moereg.testing.workers`, whose requests it answers. It imports torch and moereg once, touches no device,
-loads no backend and starts no thread, so that it can fork at any time. The child loads the backends, answers requests
-until one ends it or takes too long, and is replaced.
+It answers requests of `moereg.testing.workers`, which starts it. It imports torch and moereg once, touches no device,
+loads no backend and starts no thread, so that it can fork at any time. The child loads the backends and answers
+requests until one ends it or takes too long; then it is replaced.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Child:
         there.close()
 
     def stop(self) -> None:
-        """Ends it with all of its own children."""
+        """Kills it with all of its own children."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)
         self.process.kill()
@@ -65,7 +65,7 @@ class _Child:
         self.stderr.close()
 
     def dump(self) -> None:
-        """Ends it so that it dumps its stack."""
+        """Ends it after dumping its stack."""
         if self.process.is_alive():
             os.kill(self.process.pid or 0, signal.SIGABRT)
             self.process.join(_DUMP_S)
@@ -81,7 +81,7 @@ class _Child:
 
 
 def _work(child: _Child, pipe: Connection[Answer[Any], Request]) -> None:
-    """The child: answers requests until their pipe is closed."""
+    """The child's main loop: answers requests until their pipe is closed."""
     child.pipe.close()
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -93,7 +93,7 @@ def _work(child: _Child, pipe: Connection[Answer[Any], Request]) -> None:
         request = pipe.recv()
         if request.function is list_suite:
             _log_to_stderr()
-        # Says where the code is that never returns, to the file that the parent reads.
+        # Dumps the stack of code that never returns to a file that the parent reads.
         faulthandler.dump_traceback_later(request.seconds, file=2)
         try:
             answer: Answer[Any] = Answer(request.function(*request.arguments))
@@ -109,14 +109,14 @@ def _work(child: _Child, pipe: Connection[Answer[Any], Request]) -> None:
 
 
 def _log_to_stderr() -> None:
-    """Logs the import of each plugin, so that the message about a crash can name it."""
+    """Logs the import of each plugin, so that a crash report can name it."""
     logger = logging.getLogger("moereg")
     logger.addHandler(logging.StreamHandler())
     logger.setLevel(logging.DEBUG)
 
 
 class _Supervisor:
-    """Passes requests on to a child, and answers for it when it ends."""
+    """Forwards requests to a child, and answers for it if it ends."""
 
     def __init__(self, requests: Connection[Answer[Any], Request]) -> None:
         self._requests = requests
@@ -143,7 +143,7 @@ class _Supervisor:
         if outcome is None:
             return dataclasses.replace(found, before=before)
         if outcome.is_failure:
-            # After some errors of a device nothing runs in the process any more.
+            # After some device errors nothing runs in the process any more.
             self.stop()
         outcome = dataclasses.replace(
             outcome,
@@ -167,13 +167,13 @@ class _Supervisor:
                 except (EOFError, OSError):
                     return child.end() or ""
             if self._requests in ready:
-                # Nothing is asked while an answer is awaited: the parent has gone.
+                # The parent sends nothing while it waits for an answer, so it has gone.
                 self.stop()
                 sys.exit(0)
             if ended := child.end(0):
                 return ended
             late = time.monotonic() - deadline
-            # The child's own dump of where it is comes first, soon where the machine is not busy.
+            # Wait for the child's own stack dump, which comes soon unless the machine is busy.
             if late > _DUMP_S or (late > 2 * _TICK_S and "most recent call first" in _read(child.stderr)):
                 return f"no end after {request.seconds:g} s"
             used = _memory_bytes(child.process.pid)
@@ -192,11 +192,11 @@ class _Supervisor:
 
 
 def _memory_bytes(pid: int | None) -> int:
-    """Bytes of memory that a process holds; 0 where the system does not say."""
+    """A process's memory in bytes; 0 if the system does not say."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
             fields = file.read().split()
-        # Shared pages do not count: a device's driver maps much.
+        # Without shared pages, since a device's driver maps many.
         return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):
         return 0
@@ -213,7 +213,7 @@ def _read(file: IO[bytes]) -> str:
 
 def _place(written: str) -> str:
     """The innermost line of a backend's own code in a dump of `faulthandler`: `apply of my_backend.py:31`."""
-    # The first thread's frames, innermost first; those of libraries lead to the backend's.
+    # The first thread's frames, innermost first; libraries' frames come before the backend's.
     frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', written)
     own = [frame for frame in frames if not re.search(r"site-packages/(torch|triton|numpy)/|/lib/python3", frame[0])]
     own = [frame for frame in own if "/moereg/" not in frame[0] and "<frozen" not in frame[0]] or frames
@@ -224,15 +224,15 @@ def _place(written: str) -> str:
 
 
 def _imported(written: str) -> str:
-    """The plugin that was being imported: `import of my_module of my-wheel 1.0`; empty once its import has ended."""
+    """The plugin being imported: `import of my_module of my-wheel 1.0`; empty once its import has ended."""
     lines = re.findall(r"^import(ing|ed) (\S+ of .+)$", written, re.MULTILINE)
     return f"import of {lines[-1][1]}" if lines and lines[-1][0] == "ing" else ""
 
 
 def main() -> int:
-    """Answers requests until the process that asks has gone."""
+    """Answers requests until the asking process has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # For whatever prints.
+    os.dup2(2, 1)  # A working stdout for code that prints.
     requests: Connection[Answer[Any], Request] = Connection(int(sys.argv[1]))
     supervisor = _Supervisor(requests)
     requests.send(Answer())

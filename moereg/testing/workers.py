@@ -1,7 +1,7 @@
-"""Calls of functions in a worker process, where a crash or a hang is an outcome, or in this one.
+"""Calls functions in a worker process, where a crash or a hang is an outcome, or in this process.
 
 A `Request` goes to the worker process (`moereg.testing.worker`), which forks a child for it; an `Answer` comes back.
-pytest leaves the messages of this module's assertions as they are: PYTEST_DONT_REWRITE.
+pytest must not rewrite the messages of this module's assertions: PYTEST_DONT_REWRITE.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from moereg.testing.check import Check
 from moereg.testing.outcomes import Outcome
 
 CHECK_SECONDS: Final = 120.0
-"""The time that a check gets. The slowest take some seconds."""
+"""A check's time limit. The slowest take some seconds."""
 
 GPU_CHECK_SECONDS: Final = 300.0
-"""The time that a check gets beside a GPU, where some compile many kernels."""
+"""A check's time limit with a GPU, for which some compile many kernels."""
 
 _T = TypeVar("_T")
 
@@ -47,13 +47,13 @@ _SHARE_OF_MEMORY: Final = 0.6
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A call. It is pickled, so the function is one of a module.
+    """A call. It is pickled, so the function must be a module's.
 
     Attributes:
-        function, arguments: What to call.
-        seconds: Time that it gets.
-        memory_bytes: Memory that it may take.
-        fresh: Whether it gets a process that has answered nothing before.
+        function, arguments: The call.
+        seconds: Time limit.
+        memory_bytes: Memory limit.
+        fresh: Whether to use a process that has answered nothing before.
     """
 
     function: Callable[..., Any]
@@ -68,10 +68,10 @@ class Answer(Generic[_T]):
     """The answer to a request.
 
     Attributes:
-        value: What the function returned.
-        outcome: How the call ended, if it did not return; or what it returned, if that is an outcome.
-        error: Name and message of an error that the user can cure.
-        before: How many checks its process had run.
+        value: The function's result.
+        outcome: How the call ended if it did not return, or its result if that is an outcome.
+        error: Name and message of an error that the user can fix.
+        before: How many checks its process had run before.
     """
 
     value: _T | None = None
@@ -99,9 +99,9 @@ def run_here(check: Check) -> Outcome:
 
 
 class Worker:
-    """A process that answers requests; it starts with the first and is stopped by `stop` or with this process.
+    """A process that answers requests; starts with the first one, and ends by `stop` or with this process.
 
-    A request that ends it or takes too long is answered with how it ended. Thread-safe: one request at a time.
+    If a request ends it or takes too long, the answer says how. Thread-safe: one request at a time.
     """
 
     is_isolated: Final = True
@@ -110,7 +110,7 @@ class Worker:
         """Starts nothing yet.
 
         Args:
-            memory_bytes: Memory that a check may take; a share of what is free where None.
+            memory_bytes: Memory limit of a check; None means a share of what is free.
         """
         self._memory_bytes = memory_bytes
         self._process: subprocess.Popen[bytes] | None = None
@@ -123,13 +123,13 @@ class Worker:
         """Calls a function in the process.
 
         Args:
-            function: One of a module, that the process can import.
-            *arguments: What it is called with.
-            seconds: Time that it gets.
-            fresh: Whether it gets a process that has answered nothing before.
+            function: A module's function that the process can import.
+            *arguments: Its arguments.
+            seconds: Time limit.
+            fresh: Whether to use a process that has answered nothing before.
 
         Raises:
-            MoeregError: The function raised it: the user can cure that.
+            MoeregError: The function raised it; the user can fix that.
         """
         with self._lock:
             pipe = self._pipe or self._start()
@@ -138,7 +138,7 @@ class Worker:
             answer = self._receive(pipe, seconds + _SLACK_SECONDS)
         if answer.error is not None:
             name, message = answer.error
-            # That class takes more than a message.
+            # UnsupportedProblemError takes more than a message.
             kind = BackendError if name == "UnsupportedProblemError" else getattr(errors, name, BackendError)
             raise kind(message)
         return answer
@@ -148,7 +148,7 @@ class Worker:
         process, self._process = self._process, None
         pipe, self._pipe = self._pipe, None
         if process is not None and pipe is not None:
-            # It ends its child and itself when there can be no more requests.
+            # When its pipe closes, it ends its child and itself.
             pipe.close()
             try:
                 process.wait(timeout=10)
@@ -178,7 +178,7 @@ class Worker:
             stdout=subprocess.DEVNULL,
             pass_fds=[there.fileno()],
             env=environment,
-            start_new_session=True,  # Ctrl-C is for this process, which ends the other.
+            start_new_session=True,  # Ctrl-C goes to this process only, which ends the other.
         )
         there.close()
         self._pipe = pipe
@@ -195,7 +195,7 @@ class Worker:
         except (EOFError, OSError):
             pass
         except BaseException:
-            self.stop()  # Else the next request would get the answer to this one.
+            self.stop()  # Otherwise the next request would get the answer to this one.
             raise
         self.stop()
         raise RuntimeError(f"the worker process {'ended' if is_there else 'does not answer'}")
@@ -218,17 +218,17 @@ class Here:
         return Answer(value)
 
     def stop(self) -> None:
-        """Nothing to stop."""
+        """Does nothing."""
 
 
 def _is_interpreting() -> bool:
-    """Whether kernels in Triton's language run in its interpreter: where there is no device but the CPU."""
+    """Whether Triton kernels run in its interpreter, because the only device is the CPU."""
     return not (torch.cuda.is_available() or torch.accelerator.is_available())
 
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Inside, kernels that are imported run in Triton's interpreter if there is no GPU."""
+    """Within this context imported kernels run in Triton's interpreter if there is no GPU."""
     if "TRITON_INTERPRET" in os.environ or "triton" in sys.modules or not _is_interpreting():
         yield
         return
@@ -243,5 +243,5 @@ _SHARED: Final = Worker()
 
 
 def shared_worker() -> Worker:
-    """The worker of `run_check`; it stays until this process ends."""
+    """The worker of `run_check`, which lives until this process ends."""
     return _SHARED

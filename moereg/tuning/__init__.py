@@ -1,1 +1,1 @@
-"""Measures kernels: inputs, times, and the roofline that times are compared with."""
+"""Measures kernels: inputs, times, and the roofline to compare times with."""

@@ -1,8 +1,8 @@
 """Compares every candidate that fits a problem, on the same weights and inputs: first numbers, then time.
 
 References and inputs are made before any candidate's code runs. Each candidate gets its own inputs and outputs. Weights
-are too large to copy, so they are shared and watched. A candidate that writes to them is wrong, the report names what
-it wrote, and others are not harmed: the damaged tensors are made anew. The same holds for torch's ambient state.
+are too large to copy, so they are shared and watched. A candidate that writes to them is wrong, the report names the
+tensors, and they are restored so that others are not harmed. The same goes for torch's ambient state.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ Tolerance = Callable[[MoEProblem, int, QuantScheme | str], float]
 """The bound for a layer, a number of tokens and the computed scheme: `moereg.numerics.tolerances.layer_tolerance`."""
 
 Phase = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], object]]]
-"""Shows that a long step is under way, given its name; yields a callback for (done, in all)."""
+"""Shows a long step, given its name; yields a callback for (done, all)."""
 
 Watch = Callable[[Decision, str], object]
-"""Is told which candidate's code runs next, and in which of its methods: a crash leaves no other trace."""
+"""Called with the candidate and method to run next, since a crash leaves no other trace."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """How one candidate did at one number of tokens.
+    """One candidate's results for one number of tokens.
 
     Attributes:
         decision: The candidate.
         num_tokens: T.
-        relative_error: Against the reference; NaN where the output holds one or there is none. Error of the first call,
-            or of the first after timing that exceeds the bound.
+        relative_error: Error against the reference; NaN if the output has a NaN or is missing. From the first call, or
+            the first one after timing that exceeds the bound.
         tolerance: Its bound.
         failure: The exception's text; empty if it ran.
         timing: None if the numbers are wrong.
-        flops, num_bytes: Mean of the calls.
+        flops, num_bytes: Mean over the calls.
         roofline_us: Time that the device could reach; NaN if unknown.
-        damage: What it wrote to without permission; empty if nothing.
+        damage: Memory or state that it changed but must not; empty if none.
         error: The exception itself.
-        first_ms: Time until the output of the first call was there and compared: compiling and tuning included.
+        first_ms: Time until the first call's output was compared, including compiling and tuning.
     """
 
     decision: Decision
@@ -77,32 +77,32 @@ class Measurement:
 
     @property
     def passed(self) -> bool:
-        """Whether it ran, wrote nothing but its output, and its error is within the tolerance."""
+        """Whether it ran, wrote only its output, and its error is within the tolerance."""
         return not self.failure and not self.damage and self.relative_error <= self.tolerance  # False for NaN.
 
     @property
     def time_us(self) -> float:
-        """Median; NaN where it was not timed, and so are the rates."""
+        """The median; NaN, like the rates, if it was not timed."""
         return self.timing.median_us if self.timing else math.nan
 
     @property
     def tflops(self) -> float:
-        """Rate of its multiplications."""
+        """Rate of operations in TFLOPS."""
         return self.flops / self.time_us / 1e6
 
     @property
     def gbps(self) -> float:
-        """Rate at which the necessary bytes were moved."""
+        """Rate of moving the necessary bytes in GB/s."""
         return self.num_bytes / self.time_us / 1e3
 
     @property
     def share(self) -> float:
-        """Share of the roofline: 1 is as fast as the device can be."""
+        """Share of the roofline; 1 is the device's limit."""
         return self.roofline_us / self.time_us
 
 
 class _OwnCalls:
-    """One candidate's own copies of calls, outputs full of NaN, and the runs on them once it is known to be right."""
+    """One candidate's own copies of calls, outputs filled with NaN, and runs on them once it is known to be right."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         self._pristine = calls
@@ -111,7 +111,7 @@ class _OwnCalls:
         self.runs: list[Run] = []
 
     def written(self) -> tuple[str, ...]:
-        """Names of the inputs that differ from their originals, or whose writes torch counted."""
+        """Names of inputs that differ from their originals or that torch saw written."""
         names: dict[str, None] = {}
         for own, call in zip(self.calls, self._pristine, strict=True):
             for name, tensor, pristine in zip(Call._fields, own, call, strict=True):
@@ -124,16 +124,16 @@ _Errors = MutableMapping[Decision, Exception]
 
 
 class Culprits:
-    """Names the candidates that were running when something was raised.
+    """Attributes exceptions to the candidates that were running.
 
-    A GPU reports an invalid access only when someone waits for it; from then on it reports nothing else.
+    A GPU reports an invalid access only at the next synchronization, and from then on nothing else.
 
     Attributes:
         stopped: Why nothing more can be measured; None while it can.
     """
 
     def __init__(self, selection: Selection, device: torch.device, watch: Callable[[Decision, str], object]) -> None:
-        """For the candidates of a selection, which run on `device`."""
+        """Takes the candidates of a selection, which run on `device`."""
         self.stopped: BackendError | None = None
         self._selection: Final = selection
         self._device: Final = device
@@ -141,33 +141,33 @@ class Culprits:
 
     @contextlib.contextmanager
     def naming(self, errors: _Errors, decision: Decision, step: str) -> Iterator[None]:
-        """Keeps an exception of the candidate that runs inside, in its method `step`, if none of its is kept yet."""
+        """Records the candidate's first exception within the context, in its method `step`."""
         self._watch(decision, step)
         try:
             yield
         except Exception as error:
             found = named(dataclasses.replace(self._selection, decisions=(decision,), source="required"), step, error)
             assert isinstance(found, Exception)
-            # Frames hold the weights and workspaces that the candidate ran on.
+            # Frames keep the candidate's weights and workspaces alive.
             for raised in (error, error.__cause__):
                 traceback.clear_frames(raised.__traceback__ if raised else None)
             errors.setdefault(decision, found)
             self.stop_if_lost(errors, [decision], step, error)
 
     def stop_if_lost(self, errors: _Errors, decisions: Sequence[Decision], step: str, error: Exception) -> None:
-        """Says that one of the backends that ran took the device down, where it answers no more."""
+        """If the device no longer answers, records that one of the backends that ran took it down."""
         if decisions and self._is_lost():
             self.stop(errors, decisions, f"took the device down in {step}: {described(error)}")
 
     def skip(self, errors: _Errors, decisions: Sequence[Decision]) -> None:
-        """Says of candidates that nothing was measured, and why."""
+        """Records why candidates were not measured."""
         assert self.stopped is not None
         for decision in decisions:
             name, origin = self.stopped.backend, self.stopped.origin
             errors.setdefault(decision, BackendError(f"not measured, since {self.stopped}", name, origin))
 
     def stop(self, errors: _Errors, decisions: Sequence[Decision], deed: str) -> None:
-        """Says that one of the backends did something after which no other can be judged."""
+        """Records that a backend did something after which no other can be judged."""
         who = " or ".join(f"backend {decision.backend!r} of {decision.origin}" for decision in decisions)
         first = decisions[0]
         cure = f"do without it (--deny {first.backend})" if len(decisions) == 1 else "run them one by one (--require)"
@@ -186,7 +186,7 @@ class Culprits:
 
 @dataclasses.dataclass
 class _Findings:
-    """The state of the candidates at one number of tokens, or of all of them before any call."""
+    """Findings on the candidates for one number of tokens, or before any call."""
 
     relative_errors: dict[Decision, float] = dataclasses.field(default_factory=dict)
     errors: dict[Decision, Exception] = dataclasses.field(default_factory=dict)
@@ -196,13 +196,13 @@ class _Findings:
 
 
 class Comparison:
-    """The accepted candidates of a selection, all built on the same weights and kept, so that they run in turns.
+    """The accepted candidates of a selection, all built on the same weights, so that they run in turns.
 
     A candidate that raises, or writes outside its own tensors, does not affect the others.
 
     Attributes:
         problem: The layer.
-        weights: Canonical.
+        weights: Canonical weights.
         permute_ms: Time to permute the weights, by candidate.
     """
 
@@ -219,14 +219,13 @@ class Comparison:
         """Makes the weights and the references, then permutes the weights for every accepted candidate.
 
         Args:
-            selection: For the machine at hand.
-            make_weights: Makes the canonical weights; called again for the same weights if a candidate has written into
-                them.
-            inputs: Calls of one number of tokens by a key, which may be that number; at least one each. They are
-                copied for each candidate.
+            selection: A selection for this machine.
+            make_weights: Makes the canonical weights; called again for the same weights if a candidate wrote to them.
+            inputs: Calls by key, such as the number of tokens; at least one each, all with as many tokens. Copied for
+                each candidate.
             tolerance: The bounds.
             phase: Shows progress.
-            watch: Is told before a candidate's code runs.
+            watch: Called before a candidate's code runs.
         """
         self.problem: Final = selection.problem
         self.permute_ms: Final[dict[Decision, float]] = {}
@@ -255,19 +254,19 @@ class Comparison:
     def measure(
         self, key: Hashable, ceilings: Ceilings | None, rounds: int = ROUNDS, seconds: float = SECONDS
     ) -> list[Measurement]:
-        """Compares the candidates with the reference, and times those that are right in turns.
+        """Compares the candidates with the reference, and times the right ones in turns.
 
         Args:
-            key: One of those that there are inputs for.
-            ceilings: The device's ceilings, where they are known.
-            rounds: Samples of each.
-            seconds: After which a candidate takes no further sample, once it has three.
+            key: A key of the inputs.
+            ceilings: The device's ceilings, if known.
+            rounds: Samples per candidate.
+            seconds: Time after which a candidate with three samples takes no more.
 
         Returns:
-            One measurement a candidate, in the selection's order.
+            One measurement per candidate, in the selection's order.
         """
         found = _Findings(errors=dict(self._found.errors), damages=dict(self._found.damages))
-        self._torch = AmbientState.now()  # The caller may have set another one.
+        self._torch = AmbientState.now()  # The caller may have set another device.
         for decision in list(self._kernels):
             if self._culprits.stopped is None:
                 self._check(found, decision, key)
@@ -297,19 +296,19 @@ class Comparison:
 
     @torch.no_grad()
     def time_again(self, key: Hashable, rounds: int = ROUNDS, seconds: float = SECONDS) -> dict[Decision, Timing]:
-        """Times candidates that were measured before in turns once more, and compares nothing again."""
+        """Times previously measured candidates again in turns, without comparing."""
         return time_kernels(self._kernels, self._inputs[key], rounds, seconds)
 
     @property
     def stopped(self) -> BackendError | None:
-        """Why nothing more can be measured in this process; None while it can."""
+        """Why nothing more can be measured in this process, or None."""
         return self._culprits.stopped
 
     def workspace_bytes(self, decision: Decision, num_tokens: int) -> int:
         """Bytes of a candidate's two workspaces for a call.
 
         Raises:
-            KeyError: The candidate could not be built, or was wrong to write.
+            KeyError: The candidate could not be built, or was excluded for a wrong write.
         """
         shapes = self._kernels[decision].experts.workspace_shapes(self.problem, num_tokens)
         return sum(math.prod(shape) for shape in shapes) * self.problem.torch_dtype.itemsize
@@ -318,7 +317,7 @@ class Comparison:
         """A candidate's output of a key's first call, [T,H], NaN where it writes nothing.
 
         Raises:
-            KeyError: The candidate could not be built, or was wrong to write.
+            KeyError: The candidate could not be built, or was excluded for a wrong write.
         """
         call = self._inputs[key][0]
         written = torch.full_like(call.hidden_states, math.nan)
@@ -333,9 +332,9 @@ class Comparison:
         return len(self._inputs[key][0].hidden_states)
 
     def _references_of(self, calls: Sequence[Call]) -> dict[str, list[torch.Tensor]]:
-        """References of the first call and, if there are several, of the last, by computed scheme.
+        """References of the first and, if there are several, the last call, by computed scheme.
 
-        A cell may compute on the same weights with 16-bit activations.
+        A cell may compute with 16-bit activations on the same weights.
         """
         checked = [calls[place] for place in _checked_places(calls)]
         schemes = {decision.computes: decision.scheme for decision in self._candidates if decision.cell is not None}
@@ -346,12 +345,12 @@ class Comparison:
 
     def _permute(self, selection: Selection, decision: Decision) -> None:
         chosen = dataclasses.replace(selection, decisions=(decision,), source="required")
-        # Aliases, so that a candidate cannot give our tensors other memory.
+        # Aliases, so that a candidate cannot rebind our tensors' memory.
         aliases = {name: tensor.detach() for name, tensor in self.weights.tensors().items()}
         weights = dataclasses.replace(self.weights, **aliases)  # type: ignore[arg-type]
         device = self.weights.w13.device
         with self._culprits.naming(self._found.errors, decision, "permute_weights"):
-            make_experts(chosen, decision)  # The first one loads the backend's code, which is not permuting.
+            make_experts(chosen, decision)  # Loads the backend's code before permuting is timed.
             wait_for(device)
             start = time.perf_counter()
             self._kernels[decision] = make_kernel(self.problem, weights, chosen)
@@ -373,7 +372,7 @@ class Comparison:
             self._blame(found, decision, "apply", own)
 
     def _blame(self, found: _Findings, decision: Decision, step: str, own: _OwnCalls | None = None) -> bool:
-        """Reports what was written or set since the last time, if anything, and restores weights and torch's state."""
+        """Reports writes and state changes since the last time, if any, and restores weights and torch's state."""
         has_written = True  # Where this raises, writes cannot be attributed.
         with self._culprits.naming(found.errors, decision, step):
             if changed := self._torch.restore():
@@ -383,9 +382,9 @@ class Comparison:
             if inputs:
                 found.damages[decision] = f"{step} wrote to its inputs ({', '.join(inputs)})"
             if written := self._watched.written():
-                # Excluded for good: it may have written to what it runs on.
+                # Excluded for good, since it may have written to its own weights.
                 found.damages[decision] = self._found.damages[decision] = f"{step} {_wrote(written)}"
-                # Its permuted weights may be as large as the new ones, so they are freed first.
+                # Frees its permuted weights first, which may be as large as the new ones.
                 self._kernels.pop(decision, None)
                 if own:
                     own.runs.clear()
@@ -420,11 +419,11 @@ class Comparison:
         ]
 
     def _time(self, found: _Findings, key: Hashable, rounds: int, seconds: float) -> None:
-        """Times the candidates that are right, and forgets the times of those that are not right afterwards."""
+        """Times the right candidates, and drops the times of those that are wrong afterwards."""
         device = self.weights.w13.device
         owns: dict[Decision, _OwnCalls] = {}
         for decision in [one for one in self._kernels if self._is_right(found, one, key)]:
-            # For example, a kernel that cannot be captured although its facts say so.
+            # For example, a kernel cannot be captured although its facts say so.
             with self._culprits.naming(found.errors, decision, "apply"):
                 own = _OwnCalls(self._inputs[key])
                 own.runs.extend(kernel_runs(self._kernels[decision], own.calls, own.outs))
@@ -439,7 +438,7 @@ class Comparison:
         except Exception as error:
             is_clean = False
             self._culprits.stop_if_lost(found.errors, list(owns), "apply", error)
-        if len(owns) == 1 and self._culprits.stopped is None:  # The culprit is known by then.
+        if len(owns) == 1 and self._culprits.stopped is None:  # The culprit is already known.
             (only,) = owns
             self._blame(found, only, "apply", owns[only])
         changed = self._torch.restore()
@@ -462,7 +461,7 @@ class Comparison:
         written: tuple[str, ...],
         changed: tuple[str, ...],
     ) -> None:
-        """Finds out which of the candidates raised, wrote to shared weights or changed torch's state in their turns."""
+        """Runs candidates one by one to find which raised, wrote to shared weights or changed torch's state."""
         found.timings = {}
         if written:
             self._restore(found, list(owns))
@@ -470,7 +469,7 @@ class Comparison:
         for decision, own in owns.items():
             if self._culprits.stopped is not None:
                 return
-            if not own.runs:  # Blamed before.
+            if not own.runs:  # Already blamed.
                 continue
             with self._culprits.naming(found.errors, decision, "apply"):
                 found.timings |= time_runs({decision: own.runs}, self.weights.w13.device, rounds, seconds)
@@ -487,7 +486,7 @@ class Comparison:
             found.timings = {}
 
     def _check_again(self, found: _Findings, decision: Decision, own: _OwnCalls, key: Hashable) -> None:
-        """Compares the outputs that the timed runs left, and those of another run on outputs full of NaN."""
+        """Compares the timed runs' outputs, and those of another run on outputs filled with NaN."""
         references = self._references[key][decision.computes]
         errors: list[float] = []
         with self._culprits.naming(found.errors, decision, "apply"):
@@ -517,9 +516,9 @@ def _checked_places(calls: Sequence[Call]) -> tuple[int, ...]:
 
 
 def output_error(kernel: MoEKernel, call: Call, reference: torch.Tensor) -> float:
-    """Relative error of a call whose output was filled with NaN before; NaN where some of it is left."""
+    """Relative error of a call whose output was filled with NaN before; NaN if any is left."""
     if call.hidden_states.is_cuda:
-        # Later timed calls are not the first of their size, and may take another way.
+        # Timed calls are not the first of their size, and may take another path.
         kernel(*call)
     out = torch.full_like(call.hidden_states, math.nan)
     kernel(*call, out=out)

@@ -14,16 +14,16 @@ from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
 ROUTINGS: Final = ("uniform", "zipf", "one_set")
-"""Each token's experts alike likely; likely as 1 / rank, the ranks anew each call; the same experts for all tokens."""
+"""Uniform; probability 1 / rank, with new ranks in each call; the same experts for all tokens."""
 
-# Prime, so that no row of any matrix starts where another row of it started in the pool.
+# Prime, so that no two rows of a matrix start at the same place in the pool.
 _POOL_NUMEL: Final = 4_194_301
-# Gate and up differ, as they do in real models, so that a kernel that swaps them is caught.
+# Gate and up differ, as in real models, to catch a kernel that swaps them.
 _GATE_STD: Final = 1.0
 _UP_STD: Final = 1.6
 _BIAS_STD: Final = 0.5
 _SAMPLE_TOKENS: Final = 64
-# A weight near 0 would hide that its route is wrong.
+# A weight near 0 would hide a wrong route.
 _MIN_ROUTE_WEIGHT: Final = 0.1
 
 _Draw = tuple[list[int], float]
@@ -51,19 +51,19 @@ def random_weights(
     advance: Callable[[int, int], object] = lambda done, total: None,
     experts: Sequence[int] | None = None,
 ) -> ExpertWeights:
-    """Random weights at which outputs are of the order of 1; the same on every device.
+    """Makes random weights with outputs of the order of 1, equal on every device.
 
     Drawing a normal number takes far longer than copying one. So experts are cut at different places from one pool of
-    numbers and scaled differently: no two experts and no two rows of one are equal. Weights of a quantized scheme are
-    quantized expert by expert; static activation scales are those of random tokens.
+    numbers and scaled differently: no two experts, and no two rows of one, are equal. For a quantized scheme, weights
+    are quantized expert by expert, and static activation scales come from random tokens.
 
     Args:
         problem: The layer.
-        generator: A generator of the CPU.
+        generator: A CPU generator.
         device: Device to build on.
-        advance: Called after each expert with (experts done, experts in all).
-        experts: Which of the layer's experts these are, where several ranks build parts of one layer: an expert has the
-            same numbers on each of them. The first ones where None.
+        advance: Called after each expert with (experts done, all experts).
+        experts: Ids of these experts, if several ranks build parts of one layer: an expert has the same numbers on
+            every rank. None means the first ones.
     """
     num_drawn = problem.num_local_experts if experts is None else problem.num_experts
     experts = list(range(num_drawn) if experts is None else experts)
@@ -116,7 +116,7 @@ def _quantized_experts(
     problem: MoEProblem, pool: torch.Tensor, seed: int, draws: Sequence[_Draw], advance: Callable[[int, int], object]
 ) -> dict[str, torch.Tensor]:
     buffer = _empty_experts(problem, 1, pool.device)
-    # Uses its own generator, so that the weights are those of the unquantized layer, rounded.
+    # Uses its own generator, so that the weights are the rounded ones of the unquantized layer.
     own = torch.Generator().manual_seed(seed + 1)
     sample = torch.randn(_SAMPLE_TOKENS, problem.hidden_size, generator=own).to(pool)
     experts: list[dict[str, torch.Tensor]] = []
@@ -132,7 +132,7 @@ def _quantized_experts(
 def _static_scales(
     problem: MoEProblem, expert: ExpertWeights, sample: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The activation scales of one expert that a checkpoint of the problem's scheme would bring."""
+    """One expert's activation scales, as in a checkpoint of the problem's scheme."""
     fmt = problem.quant.activation
     if fmt is None or not (fmt.static or fmt.global_scale):
         return None, None
@@ -149,7 +149,7 @@ def _static_scales(
 
 
 def _fill(target: torch.Tensor, pool: torch.Tensor, start: int, scale: float) -> None:
-    """Overwrites a contiguous tensor with the pool, scaled, from `start` on and round again."""
+    """Overwrites a contiguous tensor with the scaled pool, cyclically from `start`."""
     flat = target.view(-1)
     done = 0
     while done < len(flat):
@@ -160,7 +160,7 @@ def _fill(target: torch.Tensor, pool: torch.Tensor, start: int, scale: float) ->
 
 
 def random_call(problem: MoEProblem, num_tokens: int, routing: str, generator: torch.Generator) -> Call:
-    """Random tokens and routes, on the generator's device; a routing that is none of `ROUTINGS` is a ValueError."""
+    """Makes random tokens and routes on the generator's device; raises ValueError for an unknown routing."""
     if routing not in ROUTINGS:
         raise ValueError(f"unknown routing {routing!r} (known: {', '.join(ROUTINGS)})")
     device, num_experts = generator.device, problem.num_experts
@@ -168,7 +168,7 @@ def random_call(problem: MoEProblem, num_tokens: int, routing: str, generator: t
     def uniform(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=generator, device=device)
 
-    # The largest of log(weight) + Gumbel noise are a draw by weight without replacement.
+    # The largest values of log(weight) + Gumbel noise are a weighted draw without replacement.
     rows = 1 if routing == "one_set" else num_tokens
     keys = -torch.log(-torch.log(uniform(rows, num_experts)))
     if routing == "zipf":
@@ -176,18 +176,18 @@ def random_call(problem: MoEProblem, num_tokens: int, routing: str, generator: t
         keys = keys - torch.log(rank.float())
     topk_ids = keys.topk(problem.top_k, dim=1).indices.int().expand(num_tokens, -1).contiguous()
     topk_weights = uniform(num_tokens, problem.top_k) + _MIN_ROUTE_WEIGHT
-    if problem.top_k > 1:  # A single weight would be 1, and a kernel that ignores it would pass.
+    if problem.top_k > 1:  # With one expert per token the weight would be 1, and a kernel that ignores it would pass.
         topk_weights = topk_weights / topk_weights.sum(1, keepdim=True)
     tokens = torch.randn(num_tokens, problem.hidden_size, generator=generator, device=device)
     return Call(tokens.to(problem.torch_dtype), topk_weights, topk_ids)
 
 
 def random_calls(problem: MoEProblem, num_tokens: int, routing: str, seed: int, device: torch.device) -> list[Call]:
-    """The calls that are rotated over at a number of tokens: `num_calls` of `random_call`, by a seed."""
+    """The calls to rotate over for a number of tokens: `num_calls` of `random_call`, by a seed."""
     generator = torch.Generator(device).manual_seed(seed)
     return [random_call(problem, num_tokens, routing, generator) for _ in range(num_calls(num_tokens))]
 
 
 def num_calls(num_tokens: int) -> int:
-    """How many calls to rotate over: many where a call touches few experts, whose weights would stay in a cache."""
+    """How many calls to rotate over: many if a call touches few experts, whose weights would stay in cache."""
     return 16 if num_tokens <= 64 else 8 if num_tokens <= 1024 else 2

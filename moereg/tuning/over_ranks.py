@@ -1,6 +1,6 @@
-"""One rank of `moereg bench --ep` and `moereg run --ep`: builds its experts, compares, times, writes a line a row.
+"""One rank of `moereg bench --ep` and `moereg run --ep`: builds its experts, compares, times, writes one line per row.
 
-`python -m moereg.tuning.over_ranks JOB RANK` does it in a process of its own; `torchrun` processes call `run_rank`.
+`python -m moereg.tuning.over_ranks JOB RANK` does it in a separate process; `torchrun` processes call `run_rank`.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _MOST_AT_A_TIME: Final = 8
 _LEAVING_SECONDS: Final = 20.0
 
 _LARGEST_ROOM: Final = 4e9
-"""Bytes of receive slots of a rank, in both directions, beyond which a token dispatcher is left out."""
+"""Most bytes of a rank's receive slots, in both directions; token dispatchers that need more are skipped."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Settings that every rank receives: values of the options of those names, and those below.
+    """Settings that every rank receives: the options' values by name, and those below.
 
     Attributes:
         problem: `MoEProblem.to_dict` of the layer.
         modules: What registers backends and is not installed.
         replicas: Experts beyond one for each of the layer, placed by the routing's loads; None for slices.
         compares: Whether rank 0 also runs the whole layer alone.
-        out: File that rank 0 writes a line of JSON to for each row.
-        store: Where ranks find each other; that of torchrun where None.
+        out: File to which rank 0 writes one line of JSON per row.
+        store: Rendezvous of the ranks; None means torchrun's.
         limit_seconds: Time limit of a collective.
     """
 
@@ -81,7 +81,7 @@ class Job:
 
 
 def run_rank(job: Job, rank: int) -> None:
-    """Does one rank's work; every rank has to."""
+    """Does one rank's work; every rank has to call it."""
     import_modules(job.modules)
     device = torch.device("cpu")
     if job.device_type == "cuda":
@@ -102,7 +102,7 @@ def run_rank(job: Job, rank: int) -> None:
                 with Path(job.out).open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
     if job.store is not None and job.device_type == "cuda":
-        # All rows are there: NCCL may wait for a graph of its own while it is taken down.
+        # All rows are written, and NCCL may hang on a graph of its own at shutdown.
         last = threading.Timer(_LEAVING_SECONDS, os._exit, (0,))
         last.daemon = True
         last.start()
@@ -122,14 +122,14 @@ class _Rank:
         self.tables = PlacementTables(held, rank, device)
         experts = held.experts_of_rank[rank]
         self.part = dataclasses.replace(self.problem, num_local_experts=len(experts), placement="map")
-        # Where an expert has replicas, the reference counts the first one.
+        # If an expert has replicas, the reference uses the first one.
         first = [place if held.ranks_of_expert(e)[0] == rank else -1 for e, place in enumerate(held.expert_map(rank))]
         self.first = torch.tensor(first, dtype=torch.int32, device=device)
         generator = torch.Generator().manual_seed(job.seed)
         self.weights = random_weights(self.part, generator, device, experts=experts)
 
     def _balanced(self, num_replicas: int) -> ExpertPlacement:
-        """By the loads of the last routing, `zipf` of `uniform,zipf`."""
+        """A placement balanced by the loads of the last routing, such as `zipf` of `uniform,zipf`."""
         calls = calls_of_group(
             self.problem, max(self.job.tokens), self.job.size, self.job.routings[-1], self.job.seed, self.device
         )
@@ -140,7 +140,7 @@ class _Rank:
         return placement
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """A row for each number of tokens, token dispatcher, number of parts and routing."""
+        """Yields a row per number of tokens, token dispatcher, number of parts and routing."""
         for num_tokens in self.job.tokens:
             calls = {}
             for routing in self.job.routings:
@@ -154,7 +154,7 @@ class _Rank:
                     torch.cuda.empty_cache()
 
     def _alone(self, num_tokens: int, routing: str) -> float | None:
-        """The time of as many routes on this rank's experts, without a group; None where it has too few of them."""
+        """The time of equally many routes on this rank's experts without a group; None if it has too few experts."""
         share = self.part.num_local_experts
         if share < self.problem.top_k or num_tokens == 0:
             return None
@@ -196,7 +196,7 @@ class _Rank:
             moves.wire = chosen
 
     def _wires(self, chosen: Wire, kernel: MoEKernel) -> tuple[Wire, ...]:
-        """The chosen one, and 16 bits beside quantized values where token dispatcher and experts take both."""
+        """The chosen wire format, plus 16 bits if token dispatcher and experts also take that."""
         takes_both = isinstance(kernel.prepare_finalize, (AllGather, AllToAll, LowLatency))
         if isinstance(chosen, PlainWire) or not takes_both or self.job.compares:
             return (chosen,)
@@ -248,7 +248,7 @@ class _Rank:
         error = error_over_ranks(outs[0], mine)
         is_captured = is_replay(runs[0])
         del runs
-        if not error <= tolerance:  # NaN is wrong, too.
+        if not error <= tolerance:  # NaN is wrong too.
             return {**found, "relative_error": error, "passed": False}
         row_bytes = moves.wire.bytes_per_token + 8 * self.problem.top_k
         bare, moved = bare_collectives(self.problem, own, self.tables, row_bytes)
@@ -266,14 +266,14 @@ class _Rank:
         }
 
     def _compared(self, kernel: MoEKernel, first: torch.Tensor, whole: Call) -> dict[str, Any]:
-        """All ranks' outputs against the layer on rank 0 alone."""
+        """Compares all ranks' outputs with the whole layer on rank 0."""
         parts = [torch.empty_like(first) for _ in range(self.job.size)]
         dist.all_gather(parts, first)
         found: list[Any] = [None]
         if self.rank == 0:
             generator = torch.Generator().manual_seed(self.job.seed)
             weights: ExpertWeights = random_weights(self.problem, generator, self.device)
-            # By the same class, where it fits the whole layer, so that bits can be equal.
+            # With the same class if it fits the whole layer, so that bits can be equal.
             one = make_kernel(self.problem, weights)(*whole)
             together = torch.cat(parts)
             error = (together.double() - one.double()).norm() / one.double().norm()
@@ -289,13 +289,13 @@ NO_ROW: Final[dict[str, Any]] = {
     **dict.fromkeys(("repeats", "one_rank_error", "one_rank_equal", "captured", "time_us", "p10_us", "p90_us")),
     **dict.fromkeys(("one_rank_us", "over_one_rank", "bare_us", "bytes_out", "bytes_back")),
 }
-"""An empty row, but for its token dispatcher, number of parts and number of tokens."""
+"""An empty row, except for its token dispatcher, number of parts and number of tokens."""
 
 
 def calls_of_group(
     problem: MoEProblem, num_tokens: int, size: int, routing: str, seed: int, device: torch.device
 ) -> list[Call]:
-    """Calls of all ranks' tokens, `num_tokens` a rank, rank after rank; the same on every rank.
+    """Calls with all ranks' tokens, `num_tokens` per rank, in rank order; equal on every rank.
 
     Popular experts stay popular.
     """
@@ -313,7 +313,7 @@ def calls_of_group(
 
 
 def of_rank(call: Call, rank: int, size: int) -> Call:
-    """One rank's tokens of a call of all ranks."""
+    """One rank's tokens in a call of all ranks."""
     num_tokens = len(call.hidden_states) // size
     rows = slice(rank * num_tokens, (rank + 1) * num_tokens)
     return Call(*(tensor[rows].clone() for tensor in call))
@@ -322,7 +322,8 @@ def of_rank(call: Call, rank: int, size: int) -> Call:
 def time_over_ranks(runs: Sequence[Run], device: torch.device, rounds: int, seconds: float) -> Timing:
     """Times runs on all ranks at once, in turns; every rank has to call it.
 
-    A sample is the slowest rank's mean over a batch. There are `rounds` of them, or at least three in those seconds.
+    A sample is the slowest rank's mean over a batch. Takes `rounds` samples, or as many as fit in `seconds` but at
+    least three.
     """
     for run in runs[:2]:
         run()
@@ -338,7 +339,7 @@ def time_over_ranks(runs: Sequence[Run], device: torch.device, rounds: int, seco
 
 
 def _timed(runs: Sequence[Run], device: torch.device) -> float:
-    """Seconds of some runs on this rank, begun by all ranks at once."""
+    """Seconds of some runs on this rank, started by all ranks at once."""
     together = torch.zeros(1, device=device)
     if device.type != "cuda":
         dist.all_reduce(together)
@@ -367,14 +368,14 @@ def _max_over_ranks(values: Sequence[float], device: torch.device) -> list[float
 def bare_collectives(
     problem: MoEProblem, calls: Sequence[Call], tables: PlacementTables, row_bytes: int
 ) -> tuple[list[Run], tuple[int, int]]:
-    """Tokens with their routes out, once to each rank that needs them, and a row back from each, without padding.
+    """Bare collectives: sends tokens with routes once to each rank that needs them, and a row back from each, unpadded.
 
     Args:
         problem, calls, tables: The layer, this rank's calls, and which rank holds which expert.
-        row_bytes: Of a token on its way out.
+        row_bytes: Bytes of a sent token.
 
     Returns:
-        A run a call, and the bytes that this rank sends out and gets back in the first one.
+        A run per call, and the bytes that this rank sends and gets back in the first one.
     """
     runs: list[Run] = []
     moved = (0, 0)
@@ -406,14 +407,14 @@ def _there_and_home(
 
 
 def all_agree(is_so: bool, device: torch.device) -> bool:
-    """Whether something is so on every rank."""
+    """Whether a condition is true on every rank."""
     found = torch.tensor([int(is_so)], device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MIN)
     return bool(found.item())
 
 
 def error_over_ranks(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The relative error of all ranks' rows together; NaN if one holds a NaN."""
+    """The relative error of all ranks' rows together; NaN if any row has a NaN."""
     sums = torch.stack([(found.double() - expected.double()).square().sum(), expected.double().square().sum()])
     dist.all_reduce(sums)
     return float((sums[0] / sums[1]).sqrt())
@@ -433,7 +434,7 @@ def _main() -> int:
 
 if __name__ == "__main__":
     sys.stdout.flush()
-    # torch.distributed may wait for ranks that are gone when it is taken down.
+    # At shutdown torch.distributed may wait for ranks that are gone.
     code = _main()
     sys.stderr.flush()
     os._exit(code)

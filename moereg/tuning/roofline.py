@@ -1,4 +1,4 @@
-"""The roofline of a call: what this device could reach at best, with both ceilings measured here and now."""
+"""The roofline of a call: the best that this device can reach, with both ceilings measured."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import Call
 from moereg.tuning.timing import Run, time_runs
 
-# Far beyond any cache; on a GPU also long against the start of a kernel.
+# Far beyond any cache; on a GPU also long compared with a kernel launch.
 _CPU_READ_BYTES: Final = 1 << 29
 _GPU_READ_BYTES: Final = 1 << 32
 _READ_FRACTION: Final = 0.3
-"""Largest share of the free memory."""
+"""Largest share of free memory."""
 _READ_ROUNDS: Final = 12
 _PIECE_NUMEL: Final = 1 << 20
 _GPU_MATMUL_SIZE: Final = 8192
 _CPU_MATMUL_SIZES: Final = (1024, 2048, 4096)
 _LONG_MATMUL_US: Final = 20e3
-"""A CPU that takes so long is busy with all of its threads; a larger product would only take longer."""
+"""A CPU that takes this long uses all of its threads; a larger product would only take longer."""
 _MATMULS_AT_A_TIME: Final = 8
-# A GPU's clock falls during the first second of full load; only the rate after that is sustained.
+# A GPU's clock drops during the first second of full load; only the rate after that is sustained.
 _SETTLING_SECONDS: Final = 1.5
 _SETTLED_FRACTION: Final = 1 / 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """The most that a device reached.
+    """The highest measured rates of a device.
 
     Attributes:
-        matmul_tflops: Rate of one large product, sustained.
+        matmul_tflops: Sustained rate of one large product.
         read_gbps: Rate of reading a large buffer once.
-        read_by: The reader that was so fast.
+        read_by: The fastest reader.
     """
 
     matmul_tflops: float
@@ -55,8 +55,8 @@ class Traffic:
     """The work of a call, independent of the kernel.
 
     Attributes:
-        flops: Operations of both products, for routes to local experts.
-        num_bytes: The weights of the experts that are active, hidden states and output, each moved once.
+        flops: Operations of both matmuls, for routes to local experts.
+        num_bytes: Bytes of active experts' weights, hidden states and output, each moved once.
     """
 
     flops: float
@@ -64,7 +64,7 @@ class Traffic:
 
 
 def expert_bytes(problem: MoEProblem) -> int:
-    """Bytes of the canonical weights of one expert, scales and biases included."""
+    """Bytes of one expert's canonical weights, including scales and biases."""
     rows = problem.quant.tensor_rows(
         1, problem.hidden_size, problem.intermediate_size, problem.activation.num_halves, problem.has_bias
     )
@@ -72,8 +72,8 @@ def expert_bytes(problem: MoEProblem) -> int:
 
 
 def work_of(problem: MoEProblem, call: Call) -> Traffic:
-    """Counts one call; reads its ids on the host."""
-    # Without an expert map the first experts are the local ones.
+    """Counts a call's work; reads its ids on the host."""
+    # Without an expert map the first experts are local.
     local = call.topk_ids[(call.topk_ids >= 0) & (call.topk_ids < problem.num_local_experts)]
     matrices = (problem.activation.num_halves + 1) * problem.hidden_size * problem.intermediate_size
     return Traffic(
@@ -83,20 +83,20 @@ def work_of(problem: MoEProblem, call: Call) -> Traffic:
 
 
 def roofline_us(works: Sequence[Traffic], ceilings: Ceilings) -> float:
-    """Mean over calls of the larger of the time to move the bytes and the time to multiply."""
+    """Mean over calls of the larger of the memory time and the compute time."""
     return statistics.mean(
         max(work.num_bytes / ceilings.read_gbps / 1e3, work.flops / ceilings.matmul_tflops / 1e6) for work in works
     )
 
 
 def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:
-    """Measures both ceilings: a second or two, on a CPU with torch's current number of threads.
+    """Measures both ceilings, in a second or two; on a CPU with torch's current number of threads.
 
-    The product is in that dtype; on a CPU one in fp32 counts too.
+    The product is in the given dtype; on a CPU fp32 counts too.
     """
     read_gbps, read_by = _measure_read(device)
     if device.type == "cpu":
-        # Where a CPU lacks instructions for 16 bits, kernels that widen are the faster ones.
+        # On a CPU without 16-bit instructions, kernels that widen are faster.
         tflops = max(_cpu_matmul_tflops(candidate) for candidate in {dtype, torch.float32})
     else:
         run = _matmul(_GPU_MATMUL_SIZE, dtype, device)
@@ -105,7 +105,7 @@ def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:
 
 
 def settled_us(run: Run, device: torch.device) -> float:
-    """Time of one run when it has run back to back for so long that the clock has settled."""
+    """Time of one run, after running back to back until the clock has settled."""
     times_us: list[float] = []
     start = time.perf_counter()
     while not times_us or time.perf_counter() - start < _SETTLING_SECONDS:
@@ -116,7 +116,7 @@ def settled_us(run: Run, device: torch.device) -> float:
 def _cpu_matmul_tflops(dtype: torch.dtype) -> float:
     best = 0.0
     for size in _CPU_MATMUL_SIZES:
-        # Other processes may have interfered; the best is nearest to what the machine can do.
+        # Other processes may have interfered; the best time is closest to the machine's limit.
         device = torch.device("cpu")
         time_us = time_runs({"": [_matmul(size, dtype, device)]}, device, _MATMULS_AT_A_TIME)[""].min_us
         best = max(best, _matmul_tflops(size, time_us))
@@ -135,11 +135,11 @@ def _matmul_tflops(size: int, time_us: float) -> float:
 
 
 def _measure_read(device: torch.device) -> tuple[float, str]:
-    """GB/s of the fastest of the known ways to read a buffer, and its name."""
+    """GB/s of the fastest known way to read a buffer, and its name."""
     num_bytes = _CPU_READ_BYTES if device.type == "cpu" else _GPU_READ_BYTES
     if (free_bytes := free_memory_bytes(device)) is not None:
         num_bytes = min(num_bytes, int(free_bytes * _READ_FRACTION))
-    # Normal numbers, since zeros take less power to move. A whole number of blocks for every way of reading them.
+    # Normal numbers, since moving zeros takes less power. A whole number of blocks for every reader.
     piece = torch.randn(_PIECE_NUMEL, device=device, dtype=torch.bfloat16)
     buffer = piece.repeat(max(1, num_bytes // piece.nbytes))
     best = (0.0, "")
@@ -158,6 +158,6 @@ def _readers(buffer: torch.Tensor) -> Iterator[tuple[str, Run]]:
     try:
         from moereg.kernels.launch.device import num_multiprocessors
         from moereg.kernels.read import word_readers
-    except ImportError:  # Without triton, torch's ways must do.
+    except ImportError:  # Without triton, use torch's readers.
         return
     yield from word_readers(buffer.view(torch.int32), num_multiprocessors(buffer.device))

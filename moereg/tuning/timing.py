@@ -1,7 +1,7 @@
 """Times kernels over rotated inputs and routings, interleaved, so that compared kernels run in the same minute.
 
-Where a GPU's kernel can be captured, each call is a CUDA graph and its replays are timed with events; otherwise calls
-are timed eagerly, with events on a GPU and by the wall clock on a CPU.
+If a GPU kernel can be captured, each call is a CUDA graph and its replays are timed with events; otherwise calls are
+timed eagerly, with events on a GPU and by the wall clock on a CPU.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from moereg.runtime.gc_pause import collecting_later
 from moereg.tuning.inputs import Call
 
 ROUNDS: Final = 48
-"""Samples of each kernel, where they take no longer than `SECONDS`."""
+"""Samples of each kernel, if they take no longer than `SECONDS`."""
 SECONDS: Final = 1.0
 _MIN_ROUNDS: Final = 3
 
-# A graph that ends sooner, waiting for it included, may outrun the host, which takes 10 to 20 us to ask for the next.
+# A graph shorter than this, including the wait for it, may outrun the host, which takes 10 to 20 us per launch.
 _OUTRUN_SECONDS: Final = 2e-4
 _BATCH: Final = 48
-# 1.5 ms or more on GPUs that do up to 2 GHz: the host asks for a batch meanwhile.
+# 1.5 ms or more on GPUs of up to 2 GHz, in which the host queues a batch.
 HELD_CYCLES: Final = 3_000_000
 
 Run = Callable[[], object]
@@ -42,14 +42,14 @@ class Timing:
     """Times of one call.
 
     Attributes:
-        samples_us: In the order in which they were taken.
+        samples_us: Samples in the order taken.
     """
 
     samples_us: tuple[float, ...]
 
     @property
     def median_us(self) -> float:
-        """The median of the samples: the time where nothing else is said."""
+        """The median sample, which is the time unless stated otherwise."""
         return statistics.median(self.samples_us)
 
     @property
@@ -59,12 +59,12 @@ class Timing:
 
     @property
     def p10_us(self) -> float:
-        """A tenth of the samples were faster."""
+        """The 10th percentile."""
         return self._decile(0)
 
     @property
     def p90_us(self) -> float:
-        """A tenth of the samples were slower."""
+        """The 90th percentile."""
         return self._decile(8)
 
     def _decile(self, place: int) -> float:
@@ -76,7 +76,7 @@ class Timing:
 def time_kernels(
     kernels: Mapping[Key, MoEKernel], calls: Sequence[Call], rounds: int = ROUNDS, seconds: float = SECONDS
 ) -> dict[Key, Timing]:
-    """Times kernels of one problem on the same calls, all of one number of tokens, as `time_runs` does."""
+    """Times kernels of one problem on the same calls, all with as many tokens, like `time_runs`."""
     outs = [torch.empty_like(call.hidden_states) for call in calls]
     runs = {key: kernel_runs(kernel, calls, outs) for key, kernel in kernels.items()}
     return time_runs(runs, calls[0].hidden_states.device, rounds, seconds)
@@ -107,18 +107,18 @@ def kernel_runs(
 
 
 def can_be_captured(kernel: MoEKernel) -> bool:
-    """Whether the facts of its backend, and of its token dispatcher if it has one, say so."""
+    """Whether the facts of its backend, and of its token dispatcher if any, allow capture."""
     winner, movement = kernel.selection.winner, getattr(kernel.prepare_finalize, "facts", None)
     has_backend = winner is not None and winner.cell is not None and winner.cell.facts.graph_capture
     return has_backend and (movement is None or movement.graph_capture)
 
 
 def capture(eager: Sequence[Run], *, error_mode: str = "global") -> list[Run]:
-    """A CUDA graph of each run, to be replayed one after the other.
+    """Captures a CUDA graph of each run, to replay one after the other.
 
     Args:
-        eager: The first one was called before.
-        error_mode: What torch calls `capture_error_mode`: `thread_local` where other threads go on meanwhile.
+        eager: The runs; the first one must have been called before.
+        error_mode: torch's `capture_error_mode`: `thread_local` if other threads keep running.
     """
     replays: list[Run] = []
     pool = None
@@ -128,7 +128,7 @@ def capture(eager: Sequence[Run], *, error_mode: str = "global") -> list[Run]:
         with collecting_later(), torch.cuda.graph(graph, pool=pool, capture_error_mode=error_mode):
             run()
         pool = graph.pool()
-        # The graph reads memory that only the run keeps alive.
+        # Only the run keeps memory alive that the graph reads.
         replays.append(functools.partial(_replay, graph, run))
     return replays
 
@@ -149,17 +149,17 @@ def time_runs(
     seconds: float = SECONDS,
     before: Run | None = None,
 ) -> dict[Key, Timing]:
-    """Times things in turns: a round runs each once, on the inputs that are next for it, and starts with another one.
+    """Times runs in turns: each round runs every key once on its next inputs, starting with another key.
 
     On a GPU replays are queued, short ones in batches, so that the device is timed and not the host. If any run is no
     replay, each waits until the device is idle: the host's time then counts for all.
 
     Args:
-        runs: By the key of the result; one for each set of inputs.
-        device: Where they run.
-        rounds: Samples of each, at least 1.
-        seconds: Time after which a key takes no further sample, once it has three; also bounds warming up.
-        before: Called before each sample on a CPU and not timed, such as to empty caches.
+        runs: Runs by key, one per set of inputs.
+        device: The runs' device.
+        rounds: Samples per key, at least 1.
+        seconds: Time after which a key with three samples takes no more; also bounds warming up.
+        before: Called untimed before each sample on a CPU, such as to empty caches.
 
     Returns:
         Times by key.
@@ -232,7 +232,7 @@ def _wall_clock_samples(
 ) -> dict[Key, list[float]]:
     samples: dict[Key, list[float]] = {key: [] for key in runs}
     for key, number in _turns(num_samples):
-        # A busy machine can be far slower now than when it warmed up.
+        # A busy machine can be far slower now than during warm-up.
         if number >= _MIN_ROUNDS and sum(samples[key]) > seconds * 1e6:
             continue
         run = runs[key][number % len(runs[key])]
@@ -246,6 +246,6 @@ def _wall_clock_samples(
 
 
 def wait_for(device: torch.device) -> None:
-    """Returns when the device has finished its work."""
+    """Waits until the device has finished its work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -1,4 +1,4 @@
-"""Tensors that others may read and not write: whether they did, seen by versions and by bytes."""
+"""Detects writes to tensors that others may only read, by version counters and bytes."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from moereg.tuning.timing import wait_for
 from moereg.weights.versions import checksums
 
 _State = tuple[int, int, int, tuple[int, ...]]
-"""Address and bytes of the storage, torch's count of writes, sums of the bytes."""
+"""Address and bytes of the storage, torch's count of writes, checksums."""
 
 
 class WatchedTensors:
-    """Remembers what tensors hold by checksums, so that gigabytes are not kept twice.
+    """Remembers tensors' contents by checksums, without a second copy of gigabytes.
 
-    Writes that torch does not count, those of kernels and through `.data`, show in the bytes.
+    Writes that torch does not count, by kernels and through `.data`, change the bytes.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Reads all of them, which waits for their devices.
+        """Reads all tensors, which synchronizes.
 
         Args:
-            tensors: By the names that `written` gives; contiguous, on one device.
+            tensors: Tensors by name; contiguous, on one device.
         """
         self._tensors: Final = dict(tensors)
         self._states: dict[str, _State] = {}
         self.renew()
 
     def written(self) -> tuple[str, ...]:
-        """Names of the tensors that were written since they were last read or restored."""
+        """Names of tensors written since they were last read or restored."""
         return tuple(name for name in self._tensors if self._state(name) != self._states[name])
 
     def restore(self, pristine: Mapping[str, torch.Tensor]) -> None:
-        """Writes the original contents back into the same memory, since views of others may share it.
+        """Writes the original contents back into the same memory, which others' views may share.
 
         Args:
-            pristine: By name; of the same shapes and dtypes.
+            pristine: Original tensors by name, with the same shapes and dtypes.
         """
         for name, tensor in self._tensors.items():
             storage, num_bytes = tensor.untyped_storage(), self._states[name][1]
@@ -49,7 +49,7 @@ class WatchedTensors:
         self.renew()
 
     def renew(self) -> None:
-        """Takes the present contents as the expected ones."""
+        """Takes the current contents as the expected ones."""
         self._states = {name: self._state(name) for name in self._tensors}
 
     def _state(self, name: str) -> _State:

@@ -1,9 +1,9 @@
-"""QuACK's grouped products on weights whose rows alternate gate and up: 16-bit numbers, or 8-bit codes.
+"""QuACK's grouped GEMMs on 16-bit or 8-bit weights whose rows alternate gate and up.
 
-Six launches, eight with codes: a sort of the routes, what each sorted row is made of, the product that gathers its rows
-and applies the activation, the second product, which weights its rows, and their sum.
+Six launches, eight with 8-bit weights: sort the routes, write each sorted row's source, weight and scale, gather and
+multiply with the activation, multiply again with the routing weights, and sum.
 
-Sizes: T tokens, K choices, N = T * K routes, H hidden size, I intermediate size, E local experts.
+Sizes: T tokens, K experts per token, N = T * K routes, H hidden size, I intermediate size, E local experts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from moereg.weights.layouts import ALIGNMENT, aligned, interleave_gate_up, pad_c
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 _BLOCK_M: Final = 128
-"""Rows of the sort's tiles, which nothing here reads."""
+"""Tile rows for the sort; nothing here reads its tiles."""
 
 _COMPILE_SECONDS: Final = 3.0
 """Seconds for one kernel on one free core; 1.4 to 3.2 were measured."""
@@ -47,12 +47,12 @@ _LOCK: Final = threading.Lock()
 
 
 class _Rows(NamedTuple):
-    """Rows that a product takes, and the scales of their codes.
+    """Input rows of a GEMM, with the scales of quantized ones.
 
     Attributes:
         rows: [S, K].
         scale: [S] fp32, or None.
-        routes_per_row: K where rows are tokens, 1 where routes.
+        routes_per_row: K if rows are tokens, 1 if they are routes.
     """
 
     rows: torch.Tensor
@@ -80,11 +80,11 @@ class Interleaved(Implementation):
         self._capability = 10 if PlatformRule("cuda:sm100f").matches(self.platform) else 9
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Rows of gate and up alternate; w2 is the given tensor; biases become fp32.
+        """Alternates gate and up rows; keeps w2 as given; converts biases to fp32.
 
         Returns:
-            `w13` [E, 2I, H] (row 2j gate j, row 2j + 1 up j; as it is where not gated), `w2` [E, H, I], and where there
-            are biases `w13_bias` [E, 2I] and `w2_bias` [E, H].
+            `w13` [E, 2I, H] (row 2j gate j, row 2j + 1 up j; unchanged if not gated), `w2` [E, H, I], and if there are
+            biases `w13_bias` [E, 2I] and `w2_bias` [E, H].
         """
         tensors = {"w13": self._interleaved(weights.w13), "w2": aligned(weights.w2)}
         return PermutedWeights(self.layouts[0], {**tensors, **self._biases(weights)})
@@ -101,7 +101,7 @@ class Interleaved(Implementation):
         }
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Flat: the intermediate and what it is quantized to; the plan, a number for each row, and the rows [N, H]."""
+        """Flat: the intermediate, also quantized; the plan, three numbers per row, and the rows [N, H]."""
         problem, itemsize = self.problem, self.problem.torch_dtype.itemsize
         first = bytes_of(self._first_pieces(num_tokens * problem.top_k))
         second = self._plan_bytes(num_tokens) + bytes_of(self._second_pieces(num_tokens, num_tokens * problem.top_k))
@@ -111,7 +111,7 @@ class Interleaved(Implementation):
         return plan_bytes(self.problem, num_tokens, _BLOCK_M)
 
     def _first_pieces(self, num_routes: int) -> tuple[Piece, ...]:
-        """The intermediate [N, I], then what a subclass needs."""
+        """The intermediate [N, I], then a subclass's own pieces."""
         return (Piece((num_routes, self.problem.intermediate_size), self.problem.torch_dtype),)
 
     def _second_pieces(self, num_tokens: int, num_routes: int) -> tuple[Piece, ...]:
@@ -166,7 +166,7 @@ class Interleaved(Implementation):
         reduce_sorted_rows(call.out, rows, plan.route_row, None)
 
     def _inputs(self, call: Call, second: torch.Tensor) -> _Rows:
-        """The rows that the first product gathers."""
+        """The rows that the first GEMM gathers."""
         inputs = call.inputs
         hidden_states = inputs.hidden_states
         if self.problem.apply_router_weight_on_input:
@@ -176,18 +176,18 @@ class Interleaved(Implementation):
         return _Rows(hidden_states, None, self.problem.top_k)
 
     def _middle(self, call: Call, plan: RoutePlan, intermediate: torch.Tensor) -> _Rows:
-        """The rows of the second product."""
+        """The rows of the second GEMM."""
         return _Rows(intermediate, None, 1)
 
     def _operands(self, weights: PermutedWeights, matrix: str, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """Scales and bias of a product, as its epilogue names them."""
+        """Scales and bias of a GEMM under its epilogue's names."""
         operands = {} if scale is None else {"row_scale": scale, "column_scale": weights[f"{matrix}_scale"]}
         bias = weights.get(f"{matrix}_bias")
         return operands if bias is None else {**operands, "bias": bias}
 
     @contextlib.contextmanager
     def _announced(self, config: GemmConfig, dtype: torch.dtype) -> Iterator[None]:
-        """Says so before kernels are compiled for the first time in this process."""
+        """Announces the wait when this process compiles these kernels for the first time."""
         if config in self._ready:
             yield
             return
@@ -216,9 +216,9 @@ class Interleaved(Implementation):
 
 
 class InterleavedCodes(Interleaved):
-    """Standard format, float8_e4m3fn with a scale for each row of weights and of activations.
+    """Standard format, float8_e4m3fn with a scale per row of weights and activations.
 
-    Schemes with one scale for a tensor are the same with equal scales.
+    Per-tensor scales are repeated for every row.
     """
 
     def __init__(self, experts: Experts) -> None:
@@ -236,11 +236,11 @@ class InterleavedCodes(Interleaved):
         )
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """As in 16 bits, with the reduced dimensions padded to multiples of 128 and a scale for each row.
+        """As for 16 bits, with the reduced dimensions padded to multiples of 128 and a scale per row.
 
         Returns:
             `w13` [E, 2I, H_pad] and `w2` [E, H, I_pad] codes, `w13_scale` [E, 2I] and `w2_scale` [E, H] fp32, biases as
-            in 16 bits, and where the checkpoint has activation scales `a13_scale` and `a2_scale` [E].
+            for 16 bits, and if the checkpoint has activation scales `a13_scale` and `a2_scale` [E].
         """
         problem = self.problem
         assert weights.w13_scale is not None
@@ -258,16 +258,16 @@ class InterleavedCodes(Interleaved):
         return PermutedWeights(self.layouts[0], {**tensors, **self._biases(weights)})
 
     def _padded(self, codes: torch.Tensor) -> torch.Tensor:
-        # As bytes, since not everything pads 8-bit floats; zero bytes are zeros.
+        # As bytes, since not every device pads 8-bit floats; a zero byte is zero.
         return aligned(pad_columns(codes, round_up(codes.shape[2], CODE_PAD))).view(self._row_format.dtype)
 
     def _first_pieces(self, num_routes: int) -> tuple[Piece, ...]:
-        """The intermediate, the largest magnitudes that programs found, and codes and scales."""
+        """The intermediate, each program's largest magnitude, then quantized values and scales."""
         codes = row_pieces(self._format, num_routes, self.problem.intermediate_size)
         return (*super()._first_pieces(num_routes), Piece((AMAX_PROGRAMS,), torch.int32), *codes)
 
     def _second_pieces(self, num_tokens: int, num_routes: int) -> tuple[Piece, ...]:
-        """As in 16 bits, then codes and scales of tokens, or of a row for each route."""
+        """As for 16 bits, then quantized values and scales, a row per token or per route."""
         num_coded = num_routes if self._codes_routes else num_tokens
         return (
             *super()._second_pieces(num_tokens, num_routes),
@@ -276,7 +276,7 @@ class InterleavedCodes(Interleaved):
 
     @property
     def _codes_routes(self) -> bool:
-        """Whether a token is quantized once for each route: it may go to experts whose static scales differ."""
+        """Whether tokens are quantized once per route, since their experts' static scales may differ."""
         return self._format.static and self.problem.num_local_experts > 1
 
     def _inputs(self, call: Call, second: torch.Tensor) -> _Rows:

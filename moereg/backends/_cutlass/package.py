@@ -1,4 +1,4 @@
-"""Facts about an installed QuACK, found without importing it, which takes seconds."""
+"""Facts about an installed QuACK, found without the seconds that importing it takes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from moereg.backends._flashinfer.package import foreign_machine
 from moereg.platforms import Platform
 
 REQUIRES: Final = ("quack-kernels>=0.6.5,<0.7", "nvidia-cutlass-dsl>=4.8,<5", "triton>=3.6")
-"""QuACK 0.6.5 is what the calls are written against: 0.6.0 and 0.6.1 have no epilogues, and 0.6.2 lacks functions for
-them. It imports triton without asking for it."""
+"""The calls are written against QuACK 0.6.5: 0.6.0 and 0.6.1 have no epilogues, and 0.6.2 lacks functions for
+them. It imports triton without requiring it."""
 
 _DSL: Final = "nvidia_cutlass_dsl"
-# What QuACK and CuTe DSL import beside torch and each other.
+# Imports of QuACK and CuTe DSL, besides torch and each other.
 _IMPORTED: Final = ("cuda", "einops", "torch_c_dlpack_ext", "tvm_ffi")
-# Functions of `quack/activation.py` without a public name, which any release may rename.
+# Private functions of `quack/activation.py`; any release may rename them.
 _PRIVATE: Final = ("_maxnumf", "_minnumf")
 _RUNTIMES: Final = ("cu12/lib/libcute_dsl_runtime.so", "cu13/lib/libcute_dsl_runtime.so")
 
@@ -42,8 +42,8 @@ def can_be_imported(platform: Platform) -> str | None:
             f"whose .pth files Python reads, or add {dsl / 'dsl_packages'} to PYTHONPATH"
         )
     if not (_is_installed(language) or _is_installed(Path(__file__))):
-        # QuACK looks into functions of other folders for what a kernel depends on: into ours of a checkout, and through
-        # them into CuTe DSL's, where it finds values that it refuses.
+        # QuACK follows a kernel's dependencies into functions outside site-packages: ours in a checkout, and from
+        # there CuTe DSL's, which hold values that it refuses.
         return (
             f"requires CuTe DSL in a folder site-packages, as QuACK does, found {language}; install both into an "
             "environment, or --target DIR/site-packages"
@@ -57,24 +57,24 @@ def can_be_imported(platform: Platform) -> str | None:
             f"requires CuTe DSL's runtime library, found none in {dsl}; install nvidia-cutlass-dsl-libs-cu12 or, for "
             "CUDA 13, nvidia-cutlass-dsl[cu13]"
         )
-    # The first one is loaded.
+    # CuTe DSL loads the first one.
     why = foreign_machine(runtimes[0])
     return None if why is None else f"requires CuTe DSL's runtime library, but {runtimes[0]} {why}; reinstall it"
 
 
 def cache_can_be_written(platform: Platform) -> str | None:
-    """Probe: why QuACK could not keep compiled kernels, for which it raises at the first call; or None."""
+    """Probe: why QuACK cannot cache compiled kernels, which makes its first call raise; or None."""
     if os.environ.get("QUACK_CACHE_ENABLED", "1") != "1":
         return None
     named = os.environ.get("QUACK_CACHE_DIR")
     cure = "set QUACK_CACHE_DIR to a folder that can, or QUACK_CACHE_ENABLED=0"
     try:
         folder = Path(named) if named is not None else Path(tempfile.gettempdir()) / getpass.getuser() / "quack_cache"
-    except (OSError, KeyError):  # Containers have users without a name.
+    except (OSError, KeyError):  # In a container the user may have no name.
         return f"requires a cache folder, which QuACK names after the user, found no name of this one; {cure}"
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
-        # Permissions say little where root asks or a file system is read-only, so a file that has no name is made.
+        # Permission bits mean little to root or on a read-only file system, so try an unnamed file.
         with tempfile.TemporaryFile(dir=existing):
             return None
     except OSError as error:
@@ -86,7 +86,7 @@ def _folder(name: str) -> Path | None:
     """The folder of a package, or None."""
     try:
         spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # A module of that name that is half imported or no package.
+    except (ImportError, ValueError):  # The module is half imported or no package.
         return None
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(locations[0]) if locations else None
@@ -97,7 +97,7 @@ def _is_installed(path: Path) -> bool:
 
 
 def _lacks(quack: Path) -> str | None:
-    """Names that the epilogues use and this release of QuACK lacks; its source is read, not imported."""
+    """The first name the epilogues use that this QuACK lacks, or None; reads its source, imports nothing."""
     if not (quack / "epilogue" / "__init__.py").is_file():
         return "quack.epilogue"
     try:

@@ -1,7 +1,7 @@
-"""torch's grouped matmul of 8-bit floats with a scale for each row of both sides, which is CUTLASS inside PyTorch.
+"""torch's grouped matmul of 8-bit floats with per-row scales on both sides: CUTLASS inside PyTorch.
 
-Nothing here reads a device tensor on the host. T tokens, K choices, N = T * K routes, H hidden size, I intermediate
-size, E local experts.
+Nothing here reads a device tensor on the host. T tokens, K experts per token, N = T * K routes, H hidden size,
+I intermediate size, E local experts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
 class _Rows(NamedTuple):
-    """The routes of some tokens in order of their experts; those of no local expert are last.
+    """A chunk's routes sorted by expert; routes without a local expert come last.
 
     Attributes:
-        order: [N] int64; the route of each row.
+        order: [N] int64; each row's route.
         offsets: [E] int32; where each expert's rows end.
-        expert: [N] int64; of each row, any where it has none.
+        expert: [N] int64; each row's expert, arbitrary if it has none.
         counts: [N] bool; whether the row has an expert.
     """
 
@@ -36,10 +36,10 @@ class _Rows(NamedTuple):
 
 
 class ScaledGrouped(Implementation):
-    """Standard format: rows are gathered and quantized by torch, in chunks that bound its temporaries."""
+    """Standard format: torch gathers and quantizes rows, in chunks that bound its temporaries."""
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Codes as they are, where they begin at a multiple of 16 bytes, and a scale for each row of both matrices."""
+        """Keeps the 8-bit weights, copied only if not 16-byte aligned, and expands scales to one per row."""
         problem = self.problem
         tensors = {name: aligned(tensor) for name, tensor in weights.tensors().items()}
         for name, rows in (("w13", weights.w13.shape[1]), ("w2", problem.hidden_size)):
@@ -50,7 +50,7 @@ class ScaledGrouped(Implementation):
         return PermutedWeights(self.layouts[0], tensors)
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """None: torch's allocator serves temporaries, also while a graph is captured."""
+        """None: torch's allocator provides temporaries, also during graph capture."""
         return (0,), (0,)
 
     def run(self, call: Call) -> None:
@@ -73,7 +73,7 @@ class ScaledGrouped(Implementation):
         result = self._matmul(problem.activation(gemm1).to(x.dtype), rows, weights, "w2", "a2_scale")
         if not problem.apply_router_weight_on_input:
             result *= scales
-        # Rows past the last offset were never written: selected away, since 0 * NaN is NaN.
+        # Rows past the last offset were never written. Multiplying by 0 would keep a NaN, so select.
         result = torch.where(rows.counts.unsqueeze(1), result, 0.0)
         places = torch.arange(len(rows.order), device=rows.order.device)
         place = torch.empty_like(rows.order).scatter_(0, rows.order, places)
@@ -90,7 +90,7 @@ class ScaledGrouped(Implementation):
     def _matmul(
         self, x: torch.Tensor, rows: _Rows, weights: PermutedWeights, matrix: str, static_scale: str
     ) -> torch.Tensor:
-        """Quantizes [N,K] rows, multiplies them with their experts' matrices and adds biases; [N, rows] fp32."""
+        """Quantizes rows [N,K], multiplies them with their experts' matrices and adds biases; [N, rows] fp32."""
         static = weights.get(static_scale)
         scale = None if static is None else static.index_select(0, rows.expert).unsqueeze(1)
         found = quantize_activations(x, self.computes, scale)
@@ -103,7 +103,7 @@ class ScaledGrouped(Implementation):
             scale_recipe_b=F.ScalingType.RowWise,
             offs=rows.offsets,
             output_dtype=x.dtype,
-            # Sums of 8-bit products keep 14 bits or so in Hopper's tensor cores; this adds them up in fp32.
+            # Hopper's tensor cores accumulate 8-bit products in about 14 bits; this accumulates in fp32.
             use_fast_accum=False,
         )
         result = product.float()

@@ -1,9 +1,9 @@
 """FlashInfer's b12x kernels: 4-bit floats with 16-bit activations on sm120. No such machine has run this yet.
 
-FlashInfer's own entry point repacks weights at the first call and finds them again by their address, so new weights in
-the same memory would go unseen. Here they are repacked by `permute_weights`, and handed on.
+FlashInfer's own entry point repacks weights at the first call and caches the result by address, so it would miss new
+weights in the same memory. Here `permute_weights` repacks them.
 
-T tokens, K choices of each, E local experts.
+T tokens, K experts per token, E local experts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 _KEPT: Final = "nothing keeps them for the next process"
 _PACKED: Final = ("w13", "w13_scale", "w13_global_scale", "w2", "w2_scale", "w2_global_scale")
 _COUNTERS: Final = "workspace"
-"""Field of FlashInfer's value that holds counters of the device and belongs to no expert."""
+"""Field of FlashInfer's weights that holds device counters and belongs to no expert."""
 
 
 class Standard(Implementation):
@@ -36,7 +36,7 @@ class Standard(Implementation):
         return self.problem.activation.name
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Repacked by FlashInfer, all experts at once.
+        """Lets FlashInfer repack all experts at once.
 
         Raises:
             ValueError: Gate and up have different global scales.
@@ -62,7 +62,7 @@ class Standard(Implementation):
         return PermutedWeights(self.layouts[0], tensors, {_COUNTERS: prepared.workspace})
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Routes. FlashInfer keeps the kernels' own buffers, one set for a process."""
+        """Routes. FlashInfer keeps the kernels' own buffers, one set per process."""
         return (0,), (num_bytes(self._pieces(num_tokens)) // self.problem.torch_dtype.itemsize,)
 
     def run(self, call: Call) -> None:
@@ -117,6 +117,6 @@ class Standard(Implementation):
 
 
 def _padded_scales(scale: torch.Tensor) -> torch.Tensor:
-    """Scales [E, N, G] in blocks, as [E, N, G] with both rounded up to whole blocks."""
+    """Scales [E, N, G] in blocks, with N and G padded to whole blocks."""
     blocks = shuffles.each_expert(scale, shuffles.swizzled_scales)
     return blocks.view(len(scale), blocks.shape[1] * shuffles.SCALE_ROWS, blocks.shape[2] * shuffles.SCALE_COLUMNS)

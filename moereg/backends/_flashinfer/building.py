@@ -1,8 +1,8 @@
-"""Builds FlashInfer's CUTLASS kernels ahead of time, only the sets that are asked for.
+"""Builds selected sets of FlashInfer's CUTLASS kernels ahead of time.
 
-FlashInfer's own generator writes sources and flags, and the result lies where FlashInfer looks for modules that were
-built ahead of time. What differs is which sources take part. A symbol of a source that does not is replaced by one that
-throws: without it the process would end with a "symbol lookup error" where somebody asks for another dtype.
+FlashInfer's generator writes the sources and flags, and the result goes where FlashInfer looks for modules built ahead
+of time. Only the selected sources are compiled. Symbols of the others become stubs that throw; otherwise a call with
+another dtype would end the process with a "symbol lookup error".
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from moereg.platforms import Platform
 from moereg.spec.quant_schemes import QuantScheme
 
 _BYTES_PER_JOB: Final = 8 * 2**30
-"""The most that nvcc took for one of these files (measured: 8.1 GiB)."""
+"""The most memory that nvcc took for one file (measured: 8.1 GiB)."""
 
-# Headers that the sources include beside those of FlashInfer, and the packages of torch's CUDA build that have them.
+# Headers that the sources include besides FlashInfer's own; packages of torch's CUDA build have them.
 _HEADERS: Final = ("cuda_runtime.h", "cublasLt.h", "cublas_v2.h", "curand_kernel.h", "nvrtc.h")
 _LAST_LINES: Final = 12
 _STUBS: Final = "moereg_missing.cpp"
@@ -39,14 +39,14 @@ _STUBS: Final = "moereg_missing.cpp"
 
 INT4: Final = "int4_w4a8_g128"
 
-# The loader compares names of sets with a manifest and reads no table. So sets beside those of `kernel_sets`, which
-# cells run, stand here, and leave the evidence of these cells as it is.
+# The loader compares set names with a manifest and reads no table. Sets not in `kernel_sets` are listed here, so that
+# the evidence of cells that run those stays valid.
 _ADDED: Final[Mapping[str, tuple[str, ...]]] = {"sm90": (INT4,)}
 _DISPATCH: Final = "moe_gemm_kernels_fp8_uint4"
-# As the generator spells the tiles that write bfloat16. It writes as many files of float16, which no cell calls.
+# The generator's spelling of tiles that write bfloat16. It also writes a float16 file for each, which no cell calls.
 _TILES: Final = "_mixed_moe_gemm_kernelLauncher<__nv_fp8_e4m3, cutlass::uint4b_t, __nv_bfloat16,"
-# FlashInfer's file that chooses among tiles does so for both outputs, takes 540 s of one core, and is the last to end.
-# For bfloat16 alone it takes 310.
+# FlashInfer's dispatch file instantiates both output dtypes, takes 540 s on one core, and finishes last. bfloat16 alone
+# takes 310.
 _OWN_DISPATCH: Final = "moereg_fp8_uint4_bfloat16"
 _OWN_TEXT: Final = """#include "tensorrt_llm/kernels/cutlass_kernels/moe_gemm/moe_gemm_template_dispatch.h"
 
@@ -64,7 +64,7 @@ class BuildError(MoeregError, RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _Token:
-    """Everything needed to carry out a plan of this builder: FlashInfer's build specification and the manifest."""
+    """State needed to carry out a build plan: FlashInfer's build specification and the manifest."""
 
     spec: Any
     capability: str
@@ -153,7 +153,7 @@ class CutlassBuilder(KernelBuilder):
 def _names(
     schemes: Sequence[QuantScheme], dtypes: Sequence[str], known: Sequence[str], platform: Platform
 ) -> list[str]:
-    """The sets that schemes and dtypes ask for, in the order of the module's."""
+    """The sets that schemes and dtypes need, in the module's order."""
     if not schemes:
         left_out = {"float16"} | ({kernel_sets.AMPERE} if "bfloat16" in known else set())
         return [name for name in known if name not in left_out]
@@ -171,7 +171,7 @@ def _names(
 
 
 def _built(target: Path) -> tuple[str, ...]:
-    """Sets that are in place from an earlier build by the same version."""
+    """Sets already built by the same version."""
     try:
         found = read_manifest(target)
     except (ManifestError, OSError):
@@ -184,7 +184,7 @@ def _suffix(capability: str) -> str:
 
 
 def _toolkit() -> Path | None:
-    """The CUDA toolkit to compile with: FlashInfer's, or the usual one where FlashInfer takes a script for it."""
+    """The CUDA toolkit to compile with: FlashInfer's, or the usual one if FlashInfer mistakes a script for nvcc."""
     found, usual = package.cuda_home(), Path("/usr/local/cuda")
     has_headers = found is not None and (found / "include" / "cuda_runtime.h").is_file()
     return found if has_headers or not (usual / "include" / "cuda_runtime.h").is_file() else usual
@@ -198,7 +198,7 @@ def _includes() -> list[Path]:
 
 
 def _missing_includes() -> list[Path]:
-    """Folders of packages with a header that the toolkit lacks; others could bring another version of what it has."""
+    """Folders of packages with a header that the toolkit lacks; more could shadow headers that it has."""
     home = _toolkit()
     lacking = [header for header in _HEADERS if home is None or not (home / "include" / header).is_file()]
     return [folder for folder in _pip_folders("include") if any((folder / header).is_file() for header in lacking)]
@@ -225,20 +225,20 @@ _TARGETS: Final = "FLASHINFER_CUDA_ARCH_LIST"
 
 @contextlib.contextmanager
 def _target(capability: str) -> Iterator[None]:
-    """FlashInfer compiles for a target meanwhile, which need not be this machine's, with the toolkit that is found.
+    """Makes FlashInfer compile for a target, not necessarily this machine's, with the toolkit found here.
 
     Args:
-        capability: As FlashInfer's variable spells it, such as `9.0a`.
+        capability: In FlashInfer's spelling, such as `9.0a`.
     """
     before = {name: os.environ.get(name) for name in (_TARGETS, "CUDA_HOME")}
     os.environ[_TARGETS] = capability
     if before["CUDA_HOME"] is None and (home := _toolkit()) is not None:
         os.environ["CUDA_HOME"] = str(home)
-    # FlashInfer reads the variable where it is imported, and may have been for another target.
+    # FlashInfer reads the variable at import, which may have happened for another target.
     was_imported = "flashinfer.jit.core" in sys.modules
     core = importlib.import_module("flashinfer.jit.core")
     targets = core.current_compilation_context.TARGET_CUDA_ARCHS
-    # None: then FlashInfer looks at the machine's devices when it needs them.
+    # If empty, FlashInfer asks the machine's devices when it needs them.
     own = set(targets) if was_imported else set()
     core.refresh_current_compilation_context()
     try:
@@ -254,7 +254,7 @@ def _target(capability: str) -> Iterator[None]:
 
 
 def _trimmed(spec: Any, sources: list[Path], folder: Path) -> Any:
-    """A specification with some of the sources, that builds in a folder of its own."""
+    """A specification with a subset of the sources and its own build folder."""
     folder.mkdir(parents=True, exist_ok=True)
     stubs = _link_stubs(folder)
     return dataclasses.replace(
@@ -262,16 +262,16 @@ def _trimmed(spec: Any, sources: list[Path], folder: Path) -> Any:
         name=folder.name,
         sources=sources,
         extra_include_dirs=[*(spec.extra_include_dirs or ()), *_missing_includes()],
-        # The driver's library has to be among those that the object names: nothing else may have loaded it.
+        # The object must name the driver's library, which nothing else may have loaded.
         extra_ldflags=[f"-L{stubs}", *(spec.extra_ldflags or ()), "-Wl,--no-as-needed", "-lcuda", "-Wl,--as-needed"],
     )
 
 
 def _build_folder(spec: Any, capability: str) -> Path:
-    # Not FlashInfer's own folder of the module, in which it would build everything else too.
+    # FlashInfer would build everything else too in its own folder of the module.
     folder: Path = spec.build_dir
     target = _suffix(capability)
-    # FlashInfer's folders are those of the target that it was imported for.
+    # FlashInfer's folder names carry the target that it was imported for.
     other = "" if target in folder.parts else f"_{target}"
     return folder.with_name(f"moereg_{folder.name}{other}")
 
@@ -282,7 +282,7 @@ def _object(folder: Path, source: Path) -> Path:
 
 
 def _link_stubs(folder: Path) -> Path:
-    """A folder of empty libraries to link with, for those that only machines with a driver or whole toolkits have."""
+    """A folder of empty stand-ins for libraries that only come with a driver or a whole toolkit."""
     stubs = folder / "stubs"
     stubs.mkdir(exist_ok=True)
     for name, soname in (("cuda", "libcuda.so.1"), ("nvrtc", "libnvrtc.so")):
@@ -294,7 +294,7 @@ def _link_stubs(folder: Path) -> Path:
 
 
 def _run_ninja(folder: Path, targets: Iterable[str], jobs: int, advance: Callable[[int, int], None]) -> None:
-    """Runs ninja, tells what it finishes, and keeps its last lines for an error."""
+    """Runs ninja, reports each finished step, and keeps the last lines for an error."""
     command = ["ninja", "-C", str(folder), "-f", "build.ninja", "-j", str(jobs), *targets]
     last: deque[str] = deque(maxlen=_LAST_LINES)
     with subprocess.Popen(
@@ -321,7 +321,7 @@ def _run_ninja(folder: Path, targets: Iterable[str], jobs: int, advance: Callabl
 
 
 def missing_symbols(objects: Iterable[str]) -> list[str]:
-    """FlashInfer's functions that objects call and none of them has, sorted."""
+    """FlashInfer functions that the objects call and none defines, sorted."""
     defined: set[str] = set()
     used: set[str] = set()
     text = subprocess.run(
@@ -336,7 +336,7 @@ def missing_symbols(objects: Iterable[str]) -> list[str]:
 
 
 def stub_source(names: Iterable[str], target: Path) -> str:
-    """C++ that defines functions by their symbols, each of which throws.
+    """C++ source that defines each symbol as a function that throws.
 
     Args:
         names: Symbols.
@@ -395,20 +395,20 @@ def _is_int4(path: Path) -> bool:
 
 
 def with_own(sources: Iterable[Path], folder: Path) -> list[Path]:
-    """Sources with moereg's own file, in a folder, in the place of FlashInfer's that does twice as much."""
+    """Sources with FlashInfer's dispatch file replaced by moereg's, in a folder, which does half the work."""
     own = folder / f"{_OWN_DISPATCH}.cu"
     return [own if path.stem == _DISPATCH else path for path in sources]
 
 
 def write_own(sources: Iterable[Path]) -> None:
-    """Writes moereg's own file if it is among the sources; one that is there stays, and so does what was made of it."""
+    """Writes moereg's own file if it is among the sources; an up-to-date one stays, so its object stays valid."""
     for path in sources:
         if path.stem == _OWN_DISPATCH and not (path.exists() and path.read_text(encoding="utf-8") == _OWN_TEXT):
             path.write_text(_OWN_TEXT, encoding="utf-8")
 
 
 def cpu_seconds(sources: Iterable[Path]) -> float:
-    """How long one core would take to compile some sources, as far as it was measured."""
+    """Estimated time for one core to compile some sources, from measurements."""
     given = list(sources)
     others = [path for path in given if path.stem != _OWN_DISPATCH]
     return kernel_sets.cpu_seconds(others) + _OWN_SECONDS * (len(given) - len(others))

@@ -1,4 +1,4 @@
-"""Facts, predicates and probes that classes of `moereg/backends/flashinfer_moe.py` share. Imports no kernel library."""
+"""Facts, predicates and probes shared by `moereg/backends/flashinfer_moe.py`. Imports no kernel library."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ _E4M3: Final = "float8_e4m3fn"
 
 FP8_TENSOR_W8A16: Final = QuantScheme("fp8_tensor_w8a16", QuantFormat(_E4M3, (WHOLE, WHOLE)))
 MXFP8_W8A16: Final = QuantScheme("mxfp8_w8a16", QuantFormat(_E4M3, (1, 32), scale_dtype="float8_e8m0fnu"))
-"""Weights of 8-bit floats with 16-bit activations: what cuTile kernels compute for checkpoints of fp8 and mxfp8."""
+"""8-bit float weights with 16-bit activations: what cuTile kernels compute for fp8 and mxfp8 checkpoints."""
 
 OWN_KERNELS: Final = (REQUIRES, "triton>=3.6")
-"""moereg's own Triton kernels prepare the routes, and the codes of tokens."""
+"""moereg's own Triton kernels prepare the routes and quantize tokens."""
 
 _FACTS: Final = Facts(
     activations=frozenset({"silu", "swigluoai"}),
@@ -74,12 +74,12 @@ _FACTS: Final = Facts(
 CUTILE_FACTS: Final = dataclasses.replace(
     _FACTS,
     activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
-    # FlashInfer says so of the buffers, which are ours, and nothing else is allocated or waited for. A size that was
-    # never called compiles; `first_call` warns of that.
+    # FlashInfer documents it for the buffers, which are ours; nothing else allocates or waits. A new size
+    # compiles; `first_call` warns of that.
     graph_capture=True,
-    # A stable sort, no atomic addition, and a sum in the order of a token's choices.
+    # A stable sort, no atomic additions, and sums in the order of a token's experts.
     deterministic=True,
-    # Copies of tiles begin at multiples of 16 bytes.
+    # Tile copies need 16-byte alignment.
     requires_multiple={"hidden_size": 8, "intermediate_size": 8},
     max_experts=1024,
 )
@@ -94,16 +94,16 @@ CUTILE_PROBES: Final = (can_be_imported, can_compile_tiles)
 
 TRTLLM_FACTS: Final = dataclasses.replace(
     _FACTS,
-    # FlashInfer's tuner captures each of these entry points to time it.
+    # FlashInfer's own tuner captures these entry points to time them.
     graph_capture=True,
-    # FlashInfer checks the latter; scales of blocks and groups need both.
+    # FlashInfer checks the intermediate size; block and group scales need both.
     requires_multiple={"hidden_size": 128, "intermediate_size": 128},
 )
 TRTLLM_RELU2_FACTS: Final = dataclasses.replace(TRTLLM_FACTS, activations=frozenset({"silu", "swigluoai", "relu2"}))
 TRTLLM_BFLOAT16_FACTS: Final = dataclasses.replace(TRTLLM_FACTS, activations=frozenset({"silu", "relu2"}))
 TRTLLM_BIAS_FACTS: Final = dataclasses.replace(TRTLLM_FACTS, bias=True)
 TRTLLM_PLAIN_FACTS: Final = dataclasses.replace(
-    # Scalars would be those of sums before scales are applied, which differ between experts.
+    # The kernels apply scalars before the scales, which differ between experts.
     TRTLLM_FACTS,
     activations=frozenset({"silu", "relu2"}),
     activation_scalars=False,
@@ -115,25 +115,25 @@ TRTLLM_INTEGER_FACTS: Final = dataclasses.replace(
 
 CUTEDSL_FACTS: Final = dataclasses.replace(
     TRTLLM_FACTS,
-    # FlashInfer sends those who capture to another interface, which keeps its buffers.
+    # For capture FlashInfer has another interface, which keeps its buffers.
     graph_capture=False,
-    # It has scalars and a clamp here too; vLLM does not use them, and no machine has shown what they mean.
+    # Scalars and a clamp exist here too, but vLLM does not use them and what they mean is unverified.
     activations=frozenset({"silu", "gelu_tanh", "relu2"}),
     activation_scalars=False,
     swiglu_limit=False,
 )
 CUTEDSL_BATCHED_FACTS: Final = dataclasses.replace(
     TRTLLM_FACTS,
-    # FlashInfer says nothing of it, and no machine has shown it.
+    # Undocumented and untested.
     graph_capture=False,
-    # The only one with a kernel that applies it and quantizes.
+    # The only activation with a fused quantizing kernel.
     activations=frozenset({"silu"}),
     activation_scalars=False,
     swiglu_limit=False,
     activation_formats=frozenset({"batched"}),
 )
 UNSCALED: Final[NarrowedFacts] = {
-    # Scalars and biases would belong to sums before scales are applied, which differ between experts.
+    # The kernels apply scalars and biases before the scales, which differ between experts.
     "activations": ("silu",),
     "activation_scalars": False,
     "bias": False,
@@ -141,35 +141,35 @@ UNSCALED: Final[NarrowedFacts] = {
 
 B12X_FACTS: Final = dataclasses.replace(
     TRTLLM_PLAIN_FACTS,
-    # A later call with more tokens frees the buffers that a graph has captured.
+    # A later call with more tokens frees buffers that a graph has captured.
     graph_capture=False,
 )
-# CuTe DSL changes its language between minor versions.
+# CuTe DSL's language changes between minor versions.
 CUTEDSL_REQUIRES: Final = (*OWN_KERNELS, "nvidia-cutlass-dsl>=4.8,<5")
 
 _MOST_EXPERTS: Final = 2048
 _MOST_CHOICES: Final = 32
-"""Most experts and most choices per token that TensorRT-LLM's route-sorting kernels are compiled for."""
+"""Most experts, and most experts per token, that TensorRT-LLM's route-sorting kernels are compiled for."""
 
 _SMALLEST: Final = 64
-"""Sizes from which on FlashInfer takes any of cuTile's tiles: it leaves out those twice as large as a matrix."""
+"""Smallest size that FlashInfer has a cuTile tile for: it skips tiles twice as large as the matrix."""
 
 _STRICT_LAUNCHER: Final = frozenset({"fp8_block128", "mxfp8"})
-"""Schemes whose launcher checks numbers of experts for a routing of its own, also where routes are given."""
+"""Schemes whose launcher enforces its own routing's limits on expert counts, even if routes are given."""
 
 
 def _has_launcher(platform: Platform) -> str | None:
-    """Probe: what the launcher of TensorRT-LLM's kernels and the kernels lack."""
+    """Probe: what is missing for TensorRT-LLM's kernels and their launcher."""
     return _lacks(platform, "fused_moe_trtllm_sm100") or has_generated_headers() or has_generated_kernels()
 
 
 def _has_sort(platform: Platform) -> str | None:
-    """Probe: what the sort of routes lacks; it includes headers of TensorRT-LLM's kernels."""
+    """Probe: what is missing for the route sort, which includes headers of TensorRT-LLM's kernels."""
     return _lacks(platform, "moe_utils") or has_generated_headers()
 
 
 def _has_quantizer(platform: Platform) -> str | None:
-    """Probe: what the quantization of each expert's rows lacks."""
+    """Probe: what is missing to quantize each expert's rows."""
     return _lacks(platform, f"fp4_quantization_{platform.arch.removeprefix('sm')}")
 
 
@@ -185,7 +185,7 @@ CUTEDSL_BATCHED_PROBES: Final = (can_be_imported, _has_quantizer)
 
 
 def trtllm_reasons(problem: MoEProblem) -> list[str]:
-    """Sizes that TensorRT-LLM's sort of routes is not compiled for, or that a launcher refuses."""
+    """Sizes that TensorRT-LLM's route sort is not compiled for or a launcher refuses."""
     reasons = []
     if problem.quant.name in _STRICT_LAUNCHER:
         if problem.num_experts % 4:
@@ -200,14 +200,14 @@ def trtllm_reasons(problem: MoEProblem) -> list[str]:
 
 
 def cutile_reasons(problem: MoEProblem) -> list[str]:
-    """Sizes that FlashInfer has no tile for, and scalars that it has no place for."""
+    """Sizes without a tile, and scalars that the kernels cannot take."""
     sizes = {"hidden_size": problem.hidden_size, "intermediate_size": problem.intermediate_size}
     reasons = [f"requires {name} >= {_SMALLEST}, got {size}" for name, size in sizes.items() if size < _SMALLEST]
     return reasons + scalar_reasons(problem)
 
 
 def scalar_reasons(problem: MoEProblem) -> list[str]:
-    """Scalars of activations that FlashInfer's have no place for: those of a gate without sigmoid."""
+    """Activation scalars that FlashInfer's kernels cannot take: all but those of silu and swigluoai."""
     activation = problem.activation
     if activation.name in ("silu", "swigluoai"):
         return []
@@ -222,7 +222,7 @@ _TILES: Final = ("cuda:sm90",)
 
 
 def trtllm(scheme: str, *platforms: str, opt_in: bool = True, **facts: Unpack[NarrowedFacts]) -> Decorator:
-    """A rectangle of `flashinfer_trtllm`, opt-in until it ran on its platforms."""
+    """A cell of `flashinfer_trtllm`, opt-in until it has run on its platforms."""
     return register_moe_backend(
         name="flashinfer_trtllm",
         priority=58,
@@ -236,7 +236,7 @@ def trtllm(scheme: str, *platforms: str, opt_in: bool = True, **facts: Unpack[Na
 
 
 def cutedsl(priority: int, *schemes: str, opt_in: bool = True, probes: tuple[Probe, ...] = CUTEDSL_PROBES) -> Decorator:
-    """A rectangle of `flashinfer_cutedsl`, opt-in until it ran on its platforms."""
+    """A cell of `flashinfer_cutedsl`, opt-in until it has run on its platforms."""
     return register_moe_backend(
         name="flashinfer_cutedsl",
         priority=priority,
@@ -249,7 +249,7 @@ def cutedsl(priority: int, *schemes: str, opt_in: bool = True, probes: tuple[Pro
 
 
 def cutile(*schemes: str | QuantScheme, platforms: tuple[str, ...] = _TILES, opt_in: bool = True) -> Decorator:
-    """A rectangle of `flashinfer_cutile`, opt-in until it ran on its platforms."""
+    """A cell of `flashinfer_cutile`, opt-in until it has run on its platforms."""
     return register_moe_backend(
         name="flashinfer_cutile",
         priority=35,

@@ -1,6 +1,6 @@
-"""Tokens as codes with scales, made by moereg's own kernel, bit for bit as `moereg.quantize` makes them.
+"""Quantizes tokens with moereg's own kernel, bit for bit as `moereg.quantize` does.
 
-FlashInfer has kernels for this too, which it compiles with nvcc at first use.
+FlashInfer has kernels for this too, but compiles them with nvcc at first use.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _E8M0: Final = "float8_e8m0fnu"
 
 
 class CodedTokens:
-    """How tokens of one width become codes.
+    """Quantizes tokens of one width.
 
     Attributes:
-        fmt: Of codes and scales: groups of columns, or one static scale for all tokens.
+        fmt: Format of quantized values and scales: groups of columns, or one static scale for all tokens.
     """
 
     def __init__(self, fmt: QuantFormat, hidden_size: int) -> None:
-        """Says how, for a width that is a multiple of 128."""
+        """Takes a format and a width that is a multiple of 128."""
         element = element_of(fmt)
         self.fmt = RowFormat(
             dtype=fmt.storage_dtype,
@@ -43,7 +43,7 @@ class CodedTokens:
         self._columns = fmt.packed_columns(hidden_size)
 
     def pieces(self, num_tokens: int) -> dict[str, Piece]:
-        """Scratch of `run`, by name."""
+        """Scratch memory for `run`, by name."""
         pieces = {
             "codes": Piece((num_tokens, self._columns), self.fmt.dtype),
             "scales": Piece((num_tokens, self.fmt.num_groups(self._hidden_size)), self.fmt.scale_dtype),
@@ -63,9 +63,9 @@ class CodedTokens:
         """Writes codes [T, H] and scales [T, G] to scratch.
 
         Args:
-            scratch: Of `pieces`.
+            scratch: Tensors of `pieces`.
             hidden_states: [T, H], contiguous.
-            static_scale: [1] fp32 where the format has one, or a global one.
+            static_scale: [1] fp32 static or global scale, if the format has one.
             topk_ids: [T, K] int32 local experts.
             num_experts: Local experts.
         """

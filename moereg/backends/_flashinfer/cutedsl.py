@@ -1,9 +1,9 @@
 """FlashInfer's CuTe DSL kernels for 4-bit floats: sm100 and its family. No such machine has run this yet.
 
-CuTe DSL compiles products at their first use, and FlashInfer compiles its sort of routes with nvcc and headers that it
-downloads. Ids are local, -1 where a route has no expert: to the kernels every rank is the first one.
+CuTe DSL compiles GEMMs at their first use; FlashInfer compiles its route sort with nvcc and headers that it downloads.
+Ids are local, -1 for a route without a local expert, so the kernels take every rank for rank 0.
 
-T tokens, K choices of each, E local experts, H hidden, I intermediate.
+T tokens, K experts per token, E local experts, H hidden, I intermediate.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from moereg.weights.layouts import aligned
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 _HALVES: Final = 64
-"""Rows of up, then of gate, that a tile of the first product holds."""
+"""Rows of up, then of gate, in a tile of the first GEMM."""
 
 _COMPILING_SECONDS: Final = 90.0
-"""A guess: CuTe DSL's products, in every process, and with nvcc FlashInfer's sort of routes, once."""
+"""A guess: CuTe DSL's GEMMs in every process, and FlashInfer's route sort with nvcc once."""
 
 _KEPT: Final = "FlashInfer's sort is kept in its cache, CuTe DSL's products are not"
 
 
 def _activation_type(name: str) -> int:
-    """FlashInfer's."""
+    """FlashInfer's name of an activation."""
     from flashinfer.tllm_enums import ActivationType
 
     value = {"gelu_tanh": ActivationType.GegluTanh, "relu2": ActivationType.Relu2}.get(name, ActivationType.Swiglu)
@@ -43,14 +43,14 @@ def _activation_type(name: str) -> int:
 def _scale_blocks(weights: ExpertWeights, matrix: str, halves: int) -> torch.Tensor:
     scale = weights.tensors()[f"{matrix}_scale"]
     if scale.dtype == torch.float8_e8m0fnu:
-        # FlashInfer takes powers of two as bytes, and refuses torch's dtype of them.
+        # FlashInfer takes power-of-two scales as bytes and refuses torch's dtype for them.
         scale = scale.view(torch.uint8)
     grouped = shuffles.grouped_halves(scale, _HALVES) if halves == 2 else scale
     return shuffles.each_expert(grouped, shuffles.swizzled_scales)
 
 
 class Standard(Implementation):
-    """One call for the whole layer: nvfp4 with static global scales, or 16-bit activations, or mxfp4 with mxfp8."""
+    """One call for the whole layer: nvfp4 with static global scales or 16-bit activations, or mxfp4 with mxfp8."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
@@ -59,16 +59,16 @@ class Standard(Implementation):
 
     @property
     def mode(self) -> str:
-        """FlashInfer's name of what is multiplied."""
+        """FlashInfer's name of the operand formats."""
         if self.coded is None:
             return "w4a16"
         return "w4a4" if self.coded.fmt.global_scale else "w4a8"
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """`w13` in groups of 64 rows of up and of gate; scales in blocks; products of global scales.
+        """`w13` in groups of 64 rows of up and of gate; scales in blocks; combined global scales.
 
         Raises:
-            ValueError: Gate and up have different global scales, or nvfp4 has no static scales of activations.
+            ValueError: Gate and up have different global scales, or nvfp4 has no static activation scales.
         """
         halves = self.problem.activation.num_halves
         w13 = shuffles.grouped_halves(weights.w13, _HALVES) if halves == 2 else aligned(weights.w13)
@@ -87,7 +87,7 @@ class Standard(Implementation):
         return PermutedWeights(self.layouts[0], tensors, shared)
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Routes and codes. The kernels' own buffers come from torch's allocator."""
+        """Routes and quantized tokens. The kernels' own buffers come from torch's allocator."""
         return (0,), (num_bytes(self._pieces(num_tokens)) // self.problem.torch_dtype.itemsize,)
 
     def run(self, call: Call) -> None:
@@ -130,7 +130,7 @@ class Standard(Implementation):
                 num_local_experts=problem.num_local_experts,
                 local_expert_offset=0,
                 output_dtype=problem.torch_dtype,
-                # Atomic additions in the second product, which mxfp8 cannot do without.
+                # Atomic additions in the second GEMM; mxfp8 has no other finalize.
                 use_fused_finalize=self.mode == "w4a8",
                 moe_output=out,
                 activation_type=_activation_type(problem.activation.name),
@@ -144,13 +144,13 @@ class Standard(Implementation):
 
 
 class Batched(Implementation):
-    """nvfp4, batched format: rows quantized by expert, two products on the rows that count, SiLU between them."""
+    """nvfp4, batched format: quantizes rows by expert, then two GEMMs on the valid rows with SiLU between."""
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """The canonical codes; scales in blocks; products of global scales, and inverses to quantize with, [E].
+        """The canonical codes; scales in blocks; combined global scales, and inverses to quantize with, [E].
 
         Raises:
-            ValueError: Gate and up have different global scales, or there are no static scales of activations.
+            ValueError: Gate and up have different global scales, or there are no static activation scales.
         """
         assert weights.w13_scale_2 is not None and weights.w2_scale_2 is not None
         count = weights.num_experts
@@ -169,7 +169,7 @@ class Batched(Implementation):
         return PermutedWeights(self.layouts[0], tensors)
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows of the first product. Codes come from torch's allocator."""
+        """Rows of the first GEMM. Quantized rows come from torch's allocator."""
         return (self.problem.num_local_experts, num_tokens, 2 * self.problem.intermediate_size), (0,)
 
     def run(self, call: Call) -> None:
@@ -194,7 +194,7 @@ def _masked_product(
     name: str,
     counts: torch.Tensor,
 ) -> None:
-    """Each expert's rows [E, M, K] times its matrix [E, N, K], to `out` [E, M, N]."""
+    """Multiplies each expert's rows [E, M, K] with its matrix [E, N, K] into `out` [E, M, N]."""
     from flashinfer.cute_dsl import grouped_gemm_nt_masked
 
     grouped_gemm_nt_masked(

@@ -1,10 +1,10 @@
-"""FlashInfer's cuTile kernels: weights of 16, 8 and 4 bits. They are compiled by tileiras at first use, without nvcc.
+"""FlashInfer's cuTile kernels for weights of 16, 8 and 4 bits; tileiras compiles them at first use, without nvcc.
 
-FlashInfer's runners around these kernels keep workspaces of their own and tune at the first call of a size, so the
-kernels are called as the runners call them, with a layer's scratch memory. Every id is trusted there, and rows beyond
-int32 are theirs to handle. Tiles are FlashInfer's untuned ones of version 0.7.2: `_fallback_tactic` of its runners.
+FlashInfer's runners keep their own workspaces and tune at the first call of a size, so this calls the kernels beneath
+them with the layer's scratch memory. The kernels trust every id and handle rows beyond int32 themselves. Tiles are
+FlashInfer 0.7.2's untuned ones: `_fallback_tactic` of its runners.
 
-T tokens, K choices of each, N = T * K routes, E experts, H hidden, I intermediate.
+T tokens, K experts per token, N = T * K routes, E experts, H hidden, I intermediate.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 logger: Final = logging.getLogger("moereg")
 
 _PLANS: Final = 128
-"""Sizes of calls whose tiles and scratch memory are remembered."""
+"""Call sizes whose tiles and scratch layout are cached."""
 
 
 class Kernels(NamedTuple):
-    """FlashInfer's functions for one family of weights, and its value of a tile."""
+    """FlashInfer's functions for one weight family, and its tile class."""
 
     run_moe: Any
     allocate_workspace: Any
@@ -46,14 +46,14 @@ class Kernels(NamedTuple):
 
 
 class _CuTile(Implementation):
-    """One family of weights: routes made safe, buffers cut out of scratch memory, one call of `run_moe`.
+    """One weight family: sanitizes routes, carves buffers out of scratch memory, calls `run_moe` once.
 
     Attributes:
-        arch: Compute capability of the platform, 90 say.
+        arch: Compute capability of the platform, such as 90.
     """
 
     block_rows: tuple[int, ...]
-    """Rows of a tile that some size of a call selects; buffers have room for each."""
+    """Tile heights that some call size selects; buffers have room for each."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
@@ -62,7 +62,7 @@ class _CuTile(Implementation):
         self._sizes = functools.lru_cache(maxsize=_PLANS)(self._sized)
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """FlashInfer's buffers, and the routes."""
+        """FlashInfer's buffers and the routes."""
         words = self.problem.torch_dtype.itemsize
         buffers = num_bytes(pieces_of(self._plan(num_tokens)))
         return (buffers // words,), (num_bytes(self._route_pieces(num_tokens)) // words,)
@@ -113,16 +113,16 @@ class _CuTile(Implementation):
 
     @functools.cached_property
     def activation(self) -> Any:
-        """FlashInfer's value of the problem's activation."""
+        """FlashInfer's name of the problem's activation."""
         return _activation(self.problem.activation)
 
     @abc.abstractmethod
     def _kernels(self) -> Kernels:
-        """FlashInfer's functions, imported."""
+        """Imports FlashInfer's functions."""
 
     @property
     def spans_tokens(self) -> bool:
-        """Whether a scale is made from all tokens, so that those without an expert have to be left out."""
+        """Whether one scale spans all tokens, so that tokens without a local expert must be left out."""
         return False
 
     @property
@@ -132,7 +132,7 @@ class _CuTile(Implementation):
 
     @abc.abstractmethod
     def tiles(self, num_routes: int) -> Tiles:
-        """For a call of that many routes."""
+        """Tiles for a call with that many routes."""
 
     @abc.abstractmethod
     def options(self, num_tokens: int) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class _CuTile(Implementation):
         return -(-num_routes // self.problem.num_local_experts)
 
     def _sized(self, num_tokens: int) -> tuple[Tiles, Hashable]:
-        """Tiles of a call, and what its kernels are compiled for."""
+        """A call's tiles, and the sizes its kernels are specialized for."""
         tiles = self.tiles(num_tokens * self.problem.top_k)
         return tiles, compiled_for(self.problem, num_tokens, tiles)
 
@@ -216,9 +216,9 @@ class Bfloat16(_CuTile):
 
 
 class Float8(_CuTile):
-    """8-bit float weights with one scale for a matrix, or scales of 32 columns that are powers of two.
+    """8-bit float weights with per-tensor scales, or power-of-two scales per 32 columns.
 
-    Activations are 16 bits, or 8 bits with one scale for all that count.
+    Activations have 16 bits, or 8 bits with one scale over all tokens that have a local expert.
     """
 
     block_rows = (16, 32, 64, 128)
@@ -252,7 +252,7 @@ class Float8(_CuTile):
         return ("w13", "w13_scale", "w2", "w2_scale")
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """The canonical tensors; of two scales of a matrix, which have to be equal, one.
+        """The canonical tensors; two scales of a matrix must be equal and become one.
 
         Raises:
             ValueError: Gate and up of an expert have different scales.
@@ -289,7 +289,7 @@ class Float8(_CuTile):
             "activation_fp8": self._has_codes,
             "block_scaled": self._has_groups,
             "weight_fp4": False,
-            # FlashInfer's sweeps found sorted input faster on all machines that these cells name.
+            # FlashInfer's sweeps found sorted input faster on all platforms of these cells.
             "sorted_input": True,
             "fuse_quantization": self._has_codes and self.problem.activation.gated and num_tokens <= 2,
         }
@@ -322,7 +322,7 @@ class Float4(_CuTile):
         return tuple(f"{matrix}{part}" for matrix in ("w13", "w2") for part in ("", "_scale", "_scale_2"))
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """The canonical tensors; scales swizzled from sm100 on, and ones where the scheme has no global scales."""
+        """The canonical tensors; swizzles scales from sm100 on, and adds global scales of 1 if the scheme has none."""
         given = weights.tensors()
         tensors: dict[str, torch.Tensor] = {}
         for matrix in ("w13", "w2"):
@@ -357,10 +357,10 @@ class Float4(_CuTile):
 
 _KEPT: Final = "they are kept in ~/.cache/cutile-python"
 _COMPILING_SECONDS: Final = 15.0
-"""For about seven kernels, 0.2 to 5 s each on one core."""
+"""About seven kernels, 0.2 to 5 s each on one core."""
 
 _SIZE_SECONDS: Final = 5.0
-"""For those that another number of tokens does not share: mostly the sort."""
+"""Kernels that a new number of tokens recompiles, mostly the sort."""
 
 
 @functools.cache
@@ -385,7 +385,7 @@ def _five_dimensional(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _activation(activation: Activation) -> Any:
-    """FlashInfer's value."""
+    """FlashInfer's name of an activation."""
     from flashinfer.fused_moe.api import GeGLU, GeGLUTanh, ReLU2, SwiGLU
 
     if activation.name in ("silu", "swigluoai"):

@@ -1,7 +1,7 @@
-"""Layers on FlashInfer's `cutlass_fused_moe`: one implementation for each kind of weights.
+"""Layers on FlashInfer's `cutlass_fused_moe`: the base class, and 16-bit weights.
 
-All of them pad sizes to what the kernels take, hand routing on as it comes, and ask for the finalize that adds a
-token's rows in order. FlashInfer skips ids that are out of range, so only expert parallelism needs ids of its own.
+All kinds of weights pad sizes to the kernels' multiples, pass routing through, and use the finalize that sums a token's
+rows in order. FlashInfer skips out-of-range ids, so only expert parallelism has to map ids.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Cutlass", "Pieces", "Plain", "Rows", "cut_from"]
 
 _PIECE_ALIGNMENT: Final = 256
 
-# FlashInfer's names. Clamp, alpha and beta of SwiGLU are tensors beside it.
+# FlashInfer's names. SwiGLU's clamp, alpha and beta are passed as tensors.
 _ACTIVATIONS: Final = {
     "silu": "Swiglu",
     "swigluoai": "Swiglu",
@@ -39,18 +39,18 @@ _ACTIVATIONS: Final = {
 
 
 Pieces = list[tuple[tuple[int, ...], torch.dtype]]
-"""Shapes and dtypes of tensors in one memory."""
+"""Shapes and dtypes of tensors that share one buffer."""
 
 
 class Rows(NamedTuple):
-    """The arguments that FlashInfer takes for the rows of a call.
+    """FlashInfer's per-row arguments of a call.
 
     Attributes:
-        x: [R,H_pad], codes or 16-bit.
+        x: [R,H_pad], quantized or 16-bit.
         ids: [R,k] int32, local experts; others are skipped.
-        scales: [R,k] fp32, weights of the routes.
-        out: [R,H_pad]; what FlashInfer writes.
-        x_scale: [R,H_pad / 32] uint8 where codes have scales of their own, in rows.
+        scales: [R,k] fp32, routing weights.
+        out: [R,H_pad], FlashInfer's output.
+        x_scale: [R,H_pad / 32] uint8 row-major scales of `x`, if quantized in groups.
     """
 
     x: torch.Tensor
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
 
 
 def _scalars(activation: Activation) -> dict[str, float]:
-    """The scalars that differ from those of SwiGLU, by FlashInfer's names."""
+    """Scalars that differ from plain SwiGLU's, by FlashInfer's names."""
     given = {
         "swiglu_alpha": (activation.alpha, 1.0),
         "swiglu_beta": (activation.beta, 0.0),
@@ -94,20 +94,20 @@ class Cutlass(Implementation):
 
     @functools.cached_property
     def library(self) -> loading.Library:
-        """FlashInfer with the kernels of this platform; loaded by the first call."""
+        """FlashInfer with this platform's kernels, loaded at first use."""
         return loading.load(self.platform.arch)
 
     @abc.abstractmethod
     def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Matrices and scales in FlashInfer's order: those of each expert, and shared ones."""
+        """Matrices and scales in FlashInfer's order, per expert and shared."""
 
     def quant_scales(self, weights: PermutedWeights) -> list[torch.Tensor]:
         """The list of scales that the scheme takes."""
         return []
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Puts up rows first and pads; see the kind of weights for the rest."""
-        self._device = weights.w13.device  # Where sizes of workspaces will be asked for.
+        """Puts up rows first and pads; subclasses say the rest."""
+        self._device = weights.w13.device  # The device of workspace queries.
         per_expert, shared = self.permuted(weights)
         per_expert |= self._biases(weights)
         per_expert |= {
@@ -117,7 +117,7 @@ class Cutlass(Implementation):
         return PermutedWeights(self.layouts[0], per_expert, shared)
 
     def _biases(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
-        """`w13_bias` [E, halves * I_pad] and `w2_bias` [E, H_pad] in the problem's dtype, where there are any."""
+        """`w13_bias` [E, halves * I_pad] and `w2_bias` [E, H_pad] in the problem's dtype, if there are biases."""
         if weights.w13_bias is None or weights.w2_bias is None:
             return {}
         sizes = {"w13_bias": (self.intermediate, self.num_halves), "w2_bias": (self.hidden, 1)}
@@ -129,7 +129,7 @@ class Cutlass(Implementation):
         }
 
     def matrices(self, weights: ExpertWeights, divisor: int = 1) -> dict[str, torch.Tensor]:
-        """w13 and w2 in order and padded; `divisor` elements lie in one stored one."""
+        """w13 and w2 reordered and padded; a stored element packs `divisor` values."""
         return {
             "w13": arrange(weights.w13, self.intermediate, self.hidden // divisor, self.num_halves),
             "w2": arrange(weights.w2, self.hidden, self.intermediate // divisor),
@@ -138,7 +138,7 @@ class Cutlass(Implementation):
     # A call.
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of FlashInfer's own workspace and, flat, of the rows that it is given and writes."""
+        """FlashInfer's own workspace and, flat, its input and output rows."""
         itemsize = self.problem.torch_dtype.itemsize
         own = sum(_padded_bytes(shape, dtype) for shape, dtype in self.pieces(num_tokens))
         return (-(-self._library_bytes(num_tokens) // itemsize),), (own // itemsize,)
@@ -147,7 +147,7 @@ class Cutlass(Implementation):
         return self.bytes_for(num_tokens, self.problem.top_k)
 
     def bytes_for(self, num_rows: int, top_k: int) -> int:
-        """Bytes that FlashInfer needs for rows with some routes each."""
+        """Workspace bytes that FlashInfer needs for rows with `top_k` routes each."""
         problem, library = self.problem, self.library
         name = _ACTIVATIONS[problem.activation.name]
         has_scalars = bool(_scalars(problem.activation))
@@ -159,7 +159,7 @@ class Cutlass(Implementation):
             top_k,
             **self.dtypes,
             **self.flags,
-            # What SwiGLU becomes where it is given tensors.
+            # FlashInfer's SwiGLU with scalar tensors.
             activation_type=library.activation_type["SwigluBias" if has_scalars else name],
             use_fused_finalize=False,
             device=self._device if self._device is not None and self._device.type == "cuda" else None,
@@ -168,7 +168,7 @@ class Cutlass(Implementation):
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Dtypes by which FlashInfer names the kernels, as `x_dtype`, `weight_dtype` and `output_dtype`."""
+        """The dtypes that select FlashInfer's kernels: `x_dtype`, `weight_dtype` and `output_dtype`."""
         dtype = self.problem.torch_dtype
         return {"x_dtype": dtype, "weight_dtype": dtype, "output_dtype": dtype}
 
@@ -183,7 +183,7 @@ class Cutlass(Implementation):
         inputs, hidden_size = call.inputs, self.problem.hidden_size
         ids, scales = self.local_ids(call), inputs.topk_weights
         if self.hidden == hidden_size:
-            # FlashInfer loads and stores whole vectors.
+            # FlashInfer loads and stores aligned vectors.
             out = call.out if call.out.data_ptr() % ALIGNMENT == 0 else torch.empty_like(call.out)
             return Rows(aligned(inputs.hidden_states), ids, scales, out)
         x, out = self.cut(call)
@@ -192,7 +192,7 @@ class Cutlass(Implementation):
         return Rows(x, ids, scales, out)
 
     def finish(self, call: Call, rows: Rows) -> None:
-        """Brings what FlashInfer wrote into `out`."""
+        """Copies FlashInfer's output into `out` if it is elsewhere."""
         if rows.out is not call.out:
             call.out.copy_(rows.out[:, : self.problem.hidden_size])
 
@@ -221,7 +221,7 @@ class Cutlass(Implementation):
             **self.flags,
             "output": rows.out,
             "activation_type": self._activation(library),
-            # The other one adds atomically, in any order.
+            # The fused one adds atomically, in any order.
             "use_fused_finalize": False,
             "workspace_buffer": self.buffer(call),
         }
@@ -230,11 +230,11 @@ class Cutlass(Implementation):
         self.finish(call, rows)
 
     def buffer(self, call: Call) -> torch.Tensor | None:
-        """Memory for FlashInfer, as bytes; None where it takes its own."""
+        """FlashInfer's workspace as bytes; None if it allocates its own."""
         return call.workspace13.view(-1).view(torch.uint8)
 
     def as_taken(self, matrix: torch.Tensor) -> torch.Tensor:
-        """A matrix as FlashInfer's argument."""
+        """A matrix as FlashInfer expects it."""
         return matrix
 
     def _activation(self, library: loading.Library) -> Any:
@@ -244,7 +244,7 @@ class Cutlass(Implementation):
 
     @property
     def choices(self) -> int:
-        """Routes of a row."""
+        """Routes per row."""
         return self.problem.top_k
 
     @functools.cached_property
@@ -255,7 +255,7 @@ class Cutlass(Implementation):
     def _pair(self, call: Call, rows: Rows, function: Callable[..., Any], arguments: dict[str, Any]) -> tactics.Pair:
         if not self.has_tactics:
             return tactics.UNTUNED
-        # Streams, events and captures are the current device's, and FlashInfer runs on that of its tensors.
+        # Streams, events and captures use the current device; FlashInfer uses its tensors' device.
         with torch.cuda.device_of(rows.out):
             return self._tuner.pair(
                 call.inputs.hidden_states.shape[0],
@@ -265,12 +265,12 @@ class Cutlass(Implementation):
             )
 
     def _timer(self, rows: Rows, function: Callable[..., Any], arguments: dict[str, Any]) -> CallTimer:
-        """Runs the call on drawn rows: what is found is kept, and somebody's first call may be of zeros."""
+        """Times the call on random rows: the result is kept, and a first call may be all zeros."""
         drawn = {**arguments, **_of_rows(drawn_rows(rows, self.problem.num_experts))}
         return CallTimer(functools.partial(_call, function, drawn), rows.out)
 
     def _candidates(self, rows: Rows) -> tuple[list[int], list[int]]:
-        """Tactics of the two products that the device can run, as FlashInfer numbers them."""
+        """Tactics of both GEMMs that the device can run, as FlashInfer numbers them."""
         runner = self.library.runner(
             **self.dtypes,
             top_k=rows.ids.shape[1],
@@ -312,7 +312,7 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any], pair: tactics
 
 
 def _of_rows(rows: Rows) -> dict[str, Any]:
-    """Arguments."""
+    """The rows as FlashInfer's arguments."""
     scale = {} if rows.x_scale is None else {"input_sf": rows.x_scale, "swizzled_input_sf": False}
     return {
         "input": rows.x,
@@ -323,20 +323,20 @@ def _of_rows(rows: Rows) -> dict[str, Any]:
 
 
 def drawn_rows(rows: Rows, num_experts: int) -> Rows:
-    """Rows of the same shapes and dtypes with drawn values, that choose every expert about as often; the same `out`.
+    """Random rows of the same shapes and dtypes that choose experts about evenly; the same `out`.
 
     Args:
-        rows: Of a call.
-        num_experts: Of all ranks; ids beyond the local ones are skipped.
+        rows: A call's rows.
+        num_experts: Experts of all ranks; ids beyond the local ones are skipped.
     """
     device = rows.x.device
     generator = torch.Generator(device).manual_seed(0)
-    # Codes of 8 bits are of rows that their scale brings into the format's range.
+    # 8-bit values are scaled into the format's range.
     factor, scale = (32.0, rows.x_scale) if rows.x.dtype.itemsize == 1 else (1.0, None)
     x = torch.randn(rows.x.shape, generator=generator, device=device).mul_(factor).to(rows.x.dtype)
     num_rows, choices = rows.ids.shape
     first = torch.randint(num_experts, (num_rows, 1), generator=generator, device=device)
-    # Steps of this size never meet within a row.
+    # Steps of this size never repeat an expert within a row.
     apart = torch.arange(choices, device=device) * max(1, num_experts // choices)
     return Rows(
         x=x,
@@ -348,7 +348,7 @@ def drawn_rows(rows: Rows, num_experts: int) -> Rows:
 
 
 def _fits(runner: Any, tactic: int) -> bool:
-    """Whether the device runs a tactic; one whose kernels are not in the shared object raises."""
+    """Whether the device can run a tactic; FlashInfer raises if the shared object lacks its kernels."""
     try:
         return bool(runner.get_tactic_occupancy(tactic) > 0)
     except RuntimeError:
@@ -356,7 +356,7 @@ def _fits(runner: Any, tactic: int) -> bool:
 
 
 def cut_from(memory: torch.Tensor, pieces: Pieces) -> list[torch.Tensor]:
-    """Tensors of some shapes and dtypes, one behind the other in contiguous memory."""
+    """Consecutive tensors in contiguous memory."""
     storage, start, cut = memory.view(-1).view(torch.uint8), 0, []
     for shape, dtype in pieces:
         num_bytes = math.prod(shape) * dtype.itemsize

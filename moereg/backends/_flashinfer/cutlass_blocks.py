@@ -1,4 +1,4 @@
-"""FlashInfer's products of 8-bit floats in blocks of 128 x 128, whose kernels nvcc compiles while a layer runs."""
+"""FlashInfer's GEMMs of 8-bit floats in blocks of 128 x 128, compiled with nvcc at run time."""
 
 from __future__ import annotations
 
@@ -18,33 +18,32 @@ __all__ = ["Fp8Block"]
 
 logger: Final = logging.getLogger("moereg")
 
-# Not measured: two products at about 10 s of nvcc each. Where a shape has kernels for other numbers of tokens, these
-# may do.
+# Not measured: two GEMMs at about 10 s of nvcc each. Kernels compiled for other numbers of tokens may serve.
 _FIRST_SECONDS: Final = 20.0
 _AGAIN_SECONDS: Final = 2.0
 
 _SMALLEST_SCALE: Final = 1e-10
-"""Kernels for Hopper make NaN of block scales near 1e-23."""
+"""Hopper's kernels give NaN for block scales near 1e-23."""
 
-# Numbers of tokens from which on other tiles are taken.
+# Numbers of tokens at which the tiles change.
 _LIMITS: Final = (32, 64, 1024)
 
 _CALLED: Final[set[tuple[object, ...]]] = set()
-"""Products of this process whose kernels are compiled and loaded: device, sizes, and what tiles depend on."""
+"""Keys of GEMMs whose kernels this process has loaded: device, sizes and tile parameters."""
 
 
 def tokens_of_tiles(num_tokens: int) -> tuple[int, int]:
-    """The range of tokens that a number of tokens shares its kernels with, for each product.
+    """The range of token counts that share their kernels with this one.
 
-    The kernel is chosen by how many tiles the tokens make. Below 32 tokens (64 on a device of 78 multiprocessors) they
-    lie along tiles that are 16 to 128 wide in steps of 8; above, along tiles that are 64 high up to 64 tokens, and 128
-    for more. From 1,024 on, the tiles of one expert are fetched for two multiprocessors at once.
+    The kernel depends on the number of tiles. Below 32 tokens (64 on a device with 78 multiprocessors) tokens are the
+    tile's columns, 16 to 128 in steps of 8; above, they are its rows, 64 up to 64 tokens and 128 for more. From 1,024
+    on, two multiprocessors share the loads of an expert's tiles.
 
     Args:
         num_tokens: T.
 
     Returns:
-        The least and the most of them.
+        The smallest and the largest count.
     """
     step = 8 if num_tokens <= 64 else 128
     first = (num_tokens - 1) // step * step + 1
@@ -56,36 +55,36 @@ def tokens_of_tiles(num_tokens: int) -> tuple[int, int]:
 
 
 def lifted(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales with no scale below the least that the kernels take.
+    """Raises block scales below the smallest that the kernels take, and lowers their codes to match.
 
-    A scale is raised by a power of two, and its codes lowered by the same one. So numbers stay what they are, but for
-    codes that leave the format at its small end: those are rounded, by at most 2e-13 of a weight. Blocks of larger
-    scales keep their codes. Raising the scales alone would make weights of 1e-9 out of some of 1e-22.
+    Scale and codes move by the same power of two, so values stay the same, except that codes below the format's range
+    are rounded, by at most 2e-13 of a weight. Other blocks keep their codes. Raising the scales alone would turn some
+    weights of 1e-22 into 1e-9.
 
     Args:
         codes: [E,R,C] e4m3.
         scale: [E,R / 128,C / 128] fp32, rounded up.
 
     Returns:
-        The given tensors where no scale is that small.
+        The given tensors if no scale is that small.
     """
     is_small = scale < _SMALLEST_SCALE
     if not is_small.any():
         return codes, scale
-    # Codes lowered by 30 are 0, as all codes of a scale of 0 may be.
+    # Codes lowered by 30 powers of two are 0, which is right for a scale of 0 too.
     steps = (_SMALLEST_SCALE / scale).log2().ceil().clamp(0, 30)
     found, (rows, columns) = codes.clone(), codes.shape[1:]
     for expert in is_small.flatten(1).any(1).nonzero().view(-1).tolist():
-        factor = (-steps[expert]).exp2()  # 1 where a scale is large enough, which changes no code.
+        factor = (-steps[expert]).exp2()  # 1 if a scale is large enough, which changes no code.
         of_codes = factor.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
         found[expert] = (codes[expert].float() * of_codes).to(codes.dtype)
     return found, (scale * steps.exp2()).clamp(min=_SMALLEST_SCALE)
 
 
 class Fp8Block(Cutlass):
-    """e4m3 weights in blocks of 128 x 128, and tokens quantized inside in groups of 128.
+    """e4m3 weights in blocks of 128 x 128; FlashInfer quantizes tokens in groups of 128.
 
-    The products are compiled by nvcc at run time, for each shape and range of tokens, and kept on disk.
+    nvcc compiles the GEMMs at run time for each shape and range of tokens; they are cached on disk.
     """
 
     multiple = 128
@@ -93,7 +92,7 @@ class Fp8Block(Cutlass):
     has_tactics = False
 
     def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Blocks of up rows first, as their weights."""
+        """Scales ordered up first, like their weights."""
         assert weights.w13_scale is not None and weights.w2_scale is not None
         w13, w13_scale = lifted(weights.w13, weights.w13_scale)
         w2, w2_scale = lifted(weights.w2, weights.w2_scale)
@@ -111,9 +110,9 @@ class Fp8Block(Cutlass):
     def dtypes(self) -> dict[str, torch.dtype]:
         return {**super().dtypes, "weight_dtype": torch.float8_e4m3fn}
 
-    # FlashInfer's runner of blocks is one for the whole process and asks, in a call of few tokens, for what the largest
-    # call of any layer needed. No size that is known before a call stays large enough, so FlashInfer takes its own
-    # memory, which torch's allocator gives it, in a capture from the graph's pool.
+    # FlashInfer has one block runner per process, and even a small call asks for as much memory as the largest call of
+    # any layer needed. No size known before a call is safe, so FlashInfer allocates its own memory through torch,
+    # during capture from the graph's pool.
 
     def _library_bytes(self, num_tokens: int) -> int:
         return 0
@@ -124,7 +123,7 @@ class Fp8Block(Cutlass):
     def run(self, call: Call) -> None:
         num_tokens = call.inputs.hidden_states.shape[0]
         least, most = tokens_of_tiles(num_tokens)
-        # How many tiles all experts make depends on their number too.
+        # The total number of tiles depends on the number of experts too.
         key = (call.out.device, self.problem.num_local_experts, *self._sizes, least)
         if key in _CALLED:
             super().run(call)
@@ -149,7 +148,7 @@ class Fp8Block(Cutlass):
 
     @property
     def _sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Rows and depth of both products."""
+        """N and K of both GEMMs."""
         return (self.num_halves * self.intermediate, self.hidden), (self.hidden, self.intermediate)
 
 

@@ -1,9 +1,9 @@
-"""FlashInfer's CUTLASS kernels of 4-bit integers with e4m3 activations (W4A8), for Hopper.
+"""FlashInfer's CUTLASS kernels for 4-bit integer weights with e4m3 activations (W4A8), on Hopper.
 
-FlashInfer quantizes rows inside: it multiplies them by a vector that all experts share, `1 / scale` as TensorRT-LLM
-fills it in, rounds to e4m3, and multiplies each product by a number of the expert, `alpha`. The vectors are bfloat16,
-which would round the scale. Here they are ones. Tokens come as the numbers of their codes, which rounding leaves alone,
-and the scale of the intermediate goes into the rows that compute it. So every expert can have scales of its own.
+FlashInfer quantizes rows itself: it multiplies them by a vector shared by all experts (`1 / scale` in TensorRT-LLM),
+rounds to e4m3, and multiplies each GEMM's result by the expert's `alpha`. The vectors are bfloat16, which would round
+the scale, so here they are ones. Tokens arrive already rounded to e4m3 values, and the intermediate's scale is folded
+into the weights that compute it. So every expert can have its own scales.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 __all__ = ["Int4W4A8", "interleave_int4"]
 
 _GROUP: Final = 128
-# Moves codes from an offset of 8 to two's complement, two at a time.
+# Turns two codes with an offset of 8 into two's complement.
 _SIGN_BITS: Final = 0x88
 
 
 def interleave_int4(matrix: torch.Tensor) -> torch.Tensor:
-    """4-bit integers of one expert in the order of Hopper's W4A8 kernels: pairs of bytes of rows 8 apart, in turn.
+    """Reorders one expert's 4-bit integers for Hopper's W4A8 kernels: byte pairs of rows 8 apart alternate.
 
     Source: the interleaving kernel of FlashInfer 0.7.2.
 
@@ -37,23 +37,22 @@ def interleave_int4(matrix: torch.Tensor) -> torch.Tensor:
         A new tensor of the same shape.
     """
     rows, width = matrix.shape
-    # Row 16 b + 8 h + r, byte 16 p + 8 n + 2 l + j: 32 codes of a row are two runs, and n becomes the row's half.
+    # Row 16 b + 8 h + r, byte 16 p + 8 n + 2 l + j: a row's 32 codes form two runs; n becomes the row half.
     parts = matrix.view(rows // 16, 2, 8, width // 16, 2, 4, 2)  # b h r p n l j
     return parts.permute(0, 4, 2, 3, 5, 1, 6).reshape(rows, width)  # b n r p l h j
 
 
 class Int4W4A8(Fp8Tensor):
-    """4-bit integers with a scale for 128 of them, and static e4m3 activations. Hopper, bfloat16.
+    """4-bit integers in groups of 128, and static e4m3 activations. Hopper, bfloat16.
 
-    As with `Fp8Tensor`, one scale of the tokens for all experts makes one row a token, and a scale of each expert one
-    row a route.
+    As in `Fp8Tensor`, a token scale shared by all experts needs a row per token, per-expert scales a row per route.
     """
 
     multiple = _GROUP
     flags: ClassVar[dict[str, bool]] = {"use_w4_group_scaling": True, "use_packed_weights": True}
 
     def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Codes and group scales in the order of the instructions, expert by expert, and a number of each expert."""
+        """Codes and group scales in the instructions' order, and each expert's two alphas."""
         assert weights.w13_scale is not None and weights.w2_scale is not None
         assert weights.a13_scale is not None and weights.a2_scale is not None
         num_experts, factor = weights.num_experts, self._intermediate_factor(weights)
@@ -80,9 +79,9 @@ class Int4W4A8(Fp8Tensor):
         return per_expert, shared
 
     def _intermediate_factor(self, weights: ExpertWeights) -> torch.Tensor:
-        """Factor that leaves the intermediate divided by its scale, fp32 [E]: of the up rows, or of all of w13.
+        """Factor for the up rows, or all of w13, that divides the intermediate by its scale; fp32 [E].
 
-        The activations of this cell are linear in the up half, and the one without a gate squares what it is given.
+        This cell's gated activations are linear in the up half; the ungated one squares its input.
         """
         assert weights.a2_scale is not None
         inverse = weights.a2_scale.float().reciprocal().expand(weights.num_experts)
@@ -92,7 +91,7 @@ class Int4W4A8(Fp8Tensor):
     def _matrix(
         name: str, codes: torch.Tensor, scale: torch.Tensor, rows: int, columns: int, halves: int
     ) -> dict[str, torch.Tensor]:
-        """A matrix and its scales by name, padded with zeros; `rows` of each half."""
+        """A matrix and its scales by name, each half zero-padded to `rows`."""
         matrices = codes.new_empty(codes.shape[0], halves * rows, columns // 2)
         for expert in range(codes.shape[0]):
             signed = codes[expert : expert + 1] ^ _SIGN_BITS
@@ -103,7 +102,7 @@ class Int4W4A8(Fp8Tensor):
     def _biases(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
         biases = super()._biases(weights)
         if biases:
-            # Up rows come first; without a gate there are as many rows, and they may be the checkpoint's own.
+            # Up rows come first; without a gate they are all rows. Cloned, since they may be the checkpoint's own.
             bias = biases["w13_bias"] = biases["w13_bias"].clone()
             scaled = bias[:, : self.intermediate]
             scaled.copy_(scaled.float() * self._intermediate_factor(weights)[:, None])
@@ -132,7 +131,7 @@ class Int4W4A8(Fp8Tensor):
         return [codes, out, out]
 
     def make_rows(self, call: Call) -> Rows:
-        """The numbers of the codes that `Fp8Tensor` makes, in bfloat16, which holds them exactly."""
+        """The e4m3 values that `Fp8Tensor` makes, in bfloat16, which holds them exactly."""
         rows = super().make_rows(call)
         codes, out = self._pieces_of(rows.x.shape[0])
         numbers = cut_from(call.workspace2, [codes, out, out])[2]

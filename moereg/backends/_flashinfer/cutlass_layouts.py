@@ -1,7 +1,7 @@
-"""Weights in the orders of FlashInfer's CUTLASS kernels, in plain torch, so that any device can hold and test them.
+"""Weight layouts of FlashInfer's CUTLASS kernels, in plain torch, so that any device can make and test them.
 
-FlashInfer puts the up rows first, and the 4-bit kernels of Hopper read words whose codes lie where its instructions
-take them up. Source of those two orders: the interleaving kernels and the scale folding of FlashInfer 0.7.2.
+FlashInfer puts the up rows first, and Hopper's 4-bit kernels read codes and scales in their instructions' order. Source
+of those two orders: the interleaving kernels and the scale folding of FlashInfer 0.7.2.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from moereg.weights.layouts import aligned, round_up
 
 __all__ = ["arrange", "fold_scales", "interleave_fp4", "swizzle_scales"]
 
-# Rows and columns of a tile in which the codes of a 4-bit matrix change places.
+# Rows and columns of a tile within which 4-bit codes are permuted.
 _TILE_ROWS: Final = 16
 _TILE_CODES: Final = 64
 
-# The 4-bit floats of a word, first to last, each as the places of its sign, its upper bits and its lowest one. The
-# kernel moves pairs of them into the exponents and mantissas of two bfloat16 with one mask each.
+# Bit positions of each 4-bit float of a word: sign, upper bits, lowest bit. The kernel extracts pairs into the
+# exponents and mantissas of two bfloat16 with one mask each.
 _PLACES: Final = (
     ((3, 15), (0, 6), (1, 7), (2, 8)),
     ((7, 31), (4, 22), (5, 23), (6, 24)),
@@ -38,17 +38,17 @@ def arrange(w: torch.Tensor, rows: int, columns: int, num_halves: int = 1) -> to
 
     Args:
         w: [E, halves * R, C], gate rows first; weights, codes or scales.
-        rows: Of each half, at least R.
-        columns: At least C.
+        rows: Padded rows of each half, at least R.
+        columns: Padded columns, at least C.
         num_halves: 2 for the first matrix of a gated layer, else 1.
 
     Returns:
-        [E, halves * rows, columns], contiguous and aligned; the given tensor where nothing changes.
+        [E, halves * rows, columns], contiguous and aligned; the given tensor if nothing changes.
     """
     num_experts, all_rows, width = w.shape
     if num_halves == 1 and (all_rows, width) == (rows, columns):
         return aligned(w)
-    # Bytes, where elements are: torch does not move every 8-bit float.
+    # 8-bit elements as bytes: torch does not copy every 8-bit float.
     source = (w.view(torch.uint8) if w.element_size() == 1 else w).unflatten(1, (num_halves, -1))
     is_padded = (all_rows // num_halves, width) != (rows, columns)
     moved = (source.new_zeros if is_padded else source.new_empty)(num_experts, num_halves, rows, columns)
@@ -59,7 +59,7 @@ def arrange(w: torch.Tensor, rows: int, columns: int, num_halves: int = 1) -> to
 
 
 def interleave_fp4(matrix: torch.Tensor) -> torch.Tensor:
-    """4-bit floats of one expert in the order of Hopper's W4A16 kernels.
+    """Reorders one expert's 4-bit floats for Hopper's W4A16 kernels.
 
     Args:
         matrix: [R, K / 2] uint8, two codes to a byte, low nibble first; R a multiple of 16, K of 64.
@@ -68,31 +68,31 @@ def interleave_fp4(matrix: torch.Tensor) -> torch.Tensor:
         A new tensor of the same shape.
     """
     rows, width = matrix.shape
-    # Row 16 b + 8 h + r, byte 32 p + 16 m + 8 n + 4 j + l: a word holds both rows h and both bytes j of its place.
+    # Row 16 b + 8 h + r, byte 32 p + 16 m + 8 n + 4 j + l: a word holds both rows h and both bytes j.
     parts = matrix.view(rows // _TILE_ROWS, 2, 8, width * 2 // _TILE_CODES, 2, 2, 2, 4)  # b h r p m n j l
     words = parts.permute(0, 5, 2, 3, 4, 7, 6, 1).reshape(-1, 4)  # b n r p m l, j h
     return _spread_bits(words.view(torch.int32)).view(torch.uint8).view(rows, width)
 
 
 def _spread_bits(words: torch.Tensor) -> torch.Tensor:
-    """Moves each bit of int32 words to its place."""
+    """Moves each bit of int32 words to its position."""
     spread = torch.zeros_like(words)
     for number in _PLACES:
         for source, target in number:
-            bit = (words >> source) & 1  # An arithmetic shift, whose copies of the sign the mask takes away.
+            bit = (words >> source) & 1  # An arithmetic shift; the mask removes copies of the sign.
             spread |= bit << target
     return spread
 
 
 def fold_scales(scales: torch.Tensor, group: int) -> torch.Tensor:
-    """Group scales in the order of Hopper's 4-bit kernels: those of 64 rows and 128 columns lie together.
+    """Reorders group scales for Hopper's 4-bit kernels: blocks of 64 rows and 128 columns.
 
     Args:
         scales: [E, R, K / group] of 8 or 16 bits; R a multiple of 64, K of 128.
         group: Columns that share a scale.
 
     Returns:
-        [E, R / 64, K / 128, F, 16 bytes], where a row of the last two dimensions holds the scales of rows F apart.
+        [E, R / 64, K / 128, F, 16 bytes], each 16 bytes holding the scales of rows F apart.
     """
     num_experts, rows, groups = scales.shape
     per_block = 128 // group
@@ -105,7 +105,7 @@ def fold_scales(scales: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Block scales in the order of Blackwell's scaled products: tiles of 128 rows and 4 groups.
+    """Reorders block scales for Blackwell's scaled MMA: tiles of 128 rows and 4 groups.
 
     Args:
         scales: [E, R, G] of 8 bits.

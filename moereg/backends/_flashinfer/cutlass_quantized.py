@@ -1,4 +1,4 @@
-"""FlashInfer's CUTLASS kernels on quantized weights: 8-bit floats with one scale or groups, and 4-bit ones."""
+"""FlashInfer's CUTLASS kernels for quantized weights: 8-bit floats (per tensor or in groups) and 4-bit floats."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ __all__ = ["Fp8Tensor", "Mxfp4W4A16", "Mxfp8Activations", "Nvfp4"]
 _E4M3_MAX: Final = 448.0
 
 _MOST_STEPS: Final = 5
-"""Powers of two by which numbers around 1 may be moved in float16."""
+"""Powers of two by which float16 values around 1 may be scaled."""
 
 
 def up_share(weights: ExpertWeights, activation: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The scale of w13 that FlashInfer takes, one an expert, and what the up rows lack of theirs.
+    """One w13 scale per expert, as FlashInfer takes it, and the ratio of the up scale to it.
 
-    FlashInfer has one scale for gate and up. Where they differ it takes the gate's. The activation is linear in the up
-    half, so the rest of its scale goes to the scale that quantizes the intermediate.
+    FlashInfer has one scale for gate and up; if they differ, it gets the gate's. The activation is linear in the up
+    half, so the ratio goes into the scale that quantizes the intermediate.
 
     Args:
-        weights: Of a scheme with a scale (or global scale) for a whole matrix; of halves whose scale is 0, what
-            `without_zero_scales` makes of them.
-        activation: Between the products.
+        weights: Weights with per-tensor (or global) scales; halves with a scale of 0 must have gone through
+            `without_zero_scales`.
+        activation: The activation between the GEMMs.
 
     Returns:
-        fp32 [E], and up / gate as fp32 [E] or None where there is one scale.
+        fp32 [E], and up / gate as fp32 [E] or None if there is one scale.
+
+    Returns:
+        fp32 [E], and up / gate as fp32 [E] or None if there is one scale.
 
     Raises:
         ValueError: The scales differ and the activation is not linear in the up half.
@@ -54,16 +57,16 @@ def up_share(weights: ExpertWeights, activation: Any) -> tuple[torch.Tensor, tor
             "FlashInfer's kernels take one scale for gate and up rows where the activation has a clamp or beta, got "
             f"w13 scales {list(scale.shape)} that differ with activation {activation}; quantize both halves with one"
         )
-    # Where both are 0, so is everything.
+    # If both are 0, all of w13 is.
     share = torch.where(gate > 0, up / gate, torch.ones_like(gate))
     return gate, share
 
 
 def without_zero_scales(weights: ExpertWeights) -> ExpertWeights:
-    """Weights whose gate and up rows both have a scale or neither has one; the same numbers.
+    """Makes gate and up scales both zero or both nonzero, without changing a value.
 
-    Rows whose scale is 0 are 0 whatever their codes. They get codes of 0 and the other half's scale, so that no ratio
-    of the two scales is 0 or infinite.
+    A half with a scale of 0 is 0 whatever its codes. It gets codes of 0 and the other half's scale, so that the ratio
+    of the two scales is neither 0 nor infinite.
 
     Args:
         weights: As in `up_share`.
@@ -75,7 +78,7 @@ def without_zero_scales(weights: ExpertWeights) -> ExpertWeights:
     is_zero = (scale == 0) & (scale != 0).any(1, keepdim=True)
     if not is_zero.any():
         return weights
-    # Bytes: torch does not fill every 8-bit float.
+    # As bytes: torch does not fill every 8-bit float.
     codes = weights.w13.view(torch.uint8).clone()
     codes.unflatten(1, (2, -1)).masked_fill_(is_zero[:, :, None, None], 0)
     changes: dict[str, Any] = {field: torch.where(is_zero, scale.flip(1), scale)}
@@ -87,16 +90,16 @@ def _per_expert(scale: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 class _OneScaleForHalves(Cutlass):
-    """Kernels that take one scale for gate and up rows, of weights that may have two."""
+    """Kernels with one scale for gate and up, for weights that may have two."""
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         return super().permute_weights(without_zero_scales(weights))
 
     def up_share(self, weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the function; up rows come to float16 without their share, whose range is small.
+        """Like the function, but bounds the ratio in float16, whose small range holds the up rows without it.
 
         Raises:
-            ValueError: As the function, or a share is far from 1 in float16.
+            ValueError: As in the function, or a ratio is far from 1 in float16.
         """
         scale, up = up_share(weights, self.problem.activation)
         if up is not None and self.problem.dtype == "float16" and float(up.log2().abs().max()) > _MOST_STEPS:
@@ -111,17 +114,17 @@ class _OneScaleForHalves(Cutlass):
         biases = super()._biases(weights)
         _, up = self.up_share(weights)
         if biases and up is not None:
-            # What the up rows come to is divided by what their scale lacks, and so has to be their bias.
+            # The up rows are computed without the ratio, so their bias is divided by it.
             of_up = biases["w13_bias"][:, : self.intermediate]
             of_up.copy_(of_up.float() / up[:, None])
         return biases
 
 
 class Fp8Tensor(_OneScaleForHalves):
-    """e4m3 weights and static activations, one scale each for a matrix.
+    """e4m3 weights and static activations, one scale per matrix.
 
-    FlashInfer takes codes of the tokens. Where every expert has a scale of its own for them, a token has other codes at
-    each of its experts: then every route is a row by itself, and the routes of a token are summed here.
+    FlashInfer takes quantized tokens. If each expert has its own scale for them, a token is quantized differently for
+    each of its experts: then every route is its own row, and a token's routes are summed here.
     """
 
     multiple = 16
@@ -133,7 +136,7 @@ class Fp8Tensor(_OneScaleForHalves):
         self._choices = self.problem.top_k
 
     def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Scales of both products and of both inputs, as FlashInfer multiplies them."""
+        """Scales of both GEMMs and both inputs, combined as FlashInfer applies them."""
         assert weights.w2_scale is not None and weights.a13_scale is not None and weights.a2_scale is not None
         num_experts = weights.num_experts
         w13_scale, up = self.up_share(weights)
@@ -146,7 +149,7 @@ class Fp8Tensor(_OneScaleForHalves):
             "second_dequant": weights.w2_scale.float() * a2_scale,
         }
         input_scale = weights.a13_scale.float().clone()
-        # Workspaces are asked for without weights. Once they had to be larger they stay so.
+        # Workspaces are sized without weights. Once they had to be larger they stay so.
         self._has_own_inputs = bool(input_scale.dim()) or bool(self._has_own_inputs)
         if input_scale.dim():
             return {**per_expert, "input_scale": input_scale}, {"unit": input_scale.new_ones(())}
@@ -184,13 +187,13 @@ class Fp8Tensor(_OneScaleForHalves):
         return self._choices
 
     def make_rows(self, call: Call) -> Rows:
-        """Codes of the tokens, or of every route."""
+        """Quantizes tokens, or a row for every route."""
         inputs, weights = call.inputs, call.weights
         ids, topk_weights = self.local_ids(call), inputs.topk_weights
         if "input_scale" in weights.shared:
             scale, source = weights["input_scale"], inputs.hidden_states
         else:
-            # Routes without a local expert are skipped, whatever their codes.
+            # FlashInfer skips routes without a local expert, whatever their codes.
             of_routes = ids.clamp(0, self.problem.num_local_experts - 1).long().view(-1)
             scale = weights["input_scale"].index_select(0, of_routes)[:, None]
             source = inputs.hidden_states.repeat_interleave(ids.shape[1], 0)
@@ -210,13 +213,13 @@ class Fp8Tensor(_OneScaleForHalves):
 
 
 class Mxfp4W4A16(Cutlass):
-    """4-bit floats with a power of two for 32 of them, restored to bfloat16 on the way. Hopper."""
+    """4-bit floats with power-of-two scales in groups of 32, dequantized to bfloat16 in the kernel. Hopper."""
 
     multiple = 128
     flags: ClassVar[dict[str, bool]] = {"use_w4_group_scaling": True}
 
     def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Words of codes and blocks of scales as the instructions take them up; expert by expert."""
+        """Codes and scales in the instructions' order, permuted expert by expert."""
         assert weights.w13_scale is not None and weights.w2_scale is not None
         found = {}
         for name, codes, scale, rows, columns, halves in (
@@ -240,13 +243,13 @@ class Mxfp4W4A16(Cutlass):
 
 
 class _ScaledByHardware(_OneScaleForHalves):
-    """Weights of Blackwell: codes in rows, scales in tiles of 128 rows and 4 groups."""
+    """Blackwell's layout: codes in rows, scales in tiles of 128 rows and 4 groups."""
 
     multiple = 128
     group: ClassVar[int] = 32
 
     def scales(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
-        """Block scales of both matrices, four to an int32."""
+        """Block scales of both matrices, four per int32."""
         assert weights.w13_scale is not None and weights.w2_scale is not None
         arranged = {
             "w13_scale": arrange(
@@ -258,7 +261,7 @@ class _ScaledByHardware(_OneScaleForHalves):
 
 
 class Mxfp8Activations(_ScaledByHardware):
-    """Tokens in groups of 32 e4m3 codes; weights of the same kind or of 4-bit floats. Blackwell."""
+    """Tokens as e4m3 in groups of 32; weights likewise or as 4-bit floats. Blackwell."""
 
     flags: ClassVar[dict[str, bool]] = {"use_mxfp8_act_scaling": True}
 
@@ -293,7 +296,7 @@ class Mxfp8Activations(_ScaledByHardware):
         ]
 
     def make_rows(self, call: Call) -> Rows:
-        """Codes and scales of the tokens."""
+        """Quantizes the tokens."""
         hidden_size = self.problem.hidden_size
         codes, scales, out = self.cut(call)
         for piece in (codes.view(torch.uint8), scales):
@@ -305,15 +308,15 @@ class Mxfp8Activations(_ScaledByHardware):
 
 
 class Nvfp4(_ScaledByHardware):
-    """4-bit floats on both sides, in groups of 16 with e4m3 scales; tokens are quantized inside. Blackwell."""
+    """4-bit floats on both sides, in groups of 16 with e4m3 scales; FlashInfer quantizes tokens. Blackwell."""
 
     group = 16
 
     def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Global scales of both products and of both inputs, as FlashInfer multiplies them.
+        """Global scales of both GEMMs and both inputs, combined as FlashInfer applies them.
 
         Raises:
-            ValueError: The checkpoint leaves the scales of activations to the data.
+            ValueError: The checkpoint has no static activation scales.
         """
         if weights.a13_scale is None or weights.a2_scale is None:
             raise ValueError(

@@ -1,6 +1,6 @@
 """FlashInfer's downloads at first use: TensorRT-LLM's generated kernels, and headers that other modules include.
 
-Without a network that ends, after a minute of trying, in an error of the first call. So probes ask for the files.
+Without a network the first call fails after a minute of retries, so probes look for the files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VARIABLE: Final = "FLASHINFER_CUBIN_DIR"
 
 
 def download_folder() -> Path:
-    """Places that FlashInfer searches before it downloads: a named folder, a wheel of its own version, or its cache."""
+    """The folder of FlashInfer's downloads: a named one, a wheel of the same version, or its cache."""
     if named := os.environ.get(_VARIABLE):
         return Path(named)
     return _in_wheel() or cache_folder() / "cubins"
@@ -43,7 +43,7 @@ def _in_wheel() -> Path | None:
 
 
 def generated_folder() -> str | None:
-    """The folder of this release's generated products below `download_folder()`; None where it does not say."""
+    """This release's folder of generated GEMMs below `download_folder()`; None if the release does not name it."""
     folder = package_folder()
     return None if folder is None else _pinned(folder / "artifacts.py")
 
@@ -58,12 +58,12 @@ def _pinned(file: Path) -> str | None:
 
 
 def has_generated_headers() -> str | None:
-    """Why FlashInfer would have to download headers of the generated products, or None."""
+    """Why FlashInfer would have to download headers of the generated GEMMs, or None."""
     return _lacking("headers of TensorRT-LLM's kernels", "include/trtllmGen_bmm_export/*.h")
 
 
 def has_generated_kernels() -> str | None:
-    """Why FlashInfer would have to download the generated products themselves, or None."""
+    """Why FlashInfer would have to download the generated GEMMs themselves, or None."""
     return _lacking("TensorRT-LLM's kernels", "*.cubin")
 
 

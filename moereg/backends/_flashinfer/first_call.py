@@ -1,4 +1,4 @@
-"""Kernels that compile at the first call of a layer's sizes say so before."""
+"""Announces kernels that compile at the first call of a layer's sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["first_call"]
 logger: Final = logging.getLogger("moereg")
 
 _DONE: Final[set[tuple[str, MoEProblem, Hashable]]] = set()
-"""Backends, problems and sizes that a call of this process has gone through."""
+"""Backends, problems and sizes that this process has called."""
 
 
 @contextlib.contextmanager
@@ -31,16 +31,16 @@ def first_call(
     size: Hashable = None,
     size_seconds: float = 0.0,
 ) -> Iterator[None]:
-    """Announces the wait of a layer's first call in a process, until one has gone through; later calls pass.
+    """Announces the wait of a layer's first call in this process, until one call has succeeded.
 
     Args:
-        backend: Whose kernels.
+        backend: The kernels' backend.
         problem: The layer.
-        seconds: Estimate, where nothing was compiled before.
+        seconds: Estimated wait if nothing was compiled before.
         avoid: As in `long_wait`.
-        on: A tensor of the call, on its device: a CUDA graph that is captured there is warned of.
-        size: What kernels are compiled for besides the problem; None where for nothing.
-        size_seconds: Estimate for a further size of a problem, which shares some kernels.
+        on: A tensor of the call; if its device is capturing a CUDA graph, a warning says so.
+        size: Sizes that kernels are specialized for besides the problem, or None.
+        size_seconds: Estimated wait for another size of a problem, which shares some kernels.
     """
     key = (backend, problem, size)
     if key in _DONE:

@@ -1,7 +1,6 @@
-"""The CUTLASS kernels of FlashInfer in sets that can be built apart: which of its source files each one takes.
+"""Sets of FlashInfer's CUTLASS kernels that can be built separately, and the source files of each.
 
-A source file is recognized by what it instantiates, since the numbers in FlashInfer's file names change with every tile
-that it adds.
+A source file is recognized by what it instantiates, since FlashInfer renumbers its files whenever it adds a tile.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ class KernelSet:
     """Kernels that are built together.
 
     Attributes:
-        dispatch: The source file that chooses among its tiles, without its suffix.
-        operands: Element types of activations and weights that its tiles instantiate, as the generator spells them.
-        folder: Folder of its generated sources where it is one of tiles for another architecture.
+        dispatch: Stem of the source file that chooses among the tiles.
+        operands: Element types of activations and weights that its tiles instantiate, in the generator's spelling.
+        folder: Folder of the generated sources, if the tiles are another architecture's.
     """
 
     dispatch: str
@@ -37,27 +36,27 @@ _E4M3: Final = "__nv_fp8_e4m3"
 _FP4: Final = "SafeFP4"
 
 AMPERE: Final = "bfloat16_ampere"
-"""Tiles of Ampere for bfloat16, which a module for Hopper can have beside its own."""
+"""Ampere's bfloat16 tiles, which a module for Hopper can contain besides its own."""
 
-# Other names of the same types, in files for the tiles of Ampere.
+# Aliases of the same types in the files of Ampere's tiles.
 _SPELLINGS: Final = {"cutlass::bfloat16_t": _BF16, "cutlass::half_t": "half"}
 
 KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
     "bfloat16": KernelSet("moe_gemm_kernels_bf16_bf16", (_BF16, _BF16)),
     "float16": KernelSet("moe_gemm_kernels_fp16_fp16", ("half", "half")),
-    # The products of blocks are compiled at run time, by the part of FlashInfer that every set has.
+    # Block GEMMs are compiled at run time by a part of FlashInfer that every set contains.
     "fp8_block128": KernelSet("moe_gemm_kernels_bf16_fp8", (_BF16, _E4M3)),
     "fp8": KernelSet("moe_gemm_kernels_fp8_fp8", (_E4M3, _E4M3)),
     "mxfp4_w4a16": KernelSet("moe_gemm_kernels_bf16_fp4", (_BF16, _FP4)),
     "mxfp4_mxfp8": KernelSet("moe_gemm_kernels_fp8_fp4", (_E4M3, _FP4)),
     "nvfp4": KernelSet("moe_gemm_kernels_fp4_fp4", (_FP4, _FP4)),
-    # Takes as long as bfloat16, for tactics that Hopper can run too: built for it where somebody asks.
+    # Takes as long to build as bfloat16, for tactics that Hopper can run too: built only on request.
     AMPERE: KernelSet("moe_gemm_kernels_bf16_bf16", (_BF16, _BF16), folder="80"),
 }
-"""By name, as manifests have it."""
+"""Sets by their names in manifests."""
 
-# Sets by the module of an architecture. The rest of its sources has no kernels that a layer could reach: FlashInfer's
-# interface makes no layer in float32, although its tiles are generated.
+# Sets of each architecture's module. No layer can reach the kernels of its other sources: FlashInfer generates float32
+# tiles, but its interface makes no float32 layer.
 _PLAIN: Final = ("bfloat16", "float16")
 _MODULES: Final[Mapping[str, tuple[str, str, tuple[str, ...]]]] = {
     "sm90": ("fused_moe_90", "9.0a", (*_PLAIN, "fp8_block128", "fp8", "mxfp4_w4a16", AMPERE)),
@@ -74,24 +73,24 @@ _INSTANTIATION: Final = re.compile(
 
 
 def modules(arch: str) -> tuple[str, str, tuple[str, ...]]:
-    """FlashInfer's module for an architecture, its compute capability as FlashInfer's variable spells it, its sets.
+    """FlashInfer's module for an architecture, its compute capability in FlashInfer's spelling, and its sets.
 
     Args:
         arch: Such as `sm90`.
 
     Raises:
-        KeyError: FlashInfer has no such kernels for it.
+        KeyError: FlashInfer has no such kernels for the architecture.
     """
     return _MODULES[arch]
 
 
 def set_name(scheme: str, dtype: str, known: Sequence[str]) -> str:
-    """The set that computes a scheme; a name that is not known where there is none.
+    """The set that computes a scheme; a name not in `known` if there is none.
 
     Args:
         scheme: Name of a quant scheme of moereg.
-        dtype: Of hidden states.
-        known: Sets of the architecture.
+        dtype: Dtype of hidden states.
+        known: The architecture's sets.
     """
     if scheme == "unquantized":
         return AMPERE if dtype == "bfloat16" and dtype not in known else dtype
@@ -99,7 +98,7 @@ def set_name(scheme: str, dtype: str, known: Sequence[str]) -> str:
 
 
 def sets_of(text: str) -> frozenset[_Operands]:
-    """The pairs of element types that a generated source instantiates kernels of a layer for."""
+    """Operand types of the layer kernels that a generated source instantiates."""
     found = (match.groups() for match in _INSTANTIATION.finditer(text))
     pairs = ((a, b) if a is not None else (c, d) for a, b, c, d in found)
     spelled = ((one.strip(), other.strip()) for one, other in pairs)
@@ -107,14 +106,14 @@ def sets_of(text: str) -> frozenset[_Operands]:
 
 
 def select_sources(sources: Iterable[Path], names: Sequence[str]) -> list[Path]:
-    """The sources of a module that some sets need, in FlashInfer's order.
+    """The module's sources that some sets need, in FlashInfer's order.
 
     Args:
-        sources: All of the module's; generated ones are read.
-        names: Of sets.
+        sources: All sources of the module; generated ones are read.
+        names: Names of sets.
 
     Returns:
-        What every set needs, each set's dispatch, and the tiles of each.
+        Sources common to all sets, and each set's dispatch and tiles.
     """
     kept = [KERNEL_SETS[name] for name in names]
     dispatches = {one.dispatch for one in kept}
@@ -133,7 +132,7 @@ def select_sources(sources: Iterable[Path], names: Sequence[str]) -> list[Path]:
     return chosen
 
 
-# CPU-seconds of one file, nvcc 13.0 on a server's core; each was timed, but for the tiles, of which some were.
+# CPU-seconds per file with nvcc 13.0 on a server core; all were timed, except that only some tiles were.
 _SECONDS: Final[Mapping[str, float]] = {
     "moe_gemm_kernels_fp8_fp8": 332,
     "cutlass_fused_moe_instantiation": 144,
@@ -152,7 +151,7 @@ _OTHER_SECONDS: Final = 10.0
 
 
 def cpu_seconds(sources: Iterable[Path]) -> float:
-    """How long one core would take to compile some sources, as far as it was measured."""
+    """Estimated time for one core to compile some sources, from measurements."""
     return sum(
         _TILE_SECONDS.get(path.parent.name, 125.0)
         if path.name.endswith(".generated.cu")

@@ -1,7 +1,7 @@
 """Loads FlashInfer's CUTLASS kernels without ever starting their build, which takes hours.
 
-FlashInfer builds a module that it does not find, or that it finds and cannot load. So it is looked for first, and
-loaded with FlashInfer's compiling switched off.
+FlashInfer builds a module that it does not find or cannot load. So this looks for it first, and loads it with
+FlashInfer's compiling switched off.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WHOLE_BUILD_HOURS: Final = 8.7
 """31,500 CPU-seconds for Hopper, from the files that were timed."""
 
 _LOAD_SECONDS: Final = 6.0
-"""Seconds on one core: 1.5 to import FlashInfer, the rest for the sources that it writes."""
+"""Seconds on one core: 1.5 to import FlashInfer, the rest to write its sources."""
 
 _LOCK: Final = threading.Lock()
 
@@ -43,7 +43,7 @@ class Library(NamedTuple):
         fused_moe: `flashinfer.fused_moe.cutlass_fused_moe`.
         workspace_bytes: `flashinfer.fused_moe.cutlass_fused_moe_workspace_size`.
         activation_type: The enumeration of activations.
-        runner: The class that knows the tactics of a pair of dtypes.
+        runner: The class that lists the tactics for a pair of dtypes.
         path: The shared object.
     """
 
@@ -55,12 +55,12 @@ class Library(NamedTuple):
 
 
 def reason_not_built(arch: str, name: str, asked: str) -> str | None:
-    """Why a set of kernels cannot be loaded here, with the estimate and the command that builds it; None if it can.
+    """Why a set of kernels cannot be loaded here, with the command that builds it; None if it can.
 
     Args:
         arch: Such as `sm90`.
-        name: Of the set.
-        asked: Options of the command for what is asked, such as `--quant fp8_block128`.
+        name: The set's name.
+        asked: The command's options for this set, such as `--quant fp8_block128`.
     """
     try:
         module, capability, _ = kernel_sets.modules(arch)
@@ -81,7 +81,7 @@ def reason_not_built(arch: str, name: str, asked: str) -> str | None:
         return f"requires to know what {path} holds, but its manifest {error}; run {command}"
     if manifest is None:
         is_handmade = path == package.aot_path(module)
-        # FlashInfer ships none there, and a kernel that is missing would end the process.
+        # FlashInfer ships none there, and a missing kernel would end the process.
         return f"requires to know what {path} holds, which has no manifest; run {command}" if is_handmade else None
     if manifest.flashinfer != package.installed_version():
         return (
@@ -95,11 +95,11 @@ def reason_not_built(arch: str, name: str, asked: str) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class KernelsProbe:
-    """A probe that says why a set of kernels cannot be loaded here. A value, so that a selection can be pickled.
+    """Probe: why a set of kernels cannot be loaded here. A value, so that a selection can be pickled.
 
     Attributes:
         kernels: Name of the set.
-        option: That asks `moereg build-kernels` for it.
+        option: The option of `moereg build-kernels` that builds it.
     """
 
     kernels: str
@@ -128,7 +128,7 @@ def load(arch: str) -> Library:
     path = package.built_module(module, capability.replace(".", ""))
     if path is None:
         raise RuntimeError(f"FlashInfer's kernels {module} are not built; run {BUILD_COMMAND}")
-    # FlashInfer writes the sources of a module each time, also of one that is built.
+    # FlashInfer rewrites a module's sources every time, even if it is built.
     wait = long_wait(f"loading FlashInfer's kernels {module}", _LOAD_SECONDS, "once a process")
     with _LOCK, wait:
         fused_moe, core = map(importlib.import_module, ("flashinfer.fused_moe", "flashinfer.fused_moe.core"))
@@ -136,7 +136,7 @@ def load(arch: str) -> Library:
         if is_cached:
             _check_fresh(specification(module), path)
         try:
-            # A file that FlashInfer cannot load would start the build.
+            # FlashInfer would start a build if it could not load the file.
             with contextlib.nullcontext() if is_cached else _no_compiling():
                 namespace = core.get_cutlass_fused_moe_module(arch.removeprefix("sm"))
         except Exception as error:
@@ -154,11 +154,11 @@ def load(arch: str) -> Library:
 
 
 def _why_not_loaded(path: Path, error: Exception) -> str:
-    """The system loader's message about a shared object, in one line; FlashInfer's error where it says nothing."""
+    """The system loader's message about a shared object in one line, or FlashInfer's error if there is none."""
     why = f"{type(error).__name__}: {error}"
     try:
         ctypes.CDLL(str(path))
-    except OSError as reason:  # FlashInfer logs it, and raises that it may not compile.
+    except OSError as reason:  # FlashInfer only logs it, and raises because compiling is off.
         why = str(reason)
     return " ".join(why.removeprefix(f"{path}: ").split())
 
@@ -177,7 +177,7 @@ def _no_compiling() -> Iterator[None]:
 
 
 def specification(module: str) -> Any:
-    """FlashInfer's build specification of a module. Writes its sources into FlashInfer's cache folder, takes seconds.
+    """FlashInfer's build specification of a module. Takes seconds and writes sources into FlashInfer's cache.
 
     Args:
         module: Such as `fused_moe_90`.
@@ -193,7 +193,7 @@ def specification(module: str) -> Any:
 
 
 def _check_fresh(spec: Any, path: Path) -> None:
-    """Checks that FlashInfer would not build again what it has cached, as it does after a change of its flags."""
+    """Checks that FlashInfer would not rebuild its cached module, as it does when its flags change."""
     spec.write_ninja()
     command = ["ninja", "-n", "-C", str(spec.build_dir), "-f", spec.ninja_path.name]
     found = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,7 +1,7 @@
-"""The manifest beside a shared object of FlashInfer: which kernels it holds.
+"""The manifest next to a FlashInfer shared object: which kernels it contains.
 
-FlashInfer builds all of its CUTLASS kernels or none. `moereg build-kernels` builds the sets that were asked for, which
-takes a tenth of the time, and writes down which. A whole build has no such file.
+FlashInfer builds all of its CUTLASS kernels or none. `moereg build-kernels` builds selected sets in a tenth of the time
+and records them here. A full build has no manifest.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _SCHEMA: Final = 1
 
 
 class ManifestError(ValueError):
-    """A manifest that does not say what the file beside it holds; the text is a clause."""
+    """A manifest does not describe its shared object; the text is a clause."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Contents of a shared object.
+    """What a shared object contains.
 
     Attributes:
         module: FlashInfer's name of the module, such as `fused_moe_90`.
-        flashinfer: Version of the distribution that its sources come from.
+        flashinfer: Version of the distribution that the sources come from.
         target: Compute capability, such as `90a`.
         sets: Names of the kernel sets, sorted.
         num_bytes: Size of the shared object.
@@ -41,7 +41,7 @@ class Manifest:
     nvcc: str = ""
 
     def write(self, path: Path) -> None:
-        """Writes it beside a shared object, whole or not at all."""
+        """Writes the manifest next to a shared object, atomically."""
         values = {"schema": _SCHEMA, **dataclasses.asdict(self), "sets": sorted(self.sets)}
         temporary = manifest_path(path).with_suffix(".tmp")
         temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
@@ -49,7 +49,7 @@ class Manifest:
 
 
 def manifest_path(path: Path) -> Path:
-    """The manifest's place beside a shared object."""
+    """Path of a shared object's manifest."""
     return path.with_suffix(".moereg.json")
 
 
@@ -57,7 +57,7 @@ def read_manifest(path: Path) -> Manifest | None:
     """The manifest of a shared object; None if it has none.
 
     Raises:
-        ManifestError: It cannot be read, or speaks of another file.
+        ManifestError: It cannot be read or describes another file.
     """
     try:
         values: Any = json.loads(manifest_path(path).read_text(encoding="utf-8"))

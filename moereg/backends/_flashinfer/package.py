@@ -1,7 +1,7 @@
-"""Facts about an installed FlashInfer, found without importing it: its folder, its built modules, what it would lack.
+"""Facts about an installed FlashInfer, found without importing it: its folder, built modules and missing tools.
 
-Importing it takes a second, asks the GPU (after which a process can no longer fork), and creates folders. So probes
-look at files.
+Importing it takes a second, initializes the GPU (after which a process cannot fork), and creates folders. So probes
+read files.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = [
 
 DISTRIBUTION: Final = "flashinfer-python"
 REQUIRES: Final = "flashinfer-python>=0.7.2,<0.8"
-"""0.7.2 is what the calls are written against. 0.8 announces other return values."""
+"""The calls are written against 0.7.2. 0.8 announces other return values."""
 
 JIT_DISABLED: Final = "FLASHINFER_DISABLE_JIT"
-"""Environment variable with which FlashInfer compiles nothing and raises instead."""
+"""Environment variable that makes FlashInfer raise instead of compiling."""
 
-# What `import flashinfer` imports beside torch and what torch itself needs.
+# Imports of `import flashinfer`, besides torch and torch's own requirements.
 _IMPORTED: Final = ("tvm_ffi", "filelock", "jinja2", "numpy", "packaging", "pynvml", "requests", "tqdm")
-# Files that every entry point needs; a package that was cut short lacks some.
+# Files that every entry point needs; an incomplete installation lacks some.
 _FILES: Final = ("__init__.py", "fused_moe/__init__.py", "fused_moe/core.py", "jit/core.py", "jit/env.py")
 
 # `e_machine` of ELF files.
@@ -58,7 +58,7 @@ def package_folder() -> Path | None:
     """The folder that `import flashinfer` would load, or None."""
     try:
         spec = importlib.util.find_spec("flashinfer")
-    except (ImportError, ValueError):  # A module of that name that is half imported or no package.
+    except (ImportError, ValueError):  # The module is half imported or no package.
         return None
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(locations[0]) if locations else None
@@ -73,12 +73,12 @@ def installed_version() -> str | None:
 
 
 def cache_folder() -> Path:
-    """FlashInfer's folder for what it compiles and downloads, by its own rule: `~/.cache/flashinfer` by default."""
+    """FlashInfer's folder of compiled and downloaded files, by its own rule: `~/.cache/flashinfer` by default."""
     return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home())) / ".cache" / "flashinfer"
 
 
 def aot_path(module: str) -> Path | None:
-    """The folder in which FlashInfer looks for modules built ahead of time; None without the package.
+    """Path at which FlashInfer looks for a module built ahead of time; None without the package.
 
     Args:
         module: Such as `fused_moe_90`.
@@ -88,11 +88,11 @@ def aot_path(module: str) -> Path | None:
 
 
 def built_module(module: str, target: str) -> Path | None:
-    """The shared object of a module that loads without compiling anything: ahead of time, out of a wheel, or cached.
+    """A module's shared object that loads without compiling: built ahead of time, from a wheel, or cached.
 
     Args:
         module: Such as `fused_moe_90`.
-        target: Compute capability as FlashInfer spells it, such as `90a`.
+        target: Compute capability in FlashInfer's spelling, such as `90a`.
     """
     ahead = aot_path(module)
     if ahead is not None and ahead.is_file():
@@ -127,8 +127,7 @@ def can_be_imported(platform: Platform) -> str | None:
     lacking = [name for name in _IMPORTED if not _is_importable(name)]
     if lacking:
         return f"requires the packages that flashinfer imports, found no {', '.join(lacking)}; install them"
-    # Below it are a folder for FlashInfer's version and those of devices' targets, with a log. Another user may have
-    # made them.
+    # It has folders per FlashInfer version and device target, with a log. Another user may have made them.
     used = cache_folder() / (installed_version() or "")
     made = [folder for folder in (used, *sorted(used.glob("*"))) if folder.is_dir()]
     for folder in (cache_folder(), *made):
@@ -151,11 +150,10 @@ def _is_importable(name: str) -> bool:
 
 
 def _unwritable(folder: Path, variable: str) -> str | None:
-    """Why FlashInfer could not create a folder or write into it, and the variable that names another one; else None."""
+    """Why FlashInfer cannot create or write a folder, with the variable that names another; or None."""
     existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     try:
-        # Permissions say little where root asks or a file system is read-only or full, so a file that has no name is
-        # made.
+        # Permission bits mean little to root or on a read-only or full file system, so try an unnamed file.
         with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"0")
             file.flush()
@@ -171,8 +169,8 @@ def _unwritable(folder: Path, variable: str) -> str | None:
 def cuda_home() -> Path | None:
     """The CUDA toolkit that FlashInfer would compile with, or None.
 
-    FlashInfer takes the folder above `nvcc` as it stands on the path. Where that is a script that starts another one,
-    the folder has no headers; then the variable CUDA_HOME has to name the toolkit.
+    FlashInfer takes the folder above the `nvcc` on the path. If that is a wrapper script, the folder has no headers,
+    and CUDA_HOME has to name the toolkit.
     """
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if named := os.environ.get(variable):
@@ -185,7 +183,7 @@ def cuda_home() -> Path | None:
 
 
 def nvcc_path() -> Path | None:
-    """The `nvcc` that FlashInfer would start, or None."""
+    """The `nvcc` that FlashInfer would run, or None."""
     named = os.environ.get("FLASHINFER_NVCC")
     if named is not None:
         found = shutil.which(named)
@@ -196,13 +194,13 @@ def nvcc_path() -> Path | None:
 
 
 def lacking_compiler() -> list[str]:
-    """The tools that FlashInfer compiles with and that are missing: none where it can compile."""
+    """Missing tools that FlashInfer needs to compile; empty if it can."""
     tools = [] if nvcc_path() is not None else ["nvcc"]
     return tools + [tool for tool in ("ninja", os.environ.get("CXX", "c++")) if shutil.which(tool) is None]
 
 
 def has_compiler(platform: Platform) -> str | None:
-    """Probe: what FlashInfer's compiling of kernels at first use lacks here, or None."""
+    """Probe: why FlashInfer cannot compile kernels at first use here, or None."""
     if os.environ.get(JIT_DISABLED):
         return f"requires that FlashInfer may compile kernels, got {JIT_DISABLED}={os.environ[JIT_DISABLED]}; unset it"
     if lacking := lacking_compiler():
@@ -214,11 +212,11 @@ def has_compiler(platform: Platform) -> str | None:
 
 
 _DEEPGEMM: Final = Path("data", "csrc", "nv_internal", "tensorrt_llm", "deep_gemm")
-"""Headers that it compiles, in the package."""
+"""The package's headers that the run-time compiler compiles."""
 
 
 def deepgemm_folder() -> Path:
-    """The folder in which FlashInfer's run-time compiler (nvcc) keeps kernels and writes their sources."""
+    """The folder of kernels and sources of FlashInfer's run-time compiler (nvcc)."""
     if named := os.environ.get("TRTLLM_DG_CACHE_DIR"):
         return Path(named)
     home = os.environ.get("HOME")
@@ -226,7 +224,7 @@ def deepgemm_folder() -> Path:
 
 
 def can_compile_at_run_time(platform: Platform) -> str | None:
-    """Probe: why the part of FlashInfer that always compiles its kernels with nvcc cannot, or None."""
+    """Probe: why the part of FlashInfer that always compiles with nvcc cannot, or None."""
     named = os.environ.get("TRTLLM_DG_NVCC_COMPILER")
     home = os.environ.get("CUDA_HOME")
     found = named or (Path(home) / "bin" / "nvcc" if home else "nvcc")
@@ -245,7 +243,7 @@ def can_compile_at_run_time(platform: Platform) -> str | None:
 
 
 def foreign_machine(path: Path) -> str | None:
-    """Why the process cannot load a shared object: it is cut off, no shared object, or for another processor.
+    """Why the process cannot load a shared object: truncated, not one, or for another processor.
 
     Args:
         path: An ELF file.

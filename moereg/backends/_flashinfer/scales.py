@@ -1,4 +1,4 @@
-"""Scales of checkpoints as kernels with fewer of them want them."""
+"""Reduces a checkpoint's scales for kernels that take fewer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["one_for_all", "one_scale"]
 
 
 def one_scale(scale: torch.Tensor, name: str) -> torch.Tensor:
-    """[E] fp32 of [E], or of [E, 2] where gate and up of every expert agree.
+    """Reduces fp32 [E], or [E, 2] with equal gate and up scales, to [E].
 
     Raises:
-        ValueError: They do not.
+        ValueError: Gate and up scales differ.
     """
     if scale.dim() == 1:
         return scale
@@ -26,18 +26,18 @@ def one_scale(scale: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def one_for_all(weights: ExpertWeights, name: str, largest: bool = True) -> torch.Tensor:
-    """[1] fp32: the largest of the experts' static scales; or the experts' own, [1] or [E].
+    """The largest of the experts' static scales, [1] fp32, or the scales themselves, [1] or [E].
 
-    Tokens are quantized before their experts are known. Codes of floats keep their relative precision under a scale
-    that is larger than it need be.
+    Tokens are quantized before their experts are known. Floats keep their relative precision under a larger scale than
+    necessary.
 
     Args:
-        weights: Of the layer.
+        weights: The layer's weights.
         name: `a13_scale` or `a2_scale`.
-        largest: Whether one number is needed.
+        largest: Whether to reduce to one number.
 
     Raises:
-        ValueError: The checkpoint has none.
+        ValueError: The checkpoint has no such scale.
     """
     scale = weights.tensors().get(name)
     if scale is None:

@@ -1,7 +1,7 @@
-"""Kernels' buffers as pieces of a layer's scratch memory: a dataclass of tensors, planned without memory.
+"""Plans kernel buffers without allocating, then carves them from a layer's scratch memory.
 
-FlashInfer's kernels take a dataclass of buffers and come with a function that allocates one. On torch's meta device
-that function says shapes and dtypes and allocates nothing; here the pieces are then cut out of scratch memory.
+FlashInfer's kernels take a dataclass of buffers and have a function that allocates one. On torch's meta device that
+function gives shapes and dtypes and allocates nothing.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ B = TypeVar("B")
 
 
 class Piece(NamedTuple):
-    """A tensor to be."""
+    """Shape and dtype of a tensor to carve."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Bytes, padding behind it included."""
+        """Bytes, with the padding after it."""
         return round_up(math.prod(self.shape) * self.dtype.itemsize, WORKSPACE_ALIGNMENT)
 
 
 def num_bytes(pieces: Mapping[str, Piece]) -> int:
-    """Bytes of all pieces, one behind the other."""
+    """Bytes of all pieces together."""
     return sum(piece.num_bytes for piece in pieces.values())
 
 
 def carved(memory: torch.Tensor, pieces: Mapping[str, Piece]) -> dict[str, torch.Tensor]:
-    """Tensors one behind the other.
+    """Carves consecutive tensors from memory.
 
     Args:
-        memory: Contiguous, of any dtype, as large as the pieces.
-        pieces: By name.
+        memory: Contiguous, any dtype, at least as large as the pieces.
+        pieces: Pieces by name.
 
     Returns:
         Contiguous views of the memory, by name.
@@ -61,10 +61,10 @@ def carved(memory: torch.Tensor, pieces: Mapping[str, Piece]) -> dict[str, torch
 
 @contextlib.contextmanager
 def aligned_result(out: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Output for kernels that store whole vectors: `out`, or memory that begins at `ALIGNMENT` and is copied to it.
+    """Yields an output for kernels with vector stores: `out`, or aligned memory that is copied to it.
 
     Args:
-        out: Contiguous; it may begin anywhere.
+        out: Contiguous, with any alignment.
     """
     if out.data_ptr() % ALIGNMENT == 0:
         yield out
@@ -87,10 +87,10 @@ def pieces_of(plan: Any) -> dict[str, Piece]:
 
 
 def carved_fields(plan: B, memory: torch.Tensor) -> B:
-    """The dataclass with pieces of the memory for its tensors.
+    """The dataclass with its tensors carved from memory.
 
     Args:
-        plan: With tensors of the meta device.
+        plan: The dataclass with tensors of the meta device.
         memory: As in `carved`, for `pieces_of(plan)`.
     """
     tensors = carved(memory, pieces_of(plan))

@@ -1,7 +1,7 @@
-"""Orders of weights and scales that FlashInfer's kernels read: permutations in torch, on any device.
+"""Permutes weights and scales into the orders that FlashInfer's kernels read, in torch on any device.
 
-FlashInfer has helpers for some of them. They need a GPU, quantize what is quantized already, or hold a second copy of
-all experts, so these are written from the orders that they document, and tests compare the two.
+FlashInfer has helpers for some of them, but they need a GPU, quantize again, or hold a second copy of all experts.
+These follow the documented orders, and tests compare the two.
 
 Sizes: N rows, K columns of one expert's matrix.
 """
@@ -29,56 +29,56 @@ __all__ = [
 ]
 
 SCALE_ROWS: Final = 128
-"""Rows of a block of scales, as tensor cores of sm100 and sm120 read them."""
+"""Rows of a scale block, as the tensor cores of sm100 and sm120 read them."""
 
 SCALE_COLUMNS: Final = 4
 """Groups of columns of such a block."""
 
-# TensorRT-LLM's kernels, which hold the transposed product in tiles of 128 rows, want 32 rows in steps of four.
+# TensorRT-LLM's kernels compute the transposed product in tiles of 128 rows and read each 32 rows in steps of four.
 _SHUFFLED_ROWS: Final = 32
 _STEP: Final = 4
 
 
 def swapped_halves(tensor: torch.Tensor, halves: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Gate rows first becomes up rows first; one half stays as it is.
+    """Swaps gate and up halves; a single half stays as it is.
 
     Args:
         tensor: [E, halves * I, ...] or [E, halves].
-        halves: 2 where gated, else 1.
-        out: Of the same shape, to write into; a new tensor where None.
+        halves: 2 if gated, else 1.
+        out: Output of the same shape; None allocates one.
 
     Returns:
-        `out`; `tensor` itself where there is one half and no `out`.
+        `out`; `tensor` itself if there is one half and no `out`.
     """
     if out is None:
         if halves == 1:
             return tensor
         out = torch.empty_like(tensor)
-    # As bytes, since not everything copies 8-bit floats.
+    # As bytes, since not every device copies 8-bit floats.
     source, target = _bytes(tensor), _bytes(out)
     target.unflatten(1, (halves, -1)).copy_(source.unflatten(1, (halves, -1)).flip(1))
     return out
 
 
 def alternated_rows(rows: int) -> torch.Tensor:
-    """[rows] source rows of gate and up rows that alternate, up first, from gate rows followed by up rows."""
+    """Source rows [rows] that make up and gate rows alternate, up first, from gate rows followed by up rows."""
     gate, up = torch.arange(rows).view(2, -1)
     return torch.stack((up, gate), dim=1).flatten()
 
 
 def shuffled_rows(rows: int) -> torch.Tensor:
-    """[rows] source rows of an order in steps of four: 0, 4, 8 ... 28, 1, 5 ... 31 of each 32."""
+    """Source rows [rows] in steps of four within each 32: 0, 4, 8 ... 28, 1, 5 ... 31."""
     within = torch.arange(_SHUFFLED_ROWS).view(-1, _STEP).T.flatten()
     return (torch.arange(0, rows, _SHUFFLED_ROWS).unsqueeze(1) + within).flatten()
 
 
 @functools.lru_cache(maxsize=64)
 def gemm1_rows(rows: int, halves: int) -> torch.Tensor:
-    """[rows] source rows of w13 in gate-first order for TensorRT-LLM's kernels: alternated where gated, then shuffled.
+    """Source rows [rows] of gate-first w13 for TensorRT-LLM's kernels: alternated if gated, then shuffled.
 
     Args:
         rows: `halves * I`, a multiple of 32.
-        halves: 2 where gated, else 1.
+        halves: 2 if gated, else 1.
     """
     shuffled = shuffled_rows(rows)
     return alternated_rows(rows)[shuffled] if halves == 2 else shuffled
@@ -86,16 +86,16 @@ def gemm1_rows(rows: int, halves: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def gemm2_rows(rows: int) -> torch.Tensor:
-    """[rows] source rows of w2 for TensorRT-LLM's kernels; a multiple of 32."""
+    """Source rows [rows] of w2 for TensorRT-LLM's kernels; a multiple of 32."""
     return shuffled_rows(rows)
 
 
 def grouped_halves(tensor: torch.Tensor, group: int) -> torch.Tensor:
-    """Gate rows first becomes groups of up and of gate rows in turn, up first: what CuTe DSL's kernels read.
+    """Rearranges gate-first rows into alternating groups of up and gate rows, up first, for CuTe DSL's kernels.
 
     Args:
         tensor: [E, 2 * I, ...], I a multiple of `group`.
-        group: Rows of a group.
+        group: Rows per group.
 
     Returns:
         A new contiguous tensor of the same shape.
@@ -106,11 +106,11 @@ def grouped_halves(tensor: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def blocks_of_columns(matrix: torch.Tensor, block_bytes: int = 128) -> torch.Tensor:
-    """[N, K] becomes [blocks, N, columns of a block]: blocks of `block_bytes` bytes of a row lie together.
+    """Splits [N, K] into column blocks [blocks, N, columns] of `block_bytes` bytes per row.
 
     Args:
-        matrix: Contiguous, rows a multiple of `block_bytes`.
-        block_bytes: Bytes of a row's part.
+        matrix: Contiguous; a row's bytes are a multiple of `block_bytes`.
+        block_bytes: Bytes of a row per block.
 
     Returns:
         A view.
@@ -120,9 +120,9 @@ def blocks_of_columns(matrix: torch.Tensor, block_bytes: int = 128) -> torch.Ten
 
 
 def swizzled_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Scales of groups in the order in which tensor cores read them: blocks of 128 rows by 4 groups of columns.
+    """Group scales in the order that tensor cores read: blocks of 128 rows by 4 column groups.
 
-    Within a block, the 4 groups of row `r` lie beside those of rows `r + 32`, `r + 64` and `r + 96`.
+    Within a block, the 4 groups of row `r` are next to those of rows `r + 32`, `r + 64` and `r + 96`.
 
     Args:
         scales: [..., N, G] of any dtype.
@@ -148,12 +148,12 @@ def mma_scales(swizzled: torch.Tensor) -> torch.Tensor:
 def each_expert(
     tensor: torch.Tensor, permute: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Permutes one expert after the other, so that one expert is held twice and not all.
+    """Permutes experts one at a time, so that only one is held twice.
 
     Args:
         tensor: [E, ...].
-        permute: Of one expert, to a tensor of any shape and strides; the same shape for all.
-        dtype: Of the result; what `permute` gives where None.
+        permute: Maps one expert to a tensor of any strides, the same shape for all.
+        dtype: The result's dtype; None keeps that of `permute`.
 
     Returns:
         [E, ...], a new contiguous tensor.
@@ -166,5 +166,5 @@ def each_expert(
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, as bytes where its elements are of one."""
+    """The tensor, viewed as bytes if its elements have one byte."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -1,9 +1,9 @@
-"""Chooses among FlashInfer's tiles: found by timing them, once for each layer shape and bucket of tokens.
+"""Tunes FlashInfer's tiles by timing them, once per layer shape and bucket of tokens.
 
-FlashInfer takes the first tile of its list unless it is told two tactics, one a product. Its own tuner refused every
-tactic of the second product on an H200, and the first was 3 to 5 times slower than the best pair. So the pairs are
-timed here, on drawn data of the call's shapes, and kept in memory. Pairs that were looked for long enough are also
-kept in a file of the user's cache folder.
+Unless given two tactics, one per GEMM, FlashInfer takes the first tile of its list. On an H200 its own tuner rejected
+every tactic of the second GEMM, and the first was 3 to 5 times slower than the best pair. So pairs are timed here on
+random data of the call's shapes and cached in memory; thoroughly searched ones also in a file of the user's cache
+folder.
 """
 
 from __future__ import annotations
@@ -28,53 +28,53 @@ __all__ = ["UNTUNED", "Pair", "TacticStore", "Timer", "Tuner", "bucket_of"]
 logger: Final = logging.getLogger("moereg")
 
 Pair = tuple[int, int]
-"""Tactics of the first and of the second product."""
+"""Tactics of the first and second GEMM."""
 
 UNTUNED: Final[Pair] = (-1, -1)
 """FlashInfer's own choice: the first tile of each list."""
 
 SWITCH: Final = "MOEREG_FLASHINFER_TACTICS"
-"""Environment variable; `first` takes FlashInfer's own choice and times nothing."""
+"""Environment variable; `first` keeps FlashInfer's own choice and times nothing."""
 
 SECONDS: Final = 1.0
 """Seconds of timing per bucket. All 126 tactics of bfloat16 on Hopper took about that."""
 
 _ROUNDS: Final = 3
-# A tile that takes so much longer than the best one is not timed again.
+# A tile slower than the best by this factor is not timed again.
 _HOPELESS: Final = 1.3
-# Microseconds beside which a first run is no slower than others.
+# For runs of this many microseconds a first run's overhead does not matter.
 _LONG: Final = 1000.0
-# Far above what another order of sums changes, far below what a wrong tile does.
+# Far above the effect of another summation order, far below that of a wrong tile.
 _SAME: Final = 0.05
-# Tactics of a product of which one is the best often enough to be kept for other processes.
+# The best of this many tactics of a GEMM is good enough to be saved for other processes.
 _ENOUGH: Final = 8
 _SCHEMA: Final = 1
 
 
 class Timer(Protocol):
-    """Runs a call with a pair of tactics."""
+    """Times a call with a pair of tactics."""
 
     def microseconds(self, pair: Pair) -> float:
-        """Time of one run of the call; waits for the device."""
+        """Time of one run of the call; synchronizes."""
 
     def difference(self, pair: Pair, reference: Pair) -> float | None:
-        """Relative difference between the outputs with two pairs; None where no row with the second one is finite."""
+        """Relative difference between two pairs' outputs; None if the reference has no finite row."""
 
 
 def bucket_of(num_tokens: int) -> int:
-    """The power of two that a number of tokens is tuned as: the largest one that is not above it."""
+    """The bucket of a number of tokens: the largest power of two that is not above it."""
     return 1 << (num_tokens.bit_length() - 1)
 
 
 class TacticStore:
-    """Pairs that were found: in memory, and most of them in a file.
+    """Tuned pairs, in memory and mostly also in a file.
 
-    Keys hold everything that a time depends on, so a file that was copied from another machine does no harm. A pair
-    that stands is never replaced in a process, whose layers would give other bits.
+    Keys hold everything that a time depends on, so a file copied from another machine does no harm. A process never
+    replaces a pair, since its layers' results would change bits.
 
     Attributes:
-        path: Of the file.
-        warned: What the process was warned of, so that a model with many equal layers is warned once.
+        path: The file's path.
+        warned: Warnings given so far, so that a model with many equal layers is warned once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,16 +98,16 @@ class TacticStore:
         """Keeps a pair for this process alone.
 
         Returns:
-            The one that stands: another one where another thread was faster.
+            The pair in force, which is another thread's if that was faster.
         """
         with self._lock:
             return self._get(key) or self._pinned.setdefault(key, pair)
 
     def put(self, key: str, pair: Pair) -> Pair:
-        """Keeps a pair, also for other processes where the folder can be written.
+        """Keeps a pair, also for other processes if the folder can be written.
 
         Returns:
-            The one that stands: another one where another thread or process was faster.
+            The pair in force, which is another thread's or process's if that was faster.
         """
         with self._lock:
             if (known := self._get(key)) is not None:
@@ -147,9 +147,9 @@ class _Best:
     """Times measured so far.
 
     Attributes:
-        times: Microseconds, in the order in which pairs were timed.
-        tried: Pairs, those that raised included.
-        error: What the last of those raised.
+        times: Microseconds by pair, in the order of timing.
+        tried: Number of pairs tried, including those that raised.
+        error: The last error raised.
     """
 
     times: dict[Pair, float] = dataclasses.field(default_factory=dict)
@@ -165,22 +165,22 @@ class _Best:
         return self.times.get(self.pair, float("inf"))
 
     def has_enough(self, candidates: Sequence[Sequence[int]]) -> bool:
-        """Whether each product's best tactic was chosen among enough others."""
+        """Whether each GEMM's best tactic was chosen among enough others."""
         return all(
             len({pair[product] for pair in self.times}) >= min(_ENOUGH, len(candidates[product])) for product in (0, 1)
         )
 
 
 class Tuner:
-    """Finds pairs of one layer. Thread-safe: who asks while somebody tunes waits."""
+    """Finds one layer's pairs. Thread-safe: a thread that asks while another tunes waits for it."""
 
     def __init__(self, layer: str, store: TacticStore | None = None, clock: Callable[[], float] = time.monotonic):
         """A tuner of one layer.
 
         Args:
-            layer: Everything that times depend on but the tokens: device, versions, digest of the kernels, sizes.
-            store: Where pairs are kept.
-            clock: Seconds.
+            layer: Everything except the tokens that times depend on: device, versions, digest of the kernels, sizes.
+            store: The store of pairs.
+            clock: Returns seconds.
         """
         self.layer = layer
         self._store = store if store is not None else _default_store()
@@ -195,13 +195,13 @@ class Tuner:
         timer: Callable[[], Timer],
         is_capturing: Callable[[], bool],
     ) -> Pair:
-        """The pair for a call; times tactics if nobody has for its bucket. It stays what it is in this process.
+        """The pair for a call; times tactics if its bucket has none. It stays the same in this process.
 
         Args:
             num_tokens: T.
-            candidates: The tactics of the first and of the second product.
-            timer: Makes what runs the call.
-            is_capturing: Whether a CUDA graph is being captured, in which nothing can be timed.
+            candidates: Gives the tactics of the first and second GEMM.
+            timer: Makes the call's timer.
+            is_capturing: Whether a CUDA graph is being captured, during which nothing can be timed.
         """
         bucket = bucket_of(num_tokens)
         found = self._found.get(bucket)
@@ -232,7 +232,7 @@ class Tuner:
         return UNTUNED
 
     def _nearest(self, bucket: int) -> Pair:
-        # A later call outside could find another pair, whose bits are others.
+        # Pinned, since a pair that a later call outside the capture found could change bits.
         why = (
             f"a CUDA graph is captured before a call of {bucket} to {2 * bucket - 1} tokens was made outside one, and "
             "the process stays with it"
@@ -245,7 +245,7 @@ class Tuner:
         return self._found[nearest]
 
     def _tune(self, bucket: int, candidates: tuple[Sequence[int], Sequence[int]], timer: Timer) -> tuple[Pair, bool]:
-        """The pair, and whether it was found well enough to be kept for other processes."""
+        """The best pair, and whether the search was thorough enough to save it for other processes."""
         first, second = ([*_spread(ids)] or [-1] for ids in candidates)
         total = len(first) + len(second)
         best = _Best()
@@ -258,13 +258,13 @@ class Tuner:
             def progress() -> None:
                 advance(min(best.tried, total), total)
 
-            # Half of the time for each product; what the first leaves over, the second has too.
+            # Half of the time for each GEMM; the second also gets what the first leaves over.
             start = self._clock()
             for other in second:
                 pairs = [(tactic, other) for tactic in first]
                 is_whole = self._try(pairs, timer, best, start + SECONDS / 2, progress)
                 if best.times or self._clock() > start + SECONDS:
-                    break  # Else this tile of the second product may be what does not run.
+                    break  # Otherwise this tile of the second GEMM may be the one that fails.
             if best.times:
                 pairs = [(best.pair[0], tactic) for tactic in second]
                 pairs = [pair for pair in pairs if pair not in best.times]
@@ -276,7 +276,7 @@ class Tuner:
             "flashinfer_cutlass takes tactics %s for %d tokens: %.1f us, the fastest of %d pairs (%d tried) in %.2f s",
             pair, bucket, best.times[pair], len(best.times), best.tried, self._clock() - start,
         )  # fmt: skip
-        # That nearly all of a device's tactics raise is a fault of the machine, or ours, and may be gone tomorrow.
+        # If nearly all tactics raise, the fault is the machine's or ours and may be temporary.
         is_long_enough = best.has_enough((first, second)) or (is_whole and 2 * len(best.times) >= best.tried)
         if not is_long_enough:
             error = f"; {best.tried - len(best.times)} raised, the last: {str(best.error)[:200]}" if best.error else ""
@@ -291,7 +291,7 @@ class Tuner:
     def _try(
         self, pairs: Iterable[Pair], timer: Timer, best: _Best, until: float, progress: Callable[[], None]
     ) -> bool:
-        """Times pairs until the time is over, at least one that runs; returns whether all were tried."""
+        """Times pairs until time is up and one has run; returns whether all were tried."""
         known = len(best.times)
         for pair in pairs:
             if len(best.times) > known and self._clock() > until:
@@ -300,21 +300,21 @@ class Tuner:
             progress()
             try:
                 times = [timer.microseconds(pair)]
-                if times[0] < _LONG:  # A first run is slower by what it takes to start.
+                if times[0] < _LONG:  # A first run includes start-up overhead.
                     times = [timer.microseconds(pair)]
                 if times[0] <= _HOPELESS * best.time:
                     times += [timer.microseconds(pair) for _ in range(_ROUNDS - 1)]
-            except RuntimeError as error:  # A tile that the device refuses, or whose kernels are not built.
+            except RuntimeError as error:  # The device refuses the tile, or its kernels are not built.
                 best.error = error
             else:
                 best.times[pair] = min(times)
         return True
 
     def _verified(self, best: _Best, timer: Timer) -> tuple[Pair, bool]:
-        """The fastest pair whose numbers are those of the first one that ran, as far as rounding goes.
+        """The fastest pair that agrees up to rounding with the first one that ran.
 
         Returns:
-            The pair, and whether there were numbers to compare.
+            The pair, and whether there were finite numbers to compare.
         """
         reference = next(iter(best.times))
         for pair in sorted(best.times, key=lambda pair: (best.times[pair], pair)):
@@ -336,7 +336,7 @@ class Tuner:
 
 
 def _spread(ids: Sequence[int]) -> list[int]:
-    """The same ids, neighbors far from each other: where time is short, what is tried is of all kinds."""
+    """Reorders ids so that neighbors are far apart: a short search still samples all kinds."""
     return [tactic for start in (0, 4, 2, 6, 1, 5, 3, 7) for tactic in ids[start::8]]
 
 

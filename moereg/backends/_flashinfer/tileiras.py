@@ -15,15 +15,15 @@ from moereg.platforms import Platform
 __all__ = ["CUDA_TILE", "can_compile_tiles", "find_tileiras"]
 
 CUDA_TILE: Final = "cuda-tile>=1.4,<2"
-"""FlashInfer needs its tuning module, which 1.4 brought."""
+"""FlashInfer needs its tuning module, which 1.4 added."""
 
-# cuda.tile takes the compiler of these packages if all three are of one release, and otherwise looks along the path.
+# cuda.tile uses these packages' compiler if all three have the same release, otherwise it searches the path.
 _PACKAGES: Final = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
 _CURE: Final = "install cuda-tile[tileiras] with nvidia-cuda-tileiras>=13.4, or CUDA 13.4"
 
 
 def find_tileiras() -> Path | None:
-    """The tileiras that cuda.tile would start, or None: of Python packages, on the path, of a CUDA toolkit."""
+    """The tileiras that cuda.tile would run: from Python packages, the path or a CUDA toolkit; or None."""
     if (packaged := _packaged()) is not None:
         return packaged
     if (found := shutil.which("tileiras")) is not None:
@@ -53,7 +53,7 @@ def _packaged() -> Path | None:
 
 @functools.cache
 def _help(path: Path) -> str:
-    """The output of `tileiras --help`; empty where it cannot be started."""
+    """The output of `tileiras --help`; empty if it does not run."""
     try:
         result = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
@@ -64,7 +64,7 @@ def _help(path: Path) -> str:
 def can_compile_tiles(platform: Platform) -> str | None:
     """Probe: why cuTile kernels cannot be compiled for this machine, or None.
 
-    Releases before 13.4 leave out sm90, so the compiler itself is asked for its list.
+    Releases before 13.4 lack sm90, so this reads the compiler's own list.
     """
     path = find_tileiras()
     if path is None:

@@ -1,4 +1,4 @@
-"""Times one call with different tactics, by replaying it as a CUDA graph, and names what the times depend on."""
+"""Times one call with different tactics by replaying CUDA graphs, and builds the key that times depend on."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["CallTimer", "layer_key"]
 
 
 class CallTimer:
-    """Runs one call on the current stream of the current device, which has to be the call's.
+    """Times one call on the current stream of the current device, which must be the call's.
 
-    Its time is that of the device alone, however long Python takes.
+    Only device time counts, however long Python takes.
     """
 
     def __init__(self, call: Callable[[Pair], None], out: torch.Tensor) -> None:
@@ -35,17 +35,17 @@ class CallTimer:
         self._call = call
         self._out = out
         self._graphs: dict[Pair, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle()  # One graph after the other allocates there.
+        self._pool = torch.cuda.graph_pool_handle()  # Shared by successive graphs.
         self._expected: torch.Tensor | None = None
 
     def microseconds(self, pair: Pair) -> float:
-        """Time of one run; the first run of a pair loads its kernels, and captures it for later ones."""
+        """Time of one run; a pair's first run loads its kernels and captures them for later runs."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if pair not in self._graphs:
             self._call(pair)
             torch.cuda.synchronize()
-            # One is needed at a time, but the last one goes after the next is there: torch refuses to capture into a
-            # pool whose graphs are all gone.
+            # One graph is needed at a time, but the old one is dropped only after the next exists: torch refuses to
+            # capture into a pool whose graphs are all gone.
             self._graphs = {pair: self._captured(pair)}
         start.record()
         self._graphs[pair].replay()
@@ -57,7 +57,7 @@ class CallTimer:
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), collecting_later():
-            # Other threads may go on allocating.
+            # Other threads may keep allocating.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 self._call(pair)
@@ -67,9 +67,9 @@ class CallTimer:
         return graph
 
     def difference(self, pair: Pair, reference: Pair) -> float | None:
-        """Relative difference between the outputs with two pairs, in the rows where the second one's are finite.
+        """Relative difference between two pairs' outputs, in rows where the reference is finite.
 
-        None where no row is. What is not finite with the first one alone counts as 1.
+        None if no row is. A row where only `pair` is not finite makes it 1.
         """
         if self._expected is None:
             self._call(reference)
@@ -84,14 +84,14 @@ class CallTimer:
 
 
 def layer_key(problem: MoEProblem, computes: QuantScheme, platform: Platform, library: Path, choices: int) -> str:
-    """Everything that times of a layer depend on but the number of tokens, as one line.
+    """Everything that a layer's times depend on except the number of tokens, as one line.
 
     Args:
         problem, computes, platform: The layer's.
         library: The shared object.
-        choices: Routes of a row: `top_k`, or 1 where every route is a row.
+        choices: Routes per row: `top_k`, or 1 if every route is a row.
     """
-    # Of a rank's experts a token chooses few.
+    # Under expert parallelism a token chooses few of a rank's experts.
     experts = f"E{problem.num_local_experts}/{problem.num_experts}"
     sizes = f"{experts} H{problem.hidden_size} I{problem.intermediate_size} k{choices}/{problem.top_k}"
     parts = (
@@ -106,5 +106,5 @@ def layer_key(problem: MoEProblem, computes: QuantScheme, platform: Platform, li
 
 @functools.cache
 def digest_of(path: Path) -> str:
-    """Digest of a shared object, since another build has other times."""
+    """Digest of a shared object; another build has other times."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's generated kernels through FlashInfer: the entry points, one for each kind of weights."""
+"""TensorRT-LLM's generated kernels through FlashInfer: one entry point per kind of weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Float8Blocks(TrtLlm):
         return trtllm_fp8_block_scale_routed_moe
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Matrices and scales with up rows first; w2 and its scales are the given tensors."""
+        """Puts up rows and their scales first; keeps w2 and its scales as given."""
         tensors = {name: aligned(tensor) for name, tensor in weights.tensors("weight", "scale").items()}
         for name in ("w13", "w13_scale"):
             tensors[name] = shuffles.swapped_halves(tensors[name], self.halves)
@@ -67,7 +67,7 @@ class Float8Blocks(TrtLlm):
     def coded_arguments(
         self, scratch: Mapping[str, torch.Tensor], codes: torch.Tensor, scales: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        # Scales of a group of columns lie together.
+        # Scales of a column group are contiguous.
         turned = scratch["turned_scales"].copy_(scales.T)
         return super().coded_arguments(scratch, codes, turned)
 
@@ -83,7 +83,7 @@ class Float8Blocks(TrtLlm):
 
 
 class Float8Groups(Float8Blocks):
-    """mxfp8: 8-bit floats with scales of 32 columns that are powers of two."""
+    """mxfp8: 8-bit floats with power-of-two scales per 32 columns."""
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         """Rows shuffled, up and gate alternating; scales as bytes, in blocks."""
@@ -110,7 +110,7 @@ class Float8Groups(Float8Blocks):
 
 
 class Float8Tensor(TrtLlm):
-    """8-bit floats with one scale for a matrix, or for each of its halves, and static scales of activations."""
+    """8-bit floats with a scale per matrix or half, and static activation scales."""
 
     def entry(self) -> Any:
         from flashinfer.fused_moe import trtllm_fp8_per_tensor_scale_routed_moe
@@ -118,9 +118,9 @@ class Float8Tensor(TrtLlm):
         return trtllm_fp8_per_tensor_scale_routed_moe
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Rows shuffled, up and gate alternating; scales multiplied as the kernels apply them, [E].
+        """Rows shuffled, up and gate alternating; scales combined as the kernels apply them, [E].
 
-        Tokens are quantized before their experts are known, so with the largest of the experts' scales.
+        Tokens are quantized before their experts are known, so the largest of the experts' scales is used.
         """
         tensors = weights.tensors()
         matrices = {name: self.shuffled(tensors[name], name) for name in ("w13", "w2")}
@@ -149,7 +149,7 @@ class Float8Tensor(TrtLlm):
 
 
 class Float4(TrtLlm):
-    """4-bit floats: mxfp4 with activations of 16 bits or mxfp8, or nvfp4 with static global scales."""
+    """4-bit floats: mxfp4 with 16-bit or mxfp8 activations, or nvfp4 with static global scales."""
 
     def entry(self) -> Any:
         from flashinfer.fused_moe import trtllm_fp4_block_scale_routed_moe
@@ -160,7 +160,7 @@ class Float4(TrtLlm):
         """Rows shuffled, up and gate alternating; scales in blocks, biases fp32 in the rows' order.
 
         Raises:
-            ValueError: nvfp4 without static scales of activations, or with a clamp and different scales of gate and up.
+            ValueError: nvfp4 without static activation scales, or with a clamp and different gate and up scales.
         """
         tensors = _shuffled_groups(self, weights)
         shared: dict[str, torch.Tensor] = {}
@@ -171,10 +171,10 @@ class Float4(TrtLlm):
             tensors |= _output_scales(self, weights.w13_scale_2, weights.w2_scale_2, weights)
             shared["a13_scale"] = one_for_all(weights, "a13_scale")
             if self.halves == 2:
-                # Kernels of this format read it also where it is 1.
+                # These kernels read it even if it is 1.
                 tensors["gemm1_alpha"] = torch.ones_like(tensors["gate_scale"])
             if (limit := self.problem.activation.limit) is not None:
-                # The clamp is that of sums before they are scaled.
+                # The kernels clamp before scaling.
                 one_scale(weights.w13_scale_2, "w13_scale_2")
                 tensors["gemm1_clamp_limit"] = limit / tensors["gate_scale"]
         return PermutedWeights(self.layouts[0], {**self.scalars(weights), **tensors}, shared)
@@ -196,7 +196,7 @@ class Float4(TrtLlm):
             "output2_scale_scalar": weights.get("output2_scale"),
         }
         for name in ("gemm1_weights_scale", "gemm2_weights_scale"):
-            # The entry point wants this dtype for powers of two as well, and tells them by their number.
+            # The entry point wants this dtype for power-of-two scales too; it tells them apart by their count.
             scale = arguments[name]
             assert scale is not None
             arguments[name] = scale.view(torch.float8_e4m3fn)
@@ -224,11 +224,11 @@ class Integer4(TrtLlm):
         return trtllm_mxint4_block_scale_routed_moe
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Codes without their offset of 8, rows shuffled, parts of 128 bytes together; scales bf16, in blocks."""
+        """Codes without their offset of 8, rows shuffled, in column blocks of 128 bytes; scales bf16, in blocks."""
         tensors = weights.tensors()
         permuted: dict[str, torch.Tensor] = {}
         for name in ("w13", "w2"):
-            # q - 8 in two's complement is q with its highest bit turned.
+            # q - 8 in two's complement is q with its highest bit flipped.
             codes = shuffles.each_expert(tensors[name], lambda expert: expert ^ 0x88)
             permuted[name] = self.shuffled(codes, name, blocks=True)
             permuted[f"{name}_scale"] = self.shuffled_scales(tensors[f"{name}_scale"].bfloat16(), name)
@@ -238,7 +238,7 @@ class Integer4(TrtLlm):
         return {**_scaled(weights), **_scalars(weights)}
 
     def routes(self, scratch: Mapping[str, torch.Tensor]) -> Any:
-        """Expert in the upper half of a number, the weight's bf16 in the lower: this entry point takes no others."""
+        """Packs the expert in the upper half and the bf16 weight in the lower, the only form this entry point takes."""
         low = scratch["topk_weights"].bfloat16().view(torch.int16).to(torch.int32) & 0xFFFF
         return (scratch["topk_ids"] << 16) | low
 
@@ -272,12 +272,12 @@ def _shuffled_groups(layer: TrtLlm, weights: ExpertWeights) -> dict[str, torch.T
 def _output_scales(
     layer: TrtLlm, w13_scale: torch.Tensor, w2_scale: torch.Tensor, weights: ExpertWeights
 ) -> dict[str, torch.Tensor]:
-    """Products of scales, [E] fp32: of the gate, of the up half with the intermediate's inverse, and of the output."""
+    """Combined scales, [E] fp32: for the gate, for the up half over the intermediate's, and for the output."""
     inputs = one_for_all(weights, "a13_scale")
     halves = w13_scale.reshape(len(w13_scale), -1) * inputs
     intermediate = one_for_all(weights, "a2_scale", largest=False).expand(len(w13_scale))
     return {
-        # One that is not gated takes the first product's scale from here, and is rounded by the next alone.
+        # Without a gate this is the first GEMM's whole scale, and the next one only quantizes.
         "gate_scale": aligned(halves[:, 0].contiguous()),
         "output1_scale": aligned(((halves[:, -1] if layer.halves == 2 else 1.0) / intermediate).contiguous()),
         "output2_scale": aligned((w2_scale * intermediate).contiguous()),

@@ -1,11 +1,11 @@
 """TensorRT-LLM's generated kernels through FlashInfer: sm100 and its family. No such machine has run this yet.
 
-Routes come as local experts and fp32 weights, so the kernels' own routing only sorts them. Ids are local already and
-the rest is -1, which it drops: to the kernels every rank is the first one, and any placement works.
+The kernels' own routing only sorts, since routes are given as local expert ids and fp32 weights. Other routes are -1,
+which it drops. So the kernels take every rank for rank 0, and any placement works.
 
-The products are downloaded as binaries at first use, some MiB for each kind of weights.
+FlashInfer downloads the GEMMs as binaries at first use, some MiB per kind of weights.
 
-T tokens, K choices of each, E local experts, H hidden, I intermediate.
+T tokens, K experts per token, E local experts, H hidden, I intermediate.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from moereg.weights.layouts import aligned
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 _COMPILING_SECONDS: Final = 300.0
-"""A guess: nvcc compiles the launcher, and kernels are downloaded."""
+"""A guess: nvcc compiles the launcher, and FlashInfer downloads kernels."""
 
 _KEPT: Final = "launcher and downloads are kept in FlashInfer's cache"
 
 
 class TrtLlm(Implementation):
-    """One entry point: routes, codes of tokens where it wants them, and the call.
+    """One entry point: prepares routes, quantizes tokens if it wants that, and calls it.
 
     Attributes:
         coded: How tokens are quantized, or None.
@@ -46,7 +46,7 @@ class TrtLlm(Implementation):
         self.coded = None if activation is None else CodedTokens(activation, self.problem.hidden_size)
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Routes and codes. The kernels' own buffers come from torch's allocator."""
+        """Routes and quantized tokens. The kernels' own buffers come from torch's allocator."""
         return (0,), (num_bytes(self._pieces(num_tokens)) // self.problem.torch_dtype.itemsize,)
 
     def run(self, call: Call) -> None:
@@ -98,16 +98,16 @@ class TrtLlm(Implementation):
 
     @abc.abstractmethod
     def entry(self) -> Any:
-        """FlashInfer's function, imported."""
+        """Imports FlashInfer's function."""
 
     def routes(self, scratch: Mapping[str, torch.Tensor]) -> Any:
-        """Ids and weights, or both in one number."""
+        """Ids and weights, or both packed in one tensor."""
         return scratch["topk_ids"], scratch["topk_weights"]
 
     def coded_arguments(
         self, scratch: Mapping[str, torch.Tensor], codes: torch.Tensor, scales: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Codes and scales as arguments of the entry point."""
+        """Quantized tokens and scales as arguments of the entry point."""
         return {"hidden_states": codes, "hidden_states_scale": scales}
 
     @abc.abstractmethod
@@ -119,12 +119,12 @@ class TrtLlm(Implementation):
         from flashinfer.tllm_enums import ActivationType, RoutingMethodType
 
         activation = ActivationType.Swiglu if self.problem.activation.gated else ActivationType.Relu2
-        # Routes are given. This method's kernels are the ones that are compiled for most experts and choices.
+        # Routes are given. This routing method is compiled for the most experts and choices.
         return {"activation_type": activation.value, "routing_method_type": RoutingMethodType.Renormalize.value}
 
     @property
     def halves(self) -> int:
-        """2 where gated, else 1."""
+        """2 if gated, else 1."""
         return self.problem.activation.num_halves
 
     def _pieces(self, num_tokens: int) -> dict[str, Piece]:
@@ -135,11 +135,11 @@ class TrtLlm(Implementation):
         return pieces
 
     def further_pieces(self, num_tokens: int) -> dict[str, Piece]:
-        """Further workspace of a subclass, by name."""
+        """A subclass's further workspace, by name."""
         return {}
 
     def scalars(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
-        """Alpha, beta and the clamp as [E] fp32, those that are not the plain function's."""
+        """Alpha, beta and clamp as [E] fp32, where they differ from the plain function's."""
         activation = self.problem.activation
         given = {
             "gemm1_alpha": None if activation.alpha == 1.0 else activation.alpha,
@@ -152,12 +152,12 @@ class TrtLlm(Implementation):
         }
 
     def shuffled(self, tensor: torch.Tensor, matrix: str, blocks: bool = False) -> torch.Tensor:
-        """w13 or w2 in the rows' order that the kernels read, expert by expert.
+        """Permutes rows of w13 or w2 into the kernels' order, expert by expert.
 
         Args:
             tensor: [E, N, ...]: a matrix, its scales, or [E, N, 1] biases.
             matrix: `w13` or `w2`.
-            blocks: Whether parts of 128 bytes of all rows lie together.
+            blocks: Whether to split rows into column blocks of 128 bytes.
         """
         num_rows = tensor.shape[1]
         order = shuffles.gemm1_rows(num_rows, self.halves) if matrix == "w13" else shuffles.gemm2_rows(num_rows)
@@ -171,6 +171,6 @@ class TrtLlm(Implementation):
         return shuffles.each_expert(tensor, permute, tensor.dtype)
 
     def shuffled_scales(self, scale: torch.Tensor, matrix: str) -> torch.Tensor:
-        """Scales [E, N, G] with the rows of their matrix, in blocks of 128 x 4: as many numbers, in the same shape."""
+        """Scales [E, N, G] in their matrix's row order and blocks of 128 x 4; the shape stays."""
         shuffled = self.shuffled(scale, matrix)
         return shuffles.each_expert(shuffled, shuffles.swizzled_scales).view(scale.shape)

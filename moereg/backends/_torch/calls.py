@@ -1,4 +1,4 @@
-"""Shared by the implementations of `torch`: how a CPU runs experts with given matmuls, in either format."""
+"""Runs experts on a CPU with a subclass's matmuls, in either activation format."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CANONICAL = "canonical"
 
 
 class HostImplementation(Implementation):
-    """Standard format: routes are sorted on the host, and each active expert's rows run through `_mlp`.
+    """Standard format: sorts routes on the host and runs each active expert's rows through `_mlp`.
 
     Attributes:
-        side_by_side: Whether experts are faster with a thread each than one after the other with all threads.
+        side_by_side: Whether one thread per expert is faster than all threads on one expert at a time.
     """
 
     side_by_side: ClassVar[bool] = True
@@ -36,11 +36,11 @@ class HostImplementation(Implementation):
 
     @property
     def _read_bytes(self) -> int | None:
-        """Bytes of an expert's weights where few rows take as long as reading them; None where they are restored."""
+        """Bytes of an expert's weights, if reading them dominates for few rows; None if they are dequantized."""
         return None
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """None, and the routed rows of a chunk of tokens."""
+        """The routed rows of a chunk of tokens, in the second workspace."""
         problem, dtype = self.problem, host.rows_dtype(self.problem.torch_dtype)
         rows = host.routed_rows(num_tokens, problem.top_k, problem.hidden_size, dtype.itemsize)
         return (0,), (rows, problem.hidden_size * dtype.itemsize // problem.torch_dtype.itemsize)
@@ -58,7 +58,7 @@ class HostImplementation(Implementation):
             workspace=call.workspace2.view(host.rows_dtype(self.problem.torch_dtype)),
             expert_map=inputs.expert_map,
             apply_router_weight_on_input=self.problem.apply_router_weight_on_input,
-            # Scaled inputs are rounded where the reference rounds them: before they are quantized.
+            # As in the reference, scaled inputs are rounded before they are quantized.
             scaled_dtype=host.rows_dtype(self.problem.torch_dtype) if self.computes.activation is None else None,
             side_by_side=self.side_by_side,
             read_bytes=self._read_bytes,
@@ -66,7 +66,7 @@ class HostImplementation(Implementation):
 
 
 class HostBatchedImplementation(HostImplementation):
-    """Batched format: as in the standard one, on the rows that prepare laid out for each expert."""
+    """Batched format: likewise, on the rows that prepare laid out for each expert."""
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """None: results go straight to `out`."""

@@ -1,4 +1,4 @@
-"""`torch` for 16- and 32-bit weights: on CPUs in oneDNN's order, on other devices as checkpoints mean them."""
+"""`torch` for 16- and 32-bit weights: in oneDNN's layout on CPUs, in canonical order on other devices."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Host(HostImplementation):
     """CPU, standard format."""
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Packs every expert, or keeps views of the canonical tensors where packing does not pay."""
+        """Packs every expert, or keeps views of the canonical tensors if packing does not pay."""
         problem = self.problem
         biases = weights.tensors("bias")
         if not mlp.packing_is_faster(problem.torch_dtype, is_intel="Intel" in self.platform.device_name):
             return PermutedWeights(CANONICAL, {"w13": weights.w13, "w2": weights.w2, **biases})
         down = mlp.pack_experts(weights.w2)
-        # oneDNN's fused product takes biases of the matmul's dtype only, and rounding fp32 ones would lose precision.
+        # oneDNN's fused matmul takes biases in its own dtype only, and rounding fp32 ones would lose precision.
         has_wide_bias = weights.w13_bias is not None and weights.w13_bias.dtype != problem.torch_dtype
         if has_wide_bias or self._post_op is None:
             return PermutedWeights(ONEDNN, {"w13": mlp.pack_experts(weights.w13), "w2": down, **biases})
@@ -79,7 +79,7 @@ class _Canonical(Implementation):
         return PermutedWeights(CANONICAL, weights.tensors())
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """None: torch's allocator serves temporaries, also while a graph is captured."""
+        """None: torch's allocator provides temporaries, also during graph capture."""
         return (0,), (0,)
 
 
@@ -111,7 +111,7 @@ class Grouped(Dense):
     _experts = staticmethod(device.grouped_experts)
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Views of the canonical tensors where they begin at a multiple of 16 bytes, which the grouped matmul wants."""
+        """Views of the canonical tensors, copied if not 16-byte aligned, which the grouped matmul requires."""
         return PermutedWeights(CANONICAL, {name: aligned(tensor) for name, tensor in weights.tensors().items()})
 
 

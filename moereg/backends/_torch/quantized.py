@@ -1,4 +1,4 @@
-"""`torch` on CPUs for quantized weights: they stay packed, and some rows of one expert at a time are restored."""
+"""`torch` on CPUs for quantized weights: they stay packed and are dequantized in blocks of one expert's rows."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
 class _Canonical(HostImplementation):
-    """Weights as checkpoints hold them."""
+    """Weights in the checkpoint's form."""
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Views of the canonical tensors; a static activation scale becomes one for each expert."""
+        """Views of the canonical tensors; a static activation scale becomes one per expert."""
         tensors = weights.tensors()
         for name in ("a13_scale", "a2_scale"):
             if name in tensors:
@@ -40,7 +40,7 @@ class _Canonical(HostImplementation):
 
 
 class Restoring(_Canonical):
-    """Restores weights block by block and rounds activations as `computes` says; standard format."""
+    """Dequantizes weights block by block and rounds activations as `computes` says; standard format."""
 
     def _mlp(self, call: Call) -> ExpertMlp:
         weights, inputs = call.weights, call.inputs
@@ -50,8 +50,8 @@ class Restoring(_Canonical):
             return RepeatingMlp(mlp, wide, has_large_weights(inputs.topk_weights))
         if not spans_tokens(self.computes):
             return mlp
-        # Dynamic scales of a whole call must be known before any row is rounded. The second one depends on the first,
-        # so the first matmul runs twice.
+        # A dynamic scale over all rows must be known before any row is rounded. The second depends on the first, so the
+        # first matmul runs twice.
         scales = {"a13": self._scale(x for _, x in self._rows(inputs))}
         mlp = self._restoring_mlp(weights, scales)
         scales["a2"] = self._scale(mlp.intermediate(x, expert) for expert, x in self._rows(inputs))
@@ -63,7 +63,7 @@ class Restoring(_Canonical):
         return activation_scale(torch.stack(amax).amax() if amax else none, self.computes)
 
     def _rows(self, inputs: ExpertInputs) -> Iterable[tuple[int, torch.Tensor]]:
-        """Every routed row of a call, with its expert."""
+        """Every block of a call's routed rows, with its expert."""
         problem = self.problem
         block = host.row_block(problem.hidden_size, self._w13_rows, problem.torch_dtype.itemsize)
         if inputs.expert_num_tokens is not None:
@@ -79,7 +79,7 @@ class Restoring(_Canonical):
         )
 
     def _restoring_mlp(self, weights: PermutedWeights, scales: dict[str, torch.Tensor]) -> RestoringMlp:
-        """Built for each call: it holds views and functions only."""
+        """Built for each call, since it holds only views and functions."""
         problem, computes = self.problem, self.computes
         is_fp32 = computes.activation is not None or dtype_is_emulated(problem.torch_dtype)
         rounds = computes.activation is not None
@@ -117,7 +117,7 @@ class RestoringBatched(HostBatchedImplementation, Restoring):
 class Int8(_Canonical):
     """Multiplies int8 codes of weights and of each token; standard format."""
 
-    # Many short steps, for which threads wait for the interpreter: 0.6 to 0.7 of the speed with two of them.
+    # Many short steps contend for the interpreter: two threads ran at 0.6 to 0.7 of the speed.
     side_by_side: ClassVar[bool] = False
 
     def _mlp(self, call: Call) -> quantized_mlp.Int8Mlp:

@@ -1,4 +1,4 @@
-"""4-bit float weights with quantized activations, where nothing multiplies these: in 16 bits, exactly."""
+"""4-bit float weights with quantized activations where no hardware multiplies them: emulated exactly in 16 bits."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _SMALLEST_NORMAL: Final = {"float4_e2m1fn": 1.0, "float8_e4m3fn": 2.0**-6}
 
 
 class Emulated(packed.Packed):
-    """Shared by both activation formats: scales of activations, and the launch that rounds rows."""
+    """Activation scales and the choice of the rounding grid, for both activation formats."""
 
     recorded_weights: ClassVar[tuple[str, ...]] = (*packed.Packed.recorded_weights, "a13_scale", "a2_scale")
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """As with 16-bit activations.
+        """As for 16-bit activations, with the checkpoint's activation scales.
 
         Returns:
-            The same, and where the checkpoint has them `a13_scale` and `a2_scale`, [E], or shared and [1].
+            The same, and `a13_scale` and `a2_scale` if present: [E], or shared and [1].
         """
         permuted = super().permute_weights(weights)
         per_expert, shared = dict(permuted.per_expert), dict(permuted.shared)
@@ -42,7 +42,7 @@ class Emulated(packed.Packed):
         return PermutedWeights(permuted.layout, per_expert, shared)
 
     def grid(self) -> SmallFloats:
-        """The numbers that rows are rounded to."""
+        """The values that rows are rounded to."""
         fmt = self.computes.activation
         assert fmt is not None
         assert fmt.group[0] == 1
@@ -58,7 +58,7 @@ class Emulated(packed.Packed):
         rows_per_expert = inputs.topk_ids.numel() / self.problem.num_experts
         if hidden_states.dim() == 3:
             rows_per_expert = batched_rows_per_expert(self.problem, hidden_states.shape[1])
-        # Also for one token: its rows are rounded in a launch between the products.
+        # For one token too, since a launch between the GEMMs rounds its rows.
         configs = ways.select_configs(hidden_states, rows_per_expert, self.packed_bits)
         assert isinstance(configs, GemmPair)
         return Rounded(configs, self.grid())
@@ -68,9 +68,9 @@ class Standard(Emulated, packed.Standard):
     """Standard format."""
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The intermediate [N, I_pad]; then, flat, the plan, global scales of rows, and rows [N, H].
+        """The intermediate [N, I_pad]; then, flat, the plan, the rows' global scales, and rows [N, H].
 
-        The rows are rounded tokens, or one for each route, and later those to be reduced.
+        The rows first hold rounded tokens or routes, later the rows to reduce.
         """
         problem = self.problem
         routes = num_tokens * problem.top_k
@@ -84,7 +84,7 @@ class Batched(Emulated, packed.Batched):
     """Batched format."""
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The intermediate [E, max_T, I_pad]; then the plan of the tiles, and global scales of rows."""
+        """The intermediate [E, max_T, I_pad]; then the tile plan and the rows' global scales."""
         problem = self.problem
         intermediate, _ = super().workspace_shapes(num_tokens)
         num_bytes = self.plan_bytes(num_tokens) + _factors(problem.num_local_experts * num_tokens).padded_bytes
@@ -93,9 +93,9 @@ class Batched(Emulated, packed.Batched):
 
 @dataclass(frozen=True, slots=True)
 class Rounded(ways.PlainWay):
-    """As `ways.Sorted` and `ways.Batched`, with rows rounded in a launch in front of each product.
+    """Like `ways.Sorted` and `ways.Batched`, with a launch that rounds rows before each GEMM.
 
-    Global scales of rows, where the format has them, are factors that the products multiply by.
+    If the format has global scales, the GEMMs multiply by each row's.
     """
 
     configs: GemmPair
@@ -105,7 +105,7 @@ class Rounded(ways.PlainWay):
         call, grid, overlap = work.call, self.grid, work.overlap
         plan = work.plan(self.configs.gate_up.block_m)
         a13_scale, a2_scale = call.weights.get("a13_scale"), call.weights.get("a2_scale")
-        # A token may go to several experts, whose static scales differ.
+        # A token's experts may have different static scales.
         by_route = not work.is_batched and a13_scale is not None and a13_scale.numel() > 1
         of_tokens: dict[str, Any] = {"topk_weights": work.input_weights, "overlap": overlap}
         of_rows: dict[str, Any] = {"overlap": overlap}
@@ -118,7 +118,7 @@ class Rounded(ways.PlainWay):
         else:
             of_tokens["expert_num_tokens"] = of_rows["expert_num_tokens"] = call.inputs.expert_num_tokens
         factors = scales if grid.global_scale else None
-        # The second product's output is not written yet. Its rows are twice as long where they are fp32.
+        # The second GEMM's output is not written yet, so it holds the rows; fp32 ones are twice as long.
         rows = route_rows.view(work.tokens.dtype)[:, : work.tokens.shape[1]]
         rows = rows if by_route else rows[: len(work.tokens)]  # [T, N or R, H]
         requantize_rows(rows, work.tokens, grid, factors=factors, static_scale=a13_scale, **of_tokens)
@@ -133,5 +133,5 @@ class Rounded(ways.PlainWay):
 
 
 def _factors(num_rows: int) -> Piece:
-    """Global scales of rows; there is room for them where the format has none, too."""
+    """The rows' global scales; the room is there even if the format has none."""
     return Piece((num_rows,), torch.float32)

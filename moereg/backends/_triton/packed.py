@@ -1,7 +1,6 @@
-"""Weight-only schemes: weights stay packed and are restored tile by tile, in registers.
+"""Weight-only schemes: weights stay packed and are dequantized tile by tile, in registers.
 
-Here are the layer, the order of its weights and the ways that packed weights alone have on Hopper; see `ways` for the
-others.
+The layer, its weight layout, and the ways that only packed weights have on Hopper; see `ways` for the others.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _PARTS: Final = ("group_scale", "zero_point", "row_scale")
 
 
 class Packed(plain.Interleaved):
-    """Shared by both activation formats."""
+    """Weight layout for both activation formats."""
 
     recorded_weights: ClassVar[tuple[str, ...]] = (
         *plain.Interleaved.recorded_weights,
@@ -48,7 +47,7 @@ class Packed(plain.Interleaved):
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
         self.packed_bits = self._format.bits
-        # Those kernels read both operands from shared memory; packed weights have kernels of their own.
+        # Those kernels read both operands from shared memory; packed weights have their own.
         self.has_hopper = False
 
     @property
@@ -58,11 +57,11 @@ class Packed(plain.Interleaved):
         return fmt
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Reorders the codes of each block of 64 elements and interleaves gate and up row by row.
+        """Reorders codes within each block of 64 elements and interleaves gate and up row by row.
 
         Returns:
-            `PackedMatrix`'s tensors: `w13` and `w2` are the words, of w13 with 2 * I_pad rows (I_pad where not gated),
-            of w2 with H; `w13_group_scale` and so on; and the biases.
+            `PackedMatrix`'s tensors: `w13` and `w2` are the packed words, with 2 * I_pad rows (I_pad if not gated) and
+            H rows; `w13_group_scale` and so on; and the biases.
         """
         halves = self.problem.activation.num_halves
 
@@ -92,21 +91,21 @@ class Standard(Packed, plain.Standard):
         super().__init__(experts)
         is_hopper = PlatformRule("cuda:sm90").matches(self.platform)
         self.has_packed_hopper = is_hopper and self._fits_packed_hopper()
-        # Measured there alone, where also programs are known to start in the order of their numbers.
+        # Measured only there, and only there programs are known to start in the order of their ids.
         self.may_share_launch = is_hopper and self.problem.dtype == "bfloat16"
 
     def _fits_packed_hopper(self) -> bool:
-        """Whether Hopper's kernels for packed weights serve the layer; `select` asks whether they serve a call."""
+        """Whether Hopper's kernels for packed weights serve the layer; `select` decides per call."""
         problem, fmt = self.problem, self._format
         return (
-            # Weights are restored to bfloat16, and the codes of float16 would need other instructions.
+            # Weights are dequantized to bfloat16; float16 would need other instructions.
             problem.dtype == "bfloat16"
-            # A zero point would cost a word and an instruction more for each group.
+            # A zero point would cost another word and instruction per group.
             and fmt.symmetric
             and packed_format(fmt.dtype, group_columns(fmt), fmt.scale_dtype) is not None
-            # Their loop takes two steps a turn.
+            # Each iteration of their loop takes two K steps.
             and min(problem.hidden_size, problem.intermediate_size) > MIN_DEPTH - WEIGHT_PAD
-            # A row is weighted when routes are added up.
+            # Routing weights are applied in the reduction.
             and not problem.apply_router_weight_on_input
         )
 
@@ -116,7 +115,7 @@ class Standard(Packed, plain.Standard):
         if (
             self.has_packed_hopper
             and ways.fits_hopper(hidden_states, rows_per_expert, MIN_PACKED_HOPPER_ROWS)
-            # Tokens are copied at 32-bit offsets.
+            # Tokens are copied with 32-bit offsets.
             and hidden_states.shape[0] * hidden_states.stride(0) < 2**31
         ):
             return HopperPacked(select_packed_config(rows_per_expert))
@@ -139,25 +138,25 @@ class Batched(Packed, plain.Batched):
     """Batched format."""
 
 
-# Elements whose codes of groups share a word, where that takes no more than four of them.
+# A word holds the group codes of this many elements, but at most four.
 _WORD_SPAN: Final = 128
 
 _FLOAT4: Final = "float4_e2m1fn"
-# Scales that a 4-bit float takes in without rounding.
+# Scales that can be folded into 4-bit floats without rounding.
 _FOLDED_SCALES: Final = ("float8_e8m0fnu", "float8_e4m3fn")
-# The largest code of either kind of folded scale; the rest of a scale goes to the scale of its row.
+# The largest code of a folded power-of-two scale; the row's scale takes the rest.
 _LARGEST_POWER: Final = 253
 _EXPONENT_OFFSET: Final = 22
 _LEFT_OF_E4M3: Final = 128.0
-# Bits of a half word for those of each of its four 4-bit floats, the lowest first.
+# Bit positions within a half word for each of its four 4-bit floats, lowest bit first.
 _FLOAT4_PLACES: Final = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14))
 
-# Rows [R, ...] of a canonical matrix to the order of the kernels, new rows zero.
+# Maps rows [R, ...] of a canonical matrix to the kernels' order, padding with zeros.
 ArrangeRows = Callable[[torch.Tensor], torch.Tensor]
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes [R, K_pad] uint8 to words [K_pad / 64, R, 2 * bits] int32, in the order of the kernels."""
+    """Packs codes [R, K_pad] uint8 into words [K_pad / 64, R, 2 * bits] int32, in the kernels' order."""
     rows, columns = codes.shape
     # Element 16 p + 2 j + h of a block, p = 2 c + d.
     parts = codes.view(rows, columns // BLOCK, 2, 2, 8, 2)
@@ -170,7 +169,7 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def pack_float4(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [R, K_pad] uint8 of float4_e2m1fn to words [K_pad / 64, R, 8] int32, in the order of the kernels."""
+    """Packs float4_e2m1fn codes [R, K_pad] uint8 into words [K_pad / 64, R, 8] int32, in the kernels' order."""
     rows, columns = codes.shape
     parts = codes.view(rows, columns // BLOCK, 4, 8, 2).int()
     halves = torch.zeros_like(parts[:, :, 0])
@@ -182,13 +181,13 @@ def pack_float4(codes: torch.Tensor) -> torch.Tensor:
 
 
 def pack_matrices(weights: ExpertWeights, name: str, fmt: QuantFormat, arrange: ArrangeRows) -> dict[str, torch.Tensor]:
-    """One matrix of all experts.
+    """Packs one matrix of all experts.
 
     Args:
-        weights: Canonical.
+        weights: Canonical weights.
         name: `w13` or `w2`.
-        fmt: Its format, one that the claims let through.
-        arrange: The order of its rows.
+        fmt: The matrix's format, one that the cells accept.
+        arrange: Reorders its rows.
 
     Returns:
         Fields of `PackedMatrix`, keys `<matrix>_<field>`; words under `<matrix>`.
@@ -223,7 +222,7 @@ def _pack_expert(matrix: Quantized, fmt: QuantFormat, columns: int, arrange: Arr
         counts = (magnitudes != 0).unflatten(1, (-1, group)).any(2)
         scale_codes, left = fold_scales(matrix.scale, counts)
         if fmt.scale_dtype == "float8_e4m3fn":
-            # No code means zero, so its elements have to be.
+            # No folded code means a scale of zero, so the elements become zero.
             zero = (matrix.scale.float() == 0).repeat_interleave(group, 1)[:, :columns]
             codes = codes.masked_fill(zero, 0)
         row_scale = left if row_scale is None else left * row_scale
@@ -242,27 +241,27 @@ def _pack_expert(matrix: Quantized, fmt: QuantFormat, columns: int, arrange: Arr
 
 
 def fold_scales(scale: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """8-bit scales [R, G] as the kernels fold them, and the rest as a scale of the row, [R, 1] fp32.
+    """Splits 8-bit scales [R, G] into the codes that kernels fold and a row scale [R, 1] fp32.
 
-    `counts` [R, G] says which groups hold anything but zeros; the scales of the others may be anything.
+    `counts` [R, G] marks groups with a nonzero element; scales of the others do not matter.
     """
     if scale.dtype == torch.float8_e8m0fnu:
         exponent = scale.view(torch.uint8).int()
         largest = exponent.where(counts, 0).amax(1, keepdim=True)
-        # A scale so much smaller than the largest of its row is below any rounding of it.
+        # A scale clamped here is too small to matter next to the row's largest.
         code = (_LARGEST_POWER + exponent - largest).clamp(min=0, max=_LARGEST_POWER)
         left = largest.to(torch.uint8).view(torch.float8_e8m0fnu).float()
         return code.to(torch.uint8), left
     values = scale.float()
     mantissa, exponent = torch.frexp(values)
-    # In [1, 2) the mantissa has 3 bits behind the point; all of float8_e4m3fn's exponents from -9 to 8 fit 5 bits.
+    # A mantissa in [1, 2) has 3 fraction bits; float8_e4m3fn's exponents from -9 to 8 fit 5 bits.
     code = (exponent - 1 + _EXPONENT_OFFSET) * 8 + (mantissa * 16 - 8).int()
     code = torch.where(values == 0, 0, code)
     return code.to(torch.uint8), torch.full_like(values[:, :1], _LEFT_OF_E4M3)
 
 
 def _pack_bytes(codes: torch.Tensor, num_groups: int, group: int) -> torch.Tensor:
-    """[R, G] uint8, one per group, to words [words, R] int32 with as many groups as a step has, from 1 to 4."""
+    """Packs [R, G] uint8, one per group, into words [words, R] int32 with 1 to 4 groups each, as many as a step has."""
     per_word = 1 if group == WHOLE else min(4, max(1, _WORD_SPAN // group))
     words = -(-num_groups // per_word)
     padded = pad(codes, (0, words * per_word - codes.shape[1])).unflatten(1, (words, per_word))
@@ -270,7 +269,7 @@ def _pack_bytes(codes: torch.Tensor, num_groups: int, group: int) -> torch.Tenso
 
 
 def _place_scales(words: torch.Tensor, scale_dtype: str) -> torch.Tensor:
-    """Words of 4 codes as `_folded_scales` reads them: 0 and 2 in place in the halves, 1 and 3 with bytes swapped."""
+    """Reorders words of 4 codes for `_folded_scales`: 0 and 2 in place in the halves, 1 and 3 byte-swapped."""
     place = 7 if scale_dtype == "float8_e8m0fnu" else 4
     codes = words.contiguous().view(torch.uint8).view(*words.shape, 2, 2).int() << place
     halves = codes[..., 0] | (codes[..., 1] << 8 | codes[..., 1] >> 8) & 0xFFFF
@@ -278,13 +277,13 @@ def _place_scales(words: torch.Tensor, scale_dtype: str) -> torch.Tensor:
 
 
 def _of_rows(scale: torch.Tensor, rows: int) -> torch.Tensor:
-    """A scale of each row [R, 1], of each half of them [2], or of all [], as one of each row [R, 1] fp32."""
+    """Expands a scale per row [R, 1], per half [2] or per matrix [] to one per row, [R, 1] fp32."""
     flat = scale.float().reshape(-1)
     return flat.repeat_interleave(rows // len(flat)).unsqueeze(1)
 
 
 class HopperPacked(Hopper):
-    """With weights that stay packed until they are in a consumer's registers."""
+    """Like `ways.Hopper`, with weights that stay packed until they reach a consumer's registers."""
 
     gate_up = staticmethod(gate_up_packed)
     down = staticmethod(down_packed)
@@ -293,10 +292,10 @@ class HopperPacked(Hopper):
 
 @dataclass(frozen=True, slots=True)
 class Flagged(PlainWay):
-    """As `ways.Sorted`, with both products in one launch.
+    """Like `ways.Sorted`, with both GEMMs in one launch.
 
-    Flags lie in the call's own scratch, where the launch that sorts its routes clears them. So calls of other streams,
-    of copies of the layer and of captured graphs have others.
+    Flags are in the call's own scratch memory; the launch that sorts its routes clears them. So other streams, copies
+    of the layer and captured graphs use their own.
     """
 
     configs: GemmPair
@@ -327,9 +326,9 @@ class Flagged(PlainWay):
 
 
 def has_room_for_flags(problem: MoEProblem, num_routes: int) -> bool:
-    """Whether the guard of the second workspace, which `Flagged` does without, holds as many flags as there are routes.
+    """Whether the second workspace's guard rows, which `Flagged` does not need, hold a flag per route.
 
-    There are no more tiles of rows than routes.
+    There are at most as many row tiles as routes.
     """
     return _flags(num_routes).padded_bytes <= GUARD_ROWS * problem.hidden_size * problem.torch_dtype.itemsize
 

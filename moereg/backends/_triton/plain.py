@@ -1,4 +1,4 @@
-"""16- and 32-bit weights with the rows of gate and up alternating."""
+"""16- and 32-bit weights with alternating gate and up rows."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
 class Interleaved(Recorded):
-    """Independent of the activation format; a subclass sizes its workspaces and selects a way."""
+    """Weight layout for both activation formats; a subclass sizes its workspaces and selects a way."""
 
     recorded_weights: ClassVar[tuple[str, ...]] = ("w13", "w2", "w13_bias", "w2_bias")
     shortest_tile: ClassVar[int] = MIN_BLOCK_M
 
     packed_bits: int | None = None
-    """Bits of a packed weight; None where weights have the dtype of the activations."""
+    """Bits of a packed weight; None if weights have the activations' dtype."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
-        # Compiled for one architecture's own instructions.
+        # The kernels use instructions of this architecture only.
         self.has_hopper = PlatformRule("cuda:sm90").matches(self.platform)
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         """Interleaves gate and up row by row and zero-pads H of w13 and I of both to multiples of 64.
 
         Returns:
-            `w13` [E, 2 * I_pad, H_pad] (row 2j gate j, row 2j + 1 up j; [E, I_pad, H_pad] where not gated), `w2`
-            [E, H, I_pad], and where there are biases `w13_bias` [E, 2 * I_pad] and `w2_bias` [E, H].
+            `w13` [E, 2 * I_pad, H_pad] (row 2j gate j, row 2j + 1 up j; [E, I_pad, H_pad] if not gated), `w2`
+            [E, H, I_pad], and if there are biases `w13_bias` [E, 2 * I_pad] and `w2_bias` [E, H].
         """
         halves = self.problem.activation.num_halves
         per_expert = {"w13": interleave_and_pad(weights.w13, halves), "w2": _pad_experts(weights.w2)}
@@ -51,11 +51,11 @@ class Interleaved(Recorded):
         return ways.PlainWork(problem=self.problem, call=call, plan_bytes=plan_bytes, overlap=overlap, w13=w13, w2=w2)
 
     def matrices(self, weights: PermutedWeights) -> tuple[ways.Weights, ways.Weights]:
-        """w13 and w2 as the kernels take them."""
+        """w13 and w2 in the kernels' form."""
         return weights["w13"], weights["w2"]
 
     def fits_hopper(self, hidden_states: torch.Tensor, rows_per_expert: float) -> bool:
-        """Whether Hopper's kernels can read the rows of a call, and there are enough an expert for them to pay."""
+        """Whether Hopper's kernels can read a call's rows and have enough rows per expert to pay."""
         return self.has_hopper and ways.fits_hopper(hidden_states, rows_per_expert)
 
 
@@ -63,7 +63,7 @@ class Standard(Interleaved):
     """Standard format."""
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The intermediate [N, I_pad]; then, flat, the plan of the routes and the rows [N, H] to be reduced."""
+        """The intermediate [N, I_pad]; then, flat, the route plan and the rows [N, H] to reduce."""
         problem = self.problem
         rows = GUARD_ROWS + num_tokens * problem.top_k
         plan_numel = self.plan_bytes(num_tokens) // problem.torch_dtype.itemsize
@@ -75,7 +75,7 @@ class Standard(Interleaved):
         if (
             self.fits_hopper(hidden_states, rows_per_expert)
             and not problem.apply_router_weight_on_input
-            # Tokens are copied at 32-bit offsets.
+            # Tokens are copied with 32-bit offsets.
             and hidden_states.shape[0] * hidden_states.stride(0) < 2**31
         ):
             num_experts, num_columns = call.weights["w13"].shape[:2]
@@ -88,7 +88,7 @@ class Batched(Interleaved):
     """Batched format."""
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The intermediate [E, max_T, I_pad]; then the plan of the tiles."""
+        """The intermediate [E, max_T, I_pad]; then the tile plan."""
         problem = self.problem
         columns = round_up(problem.intermediate_size, WEIGHT_PAD)
         intermediate = (problem.num_local_experts, num_tokens, columns)
@@ -97,25 +97,25 @@ class Batched(Interleaved):
     def select(self, call: Call) -> ways.PlainWay:
         problem, hidden_states = self.problem, call.inputs.hidden_states
         rows_per_expert = batched_rows_per_expert(problem, hidden_states.shape[1])
-        # In a float16 layer `out` is fp32, since its rows are not weighted yet. Hopper's kernels store through boxes of
-        # the weights' dtype.
+        # In a float16 layer `out` is fp32, since its rows are not weighted yet. Hopper's kernels store boxes in the
+        # weights' dtype.
         if call.out.dtype == hidden_states.dtype and self.fits_hopper(hidden_states, rows_per_expert):
-            # Rows are boxes already, and none are copied.
+            # Rows are already grouped by expert, so none are copied.
             return ways.Hopper(hopper.select_config(rows_per_expert, math.inf, problem.num_local_experts))
         return ways.select(problem, hidden_states, rows_per_expert, self.packed_bits)
 
 
 def permute_biases(weights: ExpertWeights, halves: int) -> dict[str, torch.Tensor]:
-    """`w13_bias` [E, 2 * I_pad] interleaved and `w2_bias` [E, H], where there are biases."""
+    """`w13_bias` [E, 2 * I_pad] interleaved and `w2_bias` [E, H], if there are biases."""
     if weights.w13_bias is None or weights.w2_bias is None:
         return {}
-    # A bias is a weight with one column, which is not padded.
+    # A bias is a weight with one unpadded column.
     w13_bias = interleave_and_pad(weights.w13_bias.unsqueeze(2), halves, columns=1).squeeze(2)
     return {"w13_bias": w13_bias, "w2_bias": aligned(weights.w2_bias)}
 
 
 def interleave_and_pad(w13: torch.Tensor, halves: int, columns: int | None = None) -> torch.Tensor:
-    """[E, halves * I, C], gate first, to [E, halves * I_pad, C_pad] interleaved; a view where that changes nothing."""
+    """Interleaves gate-first [E, halves * I, C] to [E, halves * I_pad, C_pad]; a view if that changes nothing."""
     num_experts, rows, width = w13.shape
     padded_rows = halves * round_up(rows // halves, WEIGHT_PAD)
     padded_columns = round_up(width, WEIGHT_PAD) if columns is None else columns

@@ -1,4 +1,4 @@
-"""8-bit activations and weights and, where hardware scales groups, 4-bit ones: codes are multiplied as they are."""
+"""8-bit activations and weights, and 4-bit ones where hardware applies group scales, multiplied as they are."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 _E8M0: Final = "float8_e8m0fnu"
 
 _MIN_HOPPER_ROWS: Final = 30
-"""Up to this many rows an expert Hopper's kernels do not pay.
+"""Up to this many rows per expert Hopper's kernels do not pay.
 
-Measured on an H200 on 2026-11-21: at 32 rows they take 0.97 of the others' time (qwen3-30b-a3b) and 0.93 (deepseek-v3),
-at 64 rows 0.78 and 0.70.
+On an H200 on 2026-11-21 they took 0.97 (qwen3-30b-a3b) and 0.93 (deepseek-v3) of the other kernels' time at 32 rows,
+0.78 and 0.70 at 64 rows.
 """
 
 
 _ARRIVED: Final = "hidden_scale"
-"""Scales of tokens that arrived as codes."""
+"""Scales of tokens that arrived quantized."""
 
 
 class MultipliedCodes(Recorded):
-    """Independent of the activation format; a subclass sizes its workspaces and selects a way.
+    """Weight layout for both activation formats; a subclass sizes its workspaces and selects a way.
 
     Attributes:
-        activation_format: codes and scales of activations.
-        weight_format: those of weights.
-        row_format: `activation_format` as the kernels read it.
+        activation_format: Format of activations.
+        weight_format: Format of weights.
+        row_format: `activation_format` for the kernels.
     """
 
     recorded_weights: ClassVar[tuple[str, ...]] = (
@@ -70,20 +70,20 @@ class MultipliedCodes(Recorded):
         self.row_format = row_format(activation)
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Zero-pads the reduced dimensions to multiples of 128, and gives every scale rows and columns.
+        """Zero-pads the reduced dimensions to multiples of 128, and makes every scale [rows, columns] per expert.
 
         Returns:
-            `w13` [E, 2 * I, H_pad], `w2` [E, H, I_pad], views where nothing is padded, half as many bytes of codes of 4
-            bits; `w13_scale` and `w2_scale` [E, groups of rows, groups of columns] fp32, uint8 where they are powers of
-            two, or float8_e4m3fn with global ones, `w13_scale_2` [E, 2] and `w2_scale_2` [E, 1]; `a2_scale` [E] and
-            `a13_scale` [E], or shared and [1] where the checkpoint has one number; biases as they are.
+            `w13` [E, 2 * I, H_pad], `w2` [E, H, I_pad], views if nothing is padded, two 4-bit values per byte;
+            `w13_scale` and `w2_scale` [E, row groups, column groups] fp32, uint8 if powers of two, or float8_e4m3fn
+            with the global `w13_scale_2` [E, 2] and `w2_scale_2` [E, 1]; `a2_scale` [E] and `a13_scale` [E], or shared
+            and [1] if the checkpoint has one number; unchanged biases.
         """
         problem, fmt = self.problem, self.weight_format
         tensors = weights.tensors()
         per_expert = {name: aligned(tensor) for name, tensor in weights.tensors("bias").items()}
         shared: dict[str, torch.Tensor] = {}
         for name, columns in (("w13", problem.hidden_size), ("w2", problem.intermediate_size)):
-            # As bytes, since not everything pads 8-bit floats; zero bytes are zeros.
+            # As bytes, since not every device pads 8-bit floats; a zero byte is zero.
             num_bytes = round_up(columns, CODE_PAD) * fmt.bits // 8
             padded = aligned(pad_columns(tensors[name].view(torch.uint8), num_bytes))
             per_expert[name] = padded.view(fmt.storage_dtype)
@@ -103,18 +103,18 @@ class MultipliedCodes(Recorded):
             scale = self._one_a_half(name, scale).unsqueeze(2)
         num_groups = 1 if fmt.group[1] == WHOLE else round_up(columns, CODE_PAD) // fmt.group[1]
         if fmt.global_scale:
-            # Zeros scale zeros. As bytes, as codes are padded.
+            # Padded as bytes, like the codes; a scale of zero is right for zeros.
             return aligned(pad_columns(scale.view(torch.uint8), num_groups)).view(scale.dtype)
         scale = scale.view(torch.uint8) if fmt.scale_dtype == _E8M0 else scale.float()
         return aligned(pad_columns(scale, num_groups))
 
     def _one_a_half(self, name: str, scale: torch.Tensor) -> torch.Tensor:
-        """[E, halves]: one scale per half, from one per matrix or per half."""
+        """Expands a scale per matrix or half to one per half, [E, halves]."""
         halves = self.problem.activation.num_halves if name == "w13" else 1
         return scale.reshape(len(scale), -1).expand(-1, halves)
 
     def matrices(self, weights: PermutedWeights, name: str) -> QuantizedMatrices:
-        """w13 or w2 as the kernels take them."""
+        """w13 or w2 in the kernels' form."""
         fmt = self.weight_format
         q, scale = weights[name], weights[f"{name}_scale"]
         group_rows = q.shape[1] // scale.shape[1] if fmt.group[0] == WHOLE else fmt.group[0]
@@ -124,7 +124,7 @@ class MultipliedCodes(Recorded):
         """See `Recorded.run`."""
         scales = call.inputs.hidden_scale
         if scales is not None:
-            # A recording has to know them, which are elsewhere in each call, as tokens are: it finds them by a name.
+            # Like the tokens, these scales have another address in each call; a recording finds tensors by name.
             weights = call.weights
             named = PermutedWeights(weights.layout, weights.per_expert, {**weights.shared, _ARRIVED: scales})
             call = call._replace(weights=named)
@@ -147,33 +147,33 @@ class Standard(MultipliedCodes):
     """Standard format.
 
     Attributes:
-        has_hopper: whether the platform is the one that Hopper's kernels are compiled for, and they multiply the codes.
+        has_hopper: Whether the platform is Hopper and its kernels serve the formats and sizes.
     """
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
         problem, fmt = self.problem, self.activation_format
         self.has_hopper = (
-            # Compiled for one architecture's own instructions.
+            # The kernels use instructions of this architecture only.
             PlatformRule("cuda:sm90").matches(self.platform)
-            # Scales of groups of columns, of both operands, or of whole rows and more.
+            # Column groups in both operands, or in neither.
             and fmt.scale_dtype == "float32"
             and (fmt.group[1] == WHOLE) == (self.weight_format.group[1] == WHOLE)
-            # Blocks of gate's scales end where up's begin.
+            # No scale block spans gate and up.
             and (fmt.group[1] == WHOLE or problem.intermediate_size % CODE_PAD == 0)
             and problem.torch_dtype.itemsize == 2
-            # Rows are stored in boxes, which begin at multiples of 16 bytes.
+            # Stores need 16-byte aligned rows.
             and problem.hidden_size % 8 == 0
         )
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The intermediate, its codes and scales; then, flat, the plan of the routes and rows, first codes of tokens.
+        """The intermediate, also quantized with scales; then, flat, the route plan and rows.
 
-        The codes of tokens, or of a row for each route, lie where the rows [N, H] to be reduced come later.
+        The rows first hold quantized tokens or routes, later the rows [N, H] to reduce.
         """
         problem = self.problem
         num_routes, itemsize = num_tokens * problem.top_k, problem.torch_dtype.itemsize
-        # Unused rows in front, whichever kernels run.
+        # Guard rows in front, whichever kernels run.
         rows = GUARD_ROWS + num_routes
         first = bytes_of(intermediate_pieces(problem, self.activation_format, rows))
         tokens = bytes_of(row_pieces(self.activation_format, num_routes, problem.hidden_size))
@@ -197,7 +197,7 @@ class Batched(MultipliedCodes):
     """Batched format."""
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Flat: the intermediate [E * max_T, I_pad], its codes and scales; the plan of the tiles, codes of tokens."""
+        """Flat: the intermediate [E * max_T, I_pad], also quantized with scales; the tile plan, quantized tokens."""
         problem = self.problem
         rows, itemsize = problem.num_local_experts * num_tokens, problem.torch_dtype.itemsize
         first = bytes_of(intermediate_pieces(problem, self.activation_format, rows))
@@ -207,14 +207,14 @@ class Batched(MultipliedCodes):
     def select(self, call: Call) -> ways.QuantizedWay:
         problem = self.problem
         _, max_tokens, _ = call.inputs.hidden_states.shape
-        # Counts are on the device; see `batched_rows_per_expert`.
+        # An estimate: the counts are on the device.
         rows_per_expert = batched_rows_per_expert(problem, max_tokens)
         halves, shared_bytes = problem.activation.num_halves, limits.max_shared_bytes(call.out.device)
         return ways.Batched(select_quantized_config(math.inf, rows_per_expert, halves, shared_bytes))
 
 
 def row_format(fmt: QuantFormat) -> RowFormat:
-    """Codes of activations as the kernels read them."""
+    """The format of activations for the kernels."""
     element = element_of(fmt)
     return RowFormat(
         dtype=fmt.storage_dtype,

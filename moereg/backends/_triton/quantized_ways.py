@@ -1,17 +1,17 @@
-"""The ways through a layer of quantized weights and activations: a rule selects one for a call, and it runs.
+"""The ways through a layer of quantized weights and activations; a rule selects one per call.
 
 | way | rows | launches |
 |---|---|---|
-| `Direct` | up to 16 tokens | codes of tokens, tiles whose rows are the tokens themselves, and a reduction |
-| `Sorted` | more | a sort, codes of tokens beside it, tiles of sorted routes, and a reduction |
-| `Hopper` | more than 30 an expert | a sort, codes of sorted rows, warp-specialized tiles, and a reduction |
-| `Batched` | [E, max_T, H] | a plan of tiles over each expert's rows, their codes, then the products |
+| `Direct` | up to 16 tokens | quantize tokens, tiles whose rows are the tokens themselves, and a reduction |
+| `Sorted` | more | a sort, alongside it quantize tokens, tiles of sorted routes, and a reduction |
+| `Hopper` | more than 30 per expert | a sort, quantize sorted rows, warp-specialized tiles, and a reduction |
+| `Batched` | [E, max_T, H] | a tile plan over each expert's rows, quantize them, then both GEMMs |
 
-Tokens that arrive as codes are not quantized: tiles read them where they lie, or where columns have to be filled up, as
-`Hopper` has to sort them, they are copied.
+Tokens that arrive quantized are not quantized again: tiles read them in place, or they are copied to pad columns or,
+for `Hopper`, to sort them.
 
-The intermediate is rounded to the problem's dtype and then quantized: in the first product if a tile holds whole groups
-or the scales are given, else in a launch between the two.
+The intermediate is rounded to the problem's dtype and then quantized: in the first GEMM if a tile holds whole groups or
+the scales are given, otherwise in a launch between the two.
 
 Sizes as in `work`, I_pad padded intermediate size.
 """
@@ -43,12 +43,12 @@ from moereg.spec.quant_schemes import QuantFormat
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class QuantizedWork(Work):
-    """A call of a layer whose weights and activations are codes.
+    """A call of a layer with quantized weights and activations.
 
     Attributes:
-        activation_format: codes and scales of activations.
-        row_format: the same as the kernels read it.
-        w13, w2: permuted.
+        activation_format: Format of activations.
+        row_format: The same for the kernels.
+        w13, w2: Permuted weights.
     """
 
     activation_format: QuantFormat
@@ -57,22 +57,22 @@ class QuantizedWork(Work):
     w2: QuantizedMatrices
 
     def rows(self, codes: torch.Tensor, scales: torch.Tensor, *global_scale: torch.Tensor) -> QuantizedRows:
-        """Pieces of a workspace as rows of codes."""
+        """Workspace pieces as quantized rows."""
         return QuantizedRows(codes, scales, self.row_format.group, *global_scale)
 
     @property
     def arrived(self) -> QuantizedRows | None:
-        """The tokens, [T, H] codes and scales, where they arrived as that."""
+        """The tokens [T, H] and scales, if they arrived quantized."""
         scales = self.call.inputs.hidden_scale
         if scales is None:
             return None
-        # A routing weight would have to scale them first.
+        # Routing weights would have to multiply them first.
         assert not self.problem.apply_router_weight_on_input
         return self.rows(self.call.inputs.hidden_states, scales.view(self.row_format.scale_dtype))
 
     @property
     def route_ids(self) -> RouteIds:
-        """The rows as tokens, or as routes that come unsorted."""
+        """Ids that map rows to experts before any sort."""
         problem, inputs = self.problem, self.call.inputs
         return RouteIds(inputs.topk_ids, inputs.expert_map, problem.num_experts, problem.num_local_experts)
 
@@ -82,7 +82,7 @@ QuantizedWay: TypeAlias = Way[QuantizedWork]
 
 @dataclass(frozen=True, slots=True)
 class Tiles(QuantizedWay):
-    """A plan, codes of tokens, both products over tiles of rows, then the sum over each token's routes."""
+    """A plan, quantized tokens, both GEMMs over tiles of rows, then the sum over each token's routes."""
 
     configs: GemmPair
 
@@ -100,13 +100,13 @@ class Tiles(QuantizedWay):
         rows = work.rows(*row_tensors)
         amax_of_all = amax if row_format.spans_rows else None
         a13_scale = weights.get("a13_scale")
-        # A token may go to several experts, whose static scales differ.
+        # A token's experts may have different static scales.
         by_route = not work.is_batched and a13_scale is not None and a13_scale.numel() > 1
         num_coded = num_rows if by_route else len(work.tokens)
         tokens = work.rows(*cut(work.behind_plan, *row_pieces(work.activation_format, num_coded, hidden_size)))
         of_tokens = Quantizer(row_format, a13_scale, amax_of_all)
         quantizer = Quantizer(row_format, weights.get("a2_scale"), amax_of_all)
-        # Without a sort, codes of tokens are the layer's first kernel.
+        # Without a sort, quantizing tokens is the layer's first kernel.
         overlap_codes = overlap and configs.sort_routes
         arrived = work.arrived
         if work.is_batched:
@@ -145,16 +145,16 @@ class Direct(Tiles):
 
 
 class Sorted(Tiles):
-    """Routes are sorted by expert, and tiles lie over the sorted routes."""
+    """Sorts routes by expert, and tiles the sorted routes."""
 
 
 class Batched(Tiles):
-    """Rows lie by expert already: tiles over those that count, which stay where they are."""
+    """Rows are grouped by expert already: tiles cover the valid ones in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hopper(QuantizedWay):
-    """Routes are sorted, and persistent warp-specialized programs take tiles of them; both buffers have a guard."""
+    """Sorted routes, tiled by persistent warp-specialized programs; both buffers have guard rows."""
 
     rule: HopperQuantizedRule
 
@@ -166,7 +166,7 @@ class Hopper(QuantizedWay):
         token_codes, token_scales = cut(work.behind_plan, *pieces)
         tokens = work.rows(token_codes, by_group(token_scales))
         pieces = intermediate_pieces(problem, work.activation_format, GUARD_ROWS + work.num_rows)
-        # [guard + N, ...] each but the second
+        # [guard + N, ...] each except the second
         intermediate, amax, codes, scales = cut(call.workspace13.view(torch.uint8), *pieces)
         scales = by_group(scales)
         rows = work.rows(codes[GUARD_ROWS:], scales[GUARD_ROWS:])
@@ -191,7 +191,7 @@ class Hopper(QuantizedWay):
         else:
             copy_coded_rows(tokens, arrived, plan.route_row, reads_early=early, overlap=overlap)
         static_scale = call.weights.get("a2_scale")
-        # Integers are rounded by other instructions, which the kernel does not have.
+        # Rounding to integers needs instructions that the kernel lacks.
         fuses = row_format.group or (static_scale is not None and row_format.dtype == torch.float8_e4m3fn)
         out = work.rows(codes, scales[GUARD_ROWS:]) if fuses else intermediate
         given: dict[str, Any] = {"rounded": problem.torch_dtype, "static_scale": static_scale} if fuses else {}

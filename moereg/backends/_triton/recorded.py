@@ -1,4 +1,4 @@
-"""Implementations whose launches are recorded at the first call of a size and replayed at later ones."""
+"""Records an implementation's launches at the first call of a size and replays them at later calls."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from moereg.experts import Experts
 from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.launch.replay import LaunchRecording, recording
 
-# Triton compiles pointers that are multiples of this into wider loads, so recordings hold for such pointers only.
+# Triton specializes on pointers that are multiples of this, so recordings hold only for such pointers.
 _POINTER_ALIGNMENT = 16
 
-# About 24 KB each on the host, and every layer has its own; the one that was not used for longest goes.
+# About 24 KB each on the host, per layer; the least recently used one is dropped.
 _MAX_RECORDINGS = 128
 
 
 class Recorded(Implementation):
-    """A subclass says which tensors of its weights kernels are given, and launches.
+    """Records and replays launches; a subclass names the weights that its kernels take, and selects the way.
 
     Attributes:
-        recordings: By strides, tokens, the output's dtype, device and which tensors are present; the problem fixes
-            everything else that a launch depends on, except pointers. The latest used is last.
+        recordings: Recordings by strides, tokens, the output's dtype, device and the set of present tensors; the
+            problem fixes everything else that a launch depends on, except pointers. The most recently used is last.
     """
 
     recorded_weights: ClassVar[tuple[str, ...]] = ()
-    """Names, of those that may be absent too."""
+    """Names of the kernels' weights, including optional ones."""
 
     shortest_tile: ClassVar[int]
-    """Rows of the shortest tile of the shipped configurations."""
+    """The fewest rows per tile in the shipped configurations."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
         self.recordings: dict[tuple[Any, ...], LaunchRecording] = {}
 
     def plan_bytes(self, num_tokens: int) -> int:
-        """In front of the second workspace, for a call of that many tokens (max_T in the batched format)."""
+        """Bytes of the plan at the front of the second workspace, for T tokens (max_T in the batched format)."""
         return plan_bytes(self.problem, num_tokens, self.shortest_tile)
 
     @abc.abstractmethod
     def work(self, call: Call, overlap: bool) -> Any:
-        """The arguments of the way that a call takes."""
+        """The arguments of the call's way."""
 
     @abc.abstractmethod
     def select(self, call: Call) -> Way[Any]:
-        """The way that a call takes."""
+        """Selects the call's way."""
 
     def launch(self, call: Call) -> None:
-        """`run` without a recording."""
+        """Runs without a recording."""
         self.select(call).run(self.work(call, can_overlap(call.out.device)))
 
     def run(self, call: Call) -> None:
-        """A few launches; no allocation, no host synchronization."""
+        """Launches a few kernels; no allocation, no host synchronization."""
         out, inputs, weights, workspace13, workspace2 = call
         tensors = (
             out,
@@ -78,7 +78,7 @@ class Recorded(Implementation):
             self.launch(call)
             return
         hidden_states = inputs.hidden_states
-        # The last dimension but one is tokens in either format.
+        # Tokens are the second to last dimension in either format.
         key = (hidden_states.stride(), hidden_states.shape[-2], out.stride(-2), out.dtype, device.index, missing)
         recorded = self.recordings.pop(key, None)
         if recorded is None:

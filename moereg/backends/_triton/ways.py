@@ -1,17 +1,18 @@
-"""The ways through a layer: a rule selects one for a call, with its configurations, and it runs.
+"""The ways through a layer; a rule selects one per call, with its configurations.
 
 | way | rows | launches |
 |---|---|---|
 | `Gemv` | one token | a vector times each chosen expert's matrices, twice; the second adds up the routes |
-| `Single` | one token, packed weights | a tile for each route, then a product that adds up the routes |
-| `Direct` | up to 16 tokens | tiles whose rows are the tokens themselves, and a reduction |
-| `Sorted` | more | a sort, tiles of sorted routes, low or tall as the expert's rows ask, and a reduction |
-| `Hopper` | more than 22 an expert on sm90 | a sort, warp-specialized tiles, and a reduction |
-| `packed.HopperPacked` | more than 24 an expert on sm90, packed weights | as `Hopper` |
-| `packed.Flagged` | 9 to 16 tokens on sm90, packed weights of 4 bits | as `Sorted`, both products in one |
-| `Batched`, `Hopper` | [E, max_T, H] | a plan of tiles over each expert's rows, then the products |
+| `Single` | one token, packed weights | a tile for each route, then a GEMM that adds up the routes |
+| `Direct` | up to 16 tokens, 8 if packed with few rows per expert | tiles whose rows are the tokens, and a reduction |
+| `Sorted` | more | a sort, tiles of sorted routes, low or tall by the expert's rows, and a reduction |
+| `Hopper` | more than 22 per expert on sm90 | a sort, warp-specialized tiles, and a reduction |
+| `packed.HopperPacked` | more than 24 per expert on sm90, packed weights | as `Hopper` |
+| `packed.Flagged` | 9 to 16 tokens on sm90, packed weights of 4 bits | as `Sorted`, both GEMMs in one |
+| `Batched`, `Hopper` | [E, max_T, H] | a tile plan over each expert's rows, then both GEMMs |
 
-Rows of routes are stored weighted. `Hopper` leaves weights to the reduction, except in float16: see `early_weights`.
+Route rows are stored already multiplied by their routing weights, except that `Hopper` leaves this to the reduction
+unless the layer is float16: see `early_weights`.
 
 Sizes as in `work`, I_pad padded intermediate size.
 """
@@ -48,10 +49,10 @@ from moereg.weights.layouts import round_up
 Weights: TypeAlias = torch.Tensor | PackedMatrix
 
 MIN_HOPPER_ROWS: Final = 22
-"""Up to this many rows an expert the tiles of Hopper's kernels would be mostly padding.
+"""Up to this many rows per expert the tiles of Hopper's kernels would be mostly padding.
 
-On an H200 at 32 rows (gpt-oss-120b, 1,024 tokens) they lose 1 % where loads are even and win 4 % where they are uneven,
-59 % where all tokens choose the same experts.
+On an H200 at 32 rows (gpt-oss-120b, 1,024 tokens) they lose 1 % if loads are even, win 4 % if they are uneven, and 59 %
+if all tokens choose the same experts.
 """
 
 
@@ -60,7 +61,7 @@ class PlainWork(Work):
     """A call of a layer whose weights are multiplied in 16 or 32 bits.
 
     Attributes:
-        w13, w2: permuted.
+        w13, w2: Permuted weights.
     """
 
     w13: Weights
@@ -71,13 +72,13 @@ PlainWay: TypeAlias = Way[PlainWork]
 
 
 def select(problem: MoEProblem, hidden_states: torch.Tensor, rows_per_expert: float, packed_bits: int | None) -> Tiles:
-    """The way of a call on the Triton kernels.
+    """Selects a call's way through the Triton kernels.
 
     Args:
-        problem: the layer.
+        problem: The layer.
         hidden_states: [T, H], or [E, max_T, H] in the batched format.
-        rows_per_expert: the average.
-        packed_bits: of a weight, where weights are packed.
+        rows_per_expert: The average.
+        packed_bits: Bits of a packed weight, or None.
     """
     is_batched = hidden_states.dim() == 3
     single = problem.top_k <= MAX_TOP_K and not is_batched
@@ -107,9 +108,9 @@ def select(problem: MoEProblem, hidden_states: torch.Tensor, rows_per_expert: fl
 def select_configs(
     hidden_states: torch.Tensor, rows_per_expert: float, packed_bits: int | None, *, single: bool = False
 ) -> GemvPair | SinglePair | GemmPair:
-    """Configurations of both products from the tables; arguments as in `select`, `single` as in `rules.select_config`.
+    """Configurations of both GEMMs from the tables; arguments as in `select`, `single` as in `rules.select_config`.
 
-    The batched format has infinitely many tokens, since its rows come with a plan however few they are.
+    The batched format counts as infinitely many tokens, since it always has a plan.
     """
     device, num_tokens = hidden_states.device, math.inf if hidden_states.dim() == 3 else len(hidden_states)
     shared_bytes, least = limits.max_shared_bytes(device), limits.least_block_m(device)
@@ -120,25 +121,25 @@ def select_configs(
 def fits_hopper(
     hidden_states: torch.Tensor, rows_per_expert: float, min_rows_per_expert: float = MIN_HOPPER_ROWS
 ) -> bool:
-    """Whether Hopper's kernels can read the rows of a call, and there are enough an expert for them to pay."""
+    """Whether Hopper's kernels can read a call's rows and have enough rows per expert to pay."""
     return (
         hidden_states.device.type != "cpu"
         and hidden_states.element_size() == 2
         and rows_per_expert > min_rows_per_expert
-        # Rows are copied by 16 bytes.
+        # Rows are copied in units of 16 bytes.
         and hidden_states.shape[-1] % 8 == hidden_states.stride(-2) % 8 == hidden_states.data_ptr() % 16 == 0
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles(PlainWay):
-    """A plan, both products over its tiles of rows, and the sum over each token's routes.
+    """A plan, both GEMMs over its tiles of rows, and the sum over each token's routes.
 
     Attributes:
-        configs: of both products.
-        gate_up: the first product.
-        down: the second.
-        finishes: whether the second writes the result itself, and nothing is left to reduce.
+        configs: Configurations of both GEMMs.
+        gate_up: The first GEMM.
+        down: The second.
+        finishes: Whether the second writes the result itself, which leaves nothing to reduce.
     """
 
     configs: GemmPair | SinglePair | GemvPair
@@ -165,7 +166,7 @@ class Tiles(PlainWay):
 
 
 class Gemv(Tiles):
-    """One token: every route is a vector; routes are neither sorted nor stored."""
+    """One token: routes are vectors, neither sorted nor stored."""
 
     gate_up = staticmethod(gate_up_gemv)
     down = staticmethod(down_gemv)
@@ -176,7 +177,7 @@ class Gemv(Tiles):
 
 
 class Single(Tiles):
-    """One token, packed weights: the second product adds up the routes itself."""
+    """One token, packed weights: the second GEMM adds up the routes."""
 
     down = staticmethod(down_single)
     finishes = True
@@ -187,7 +188,7 @@ class Direct(Tiles):
 
 
 class Sorted(Tiles):
-    """Routes are sorted by expert, and tiles lie over the sorted routes."""
+    """Sorts routes by expert, and tiles the sorted routes."""
 
     def plan(self, work: PlainWork) -> BlockMap:
         assert isinstance(self.configs, GemmPair)
@@ -195,22 +196,22 @@ class Sorted(Tiles):
 
 
 class Batched(Sorted):
-    """Rows lie by expert already: tiles over those that count."""
+    """Rows are grouped by expert already: tiles cover the valid ones."""
 
     finishes = True
 
 
 @dataclass(frozen=True, slots=True)
 class Hopper(PlainWay):
-    """Routes are sorted, and persistent warp-specialized programs take tiles of them; both buffers have a guard.
+    """Sorted routes, tiled by persistent warp-specialized programs; both buffers have guard rows.
 
-    In the batched format tiles lie over the rows that count, which stay where they are.
+    In the batched format tiles cover the valid rows in place.
     """
 
     config: HopperConfigRule | HopperPackedRule
     gate_up: ClassVar[Callable[..., None]] = staticmethod(hopper.gate_up_gemm)
     down: ClassVar[Callable[..., None]] = staticmethod(hopper.down_gemm)
-    # The second product waits for the first before it lets the reduction start, so that places are written by then.
+    # The second GEMM waits for the first before it lets the reduction start, so the routes' places are written by then.
     reduces_early: ClassVar[bool] = True
 
     def run(self, work: PlainWork) -> None:

@@ -1,6 +1,6 @@
-"""The arguments of a way through a layer, for any kind of weights, and what a way is.
+"""The interface of a way through a layer, and its arguments for any kind of weights.
 
-Sizes: T tokens, K choices of each, N = T * K routes, H hidden size, R rows of the batched format, E * max_T.
+Sizes: T tokens, K experts per token, N = T * K routes, H hidden size, R = E * max_T rows of the batched format.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from moereg.weights.permuted import PermutedWeights
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Work:
-    """The arguments of a way: everything that each of its launches reads; a subclass adds the weights.
+    """The arguments of a way: everything that its launches read; a subclass adds the weights.
 
     Attributes:
-        problem: the layer.
-        call: tensors and workspaces.
-        plan_bytes: in front of the second workspace, where the plan of the call's rows lies.
-        overlap: whether a launch may start before the one in front of it has ended.
+        problem: The layer.
+        call: Tensors and workspaces.
+        plan_bytes: Bytes of the row plan at the front of the second workspace.
+        overlap: Whether a launch may start before the previous one has ended.
     """
 
     problem: MoEProblem
@@ -41,7 +41,7 @@ class Work:
 
     @property
     def is_batched(self) -> bool:
-        """Whether rows lie by expert already, [E, max_T, H]."""
+        """Whether rows are grouped by expert already, [E, max_T, H]."""
         return self.call.inputs.expert_num_tokens is not None
 
     @property
@@ -51,7 +51,7 @@ class Work:
 
     @property
     def top_k(self) -> int:
-        """Rows of the first product that a token has: K, or 1 in the batched format."""
+        """Rows of the first GEMM per token: K, or 1 in the batched format."""
         return 1 if self.is_batched else self.problem.top_k
 
     @property
@@ -66,7 +66,7 @@ class Work:
 
     @property
     def epilogue(self) -> GateUpEpilogue:
-        """Epilogue of the first product."""
+        """Epilogue of the first GEMM."""
         return gate_up_epilogue(self.problem, self.call.weights)
 
     @property
@@ -76,32 +76,32 @@ class Work:
 
     @property
     def input_weights(self) -> torch.Tensor | None:
-        """The router's weights, [T, K], where they multiply the first product; else None."""
+        """Routing weights [T, K] if they multiply the first GEMM's rows, else None."""
         on_input = self.problem.apply_router_weight_on_input and not self.is_batched
         return self.call.inputs.topk_weights if on_input else None
 
     @property
     def output_weights(self) -> torch.Tensor | None:
-        """The router's weights where they multiply the second product; else None."""
+        """Routing weights [T, K] if they multiply the second GEMM's rows, else None."""
         elsewhere = self.problem.apply_router_weight_on_input or self.is_batched
         return None if elsewhere else self.call.inputs.topk_weights
 
     @property
     def early_weights(self) -> torch.Tensor | None:
-        """`output_weights` where they multiply rows before these are stored, also where a reduction could do it.
+        """`output_weights` if rows must be multiplied before they are stored, even where a reduction could do it.
 
-        float16 holds no row beyond 65,504 and few digits of small ones, of which a weight may make ordinary numbers.
+        float16 overflows beyond 65,504 and loses digits of small values that a weight would bring into range.
         """
         return self.output_weights if self.call.out.dtype == torch.float16 else None
 
     @property
     def late_weights(self) -> torch.Tensor | None:
-        """`output_weights` where they multiply rows that are reduced."""
+        """`output_weights` if the reduction multiplies by them."""
         return self.output_weights if self.early_weights is None else None
 
     @property
     def behind_plan(self) -> torch.Tensor:
-        """The second workspace behind the plan, as bytes."""
+        """The second workspace after the plan, as bytes."""
         return self.call.workspace2.view(torch.uint8)[self.plan_bytes :]
 
     def intermediate(self, guard: int = 0) -> torch.Tensor:
@@ -109,15 +109,15 @@ class Work:
         return _rows(self.call.workspace13)[: guard + self.num_rows]
 
     def route_rows(self, guard: int = 0) -> torch.Tensor:
-        """Rows [guard + N, H] to be reduced, in the dtype of the activations; weighted in float16, see `early_weights`.
+        """Rows [guard + N, H] to reduce, in the activations' dtype; already weighted in float16, see `early_weights`.
 
-        fp32 would double the layer's largest buffer and its traffic to save a rounding that the output makes anyway.
+        fp32 would double the layer's largest buffer and its traffic to save a rounding that the output does anyway.
         """
         shape = (guard + self.num_rows, self.call.out.shape[-1])
         return cut(self.behind_plan, Piece(shape, self.call.out.dtype))[0]
 
     def direct_routes(self, block_m: int) -> DirectRoutes:
-        """The routes of few tokens as they come."""
+        """The unsorted routes of few tokens."""
         inputs = self.call.inputs
         return DirectRoutes(inputs.topk_ids, inputs.expert_map, self.problem.num_experts, block_m)
 
@@ -128,7 +128,7 @@ class Work:
         return sort_routes(*given, overlap=self.overlap, **tiles)
 
     def plan(self, block_m: int, **tiles: Any) -> BlockMap:
-        """Lays tiles over sorted routes, or over the rows that count in the batched format."""
+        """Plans tiles over sorted routes, or over the valid rows of the batched format."""
         counts = self.call.inputs.expert_num_tokens
         if counts is None:
             return self.sort_routes(block_m, **tiles)
@@ -154,12 +154,12 @@ class Work:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[R, columns] of a tensor of two or three dimensions."""
+    """Flattens a tensor of two or three dimensions to [R, columns]."""
     return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[2])
 
 
 def gate_up_epilogue(problem: MoEProblem, weights: PermutedWeights) -> GateUpEpilogue:
-    """The epilogue of a layer's first product."""
+    """The epilogue of a layer's first GEMM."""
     activation = problem.activation
     return GateUpEpilogue(
         activation=activation.name,

@@ -1,4 +1,4 @@
-"""Workspaces of the `triton` backend: sizes of plans, and shapes and views of the pieces behind them."""
+"""Workspaces of the `triton` backend: plan sizes, and shapes and views of the pieces after the plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import WHOLE, QuantFormat
 from moereg.weights.layouts import round_up
 
-# As scales are stored; kernels read powers of two as bytes.
+# Storage of scales; kernels read power-of-two scales as bytes.
 _SCALE_DTYPES: Final = {"float8_e8m0fnu": torch.uint8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
@@ -27,22 +27,22 @@ class Piece(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Without padding."""
+        """Bytes without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def padded_bytes(self) -> int:
-        """Bytes of a piece, padding included."""
+        """Bytes with padding."""
         return round_up(self.num_bytes, WORKSPACE_ALIGNMENT)
 
 
 def plan_bytes(problem: MoEProblem, num_tokens: int, shortest_tile: int) -> int:
-    """Bytes that hold the plan of sorted routes, or of the tiles of the batched format, whatever the configuration.
+    """Bytes of the route plan, or of the batched format's tile plan, enough for any configuration.
 
     Args:
-        problem: the layer.
+        problem: The layer.
         num_tokens: T, or max_T in the batched format.
-        shortest_tile: rows of the shortest tile of the shipped configurations.
+        shortest_tile: The fewest rows per tile in the shipped configurations.
     """
     if problem.activation_format == "batched":
         words = batch_workspace_numel(problem.num_local_experts, num_tokens, shortest_tile)
@@ -52,16 +52,16 @@ def plan_bytes(problem: MoEProblem, num_tokens: int, shortest_tile: int) -> int:
 
 
 def batched_rows_per_expert(problem: MoEProblem, max_tokens: int) -> float:
-    """Rows an expert in the batched format, as far as the host knows: only the device knows the counts.
+    """The host's estimate of rows per expert in the batched format, since the counts are on the device.
 
-    Sizes say as much as max_T does: moereg's own prepare makes it the number of tokens, as does a dispatch that has to
-    have room for every token at one expert, and then this is the average.
+    moereg's own prepare sets max_T to the number of tokens, as does a token dispatcher with room for every token at
+    one expert; then this is the average.
     """
     return max_tokens * problem.top_k / problem.num_experts
 
 
 def row_pieces(fmt: QuantFormat, rows: int, columns: int) -> tuple[Piece, ...]:
-    """Codes and scales of rows, and global scales where the format has them."""
+    """Quantized rows and scales, with global scales if the format has them."""
     depth = round_up(columns, CODE_PAD)
     groups = 1 if fmt.group[1] == WHOLE else depth // fmt.group[1]
     codes = Piece((rows, fmt.packed_columns(depth)), fmt.storage_dtype)
@@ -70,14 +70,14 @@ def row_pieces(fmt: QuantFormat, rows: int, columns: int) -> tuple[Piece, ...]:
 
 
 def intermediate_pieces(problem: MoEProblem, fmt: QuantFormat, rows: int) -> tuple[Piece, ...]:
-    """The intermediate, the largest magnitudes that programs found, and codes and scales."""
+    """The intermediate, each program's largest magnitude, then quantized rows and scales."""
     size = problem.intermediate_size
     plain = Piece((rows, round_up(size, CODE_PAD)), problem.torch_dtype)
     return (plain, Piece((AMAX_PROGRAMS,), torch.int32), *row_pieces(fmt, rows, size))
 
 
 def group_columns(fmt: QuantFormat) -> int:
-    """Elements of a row that share a scale; 0: all."""
+    """Elements of a row that share a scale; 0 means all."""
     return 0 if fmt.group[1] == WHOLE else fmt.group[1]
 
 
@@ -87,12 +87,12 @@ def by_group(scales: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(pieces: Sequence[Piece]) -> int:
-    """Bytes that consecutive pieces take."""
+    """Total bytes of consecutive pieces."""
     return sum(piece.padded_bytes for piece in pieces)
 
 
 def cut(buffer: torch.Tensor, *pieces: Piece) -> list[torch.Tensor]:
-    """Consecutive views of the front of a uint8 buffer."""
+    """Cuts consecutive views from the front of a uint8 buffer."""
     views, start = [], 0
     for piece in pieces:
         num_bytes = piece.num_bytes

@@ -1,4 +1,4 @@
-"""Recognizes a live module's function between the two matmuls by comparing it with ours on probing values."""
+"""Recognizes a live module's activation by comparing it with ours on probe values."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from moereg.spec.activations import ACTIVATIONS, Activation
 
 _LIMITS: Final = ("limit", "swiglu_limit")
 _SLOPES: Final = ("alpha", "swiglu_alpha")
-"""Attributes in which transformers' modules keep the scalars of their gates."""
+"""Attributes with the gate's scalars in transformers' modules."""
 
 _QUICK_GELU_SLOPE: Final = 1.702
 
-# The same formula in another order of operations differs by a few units in the last place; another formula by far more.
+# The same formula in another order of operations differs by a few ulps, another formula by far more.
 _TOLERANCE: Final = 1e-5
 
 
 def recognize(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], is_gated: bool) -> Activation:
-    """The activation that a function computes.
+    """Finds the activation that a function computes.
 
-    Names and scalars of modules differ from class to class, and a class may clamp where nobody looks. So the function
-    itself is asked, on values that reach beyond any limit that the module has.
+    Names and scalars differ between classes, and a class may clamp in unexpected places. So the function is evaluated
+    on values beyond any of the module's limits.
 
     Args:
-        module: Where scalars may be.
-        function: Of [..., 2I], gate first, where gated, else of [..., I].
+        module: The module that may hold scalars.
+        function: Takes [..., 2I], gate first, if gated, else [..., I].
         is_gated: Whether the input has a gate.
 
     Raises:
@@ -55,7 +55,7 @@ def recognize(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.
 
 
 def gated_by(act_fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function of [..., 2I], gate first, that applies another to the gate alone."""
+    """Makes a function of [..., 2I], gate first, that applies another one to the gate only."""
 
     def gated(gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -68,8 +68,8 @@ def gate_function(module: torch.nn.Module, is_concatenated: bool) -> Callable[[t
     """A module's own gate as a function of [..., 2I], gate first.
 
     Args:
-        module: Has `_apply_gate`, or an `act_fn` that is applied to the gate alone.
-        is_concatenated: Whether its gate takes all of gate first; otherwise gate and up alternate.
+        module: Has `_apply_gate`, or an `act_fn` for the gate only.
+        is_concatenated: Whether its input has all of gate first; otherwise gate and up alternate.
     """
     own: Callable[[torch.Tensor], torch.Tensor] | None = getattr(module, "_apply_gate", None)
     if own is None:
@@ -102,7 +102,7 @@ def _numbers(module: torch.nn.Module, names: tuple[str, ...]) -> tuple[float, ..
 
 
 def _probe(candidates: list[Activation], is_gated: bool) -> torch.Tensor:
-    """[N,2] gate and up, or [N,1]: a grid around zero, and beyond every limit that a candidate has."""
+    """Probe values [N,2] for gate and up, or [N,1]: a grid around zero and beyond every candidate's limit."""
     largest = max((candidate.limit or 0.0 for candidate in candidates), default=0.0)
     near = torch.linspace(-6, 6, 25, device="cpu", dtype=torch.float32)
     far = torch.tensor([-2 * largest - 20, 2 * largest + 20, -0.75 * largest, 0.75 * largest], device="cpu")

@@ -1,4 +1,4 @@
-"""Finds the experts modules of a live model, and patches the classes that have no experts interface."""
+"""Finds the experts modules of a live model, and patches classes without the experts interface."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class FoundExperts:
     """The routed experts of one layer of a model.
 
     Attributes:
-        name: Dotted name of the module that holds the weights.
-        module: That module; kernels are kept in it.
-        block: Where forward is patched; None where the experts interface calls us.
-        top_k: Experts a token; None where no module and no config says so.
-        live: What the parameters mean; None if `refusal` says why they cannot be served.
-        refusal: A clause, or None.
+        name: Dotted name of the module with the weights.
+        module: That module, which also holds the kernels.
+        block: The block whose forward is patched; None if the experts interface calls us.
+        top_k: Experts per token; None if no module or config says.
+        live: The meaning of the parameters; None if they cannot be served.
+        refusal: Why not, as a clause, or None.
     """
 
     name: str
@@ -45,12 +45,12 @@ class FoundExperts:
 
 
 def find_experts(model: torch.nn.Module) -> tuple[FoundExperts, ...]:
-    """Every module with routed experts, in the order of the model."""
+    """All modules with routed experts, in model order."""
     found: list[FoundExperts] = []
     inside: str | None = None
     for name, module in model.named_modules():
         if inside is not None and name.startswith(inside):
-            continue  # Experts of a block that was found as a whole.
+            continue  # Inside a block that was found as a whole.
         class_name = type(module).__name__
         prefix = f"{name}." if name else ""
         reason = _REFUSED.get(class_name)
@@ -93,7 +93,7 @@ _TOP_K: Final = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_t
 
 
 def _top_k(model: torch.nn.Module, name: str) -> int | None:
-    """Experts a token, from the block around the experts, its router, or a config."""
+    """Experts per token, from the block around the experts, its router, or a config."""
     module = model.get_submodule(name)
     block = model.get_submodule(name.rpartition(".")[0])
     sources: list[Any] = [block, *block.children()] if "." in name else []
@@ -110,12 +110,12 @@ def _top_k(model: torch.nn.Module, name: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Patch:
-    """How a class without the interface is served.
+    """How to serve a class without the interface.
 
     Attributes:
-        forward: Takes the place of the class's own, for instances whose experts are prepared.
-        experts: Dotted name of the experts in it; empty where it is the experts module.
-        top_k: Experts a row that `forward` names, where that is not what the router says.
+        forward: Replaces the class's own, for instances whose experts are prepared.
+        experts: Dotted name of the experts in it; empty if it is the experts module.
+        top_k: Experts per row in `forward`'s calls, if different from the router's.
     """
 
     forward: Callable[..., Any]
@@ -124,7 +124,7 @@ class _Patch:
 
 
 def patch(block: torch.nn.Module) -> None:
-    """Lets a prepared block run on its kernels; blocks of its class that are not prepared run as before."""
+    """Makes a prepared block run on its kernels; unprepared blocks of its class run as before."""
     kind, row = type(block), _PATCHES[type(block).__name__]
     original: Any = kind.forward
     if getattr(original, "_is_moereg", False):
@@ -142,7 +142,7 @@ def patch(block: torch.nn.Module) -> None:
 
         forward._is_moereg = True
         kind.forward = forward
-    # A hook of accelerate calls the method that it found when it was added.
+    # accelerate's hook calls the method that it found when it was added.
     if "_old_forward" in vars(block):
         block._old_forward = MethodType(forward, block)  # type: ignore[assignment]
 
@@ -156,11 +156,11 @@ def _dbrx(
 
 
 def _llama4(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Llama4TextMoe`: the router's score scales the input of an expert; the scores of others are zero."""
+    """`Llama4TextMoe`: the router's scores scale the experts' inputs; unchosen experts have score zero."""
     rows = hidden_states.reshape(-1, self.hidden_dim)
     router_scores, router_logits = self.router(rows)
     scores, ids = torch.topk(router_scores, self.top_k, dim=1)
-    # Each route is a token of its own, since a token's input is scaled once for each of its experts.
+    # Each route becomes a token, since a token's input is scaled differently for each of its experts.
     routed = rows.repeat_interleave(self.top_k, dim=0) * scores.reshape(-1, 1)
     ones = torch.ones_like(scores).reshape(-1, 1)
     experts_out = call(self.experts, routed, ids.reshape(-1, 1), ones)
@@ -170,7 +170,7 @@ def _llama4(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _mxfp4(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Mxfp4GptOssMLP`, which goes around the forward of its experts."""
+    """`Mxfp4GptOssMLP`, which bypasses the forward of its experts."""
     rows = hidden_states.reshape(-1, self.router.hidden_dim)
     router_logits, router_scores, router_indices = self.router(rows)
     out = call(self.experts, rows, router_indices, router_scores)
@@ -183,7 +183,7 @@ _PATCHES: Final = {
     "Mxfp4GptOssMLP": _Patch(_mxfp4, experts="experts"),
     "Step3p7Experts": _Patch(call),
 }
-"""Classes of transformers that have experts and not the interface, and that moereg serves all the same."""
+"""transformers classes with experts but without the interface that moereg serves anyway."""
 
 _REFUSED: Final = {
     "DogeCDMoE": "each of its experts is a pair of vectors, not of matrices",
@@ -193,4 +193,4 @@ _REFUSED: Final = {
     "NllbMoeSparseMLP": "its experts are separate modules with relu, which no kernel here computes",
     "SwitchTransformersSparseMLP": "its experts are separate modules with relu, which no kernel here computes",
 }
-"""Classes with routed experts that are not served, each with the reason."""
+"""Classes with routed experts that are not served, with reasons."""

@@ -1,4 +1,4 @@
-"""The function that transformers calls in place of its own, as one opaque operator where code is compiled."""
+"""The function that transformers calls in place of its own, one opaque operator in compiled code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def call(
     Args:
         module: The experts module.
         hidden_states: [T,H].
-        top_k_index: [T,K] int64, local experts; those of other ranks are `num_experts`.
+        top_k_index: [T,K] int64, local experts; `num_experts` for other ranks' experts.
         top_k_weights: [T,K] in fp32 or the model's dtype.
 
     Returns:

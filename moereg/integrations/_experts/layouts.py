@@ -1,4 +1,4 @@
-"""Layouts of live experts modules: parameters to canonical weights, and back."""
+"""Converts live experts modules' parameters to canonical weights and back."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _FP8_BLOCK: Final = (128, 128)
 
 @dataclasses.dataclass(frozen=True)
 class LiveExperts:
-    """Meaning of a module's parameters.
+    """The meaning of a module's parameters.
 
     Attributes:
         num_experts, hidden_size, intermediate_size: Sizes on this rank.
-        activation: Between the matmuls.
-        parameters: Dotted names in the module that hold them.
-        canonical: Makes canonical weights of a module; views where nothing moves.
-        stored: Maps canonical weights to the parameters by name; None where they cannot be written back.
-        dtype: The problem's; None where the weights are quantized, since hidden states decide it.
+        activation: The activation between the matmuls.
+        parameters: Dotted names of the parameters in the module.
+        canonical: Makes a module's canonical weights; views where nothing moves.
+        stored: Maps canonical weights to the parameters by name; None if they cannot be written back.
+        dtype: The problem's dtype; None if the weights are quantized, since hidden states decide it.
         quant: Scheme of the weights.
-        has_bias: Of both matmuls.
+        has_bias: Whether both matmuls have biases.
     """
 
     num_experts: int
@@ -44,7 +44,7 @@ class LiveExperts:
     has_bias: bool = False
 
     def problem(self, top_k: int, dtype: torch.dtype, all_experts: int | None = None, **others: Any) -> MoEProblem:
-        """The layer's problem, in the weights' dtype where they decide it; `all_experts` are those of all ranks."""
+        """The layer's problem, in the weights' dtype if they have one; `all_experts` counts all ranks' experts."""
         return MoEProblem(
             num_experts=all_experts or self.num_experts,
             num_local_experts=self.num_experts,
@@ -60,7 +60,7 @@ class LiveExperts:
 
 
 def read_experts(module: torch.nn.Module) -> LiveExperts:
-    """Reads shapes and flags of a module; no values of its weights, which may be on meta.
+    """Reads a module's shapes and flags, but no values of its weights, which may be on meta.
 
     Raises:
         ArgumentError: moereg cannot compute what the module does; the message is a clause that says why.
@@ -78,7 +78,7 @@ def read_experts(module: torch.nn.Module) -> LiveExperts:
 
 _MXFP4: Final = "Mxfp4GptOssExperts"
 _ALWAYS_TRANSPOSED: Final = frozenset({"Llama4TextExperts"})
-"""Classes that have no flags to say so."""
+"""Transposed classes without a flag that says so."""
 
 
 def _parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
@@ -99,12 +99,12 @@ def _parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def _tensors(module: torch.nn.Module, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Parameters by field of `ExpertWeights`, of their names in the module by field."""
+    """Parameters by field of `ExpertWeights`, given their names by field."""
     return {field: _parameter(module, name).detach() for field, name in names.items()}
 
 
 def _in_halves(rows: torch.Tensor) -> torch.Tensor:
-    """Gate and up one after the other, of [E,2I,...] in which they alternate."""
+    """Puts alternating gate and up rows [E,2I,...] one after the other."""
     return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
 
 
@@ -125,7 +125,7 @@ def _same_dtype(named: Mapping[str, torch.Tensor]) -> None:
 
 
 def _fused(module: torch.nn.Module) -> LiveExperts:
-    """[E,2I,H] and [E,H,I]: transposed or not, gate and up after each other or alternating, as the flags say."""
+    """[E,2I,H] and [E,H,I], possibly transposed, with gate and up concatenated or alternating, as the flags say."""
     is_gated = bool(getattr(module, "has_gate", True))
     has_bias = bool(getattr(module, "has_bias", False))
     is_concatenated = bool(getattr(module, "is_concatenated", True))
@@ -208,7 +208,7 @@ def _flat(module: torch.nn.Module) -> LiveExperts:
 
 
 def _fp8(module: torch.nn.Module) -> LiveExperts:
-    """`FP8Experts`: codes with `*_scale_inv` for blocks or whole matrices, or MXFP4 codes in int8."""
+    """`FP8Experts`: codes with `*_scale_inv` per block or matrix, or MXFP4 codes in int8."""
     is_gated = bool(getattr(module, "has_gate", True))
     up_name = "gate_up_proj" if is_gated else "up_proj"
     names = {
@@ -233,7 +233,7 @@ def _fp8(module: torch.nn.Module) -> LiveExperts:
             f"blocks of {_FP8_BLOCK} with dynamic ones"
         )
     if quant == "fp8_tensor_static":
-        # transformers calls the scale of gate and up's input after the pair whether there is a gate or not.
+        # transformers names w13's input scale after gate and up even without a gate.
         names |= {"a13_scale": "gate_up_proj_activation_scale", "a2_scale": "down_proj_activation_scale"}
     activation = recognize(module, gate_function(module, True) if is_gated else module.act_fn, is_gated)  # type: ignore[arg-type]
 
@@ -244,7 +244,7 @@ def _fp8(module: torch.nn.Module) -> LiveExperts:
             if is_fp4:
                 fields[field] = fields[field].view(torch.uint8)
             elif block is None:
-                scale = scale.flatten(1)  # [E,2,1] of gate and up, [E,1,1] of down.
+                scale = scale.flatten(1)  # [E,2,1] for gate and up, [E,1,1] for down.
                 scale = scale[:, 0] if scale.shape[1] == 1 else scale
             fields[f"{field}_scale"] = scale
         return ExpertWeights(**fields, quant=quant)
@@ -261,7 +261,7 @@ def _fp8(module: torch.nn.Module) -> LiveExperts:
 
 
 def _mxfp4(module: torch.nn.Module) -> LiveExperts:
-    """`Mxfp4GptOssExperts`: codes and scales in the order of another library's kernels, which undoes it."""
+    """`Mxfp4GptOssExperts`: codes and scales in another library's kernel order, which that library undoes."""
     biases = {"w13_bias": "gate_up_proj_bias", "w2_bias": "down_proj_bias"}
     bias, down_bias = (_parameter(module, name) for name in biases.values())
     alpha, limit = float(module.alpha), float(module.limit)  # type: ignore[arg-type]
@@ -275,7 +275,7 @@ def _mxfp4(module: torch.nn.Module) -> LiveExperts:
             fields[field] = _unswizzled(getattr(module, name)).view(torch.uint8)
             fields[f"{field}_scale"] = _unswizzled(config.weight_scale).view(torch.uint8)
         fields |= {field: _in_halves(fields[field]) for field in ("w13", "w13_scale", "w13_bias")}
-        # Bytes until here: not every torch concatenates e8m0.
+        # Bytes until here, since not every torch concatenates e8m0.
         fields |= {field: fields[field].view(torch.float8_e8m0fnu) for field in ("w13_scale", "w2_scale")}
         return ExpertWeights(**fields, quant="mxfp4_w4a16")
 
@@ -286,14 +286,14 @@ def _mxfp4(module: torch.nn.Module) -> LiveExperts:
         quant="mxfp4_w4a16",
         activation=Activation("swigluoai", alpha=alpha, beta=1.0, limit=limit),
         has_bias=True,
-        # The codes are no parameters once they are swizzled.
+        # Once swizzled, the codes are no longer parameters.
         parameters=tuple(biases.values()),
         canonical=canonical,
     )
 
 
 def _unswizzled(wrapped: Any) -> torch.Tensor:
-    """[E,N,K packed] of a wrapped [E,K,N] tensor."""
+    """Unwraps a swizzled [E,K,N] tensor to [E,N,K packed]."""
     if isinstance(wrapped, torch.Tensor):
         return wrapped.detach()
     data: torch.Tensor = wrapped.storage.layout.unswizzle_data(wrapped.storage.data)

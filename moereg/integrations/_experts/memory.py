@@ -1,4 +1,4 @@
-"""Memory of a model, and freeing the canonical weights of experts whose kernels hold them in their own layout."""
+"""Counts a model's memory, and frees canonical weights that kernels hold in their own layout."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from moereg.weights.unpermute import same_bits
 
 
 def held_bytes(model: torch.nn.Module) -> int:
-    """Bytes of parameters, buffers and kernels' weights together; what is shared counts once."""
+    """Bytes of parameters, buffers and kernels' weights, counting shared memory once."""
     kernels = [kernel for module in model.modules() if (found := served(module)) for kernel in found.kernels.values()]
     of_kernels = (tensor for kernel in kernels for tensor in kernel.weights.flat())
     storages: dict[object, int] = {}
     for tensor in (*model.parameters(), *model.buffers(), *of_kernels):
-        if tensor.layout != torch.strided:  # Opaque tensors have no storage that torch shows.
+        if tensor.layout != torch.strided:  # torch does not expose the storage of opaque tensors.
             storages[id(tensor)] = tensor.numel() * tensor.element_size()
         elif not tensor.is_meta:
             storage = tensor.untyped_storage()
@@ -30,10 +30,10 @@ def held_bytes(model: torch.nn.Module) -> int:
 
 
 def check_can_free(module: torch.nn.Module, name: str) -> None:
-    """Checks that nobody else computes with the parameters of the module of that dotted name.
+    """Checks that nothing else computes with the parameters of the module of that dotted name.
 
     Raises:
-        ArgumentError: An adapter does, which must find them.
+        ArgumentError: An adapter needs them.
     """
     is_wrapped = name.rpartition(".")[2] == "base_layer"  # PEFT parametrizes what it wraps during each call.
     if is_wrapped or any(parametrize.is_parametrized(each) for each in module.modules()):
@@ -45,7 +45,7 @@ def check_can_free(module: torch.nn.Module, name: str) -> None:
 
 
 def shared_addresses(model: torch.nn.Module) -> frozenset[int]:
-    """Addresses of tensors that a model holds more than once: those of modules that are tied to each other."""
+    """Addresses of tensors that a model holds more than once, in tied modules."""
     tensors = (each for module in model.modules() for each in (*module._parameters.values(), *module._buffers.values()))
     held = Counter(each.data_ptr() for each in tensors if each is not None and each.layout == torch.strided)
     return frozenset(address for address, count in held.items() if address and count > 1)
@@ -54,13 +54,13 @@ def shared_addresses(model: torch.nn.Module) -> frozenset[int]:
 def release(found: ServedExperts, shared: Collection[int]) -> str | None:
     """Frees the parameters of a module whose kernel holds their values.
 
-    Its `state_dict` then has them all the same, out of the kernel, and so has another experts function. What changes
-    them, such as `.to(dtype)` or `load_state_dict`, brings them back as parameters.
+    `state_dict` and other experts functions then still get them, from the kernel. Operations that change them, such as
+    `.to(dtype)` or `load_state_dict`, bring them back as parameters.
 
     Args:
         found: The module and its kernel.
         shared: `shared_addresses` of the model. Such parameters are kept: freeing one frees no memory, and it would
-            come back as another than its twin.
+            come back untied.
 
     Returns:
         Why they are kept; None if they are freed.
@@ -79,7 +79,7 @@ def release(found: ServedExperts, shared: Collection[int]) -> str | None:
     for name, value in stored.items():
         owner, attribute = owner_of(module, name)
         parameter = owner._parameters[attribute]
-        # Bits, not numbers: NaN is not equal to itself.
+        # Compared as bits, since NaN is not equal to itself.
         if parameter is not None and parameter.data_ptr() in shared:
             return f"the model holds {name} in more than one place"
         if parameter is None or not same_bits(parameter.detach(), value):
@@ -92,7 +92,7 @@ def release(found: ServedExperts, shared: Collection[int]) -> str | None:
             torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
         )
         owner._parameters[attribute] = None
-    # Of this instance; `give_back` takes it away.
+    # On this instance; `give_back` removes it.
     module._apply = MethodType(_apply, module)  # type: ignore[method-assign]
     if not getattr(module, _HOOKED, False):
         setattr(module, _HOOKED, True)
@@ -106,7 +106,7 @@ _HOOKED: Final = "_moereg_hooked"
 
 
 def _apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
-    """In place of `nn.Module._apply`, which `.to()` and its like call: what it converts is there to be converted."""
+    """Replaces `nn.Module._apply`, which `.to()` and others call, to bring freed parameters back for conversion."""
     found = served(self)
     if found is not None and found.released:
         device = next(iter(found.kernels.values())).weights.device
@@ -125,7 +125,7 @@ def _save(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, loca
         return
     assert found.live.stored is not None
     for name, value in found.live.stored(found.restored()).items():
-        state_dict.setdefault(prefix + name, value)  # A parameter that was set since is there already.
+        state_dict.setdefault(prefix + name, value)  # A parameter set in the meantime is there already.
 
 
 def _before_load(
@@ -143,7 +143,7 @@ def _before_load(
     if any(prefix + name in state_dict for name in found.released):
         found.give_back()
     elif strict:
-        # Torch does not miss a parameter that is None.
+        # torch does not report a parameter that is None as missing.
         missing_keys.extend(prefix + name for name in found.released)
 
 

@@ -1,4 +1,4 @@
-"""Builds the model of a config.json on meta: modules and shapes, no memory and no weights."""
+"""Builds a config.json's model on meta: modules and shapes without memory or weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from moereg.errors import ArgumentError, described, shown
 
 _AUTO: Final = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
-"""The first that knows a config makes its model."""
+"""The first class that knows a config makes its model."""
 
 
 def model_on_meta(path: str | os.PathLike[str]) -> torch.nn.Module:
-    """The model of a directory. Code of the repository is not run.
+    """Builds a directory's model. Code of the repository is not run.
 
     Raises:
-        ArgumentError: There is no config.json, or transformers makes no model of it.
+        ArgumentError: There is no config.json, or transformers cannot make a model of it.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
@@ -40,12 +40,12 @@ def model_on_meta(path: str | os.PathLike[str]) -> torch.nn.Module:
             raise ArgumentError(f"transformers {transformers.__version__} has no model for {type(config).__name__}")
         quantization = getattr(config, "quantization_config", None)
         if quantization is not None:
-            del config.quantization_config  # Its own loaders would ask for a GPU.
+            del config.quantization_config  # Its own loaders would require a GPU.
         with torch.device("meta"):
             model: torch.nn.Module = kind.from_config(config, trust_remote_code=False)
     except ArgumentError:
         raise
-    except Exception as error:  # Whatever a config of strangers makes transformers raise.
+    except Exception as error:  # An untrusted config may make transformers raise anything.
         raise ArgumentError(
             f"transformers {transformers.__version__} makes no model of {str(folder / 'config.json')!r}: "
             f"{described(error)}; try moereg explain --checkpoint, which reads tensors instead"
@@ -55,10 +55,10 @@ def model_on_meta(path: str | os.PathLike[str]) -> torch.nn.Module:
 
 
 def scheme_of(model: torch.nn.Module) -> Callable[[str], str | None]:
-    """The scheme that experts of `model_on_meta` have once they are loaded, by the name of their module.
+    """The scheme that each experts module of `model_on_meta` has once loaded.
 
     Returns:
-        A function of the name; its result is None where they stay in the model's own dtype.
+        A function of the module's name; None if the experts keep the model's own dtype.
 
     Raises:
         ArgumentError: transformers loads this quantization into experts that moereg does not serve.
@@ -75,7 +75,7 @@ def scheme_of(model: torch.nn.Module) -> Callable[[str], str | None]:
 
 
 def _scheme(values: Mapping[str, Any]) -> str | None:
-    """Scheme of the converted experts; None where they are not quantized."""
+    """Scheme of the converted experts; None if they are not quantized."""
     if not values or values.get("dequantize"):
         return None
     method = str(getattr(values.get("quant_method"), "value", values.get("quant_method")))
@@ -95,14 +95,14 @@ def _scheme(values: Mapping[str, Any]) -> str | None:
 
 
 def _not_converted(model: torch.nn.Module, values: Mapping[str, Any]) -> list[str]:
-    """Patterns of modules that stay as they are, in the names of the model instead of those of its checkpoint."""
+    """Patterns of unconverted modules, in the model's names instead of its checkpoint's."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     found = [*(values.get("modules_to_not_convert") or ()), *(getattr(model, "_keep_in_fp32_modules", None) or ())]
     renamings = get_model_conversion_mapping(model)  # type: ignore[arg-type]
     names = []
     for name in found:
-        renamed = f"{name}."  # Renamings are written for names of weights.
+        renamed = f"{name}."  # Renamings are written for weights' names.
         for renaming in renamings:
             renamed, _ = renaming.rename_source_key(renamed)
         names.append(renamed.removesuffix("."))

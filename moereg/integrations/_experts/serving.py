@@ -1,4 +1,4 @@
-"""Serves a live experts module: makes its kernels, keeps them in step with its parameters, and runs them."""
+"""Serves a live experts module: makes its kernels, keeps them up to date with its parameters, and runs them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from moereg.weights.permuted import ExpertWeights
 from moereg.weights.versions import TensorState, are_elsewhere, check_counted, states_of
 
 NAMES: Final[set[str]] = set()
-"""Under which transformers knows `call`."""
+"""Names under which transformers knows `call`."""
 
 _ATTRIBUTE: Final = "_moereg"
-"""Attribute of the module, a plain one: no parameter, no buffer, nothing in `state_dict`."""
+"""A plain attribute of the module: no parameter, no buffer, nothing in `state_dict`."""
 
 
 def refused(module: torch.nn.Module, why: object, name: str = "") -> ArgumentError:
     """The error for a module that is not served: rule, value and cure."""
     place = f" ({name})" if name else ""
-    # Classes that are patched do not ask which implementation is set.
+    # Patched classes do not check which implementation is set.
     cure = "set_experts_implementation('eager')" if has_interface(module) else f"{_HERE}.restore(model)"
     return ArgumentError(f"moereg does not serve {type(module).__name__}{place}: {why}; {cure} runs it without moereg")
 
@@ -41,16 +41,16 @@ _HERE: Final = "moereg.integrations.transformers"
 
 
 def has_interface(module: torch.nn.Module) -> bool:
-    """Whether transformers' experts interface decides which function runs this module."""
+    """Whether transformers' experts interface selects this module's function."""
     # `use_experts_implementation` sets both on every instance.
     return "is_concatenated" in vars(module) and "is_transposed" in vars(module)
 
 
 def check_servable(module: torch.nn.Module, live: LiveExperts) -> torch.device:
-    """Device of the weights.
+    """Checks the weights and returns their device.
 
     Raises:
-        ArgumentError: They are on meta, on several devices, or come and go with each call.
+        ArgumentError: They are on meta, on several devices, or moved in for each call.
     """
     hook = getattr(module, "_hf_hook", None)
     for each in getattr(hook, "hooks", (hook,)):
@@ -69,11 +69,11 @@ def check_servable(module: torch.nn.Module, live: LiveExperts) -> torch.device:
 
 
 def problem_of(module: torch.nn.Module, live: LiveExperts, top_k: int, dtype: torch.dtype) -> MoEProblem:
-    """A module's layer, as a call with these tensors needs it."""
+    """A module's problem for a call with this top_k and dtype."""
     if not getattr(module, "_is_expert_parallel", False):  # transformers 5.17 has no such flag.
         return live.problem(top_k, dtype)
-    # Ids from `num_experts` on belong to other ranks. How many experts those have changes nothing here, but a
-    # token may name more experts than this rank has.
+    # Ids from `num_experts` on belong to other ranks, and their number does not matter. But a token may name more
+    # experts than this rank has.
     return live.problem(top_k, dtype, all_experts=max(live.num_experts + 1, top_k))
 
 
@@ -90,12 +90,12 @@ def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 class ServedExperts:
-    """The kernels of one module. Lives in the module; never pickled, since its layouts are one machine's.
+    """The kernels of one module. Lives in the module; never pickled, since its layouts are for one machine.
 
     Attributes:
         request: Keywords of `select_backend`.
-        kernels: By top_k and dtype of hidden states; one, unless callers differ.
-        released: The module's parameters as they were, as shapes and dtypes on meta, where their memory was freed.
+        kernels: Kernels by top_k and dtype of hidden states; usually one.
+        released: The module's freed parameters, as shapes and dtypes on meta.
     """
 
     def __init__(self, module: torch.nn.Module, request: Mapping[str, Names] | None = None) -> None:
@@ -118,7 +118,7 @@ class ServedExperts:
 
     @property
     def live(self) -> LiveExperts:
-        """Meaning of the module's parameters, read once."""
+        """The meaning of the module's parameters, read once."""
         if self._live is None:
             try:
                 self._live = read_experts(self.module)
@@ -127,9 +127,9 @@ class ServedExperts:
         return self._live
 
     def kernel(self, top_k: int, dtype: torch.dtype, selection: Selection | None = None) -> MoEKernel:
-        """The kernel for such calls, made of the parameters as they are now if it is not there yet.
+        """The kernel for such calls, made from the current parameters if missing.
 
-        The selection says how to make it, or the request where that is None.
+        The selection decides how to make it; if None, the request.
 
         Raises:
             ArgumentError: The module cannot be served; says why and what to do.
@@ -138,7 +138,7 @@ class ServedExperts:
         key = (top_k, dtype)
         kernel = self.kernels.get(key)
         if kernel is None:
-            # The kernel may share tensors that are made here, such as the halves of w13 put together.
+            # The kernel may share tensors that are made here, such as w13 joined from its halves.
             made = functools.partial(self._made, top_k, dtype, selection)
             kernel = self.kernels[key] = outside_pools(made, self._device)
         return kernel
@@ -160,7 +160,7 @@ class ServedExperts:
         return kernel
 
     def forget(self) -> None:
-        """Reads all parameters again at the next call, written into or not."""
+        """Makes the next call read all parameters again, whether they changed or not."""
         self._is_stale = True
 
     def _weights(self) -> ExpertWeights:
@@ -173,45 +173,44 @@ class ServedExperts:
             raise refused(self.module, error) from error
 
     def follow_parameters(self) -> None:
-        """Drops kernels whose parameters are elsewhere now, and reloads those whose parameters were written into."""
+        """Drops kernels whose parameters moved, and reloads those whose parameters were written."""
         module = self.module
         self.settle()
         if self.released:
             return
-        names = self.live.parameters  # Says what is wrong with tensors of other kinds.
+        names = self.live.parameters  # Raises a clear error for unusual tensors.
         try:
             states = states_of(_tensor(module, name) for name in names)
         except (AttributeError, AssertionError, RuntimeError) as error:
             raise refused(module, f"its parameters changed ({described(error)})") from error
         before = self._states
-        # What `parametrize.is_parametrized` asks, in a tenth of its time.
+        # The same check as `parametrize.is_parametrized`, in a tenth of its time.
         if any("parametrizations" in owner_of(module, name)[0]._modules for name in names):
-            self._is_stale = True  # Each read computes a new tensor, which may be where an old one was.
+            self._is_stale = True  # Each read computes a new tensor, maybe at an old one's address.
         if not self._is_stale:
             check_counted(before, states, f"call {_HERE}.refresh(model) after such writes")
         if states == before and not self._is_stale:
             return
         if before and are_elsewhere(before, states):
-            self._live = None  # Sizes and dtypes may be others.
+            self._live = None  # Sizes and dtypes may have changed.
             self.kernels.clear()
         elif self.kernels:
-            # In place, so that CUDA graphs see the new weights. What a kernel shares with the parameters, it reads
-            # there.
+            # In place, so that CUDA graphs see the new weights. Tensors shared with the parameters are up to date.
             weights = self._weights()
             for kernel in self.kernels.values():
                 kernel.reload(weights, write_shared=True)
-        # Not before: weights that are refused are refused at every call.
+        # Set only now, so that refused weights are refused at every call.
         self._states, self._is_stale = states, False
 
     def settle(self) -> None:
-        """Takes parameters that were set where freed ones had been; the others of the layer come back."""
+        """If freed parameters were set again, takes those and restores the layer's others."""
         if any(_held(self.module, name) is not None for name in self.released):
             self.give_back()
             self._live = None
             self.kernels.clear()
 
     def give_back(self) -> None:
-        """Puts freed parameters back, with the values that the kernel has; those that were set since stay."""
+        """Restores freed parameters from the kernel; ones that were set in the meantime stay."""
         if not self.released:
             return
         module, live = self.module, self.live
@@ -227,7 +226,7 @@ class ServedExperts:
         self._states = states_of(_tensor(module, name) for name in live.parameters)
 
     def restored(self) -> ExpertWeights:
-        """Canonical weights out of a kernel, where the module's own were freed.
+        """Reads canonical weights back from a kernel, after the module's own were freed.
 
         Raises:
             MoeregError: The layout cannot be inverted.
@@ -253,7 +252,7 @@ class ServedExperts:
         ids = topk_ids.reshape(rows.shape[0], topk_ids.shape[-1])
         if kernel.problem.is_expert_parallel:
             ids = torch.where(ids < live.num_experts, ids, -1)
-        # Routers count experts, so nothing wraps around here, and the kernel need not clamp: a launch less.
+        # A router's ids fit int32, so converting here saves the kernel's launch to clamp them.
         ids = ids.to(torch.int32)
         weights = topk_weights.detach().reshape(ids.shape).to(torch.float32).contiguous()
         out = kernel(rows, weights, ids.contiguous())
@@ -262,9 +261,9 @@ class ServedExperts:
     def __deepcopy__(self, memo: dict[int, Any]) -> ServedExperts | None:
         module = memo.get(id(self._module()))
         if module is None:
-            return None  # A copy of the attribute alone serves nobody.
+            return None  # Only the attribute was copied, not the module.
         served = ServedExperts(module, self.request)
-        if self.released:  # Otherwise its kernels are made at its first call, of the copied parameters.
+        if self.released:  # Otherwise its first call makes kernels from the copied parameters.
             served.released, served._live = dict(self.released), self._live
             served.kernels = copy.deepcopy(self.kernels, memo)
         return served
@@ -279,7 +278,7 @@ class ServedExperts:
 
 
 def _nothing() -> None:
-    """Stands for the kernels in a pickled module."""
+    """Replaces the kernels in a pickled module."""
 
 
 def served(module: torch.nn.Module) -> ServedExperts | None:
@@ -289,7 +288,7 @@ def served(module: torch.nn.Module) -> ServedExperts | None:
 
 
 def attach(module: torch.nn.Module, made: ServedExperts | None = None) -> ServedExperts:
-    """Gives a module its place for kernels. What it has stays where `made` is None."""
+    """Attaches kernels to a module; if `made` is None, existing ones stay."""
     found = served(module)
     if made is not None or found is None:
         found = ServedExperts(module) if made is None else made
@@ -304,7 +303,7 @@ _HOOKED: Final = "_moereg_follows_load"
 
 
 def _after_load(module: torch.nn.Module, _: Any) -> None:
-    # Tensors that were made in inference mode do not show that they were written into.
+    # Tensors made in inference mode do not record writes.
     found = served(module)
     if found is not None:
         found.forget()
@@ -316,7 +315,7 @@ def _held(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
 
 
 def detach(module: torch.nn.Module) -> None:
-    """Drops a module's kernels and every hook of ours, so that its pickles need no moereg."""
+    """Drops a module's kernels and all of our hooks, so that its pickles do not need moereg."""
     if served(module) is None:
         return
     for hooks in (
@@ -326,7 +325,7 @@ def detach(module: torch.nn.Module) -> None:
         module._load_state_dict_post_hooks,
     ):
         for key, hook in list(hooks.items()):
-            # Torch wraps some, and copies of the wrapper name no module.
+            # torch wraps some hooks, and copies of the wrapper have no `__module__`.
             if getattr(getattr(hook, "hook", hook), "__module__", "").startswith("moereg."):
                 del hooks[key]
     for name in [name for name in vars(module) if name.startswith(_ATTRIBUTE)]:

@@ -1,4 +1,4 @@
-"""Kernels compiled before the first call needs them: in this process's machine, or ahead for another one."""
+"""Compiles kernels before the first call needs them, on this machine or for another one."""
 
 from moereg.layer.warm_up.ahead import compile_ahead
 from moereg.layer.warm_up.here import warm_up

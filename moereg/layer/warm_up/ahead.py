@@ -1,4 +1,4 @@
-"""Compiling in another process, on all cores."""
+"""Compiles in another process, on all cores."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SECONDS_EACH: Final = 3.0
 """Mean seconds for a kernel on one core."""
 
 _COMPILER_BYTES: Final = 1 << 30
-"""Most memory that one compiler takes beside what all share."""
+"""Most memory of one compiler, besides what all share."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Ahead:
     """Kernels compiled by another process.
 
     Attributes:
-        kernels: In Triton's cache now.
-        counts: Numbers of tokens whose calls launch all of them.
-        fault: Why nothing could be compiled ahead; None where it could.
-        facts: What the keys in the cache depend on.
+        kernels: Kernels that are now in Triton's cache.
+        counts: Numbers of tokens whose calls together launch all of them.
+        fault: Why nothing could be compiled ahead, or None.
+        facts: Facts that the cache's keys depend on.
         notes: Lines for the user.
     """
 
@@ -55,7 +55,7 @@ class Ahead:
 
 
 def num_compilers(jobs: int | None = None) -> int:
-    """Compilers to run at once: as many as asked for, or one a core where memory holds them."""
+    """Number of parallel compilers: as requested, else one per core as far as memory allows."""
     if jobs is not None:
         return jobs
     free = free_memory_bytes(torch.device("cpu"))
@@ -65,20 +65,20 @@ def num_compilers(jobs: int | None = None) -> int:
 def compile_ahead(
     selection: Selection, counts: Sequence[int], folder: Path | None = None, jobs: int | None = None
 ) -> WarmUp:
-    """Compiles what a layer launches on the platform that was selected for, which need not be this machine.
+    """Compiles what a layer launches on the selection's platform, which need not be this machine.
 
     Args:
-        selection: With a winner.
+        selection: A selection with a winner.
         counts: Numbers of tokens, ascending.
-        folder: To compile into, and to ship; Triton's own cache where None.
-        jobs: Compilers at once; as many as cores and memory allow where None.
+        folder: Folder to compile into and to ship; None means Triton's own cache.
+        jobs: Parallel compilers; None means as many as cores and memory allow.
 
     Returns:
-        What was compiled; no kernels and the reason as a note where the backend compiles nothing ahead.
+        What was compiled; if the backend compiles nothing ahead, no kernels and a note with the reason.
 
     Raises:
-        ArgumentError: Nothing can be compiled here for that platform, or the folder cannot be written or holds what
-            another compiler made.
+        ArgumentError: Nothing can be compiled here for that platform, or the folder cannot be written or holds another
+            compiler's output.
         BackendError: A kernel did not compile.
     """
     start = time.monotonic()
@@ -117,17 +117,17 @@ def ask(
     weights: dict[str, Any] | None = None,
     shared_bytes: int | None = None,
 ) -> Ahead:
-    """Has another process compile, into Triton's cache of this one.
+    """Lets another process compile into this process's Triton cache.
 
     Args:
         selection, counts, jobs: As in `compile_ahead`.
         has_map: Whether calls have an expert map.
-        weights: As `described` says; all that a checkpoint may hold where None.
-        shared_bytes: Most shared memory of a program, as a device that is there says.
+        weights: The result of `described`; None means all that a checkpoint may hold.
+        shared_bytes: Most shared memory of a program, according to a device that is present.
 
     Raises:
         BackendError: A kernel did not compile.
-        MoeregError: As the process says.
+        MoeregError: The process reported it.
     """
     winner = selection.winner
     assert winner is not None
@@ -164,7 +164,7 @@ def _run(request: dict[str, Any], what: str, jobs: int) -> dict[str, Any]:
     environment = {
         **os.environ,
         "TRITON_CACHE_DIR": str(cache.cache_folder()),
-        # It has no device, whatever the machine has, and no threads, so that it can fork.
+        # It gets no device, even if the machine has one, and no threads, so that it can fork.
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
@@ -194,7 +194,7 @@ def _run(request: dict[str, Any], what: str, jobs: int) -> dict[str, Any]:
             if "error" in values:
                 raise getattr(errors, values["error"], ArgumentError)(values["message"])
             if not values["compiled"]:
-                continue  # What the cache has takes no time.
+                continue  # Cached kernels take no time.
             if advance is None:
                 seconds = values["total"] * _SECONDS_EACH / jobs
                 avoid = "moereg compile does it ahead, on any machine"
@@ -210,7 +210,7 @@ def _run(request: dict[str, Any], what: str, jobs: int) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process with its forks, which are of its session."""
+    """Kills the process and its forks, which share its session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""Calls of a layer whose numbers mean nothing: on torch's device `meta` to see launches, on a real one to load them."""
+"""Calls a layer with meaningless numbers: on torch's device `meta` to record launches, on a real one to load them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from moereg.weights.expert_weights import ExpertWeights
 from moereg.weights.permuted import PermutedWeights
 
 MOVING_KERNELS: Final = "moereg.kernels.rows.batches:"
-"""Begins the names of the kernels that move tokens in the batched format."""
+"""Prefix of the names of kernels that lay out tokens in the batched format."""
 
 Take = Callable[[tuple[tuple[int, ...], ...], torch.dtype, torch.device], tuple[torch.Tensor, ...]]
-"""Shapes, dtype and device to tensors whose contents are undefined."""
+"""Makes tensors of some shapes, a dtype and a device, with undefined contents."""
 
 
 def _take_new(
@@ -31,14 +31,14 @@ def _take_new(
 
 @dataclasses.dataclass(frozen=True)
 class DummyLayer:
-    """Experts with what a call of them needs.
+    """Experts, and the other inputs of a call.
 
     Attributes:
-        experts: To call.
-        weights: What they read, or tensors of the same sizes without memory.
-        expert_map: As a layer has it, or None.
-        take: Where scratch comes from.
-        moves: What lays tokens out in the batched format, where that launches kernels too; rows that are zeros if None.
+        experts: The experts to call.
+        weights: Their weights, or tensors of the same sizes without memory.
+        expert_map: The layer's map, or None.
+        take: Allocates scratch memory.
+        moves: Lays out tokens in the batched format if that launches kernels too; None makes rows of zeros.
     """
 
     experts: Experts
@@ -48,7 +48,7 @@ class DummyLayer:
     moves: BatchedPrepareFinalize | None = None
 
     def call(self, num_tokens: int) -> None:
-        """Calls the experts, and what moves tokens, with tokens that are zeros and go to all experts evenly."""
+        """Calls the experts and the token dispatcher with tokens of zeros, routed evenly to all experts."""
         problem, device = self.experts.problem, self.weights.device
         dtype, top_k = problem.torch_dtype, problem.top_k
         routes = torch.arange(num_tokens * top_k, dtype=torch.int32, device=device).view(num_tokens, top_k)
@@ -71,7 +71,7 @@ class DummyLayer:
         self._multiply(ExpertInputs(hidden_states, topk_weights, topk_ids, counts, self.expert_map), num_tokens)
 
     def _multiply(self, inputs: ExpertInputs, num_tokens: int) -> torch.Tensor:
-        """Runs the experts; returns what they wrote."""
+        """Runs the experts and returns their output."""
         problem, form = self.experts.problem, self.experts.output_form
         dtype = problem.torch_dtype if form == "reduced" else self.experts.rows_dtype
         width = problem.hidden_size * dtype.itemsize // problem.torch_dtype.itemsize
@@ -90,14 +90,14 @@ class DummyLayer:
 
 
 def moving_kernels(problem: MoEProblem, platform: Platform) -> BatchedPrepareFinalize | None:
-    """The token dispatcher that launches kernels on a platform that need not be here; None where none does."""
+    """The local dispatcher, if it launches kernels on the platform, which need not be this machine; else None."""
     if problem.activation_format != "batched" or not runs_kernels(platform):
         return None
     return BatchedPrepareFinalize(in_triton=True)
 
 
 def described(weights: PermutedWeights) -> dict[str, Any] | None:
-    """Permuted weights without their numbers, as JSON; None where an expert's tensors lie apart."""
+    """Shapes, strides and dtypes of permuted weights, as JSON; None if some are not tensors."""
     parts: dict[str, Any] = {"layout": weights.layout}
     for part, tensors in (("per_expert", weights.per_expert), ("shared", weights.shared)):
         parts[part] = {}
@@ -123,9 +123,9 @@ def undescribed(values: Mapping[str, Any]) -> PermutedWeights:
 
 
 def empty_weights(experts: Experts) -> Iterator[PermutedWeights]:
-    """Weights of the experts' problem on `meta`: once for each set of tensors that a checkpoint of its scheme may have.
+    """Weights on `meta`, once for each set of tensors that a checkpoint of the problem's scheme may have.
 
-    Scales may be one number a layer or one an expert, and some may be absent.
+    Scales may be per layer or per expert, and some may be absent.
     """
     problem, seen = experts.problem, []
     for canonical in _canonical(problem):

@@ -1,4 +1,4 @@
-"""Work spread over forks of this process, which inherit everything that it has made."""
+"""Spreads work over forks of this process, which inherit its state."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 
 def fan_out(num_tasks: int, work: Callable[[int], Any], num_forks: int) -> Iterator[tuple[int, Any]]:
-    """Does tasks 0, 1, ... in forks, which take the next one as they become free.
+    """Runs tasks 0, 1, ... in forks, each taking the next task when it is free.
 
-    The process must have no threads but its first.
+    The process must be single-threaded.
 
     Args:
-        num_tasks: How many.
-        work: A function of a task's number whose result can be pickled, and that does not raise.
-        num_forks: Processes at once.
+        num_tasks: Number of tasks.
+        work: Maps a task's number to a picklable result; must not raise.
+        num_forks: Number of parallel processes.
 
     Yields:
-        Each task with its answer, as they come; None for one whose process ended.
+        Each task with its result, in order of completion; None if its process ended.
     """
     context = multiprocessing.get_context("fork")
     tasks = iter(range(num_tasks))
@@ -30,7 +30,7 @@ def fan_out(num_tasks: int, work: Callable[[int], Any], num_forks: int) -> Itera
     def hand_next(fork: connection.Connection) -> None:
         if (task := next(tasks, None)) is not None:
             at_work[fork] = task
-            with contextlib.suppress(OSError):  # One that has ended does not answer either.
+            with contextlib.suppress(OSError):  # A fork that has ended sends nothing either.
                 fork.send(task)
 
     try:
@@ -49,7 +49,7 @@ def fan_out(num_tasks: int, work: Callable[[int], Any], num_forks: int) -> Itera
                     answer = answered.recv()
                     hand_next(answered)
                 yield task, answer
-        # Nobody is left to do the rest.
+        # No fork is left to do the rest.
         yield from ((task, None) for task in tasks)
     finally:
         for fork in forks:
@@ -58,7 +58,7 @@ def fan_out(num_tasks: int, work: Callable[[int], Any], num_forks: int) -> Itera
 
 
 def _serve(tasks: connection.Connection, ends: list[connection.Connection], work: Callable[[int], Any]) -> None:
-    """A fork's life; without the other ends of all pipes it ends with the process that it came from."""
+    """A fork's main loop; it closes its copies of the parent's pipe ends, so that it ends with the parent."""
     for end in ends:
         end.close()
     with contextlib.suppress(EOFError):

@@ -1,4 +1,4 @@
-"""Warming up a layer on the machine that it runs on."""
+"""Warms up a layer on the machine that it runs on."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from moereg.selection.result import Selection
 from moereg.weights.permuted import PermutedWeights
 
 _MOST_RECORDED: Final = 128
-"""Up to so many numbers of tokens that a caller names are called, so that their launches are recorded."""
+"""Up to this many of the caller's numbers of tokens are called, so that their launches are recorded."""
 
 _HOSTS: Final = ("cpu", "meta")
 
 _DONE: Final[dict[str, Ahead]] = {}
-"""Kernels compiled in this process, by request: a model has many layers of one kind."""
+"""Kernels compiled in this process, by request, since a model has many equal layers."""
 
 
 def warm_up(
@@ -45,7 +45,7 @@ def warm_up(
     jobs: int | None,
     moves: PrepareFinalize | None = None,
 ) -> WarmUp:
-    """As `MoEKernel.warm_up`, for its parts; `moves` lays tokens out on this rank, and may launch kernels for it."""
+    """Implements `MoEKernel.warm_up`; `moves` lays out tokens on this rank and may launch kernels for that."""
     start = time.monotonic()
     winner = selection.winner
     assert winner is not None
@@ -83,7 +83,7 @@ def warm_up(
 
 
 def _powers_of_two(least: int, most: int) -> tuple[int, ...]:
-    """The powers of two in a range, and its ends."""
+    """Powers of two within a range, and its ends."""
     return tuple(sorted({least, most, *(2**n for n in range(most.bit_length()) if least <= 2**n <= most)}))
 
 
@@ -97,12 +97,12 @@ def _ahead(selection: Selection, weights: PermutedWeights, has_map: bool, counts
 
     platform, device = selection.platform, weights.device
     shared_bytes = None
-    if device.type == "cuda":  # Not every build of torch tells.
+    if device.type == "cuda":  # Not every torch build has this attribute.
         shared_bytes = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
     if Target.of(platform.kind, platform.arch, shared_bytes) is None:
         return Ahead(fault=f"Triton's kernels are not compiled ahead for {platform}")
     folder = cache.cache_folder()
-    # A shipped folder may be read-only and whole. What it lacks would be named by the compiler.
+    # A shipped folder may be complete and read-only. If not, the compiler will name what it lacks.
     if check_shipped(folder, platform, shared_bytes) is None:
         check_writable(folder)
     key = json.dumps([selection.to_dict(), counts, has_map, description, str(folder)])
@@ -115,7 +115,7 @@ def _ahead(selection: Selection, weights: PermutedWeights, has_map: bool, counts
 
 
 def _run(selection: Selection, layer: DummyLayer, counts: tuple[int, ...], *, counts_compilations: bool) -> int:
-    """Makes calls on the device; returns how many kernels Triton compiled meanwhile."""
+    """Makes calls on the device; returns how many kernels Triton compiled in the meantime."""
     device = layer.weights.device
     try:
         with contextlib.ExitStack() as stack:
@@ -125,7 +125,7 @@ def _run(selection: Selection, layer: DummyLayer, counts: tuple[int, ...], *, co
 
                 count = stack.enter_context(counted_compilations())
             stack.enter_context(plain_torch())
-            # The largest first, so that scratch is allocated once.
+            # Largest first, so that scratch memory is allocated once.
             for num_tokens in reversed(counts):
                 layer.call(num_tokens)
         return 0 if count is None else count.compiled

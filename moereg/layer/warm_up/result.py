@@ -1,4 +1,4 @@
-"""The numbers of tokens that a layer is warmed up for, and the result."""
+"""Numbers of tokens to warm up a layer for, and the result."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from moereg.arguments import check_count
 from moereg.errors import ArgumentError, shown
 
 _LARGEST_COUNT: Final = 16384
-"""Up to here where nobody says how many tokens a call has."""
+"""Default upper limit of tokens per call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledVariant:
-    """One kernel as some launch of the layer asks for it.
+    """One specialization of a kernel that the layer launches.
 
     Attributes:
-        name: Of the kernel; several variants share it.
-        seconds: Of one core.
+        name: The kernel's name; several variants share it.
+        seconds: Compile time on one core.
         was_there: Whether the cache had it.
     """
 
@@ -34,13 +34,13 @@ class WarmUp:
     """Kernels that were compiled for a layer.
 
     Attributes:
-        backend: The layer's.
-        token_counts: Ascending.
-        kernels: Everything that calls with so many tokens launch.
-        num_run: Calls that were made on the device, to load what was compiled and to record launches.
-        seconds: Altogether.
-        cache: Triton's folder; None where nothing was asked of it.
-        notes: What else a user may want to know, one line each.
+        backend: The layer's backend.
+        token_counts: Numbers of tokens, ascending.
+        kernels: Everything that calls with these numbers of tokens launch.
+        num_run: Calls made on the device, to load kernels and to record launches.
+        seconds: Total time.
+        cache: Triton's cache folder; None if it was not used.
+        notes: Further information for the user, one line each.
     """
 
     backend: str
@@ -53,11 +53,11 @@ class WarmUp:
 
     @property
     def num_compiled(self) -> int:
-        """Kernels that were compiled, which the cache did not have."""
+        """Number of kernels that were compiled because the cache lacked them."""
         return sum(not kernel.was_there for kernel in self.kernels)
 
     def to_dict(self) -> dict[str, Any]:
-        """The part of `moereg compile --json` that says what was done."""
+        """The JSON form, for `moereg compile --json`."""
         return {
             "backend": self.backend,
             "token_counts": summary_of(self.token_counts),
@@ -82,14 +82,14 @@ class WarmUp:
 
 
 def check_token_counts(token_counts: object, most: int | None = None) -> tuple[int, ...]:
-    """The numbers of tokens, ascending.
+    """Checks and sorts numbers of tokens.
 
     Args:
-        token_counts: Whole numbers, a call without tokens among them or not; 1 to `most` where None.
-        most: Of a call of the layer, where known; 16,384 where None.
+        token_counts: Whole numbers, 0 allowed; None means 1 to `most`.
+        most: Most tokens of a call, if known; None means 16,384.
 
     Raises:
-        ArgumentError: Something else was passed, a number is negative, or there is none.
+        ArgumentError: A number is negative or no integer, or there is none.
     """
     if token_counts is None:
         return tuple(range(1, (most or _LARGEST_COUNT) + 1))
@@ -104,7 +104,7 @@ def check_token_counts(token_counts: object, most: int | None = None) -> tuple[i
 
 
 def shown_counts(counts: Sequence[int]) -> str:
-    """`1 token`, `1 to 64 tokens`, or `3 numbers of tokens from 1 to 64` where some are left out."""
+    """`1 token`, `1 to 64 tokens`, or `3 numbers of tokens from 1 to 64` if some are left out."""
     least, most = counts[0], counts[-1]
     if len(counts) == 1:
         return f"{least} token{'s' * (least > 1)}"
@@ -114,5 +114,5 @@ def shown_counts(counts: Sequence[int]) -> str:
 
 
 def summary_of(counts: Sequence[int]) -> dict[str, int]:
-    """Numbers of tokens as JSON says them."""
+    """The JSON form of numbers of tokens."""
     return {"number": len(counts), "least": counts[0], "most": counts[-1]}

@@ -1,4 +1,4 @@
-"""Folders of kernels that were compiled ahead, maybe on another machine: checked against this one before they serve."""
+"""Folders of kernels compiled ahead, maybe on another machine, and checked against this one before use."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from moereg.selection.result import Selection
 _VARIABLE: Final = "MOEREG_KERNEL_CACHE"
 
 _USED: Final[set[tuple[str, str]]] = set()
-"""Folders of the variable that this process uses, each with the platform that it was checked for."""
+"""Folders named by the variable that this process uses, each with the platform it was checked for."""
 
 
 def note_layer(
     folder: Path, selection: Selection, counts: Sequence[int], facts: Mapping[str, str], num_kernels: int
 ) -> None:
-    """Writes what was compiled for a layer into the folder's note."""
+    """Records what was compiled for a layer in the folder's note."""
     from moereg.kernels.launch import cache
 
     layer = {
@@ -52,17 +52,17 @@ def check_writable(folder: Path, is_named: bool = False) -> None:
 
 @contextlib.contextmanager
 def use_folder(platform: Platform, folder: Path | None) -> Iterator[Path]:
-    """Has Triton keep its cache in a folder meanwhile.
+    """Points Triton's cache at a folder within the context.
 
     Args:
-        platform: That is compiled for.
-        folder: The folder, which is made if it is not there; Triton's own where None.
+        platform: The platform to compile for.
+        folder: The folder, created if missing; None means Triton's own.
 
     Yields:
         The folder's full path.
 
     Raises:
-        ArgumentError: It cannot be written, or holds what another compiler made.
+        ArgumentError: It cannot be written, or holds another compiler's output.
     """
     from moereg.kernels.launch import cache
 
@@ -86,18 +86,18 @@ def use_folder(platform: Platform, folder: Path | None) -> Iterator[Path]:
 
 
 def check_shipped(folder: Path, platform: Platform, shared_bytes: int | None = None) -> dict[str, Any] | None:
-    """Checks a folder that `moereg compile` has filled, and makes it this machine's own where it was moved.
+    """Checks a folder filled by `moereg compile`, and adapts it if it was moved.
 
     Args:
         folder: The folder.
-        platform: That its kernels shall run on, with the Triton of this process.
+        platform: The platform to run on, with this process's Triton.
         shared_bytes: As in `Target.of`.
 
     Returns:
-        Its note, or None where there is none: a cache of Triton's own.
+        Its note, or None for an ordinary Triton cache.
 
     Raises:
-        ArgumentError: Triton would compile everything again, or would not find it.
+        ArgumentError: Triton would not find the kernels or would compile them again.
     """
     from moereg.kernels.launch import cache
     from moereg.kernels.launch.ahead import Target
@@ -114,12 +114,12 @@ def check_shipped(folder: Path, platform: Platform, shared_bytes: int | None = N
 
 
 def use_shipped_kernels(platform: Platform) -> None:
-    """Has Triton read the kernels of the folder that `MOEREG_KERNEL_CACHE` names, once it is known to serve here.
+    """Lets Triton read the kernels in the folder named by `MOEREG_KERNEL_CACHE`, after checking that they fit.
 
-    Does nothing where the variable is not set, or for a platform that Triton does not compile for.
+    Does nothing if the variable is not set, or for a platform that Triton does not compile for.
 
     Raises:
-        ArgumentError: Triton would compile everything again, or would not find it.
+        ArgumentError: Triton would not find the kernels or would compile them again.
     """
     name = os.environ.get(_VARIABLE)
     if not name or (name, str(platform)) in _USED or platform.kind not in ("cuda", "rocm"):

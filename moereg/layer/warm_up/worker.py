@@ -1,12 +1,11 @@
-"""`python -m moereg.layer.warm_up.worker`: compiles all that calls of a layer launch, where no GPU has to be.
+"""`python -m moereg.layer.warm_up.worker`: compiles everything that a layer's calls launch, without needing a GPU.
 
-Started by `moereg.layer.warm_up.ahead`. It reads one request from standard input, as JSON, and answers on standard
-output, a line of JSON for each piece of progress and one with the result. It makes itself a process for the device
-that is compiled for, with launches that only ask, and forks once everything is imported:
+Started by `moereg.layer.warm_up.ahead`. It reads one JSON request from standard input and answers on standard output,
+one line of JSON per progress step and one with the result. It imitates a process with the target device, records
+launches instead of making them, and forks once everything is imported:
 
-1. Forks run the launch code at every number of tokens. A number adds something where its launches are others than those
-   of all numbers before.
-2. The process runs these numbers again, so that it holds the variants, and forks compile one after another.
+1. Forks run the launch code at every number of tokens, and keep those whose launches differ from all smaller ones'.
+2. The process reruns those numbers, so that it holds the variants, and forks compile them one by one.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from moereg.plugins.modules import import_modules
 from moereg.selection.result import Selection
 
 _BLOCK: Final = 64
-"""Numbers of tokens that a fork takes at once."""
+"""Numbers of tokens per task of a fork."""
 
 Tell = Callable[[dict[str, Any]], None]
 
 
 class _NothingAheadError(Exception):
-    """Says why nothing of a layer can be compiled ahead."""
+    """Nothing of a layer can be compiled ahead; says why."""
 
 
 def main() -> None:
@@ -78,7 +77,7 @@ def _answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
         counts, variants = _sweep(layers, launches, request["counts"], request["jobs"])
     except _NothingAheadError as fault:
         return {"fault": str(fault)}
-    # Those that move tokens serve every backend, also one that runs none of its own.
+    # Kernels that move tokens exist for every backend, even one without kernels of its own.
     if all(variant.name.startswith(MOVING_KERNELS) for variant in variants):
         return {"fault": "it launches no Triton kernels"}
     # Reads Triton's own files, once for all forks.
@@ -94,7 +93,7 @@ def _sweep(
     """Runs the launch code at every number of tokens.
 
     Returns:
-        Numbers of tokens, one for each list of launches; what all of them launch.
+        One number of tokens per distinct list of launches, and the variants that they launch.
 
     Raises:
         _NothingAheadError: The launch code does not run without a device.
@@ -112,10 +111,10 @@ def _sweep(
         return f"its calls need the device: {described(error)}"
 
     try:
-        launched(counts[0])  # Forks have what it imports.
-    except Exception as error:  # A backend's launch code may do anything that needs the device.
+        launched(counts[0])  # Forks inherit what this imports.
+    except Exception as error:  # A backend's launch code may need the device.
         raise _NothingAheadError(fault_of(error)) from error
-    # Interleaved, since calls of more tokens may launch more.
+    # Interleaved, since calls with more tokens may launch more.
     num_blocks = -(-len(counts) // _BLOCK)
 
     def block(number: int) -> dict[str, int] | str:
@@ -140,12 +139,12 @@ def _sweep(
 
 
 def _compile(target: Target, variants: list[Variant], jobs: int, tell: Tell) -> tuple[list[dict[str, Any]], list[str]]:
-    """Compiles all of them, those that take long first; the second result is what a user may want to know."""
+    """Compiles all variants, slow ones first; also returns notes for the user."""
     variants = sorted(variants, key=lambda variant: -variant.effort)
     host = HostBuilder(target)
 
     def one(number: int) -> dict[str, Any]:
-        # ptxas and LLVM write about what they do to the standard streams.
+        # ptxas and LLVM write to the standard streams.
         with contextlib.redirect_stdout(io.StringIO()):
             if number == len(variants):
                 host.build_binding()
@@ -174,12 +173,12 @@ def _compile(target: Target, variants: list[Variant], jobs: int, tell: Tell) -> 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time compiles into a folder: ranks of one engine find what the first has compiled."""
+    """Lets one process at a time compile into a folder, so that an engine's other ranks find its kernels."""
     try:
         import fcntl
 
         lock = (folder / "moereg_compiling.lock").open("w")
-    except (ImportError, OSError):  # A folder that cannot be written may still hold everything.
+    except (ImportError, OSError):  # A read-only folder may still be complete.
         yield
         return
     with lock:
