@@ -15,6 +15,7 @@ import pytest
 from moereg import cli
 from moereg.spec import model_shapes as shapes
 from moereg.tuning.roofline import Ceilings
+from tests.project.test_author_pages import blocks_of as files_of
 from tests.support.console_blocks import Command, Environment, commands_in
 from tests.support.snippets import Block, blocks_of, small_models, write_layers
 from tests.support.toml import tomllib
@@ -45,8 +46,11 @@ INSTEAD: Final = {
     "python -m benches.report": "python -m benches.report --help",
     # One check of one backend is a second, all of them a minute.
     "moereg verify NAME --quarantine": "moereg verify torch --check rejections --quarantine",
-    # The page for authors runs all of them.
-    "moereg verify my_kernel": "moereg verify my_kernel --check float32",
+    # The page for authors runs all of its checks.
+    "moereg verify my_kernel.py": "moereg verify my_kernel.py --check float32",
+    "moereg bench my_kernel.py --model qwen3-30b-a3b": (
+        "moereg bench my_kernel.py --experts 8 --hidden 64 --intermediate 32 --top-k 2"
+    ),
     "moereg verify NAME --unquarantine": "moereg verify torch --unquarantine",
 }
 """What runs in a command's place."""
@@ -180,6 +184,10 @@ def test_extras_that_are_installed_exist() -> None:
 @pytest.mark.timeout(900)
 def test_what_is_installed_runs(tmp_path: Path) -> None:
     environment = Environment(tmp_path / "environment")
+    # Where a page begins with commands on the author's file, it is the one of the page for authors.
+    for file, _, text in files_of("backend-authors.md"):
+        if file == "my_kernel.py":
+            (tmp_path / file).write_text(text)
     for name, command in COMMANDS:
         if _needs_environment(command):
             command = dataclasses.replace(command, line=INSTEAD.get(command.line, command.line))

@@ -22,7 +22,7 @@ class ManifestError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a shared object contains.
+    """Contents of a shared object.
 
     Attributes:
         module: FlashInfer's name of the module, such as `fused_moe_90`.
