@@ -47,7 +47,7 @@ INSTEAD: Final = {
     # One check of one backend is a second, all of them a minute.
     "moereg verify NAME --quarantine": "moereg verify torch --check rejections --quarantine",
     # The page for authors runs all of its checks.
-    "moereg verify my_kernel.py": "moereg verify my_kernel.py --check float32",
+    "moereg verify my_kernel.py": "moereg verify my_kernel.py --check workspaces",
     "moereg bench my_kernel.py --model qwen3-30b-a3b": (
         "moereg bench my_kernel.py --experts 8 --hidden 64 --intermediate 32 --top-k 2"
     ),
