@@ -183,8 +183,8 @@ class CheckpointFiles(contextlib.ExitStack):
         target = Path(os.path.realpath(path))
         if not any(target.is_relative_to(root) for root in self._link_roots):
             raise CheckpointError(
-                f"files of a checkpoint must be in its directory, got {path}, a link to {target}; copy the file there "
-                "(only those of the Hub's cache may be links)"
+                f"files of a checkpoint must be in its directory, got {path}, a link to {target}; copy the file there, "
+                "or give the directory of the Hub's cache that has it (only a snapshot's files may be links)"
             )
         return path
 

@@ -57,5 +57,5 @@ def link_roots(folder: Path) -> tuple[Path, ...]:
     """
     model = folder.parent.parent
     if folder.parent.name == "snapshots" and model.name.startswith("models--"):
-        return folder, model / "blobs", model.parent / "blobs"
+        return folder, *(Path(os.path.realpath(each / "blobs")) for each in (model, model.parent))
     return (folder,)

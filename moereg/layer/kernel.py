@@ -11,13 +11,13 @@ import torch
 
 from moereg.arguments import check_flag, check_instance
 from moereg.dispatch import Selection
-from moereg.errors import ArgumentError, LayoutMismatchError
+from moereg.errors import ArgumentError, GradientError, LayoutMismatchError
 from moereg.experts import Experts
 from moereg.layer import backend_calls
 from moereg.layer.checks import check_call, check_no_alias, check_no_transform, check_values
 from moereg.layer.in_turn import InTurn
 from moereg.layer.move_experts import exchange_experts
-from moereg.layer.no_backward import joined
+from moereg.layer.no_backward import joined, wants_gradient
 from moereg.layer.one_expert import OneExpert
 from moereg.layer.warm_up import WarmUp, warm_up
 from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize
@@ -110,11 +110,12 @@ class MoEKernel:
             out: [T,H] to overwrite, contiguous, aliasing no input; None allocates one.
 
         Returns:
-            `out`: the sum over this rank's experts. Where an input requires a gradient, a view of it, and a backward
-            pass raises `GradientError`.
+            `out`: the sum over this rank's experts. Where an input requires a gradient, a backward pass raises
+            `GradientError`.
 
         Raises:
             BackendError: The backend's own code raised; names it and its distribution.
+            GradientError: `out` is passed and an input requires a gradient.
             GroupError: Ranks of the group call different layers, another thread of this process calls one, or a rank
                 has ended or stalled.
             ValueError: A shape, dtype or device is wrong, or `out` aliases an input; on a CPU, or on a GPU with
@@ -123,6 +124,11 @@ class MoEKernel:
         """
         check_call(self.problem, self._device, hidden_states, topk_weights, topk_ids, out)
         is_own = out is None
+        if out is not None and wants_gradient(hidden_states, topk_weights):
+            raise GradientError(
+                "out must be None where an input requires a gradient, since a tensor that is passed stays outside of "
+                "autograd's graph; leave it out, or call under torch.no_grad()"
+            )
         if out is None:
             out = torch.empty_like(hidden_states)
         if self._communicates or hidden_states.shape[0]:

@@ -22,20 +22,21 @@ def joined(out: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
         inputs: All that it was computed from and that may require a gradient.
 
     Returns:
-        `out` itself where autograd follows none of the inputs, else a view of it whose gradient is a `GradientError`.
+        `out` itself where autograd follows none of the inputs, else the same memory in a tensor whose gradient is a
+        `GradientError`.
     """
     if not wants_gradient(*inputs):
         return out
     followed = [each for each in inputs if each is not None and each.requires_grad]
-    view: torch.Tensor = _NoBackward.apply(out, *followed)  # type: ignore[no-untyped-call]
-    return view
+    found: torch.Tensor = _NoBackward.apply(out, *followed)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _NoBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, *followed: torch.Tensor) -> torch.Tensor:
         ctx.shapes = [each.shape for each in followed]
-        return out.view_as(out)
+        return out.detach()  # A view of an argument could not be written in place, as in `out += shared(x)`.
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

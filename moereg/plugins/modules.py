@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,13 +46,13 @@ def import_modules(names: Iterable[str]) -> None:
 def _import_file(path: pathlib.Path) -> None:
     path = path.resolve()
     known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path):
+    if known is not None and os.path.realpath(getattr(known, "__file__", None) or "") == str(path):
         return
     if not path.stem.isidentifier():
         raise ImportError(f"a file's name must be letters, digits and underscores, got {path.name}; rename the file")
     # Also of what is not imported yet: a file such as triton.py must not become the library.
     taken = importlib.util.find_spec(path.stem) if known is None else known
-    if taken is not None and getattr(taken, "origin", None) != str(path):
+    if taken is not None and os.path.realpath(getattr(taken, "origin", None) or "") != str(path):
         where = getattr(known, "__file__", None) or getattr(taken, "origin", None) or "a built-in module"
         raise ImportError(f"the name {path.stem} is taken by {where}; rename the file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -59,11 +60,14 @@ def _import_file(path: pathlib.Path) -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
+    backends, movements = REGISTRY.snapshot(), MOVEMENTS.snapshot()
     try:
         with registering_origin(path.name):
             spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[path.stem]
+        REGISTRY.restore(backends)
+        MOVEMENTS.restore(movements)
         if isinstance(error, ModuleNotFoundError) and (path.parent / f"{error.name}.py").exists():
             raise ImportError(f"{error}: a file is imported alone; make both a package and install it") from error
         raise
@@ -101,7 +105,7 @@ def own_modules(name: str = "", is_needed: bool = False) -> tuple[str, ...]:
                 f"a worker process must be able to import {cell.class_name} of {module}, which has no module; put it "
                 "into a file (moereg verify ./my_backend.py), or pass isolate=False"
             )
-        found.setdefault(str(file) if "." not in module and is_file_name(str(file)) else module)
+        found.setdefault(str(file) if pathlib.Path(file).name == f"{module}.py" else module)
     return tuple(found)
 
 

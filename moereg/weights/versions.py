@@ -181,4 +181,4 @@ def _factors(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     # 8-byte words that are summed at a time: few enough for a CPU's cache, enough to keep a GPU busy.
     count = 1 << 18 if device.type == "cpu" else 1 << 22
-    return (torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1).to(device)
+    return (torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator, device="cpu") | 1).to(device)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moereg.errors import ArgumentError
 from moereg.plugins.loader import load_backends
 from moereg.plugins.modules import import_modules, own_modules
 from moereg.registry import REGISTRY
@@ -122,10 +123,33 @@ def test_what_a_file_imports_keeps_its_origin(file: Path) -> None:
     assert (origins["torch"], origins["my_kernel"]) == ("builtin", "my_kernel.py")
 
 
-def test_what_another_process_has_to_import(file: Path) -> None:
+def test_what_another_process_has_to_import(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import_modules([str(file)])
     assert own_modules() == own_modules("my_kernel") == (str(file),)
     assert own_modules("torch") == ()
+    package, link = file.parent / "my_package", file.with_name("link")
+    package.mkdir()
+    (package / "__init__.py").write_text("from .inner import KERNEL\n" + SOURCE.replace("my_kernel", "packaged"))
+    (package / "inner.py").write_text("KERNEL = 1\n")
+    (file.parent / "linked").mkdir()
+    (file.parent / "linked" / "behind_a_link.py").write_text(SOURCE.replace("my_kernel", "linked"))
+    link.symlink_to("linked")
+    for folder in (link, file.parent):
+        monkeypatch.syspath_prepend(str(folder))
+    import_modules(["my_package", "behind_a_link"])
+    assert own_modules("packaged") == ("my_package",)
+    assert own_modules("linked") == (str(link / "behind_a_link.py"),)
+    before = REGISTRY.cells
+    import_modules(own_modules())
+    assert REGISTRY.cells == before
+
+
+def test_a_file_that_fails_leaves_nothing(file: Path) -> None:
+    before = REGISTRY.cells
+    file.write_text(f"{SOURCE}1 / 0\n")
+    with pytest.raises(ArgumentError, match="division by zero"):
+        import_modules([str(file)])
+    assert REGISTRY.cells == before
 
 
 @pytest.mark.slow

@@ -55,7 +55,10 @@ def main() -> None:
 
 
 def _answer(request: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    import_modules(request["modules"])
+    try:
+        import_modules(request["modules"])
+    except ArgumentError as error:
+        return {"fault": str(error)}
     selection = Selection.from_dict(request["selection"])
     platform, winner = selection.platform, selection.winner
     target = Target.of(platform.kind, platform.arch, request["shared_bytes"])
