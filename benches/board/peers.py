@@ -254,7 +254,7 @@ def headline() -> str:
     text += "rows are missing."
     of_itself = sum(one.outcome == "lost" for one in page.rows_of("h200")) - sum(one.outcome == "lost" for one in board)
     if of_itself:
-        text += f" It counts {of_itself} more lost, to another class of `{OWN}`."
+        text += f" It counts {of_itself} more lost, to another experts class of `{OWN}` itself."
     if shards:
         text += f" Rows of shards predate `{OWN}`'s Hopper kernels for per-tensor scales."
     heads = ["rows", f"fastest other's time / `{OWN}`'s, mean", "worst", "outcome"]

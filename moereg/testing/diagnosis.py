@@ -163,10 +163,12 @@ class _MistakenCall(LayerCall):
     Attributes:
         edits: Edits by name: of one expert's matrix (`w13` or `w2`), its bias (`w13_bias`), or the rows that a matrix
             multiplies (`a13`, `a2`).
+        shifts: How many experts further a matrix is read from, by its name.
         scales_bias: Whether routing weights scale the bias of w2 with the rest of the output.
     """
 
     edits: Mapping[str, _Edit] = dataclasses.field(default_factory=dict)
+    shifts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     scales_bias: bool = True
 
     def with_rows(self, kept: torch.Tensor) -> _MistakenCall:
@@ -178,7 +180,8 @@ class _MistakenCall(LayerCall):
         return dataclasses.replace(self, edits=edits)
 
     def matrix(self, name: str, expert: int) -> torch.Tensor:
-        return self._edited(name, super().matrix(name, expert))
+        shifted = (expert + self.shifts.get(name, 0)) % self.problem.num_local_experts
+        return self._edited(name, super().matrix(name, shifted))
 
     def gemm2(self, expert: int, topk_weights: torch.Tensor) -> torch.Tensor:
         if self.scales_bias:
@@ -226,6 +229,8 @@ def _matrix_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]
                 f"experts off by one (each has the {name} one's weights)",
                 dataclasses.replace(call, local_ids=torch.where(call.local_ids < 0, -1, shifted)),
             )
+            for matrix in MATRICES:
+                yield f"{matrix} of the {name} expert", dataclasses.replace(call, shifts={matrix: step})
 
 
 def _routing_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:

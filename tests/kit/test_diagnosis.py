@@ -75,6 +75,8 @@ _MISTAKES = {
     ),
     "applied twice": lambda p, i, w13, w2: _layer(p, _with_weights(i, i.topk_weights**2), w13, w2),
     "off by one": lambda p, i, w13, w2: _layer(p, i, w13, w2, shift=1),
+    "w13 of the previous expert": lambda p, i, w13, w2: _layer(p, i, w13.roll(1, 0), w2),
+    "w2 of the next expert": lambda p, i, w13, w2: _layer(p, i, w13, w2.roll(-1, 0)),
     "activation gelu": lambda p, i, w13, w2: _layer(p, i, w13, w2, activation=ACTIVATIONS["gelu"]),
     "the last 8 of 136 columns of hidden_states": lambda p, i, w13, w2: _layer(
         p, i, w13, w2, rounded=lambda x: _cut(8)(x) if len(x) == 136 else x
