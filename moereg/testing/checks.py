@@ -327,7 +327,10 @@ def check_faults_are_caught(cell: BackendCell, scheme: QuantScheme) -> None:
     for fault, faulty in plant_faults(weights):
         out = build(case, faulty)(*inputs.call)
         error = relative_error(out, truth)
-        assert error > least, f"{scheme.name} with {fault}: error {error:.2e}, must be above {least:.1e}"
+        assert error > least, (
+            f"{scheme.name} with {fault}, planted by this check: error {error:.2e} against the layer without"
+            f", must be above {least:.1e}"
+        )
 
 
 def check_activations_are_rounded(cell: BackendCell, scheme: QuantScheme) -> None:

@@ -417,7 +417,7 @@ def test_a_broken_promise_is_seen(kind: str, fault: str, message: str, broken: A
 
 # Below: a GPU that is faked, and faults that are planted.
 ELSEWHERE = {"graph", "synchronization", "faults"}
-MORE_MESSAGES = ["a replayed graph gave another result than eager code", ", must be above "]
+MORE_MESSAGES = ["a replayed graph gave another result than eager code", "planted by this check: error"]
 
 
 def test_no_check_is_without_a_backend_that_it_refuses() -> None:
@@ -480,7 +480,7 @@ def test_each_fault_must_be_seen_well_above_the_bound(
     monkeypatch.setattr(checks, "plant_faults", spoiled_by(1.1 * least * bound))
     of_scheme("faults", scheme, cell)
     monkeypatch.setattr(checks, "plant_faults", spoiled_by(0.9 * least * bound))
-    with pytest.raises(AssertionError, match=rf"{scheme} with share .*: error .*, must be above"):
+    with pytest.raises(AssertionError, match=rf"{scheme} with share .*, planted by this check: .*, must be above"):
         of_scheme("faults", scheme, cell)
 
 
