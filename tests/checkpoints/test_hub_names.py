@@ -120,3 +120,10 @@ def test_links_lead_nowhere_but_into_the_blobs(snapshot: Path, tmp_path: Path, c
     with pytest.raises(CheckpointError, match=f"must be in its directory, got {source}, a link to {target}; copy"):
         save_quantized(source.parent, tmp_path / "out", "int8_w8a16")
     assert not (tmp_path / "out").exists()
+
+
+def test_blobs_may_be_a_link_to_another_disk(snapshot: Path, tmp_path: Path) -> None:
+    blobs = snapshot.parent.parent / "blobs"
+    blobs.rename(tmp_path / "larger")
+    blobs.symlink_to(tmp_path / "larger")
+    assert moe_layers(NAME) == moe_layers(snapshot)

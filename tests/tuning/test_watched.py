@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moereg.tuning.watched import WatchedTensors
+from moereg.weights import versions
 from moereg.weights.unpermute import same_bits
 
 
@@ -49,3 +50,11 @@ def test_what_changes_places_is_seen_and_put_back() -> None:
 def test_bytes_are_compared_as_bytes() -> None:
     assert same_bits(torch.tensor([math.nan]), torch.tensor([math.nan]))
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+
+
+def test_checksums_are_the_same_under_another_default_device() -> None:
+    tensor = torch.arange(64)
+    versions._factors.cache_clear()
+    with torch.device("meta"):
+        found = versions.checksums(tensor)
+    assert found == versions.checksums(tensor)

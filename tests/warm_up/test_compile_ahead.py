@@ -15,6 +15,7 @@ import pytest
 from moereg.cli import main
 from moereg.dispatch import select_backend
 from moereg.layer.backend_calls import make_experts
+from moereg.layer.warm_up import worker
 from moereg.layer.warm_up.ahead import ask
 from moereg.layer.warm_up.dummy import MOVING_KERNELS, described, empty_weights
 from moereg.spec.problem import MoEProblem
@@ -150,3 +151,9 @@ def test_a_backend_that_compiles_nothing(
     assert err.startswith("moereg: backend 'torch' compiles nothing ahead: it launches no Triton kernels; require one")
     assert err.count("\n") == 1
     assert made["kernels"] == []
+
+
+def test_a_module_that_the_process_cannot_import_is_a_fault() -> None:
+    # The layer then compiles in its own process, and says so.
+    answer = worker._answer({"modules": ["no_such_kernel"]}, lambda values: None)
+    assert answer["fault"].startswith("module 'no_such_kernel' must import and register a backend, got ModuleNotFound")
