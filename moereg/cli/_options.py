@@ -304,7 +304,7 @@ def import_named(files: Sequence[str], modules: Sequence[str]) -> None:
     """Imports what a command line names beside what is installed.
 
     Raises:
-        UsageError: A file is none of Python or does not exist.
+        UsageError: A name is not that of a Python file, or the file does not exist.
         ArgumentError: One cannot be imported, or a file registers nothing.
     """
     check_files(files, modules)
@@ -320,7 +320,7 @@ def check_files(files: Sequence[str], modules: Sequence[str]) -> None:
     """Checks the names that `import_named` takes.
 
     Raises:
-        UsageError: A file is none of Python or does not exist.
+        UsageError: A name is not that of a Python file, or the file does not exist.
     """
     for name in files:
         if not is_file_name(name):

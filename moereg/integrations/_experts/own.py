@@ -38,6 +38,7 @@ def own_output(
     """
     if found is not None and found.released:
         return None
+    # Grad mode first: reading the weights of an adapter computes them.
     wanted = torch.is_grad_enabled() and wants_gradient(
         *(each for each in inputs if isinstance(each, torch.Tensor)), *weights_of(module)
     )
