@@ -16,14 +16,13 @@ from moereg.checkpoints._formats import (
     StorageFormat,
     StoredTensor,
     block_tensors,
-    canonical_zero_points,
     exponents,
     one_number,
-    word_bytes,
 )
 from moereg.checkpoints._patterns import Patterns
 from moereg.errors import CheckpointError, shown
 from moereg.quantize import pack_nibbles
+from moereg.quantize.words import repacked_zero_points, word_bytes
 from moereg.routing.config_entries import (
     is_one_of,
     read_choice,
@@ -305,7 +304,7 @@ def _int8_codes(stored: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _zero_points(stored: torch.Tensor, rows: int) -> torch.Tensor:
-    return canonical_zero_points(stored.mT, rows)
+    return repacked_zero_points(stored.mT, rows)
 
 
 def _check_shape(projection: Projection, stored: torch.Tensor) -> torch.Tensor:

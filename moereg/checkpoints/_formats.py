@@ -9,7 +9,6 @@ from typing import Final
 import torch
 
 from moereg.errors import CheckpointError
-from moereg.quantize import pack_nibbles, unpack_nibbles
 from moereg.spec.quant_schemes import WHOLE, QuantScheme, TensorRole
 
 FLOATS: Final = ("BF16", "F16", "F32")
@@ -125,19 +124,6 @@ def one_number(stored: torch.Tensor) -> torch.Tensor:
 def exponents(stored: torch.Tensor) -> torch.Tensor:
     """Views bytes as e8m0, whose exponent bias is 127."""
     return stored.view(torch.float8_e8m0fnu)
-
-
-def word_bytes(words: torch.Tensor) -> torch.Tensor:
-    """The bytes [..., 4W] uint8 of words [..., W] int32, lowest first.
-
-    Bytes of 4-bit codes are canonical this way: two codes each, the low nibble first along the last dimension.
-    """
-    return words.contiguous().view(torch.uint8)
-
-
-def canonical_zero_points(words: torch.Tensor, rows: int) -> torch.Tensor:
-    """Repacks zero points from words along rows, [G, ceil(N/8)], to bytes along groups, [N, ceil(G/2)]."""
-    return pack_nibbles(unpack_nibbles(word_bytes(words), rows).mT)
 
 
 def block_tensors(projection: Projection, scale_name: str) -> Sequence[StoredTensor]:

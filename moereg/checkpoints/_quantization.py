@@ -22,15 +22,14 @@ from moereg.checkpoints._formats import (
     StorageFormat,
     StoredTensor,
     block_tensors,
-    canonical_zero_points,
     exponents,
     one_number,
     transposed,
-    word_bytes,
 )
 from moereg.checkpoints._patterns import Match, Patterns
 from moereg.errors import CheckpointError, shown, unknown_name_message
-from moereg.quantize import pack_nibbles, unpack_nibbles
+from moereg.quantize import unpack_nibbles
+from moereg.quantize.words import awq_codes, awq_zero_points, gptq_codes, repacked_zero_points, word_bytes
 from moereg.routing.config_entries import is_one_of, read_flag, read_name, read_names, read_objects
 from moereg.spec.quant_schemes import WHOLE, QuantScheme, get_scheme
 
@@ -205,14 +204,10 @@ def _int4_scheme(method: str, config: Config, is_symmetric: bool) -> QuantScheme
     return get_scheme(f"int4_w4a16_{_GROUP_SIZES[config['group_size']]}{'' if is_symmetric else '_zp'}")
 
 
-# Row of each nibble in an AWQ word of eight neighboring rows, lowest nibble first.
-_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
-
-
 def _awq_formats(config: Config) -> FormatOf:
     """4-bit integers packed along the rows, as AutoAWQ writes them.
 
-    `qweight` [K, N/8] int32: unsigned, eight neighboring rows of a column per word, nibble i for row `_ORDER[i]`.
+    `qweight` [K, N/8] int32: unsigned, eight neighboring rows of a column per word, in AWQ's order.
     `qzeros` [G, N/8] int32: zero points in the same order, without an offset. `scales` [G, N]. A weight is
     (code - zero point) * scale.
     Source: modules/linear/gemm.py and utils/packing_utils.py of AutoAWQ 0.2.9.
@@ -238,29 +233,10 @@ def _awq_tensors(scheme: QuantScheme, projection: Projection) -> Sequence[Stored
             f"{projection.rows} and {projection.columns}; use the config.json that belongs to these tensors"
         )
     return (
-        StoredTensor(".qweight", ((projection.columns, projection.rows // 8),), ("I32",), "weight", _awq_codes),
+        StoredTensor(".qweight", ((projection.columns, projection.rows // 8),), ("I32",), "weight", awq_codes),
         StoredTensor(".scales", ((num_groups, projection.rows),), FLOATS, "scale", transposed),
-        StoredTensor(".qzeros", ((num_groups, projection.rows // 8),), ("I32",), "zero_point", _awq_zero_points),
+        StoredTensor(".qzeros", ((num_groups, projection.rows // 8),), ("I32",), "zero_point", awq_zero_points),
     )
-
-
-def _awq_codes(stored: torch.Tensor) -> torch.Tensor:
-    # Nibbles of two neighboring columns make one byte: [K/2, N/8, 4] each for a word's even and odd nibbles.
-    columns = word_bytes(stored).unflatten(1, (-1, 4))
-    even, odd = columns[0::2], columns[1::2]
-    low, high = even & 15 | odd << 4, even >> 4 | odd & 240
-    return _in_order(low, high).mT
-
-
-def _awq_zero_points(stored: torch.Tensor) -> torch.Tensor:
-    pairs = word_bytes(stored).unflatten(1, (-1, 4))
-    return pack_nibbles(_in_order(pairs & 15, pairs >> 4).mT)
-
-
-def _in_order(even: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
-    """Merges words' even and odd nibbles, [..., N/8, 4] each, in row order, [..., N]."""
-    values = torch.stack((even, odd), dim=-1).flatten(-2)
-    return values[..., torch.tensor(_ORDER, device=even.device).argsort()].flatten(-2)
 
 
 _VERSIONS: Final = ("gptq", "gptq_v2")
@@ -315,7 +291,7 @@ def _gptq_tensors(
     zeros = functools.partial(_gptq_zero_points, rows=rows, version=version, is_symmetric=fmt.symmetric)
     order = functools.partial(_check_order, group_size=columns // num_groups)
     return (
-        StoredTensor(".qweight", ((projection.num_groups(8), rows),), ("I32",), "weight", _gptq_codes),
+        StoredTensor(".qweight", ((projection.num_groups(8), rows),), ("I32",), "weight", gptq_codes),
         StoredTensor(".scales", ((num_groups, rows),), FLOATS, "scale", transposed),
         StoredTensor(
             ".qzeros", ((num_groups, -(-rows // 8)),), ("I32",), None if fmt.symmetric else "zero_point", zeros
@@ -326,16 +302,10 @@ def _gptq_tensors(
     )
 
 
-def _gptq_codes(stored: torch.Tensor) -> torch.Tensor:
-    # A byte holds two neighboring columns.
-    pairs: torch.Tensor = word_bytes(stored).unflatten(1, (-1, 4))  # [K/8, N, 4]
-    return pairs.movedim(1, 0).flatten(1)  # [N, K/2]
-
-
 def _gptq_zero_points(stored: torch.Tensor, rows: int, version: str, is_symmetric: bool) -> torch.Tensor:
     words = stored + _ONE_IN_EACH_NIBBLE if version == _VERSIONS[0] else stored
     if not is_symmetric:
-        return canonical_zero_points(words, rows)
+        return repacked_zero_points(words, rows)
     codes = unpack_nibbles(word_bytes(words), rows)
     if (codes != _NO_ZERO_POINT).any():
         found = int(codes[codes != _NO_ZERO_POINT][0])

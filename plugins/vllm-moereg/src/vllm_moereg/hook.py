@@ -1,0 +1,234 @@
+"""The hook: vLLM's layers get a quantization method that runs moereg's kernel.
+
+vLLM builds its own method first, which creates parameters and loads weights as ever. Where moereg serves the layer, the
+method's class becomes a subclass with the same name, since loaders branch on it; the subclass takes the weights out of
+the parameters when they are loaded, and calls the kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import Any, Final, NoReturn
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from moereg import MoEKernel, Selection, explain_backends, make_kernel
+from moereg.dispatch import platform_of
+from vllm_moereg.experts import MoeregExperts
+from vllm_moereg.problem import Described, describe, moves_tokens
+from vllm_moereg.settings import HostError, Settings
+from vllm_moereg.weights import take_weights
+
+__all__ = ["install", "served_by"]
+
+logger: Final = logging.getLogger("vllm.moereg")
+
+_SAID: Final[set[str]] = set()
+_WARMED: Final[set[str]] = set()
+
+
+def install() -> None:
+    """Wraps `RoutedExperts._get_quant_method`; a second call changes nothing."""
+    original = RoutedExperts._get_quant_method
+    if hasattr(original, "of_moereg"):
+        return
+
+    @functools.wraps(original)
+    def _get_quant_method(self: Any, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+        method = original(self, prefix, quant_config, moe_config)
+        _serve(self, prefix, method, moe_config)
+        return method
+
+    _get_quant_method.of_moereg = True  # type: ignore[attr-defined]
+    RoutedExperts._get_quant_method = _get_quant_method
+
+
+def served_by(method: Any) -> Served | None:
+    """Moereg's part of a quantization method; None if vLLM runs the layer."""
+    found: Served | None = getattr(method, "moereg", None)
+    return found
+
+
+class Served:
+    """The layer of a quantization method that moereg serves.
+
+    Attributes:
+        name: The layer's.
+        described: The layer.
+        selection: How its backend was chosen.
+        kernel: The kernel, once weights are loaded.
+        moves_tokens: Whether vLLM moves tokens between ranks, so that its modular kernel is in between.
+    """
+
+    def __init__(self, name: str, described: Described, selection: Selection, moves: bool, warm_up: bool) -> None:
+        self.name = name
+        self.described = described
+        self.selection = selection
+        self.moves_tokens = moves
+        self.warm_up = warm_up
+        self.kernel: MoEKernel | None = None
+
+
+def _serve(layer: Any, name: str, method: Any, config: Any) -> None:
+    """Makes a method moereg's where moereg serves the layer; else says why not, once for layers alike."""
+    engine = get_current_vllm_config()
+    settings = Settings.read(os.environ, engine.additional_config)
+    if settings.mode == "off":
+        return
+    kind = type(method).__name__
+    described = describe(layer, method, config, engine, settings)
+    if isinstance(described, Described):
+        device = torch.device(engine.device_config.device_type)
+        selection = explain_backends(
+            described.problem, platform_of(device), settings.require, settings.prefer, settings.deny
+        )
+        if selection.winner is not None:
+            _say_choice(name, selection)
+            _enter_cache_key(engine, selection)
+            method.__class__ = _subclass(type(method))
+            method.moereg = Served(name, described, selection, moves_tokens(config), settings.warm_up)
+            return
+        reasons = selection.refusal
+    else:
+        reasons = "; ".join(described)
+    text = f"moereg leaves MoE layers such as {{}} ({kind}) to vLLM: {reasons}"
+    if settings.mode == "require":
+        raise HostError(f"MOEREG_VLLM=require, but {text.format(name)}")
+    if text not in _SAID:
+        _SAID.add(text)
+        logger.warning("%s", text.format(name))
+
+
+def _say_choice(name: str, selection: Selection) -> None:
+    winner = selection.winner
+    assert winner is not None
+    others = ", ".join(selection.alternatives) or "none"
+    text = (
+        f"MoE {selection.problem} on {selection.platform}: {winner.backend}{winner.of_wheel} ({winner.experts}), "
+        f"computes {winner.computes}, by {selection.source}; next: {others}"
+    )
+    if text in _SAID:
+        return
+    _SAID.add(text)
+    logger.info("moereg runs %s and layers like it: %s", name, text)
+    if winner.tier == "emulation":
+        logger.warning(
+            "%s is an emulation: right numbers, not the scheme's speed; MOEREG_VLLM=off leaves it to vLLM",
+            winner.backend,
+        )
+    for notice in selection.notices:
+        logger.warning("moereg: %s", notice)
+    logger.debug("%s", selection.table())
+
+
+def _enter_cache_key(engine: Any, selection: Selection) -> None:
+    """Makes the choice part of the key of vLLM's compile cache, which hashes its additional configuration."""
+    if isinstance(engine.additional_config, dict):
+        chosen = set(engine.additional_config.get("moereg_chose", ())) | {selection.fingerprint}
+        engine.additional_config["moereg_chose"] = sorted(chosen)
+
+
+@functools.cache
+def _subclass(base: type) -> type:
+    """A subclass with the base's name. One base: with a second, Python refuses to change an instance's class."""
+    namespace: dict[str, Any] = {
+        "__module__": __name__,
+        "__doc__": f"{base.__name__} whose experts run on a kernel that moereg chose.",
+        "supports_pre_processed_weights": False,
+        "maybe_roundup_sizes": FusedMoEMethodBase.maybe_roundup_sizes,
+        "process_weights_after_loading": _process_weights,
+        "apply": _apply,
+    }
+    for name in ("is_monolithic", "has_unpadded_output", "skip_forward_padding", "supports_eplb"):
+        namespace[name] = property(lambda self: False)
+    return type(base.__name__, (base,), namespace)
+
+
+def _process_weights(method: Any, layer: Any) -> None:
+    served: Served = method.moereg
+    if served.kernel is not None:
+        raise HostError(f"moereg cannot load {served.name} again, since its weights were freed; start a new engine")
+    try:
+        served.kernel = _made(served, layer)
+    except ValueError as error:
+        raise HostError(
+            f"moereg cannot read the weights of {served.name} ({type(method).__name__}): {error}; MOEREG_VLLM=off "
+            "leaves them to vLLM"
+        ) from error
+    _refuse_reload(served.name, layer)
+    method.moe_quant_config = FusedMoEQuantConfig.make()
+    mover = maybe_make_prepare_finalize(
+        moe=method.moe,
+        quant_config=method.moe_quant_config,
+        routing_tables=layer._expert_routing_tables(),
+        allow_new_interface=True,
+        use_monolithic=False,
+    )
+    # vLLM asks it how tokens move and whether sums are complete, so every layer has one.
+    method.moe_kernel = FusedMoEKernel(mover, MoeregExperts(method.moe, method.moe_quant_config, served.kernel))
+    key = served.selection.fingerprint
+    if served.warm_up and served.kernel.weights.device.type == "cuda" and key not in _WARMED:
+        _WARMED.add(key)
+        logger.info("moereg: %s", served.kernel.warm_up())
+
+
+def _made(served: Served, layer: Any) -> MoEKernel:
+    described = served.described
+    loaded = getattr(layer, "_loaded_expert_biases", ())
+    if loaded and not described.problem.has_bias:
+        raise ValueError(f"the checkpoint must have no biases where the model declares none, got {sorted(loaded)}")
+    weights = take_weights(layer, described.form, described.problem, described.is_interleaved)
+    expert_map = layer._expert_map if described.problem.placement == "map" else None
+    return make_kernel(described.problem, weights, selection=served.selection, expert_map=expert_map)
+
+
+def _refuse_reload(name: str, layer: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise HostError(
+            f"moereg cannot load weights of {name} again, since it freed what it had taken; start a new engine"
+        )
+
+    for parameter in layer._parameters.values():
+        if parameter is not None and parameter.numel() == 0:
+            parameter.weight_loader = refuse
+
+
+def _apply(
+    method: Any,
+    layer: Any,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    shared_experts: Any = None,
+    shared_experts_input: torch.Tensor | None = None,
+) -> torch.Tensor:
+    served: Served = method.moereg
+    kernel = served.kernel
+    assert kernel is not None, "weights are loaded before the first call"
+    if not served.moves_tokens:
+        # vLLM's modular kernel would copy the result once more, and does nothing else here.
+        return kernel(x.contiguous(), topk_weights.float(), topk_ids)
+    empty = kernel.weights.device
+    nothing = torch.empty((kernel.problem.num_local_experts, 0, 0), device=empty, dtype=x.dtype)
+    result: torch.Tensor = method.moe_kernel.apply(
+        hidden_states=x,
+        w1=nothing,
+        w2=nothing,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        activation=layer.activation,
+        global_num_experts=layer.global_num_experts,
+        expert_map=layer.expert_map,
+        apply_router_weight_on_input=layer.apply_router_weight_on_input,
+        shared_experts=shared_experts,
+        shared_experts_input=shared_experts_input,
+    )
+    return result

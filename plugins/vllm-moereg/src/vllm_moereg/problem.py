@@ -1,0 +1,146 @@
+"""From vLLM's layer and configuration to a `MoEProblem`, or to every reason against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from moereg import MoEProblem
+from moereg.errors import ArgumentError
+from moereg.spec.activations import Activation
+from vllm_moereg.settings import Settings
+from vllm_moereg.weights import Declined, Form, read_form
+
+__all__ = ["ACTIVATIONS", "Described", "describe"]
+
+
+class Described(NamedTuple):
+    """A layer of vLLM in moereg's terms.
+
+    Attributes:
+        problem: The layer as its experts see it.
+        form: How vLLM holds its weights.
+        is_interleaved: Whether gate and up rows alternate in its w13.
+    """
+
+    problem: MoEProblem
+    form: Form
+    is_interleaved: bool
+
+
+def _gate(name: str) -> Callable[[Any], Activation]:
+    return lambda layer: Activation(name, limit=layer.swiglu_limit if name == "silu" else None)
+
+
+def _uninterleaved(layer: Any) -> Activation:
+    alpha, beta = (1.0 if layer.swiglu_alpha is None else layer.swiglu_alpha), layer.swiglu_beta or 0.0
+    return Activation("swigluoai", alpha=alpha, beta=beta, limit=layer.swiglu_limit)
+
+
+ACTIVATIONS: Final[Mapping[str, Callable[[Any], Activation]]] = MappingProxyType(
+    {
+        "silu": _gate("silu"),
+        "gelu": _gate("gelu"),
+        "gelu_tanh": _gate("gelu_tanh"),
+        # vLLM's kernels have gpt-oss's numbers built in.
+        "swigluoai": lambda layer: Activation.from_name("swigluoai"),
+        "swigluoai_uninterleave": _uninterleaved,
+        "relu2_no_mul": lambda layer: Activation.from_name("relu2"),
+    }
+)
+"""moereg's activation of a layer, by the value of vLLM's `MoEActivation`."""
+
+_INTERLEAVED: Final = "swigluoai"
+
+
+def describe(layer: Any, method: Any, config: Any, engine: Any, settings: Settings) -> Described | list[str]:
+    """Describes a layer before its weights are made.
+
+    Args:
+        layer: A `RoutedExperts` under construction.
+        method: The quantization method that vLLM chose for it.
+        config: Its `FusedMoEConfig`.
+        engine: The `VllmConfig`.
+        settings: The user's.
+
+    Returns:
+        The layer, or all reasons why moereg leaves it to vLLM.
+    """
+    reasons = list(_refusals(config, engine))
+    form, activation = None, None
+    try:
+        form = read_form(method)
+    except Declined as declined:
+        reasons.append(str(declined))
+    name = config.activation.value
+    if name in ACTIVATIONS:
+        activation = ACTIVATIONS[name](layer)
+    else:
+        reasons.append(f"requires an activation of {', '.join(ACTIVATIONS)}, got {name}")
+    if form is not None and name == _INTERLEAVED and not form.may_interleave:
+        reasons.append(f"requires gate rows before up rows in scheme {form.scheme}, got {name}, which alternates them")
+    if form is not None and form.scheme == "unquantized" and layer.params_dtype != config.in_dtype:
+        reasons.append(f"requires weights of the tokens' dtype, got {layer.params_dtype} and {config.in_dtype}")
+    if reasons or form is None or activation is None:
+        return reasons
+    parallel = config.moe_parallel_config
+    try:
+        problem = MoEProblem(
+            num_experts=config.num_experts,
+            num_local_experts=config.num_local_experts,
+            hidden_size=config.hidden_dim,
+            intermediate_size=config.intermediate_size_per_partition,
+            top_k=config.experts_per_token,
+            dtype=config.in_dtype,
+            quant=form.scheme,
+            activation=activation,
+            has_bias=config.has_bias,
+            placement="map" if parallel.use_ep and config.num_local_experts != config.num_experts else "contiguous",
+            # Where vLLM moves tokens between ranks, it multiplies them by their weights before.
+            apply_router_weight_on_input=layer.apply_router_weight_on_input and not moves_tokens(config),
+            graph_capture=_captures(engine),
+            deterministic=settings.deterministic,
+            exact_activations=settings.exact_activations,
+            max_num_tokens=config.max_num_tokens * (parallel.dp_size if moves_tokens(config) else 1),
+        )
+    except ArgumentError as error:
+        return [f"moereg has no such problem: {error}"]
+    return Described(problem, form, name == _INTERLEAVED)
+
+
+def moves_tokens(config: Any) -> bool:
+    """Whether vLLM moves tokens between data-parallel ranks before and after the experts."""
+    parallel = config.moe_parallel_config
+    return bool(parallel.use_all2all_kernels or parallel.dp_size > 1)
+
+
+def _captures(engine: Any) -> bool:
+    return engine.device_config.device_type == "cuda" and not engine.model_config.enforce_eager
+
+
+def _refusals(config: Any, engine: Any) -> Iterator[str]:
+    """Reasons to leave a layer to vLLM whatever its weights are."""
+    parallel = config.moe_parallel_config
+    if config.is_lora_enabled:
+        yield "requires experts without LoRA, got an engine with it"
+    if config.moe_backend != "auto":
+        yield f"leaves a layer whose kernel was requested to vLLM, got --moe-backend {config.moe_backend}"
+    if parallel.enable_eplb:
+        yield "requires experts that stay where they are, got --enable-eplb"
+    if getattr(engine.parallel_config, "enable_elastic_ep", False):
+        yield "requires a fixed number of ranks, got elastic expert parallelism"
+    if getattr(engine.parallel_config, "enable_dbo", False):
+        yield "requires one stream, got --enable-dbo"
+    if parallel.use_batched_activation_format:
+        yield f"requires tokens in standard order, got the batched format of {parallel.all2all_backend}"
+    if getattr(engine.model_config, "enable_sleep_mode", False):
+        yield "requires weights that stay in memory, got --enable-sleep-mode"
+    if _offloads(engine):
+        yield "requires weights on the device, got --cpu-offload-gb"
+
+
+def _offloads(engine: Any) -> bool:
+    offload = getattr(engine, "offload_config", None)
+    places = (engine.cache_config, getattr(offload, "uva", None), offload)
+    return any(getattr(place, "cpu_offload_gb", 0) for place in places)
