@@ -312,7 +312,7 @@ def measure(engine: Any, workload: tuple[int, int, int], vocabulary: int) -> dic
 
     if not is_large:
         run(min(output, 4))
-    repeats = 1 if is_large else 3
+    repeats = 1 if is_large else 2
     firsts = [run(1)[0] for _ in range(repeats)]
     runs = [run(output) for _ in range(repeats)]
     totals, tokens = [seconds for seconds, _ in runs], runs[0][1]
