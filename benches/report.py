@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from benches import cpu_page, pictures, results_page, which_backend
+from benches import cpu_page, pictures, results_page, serving_page, which_backend
 from benches.board import page as board
 from benches.board import peers
 from benches.board import rows as board_rows
@@ -38,6 +38,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     **which_backend.TABLES,
     **scale.TABLES,
     **whole_models.TABLES,
+    **serving_page.TABLES,
 }
 
 _TABLE: Final = re.compile(r"<!-- table (\w+) -->.*?<!-- end -->", re.DOTALL)
