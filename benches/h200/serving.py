@@ -342,7 +342,17 @@ def merge(options: argparse.Namespace) -> int:
     for path in options.runs:
         run = json.loads(path.read_text())
         runs[json.dumps([run["argv"], run["round"]])] = run
-    options.merge.write_text(json.dumps({"runs": list(runs.values())}, indent=1) + "\n")
+    last = list(runs.values())[-1]
+    document = {
+        "schema": 1,
+        "device": last["device"],
+        "versions": last["versions"],
+        "date": max(run["date"] for run in runs.values()),
+        "commit": last["commit"],
+        "note": "clocks not read; one engine at a time",
+        "runs": list(runs.values()),
+    }
+    options.merge.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 
@@ -382,6 +392,7 @@ def main() -> int:
         "wishes": wishes,
         "versions": {"vllm": vllm.__version__, "torch": torch.__version__, "moereg": moereg.__version__},
         "commit": os.environ.get("MOEREG_COMMIT", ""),
+        "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "import_s": imported - start,
         "start_s": time.perf_counter() - imported,

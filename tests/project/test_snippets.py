@@ -63,6 +63,7 @@ NOT_RUN: Final = {
     "moereg compile --check --cache kernels --platform cuda:sm90": (
         "reads the folder of the command before it; tests/warm_up/test_compile_ahead.py runs both"
     ),
+    "vllm serve Qwen/Qwen3-30B-A3B": "needs vLLM and a model; plugins/vllm-moereg/tests starts engines",
     "export PYTORCH_NO_CUDA_MEMORY_CACHING=1": "belongs to the next",
     "compute-sanitizer --tool memcheck python -m moereg verify NAME --no-isolate --check drawn": (
         "needs a GPU and CUDA's tools"
