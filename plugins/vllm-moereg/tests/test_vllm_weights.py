@@ -120,7 +120,9 @@ def written(folder: Path, quant: str) -> Path:
     if not plain.exists():
         plain.mkdir()
         (plain / "config.json").write_text(json.dumps(model.config))
-        matrices = {f"{module}.weight": matrix.bfloat16() for module, matrix in model.matrices.items()}
+        # The second expert is larger, so that its scales are.
+        sizes = {module: 2 if ".experts.1." in module else 1 for module in model.matrices}
+        matrices = {f"{module}.weight": (sizes[module] * model.matrices[module]).bfloat16() for module in sizes}
         save_file({**model.tensors, **matrices}, plain / "model.safetensors")
     if quant == "unquantized":
         return plain

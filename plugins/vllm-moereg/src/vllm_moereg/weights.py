@@ -111,7 +111,7 @@ def take_weights(layer: Layer, form: Form, problem: MoEProblem, is_interleaved: 
             canonical = canonical.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
         found[tensor_name(matrix, role)] = canonical
         del canonical
-    return ExpertWeights(**found, quant=problem.quant)  # type: ignore[arg-type]
+    return ExpertWeights(**found, quant=problem.quant)
 
 
 def _parameter(layer: Layer, name: str) -> torch.nn.Parameter:
