@@ -53,7 +53,7 @@ def host_refusal() -> str | None:
     version = _version()
     if version is None:
         return f"none of the distributions {', '.join(_DISTRIBUTIONS)} is installed"
-    if not Version(FIRST) <= Version(version.public) < Version(PAST_LAST):
+    if not Version(FIRST) <= Version(version.base_version) < Version(PAST_LAST):
         return f"requires vLLM in [{FIRST}, {PAST_LAST}), got {version}; install one of these, or a newer vllm-moereg"
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:

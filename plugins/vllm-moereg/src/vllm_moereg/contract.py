@@ -46,6 +46,11 @@ class Need:
 
 
 CONTRACT: Final = (
+    Need(
+        _MOE + "routed_experts.py",
+        "RoutedExperts.__init__",
+        ("params_dtype", "swiglu_limit", "swiglu_alpha", "swiglu_beta", "apply_router_weight_on_input"),
+    ),
     Need(_MOE + "routed_experts.py", "RoutedExperts._get_quant_method", ("prefix", "quant_config", "moe_config"), True),
     Need(_MOE + "routed_experts.py", "RoutedExperts._expert_routing_tables", (), True),
     Need(
@@ -116,7 +121,10 @@ CONTRACT: Final = (
     Need(
         _MOE + "config.py",
         "FusedMoEParallelConfig",
-        ("dp_size", "use_ep", "enable_eplb", "use_all2all_kernels", "use_batched_activation_format"),
+        (
+            *("dp_size", "use_ep", "enable_eplb", "all2all_backend"),
+            *("use_all2all_kernels", "use_batched_activation_format"),
+        ),
     ),
 )
 

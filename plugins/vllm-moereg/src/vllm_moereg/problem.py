@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 from moereg import MoEProblem
 from moereg.errors import ArgumentError
 from moereg.spec.activations import Activation
+from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE
 from vllm_moereg.settings import Settings
 from vllm_moereg.weights import Declined, Form, read_form
 
@@ -78,10 +79,8 @@ def describe(layer: Any, method: Any, config: Any, engine: Any, settings: Settin
         activation = ACTIVATIONS[name](layer)
     else:
         reasons.append(f"requires an activation of {', '.join(ACTIVATIONS)}, got {name}")
-    if form is not None and name == _INTERLEAVED and not form.may_interleave:
-        reasons.append(f"requires gate rows before up rows in scheme {form.scheme}, got {name}, which alternates them")
-    if form is not None and form.scheme == "unquantized" and layer.params_dtype != config.in_dtype:
-        reasons.append(f"requires weights of the tokens' dtype, got {layer.params_dtype} and {config.in_dtype}")
+    if form is not None:
+        reasons.extend(_refusals_of_form(form, layer, config))
     if reasons or form is None or activation is None:
         return reasons
     parallel = config.moe_parallel_config
@@ -107,6 +106,23 @@ def describe(layer: Any, method: Any, config: Any, engine: Any, settings: Settin
     except ArgumentError as error:
         return [f"moereg has no such problem: {error}"]
     return Described(problem, form, name == _INTERLEAVED)
+
+
+def _refusals_of_form(form: Form, layer: Any, config: Any) -> Iterator[str]:
+    name = config.activation.value
+    if name == _INTERLEAVED and not form.may_interleave:
+        yield f"requires gate rows before up rows in scheme {form.scheme}, got {name}, which alternates them"
+    weight = QUANT_SCHEMES[form.scheme].weight
+    if weight is None:
+        if layer.params_dtype != config.in_dtype:
+            yield f"requires weights of the tokens' dtype, got {layer.params_dtype} and {config.in_dtype}"
+        return
+    rows, columns = weight.group
+    sizes = {"hidden size": config.hidden_dim, "intermediate size of a rank": config.intermediate_size_per_partition}
+    for what, size in sizes.items():
+        # vLLM's parameters have no scale for the rest of a group, and its loader would give a rank another's scales.
+        if rows == 1 and columns != WHOLE and size % columns:
+            yield f"requires {what} % {columns} == 0 in scheme {form.scheme}, got {size}"
 
 
 def moves_tokens(config: Any) -> bool:

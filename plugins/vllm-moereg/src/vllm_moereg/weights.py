@@ -100,17 +100,18 @@ def take_weights(layer: Layer, form: Form, problem: MoEProblem, is_interleaved: 
         for matrix in MATRICES
     }
     held = {key: parameter.data for key, parameter in stored.items()}
-    for parameter in stored.values():
-        parameter.data = parameter.data.new_empty((layer.local_num_experts, 0, 0))
+    for name, parameter in layer._parameters.items():
+        # Also what no kernel of moereg reads, such as zero points of symmetric codes; but nothing of the router.
+        if parameter is not None and name.partition("_")[0] in MATRICES:
+            parameter.data = parameter.data.new_empty((layer.local_num_experts, 0, 0))
     found: dict[str, torch.Tensor] = {}
-    for (matrix, role), parameter in stored.items():
-        del parameter
+    for matrix, role in stored:
         canonical = tensors[role].decode(held.pop((matrix, role)))
         if is_interleaved and matrix == "w13":
             canonical = canonical.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
         found[tensor_name(matrix, role)] = canonical
         del canonical
-    return ExpertWeights(**found, quant=problem.quant)  # type: ignore[arg-type]
+    return ExpertWeights(**found, quant=problem.quant)
 
 
 def _parameter(layer: Layer, name: str) -> torch.nn.Parameter:
@@ -259,13 +260,14 @@ def _int4_name(group_size: int | None, is_symmetric: bool) -> str:
 
 
 def _compressed_int4(method: Any) -> Form:
-    """int32 words along K, [E,2I,H/8], scales [E,2I,g], zero points [E,2I/8,g]; in 0.26 the last two swapped."""
+    """int32 words along K, [E,2I,H/8], scales [E,2I,g], zero points [E,2I/8,g]; or each with K first, before 0.31."""
     if method.num_bits != 4:
         raise Declined(f"requires 4 bits, got {method.num_bits}")
     order = str(getattr(method.weight_quant.actorder, "value", method.weight_quant.actorder))
     if order in ("group", "dynamic"):
         raise Declined(f"requires groups of neighboring columns, got actorder {order}")
-    # Before 0.32 the layout depended on the kernel that vLLM chose; its attribute names where K comes first.
+    # Before 0.31 the layout depended on the kernel that vLLM chose; the attribute is from 0.27 on. A wrong answer is no
+    # wrong number: w13 and w2 cannot both have fitting shapes in the other layout.
     backend = getattr(method, "wna16_backend", None)
     is_k_first = getattr(method, "is_transposed", backend is None or backend.name != "FLASHINFER_TRTLLM")
     tensors: dict[TensorRole, Stored] = {

