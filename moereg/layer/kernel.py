@@ -52,8 +52,11 @@ class MoEKernel:
         copied: Warns if an optimizer trains weights that this kernel has copies of; None if its owner reloads it.
         in_turn: Keeps calls and writes apart.
         cure: Advice for a captured graph that reads memory which a reload may not write; the owner may set it.
+        checks_values: Whether values of routing are checked at all; an engine that warms up on memory that nothing
+            wrote sets it to False.
     """
 
+    checks_values: bool = True
     copied: CopiedFrom | None = None
     cure: str = "make the kernel with own_weights=True, or say write_shared=True to write there"
 
@@ -324,7 +327,8 @@ class MoEKernel:
             self.in_turn.begin(thread)
             if not is_own:
                 check_no_alias(out, (hidden_states, topk_weights, topk_ids))
-            check_values(self.problem, self._device, topk_weights, topk_ids, self.expert_map)
+            if self.checks_values:
+                check_values(self.problem, self._device, topk_weights, topk_ids, self.expert_map)
             if self._borrowed and not self._is_captured:
                 self._is_captured = _may_be_captured(self._device)
             self._run(hidden_states, topk_weights, topk_ids, out)

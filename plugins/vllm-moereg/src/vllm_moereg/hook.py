@@ -187,7 +187,9 @@ def _made(served: Served, layer: Any) -> MoEKernel:
         raise ValueError(f"the checkpoint must have no biases where the model declares none, got {sorted(loaded)}")
     weights = take_weights(layer, described.form, described.problem, described.is_interleaved)
     expert_map = layer._expert_map if described.problem.placement == "map" else None
-    return make_kernel(described.problem, weights, selection=served.selection, expert_map=expert_map)
+    kernel = make_kernel(described.problem, weights, selection=served.selection, expert_map=expert_map)
+    kernel.checks_values = False  # Before vLLM compiles, it runs the model on memory that nothing wrote.
+    return kernel
 
 
 def _refuse_reload(name: str, layer: Any) -> None:

@@ -1,0 +1,211 @@
+"""A real vLLM engine on a CPU, offline, whose MoE layers run on moereg's kernels; `make test-vllm` installs it.
+
+Engines run in processes of their own, two at a time, each of which runs several engines one after the other.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import MODELS, NUM_TOKENS, RUN
+
+from tests.plugins.installing import Site
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="requires vllm, which is not installed"),
+]
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_COLOR": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "COLUMNS": "400",
+}
+ENGINES = Path(__file__).parent / "engines.py"
+QUANTS = ("fp8_block128", "fp8_channel_token", "mxfp4_w4a16", "int4_w4a16_g64", "int8_w8a8")
+SENTENCE = "moereg runs model.layers"
+
+
+def steered(**settings: Any) -> dict[str, Any]:
+    return {"additional_config": {"moereg": settings}}
+
+
+STEERED: dict[str, dict[str, Any]] = {
+    "a key that nobody knows": steered(favour="torch"),
+    "a mode that nobody knows": {"mode": "sometimes"},
+    "all reasons": {"mode": "require", "enable_lora": True, "cpu_offload_gb": 1},
+    "declined": steered(deny=["torch"]),
+    "off": steered(mode="off"),
+    "a field": steered(deterministic=True),
+}
+JOBS: dict[str, list[dict[str, Any]]] = {
+    "bounds": [
+        *({"model": model, "dtype": "bfloat16", "compare": True} for model in MODELS),
+        *({"quant": quant, "dtype": "bfloat16", "compare": True} for quant in QUANTS),
+    ],
+    "ranks": [{"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "enable_expert_parallel": True}],
+    "off": [{"mode": "off", "model": model} for model in MODELS],
+    "auto": [*({"control": True, "model": model} for model in MODELS), *STEERED.values()],
+    "compiled": [{"control": True, "enforce_eager": False}],
+    "stranger": [{"mode": "require"}],
+}
+
+
+class Engines:
+    """Jobs under way."""
+
+    def __init__(self, folder: Path, pool: ThreadPoolExecutor) -> None:
+        self.folder = folder
+        self._futures: dict[str, Future[list[dict[str, Any]]]] = {
+            name: pool.submit(self._run, name, runs) for name, runs in JOBS.items()
+        }
+
+    def __call__(self, job: str, index: int = 0) -> dict[str, Any]:
+        """A run's results, and its part of the log."""
+        return self._futures[job].result()[index]
+
+    def _run(self, name: str, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        folder = self.folder / name
+        folder.mkdir()
+        site = Site(folder / "site")
+        environment = {**ENVIRONMENT, "VLLM_CACHE_ROOT": str(self.folder / "cache")}
+        if name == "stranger":
+            install_counting(site, folder)
+            environment["MOEREG_REQUIRE"] = "counting"
+        if runs[0].get("mode") == "off":
+            environment["MOEREG_VLLM"] = "off"
+        job = folder / "job.json"
+        job.write_text(json.dumps(runs))
+        process = site.python(
+            str(Path(__file__).parent / "engines.py"), str(job), seconds=600, cwd=folder, **environment
+        )
+        assert process.returncode == 0, process.stdout[-5000:] + process.stderr[-5000:]
+        logs = process.stdout.split(RUN)[1:]
+        results = json.loads(job.with_suffix(".out.json").read_text())
+        return [result | {"log": log} for result, log in zip(results, logs, strict=True)]
+
+
+def install_counting(site: Site, folder: Path) -> None:
+    """Installs the wheel that `moereg new-backend` writes, with a counter of calls."""
+    process = site.moereg(f"new-backend counting --directory {folder / 'wheel'}")
+    assert process.returncode == 0, process.stderr
+    source = folder / "wheel/src/moereg_counting/backend.py"
+    text = source.read_text()
+    assert text.count("        out.copy_(total)\n") == 1
+    source.write_text(
+        text.replace("        out.copy_(total)\n", "        out.copy_(total)\n        print('counted')\n")
+    )
+    site.install(folder / "wheel")
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with ThreadPoolExecutor(2) as pool:
+        yield Engines(tmp_path_factory.mktemp("engines"), pool)
+        pool.shutdown(cancel_futures=True)
+
+
+def own_tokens(engines: Engines, model: str = "qwen3") -> list[list[int]]:
+    """Tokens of vLLM without moereg."""
+    found: Mapping[str, Any] = engines("off", list(MODELS).index(model))
+    if "error" in found:
+        pytest.skip(f"vLLM's own engine does not start on this machine: {found['error']}")
+    assert not found["hooked"]
+    assert "moereg" not in found["log"].partition("\n")[2].partition("RESULT")[0]
+    tokens: list[list[int]] = found["tokens"]
+    assert [len(each) for each in tokens] == [NUM_TOKENS] * 2
+    assert all(len(set(each)) > NUM_TOKENS // 2 for each in tokens), "a short cycle tells little"
+    return tokens
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_are_vllms_own(engines: Engines, model: str) -> None:
+    expected, found = own_tokens(engines, model), engines("auto", list(MODELS).index(model))
+    assert found["tokens"] == expected
+    assert all(zeroed != tokens for zeroed, tokens in zip(found["zeroed"], expected, strict=True))
+    assert found["log"].count(SENTENCE) == 1, found["log"]
+
+
+@pytest.mark.parametrize("index", range(len(JOBS["bounds"])), ids=[*MODELS, *QUANTS])
+def test_each_call_is_within_its_bound(engines: Engines, index: int) -> None:
+    own_tokens(engines)
+    found = engines("bounds", index)
+    assert "error" not in found, found["error"]
+    assert found["calls"] == NUM_TOKENS * len(found["errors"])
+    assert found["errors"]
+    assert max(found["errors"].values()) < 1, found["errors"]
+    assert f" {JOBS['bounds'][index].get('quant', 'unquantized')} " in found["log"].partition(SENTENCE)[2]
+
+
+def test_a_strangers_kernel_serves(engines: Engines) -> None:
+    expected, found = own_tokens(engines), engines("stranger")
+    assert found["tokens"] == expected
+    assert found["experts"] == ["CountingExperts"]
+    assert found["log"].count("\ncounted") == found["calls"] == NUM_TOKENS * 2
+    assert "counting of moereg-counting 0.1.0 (CountingExperts)" in found["log"].partition(SENTENCE)[2]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="requires a C++ compiler for inductor's code")
+def test_compiled_code_runs_the_kernels(engines: Engines) -> None:
+    expected, found = own_tokens(engines), engines("compiled")
+    assert found["tokens"] == expected
+    assert all(zeroed != tokens for zeroed, tokens in zip(found["zeroed"], expected, strict=True))
+    assert found["calls"] == NUM_TOKENS * 2
+
+
+def test_expert_parallel_ranks(engines: Engines) -> None:
+    expected, found = own_tokens(engines), engines("ranks")
+    assert found["tokens"] == expected
+    said = [line for line in found["log"].splitlines() if SENTENCE in line]
+    assert len(said) == 2, found["log"]
+    assert all("4 local experts, placement map" in line for line in said)
+
+
+def steered_run(engines: Engines, name: str) -> dict[str, Any]:
+    return engines("auto", len(MODELS) + list(STEERED).index(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("a key that nobody knows", ("HostError: moereg in --additional-config takes mode", "got 'favour': 'torch'")),
+        ("a mode that nobody knows", ("HostError: MOEREG_VLLM must be one of auto, off, require, got 'sometimes'",)),
+        ("all reasons", ("HostError: MOEREG_VLLM=require", "requires experts without LoRA", "got --cpu-offload-gb")),
+    ],
+)
+def test_settings_that_raise(engines: Engines, name: str, parts: tuple[str, ...]) -> None:
+    own_tokens(engines)
+    found = steered_run(engines, name)
+    assert all(part in found["error"] for part in parts), found
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("declined", "moereg leaves MoE layers such as model.layers.0.mlp.experts (UnquantizedFusedMoEMethod) to vLLM"),
+        ("off", None),
+        ("a field", "deterministic on cpu: torch"),
+    ],
+)
+def test_settings_that_steer(engines: Engines, name: str, said: str | None) -> None:
+    expected, found = own_tokens(engines), steered_run(engines, name)
+    assert found["tokens"] == expected
+    assert found["log"].count("] moereg ") == (said is not None)
+    assert said is None or said in found["log"]
+    assert (found["calls"] > 0) == (name == "a field")
+    if name == "declined":
+        assert "denied by the request (torch)" in found["log"]
