@@ -26,7 +26,7 @@ def described(
     changes: dict[str, Any] | None = None, method: Any = None, settings: Settings | None = None
 ) -> Described | list[str]:
     """A layer of Qwen3-MoE's kind; `changes` by dotted name."""
-    parallel = SimpleNamespace(dp_size=1, use_ep=False, enable_eplb=False, use_all2all_kernels=False)
+    parallel = SimpleNamespace(dp_size=1, pcp_size=1, use_ep=False, enable_eplb=False, use_all2all_kernels=False)
     vars(parallel).update(use_batched_activation_format=False, all2all_backend="deepep_low_latency")
     config = SimpleNamespace(num_experts=8, num_local_experts=8, hidden_dim=256, experts_per_token=2, has_bias=False)
     vars(config).update(intermediate_size_per_partition=128, in_dtype=torch.bfloat16, max_num_tokens=64)
@@ -59,6 +59,9 @@ DECLINES: dict[str, dict[str, Any]] = {
         f"{PARALLEL}.use_batched_activation_format": True
     },
     "requires weights that stay in memory, got --enable-sleep-mode": {"engine.model_config.enable_sleep_mode": True},
+    "requires shared experts apart from the others, got AITER's fused ones": {
+        "config.aiter_fmoe_shared_expert_enabled": True
+    },
     "requires weights on the device, got --cpu-offload-gb": {"engine.offload_config.uva.cpu_offload_gb": 4},
     f"requires an activation of {', '.join(ACTIVATIONS)}, got swiglustep": {"config.activation.value": "swiglustep"},
     "requires weights of the tokens' dtype, got torch.float16 and torch.bfloat16": {
@@ -137,6 +140,7 @@ PROBLEMS = [
     ({**WEIGHTED, "config.experts_per_token": 1}, Settings(), {"apply_router_weight_on_input": True, "top_k": 1}),
     # Every rank may get every other's tokens, which vLLM has weighted.
     ({**WEIGHTED, **DP}, Settings(), {"apply_router_weight_on_input": False, "max_num_tokens": 128}),
+    ({**DP, f"{PARALLEL}.pcp_size": 2}, Settings(), {"max_num_tokens": 256}),
 ]
 
 

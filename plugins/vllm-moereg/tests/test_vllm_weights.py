@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from vllm_moereg.problem import Described, describe
-from vllm_moereg.settings import Settings
+from vllm_moereg.settings import HostError, Settings
 from vllm_moereg.weights import READERS, Declined, read_form, take_weights
 
 from moereg import ExpertWeights, make_kernel
@@ -40,6 +40,7 @@ from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
+from vllm_moereg import hook
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::moereg.dispatch.EmulationWarning")]
 
@@ -269,6 +270,39 @@ def same(found: ExpertWeights, whole: ExpertWeights, experts: torch.Tensor) -> N
         assert tensor.dtype == expected.dtype, (name, tensor.dtype, expected.dtype)
         bits = [each.flatten().contiguous().view(torch.uint8) for each in (tensor, expected.expand_as(tensor))]
         assert torch.equal(*bits), name
+
+
+def serve(made: Made) -> Any:
+    """The layer's method, after the hook."""
+    with set_current_vllm_config(made.engine):
+        hook._serve(made.layer, EXPERTS, made.layer.quant_method, made.layer.moe_config)
+    return made.layer.quant_method
+
+
+def test_a_layer_whose_sizes_vllm_rounds_up_is_left_to_it(
+    make: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(ROWS["unquantized"])
+    name = "vllm.model_executor.layers.fused_moe.all2all_utils.maybe_roundup_layer_hidden_size"
+    with monkeypatch.context() as patched:
+        patched.setattr(name, lambda hidden_size, *_: hidden_size + 64)
+        assert hook.served_by(serve(made)) is None
+    assert hook.served_by(serve(made)) is not None
+
+
+def test_vllms_modular_kernel_runs_the_kernel_too(make: Callable[..., Made]) -> None:
+    made = make(ROWS["unquantized"])
+    hidden_states = torch.randn(9, made.layer.hidden_size, generator=torch.Generator().manual_seed(8)).bfloat16()
+    method, routing = serve(made), made.whole.route(hidden_states)
+    with set_current_vllm_config(made.engine):
+        method.process_weights_after_loading(made.layer)
+    expected = method.apply(made.layer, hidden_states, *routing, None, None)
+    assert expected.abs().max() > 0
+    # As between data-parallel ranks, whose tokens vLLM moves.
+    hook.served_by(method).moves_tokens = True
+    assert torch.equal(method.apply(made.layer, hidden_states, *routing, None, None), expected)
+    with pytest.raises(HostError, match=r"cannot load weights of .* again"):
+        load(made.layer, made.folder, "")
 
 
 def test_every_reader_is_tested() -> None:

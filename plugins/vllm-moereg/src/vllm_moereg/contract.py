@@ -122,7 +122,7 @@ CONTRACT: Final = (
         _MOE + "config.py",
         "FusedMoEParallelConfig",
         (
-            *("dp_size", "use_ep", "enable_eplb", "all2all_backend"),
+            *("dp_size", "pcp_size", "use_ep", "enable_eplb", "all2all_backend"),
             *("use_all2all_kernels", "use_batched_activation_format"),
         ),
     ),

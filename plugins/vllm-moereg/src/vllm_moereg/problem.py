@@ -84,6 +84,7 @@ def describe(layer: Any, method: Any, config: Any, engine: Any, settings: Settin
     if reasons or form is None or activation is None:
         return reasons
     parallel = config.moe_parallel_config
+    num_senders = parallel.dp_size * parallel.pcp_size
     try:
         problem = MoEProblem(
             num_experts=config.num_experts,
@@ -101,7 +102,7 @@ def describe(layer: Any, method: Any, config: Any, engine: Any, settings: Settin
             graph_capture=_captures(engine),
             deterministic=settings.deterministic,
             exact_activations=settings.exact_activations,
-            max_num_tokens=config.max_num_tokens * (parallel.dp_size if moves_tokens(config) else 1),
+            max_num_tokens=config.max_num_tokens * (num_senders if moves_tokens(config) else 1),
         )
     except ArgumentError as error:
         return [f"moereg has no such problem: {error}"]
@@ -152,6 +153,8 @@ def _refusals(config: Any, engine: Any) -> Iterator[str]:
         yield f"requires tokens in standard order, got the batched format of {parallel.all2all_backend}"
     if getattr(engine.model_config, "enable_sleep_mode", False):
         yield "requires weights that stay in memory, got --enable-sleep-mode"
+    if getattr(config, "aiter_fmoe_shared_expert_enabled", False):
+        yield "requires shared experts apart from the others, got AITER's fused ones"
     if _offloads(engine):
         yield "requires weights on the device, got --cpu-offload-gb"
 
