@@ -3,10 +3,11 @@
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-machines test-peers test-ranges fuzz mutants lint format bench build clean
+.PHONY: help demo test test-all test-machines test-peers test-sglang test-ranges fuzz mutants lint format bench build clean
 
 VENV := .venv
 BIN := $(VENV)/bin
+SGLANG := .venv-sglang
 # The version too, so that the installed metadata says what `moereg --version` says.
 STAMP_INPUTS := pyproject.toml constraints.txt moereg/_version.py
 # Start each candidate instead of looking it up: version managers leave names on PATH that run nothing.
@@ -26,6 +27,7 @@ help:
 	@echo 'make test-all    runs the rest: the slow tests'
 	@echo 'make test-machines  runs what depends on the CPU as on CPUs without AVX-512, with VNNI, and in an order drawn anew'
 	@echo 'make test-peers  installs the peer libraries (2 GB more) and runs the tests that need them'
+	@echo 'make test-sglang installs SGLang and what it imports on a CPU into .venv-sglang (2 GB) and runs its engine there'
 	@echo 'make test-ranges runs tests with the lowest and the newest torch, Triton and Python; docs/ranges.md has the last run'
 	@echo 'make fuzz        10,000 drawn cases of bad input, up to 10 minutes; make test runs a small sample'
 	@echo 'make mutants     plants faults in a copy of the source, one at a time: the tests must catch each; before a release'
@@ -69,6 +71,10 @@ test-machines: $(VENV)/.test-stamp
 test-peers: $(VENV)/.peers-stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'peers and not gpu' $(PYTEST_ARGS)
 
+# Not a step of .ci/run, for its size. Needs Python 3.11.
+test-sglang: $(SGLANG)/.stamp
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest -m sglang plugins/sglang-moereg/tests $(PYTEST_ARGS)
+
 # Some rows and tests: make test-ranges RANGES_ARGS='--rows 3.10-lowest tests/quantize'
 test-ranges:
 	@test -n '$(PYTHON)' || { echo 'moereg needs Python 3.10 or newer with the venv module' >&2; exit 1; }
@@ -102,7 +108,7 @@ build: $(VENV)/.test-stamp
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) .ranges dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
+	rm -rf $(VENV) $(SGLANG) .ranges dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
 
 # --- the environment: installed again when a file that a stamp was made from is newer than the stamp ---
 
@@ -126,3 +132,12 @@ $(VENV)/.peers-stamp: $(STAMP_INPUTS) | $(VENV)/.venv-stamp
 	@echo '== installing moereg with its test and peers extras into $(VENV): about two minutes, silent until done'
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,peers]'
 	@touch $(VENV)/.core-stamp $(VENV)/.test-stamp $@
+
+# Without dependencies: those of SGLang are CUDA builds, and its kernel library has no build for CPUs, so that the tests
+# make a stub of it.
+$(SGLANG)/.stamp: $(STAMP_INPUTS) plugins/sglang-moereg/constraints.txt $(wildcard plugins/sglang-moereg/src/*/*.py)
+	@echo '== installing SGLang into $(SGLANG): some minutes, silent until done'
+	@python3.11 -m venv $(SGLANG)
+	@$(SGLANG)/bin/python -m pip install -q --no-deps -r plugins/sglang-moereg/constraints.txt
+	@$(SGLANG)/bin/python -m pip install -q --no-deps -e . ./plugins/sglang-moereg
+	@touch $@
