@@ -36,10 +36,7 @@ NEEDS: Final[Mapping[str, Mapping[str, str]]] = {
         "StandardCombineInput": "hidden_states",
     },
     "layers/moe/topk.py": {"StandardTopKOutput": "topk_weights topk_ids"},
-    "layers/moe/utils.py": {
-        **{"get_moe_runner_backend": "", "MoeRunnerBackend": "AUTO"},
-        **{"get_moe_a2a_backend": "", "MoeA2ABackend": "is_none"},
-    },
+    "layers/moe/utils.py": {"get_moe_runner_backend": "", "get_moe_a2a_backend": "", "MoeA2ABackend": "is_none"},
     "layers/quantization/unquant.py": {
         "UnquantizedFusedMoEMethod": _WEIGHTS,
         "UnquantizedFusedMoEMethod.apply": "layer dispatch_output",

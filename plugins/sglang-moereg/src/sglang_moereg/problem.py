@@ -120,8 +120,7 @@ def take_weights(layer: Any, described: Described) -> ExpertWeights:
     """
     problem = described.problem
     suffixes = {"": "_weight"} | ({"_bias": "_weight_bias"} if problem.has_bias else {})
-    if problem.quant.name == "fp8_block128":
-        suffixes["_scale"] = "_weight_scale_inv"
+    suffixes |= {"_scale": "_weight_scale_inv"} if problem.quant.name == "fp8_block128" else {}
     taken: dict[str, torch.Tensor] = {}
     for field, suffix in suffixes.items():
         for matrix in ("w13", "w2"):
