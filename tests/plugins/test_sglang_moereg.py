@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,18 +34,14 @@ class FusedMoE(torch.nn.Module):
         self.quant_method = type(method, (), facts)()
         self.dispatcher = type("StandardDispatcher", (), {})()
         self.should_fuse_routed_scaling_factor_in_topk = False
-        known = {"num_experts": 8, "num_local_experts": E, "hidden_size": H, "intermediate_size_per_partition": I}
-        known |= {
-            "top_k": 2,
-            "params_dtype": torch.float32,
-            "activation": "silu",
-            "is_gated": True,
-            "no_combine": False,
+        shapes = config.pop("shapes", {"w13_weight": (E, 2 * I, H), "w2_weight": (E, H, I)})
+        known = {
+            **{"num_experts": 8, "num_local_experts": E, "hidden_size": H, "intermediate_size_per_partition": I},
+            **{"top_k": 2, "params_dtype": torch.float32, "activation": "silu", "is_gated": True, "no_combine": False},
+            **{"apply_router_weight_on_input": False, "gate_up_interleaved": True, "routed_scaling_factor": None},
+            **dict.fromkeys(("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit")),
         }
-        known |= {"apply_router_weight_on_input": False, "gate_up_interleaved": True, "routed_scaling_factor": None}
-        known |= dict.fromkeys(("gemm1_alpha", "gemm1_clamp_limit", "swiglu_limit"))
         self.moe_runner_config = SimpleNamespace(**{**known, **config})
-        shapes = {"w13_weight": (E, 2 * I, H), "w2_weight": (E, H, I)}
         if method == "Fp8MoEMethod":
             shapes |= {"w13_weight_scale_inv": (E, 2, 2), "w2_weight_scale_inv": (E, 2, 1)}
         if config.get("gemm1_alpha"):
@@ -105,6 +102,7 @@ def test_a_layer_is_described_and_its_weights_are_taken(layer: Any, text: str) -
         ),
         ({}, {"enable_lora": True, "enable_eplb": True}, ["default of enable_lora, got True", "of enable_eplb"]),
         ({}, {"offload_group_size": 2, "cpu_offload_gb": 0}, ["requires the default of offload_group_size, got 2"]),
+        ({"method": "Mxfp4MoEMethod", "shapes": {}}, {}, ["on a CPU or on CUDA, got none", "got Mxfp4MoEMethod"]),
         ({"top_k": 9}, {}, ["moereg has no such problem: top_k must be at most num_experts"]),
     ],
 )
@@ -137,19 +135,45 @@ def test_an_unknown_sglang_is_left_alone(
     (tmp_path / "sglang" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(importlib.metadata, "version", installed)
-    monkeypatch.setenv("MOEREG_SGLANG", "auto")
-    sglang_moereg.register()
-    (said,) = caplog.messages
-    assert said.startswith("moereg stays out of this SGLang")
-    assert text in said
-    for mode, expected in (
-        ("require", "MOEREG_SGLANG=require, but moereg cannot serve"),
-        ("on", "must be one of auto"),
-    ):
-        monkeypatch.setenv("MOEREG_SGLANG", mode)
-        with pytest.raises(SystemExit, match=expected):
-            sglang_moereg.register()
+    assert_stays_out(text, monkeypatch, caplog)
+    monkeypatch.setenv("MOEREG_SGLANG", "on")
+    with pytest.raises(SystemExit, match="must be one of auto"):
+        sglang_moereg.register()
     monkeypatch.setenv("MOEREG_SGLANG", "off")
     sglang_moereg.register()
     assert len(caplog.messages) == 1
     assert "sglang" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("hook", "text"),
+    [
+        (None, "ModuleNotFoundError: import of sglang_moereg.hook halted"),
+        (SimpleNamespace(install=lambda: {}["__init__"]), "KeyError: '__init__'"),
+    ],
+)
+def test_a_hook_that_fails_is_said(
+    hook: Any, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang itself would log it and run its own kernels, also where moereg is required."""
+    import sglang_moereg
+
+    monkeypatch.setattr(sglang_moereg, "host_refusal", lambda: None)
+    monkeypatch.setitem(sys.modules, "sglang_moereg.hook", hook)
+    assert_stays_out(text, monkeypatch, caplog)
+
+
+def assert_stays_out(text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning with the reason; an exit with it where moereg is required."""
+    import sglang_moereg
+
+    monkeypatch.setenv("MOEREG_SGLANG", "auto")
+    sglang_moereg.register()
+    ((_, level, said),) = caplog.record_tuples
+    assert level == logging.WARNING
+    assert said.startswith("moereg stays out of this SGLang")
+    assert text in said
+    monkeypatch.setenv("MOEREG_SGLANG", "require")
+    with pytest.raises(SystemExit, match="MOEREG_SGLANG=require, but moereg cannot serve") as required:
+        sglang_moereg.register()
+    assert text in str(required.value)

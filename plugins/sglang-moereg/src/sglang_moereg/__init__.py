@@ -28,21 +28,30 @@ def register() -> None:
     """Hooks moereg into SGLang's MoE layers, unless this SGLang is one that it does not know; may be called again.
 
     Raises:
-        SystemExit: This SGLang is unknown and MOEREG_SGLANG=require, or that variable has an unknown value. SGLang logs
-            exceptions of plugins and goes on without them.
+        SystemExit: moereg cannot be hooked into this SGLang and MOEREG_SGLANG=require, or that variable has an unknown
+            value. SGLang logs exceptions of plugins and goes on without them.
     """
     mode = os.environ.get("MOEREG_SGLANG") or "auto"
     if mode not in ("auto", "off", "require"):
         raise SystemExit(f"MOEREG_SGLANG must be one of auto, off, require, got {mode!r}")
-    refusal = None if mode == "off" else host_refusal()
+    refusal = None if mode == "off" else _hook_refusal()
     if refusal is not None and mode == "require":
         raise SystemExit(f"MOEREG_SGLANG=require, but moereg cannot serve this SGLang: {refusal}")
     if refusal is not None:
         logger.warning("moereg stays out of this SGLang, which runs its own kernels: %s", refusal)
-    elif mode != "off":
+
+
+def _hook_refusal() -> str | None:
+    """Installs the hook, or says why not."""
+    try:
+        if refusal := host_refusal():
+            return refusal
         from sglang_moereg.hook import install
 
         install()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def host_refusal() -> str | None:

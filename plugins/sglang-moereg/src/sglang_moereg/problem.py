@@ -44,7 +44,8 @@ def describe(layer: Any, args: Any, runner: Any, mover: Any) -> Described | list
         args: SGLang's `ServerArgs`.
         runner, mover: Its `MoeRunnerBackend` and its `MoeA2ABackend`.
     """
-    config, device = layer.moe_runner_config, next(layer.parameters()).device.type
+    config = layer.moe_runner_config
+    device = next((parameter.device.type for parameter in layer.parameters()), "none")
     is_gpt_oss = config.gemm1_alpha is not None
     # SGLang's models multiply by it themselves where it runs on a CPU.
     is_ours = device == "cuda" and not layer.should_fuse_routed_scaling_factor_in_topk
