@@ -27,7 +27,7 @@ help:
 	@echo 'make test-all    runs the rest: the slow tests'
 	@echo 'make test-machines  runs what depends on the CPU as on CPUs without AVX-512, with VNNI, and in an order drawn anew'
 	@echo 'make test-peers  installs the peer libraries (2 GB more) and runs the tests that need them'
-	@echo 'make test-sglang installs SGLang and what it imports on a CPU into .venv-sglang (2 GB) and runs its engine there'
+	@echo 'make test-sglang installs SGLang and what it imports on a CPU into .venv-sglang (2.8 GB) and runs its engine there'
 	@echo 'make test-ranges runs tests with the lowest and the newest torch, Triton and Python; docs/ranges.md has the last run'
 	@echo 'make fuzz        10,000 drawn cases of bad input, up to 10 minutes; make test runs a small sample'
 	@echo 'make mutants     plants faults in a copy of the source, one at a time: the tests must catch each; before a release'
@@ -71,7 +71,7 @@ test-machines: $(VENV)/.test-stamp
 test-peers: $(VENV)/.peers-stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'peers and not gpu' $(PYTEST_ARGS)
 
-# Not a step of .ci/run, for its size. Needs Python 3.11.
+# Not a step of .ci/run, for its size. Needs Python 3.11, and a pip that finds PyTorch's CPU wheels.
 test-sglang: $(SGLANG)/.stamp
 	OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest -m sglang plugins/sglang-moereg/tests $(PYTEST_ARGS)
 
@@ -134,7 +134,8 @@ $(VENV)/.peers-stamp: $(STAMP_INPUTS) | $(VENV)/.venv-stamp
 	@touch $(VENV)/.core-stamp $(VENV)/.test-stamp $@
 
 # Without dependencies: those of SGLang are CUDA builds, and its kernel library has no build for CPUs, so that the tests
-# make a stub of it. Nor does torchvision's CUDA build load its operators here; SGLang needs its names alone.
+# make a stub of it. PyPI's torchvision is a CUDA build too, whose operators do not load here; importing torchvision runs
+# one module that asks for them, so that module is emptied. SGLang needs torchvision's names alone.
 $(SGLANG)/.stamp: $(STAMP_INPUTS) plugins/sglang-moereg/constraints.txt $(wildcard plugins/sglang-moereg/src/*/*.py)
 	@echo '== installing SGLang into $(SGLANG): some minutes, silent until done'
 	@python3.11 -m venv $(SGLANG)
