@@ -95,11 +95,7 @@ def test_a_layer_is_described_and_its_weights_are_taken(layer: Any, text: str) -
         ({"gemm1_clamp_limit": 7.0}, {}, ["requires silu without a clamp, got 7.0"]),
         ({"method": "GPTQMoEMethod"}, {}, ["requires a quantization method that moereg reads, got GPTQMoEMethod"]),
         ({"method": "Fp8MoEMethod", "fp8": (False, None, True)}, {}, ["in fp8", "blocks of 128 x 128", "got fp4"]),
-        (
-            {},
-            {"runner": "triton", "mover": "deepep"},
-            ["got --moe-runner-backend triton", "StandardDispatcher (deepep)"],
-        ),
+        ({}, {"runner": "triton", "mover": "deepep"}, ["--moe-runner-backend triton", "StandardDispatcher (deepep)"]),
         ({}, {"enable_lora": True, "enable_eplb": True}, ["default of enable_lora, got True", "of enable_eplb"]),
         ({}, {"offload_group_size": 2, "cpu_offload_gb": 0}, ["requires the default of offload_group_size, got 2"]),
         ({"method": "Mxfp4MoEMethod", "shapes": {}}, {}, ["on a CPU or on CUDA, got none", "got Mxfp4MoEMethod"]),

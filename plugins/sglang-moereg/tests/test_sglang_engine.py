@@ -55,7 +55,7 @@ sys.meta_path.append(Finder())
 """
 STRANGER = """
 import os
-from moereg.author import Experts, Facts, PermutedWeights, local_expert_ids, register_moe_backend
+from moereg.author import Experts, ExpertWeights, Facts, PermutedWeights, reference_experts, register_moe_backend
 
 moereg_api = "1"
 
@@ -74,13 +74,10 @@ class StrangerExperts(Experts):
         return (0,), (0,)
 
     def apply(self, out, inputs, weights, workspace13, workspace2):
-        out.zero_()
-        local = local_expert_ids(inputs.topk_ids, self.problem.num_local_experts, inputs.expert_map)
-        for token, slot in (local >= 0).nonzero().tolist():
-            expert = int(local[token, slot])
-            rows = self.problem.activation(inputs.hidden_states[token] @ weights["w13"][expert].T)
-            scale = float(os.environ["STRANGER"]) * inputs.topk_weights[token, slot]
-            out[token] += scale * (rows @ weights["w2"][expert].T)
+        weights = ExpertWeights(w13=weights["w13"], w2=weights["w2"])
+        routes = inputs.topk_weights, inputs.topk_ids, inputs.expert_map
+        sums = reference_experts(self.problem, weights, inputs.hidden_states, *routes)
+        out.copy_(float(os.environ["STRANGER"]) * sums)
 """
 ENGINE = """
 import json
