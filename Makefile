@@ -3,11 +3,12 @@
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-machines test-peers test-vllm test-ranges fuzz mutants lint format bench build clean
+.PHONY: help demo test test-all test-machines test-peers test-vllm test-sglang test-ranges fuzz mutants lint format bench build clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
+SGLANG := .venv-sglang
 # The version too, so that the installed metadata says what `moereg --version` says.
 STAMP_INPUTS := pyproject.toml constraints.txt moereg/_version.py
 # Start each candidate instead of looking it up: version managers leave names on PATH that run nothing.
@@ -28,6 +29,7 @@ help:
 	@echo 'make test-machines  runs what depends on the CPU as on CPUs without AVX-512, with VNNI, and in an order drawn anew'
 	@echo 'make test-peers  installs the peer libraries (2 GB more) and runs the tests that need them'
 	@echo 'make test-vllm   installs a CPU build of vLLM into .venv-vllm and runs engines whose MoE layers moereg serves'
+	@echo 'make test-sglang installs SGLang and what it imports on a CPU into .venv-sglang (2.8 GB) and runs its engine there'
 	@echo 'make test-ranges runs tests with the lowest and the newest torch, Triton and Python; docs/ranges.md has the last run'
 	@echo 'make fuzz        10,000 drawn cases of bad input, up to 10 minutes; make test runs a small sample'
 	@echo 'make mutants     plants faults in a copy of the source, one at a time: the tests must catch each; before a release'
@@ -75,6 +77,10 @@ test-peers: $(VENV)/.peers-stamp
 test-vllm: $(VLLM_VENV)/.stamp
 	$(VLLM_VENV)/bin/python -m pytest -m vllm plugins/vllm-moereg/tests $(PYTEST_ARGS)
 
+# Not a step of .ci/run, for its size. Needs Python 3.11, and a pip that finds PyTorch's CPU wheels.
+test-sglang: $(SGLANG)/.stamp
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest -m sglang plugins/sglang-moereg/tests $(PYTEST_ARGS)
+
 # Some rows and tests: make test-ranges RANGES_ARGS='--rows 3.10-lowest tests/quantize'
 test-ranges:
 	@test -n '$(PYTHON)' || { echo 'moereg needs Python 3.10 or newer with the venv module' >&2; exit 1; }
@@ -108,7 +114,7 @@ build: $(VENV)/.test-stamp
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .ranges dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG) .ranges dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .benchmarks .hypothesis
 
 # --- the environment: installed again when a file that a stamp was made from is newer than the stamp ---
 
@@ -139,4 +145,15 @@ $(VLLM_VENV)/.stamp: plugins/vllm-moereg/constraints.txt plugins/vllm-moereg/pyp
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -m pip install -q --no-compile --no-deps -r plugins/vllm-moereg/constraints.txt
 	@$(VLLM_VENV)/bin/python -m pip install -q --no-deps --no-build-isolation -e . -e plugins/vllm-moereg
+	@touch $@
+
+# Without dependencies: those of SGLang are CUDA builds, and its kernel library has no build for CPUs, so that the tests
+# make a stub of it. PyPI's torchvision is a CUDA build too, whose operators do not load here; importing torchvision runs
+# one module that asks for them, so that module is emptied. SGLang needs torchvision's names alone.
+$(SGLANG)/.stamp: $(STAMP_INPUTS) plugins/sglang-moereg/constraints.txt $(wildcard plugins/sglang-moereg/src/*/*.py)
+	@echo '== installing SGLang into $(SGLANG): some minutes, silent until done'
+	@python3.11 -m venv $(SGLANG)
+	@$(SGLANG)/bin/python -m pip install -q --no-deps -r plugins/sglang-moereg/constraints.txt
+	@$(SGLANG)/bin/python -m pip install -q --no-deps -e . ./plugins/sglang-moereg
+	@: > $(SGLANG)/lib/python3.11/site-packages/torchvision/_meta_registrations.py
 	@touch $@
