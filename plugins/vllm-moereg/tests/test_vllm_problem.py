@@ -27,17 +27,21 @@ def described(
 ) -> Described | list[str]:
     """A layer of Qwen3-MoE's kind; `changes` by dotted name."""
     parallel = SimpleNamespace(dp_size=1, pcp_size=1, use_ep=False, enable_eplb=False, use_all2all_kernels=False)
-    vars(parallel).update(use_batched_activation_format=False, all2all_backend="deepep_low_latency")
+    parallel.all2all_backend = "allgather_reducescatter"
     config = SimpleNamespace(num_experts=8, num_local_experts=8, hidden_dim=256, experts_per_token=2, has_bias=False)
     vars(config).update(intermediate_size_per_partition=128, in_dtype=torch.bfloat16, max_num_tokens=64)
     vars(config).update(moe_backend="auto", is_lora_enabled=False, moe_parallel_config=parallel)
+    config.aiter_fmoe_shared_expert_enabled = False
     config.activation = SimpleNamespace(value="silu")
     layer = SimpleNamespace(params_dtype=torch.bfloat16, swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None)
     layer.apply_router_weight_on_input = False
-    engine = SimpleNamespace(device_config=SimpleNamespace(device_type="cuda"), cache_config=SimpleNamespace())
+    engine = SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cuda"),
+    )
     engine.model_config = SimpleNamespace(enforce_eager=False, enable_sleep_mode=False)
-    engine.parallel_config = SimpleNamespace(enable_elastic_ep=False, enable_dbo=False)
-    engine.offload_config = SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0))
+    engine.parallel_config = SimpleNamespace(enable_elastic_ep=False, use_ubatching=False)
+    offloads = {"uva": SimpleNamespace(cpu_offload_gb=0), "prefetch": SimpleNamespace(offload_group_size=0)}
+    engine.offload_config = SimpleNamespace(**offloads)
     parts = SimpleNamespace(config=config, layer=layer, engine=engine)
     for path, value in (changes or {}).items():
         owner, _, field = path.rpartition(".")
@@ -54,15 +58,18 @@ DECLINES: dict[str, dict[str, Any]] = {
     "leaves a layer whose kernel was requested to vLLM, got --moe-backend triton": {"config.moe_backend": "triton"},
     "requires experts that stay where they are, got --enable-eplb": {f"{PARALLEL}.enable_eplb": True},
     "requires a fixed number of ranks, got elastic expert parallelism": {f"{ENGINE}.enable_elastic_ep": True},
-    "requires one stream, got --enable-dbo": {f"{ENGINE}.enable_dbo": True},
-    "requires tokens in standard order, got the batched format of deepep_low_latency": {
-        f"{PARALLEL}.use_batched_activation_format": True
+    "requires one stream, got --enable-dbo or --ubatch-size": {f"{ENGINE}.use_ubatching": True},
+    "requires --all2all-backend allgather_reducescatter, got moonep": {
+        f"{PARALLEL}.use_all2all_kernels": True,
+        f"{PARALLEL}.all2all_backend": "moonep",
     },
     "requires weights that stay in memory, got --enable-sleep-mode": {"engine.model_config.enable_sleep_mode": True},
     "requires shared experts apart from the others, got AITER's fused ones": {
         "config.aiter_fmoe_shared_expert_enabled": True
     },
-    "requires weights on the device, got --cpu-offload-gb": {"engine.offload_config.uva.cpu_offload_gb": 4},
+    "requires weights on the device, got --cpu-offload-gb or --offload-group-size": {
+        "engine.offload_config.prefetch.offload_group_size": 4
+    },
     f"requires an activation of {', '.join(ACTIVATIONS)}, got swiglustep": {"config.activation.value": "swiglustep"},
     "requires weights of the tokens' dtype, got torch.float16 and torch.bfloat16": {
         "layer.params_dtype": torch.float16
@@ -122,9 +129,9 @@ def test_weights_that_are_left_to_vllm_have_their_reason(reason: str) -> None:
 
 
 def test_all_reasons_are_said() -> None:
-    changes = {"config.is_lora_enabled": True, f"{ENGINE}.enable_dbo": True, "config.activation.value": "situ"}
+    changes = {"config.is_lora_enabled": True, f"{ENGINE}.use_ubatching": True, "config.activation.value": "situ"}
     found = [reason.rpartition("got ")[2] for reason in described(changes, method_of("QuarkMoEMethod"))]
-    assert found == ["an engine with it", "--enable-dbo", "QuarkMoEMethod", "situ"]
+    assert found == ["an engine with it", "--enable-dbo or --ubatch-size", "QuarkMoEMethod", "situ"]
 
 
 DP = {f"{PARALLEL}.dp_size": 2}

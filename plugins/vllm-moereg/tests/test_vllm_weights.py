@@ -223,6 +223,7 @@ def make(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> 
                 routed_experts_cls=GptOssRoutedExperts if is_gpt_oss else RoutedExperts,
             ).routed_experts
         assert type(layer.quant_method).__name__ == row.method
+        engine.model_config = SimpleNamespace(enforce_eager=True, enable_sleep_mode=False)
         if num_experts is None:
             load(layer, folder, row.suffix)
         return Made(layer, engine, load_experts(folder, 0), folder)
@@ -288,6 +289,16 @@ def test_a_layer_whose_sizes_vllm_rounds_up_is_left_to_it(
         patched.setattr(name, lambda hidden_size, *_: hidden_size + 64)
         assert hook.served_by(serve(made)) is None
     assert hook.served_by(serve(made)) is not None
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_served_method_answers_vllm(name: str, make: Callable[..., Made]) -> None:
+    made = make(ROWS[name])
+    method = serve(made)
+    assert hook.served_by(method) is not None
+    assert type(method).__name__ == ROWS[name].method
+    assert method.get_fused_moe_quant_config(made.layer).quant_dtype is None, "as the warm-up of DeepGEMM asks"
+    assert not method.supports_pre_processed_weights
 
 
 def test_vllms_modular_kernel_runs_the_kernel_too(make: Callable[..., Made]) -> None:

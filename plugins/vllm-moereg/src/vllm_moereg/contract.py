@@ -115,15 +115,21 @@ CONTRACT: Final = (
         (
             *("num_experts", "experts_per_token", "hidden_dim", "num_local_experts", "activation", "in_dtype"),
             *("moe_parallel_config", "moe_backend", "max_num_tokens", "has_bias", "is_lora_enabled"),
-            "intermediate_size_per_partition",
+            *("intermediate_size_per_partition", "aiter_fmoe_shared_expert_enabled"),
         ),
     ),
+    Need("config/parallel.py", "ParallelConfig", ("enable_elastic_ep", "use_ubatching")),
+    Need("config/model.py", "ModelConfig", ("enable_sleep_mode", "enforce_eager")),
+    Need("config/offload.py", "OffloadConfig", ("uva", "prefetch")),
+    Need("config/offload.py", "UVAOffloadConfig", ("cpu_offload_gb",)),
+    Need("config/offload.py", "PrefetchOffloadConfig", ("offload_group_size",)),
+    Need("config/vllm.py", "VllmConfig", ("offload_config", "additional_config", "device_config")),
     Need(
         _MOE + "config.py",
         "FusedMoEParallelConfig",
         (
             *("dp_size", "pcp_size", "use_ep", "enable_eplb", "all2all_backend"),
-            *("use_all2all_kernels", "use_batched_activation_format"),
+            "use_all2all_kernels",
         ),
     ),
 )

@@ -1,8 +1,8 @@
 """The hook: vLLM's layers get a quantization method that runs moereg's kernel.
 
-vLLM builds its own method first, which creates parameters and loads weights as ever. Where moereg serves the layer, the
-method's class becomes a subclass with the same name, since loaders branch on it; the subclass takes the weights out of
-the parameters when they are loaded, and calls the kernel.
+vLLM builds its own method first, which creates parameters and loads weights as usual. Where moereg serves the layer,
+the method's class becomes a subclass with the same name, since loaders branch on it; the subclass takes the weights out
+of the parameters when they are loaded, and calls the kernel.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ def _serve(layer: Any, name: str, method: Any, config: Any) -> None:
         reasons = selection.refusal
     else:
         reasons = "; ".join(described)
-    text = f"moereg leaves MoE layers such as {{}} ({kind}) to vLLM: {reasons}"
+    text = f"moereg leaves MoE layers such as {name} ({kind}) to vLLM: {reasons}"
     if settings.mode == "require":
-        raise HostError(f"MOEREG_VLLM=require, but {text.format(name)}")
-    if text not in _SAID:
-        _SAID.add(text)
-        logger.warning("%s", text.format(name))
+        raise HostError(f"MOEREG_VLLM=require, but {text}")
+    if f"{kind}: {reasons}" not in _SAID:
+        _SAID.add(f"{kind}: {reasons}")
+        logger.warning("%s", text)
 
 
 def _say_choice(name: str, selection: Selection) -> None:
@@ -134,7 +134,7 @@ def _say_choice(name: str, selection: Selection) -> None:
 
 
 def _enter_cache_key(engine: Any, selection: Selection) -> None:
-    """Makes the choice part of the key of vLLM's compile cache, which hashes its additional configuration."""
+    """Makes the choice part of the keys of vLLM's compile cache and startup plan, which hash this configuration."""
     if isinstance(engine.additional_config, dict):
         chosen = set(engine.additional_config.get("moereg_chose", ())) | {selection.fingerprint}
         engine.additional_config["moereg_chose"] = sorted(chosen)
@@ -146,12 +146,14 @@ def _subclass(base: type) -> type:
     namespace: dict[str, Any] = {
         "__module__": __name__,
         "__doc__": f"{base.__name__} whose experts run on a kernel that moereg chose.",
-        "supports_pre_processed_weights": False,
         "maybe_roundup_sizes": FusedMoEMethodBase.maybe_roundup_sizes,
+        # vLLM's warm-up of DeepGEMM asks every layer for it; the base's reads what its own kernel left on the method.
+        "get_fused_moe_quant_config": lambda self, layer: FusedMoEQuantConfig.make(),
         "process_weights_after_loading": _process_weights,
         "apply": _apply,
     }
-    for name in ("is_monolithic", "has_unpadded_output", "skip_forward_padding", "supports_eplb"):
+    flags = ("is_monolithic", "has_unpadded_output", "skip_forward_padding", "supports_eplb")
+    for name in (*flags, "supports_pre_processed_weights"):
         namespace[name] = property(lambda self: False)
     return type(base.__name__, (base,), namespace)
 

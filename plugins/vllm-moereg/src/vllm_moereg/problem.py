@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -53,6 +54,8 @@ ACTIVATIONS: Final[Mapping[str, Callable[[Any], Activation]]] = MappingProxyType
 """moereg's activation of a layer, by the value of vLLM's `MoEActivation`."""
 
 _INTERLEAVED: Final = "swigluoai"
+_MOVEMENT: Final = "allgather_reducescatter"
+"""vLLM's default, which gives the experts tokens in standard order with all routes; others do not, or are untried."""
 
 
 def describe(layer: Any, method: Any, config: Any, engine: Any, settings: Settings) -> Described | list[str]:
@@ -145,21 +148,18 @@ def _refusals(config: Any, engine: Any) -> Iterator[str]:
         yield f"leaves a layer whose kernel was requested to vLLM, got --moe-backend {config.moe_backend}"
     if parallel.enable_eplb:
         yield "requires experts that stay where they are, got --enable-eplb"
-    if getattr(engine.parallel_config, "enable_elastic_ep", False):
+    if engine.parallel_config.enable_elastic_ep:
         yield "requires a fixed number of ranks, got elastic expert parallelism"
-    if getattr(engine.parallel_config, "enable_dbo", False):
-        yield "requires one stream, got --enable-dbo"
-    if parallel.use_batched_activation_format:
-        yield f"requires tokens in standard order, got the batched format of {parallel.all2all_backend}"
-    if getattr(engine.model_config, "enable_sleep_mode", False):
+    if engine.parallel_config.use_ubatching:
+        yield "requires one stream, got --enable-dbo or --ubatch-size"
+    if parallel.use_all2all_kernels and parallel.all2all_backend != _MOVEMENT:
+        yield f"requires --all2all-backend {_MOVEMENT}, got {parallel.all2all_backend}"
+    if engine.model_config.enable_sleep_mode:
         yield "requires weights that stay in memory, got --enable-sleep-mode"
-    if getattr(config, "aiter_fmoe_shared_expert_enabled", False):
+    if config.aiter_fmoe_shared_expert_enabled:
         yield "requires shared experts apart from the others, got AITER's fused ones"
-    if _offloads(engine):
-        yield "requires weights on the device, got --cpu-offload-gb"
-
-
-def _offloads(engine: Any) -> bool:
-    offload = getattr(engine, "offload_config", None)
-    places = (engine.cache_config, getattr(offload, "uva", None), offload)
-    return any(getattr(place, "cpu_offload_gb", 0) for place in places)
+    offload = engine.offload_config
+    if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
+        yield "requires weights on the device, got --cpu-offload-gb or --offload-group-size"
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        yield "makes no promise that tokens do not depend on their batch, got VLLM_BATCH_INVARIANT"
