@@ -23,7 +23,8 @@ except ModuleNotFoundError:  # Python 3.10
 PACKAGE = Path(moereg.__file__).parent
 ROOT = PACKAGE.parent
 CALLS = all_calls()
-SOURCES = sorted([*PACKAGE.glob("[bkp]*/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py")])
+# Plugins of engines, such as vllm-moereg, have contracts of their own, which they read at each start.
+SOURCES = sorted([*PACKAGE.glob("[bkp]*/**/*.py"), *ROOT.glob("plugins/moereg-*/src/**/*.py")])
 
 
 INSTALLED = {distribution.name.lower().replace("_", "-") for distribution in importlib.metadata.distributions()}
