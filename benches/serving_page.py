@@ -26,8 +26,12 @@ class _Pair(NamedTuple):
     ours: float
 
 
-def _runs(wishes: bool = False) -> list[dict[str, Any]]:
-    return [run for run in read(_FILE)["runs"] if bool(run["wishes"]) is wishes and "--compare" not in run["argv"]]
+_APART: Final = {"--compare", "--zero-experts", "--layers"}
+"""Options of runs that are checks, or of part of a model."""
+
+
+def _runs() -> list[dict[str, Any]]:
+    return [run for run in read(_FILE)["runs"] if not run["wishes"] and not _APART & {*run["argv"]}]
 
 
 def _best(mode: tuple[str, str, str], plugin: bool) -> dict[tuple[int, int, int], dict[str, float]]:
@@ -35,8 +39,6 @@ def _best(mode: tuple[str, str, str], plugin: bool) -> dict[tuple[int, int, int]
     found: dict[tuple[int, int, int], dict[str, float]] = {}
     for run in _runs():
         if (run["model"], run["quant"], run["mode"]) != mode or (run["plugin"] != "off") is not plugin:
-            continue
-        if "--zero-experts" in run["argv"]:
             continue
         for row in run["rows"]:
             known = found.setdefault((row["sequences"], row["prompt"], row["output"]), {})

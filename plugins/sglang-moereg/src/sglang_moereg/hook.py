@@ -1,6 +1,6 @@
 """The hook: SGLang's layers get a quantization method that runs moereg's kernel.
 
-SGLang builds its own method first, which creates parameters and loads weights as ever. Where moereg serves the layer,
+SGLang builds its own method first, which creates parameters and loads weights as usual. Where moereg serves the layer,
 the method's class becomes a subclass with the same name, since SGLang branches on it; the subclass takes the weights
 out of the parameters when they are loaded, and calls the kernel.
 """

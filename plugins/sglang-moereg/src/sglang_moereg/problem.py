@@ -121,7 +121,7 @@ def take_weights(layer: Any, described: Described) -> ExpertWeights:
     """
     problem = described.problem
     suffixes = {"": "_weight"} | ({"_bias": "_weight_bias"} if problem.has_bias else {})
-    suffixes |= {"_scale": "_weight_scale_inv"} if problem.quant.name == "fp8_block128" else {}
+    suffixes |= {"_scale": "_weight_scale_inv"} if problem.quant.weight is not None else {}
     taken: dict[str, torch.Tensor] = {}
     for field, suffix in suffixes.items():
         for matrix in ("w13", "w2"):

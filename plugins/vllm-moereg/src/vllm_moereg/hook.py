@@ -224,8 +224,7 @@ def _apply(
     if not served.moves_tokens:
         # vLLM's modular kernel would copy the result once more, and does nothing else here.
         return kernel(x.contiguous(), topk_weights.float(), topk_ids)
-    empty = kernel.weights.device
-    nothing = torch.empty((kernel.problem.num_local_experts, 0, 0), device=empty, dtype=x.dtype)
+    nothing = x.new_empty((kernel.problem.num_local_experts, 0, 0))
     result: torch.Tensor = method.moe_kernel.apply(
         hidden_states=x,
         w1=nothing,
