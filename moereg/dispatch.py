@@ -15,7 +15,7 @@ from typing import Final
 
 from moereg.arguments import takes
 from moereg.errors import MoeregWarning, UnsupportedProblemError
-from moereg.evidence.quarantine import read_quarantine
+from moereg.evidence.quarantine import QUARANTINE
 from moereg.platforms import Platform
 from moereg.plugins.loader import load_backends, missing_backend, platform_of, read_platform
 from moereg.registry import BackendCell
@@ -79,7 +79,7 @@ def explain_backends(
     request = Request.resolve(
         problem.quant.name, require, prefer, deny, environ=os.environ, cells=cells, missing=missing_backend
     )
-    return decide(problem, platform, request, cells, quarantine=read_quarantine())
+    return decide(problem, platform, request, cells, quarantine=QUARANTINE.read())
 
 
 def machine_reasons(cell: BackendCell, platform: Platform) -> list[Reason]:

@@ -338,7 +338,7 @@ def verify(
     """Run the conformance kit on one backend."""
     from moereg.cli._quarantine import lift_quarantine, quarantine_failures
     from moereg.cli._verify import Subject, check_ledger, record_verified, show_verify, verify_backend
-    from moereg.evidence.quarantine import change_quarantine
+    from moereg.evidence.quarantine import QUARANTINE
     from moereg.testing.suite import run_again
 
     if unquarantine:
@@ -347,7 +347,7 @@ def verify(
         lifted = lift_quarantine(name)
         return Shown(lambda: {"schema": SCHEMA, "quarantine": lifted.to_dict()}, lambda: print(lifted))
     if quarantine:
-        change_quarantine()  # Refuses an unwritable file before anything runs.
+        QUARANTINE.change()  # Refuses an unwritable file before anything runs.
     subject = Subject(name, module or [])
     if ledger is not None:
         check_ledger(ledger, check or [])

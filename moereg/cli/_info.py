@@ -16,7 +16,7 @@ from moereg.cli._show import WIDE, machine, named_machine, new_table, print_noti
 from moereg.dispatch import machine_reasons
 from moereg.errors import PluginError
 from moereg.evidence.ledger import arch_name, evidence_of
-from moereg.evidence.quarantine import Quarantine, QuarantineRecord, quarantine_path, read_quarantine
+from moereg.evidence.quarantine import QUARANTINE, Quarantine, QuarantineRecord
 from moereg.platforms import Platform, platform_of_product, probe_platform
 from moereg.plugins.loader import current_platform, load_backends, load_movements, plugin_statuses
 from moereg.plugins.status import MOVEMENT_GROUP, PLATFORM_GROUP
@@ -49,7 +49,7 @@ def collect_info() -> dict[str, Any]:
     """The object that `moereg info --json` prints."""
     registry, dispatchers = load_backends(), load_movements()
     platform, platform_error = machine_shown()
-    quarantine = read_quarantine()
+    quarantine = QUARANTINE.read()
     return {
         "schema": SCHEMA,
         "version": __version__,
@@ -259,7 +259,7 @@ def _verified(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _held(platform: Platform) -> _Held:
-    registry, quarantine = load_backends(), read_quarantine()
+    registry, quarantine = load_backends(), QUARANTINE.read()
     cells = [cell for name in registry.names for cell in registry.by_name(name)]
     return [(cell, quarantine.of_cell(cell, platform)) for cell in cells]
 
@@ -267,7 +267,7 @@ def _held(platform: Platform) -> _Held:
 def _print_quarantine(target: Console, held: _Held) -> None:
     records = [record for _, of_cell in held for record in of_cell]
     if records:
-        target.print(f"quarantined here, in {quarantine_path()}:")
+        target.print(f"quarantined here, in {QUARANTINE.path()}:")
     for record in records:
         target.print(f"  - {record.backend} ({record.experts}), {record.scheme}: {record.reason.text}")
 

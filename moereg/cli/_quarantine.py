@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moereg.evidence.quarantine import QuarantineRecord, change_quarantine, quarantine_path, record_keys
+from moereg.evidence.on_machine import record_keys
+from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
 from moereg.plugins.loader import current_platform, list_cells, load_backends
 from moereg.registry import BackendCell
 from moereg.spec.problem import MoEProblem
@@ -35,7 +36,7 @@ class Change:
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
         return {
-            "file": str(quarantine_path()),
+            "file": str(QUARANTINE.path()),
             "added": [_short(record) for record in self.added],
             "lifted": [_short(record) for record in self.lifted],
             "left": dict(self.left),
@@ -69,7 +70,7 @@ def quarantine_failures(
             machine. If None, such checks quarantine nothing.
 
     Raises:
-        QuarantineError: The quarantine cannot be read or written.
+        RecordFileError: The quarantine cannot be read or written.
     """
     at_import = [result.outcome for result in report.failures if result.check.cell.experts == IMPORT]
     if at_import:
@@ -102,11 +103,11 @@ def quarantine_failures(
                 continue
             failure = f"{check.id} {outcome.status.replace('_', ' ')}: {outcome.message}"
             for scheme in schemes:  # A scheme keeps its first failure.
-                record = QuarantineRecord.of(cell, scheme, here, failure)
+                record = QuarantineRecord.failed(cell, scheme, here, failure)
                 added[record.key] = record
     passed = (known[name] for name in report.verified_cells if is_whole and name in known)
     keys = {key for cell in passed for key in record_keys(cell, here)}
-    lifted = change_quarantine(added.values(), lambda record: record.key in keys)
+    lifted = QUARANTINE.change(added.values(), lambda record: record.key in keys)
     return Change(tuple(added.values()), lifted, left)
 
 
@@ -129,10 +130,10 @@ def lift_quarantine(backend: str) -> Change:
 
     Raises:
         UnknownBackendError: Nothing of that name is quarantined here, and there is no such backend.
-        QuarantineError: The quarantine cannot be read or written.
+        RecordFileError: The quarantine cannot be read or written.
     """
     here = current_platform()
-    lifted = change_quarantine(lift=lambda record: record.backend == backend and record.is_from(here))
+    lifted = QUARANTINE.change(lift=lambda record: record.backend == backend and record.is_from(here))
     if not lifted:
         list_cells(backend)
     return Change(lifted=lifted, lifts=backend)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +20,8 @@ from moereg.errors import described, shown
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Record")
+
+_LOCK_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,3 +135,28 @@ def records_text(schema: int, records: Iterable[Any]) -> str:
     """The text of a file of records."""
     document = {"schema": schema, "records": [dataclasses.asdict(record) for record in records]}
     return json.dumps(document, indent=1) + "\n"
+
+
+def change_file(path: Path, changed: Callable[[Path], str]) -> None:
+    """Replaces a file of the user's atomically by `changed(path)`; concurrent writers take turns.
+
+    Raises:
+        OSError: It or its lock cannot be written.
+    """
+    import filelock
+
+    path = Path(os.path.realpath(path))
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with filelock.FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
+        text = changed(path)
+        handle, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import moereg
-from moereg.evidence.quarantine import QuarantineRecord, change_quarantine
+from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
 from moereg.platforms import Platform
 from moereg.plugins.loader import current_platform, list_cells
 from moereg.registry import BUILTIN, BackendRegistry, register_moe_backend
@@ -147,7 +147,7 @@ def test_info_shows_what_is_quarantined_here(
     dense = next(cell for cell in list_cells("torch") if cell.class_name == "TorchDenseExperts")
     weights = next(cell for cell in list_cells("torch") if cell.class_name == "TorchQuantizedExperts")
     failed = [(dense, dense.schemes[0]), (weights, weights.schemes[1])]
-    change_quarantine([QuarantineRecord.of(cell, scheme, here, "off by 0.5") for cell, scheme in failed])
+    QUARANTINE.change([QuarantineRecord.failed(cell, scheme, here, "off by 0.5") for cell, scheme in failed])
     found = call_json("info")[1]
     shown = {
         entry["experts"]: [(held["scheme"], held["failure"]) for held in entry["quarantined"]]

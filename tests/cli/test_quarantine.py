@@ -10,7 +10,7 @@ import pytest
 
 from moereg.cli._quarantine import lift_quarantine, quarantine_failures
 from moereg.errors import UnknownBackendError
-from moereg.evidence.quarantine import read_quarantine
+from moereg.evidence.quarantine import QUARANTINE
 from moereg.plugins.loader import current_platform, list_cells, load_backends
 from moereg.registry import BackendCell, BackendRegistry
 from moereg.spec.problem import MoEProblem
@@ -50,7 +50,7 @@ def report(*results: tuple[Check, Outcome], imitated: tuple[CellName, ...] = ())
 
 
 def held() -> set[tuple[str, str]]:
-    return {(record.experts, record.scheme) for record in read_quarantine().records}
+    return {(record.experts, record.scheme) for record in QUARANTINE.read().records}
 
 
 QUANTIZED = "TorchQuantizedExperts"
@@ -67,9 +67,9 @@ def test_a_check_of_one_scheme_quarantines_that_scheme(kind: str) -> None:
     check = Check.make(name_of(QUANTIZED), *SCHEMES[kind])
     change = quarantine_failures(report((check, BAD), (check, Outcome("failed", "later"))))
     assert held() == {(QUANTIZED, "int8_w8a16")}
-    (record,) = read_quarantine().records
+    (record,) = QUARANTINE.read().records
     assert record.failure == f"{check.id} failed: off by 0.5"
-    assert read_quarantine().of_cell(cell_of(QUANTIZED), current_platform()) == (record,)
+    assert QUARANTINE.read().of_cell(cell_of(QUANTIZED), current_platform()) == (record,)
     assert str(change) == f"quarantined here: torch ({QUANTIZED}, cpu), int8_w8a16"
 
 
@@ -94,7 +94,7 @@ def test_what_took_too_long_runs_again_before_it_is_quarantined() -> None:
 
     quarantine_failures(late, again=still)
     assert held() == {(QUANTIZED, scheme.name) for scheme in cell_of(QUANTIZED).schemes}
-    assert read_quarantine().records[0].failure == f"{check.id} timed out: no end after 4 s"
+    assert QUARANTINE.read().records[0].failure == f"{check.id} timed out: no end after 4 s"
     assert asked == [check]
 
 

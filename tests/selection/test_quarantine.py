@@ -14,17 +14,9 @@ import pytest
 
 from moereg.dispatch import explain_backends
 from moereg.errors import MoeregWarning
-from moereg.evidence import quarantine, store
-from moereg.evidence.quarantine import (
-    EMPTY,
-    Quarantine,
-    QuarantineError,
-    QuarantineRecord,
-    QuarantineWarning,
-    change_quarantine,
-    quarantine_path,
-    read_quarantine,
-)
+from moereg.evidence import on_machine, store
+from moereg.evidence.on_machine import RecordFileError, RecordFileWarning
+from moereg.evidence.quarantine import EMPTY, QUARANTINE, Quarantine, QuarantineRecord
 from moereg.platforms import Platform
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
 from moereg.selection.decide import decide
@@ -61,7 +53,7 @@ def cells() -> tuple[BackendCell, ...]:
 
 
 def record(cell: BackendCell, **changes: Any) -> QuarantineRecord:
-    made = QuarantineRecord.of(cell, PLAIN, HERE, "numbers of T 17: off by 0.5\nwhere 0.008 is allowed")
+    made = QuarantineRecord.failed(cell, PLAIN, HERE, "numbers of T 17: off by 0.5\nwhere 0.008 is allowed")
     return QuarantineRecord.from_dict({**vars(made), **changes})
 
 
@@ -127,7 +119,7 @@ def test_versions_are_those_that_the_cell_runs_on(cells: tuple[BackendCell, ...]
     assert choose(cells, Quarantine([made]), updated).backend == "good"
     brought = dataclasses.replace(cells[0], origin="other")
     assert record(brought).versions == VERSIONS
-    assert not record(brought).holds(brought, updated)
+    assert record(brought).changes(brought, updated) == ("other 3 -> 4",)
 
 
 def test_schemes_are_held_one_by_one_and_other_machines_are_not(cells: tuple[BackendCell, ...]) -> None:
@@ -135,10 +127,10 @@ def test_schemes_are_held_one_by_one_and_other_machines_are_not(cells: tuple[Bac
     assert choose(cells, held, quant="int8_w8a16").backend == "bad"
     assert [found.scheme for found in held.of_cell(cells[0], HERE)] == ["unquantized"]
     assert choose(cells, held, dataclasses.replace(HERE, probed=False)).backend == "bad"
-    with pytest.raises(ValueError, match="only what failed on the machine at hand can be quarantined"):
-        QuarantineRecord.of(cells[0], EIGHT, Platform.from_name("cuda:sm90"), "off")
-    with pytest.raises(ValueError, match="verify it there"):
-        QuarantineRecord.of(cells[0], EIGHT, Platform("cuda", "sm80", probed=True), "off")
+    with pytest.raises(ValueError, match="only what ran on the machine at hand can be recorded"):
+        QuarantineRecord.failed(cells[0], EIGHT, Platform.from_name("cuda:sm90"), "off")
+    with pytest.raises(ValueError, match="run it there"):
+        QuarantineRecord.failed(cells[0], EIGHT, Platform("cuda", "sm80", probed=True), "off")
 
 
 def test_a_record_is_of_one_device(cells: tuple[BackendCell, ...]) -> None:
@@ -150,7 +142,7 @@ def test_a_record_is_of_one_device(cells: tuple[BackendCell, ...]) -> None:
 
 def test_a_scheme_by_another_name_is_the_same_and_a_long_failure_is_cut(cells: tuple[BackendCell, ...]) -> None:
     renamed = dataclasses.replace(EIGHT, name="my_int8")
-    made = QuarantineRecord.of(cells[0], renamed, HERE, "off " * 1000)
+    made = QuarantineRecord.failed(cells[0], renamed, HERE, "off " * 1000)
     assert made.scheme == "int8_w8a16"
     assert len(made.failure) <= 500
     held = Quarantine([made])
@@ -161,12 +153,12 @@ def test_a_scheme_by_another_name_is_the_same_and_a_long_failure_is_cut(cells: t
 def test_a_link_to_the_file_stays_a_link_and_its_folder_is_the_users_alone(
     file: Path, cells: tuple[BackendCell, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change_quarantine([record(cells[0])])
+    QUARANTINE.change([record(cells[0])])
     assert file.parent.stat().st_mode & 0o777 == 0o700
     link = file.parent.parent / "link.json"
     link.symlink_to(file)
     monkeypatch.setenv("MOEREG_QUARANTINE", str(link))
-    change_quarantine([record(cells[1])])
+    QUARANTINE.change([record(cells[1])])
     assert link.is_symlink()
     assert len(json.loads(file.read_text())["records"]) == 2
 
@@ -180,26 +172,26 @@ def test_changed_code_is_selected_again(tmp_path: Path, monkeypatch: pytest.Monk
     held = Quarantine([record(registry.cells[0])])
     assert choose(registry.cells, held).backend is None
     (tmp_path / "repaired_x.py").write_text("class Repaired:\n    factor = 1\n")
-    quarantine._digest_once.cache_clear()  # A new process would read it anew.
+    on_machine._digest_once.cache_clear()  # A new process would read it anew.
     assert choose(registry.cells, held).backend == "repaired"
 
 
 def test_records_are_written_read_replaced_and_lifted(file: Path, cells: tuple[BackendCell, ...]) -> None:
-    assert read_quarantine() is EMPTY
+    assert QUARANTINE.read().records == ()
     first = record(cells[0])
-    assert change_quarantine([first, record(cells[1])]) == ()
-    assert [found.backend for found in read_quarantine().records] == ["bad", "good"]
-    assert read_quarantine() is read_quarantine(), "an unchanged file is read once"
+    assert QUARANTINE.change([first, record(cells[1])]) == ()
+    assert [found.backend for found in QUARANTINE.read().records] == ["bad", "good"]
+    assert QUARANTINE.read() is QUARANTINE.read(), "an unchanged file is read once"
     later = record(cells[0], failure="off by 0.7")
-    change_quarantine([later])
-    assert {found.backend: found.failure for found in read_quarantine().records} == {
+    QUARANTINE.change([later])
+    assert {found.backend: found.failure for found in QUARANTINE.read().records} == {
         "bad": "off by 0.7",
         "good": record(cells[1]).failure,
     }
-    assert change_quarantine(lift=lambda found: found.backend == "bad") == (later,)
-    assert [found.backend for found in read_quarantine().records] == ["good"]
-    assert change_quarantine(lift=lambda found: True) == (record(cells[1]),)
-    assert read_quarantine().records == ()
+    assert QUARANTINE.change(lift=lambda found: found.backend == "bad") == (later,)
+    assert [found.backend for found in QUARANTINE.read().records] == ["good"]
+    assert QUARANTINE.change(lift=lambda found: True) == (record(cells[1]),)
+    assert QUARANTINE.read().records == ()
     assert {path.name for path in file.parent.iterdir()} <= {file.name, f"{file.name}.lock"}
 
 
@@ -208,7 +200,7 @@ def test_selection_reads_the_file_that_the_variable_names(file: Path, monkeypatc
     winner = before.winner
     assert winner is not None
     assert winner.cell is not None
-    change_quarantine([QuarantineRecord.of(winner.cell, PLAIN, before.platform, "off by 0.5")])
+    QUARANTINE.change([QuarantineRecord.failed(winner.cell, PLAIN, before.platform, "off by 0.5")])
     found = explain_backends(PROBLEM)
     assert found.winner is not None
     assert found.winner.experts != winner.experts
@@ -236,11 +228,11 @@ def test_a_broken_file_is_one_warning_and_nothing_is_quarantined(file: Path, nam
         warnings.simplefilter("always")
         assert explain_backends(PROBLEM).winner is not None
         assert explain_backends(PROBLEM).winner is not None
-    assert [(found.category, message in str(found.message)) for found in warned] == [(QuarantineWarning, True)]
+    assert [(found.category, message in str(found.message)) for found in warned] == [(RecordFileWarning, True)]
     assert str(file) in str(warned[0].message)
     assert "\n" not in str(warned[0].message)
-    with pytest.raises(QuarantineError, match="delete it, or name another file in MOEREG_QUARANTINE"):
-        change_quarantine()
+    with pytest.raises(RecordFileError, match="delete it, or name another file in MOEREG_QUARANTINE"):
+        QUARANTINE.change()
 
 
 def test_texts_that_a_terminal_would_obey_are_refused(file: Path, cells: tuple[BackendCell, ...]) -> None:
@@ -252,8 +244,8 @@ def test_texts_that_a_terminal_would_obey_are_refused(file: Path, cells: tuple[B
         record(cells[0], versions="2.13")
     # A driver may say anything; what is written can be read back.
     odd = dataclasses.replace(HERE, device_name="A\x1b[2J CPU")
-    change_quarantine([QuarantineRecord.of(cells[0], PLAIN, odd, "off\x1b[2J")])
-    assert choose(cells, read_quarantine(), odd).backend == "good"
+    QUARANTINE.change([QuarantineRecord.failed(cells[0], PLAIN, odd, "off\x1b[2J")])
+    assert choose(cells, QUARANTINE.read(), odd).backend == "good"
 
 
 def test_a_file_that_others_may_write_is_not_believed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,61 +254,61 @@ def test_a_file_that_others_may_write_is_not_believed(file: Path, monkeypatch: p
     for mode in (0o666, 0o660):
         file.chmod(mode)
         store._read_once.cache_clear()
-        with pytest.warns(QuarantineWarning, match="nobody else may write to it"):
-            assert read_quarantine() is EMPTY
+        with pytest.warns(RecordFileWarning, match="nobody else may write to it"):
+            assert QUARANTINE.read().records == ()
     file.chmod(0o600)
     monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)
     status = os.stat_result((0o100600, 1, 1, 1, 4242, 0, len(GOOD), 0, 0, 0))
     monkeypatch.setattr(os, "fstat", lambda handle: status)
     store._read_once.cache_clear()
-    with pytest.warns(QuarantineWarning, match="must belong to this user or to root"):
-        assert read_quarantine() is EMPTY
+    with pytest.warns(RecordFileWarning, match="must belong to this user or to root"):
+        assert QUARANTINE.read().records == ()
 
 
 def test_a_folder_is_not_read(file: Path) -> None:
     file.mkdir(parents=True)
-    with pytest.warns(QuarantineWarning, match="cannot be used"):
-        assert read_quarantine() is EMPTY
+    with pytest.warns(RecordFileWarning, match="cannot be used"):
+        assert QUARANTINE.read().records == ()
 
 
 def test_what_cannot_be_written_is_an_error_with_its_cure(
     cells: tuple[BackendCell, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOEREG_QUARANTINE", "/dev/null/quarantine.json")
-    assert read_quarantine() is EMPTY
-    with pytest.raises(QuarantineError, match=r"'/dev/null/quarantine.json' must be readable and writable"):
-        change_quarantine([record(cells[0])])
+    assert QUARANTINE.read().records == ()
+    with pytest.raises(RecordFileError, match=r"'/dev/null/quarantine.json' must be readable and writable"):
+        QUARANTINE.change([record(cells[0])])
     monkeypatch.setenv("MOEREG_QUARANTINE", "")
-    with pytest.raises(QuarantineError, match="which switches the quarantine off"):
-        change_quarantine([record(cells[0])])
+    with pytest.raises(RecordFileError, match="which turns the quarantine off"):
+        QUARANTINE.change([record(cells[0])])
 
 
 def test_a_write_that_fails_leaves_the_file_and_no_other(
     file: Path, cells: tuple[BackendCell, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change_quarantine([record(cells[0])])
+    QUARANTINE.change([record(cells[0])])
     before = file.read_bytes()
 
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(QuarantineError, match="No space left on device"):
-        change_quarantine([record(cells[1])])
+    with pytest.raises(RecordFileError, match="No space left on device"):
+        QUARANTINE.change([record(cells[1])])
     assert file.read_bytes() == before
     assert {path.name for path in file.parent.iterdir()} <= {file.name, f"{file.name}.lock"}
 
 
 def test_writers_take_turns(file: Path, cells: tuple[BackendCell, ...]) -> None:
     def add(number: int) -> None:
-        change_quarantine([record(cells[0], device=f"CPU {number}")])
+        QUARANTINE.change([record(cells[0], device=f"CPU {number}")])
 
     threads = [threading.Thread(target=add, args=(number,)) for number in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(found.device for found in read_quarantine().records) == sorted(
+    assert sorted(found.device for found in QUARANTINE.read().records) == sorted(
         f"CPU {number}" for number in range(16)
     )
 
@@ -324,16 +316,16 @@ def test_writers_take_turns(file: Path, cells: tuple[BackendCell, ...]) -> None:
 def test_the_file_is_in_the_users_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MOEREG_QUARANTINE")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert quarantine_path() == tmp_path / "moereg" / "quarantine.json"
+    assert QUARANTINE.path() == tmp_path / "moereg" / "quarantine.json"
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "other"))
-    assert quarantine_path() == tmp_path / "other" / "moereg" / "quarantine.json"
+    assert QUARANTINE.path() == tmp_path / "other" / "moereg" / "quarantine.json"
 
 
 def test_asking_costs_selection_nothing(file: Path, cells: tuple[BackendCell, ...]) -> None:
-    change_quarantine(record(cells[0], device=f"CPU {number}") for number in range(100))
+    QUARANTINE.change(record(cells[0], device=f"CPU {number}") for number in range(100))
 
     def ask() -> None:
-        held = read_quarantine()
+        held = QUARANTINE.read()
         for cell in cells:
             held.record(cell, PLAIN, cell.rules[0], HERE)
 

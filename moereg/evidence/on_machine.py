@@ -1,0 +1,272 @@
+"""Records of what happened to cells on this machine, one scheme each, and the files that keep them.
+
+A record holds for the code and versions that it was made with: once they change it has no effect. Its file is in the
+user's data directory unless an environment variable names another, or turns it off if empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, Generic, TypeVar
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from typing_extensions import Self
+
+from moereg.errors import MoeregError, MoeregWarning, described, one_line, shown
+from moereg.evidence.code_digest import class_digest
+from moereg.evidence.store import Record, change_file, read_once, read_records, records_text
+from moereg.platforms import Platform, PlatformRule
+from moereg.registry import BackendCell
+from moereg.spec.facts import narrowed_text
+from moereg.spec.quant_schemes import QuantScheme
+
+SCHEMA: Final = 1
+_LONGEST_FACTS: Final = 4000
+
+_Key = tuple[str, ...]
+
+
+class RecordFileWarning(MoeregWarning):
+    """A file of this machine's records cannot be used, and counts as empty."""
+
+
+class RecordFileError(MoeregError, RuntimeError):
+    """A file of this machine's records cannot be changed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CellRecord(Record):
+    """One scheme of a cell, with the code and the versions that it ran with.
+
+    Attributes:
+        backend, experts, rule, digest, facts: As in `moereg.evidence.ledger.Verification`.
+        scheme: Name of the scheme that the cell computes.
+        versions: Versions of moereg, torch, the cell's distribution and its requirements.
+    """
+
+    backend: str
+    experts: str
+    rule: str
+    scheme: str
+    digest: str
+    versions: Mapping[str, str] = dataclasses.field(hash=False)
+    facts: str = ""
+
+    @staticmethod
+    def fields_of(cell: BackendCell, scheme: QuantScheme, rule: PlatformRule, platform: Platform) -> dict[str, Any]:
+        """The fields of a cell on a machine, whose rule matches it."""
+        names = cell_key(cell, scheme, rule)
+        return {
+            **dict(zip(_NAMES, names, strict=True)),
+            "digest": _digest_once(cell.experts),
+            "versions": cell_versions(cell, platform),
+        }
+
+    @property
+    def cell_key(self) -> _Key:
+        """The record's cell, as `cell_key` gives it."""
+        return tuple(getattr(self, name) for name in _NAMES)
+
+    def changes(self, cell: BackendCell, platform: Platform) -> tuple[str, ...]:
+        """Changes since: versions such as `humming 0.1.19 -> 0.1.20`, then `code`; empty if the record holds."""
+        now = cell_versions(cell, platform)
+        names = sorted({*now, *self.versions})
+        pairs = [(name, self.versions.get(name, "none"), now.get(name, "none")) for name in names]
+        changed = [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
+        return (*changed, *(["code"] if self.digest != _digest_once(cell.experts) else []))
+
+
+_NAMES: Final = ("backend", "experts", "rule", "scheme", "facts")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MachineRecord(CellRecord):
+    """One scheme of a cell on one machine.
+
+    Attributes:
+        platform, device, date: As in `moereg.evidence.ledger.Verification`.
+    """
+
+    platform: str
+    device: str
+    date: str
+
+    @classmethod
+    def of(cls, cell: BackendCell, scheme: QuantScheme, platform: Platform, **found: Any) -> Self:
+        """Makes a record of a cell that has just run on this machine, computing a scheme.
+
+        Raises:
+            ValueError: The platform is not a probed one, or none of the cell's rules matches it.
+        """
+        rule = cell.rule_for(platform)
+        if rule is None or not platform.probed:
+            raise ValueError(
+                f"only what ran on the machine at hand can be recorded, got {cell.class_name} "
+                f"({cell.rules_text}) on {platform}; run it there"
+            )
+        return cls(
+            **cls.fields_of(cell, scheme, rule, platform),
+            platform=str(platform),
+            device=one_line(platform.device_name),
+            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            **found,
+        )
+
+    @property
+    def key(self) -> _Key:
+        """The record's subject: a later record of the same cell, scheme and device replaces it."""
+        return (*self.cell_key, self.platform, self.device)
+
+    def is_from(self, platform: Platform) -> bool:
+        """Whether it was made on that machine."""
+        return (self.platform, self.device) == (str(platform), one_line(platform.device_name))
+
+
+def cell_key(cell: BackendCell, scheme: QuantScheme, rule: PlatformRule) -> _Key:
+    """A cell computing a scheme, in texts of one line: names from drivers and plugins may hold any character."""
+    # A problem may use another name for the scheme.
+    alike = (known for known in cell.schemes if (known.weight, known.activation) == (scheme.weight, scheme.activation))
+    own = next(alike, scheme)
+    names = (cell.name, cell.class_name, rule.text, own.name)
+    return (*map(one_line, names), one_line(narrowed_text(cell.facts, cell.experts.facts), _LONGEST_FACTS))
+
+
+def record_keys(cell: BackendCell, platform: Platform, scheme: QuantScheme | None = None) -> frozenset[_Key]:
+    """The keys of all records that a cell could have on a machine, for one scheme if given."""
+    rule = cell.rule_for(platform)
+    schemes = cell.schemes if scheme is None else (scheme,)
+    machine = str(platform), one_line(platform.device_name)
+    return frozenset() if rule is None else frozenset((*cell_key(cell, each, rule), *machine) for each in schemes)
+
+
+def cell_versions(cell: BackendCell, platform: Platform) -> dict[str, str]:
+    """Versions of what a cell runs on: moereg, torch, its distribution and its requirements."""
+    names = {"moereg", "torch", cell.origin, *(Requirement(text).name for text in cell.requires)}
+    found = {canonicalize_name(name) for name in names}
+    return {name: one_line(platform.versions[name]) for name in sorted(found) if name in platform.versions}
+
+
+@functools.lru_cache(maxsize=1024)
+def _digest_once(experts: type) -> str:
+    """Caches the digest of the code that this process loaded, or nearly: it is read at first use."""
+    return class_digest(experts)
+
+
+M = TypeVar("M", bound=MachineRecord)
+
+
+class MachineRecords(Generic[M]):
+    """Records that selection respects. Immutable.
+
+    Attributes:
+        records: In the order of the file.
+    """
+
+    def __init__(self, records: Iterable[M] = ()) -> None:
+        self.records = tuple(records)
+        self._by_key = {record.key: record for record in self.records}
+
+    def record(
+        self, cell: BackendCell, scheme: QuantScheme | None, rule: PlatformRule | None, platform: Platform
+    ) -> M | None:
+        """The record that holds for a cell and a scheme, or None. A platform that was only named has no records."""
+        if not self._by_key or scheme is None or rule is None or not platform.probed:
+            return None
+        key = (*cell_key(cell, scheme, rule), str(platform), one_line(platform.device_name))
+        found = self._by_key.get(key)
+        return found if found is not None and not found.changes(cell, platform) else None
+
+    def of_cell(self, cell: BackendCell, platform: Platform) -> tuple[M, ...]:
+        """The records that hold for a cell, one per scheme."""
+        rule = cell.rule_for(platform)
+        return tuple(filter(None, (self.record(cell, scheme, rule, platform) for scheme in cell.schemes)))
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordFile(Generic[M]):
+    """A file of records in the user's data directory.
+
+    Attributes:
+        variable: The environment variable that names another file, or turns this one off if empty.
+        name: Its name in the user's data directory, less `.json`; also what messages call it.
+        kind: The records' class.
+    """
+
+    variable: str
+    name: str
+    kind: type[M]
+
+    def path(self) -> Path | None:
+        """The file, whether or not it exists; None if it is turned off."""
+        named = os.environ.get(self.variable)
+        if named is not None:
+            return Path(named) if named else None
+        return user_data() / f"{self.name}.json"
+
+    def read(self) -> MachineRecords[M]:
+        """Reads the current records, once per process and again when the file has changed.
+
+        If the file cannot be used, issues one `RecordFileWarning`, and there are none.
+        """
+        path, nothing = self.path(), MachineRecords[M]()
+        return nothing if path is None else read_once(path, self._believed, nothing)
+
+    def _believed(self, path: Path) -> MachineRecords[M]:
+        try:
+            return MachineRecords(read_records(path, self.kind, SCHEMA, is_own=True))
+        except ValueError as error:
+            warnings.warn(
+                f"the {self.name} {shown(str(path))} cannot be used: {error}; "
+                f"delete it, or name another file in {self.variable}",
+                RecordFileWarning,
+                stacklevel=6,
+            )
+            return MachineRecords()
+
+    def change(self, add: Iterable[M] = (), lift: Callable[[M], bool] | None = None) -> tuple[M, ...]:
+        """Lifts records, then adds others, atomically; concurrent writers take turns.
+
+        An added record replaces one with the same key.
+
+        Returns:
+            The lifted records.
+
+        Raises:
+            RecordFileError: The file is turned off, or cannot be read or written.
+        """
+        named = self.path()
+        lifted: tuple[M, ...] = ()
+        if named is None:
+            raise RecordFileError(
+                f"{self.variable} must name a file, got an empty name, which turns the {self.name} off"
+            )
+
+        def changed(path: Path) -> str:
+            nonlocal lifted
+            before = read_records(path, self.kind, SCHEMA, is_own=True) if path.exists() else ()
+            lifted = tuple(record for record in before if lift is not None and lift(record))
+            kept = (record for record in before if record not in lifted)
+            return records_text(SCHEMA, {record.key: record for record in (*kept, *add)}.values())
+
+        try:
+            change_file(named, changed)
+        except (OSError, ValueError) as error:
+            raise RecordFileError(
+                f"the {self.name} {shown(str(named))} must be readable and writable, got {described(error)}; delete "
+                f"it, or name another file in {self.variable}"
+            ) from error
+        return lifted
+
+
+def user_data() -> Path:
+    """Moereg's folder in the user's data directory, whether or not it exists."""
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir("moereg", appauthor=False))
