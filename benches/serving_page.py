@@ -34,11 +34,16 @@ def _runs() -> list[dict[str, Any]]:
     return [run for run in read(_FILE)["runs"] if not run["wishes"] and not _APART & {*run["argv"]}]
 
 
-def _best(mode: tuple[str, str, str], plugin: bool) -> dict[tuple[int, int, int], dict[str, float]]:
+def _is_ours(run: dict[str, Any]) -> bool:
+    """Whether moereg ran the experts: the plugin may have been missing, or have left them to vLLM."""
+    return run["plugin"] != "off" and run["experts"].get("moereg", "unknown") is not None
+
+
+def _best(mode: tuple[str, str, str], ours: bool) -> dict[tuple[int, int, int], dict[str, float]]:
     """The shortest times of each workload over the rounds."""
     found: dict[tuple[int, int, int], dict[str, float]] = {}
     for run in _runs():
-        if (run["model"], run["quant"], run["mode"]) != mode or (run["plugin"] != "off") is not plugin:
+        if (run["model"], run["quant"], run["mode"]) != mode or _is_ours(run) is not ours:
             continue
         for row in run["rows"]:
             known = found.setdefault((row["sequences"], row["prompt"], row["output"]), {})
@@ -50,7 +55,7 @@ def _best(mode: tuple[str, str, str], plugin: bool) -> dict[tuple[int, int, int]
 def _pairs() -> Iterator[_Pair]:
     modes = dict.fromkeys((run["model"], run["quant"], run["mode"]) for run in _runs() if "tiny" not in run["model"])
     for key in modes:
-        theirs, ours = _best(key, plugin=False), _best(key, plugin=True)
+        theirs, ours = _best(key, ours=False), _best(key, ours=True)
         model = f"{key[0]} {key[1]}"
         for sequences, prompt, output in sorted(theirs.keys() & ours.keys()):
             work = f"{sequences} x {prompt:,}"

@@ -18,6 +18,7 @@ import torch
 
 from moereg.kernels.gemm.config import GemmPair, GemvConfig, GemvPair, GroupedGemmConfig
 from moereg.kernels.hopper.config import HopperConfigRule
+from moereg.kernels.launch.remembered import forget_recordings
 from moereg.layer.factory import MoEKernel
 from moereg.numerics.reference import relative_error
 from moereg.numerics.tolerances import tolerance
@@ -120,14 +121,13 @@ def time_candidates(
     from triton.runtime.errors import OutOfResources
 
     bound = tolerance(kernel.problem.quant, kernel.problem.dtype)
-    recordings = kernel.experts.implementation.recordings  # type: ignore[attr-defined]
     outs = [torch.empty_like(call.hidden_states) for call in calls]
     first: torch.Tensor | None = None
     runs: dict[str, list[Run]] = {}
     found = Timed({}, [], [])
     for number, candidate in enumerate(candidates):
         # What was recorded belongs to the candidate before.
-        recordings.clear()
+        forget_recordings()
         outs[0].fill_(math.nan)
         with selecting(candidate):
             try:
@@ -143,7 +143,7 @@ def time_candidates(
             own = kernel_runs(kernel, calls, outs)
         # Each candidate starts one input behind the one before, whose weights in the L2 would be a gift to it.
         runs[candidate.name] = rotated(own, number)
-    recordings.clear()
+    forget_recordings()
     timings = time_runs(runs, outs[0].device, rounds, seconds)
     found.times_us.update({name: timing.median_us for name, timing in timings.items()})
     return found

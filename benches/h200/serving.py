@@ -58,7 +58,10 @@ MODES: Final = ("eager", "graphs", "compiled")
 _E2M1_RMS: Final = math.sqrt(sum(v * v for v in (0, 0.5, 1, 1.5, 2, 3, 4, 6)) / 8)
 _INT4_RMS: Final = math.sqrt(sum(v * v for v in range(-8, 8)) / 16)
 _LARGE: Final = 50_000
-"""Prompt tokens of a workload above which it runs once, without a run before."""
+"""Prompt tokens of a workload above which it is timed once."""
+_REPEATS: Final = 6
+_REPEAT_SECONDS: Final = 4.0
+"""Others are timed at least twice, and up to `_REPEATS` times while that takes no longer than this."""
 
 
 def config_of(model: str, quant: str, num_layers: int | None) -> dict[str, Any]:
@@ -310,11 +313,14 @@ def measure(engine: Any, workload: tuple[int, int, int], vocabulary: int) -> dic
         answers = engine.generate([{"prompt_token_ids": ids} for ids in prompts], wanted, use_tqdm=False)
         return time.perf_counter() - start, [list(answer.outputs[0].token_ids) for answer in answers]
 
-    if not is_large:
-        run(min(output, 4))
-    repeats = 1 if is_large else 2
-    firsts = [run(1)[0] for _ in range(repeats)]
-    runs = [run(output) for _ in range(repeats)]
+    # Decoding compiles kernels of its own, which must not fall into the times.
+    run(min(output, 4))
+    start = time.perf_counter()
+    firsts, runs = [], []
+    least, most = (1, 1) if is_large else (2, _REPEATS)
+    while len(runs) < least or (len(runs) < most and time.perf_counter() - start < _REPEAT_SECONDS):
+        firsts.append(run(1)[0])
+        runs.append(run(output))
     totals, tokens = [seconds for seconds, _ in runs], runs[0][1]
     first, total = min(firsts), min(totals)
     return {

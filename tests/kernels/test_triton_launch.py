@@ -18,6 +18,7 @@ from moereg.backends._loaded import Call, LoadedExperts
 from moereg.backends._triton.recorded import Recorded
 from moereg.experts import ExpertInputs, Experts
 from moereg.kernels.launch import replay
+from moereg.kernels.launch.remembered import forget_recordings
 from moereg.kernels.launch.replay import launch, recording
 from moereg.platforms import Platform
 from moereg.spec.problem import MoEProblem
@@ -356,8 +357,8 @@ class Launching(Recorded):
 class LaunchingExperts(LoadedExperts):
     layouts = ("canonical",)
 
-    def __init__(self, kernel: FakeKernel) -> None:
-        problem = MoEProblem(num_experts=8, hidden_size=16, intermediate_size=16, top_k=2)
+    def __init__(self, kernel: FakeKernel, top_k: int = 2) -> None:
+        problem = MoEProblem(num_experts=8, hidden_size=16, intermediate_size=16, top_k=top_k)
         self.kernel = kernel
         super().__init__(problem, Platform.from_name("cuda:sm90"))
 
@@ -368,9 +369,9 @@ class LaunchingExperts(LoadedExperts):
 class RecordedLayer:
     """Calls recorded experts on new tensors; returns their launches."""
 
-    def __init__(self, driver: FakeDriver) -> None:
+    def __init__(self, driver: FakeDriver, top_k: int = 2) -> None:
         self._driver = driver
-        self.experts = LaunchingExperts(FakeKernel(driver, LAYER))
+        self.experts = LaunchingExperts(FakeKernel(driver, LAYER), top_k)
         self.launching = cast(Launching, self.experts.implementation)
         self._kept: list[torch.Tensor] = []
 
@@ -392,12 +393,13 @@ class RecordedLayer:
         hidden_size: int = 16,
         batches: int = 0,
         out_dtype: torch.dtype = torch.int32,
+        num_rows: int = 16,
     ) -> tuple[list[int | None], list[list[Any]]]:
         shape = (batches, num_tokens, hidden_size) if batches else (num_tokens, hidden_size)
         out, x, scratch = self.tensor(*shape).view(out_dtype), self.tensor(*shape, shift=shift), self.tensor(64)
         weights, ids = self.tensor(num_tokens, 2), self.tensor(num_tokens, 2)
         expert_map = self.tensor(8) if has_map else None
-        w13 = self.tensor(8, 16, 16)
+        w13 = self.tensor(8, num_rows, 16)
         inputs = ExpertInputs(x, weights, ids, expert_map=expert_map)
         self.experts.apply(out, inputs, PermutedWeights("canonical", {"w13": w13}), scratch, self.tensor(64))
         pointers = [each if each is None else each.data_ptr() for each in (out, x, ids, expert_map, scratch, w13)]
@@ -405,8 +407,10 @@ class RecordedLayer:
 
 
 @pytest.fixture
-def layer(driver: FakeDriver) -> RecordedLayer:
-    return RecordedLayer(driver)
+def layer(driver: FakeDriver) -> Iterator[RecordedLayer]:
+    forget_recordings()
+    yield RecordedLayer(driver)
+    forget_recordings()
 
 
 def launched_with(found: list[list[Any]]) -> list[list[Any]]:
@@ -424,7 +428,14 @@ def test_equal_calls_are_replayed_with_their_own_tensors(layer: RecordedLayer) -
 
 @pytest.mark.parametrize(
     "change",
-    [{"num_tokens": 5}, {"has_map": False}, {"hidden_size": 32}, {"batches": 3}, {"out_dtype": torch.float32}],
+    [
+        {"num_tokens": 5},
+        {"has_map": False},
+        {"hidden_size": 32},
+        {"batches": 3},
+        {"out_dtype": torch.float32},
+        {"num_rows": 8},
+    ],
     ids=lambda change: str(change),
 )
 def test_what_a_launch_depends_on_is_recorded_anew(layer: RecordedLayer, change: dict[str, Any]) -> None:
@@ -449,7 +460,7 @@ def test_pointers_that_are_not_aligned_are_never_replayed(layer: RecordedLayer) 
 
 
 def test_recordings_are_bounded(layer: RecordedLayer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moereg.backends._triton.recorded._MAX_RECORDINGS", 2)
+    monkeypatch.setattr("moereg.kernels.launch.remembered._MAX_RECORDINGS", 2)
     for num_tokens in (1, 2, 1, 3):
         layer(num_tokens)
     assert layer.launching.launches == 3
@@ -457,3 +468,12 @@ def test_recordings_are_bounded(layer: RecordedLayer, monkeypatch: pytest.Monkey
     assert layer.launching.launches == 3, "the one that was used last stays"
     layer(2)
     assert layer.launching.launches == 4
+
+
+def test_layers_of_one_shape_share_recordings_and_others_do_not(driver: FakeDriver, layer: RecordedLayer) -> None:
+    layer(4)
+    twin, other = RecordedLayer(driver), RecordedLayer(driver, top_k=3)
+    for one, launches in ((twin, 0), (other, 1), (layer, 1), (twin, 0)):
+        expected, found = one(4)
+        assert launched_with(found) == [[4, 1, 1, *expected]]
+        assert one.launching.launches == launches

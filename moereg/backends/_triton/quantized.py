@@ -58,6 +58,7 @@ class MultipliedCodes(Recorded):
         *("a13_scale", "a2_scale"),
         _ARRIVED,
     )
+    arriving: ClassVar[tuple[str, ...]] = (_ARRIVED,)
     shortest_tile: ClassVar[int] = MIN_BLOCK_M
 
     def __init__(self, experts: Experts) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import functools
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 from moereg.backends._loaded import Call, Implementation
@@ -10,32 +12,45 @@ from moereg.backends._triton.work import Way
 from moereg.backends._triton.workspace import plan_bytes
 from moereg.experts import Experts
 from moereg.kernels.launch.device import can_overlap
-from moereg.kernels.launch.replay import LaunchRecording, recording
+from moereg.kernels.launch.remembered import POINTER_ALIGNMENT, replay_or_record
+from moereg.weights.permuted import PermutedWeights
 
-# Triton specializes on pointers that are multiples of this, so recordings hold only for such pointers.
-_POINTER_ALIGNMENT = 16
 
-# About 24 KB each on the host, per layer; the least recently used one is dropped.
-_MAX_RECORDINGS = 128
+@functools.lru_cache(maxsize=1024)
+def _shape_of_layer(*_facts: Hashable) -> object:
+    """A key that layers with equal facts share, quick to hash: comparing a problem takes as long as a launch."""
+    return object()
 
 
 class Recorded(Implementation):
     """Records and replays launches; a subclass names the weights that its kernels take, and selects the way.
 
-    Attributes:
-        recordings: Recordings by strides, tokens, the output's dtype, device and the set of present tensors; the
-            problem fixes everything else that a launch depends on, except pointers. The most recently used is last.
+    Layers of one shape share recordings: a model's first layer records a number of tokens that the model has not seen
+    yet, which takes a millisecond or two, and the others replay it.
     """
 
     recorded_weights: ClassVar[tuple[str, ...]] = ()
     """Names of the kernels' weights, including optional ones."""
+
+    arriving: ClassVar[tuple[str, ...]] = ()
+    """Those of them that come with each call, of a shape that follows from its tokens."""
 
     shortest_tile: ClassVar[int]
     """The fewest rows per tile in the shipped configurations."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
-        self.recordings: dict[tuple[Any, ...], LaunchRecording] = {}
+        self._keyed: object = None
+        self._key: object = None
+
+    def _shared_key(self, weights: PermutedWeights) -> object:
+        """Equal for layers whose launches differ in pointers alone."""
+        if weights.per_expert is not self._keyed:
+            fixed = ((name, weights.get(name)) for name in self.recorded_weights if name not in self.arriving)
+            kinds = tuple((name, one.dtype, one.shape, one.stride()) for name, one in fixed if one is not None)
+            self._key = _shape_of_layer(type(self), self.problem, self.computes, str(self.platform), kinds)
+            self._keyed = weights.per_expert
+        return self._key
 
     def plan_bytes(self, num_tokens: int) -> int:
         """Bytes of the plan at the front of the second workspace, for T tokens (max_T in the batched format)."""
@@ -74,20 +89,11 @@ class Recorded(Implementation):
             all_bits |= pointer
             if not pointer:
                 missing |= 1 << number
-        if device.type != "cuda" or all_bits % _POINTER_ALIGNMENT:
+        if device.type != "cuda" or all_bits % POINTER_ALIGNMENT:
             self.launch(call)
             return
         hidden_states = inputs.hidden_states
         # Tokens are the second to last dimension in either format.
-        key = (hidden_states.stride(), hidden_states.shape[-2], out.stride(-2), out.dtype, device.index, missing)
-        recorded = self.recordings.pop(key, None)
-        if recorded is None:
-            with recording(tensors) as recorded:
-                self.launch(call)
-            if len(self.recordings) >= _MAX_RECORDINGS:
-                self.recordings.pop(next(iter(self.recordings)), None)
-        elif recorded.complete:
-            recorded.replay(pointers)
-        else:
-            self.launch(call)
-        self.recordings[key] = recorded
+        sizes = hidden_states.stride(), hidden_states.shape[-2], out.stride(-2), out.dtype
+        key = (self._shared_key(weights), *sizes, device.index, missing)
+        replay_or_record(key, functools.partial(self.launch, call), tensors, pointers)

@@ -1,10 +1,10 @@
-"""Replays launches that recur with tensors of the same sizes, for functions that make only a few."""
+"""Replays launches that recur with tensors of the same sizes, whichever layer's tensors they are."""
 
 from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final
 
 import torch
@@ -12,10 +12,10 @@ import torch
 from moereg.kernels.launch.replay import LaunchRecording, launch, recording
 
 # Triton compiles pointers that are multiples of this into wider loads, so recordings hold for such pointers only.
-_POINTER_ALIGNMENT: Final = 16
+POINTER_ALIGNMENT: Final = 16
 
-# About 2 KB each on the host, shared by layers of one shape; the least recently used is dropped.
-_MAX_RECORDINGS: Final = 512
+# 2 KB a launch on the host, so up to 24 KB each, shared by layers of one shape; the least recently used is dropped.
+_MAX_RECORDINGS: Final = 1024
 
 _RECORDINGS: Final[collections.OrderedDict[Hashable, LaunchRecording]] = collections.OrderedDict()
 _LOCK: Final = threading.Lock()
@@ -55,11 +55,25 @@ def launch_remembered(
         pointers.append(pointer)
         all_bits |= pointer
         is_empty = is_empty or (tensor is not None and tensor.numel() == 0)
-    if first.device.type != "cuda" or all_bits % _POINTER_ALIGNMENT or is_empty:
+    if first.device.type != "cuda" or all_bits % POINTER_ALIGNMENT or is_empty:
         launches()
         return
     kinds = [None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
     key = (what, first.device.index, numbers, *kinds)
+    replay_or_record(key, launches, tensors, pointers)
+
+
+def replay_or_record(
+    key: Hashable, launches: Callable[[], None], tensors: Sequence[torch.Tensor | None], pointers: list[int]
+) -> None:
+    """Launches and records, or replays what was recorded under the key.
+
+    Args:
+        key: Everything that the launches depend on but pointers.
+        launches: Launches with these tensors.
+        tensors: All that the kernels are given.
+        pointers: Their addresses, multiples of `POINTER_ALIGNMENT`; 0 for None.
+    """
     with _LOCK:
         recorded = _RECORDINGS.get(key)
         if recorded is not None:
@@ -75,3 +89,9 @@ def launch_remembered(
         recorded.replay(pointers)
     else:
         launches()
+
+
+def forget_recordings() -> None:
+    """Drops all recordings, for measurements that change what is launched."""
+    with _LOCK:
+        _RECORDINGS.clear()

@@ -100,7 +100,7 @@ class LaunchRecording:
         self._launches: list[tuple[Callable[..., Any], list[Any], int]] = []
         # Triton unloads a kernel from the device when nothing refers to it.
         self._compiled: list[Any] = []
-        # Arguments are changed in place, and copies of a layer share its recordings.
+        # Arguments are changed in place, and layers of one shape share recordings.
         self._lock = threading.Lock()
 
     def add(
