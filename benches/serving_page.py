@@ -26,7 +26,7 @@ class _Pair(NamedTuple):
     ours: float
 
 
-_APART: Final = {"--compare", "--zero-experts", "--layers"}
+_APART: Final = {"--compare", "--zero-experts", "--layers", "--host-time"}
 """Options of runs that are checks, or of part of a model."""
 
 

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -62,6 +63,8 @@ _LARGE: Final = 50_000
 _REPEATS: Final = 6
 _REPEAT_SECONDS: Final = 4.0
 """Others are timed at least twice, and up to `_REPEATS` times while that takes no longer than this."""
+_HOST_ROUNDS: Final = 60
+_HOST_CALLS: Final = 20
 
 
 def config_of(model: str, quant: str, num_layers: int | None) -> dict[str, Any]:
@@ -225,6 +228,51 @@ class Compared:
         self.worst[ours.name] = max(self.worst.get(ours.name, 0.0), error / bound)
 
 
+def serve_every_other_layer() -> None:
+    """Leaves odd layers to vLLM, so that both kinds stand beside each other in one process."""
+    from vllm_moereg import hook
+
+    serve = hook._serve
+
+    def every_other(layer: Any, name: str, method: Any, config: Any) -> None:
+        if int(name.partition("layers.")[2].partition(".")[0]) % 2 == 0:
+            serve(layer, name, method, config)
+
+    hook._serve = every_other
+
+
+def host_times(model: Any) -> dict[str, dict[str, float]]:
+    """Microseconds of the host for one call of a layer's experts, medians: moereg's and vLLM's, in turns."""
+    import torch
+
+    layers = {}
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and hasattr(method, "get_fused_moe_quant_config"):
+            layers.setdefault("vllm" if getattr(method, "moereg", None) is None else "moereg", module)
+    served = layers["moereg"].quant_method.moereg.kernel
+    problem, device = served.problem, served.weights.device
+    found: dict[str, dict[str, float]] = {}
+    for num_tokens in (1, 16):
+        generator = torch.Generator().manual_seed(num_tokens)
+        x = torch.randn(num_tokens, problem.hidden_size, generator=generator).to(device, problem.torch_dtype)
+        logits = torch.randn(num_tokens, problem.num_experts, generator=generator)
+        weights, ids = logits.softmax(-1).topk(problem.top_k)
+        weights, ids = weights.to(device), ids.int().to(device)
+        samples: dict[str, list[float]] = {name: [] for name in layers}
+        for number in range(_HOST_ROUNDS + 1):
+            for name, layer in layers.items():
+                start = time.perf_counter()
+                for _ in range(_HOST_CALLS):
+                    layer.quant_method.apply(layer, x, weights, ids, None, None)
+                if number:  # The first round compiles.
+                    samples[name].append((time.perf_counter() - start) / _HOST_CALLS * 1e6)
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+        found[str(num_tokens)] = {name: statistics.median(values) for name, values in samples.items()}
+    return found
+
+
 def parse_workload(text: str) -> tuple[int, int, int]:
     """SEQUENCESxPROMPT+OUTPUT."""
     sequences, _, rest = text.partition("x")
@@ -245,6 +293,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers")
     parser.add_argument("--zero-experts", action="store_true", help="a control: the experts' output is zero")
     parser.add_argument("--compare", action="store_true", help="compare every eager call of experts with fp32")
+    parser.add_argument("--host-time", action="store_true", help="time every other layer's experts beside vLLM's own")
     parser.add_argument("--parallel", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--experts-parallel", action="store_true")
     parser.add_argument("--round", default="", help="a name for the run, such as the GPU that it ran on")
@@ -383,6 +432,8 @@ def main() -> int:
     import moereg
 
     compared = Compared() if options.compare else None
+    if options.host_time:
+        serve_every_other_layer()
     imported = time.perf_counter()
     config = config_of(options.model, options.quant, options.layers)
     engine = build(options, config)
@@ -404,6 +455,7 @@ def main() -> int:
         "start_s": time.perf_counter() - imported,
         "experts": engine.apply_model(served)[0] if options.parallel == 1 else {},
         "calls_at_start": compared and compared.calls,
+        "host_us": engine.apply_model(host_times)[0] if options.host_time else None,
         "rows": [],
     }
     print(json.dumps(result), flush=True)
