@@ -44,7 +44,7 @@ def gpu_facts() -> GpuFacts | None:
 
 
 class GpuSettings(NamedTuple):
-    """What else decides a GPU's speed.
+    """Facts and settings that decide a GPU's speed.
 
     Attributes:
         cores: Number of cores, over all multiprocessors; 0 if the driver does not say.
