@@ -170,6 +170,11 @@ class TunedLayer:
         """The layer and its default."""
         return key_text(self.problem), self.default
 
+    @functools.cached_property
+    def cells(self) -> frozenset[int]:
+        """Indices of the cells that were asked, whether they have rows or failed."""
+        return frozenset({*(row.cell for row in self.rows), *(cell for cell, _ in self.wrong)})
+
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
