@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from moereg.measured.pack import Row
 from moereg.measured.significance import ASKED, Ratio, Ratios, beats
@@ -185,29 +185,3 @@ def _winner_at(times: LayerTimes, tokens: int, order: Sequence[int], base: int, 
         if cell != base and cell in others and beats(times.at(cell, tokens), times.at(best, tokens), guards):
             best = cell
     return best
-
-
-def saved(times: LayerTimes, order: Sequence[int], base: int, before: Iterable[int], cell: int) -> float:
-    """The share of the default's time that a further cell in `others` would save, for `moereg tune --memory`.
-
-    Args:
-        times, order, base: As in `with_ranges`.
-        before: The cells that may run already.
-        cell: The further one.
-    """
-    shares = times.shares(times.tokens, order[0])
-    known = set(before)
-
-    def cost(others: set[int]) -> float:
-        winners = (_winner_at(times, at, order, base, others) for at in times.tokens)
-        return math.fsum(
-            share * math.exp(_mean_log(times.at(winner, at)) - _mean_log(times.at(order[0], at)))
-            for winner, at, share in zip(winners, times.tokens, shares, strict=True)
-        )
-
-    return cost(known) - cost(known | {cell})
-
-
-def _mean_log(ratios: Ratios) -> float:
-    logs = [ratio.log for (_, routing), ratio in ratios.items() if routing in ASKED]
-    return math.fsum(logs) / len(logs) if logs else 0.0

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moereg.measured.pack import Row
-from moereg.measured.plans import LayerTimes, Ranges, best_for_all, saved, with_ranges
+from moereg.measured.plans import LayerTimes, Ranges, best_for_all, with_ranges
 from tests.measured.packs import ROUTINGS, row, rows_of
 
 EFFECTS = (-0.3, -0.12, -0.06, -0.04, -0.02, 0.0, 0.03, 0.2)
@@ -188,9 +188,3 @@ def test_ratios_are_to_the_first_in_order_where_the_default_is_denied() -> None:
     assert best_for_all(times, (1, 2)) == 2
     assert best_for_all(times, (2, 1)) == 2
     assert best_for_all(times, (0, 1, 2)) == 0
-
-
-def test_what_memory_for_a_layout_saves() -> None:
-    times = LayerTimes(tuple(rows_of({1: {1: -0.5, 4: -0.5, 16: 0.5, 64: 0.5}, 2: 0.1})), 0)
-    assert saved(times, (0, 1, 2), 0, (), 1) == pytest.approx((1 - math.exp(-0.5)) / 2)
-    assert saved(times, (0, 1, 2), 0, (1,), 2) == 0.0
