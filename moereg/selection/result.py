@@ -219,10 +219,13 @@ class Selection(Choice[Decision]):
         source: Why the first one won, one of `SOURCES`; None if nothing fits.
         notices: What else a user may want to know, one line each: names in the environment that mean nothing here,
             backends of other distributions whose priority is above every built-in's.
+        ranges: (most tokens, candidate) ranges where measurement chose several, ascending; the last is open and the
+            winner's.
     """
 
     source: str | None
     notices: tuple[str, ...] = ()
+    ranges: tuple[tuple[int | None, Decision], ...] = ()
 
     @property
     def backend(self) -> str | None:
@@ -246,7 +249,7 @@ class Selection(Choice[Decision]):
     @property
     def plan(self) -> tuple[tuple[int | None, Decision], ...]:
         """(most tokens, candidate) ranges; one open range unless measured."""
-        return ((None, self.winner),) if self.winner else ()
+        return self.ranges or (((None, self.winner),) if self.winner else ())
 
     @property
     def fingerprint(self) -> str:
