@@ -70,8 +70,9 @@ class TimedCell(CellRecord):
         return cls(**fields, state=state_of(cell.experts), layout=layout)
 
     def changes(self, cell: BackendCell, platform: Platform) -> tuple[str, ...]:
-        """As `CellRecord.changes`, then `state`, or what its `tuning_state()` raised."""
-        changed = super().changes(cell, platform)
+        """As `CellRecord.changes`, then a `layout` no longer shared and a `state` that differs or cannot be asked."""
+        is_shared = not self.layout or self.layout in cell.experts.shared_layouts
+        changed = (*super().changes(cell, platform), *(() if is_shared else ("layout",)))
         try:
             is_same = self.state == state_of(cell.experts)
         except Exception as error:  # A backend's code; its times cannot be trusted then.

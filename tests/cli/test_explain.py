@@ -234,7 +234,7 @@ def test_what_packs_say_of_a_layer(call: Call, tmp_path: Path, monkeypatch: pyte
         assert decision.scheme is not None
         rule = decision.cell.rule_for(platform)
         assert rule is not None
-        pack, _ = pack.with_cell(TimedCell.of(decision.cell, decision.scheme, rule, platform, "rows"))
+        pack, _ = pack.with_cell(TimedCell.of(decision.cell, decision.scheme, rule, platform, "canonical"))
     logs = {1: {1: 0.1, 256: -0.117, 1024: -0.117, 4096: 0.2}}
     pack = pack.with_rows(problem, 0, rows_of(logs, grid=(1, 256, 1024, 4096)))
     (tmp_path / "tuning.json").write_text(pack.text())

@@ -188,3 +188,6 @@ def test_ratios_are_to_the_first_in_order_where_the_default_is_denied() -> None:
     assert best_for_all(times, (1, 2)) == 2
     assert best_for_all(times, (2, 1)) == 2
     assert best_for_all(times, (0, 1, 2)) == 0
+    # Shares are of the time of the first too: 22 % more with few tokens and 10 % less with many are no gain.
+    times = LayerTimes(tuple(rows_of({1: {1: 0.0, 1000: 2.0}, 2: {1: 0.2, 1000: 1.9}}, grid=(1, 1000))), 0)
+    assert best_for_all(times, (1, 2)) == 1
