@@ -68,7 +68,7 @@ class LayerTimes:
     def over_all(self, cell: int, default: int, calls: Mapping[int, float] | None = None) -> Ratios:
         """A cell's ratios over all numbers of tokens, to the time of `default`, weighted by the latter's time.
 
-        Only of sessions that measured both at every number of tokens of theirs.
+        Only of sessions that measured both at every number of tokens of the layer.
 
         Args:
             cell, default: Cells of the layer.
@@ -76,15 +76,14 @@ class LayerTimes:
         """
         found: dict[tuple[int, str], Ratio] = {}
         for session in {session for session, _ in self._routings}:
-            everywhere = {at: routings for (of, at), routings in self._routings.items() if of == session}
+            routings = {at: self._routings.get((session, at), set()) for at in self.tokens}
+            # An interrupted session has few tokens alone, which would say nothing of many.
             if all(
-                (session, name) in self.at(each, at)
-                for each in (cell, default)
-                for at in everywhere
-                for name in everywhere[at]
+                names and all((session, name) in self.at(each, at) for each in (cell, default) for name in names)
+                for at, names in routings.items()
             ):
-                for routing in set().union(*everywhere.values()):
-                    tokens = sorted(at for at in everywhere if routing in everywhere[at])
+                for routing in set().union(*routings.values()):
+                    tokens = [at for at in self.tokens if routing in routings[at]]
                     shares = self.shares(tokens, default, calls)
                     found[session, routing] = self._cost(cell, default, (session, routing), tokens, shares)
         return found
@@ -114,16 +113,8 @@ class LayerTimes:
         return [weight / total for weight in weights] if total > 0 else [1 / len(tokens)] * len(tokens)
 
     def _median_us(self, cell: int, tokens: int) -> float:
-        found = [
-            row.median_us
-            for row in self.rows
-            if row.cell == cell and row.tokens == tokens and (row.routing in ASKED or not self._is_asked)
-        ]
-        return math.fsum(found) / len(found) if found else 0.0
-
-    @functools.cached_property
-    def _is_asked(self) -> bool:
-        return any(row.routing in ASKED for row in self.rows)
+        asked = [row for row in self.rows if (row.cell, row.tokens) == (cell, tokens) and row.routing in ASKED]
+        return math.fsum(row.median_us for row in asked) / max(1, len(asked))
 
 
 def _log_widths(tokens: Sequence[int]) -> list[float]:

@@ -182,6 +182,13 @@ def test_a_cell_that_was_not_measured_everywhere_is_not_for_all() -> None:
     assert with_ranges(times, (0, 1), 0, {1}) == ((16, 1), (None, 0))
 
 
+def test_a_session_that_was_interrupted_says_nothing_of_all_tokens() -> None:
+    rows = rows_of({1: {1: -0.5, 4: -0.5, 16: -0.5, 64: 0.5}})
+    assert best_for_all(LayerTimes(tuple(rows), 0), (0, 1)) == 1
+    begun = [each for each in rows if each.session == 1 or each.tokens < 64]
+    assert best_for_all(LayerTimes(tuple(begun), 0), (0, 1)) == 0
+
+
 def test_ratios_are_to_the_first_in_order_where_the_default_is_denied() -> None:
     """Both are slower than the default, which does not count."""
     times = LayerTimes(tuple(rows_of({1: 0.5, 2: 0.3})), 0)
