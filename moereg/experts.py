@@ -142,6 +142,9 @@ class Experts(abc.ABC):
     float16's range even if the layer's output does not."""
     layouts: ClassVar[tuple[str, ...]] = ()
     """Layouts of permuted weights that `apply` reads, preferred first."""
+    shared_layouts: ClassVar[tuple[str, ...]] = ()
+    """Those of `layouts` whose bytes are a documented convention: classes that declare the same name permute equal
+    weights to equal bytes, and each reads, where tensors begin at multiples of 16 bytes, what another one permuted."""
 
     @property
     def rows_dtype(self) -> torch.dtype:
@@ -176,6 +179,14 @@ class Experts(abc.ABC):
     def device_types(cls, platform: Platform) -> tuple[str, ...]:
         """Torch device types whose tensors this reads when it runs for `platform`."""
         return (platform.device_type,)
+
+    @classmethod
+    def tuning_state(cls) -> str:
+        """A digest of files that decide this class's speed and that its own code does not name, such as tactics.
+
+        Measured times hold while it stays the same. Cheap: asked once a process.
+        """
+        return ""
 
     @classmethod
     def kernel_builder(cls) -> KernelBuilder | None:
