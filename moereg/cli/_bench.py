@@ -102,7 +102,8 @@ def load_layer(path: Path, layer: int, problem: MoEProblem, device: torch.device
         return load_experts(path, layer, problem.dtype, device, num_local_experts=local, progress=advance)
 
 
-def _built(subject: Subject, seed: int, device: torch.device) -> RoutedWeights | CheckpointLayer:
+def build_layer(subject: Subject, seed: int, device: torch.device) -> RoutedWeights | CheckpointLayer:
+    """Loads a checkpoint's layer, or makes a random one."""
     if subject.checkpoint is not None and subject.layer is not None:
         return load_layer(subject.checkpoint, subject.layer, subject.problem, device)
     with phase("building weights") as advance:
@@ -344,7 +345,7 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
     device = layer_device(selection)
     check_run_fits(problem, num_tokens, device, num_calls=_NUM_CALLS)
     with torch.no_grad():
-        built = _built(found, seed, device)
+        built = build_layer(found, seed, device)
         plain = None if found.checkpoint is not None else functools.partial(_unquantized, problem, seed, device)
         hidden_states = random_hidden_states(problem, num_tokens, seed, device)
         selection = dataclasses.replace(selection, notices=(*selection.notices, *built.notices))
@@ -667,7 +668,9 @@ def bench_layer(
         ceilings = measure_ceilings(problem.torch_dtype, device)
 
     inputs = {num_tokens: random_calls(problem, num_tokens, routing, seed, device) for num_tokens in token_counts}
-    comparison = Comparison(selection, lambda: _built(subject, seed, device).weights, inputs, layer_tolerance, phase)
+    comparison = Comparison(
+        selection, lambda: build_layer(subject, seed, device).weights, inputs, layer_tolerance, phase
+    )
     rows: list[Measurement] = []
     for num_tokens in token_counts:
         with phase(f"comparing {len(cells)} at {num_tokens} tokens"):
