@@ -178,6 +178,14 @@ class Experts(abc.ABC):
         return (platform.device_type,)
 
     @classmethod
+    def tuning_state(cls) -> str:
+        """A digest of files that decide this class's speed and that its own code does not name, such as tactics.
+
+        Measured times hold while it stays the same. Cheap: asked once a process.
+        """
+        return ""
+
+    @classmethod
     def kernel_builder(cls) -> KernelBuilder | None:
         """The builder of this class's kernels for `moereg build-kernels`; None if nothing needs building."""
         return None

@@ -108,15 +108,7 @@ def read_records(path: Path, kind: type[R], schema: int, is_own: bool = False) -
     Raises:
         ValueError: It cannot be read, others may write to it, or it does not hold records of this schema.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            status = os.fstat(file.fileno())
-            others_write = status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if is_own and others_write:
-                raise ValueError("it must belong to this user or to root, and nobody else may write to it")
-            document = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"it must be readable JSON, got {described(error)}") from error
+    document = read_document(path, is_own)
     if not isinstance(document, Mapping) or document.get("schema") != schema:
         found = document.get("schema") if isinstance(document, Mapping) else type(document).__name__
         raise ValueError(f"it must be an object of schema {schema}, got {shown(found)}")
@@ -129,6 +121,27 @@ def read_records(path: Path, kind: type[R], schema: int, is_own: bool = False) -
         except (ValueError, RecursionError) as error:
             raise ValueError(f"records[{number}]: {error}") from error
     return tuple(records)
+
+
+def read_document(path: Path, is_own: bool = False) -> Any:
+    """Reads a file of JSON.
+
+    Args:
+        path: The file.
+        is_own: Whether only this user or root may have write access.
+
+    Raises:
+        ValueError: It cannot be read, or others may write to it.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            status = os.fstat(file.fileno())
+            others_write = status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if is_own and others_write:
+                raise ValueError("it must belong to this user or to root, and nobody else may write to it")
+            return json.load(file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"it must be readable JSON, got {described(error)}") from error
 
 
 def records_text(schema: int, records: Iterable[Any]) -> str:

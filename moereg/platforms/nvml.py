@@ -43,6 +43,38 @@ def gpu_facts() -> GpuFacts | None:
         return GpuFacts(major.value, minor.value, name.value.decode(), int(memory[0]))
 
 
+class GpuSettings(NamedTuple):
+    """Facts and settings that decide a GPU's speed.
+
+    Attributes:
+        cores: Number of cores, over all multiprocessors; 0 if the driver does not say.
+        power_limit_w: The enforced limit, in W; 0 if the driver does not say.
+        mig: Whether the GPU is divided into instances.
+        driver: Version of the driver.
+    """
+
+    cores: int
+    power_limit_w: int
+    mig: bool
+    driver: str
+
+
+def gpu_settings() -> GpuSettings:
+    """Settings of the first visible GPU; zeros and an empty text without NVML."""
+    with _first_visible() as found:
+        if found is None:
+            return GpuSettings(0, 0, False, "")
+        nvml, handle = found
+        cores, milliwatts, mig, pending = (ctypes.c_uint() for _ in range(4))
+        driver = ctypes.create_string_buffer(96)
+        # A query that a GPU does not support leaves its value at 0.
+        nvml.nvmlDeviceGetNumGpuCores(handle, ctypes.byref(cores))
+        nvml.nvmlDeviceGetEnforcedPowerLimit(handle, ctypes.byref(milliwatts))
+        nvml.nvmlDeviceGetMigMode(handle, ctypes.byref(mig), ctypes.byref(pending))
+        nvml.nvmlSystemGetDriverVersion(driver, ctypes.c_uint(96))
+        return GpuSettings(cores.value, milliwatts.value // 1000, mig.value == 1, driver.value.decode())
+
+
 _CLOCK_DOMAINS: Final = {"sm": 1, "memory": 2}
 """NVML's numbers for clock domains."""
 

@@ -1,0 +1,88 @@
+"""Keys of packs: the layer and the machine that were measured. Writers and readers make them here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from moereg.arguments import check_count, check_field, check_flag, check_mapping, check_text
+from moereg.errors import one_line
+from moereg.platforms import Platform, gpu_settings
+from moereg.runtime.python_process import num_cores
+from moereg.spec.problem import MoEProblem
+
+
+def problem_key(problem: MoEProblem) -> dict[str, Any]:
+    """A layer as a pack names it: its fields as JSON values, without `max_num_tokens`."""
+    values = problem.to_dict()
+    values.pop("max_num_tokens", None)
+    return values
+
+
+def key_text(key: Mapping[str, Any]) -> str:
+    """A key as one text: equal keys have equal texts."""
+    return json.dumps(key, sort_keys=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A machine whose times a pack holds.
+
+    Attributes:
+        platform: Such as `cuda:sm90`.
+        device: The driver's name of the device.
+        units: Cores of a GPU as NVML counts them, processors that this process may use on a CPU, else 0.
+        power_limit_w: The enforced power limit of a GPU in W; 0 if there is none.
+        mig: Whether a GPU is divided into instances.
+        driver: Major version of a GPU's driver, else empty.
+    """
+
+    platform: str
+    device: str
+    units: int
+    power_limit_w: int
+    mig: bool
+    driver: str
+
+    @classmethod
+    def from_dict(cls, values: object, name: str = "machine") -> Machine:
+        """Inverse of `dataclasses.asdict`; `name` is its path in errors.
+
+        Raises:
+            ArgumentError: A field is missing or has another type.
+        """
+        found = check_mapping(name, values)
+        return cls(**{field: check_field(name, found, field, check) for field, check in _CHECKS.items()})
+
+    def differences(self, here: Machine) -> tuple[str, ...]:
+        """The fields that differ on this machine, such as `driver 570, here 580`."""
+        pairs = [(field, getattr(self, field), getattr(here, field)) for field in _CHECKS]
+        return tuple(f"{field} {old}, here {new}" for field, old, new in pairs if old != new)
+
+
+_count: Final = functools.partial(check_count, minimum=0)
+
+_CHECKS: Final[dict[str, Any]] = {
+    "platform": check_text,
+    "device": check_text,
+    "units": _count,
+    "power_limit_w": _count,
+    "mig": check_flag,
+    "driver": check_text,
+}
+
+
+@functools.lru_cache(maxsize=8)
+def machine_of(platform: Platform) -> Machine:
+    """The machine at hand, which a probed platform describes; asked once a process. Does not initialize CUDA."""
+    units, power_limit_w, mig, driver = 0, 0, False, ""
+    if platform.kind == "cpu":
+        units = num_cores()
+    elif platform.kind == "cuda":
+        units, power_limit_w, mig, driver = gpu_settings()
+    return Machine(
+        str(platform), one_line(platform.device_name), units, power_limit_w, mig, one_line(driver).partition(".")[0]
+    )
