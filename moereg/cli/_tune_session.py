@@ -16,13 +16,13 @@ from typing import Any, Final
 from moereg.cli._bench import build_layer, check_run_fits, layer_device, platform_at_hand
 from moereg.cli._options import ProblemFlags, find_subject
 from moereg.errors import MoeregError, TooLargeError
-from moereg.measured.significance import paired
+from moereg.measured.pairs import paired
 from moereg.plugins.modules import import_modules
 from moereg.selection.result import Decision
 from moereg.tuning.compare import Measurement
 from moereg.tuning.inputs import num_calls
 from moereg.tuning.points import Point
-from moereg.tuning.session import Entrants, Failure, LayerSession, entrants, key_of
+from moereg.tuning.session import Entrants, Failure, Key, LayerSession, entrants, key_of
 
 
 class _Server:
@@ -119,8 +119,8 @@ class _Server:
     def _failure(self, failure: Failure) -> dict[str, Any]:
         return {"cell": self._key(failure.decision), "reason": failure.reason, "is_broken": failure.is_broken}
 
-    def _key(self, decision: Decision) -> list[str]:
-        return list(key_of(decision, self._platform))
+    def _key(self, decision: Decision) -> Key:
+        return key_of(decision, self._platform)
 
 
 def main() -> None:

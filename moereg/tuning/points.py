@@ -10,9 +10,6 @@ from typing import Final, NamedTuple
 GUARD: Final = "one_set"
 """The routing in which a winner must not be slower. Nobody asks for it, so it decides nothing else."""
 
-ASKED: Final = ("uniform", "zipf")
-"""The routings whose mean decides."""
-
 NEAR: Final = 1.25
 """Numbers of tokens within this ratio are not told apart further."""
 
