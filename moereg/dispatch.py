@@ -16,6 +16,7 @@ from typing import Final
 from moereg.arguments import takes
 from moereg.errors import MoeregWarning, UnsupportedProblemError
 from moereg.evidence.quarantine import QUARANTINE
+from moereg.measured.read import read_tuning
 from moereg.platforms import Platform
 from moereg.plugins.loader import load_backends, missing_backend, platform_of, read_platform
 from moereg.registry import BackendCell
@@ -79,7 +80,7 @@ def explain_backends(
     request = Request.resolve(
         problem.quant.name, require, prefer, deny, environ=os.environ, cells=cells, missing=missing_backend
     )
-    return decide(problem, platform, request, cells, quarantine=QUARANTINE.read())
+    return decide(problem, platform, request, cells, quarantine=QUARANTINE.read(), tuning=read_tuning())
 
 
 def machine_reasons(cell: BackendCell, platform: Platform) -> list[Reason]:

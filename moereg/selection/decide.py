@@ -8,6 +8,7 @@ looked up. Names no backend, architecture or scheme.
       _judge                every reason against one candidate
         judge_cell          those that a token dispatcher can have too
       rank                  accepted before rejected, wishes before priorities
+      Tuning.order          the measured order of those that are alike to the request
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from moereg.errors import described, shown, stops_the_process
 from moereg.evidence.quarantine import EMPTY, Quarantine
+from moereg.measured.read import UNTUNED, Tuning
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BUILTIN, BackendCell, Cell
 from moereg.selection.request import Request
@@ -38,6 +40,7 @@ def decide(
     request: Request,
     cells: Iterable[BackendCell],
     quarantine: Quarantine = EMPTY,
+    tuning: Tuning = UNTUNED,
 ) -> Selection:
     """Chooses among cells: those of `BackendRegistry.cells`, whichever registry they were registered in.
 
@@ -47,6 +50,7 @@ def decide(
         request: Resolved for the problem's scheme.
         cells: Candidates.
         quarantine: What failed the conformance kit on the machine that `platform` is.
+        tuning: What was measured there; orders candidates that the request does not tell apart.
 
     Returns:
         The selection, without a winner where nothing fits.
@@ -58,8 +62,32 @@ def decide(
     if decisions and decisions[0].accepted:
         is_preferred = request.wish(decisions[0].backend).preferred < math.inf
         source = "required" if request.require else "preferred" if is_preferred else "priority"
-    notices = (*request.notices, *_outranking(decisions, cells))
-    return Selection(problem, platform, request, decisions, source, notices)
+    alike = _alike(decisions, request)
+    measured = tuning.order(problem, platform, [_candidate(decision, platform) for decision in alike])
+    plan = tuple((most, alike[place]) for most, place in measured.ranges)
+    if plan:
+        best, source = plan[-1][1], "measured"
+        decisions = (best, *(decision for decision in decisions if decision is not best))
+    notices = (*request.notices, *_outranking(decisions, cells), *filter(None, (measured.note, *measured.notes)))
+    ranges = plan if len(plan) > 1 else ()
+    return Selection(problem, platform, request, decisions, source, notices, ranges, measured.digest)
+
+
+def _alike(decisions: Sequence[Decision], request: Request) -> list[Decision]:
+    """The accepted decisions that the request and their tiers do not tell from the first."""
+
+    def told(decision: Decision) -> tuple[object, ...]:
+        wish = request.wish(decision.backend)
+        return decision.accepted, decision.tier, wish.preferred, wish.required
+
+    return [each for each in decisions if each.accepted and told(each) == told(decisions[0])]
+
+
+def _candidate(accepted: Decision, platform: Platform) -> tuple[BackendCell, QuantScheme, PlatformRule]:
+    cell, scheme = accepted.cell, accepted.scheme
+    rule = cell.rule_for(platform) if cell is not None else None
+    assert cell is not None and scheme is not None and rule is not None, "it was accepted"
+    return cell, scheme, rule
 
 
 def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request: Request) -> Decision:

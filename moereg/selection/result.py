@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
@@ -218,11 +219,17 @@ class Selection(Choice[Decision]):
         decisions: Every candidate, best first, rejected after accepted, nearest to fitting first.
         source: Why the first one won, one of `SOURCES`; None if nothing fits.
         notices: What else a user may want to know, one line each: names in the environment that mean nothing here,
-            backends of other distributions whose priority is above every built-in's.
+            backends of other distributions whose priority is above every built-in's, what was measured and what
+            measured times are not used.
+        ranges: Where measured times give several numbers of tokens to different candidates: (most tokens, candidate),
+            ascending, the last one open and its candidate the first of `decisions`. Else empty.
+        measured: Digest of the measured times that chose; empty if none did.
     """
 
     source: str | None
     notices: tuple[str, ...] = ()
+    ranges: tuple[tuple[int | None, Decision], ...] = dataclasses.field(default=(), repr=False)
+    measured: str = ""
 
     @property
     def backend(self) -> str | None:
@@ -246,7 +253,7 @@ class Selection(Choice[Decision]):
     @property
     def plan(self) -> tuple[tuple[int | None, Decision], ...]:
         """(most tokens, candidate) ranges; one open range unless measured."""
-        return ((None, self.winner),) if self.winner else ()
+        return self.ranges or (((None, self.winner),) if self.winner else ())
 
     @property
     def fingerprint(self) -> str:
@@ -255,10 +262,10 @@ class Selection(Choice[Decision]):
         # Ranks may hold different numbers of experts, and must agree on everything else.
         for field in ("num_local_experts", "max_num_tokens"):
             problem.pop(field, None)
-        winner = self.winner
-        # Two versions of a wheel may have different kernels under one name.
-        chosen = winner and (winner.backend, winner.experts, winner.computes, winner.origin, winner.origin_version)
-        text = json.dumps([problem, str(self.platform), chosen], sort_keys=True)
+        plan = [(most, *_identity(decision)) for most, decision in self.plan]
+        # A plan for all numbers of tokens that nothing measured is its winner alone.
+        chosen = [plan, self.measured] if self.ranges or self.measured else plan and plan[0][1:]
+        text = json.dumps([problem, str(self.platform), chosen or None], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -290,6 +297,8 @@ class Selection(Choice[Decision]):
             "decisions": [decision.to_dict() for decision in self.decisions],
             "notices": list(self.notices),
             "platform_claimed_by": self.platform.claimed_by or None,
+            "plan": [{"most_tokens": most, "decision": self.decisions.index(decision)} for most, decision in self.plan],
+            "measured": self.measured or None,
         }
 
     @classmethod
@@ -347,6 +356,7 @@ class Selection(Choice[Decision]):
             decisions=field("decisions", functools.partial(check_list, check=read)),
             source=field("source", check_optional(functools.partial(check_one_of, known=SOURCES))),
             notices=field("notices", _check_texts) if "notices" in values else (),
+            measured=(field("measured", check_optional(check_text)) if "measured" in values else None) or "",
         )
         if (selection.source is None) is not (selection.winner is None):
             raise ArgumentError(
@@ -365,7 +375,24 @@ class Selection(Choice[Decision]):
                 f"selected must be the first accepted decision's backend, {shown(selection.backend)}, got "
                 f"{shown(values['selected'])}"
             )
-        return selection
+        plan = field("plan", functools.partial(check_list, check=selection._check_range)) if "plan" in values else ()
+        limits = [most for most, _ in plan]
+        if plan and (limits[-1] is not None or plan[-1][1] is not selection.winner):
+            raise ArgumentError(
+                f"plan[{len(plan) - 1}] must be open and for the first decision, got {shown(values['plan'][-1])}"
+            )
+        ends = [0 if most is None else most for most in limits[:-1]]
+        if not all(before < most for before, most in itertools.pairwise([0, *ends])):
+            raise ArgumentError(f"plan must have ascending most_tokens, got {shown(limits)}")
+        return dataclasses.replace(selection, ranges=plan if len(plan) > 1 else ())
+
+    def _check_range(self, path: str, value: object) -> tuple[int | None, Decision]:
+        values = check_mapping(path, value)
+        most = check_field(path, values, "most_tokens", check_optional(check_count))
+        place = check_field(path, values, "decision", functools.partial(check_count, minimum=0))
+        if place >= len(self.decisions) or not self.decisions[place].accepted:
+            raise ArgumentError(f"{path}.decision must be the place of an accepted decision, got {place}")
+        return most, self.decisions[place]
 
     def table(self) -> str:
         """The decision table as plain text, one candidate per line and its reasons below."""
@@ -375,6 +402,11 @@ class Selection(Choice[Decision]):
             about = f"{decision.backend} ({decision.experts}{decision.of_wheel}, {facts})"
             lines += decision.rows(about, decision is self.winner)
         return "\n".join([*lines, *(f"note      {notice}" for notice in self.notices)])
+
+
+def _identity(decision: Decision) -> tuple[str, ...]:
+    """The parts of a decision that say which kernel runs. Versions count, since kernels of one name may differ."""
+    return decision.backend, decision.experts, decision.computes, decision.origin, decision.origin_version
 
 
 def _read_request(values: Mapping[str, Any]) -> Request:

@@ -1,0 +1,285 @@
+"""Packs in force: where they lie, which may choose among which backends, and what each says of a layer.
+
+In order: the file that MOEREG_TUNING names (none at all if it is empty), the user's, the one that moereg ships, and
+those of wheels, which may only order their own backends. The first one with usable times of a layer chooses for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import importlib_metadata
+from packaging.utils import canonicalize_name
+
+from moereg.errors import shown
+from moereg.evidence.code_digest import module_file
+from moereg.evidence.on_machine import RecordFileWarning, cell_key, user_data
+from moereg.evidence.store import read_once
+from moereg.measured.keys import key_text, machine_of, problem_key
+from moereg.measured.pack import Pack, TimedCell, read_pack
+from moereg.measured.plans import LayerTimes, Ranges, best_for_all, with_ranges
+from moereg.measured.significance import NUM_SESSIONS, mean_gain, num_shared_sessions
+from moereg.platforms import Platform, PlatformRule
+from moereg.registry import BackendCell
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
+
+VARIABLE: Final = "MOEREG_TUNING"
+ENTRY_POINTS: Final = "moereg.tuning"
+"""The group of wheels' packs: `moereg_mine:tuning.json` is a file of the package `moereg_mine`."""
+
+Candidate = tuple[BackendCell, QuantScheme, PlatformRule]
+"""A cell that fits, the scheme that it would compute, and the rule by which it may run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What packs say of a layer.
+
+    Attributes:
+        ranges: (most tokens, index of a candidate) in ascending order, the last one open; empty if no pack chose.
+        note: One line on the choice; empty without one.
+        notes: What is not used and why, one line each.
+        digest: Of the times that chose; empty without a choice.
+    """
+
+    ranges: Ranges = ()
+    note: str = ""
+    notes: tuple[str, ...] = ()
+    digest: str = ""
+
+
+class Source:
+    """A pack in force, with its layers by problem and the plans made so far.
+
+    Attributes:
+        pack: The pack.
+        origin: The distribution whose backends alone it may order; empty for all.
+        is_users: Whether a user made it, who wants to know where it is not used.
+    """
+
+    def __init__(self, pack: Pack, origin: str = "", is_users: bool = True) -> None:
+        self.pack, self.origin, self.is_users = pack, origin, is_users
+        self._layers: dict[str, list[int]] = {}
+        self._cells: dict[tuple[str, ...], list[int]] = {}
+        self._plans: dict[tuple[int, tuple[int, ...]], Measured] = {}
+        # What was added later goes first.
+        for place in reversed(range(len(pack.layers))):
+            self._layers.setdefault(pack.layers[place].key[0], []).append(place)
+        for index in reversed(range(len(pack.cells))):
+            self._cells.setdefault(pack.cells[index].cell_key, []).append(index)
+
+    def order(self, problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]) -> Measured:
+        """What this pack alone says; as `Tuning.order`."""
+        if differences := self.pack.machine.differences(machine_of(platform)):
+            return self._unused(f"pack unused: it is of another machine: {', '.join(differences)}")
+        own = [
+            place
+            for place, (cell, _, _) in enumerate(candidates)
+            if self.origin in ("", canonicalize_name(cell.origin))
+        ]
+        if own[:1] != [0]:  # A wheel may not put its backends before another's.
+            return Measured()
+        key = problem_key(problem)
+        places = self._layers.get(key_text(key), ())
+        if not places:
+            return self._unused(*_nearest(self.pack, key))
+        notes: list[str] = []
+        for layer in places:
+            found = self._of_layer(layer, [candidates[place] for place in own], platform)
+            notes += found.notes
+            if found.ranges:
+                ranges = tuple((most, own[place]) for most, place in found.ranges)
+                return dataclasses.replace(found, ranges=ranges, notes=tuple(notes))
+        return Measured(notes=tuple(notes))
+
+    def _unused(self, *notes: str) -> Measured:
+        return Measured(notes=notes if self.is_users else ())
+
+    def _of_layer(self, place: int, candidates: Sequence[Candidate], platform: Platform) -> Measured:
+        layer, cells = self.pack.layers[place], self.pack.cells
+        wrong = dict(layer.wrong)
+        in_layer = {*wrong, *(row.cell for row in layer.rows)}
+        notes: list[str] = []
+        usable: dict[int, int] = {}
+        for index, (cell, scheme, rule) in enumerate(candidates):
+            known = [at for at in self._cells.get(cell_key(cell, scheme, rule), ()) if at in in_layer]
+            changes = {at: cells[at].changes(cell, platform) for at in known}
+            at = next((at for at in known if not changes[at]), None)
+            if at is not None and at not in wrong:
+                usable[at] = index
+                continue
+            reason = f"{cell.name} was not measured"
+            if at is not None:
+                reason = f"{cell.name} failed when it was measured: {wrong[at]}"
+            elif known:
+                reason = ", ".join(changes[known[0]])
+            if index == 0 or layer.default in known:
+                return Measured(notes=(*notes, f"pack unused: {reason}"))
+            if known:
+                notes.append(f"pack unused for {cell.name}: {reason}")
+        order = tuple(usable)
+        plan = self._plans.get((place, order))
+        if plan is None:
+            plan = self._plans[place, order] = _plan(self.pack, place, order)
+        ranges = tuple((most, usable[at]) for most, at in plan.ranges)
+        return dataclasses.replace(plan, ranges=ranges, notes=(*notes, *plan.notes))
+
+
+class Tuning:
+    """The packs in force, in order. Immutable."""
+
+    def __init__(self, sources: Iterable[Source] = ()) -> None:
+        self.sources = tuple(sources)
+
+    def order(self, problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]) -> Measured:
+        """Asks the packs about a layer.
+
+        Args:
+            problem: The layer.
+            platform: The machine; packs have nothing to say of one that is only named.
+            candidates: What fits, in the order of static priority, among which a request has no preference.
+        """
+        notes: list[str] = []
+        for source in self.sources if platform.probed and candidates else ():
+            found = source.order(problem, platform, candidates)
+            notes += found.notes
+            if found.ranges:
+                return dataclasses.replace(found, notes=tuple(notes))
+        return Measured(notes=tuple(notes))
+
+
+UNTUNED: Final = Tuning()
+"""No packs."""
+
+
+def _plan(pack: Pack, place: int, order: Sequence[int]) -> Measured:
+    """The plan for cells of a pack, in the order of priority; its ranges have their indices in the pack."""
+    layer, cells = pack.layers[place], pack.cells
+    times = LayerTimes(layer.rows, layer.default)
+    pairs = ((times.at(cell, at), times.at(order[0], at)) for cell in order[1:] for at in times.tokens)
+    compared = max((num_shared_sessions(*pair) for pair in pairs), default=0)
+    if compared < NUM_SESSIONS:
+        least = _counted(NUM_SESSIONS)
+        alone = f"only {cells[order[0]].backend} was measured"
+        what = f"{_counted(compared)} compared it with others, and a choice takes {least}" if len(order) > 1 else alone
+        return Measured(notes=(f"pack unused: {what}",))
+    base = best_for_all(times, order)
+    others = {cell for cell in order if cells[cell].layout and cells[cell].layout == cells[base].layout}
+    others |= {cell for of, cell in pack.memory if of == place and cell in order}
+    ranges = with_ranges(times, order, base, others)
+    sessions = {row.session for row in layer.rows}
+    date = max(session.date for session in pack.sessions if session.number in sessions)
+    used = json.dumps([dataclasses.asdict(layer), [dataclasses.asdict(cells[cell]) for cell in order], ranges])
+    return Measured(
+        ranges=ranges,
+        note=f"measured {date}: {_gains(times, cells, order[0], base, ranges)}, {_counted(len(sessions))}",
+        digest=hashlib.sha256(used.encode()).hexdigest()[:16],
+    )
+
+
+def _gains(times: LayerTimes, cells: Sequence[TimedCell], default: int, base: int, ranges: Ranges) -> str:
+    """What the plan gains, such as `humming 11 % less than triton at 256-1024`."""
+    parts = []
+    if base != default:
+        parts.append(
+            _less(cells, base, default, mean_gain(times.over_all(base, default), times.over_all(default, default)))
+        )
+    least = 1
+    for most, cell in ranges[:-1]:
+        assert most is not None
+        if cell != base:
+            at = [tokens for tokens in times.tokens if least <= tokens <= most]
+            gain = math.fsum(mean_gain(times.at(cell, each), times.at(base, each)) for each in at) / len(at)
+            where = f"{at[0]}-{most}" if at[0] < most else f"{most}"
+            parts.append(f"{_less(cells, cell, base, gain)} at {where}")
+        least = most + 1
+    return ", ".join(parts) or f"nothing beats {cells[default].backend}"
+
+
+def _less(cells: Sequence[TimedCell], cell: int, than: int, gain: float) -> str:
+    names = [cells[each].backend for each in (cell, than)]
+    if names[0] == names[1]:
+        names = [cells[each].experts for each in (cell, than)]
+    return f"{names[0]} {100 * -math.expm1(gain):.0f} % less than {names[1]}"
+
+
+def _counted(number: int) -> str:
+    words = ("no", "one", "two", "three", "four")
+    return f"{words[number] if number < len(words) else number} session{'' if number == 1 else 's'}"
+
+
+def _nearest(pack: Pack, key: Mapping[str, Any]) -> list[str]:
+    """A line on the measured layer with the fewest fields of other values, if there is one."""
+    if not pack.layers:
+        return []
+
+    def differing(other: Mapping[str, Any]) -> list[str]:
+        return [name for name in key if other.get(name) != key[name]]
+
+    nearest = min((layer.problem for layer in pack.layers), key=lambda other: len(differing(other)))
+    texts = ", ".join(f"{name} {shown(nearest.get(name))}, here {shown(key[name])}" for name in differing(nearest))
+    return [f"untuned: the nearest measured layer has {texts}"]
+
+
+def tuning_path() -> Path | None:
+    """The file that `moereg tune` writes, whether or not it exists; None if packs are turned off."""
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        return Path(named) if named else None
+    return user_data() / "tuning.json"
+
+
+def read_tuning() -> Tuning:
+    """The packs in force, read once per process and again when a file has changed.
+
+    A file that cannot be used causes one `RecordFileWarning` and is left out.
+    """
+    named = os.environ.get(VARIABLE)
+    if named == "":
+        return UNTUNED
+    users = [*([Path(named)] if named else []), user_data() / "tuning.json"]
+    found = [read_once(path, _believed, None, "", "own") for path in dict.fromkeys(users)]
+    found.append(read_once(_SHIPPED, _believed, None, "", ""))
+    found += [read_once(path, _believed, None, origin, "") for path, origin in _files_of_wheels()]
+    return Tuning(filter(None, found))
+
+
+_SHIPPED: Final = Path(__file__).parents[1] / "tuning_pack.json"
+
+
+def _believed(path: Path, origin: str, own: str) -> Source | None:
+    try:
+        return Source(read_pack(path, is_own=bool(own)), origin, is_users=bool(own))
+    except ValueError as error:
+        cure = f"delete it, or name another file in {VARIABLE}" if own else f"report it to the authors of {origin}"
+        warnings.warn(f"the pack {shown(str(path))} cannot be used: {error}; {cure}", RecordFileWarning, stacklevel=6)
+        return None
+
+
+@functools.lru_cache(maxsize=1)
+def _files_of_wheels() -> tuple[tuple[Path, str], ...]:
+    """Files of packs that installed distributions name, with the distribution. Imports nothing of them."""
+    found = []
+    for distribution in importlib_metadata.distributions():
+        try:
+            # Most have none; parsing every file would take longer than all the rest.
+            if ENTRY_POINTS not in (distribution.read_text("entry_points.txt") or ""):
+                continue
+            for point in distribution.entry_points:
+                module, _, name = point.value.partition(":")
+                file = module_file(module.strip()) if point.group == ENTRY_POINTS else None
+                if file is not None and name:
+                    found.append((file.with_name(Path(name.strip()).name), canonicalize_name(distribution.name)))
+        except Exception:  # Metadata that an interrupted uninstall left behind may raise anything; its backends warn.
+            continue
+    return tuple(dict.fromkeys(sorted(found)))
