@@ -51,8 +51,10 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
 from moereg.testing.diagnosis import diagnose
 from moereg.tuning.compare import Comparison, Measurement
-from moereg.tuning.inputs import ROUTINGS, Call, num_calls, random_calls, random_weights
+from moereg.tuning.inputs import ROUTINGS, Call, num_calls, random_weights
+from moereg.tuning.points import Point
 from moereg.tuning.roofline import Ceilings, expert_bytes, measure_ceilings
+from moereg.tuning.session import LayerSession
 from moereg.weights.permuted import ExpertWeights
 
 if TYPE_CHECKING:
@@ -667,12 +669,10 @@ def bench_layer(
     with phase("measuring ceilings"):
         ceilings = measure_ceilings(problem.torch_dtype, device)
 
-    inputs = {num_tokens: random_calls(problem, num_tokens, routing, seed, device) for num_tokens in token_counts}
-    comparison = Comparison(
-        selection, lambda: build_layer(subject, seed, device).weights, inputs, layer_tolerance, phase
-    )
+    points = [Point(routing, num_tokens) for num_tokens in token_counts]
+    session = LayerSession(selection, lambda: build_layer(subject, seed, device).weights, device, seed, points, phase)
     rows: list[Measurement] = []
-    for num_tokens in token_counts:
-        with phase(f"comparing {len(cells)} at {num_tokens} tokens"):
-            rows += comparison.measure(num_tokens, ceilings, rounds)
+    for point in points:
+        with phase(f"comparing {len(cells)} at {point.tokens} tokens"):
+            rows += session.measure(point, rounds, ceilings=ceilings)
     return dataclasses.replace(result, ceilings=ceilings, rows=tuple(rows))

@@ -210,7 +210,8 @@ def tune(
     verbose: bool = False,
 ) -> Shown | int:
     """Measure a layer's backends here; layers then get the fastest."""
-    from moereg.cli._tune import ASKED, Question, parse_routings, parse_tokens, tune_layer
+    from moereg.cli._tune import Question, parse_routings, parse_tokens, tune_layer
+    from moereg.measured.significance import ASKED
 
     flags = dataclasses.replace(flags, require=require, prefer=prefer)
     counts = () if tokens is None else parse_tokens(tokens)

@@ -32,12 +32,12 @@ from moereg.cli._output import NOTHING_FITS, OK, UNFINISHED, WRONG_NUMBERS, cons
 from moereg.cli._progress import countdown
 from moereg.cli._show import format_us, machine, new_table, print_notices, print_rejected, show_selection
 from moereg.errors import ArgumentError, BackendError, TooLargeError, one_line, shown
-from moereg.evidence.on_machine import user_data
 from moereg.evidence.provenance import provenance
 from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
 from moereg.measured.keys import machine_of, problem_key
 from moereg.measured.pack import Pack, Row, Session, TimedCell, TunedLayer, write_pack
-from moereg.measured.plans import LayerTimes, best_for_all, with_ranges
+from moereg.measured.plans import LayerTimes, with_ranges
+from moereg.measured.read import VARIABLE, Measured, Source, tuning_path
 from moereg.measured.significance import ASKED, NUM_SESSIONS, Ratio, gains
 from moereg.platforms import Platform
 from moereg.plugins.modules import own_modules
@@ -47,7 +47,7 @@ from moereg.selection.result import SCHEMA, Decision
 from moereg.spec.problem import MoEProblem
 from moereg.tuning.compare import IN_TURNS
 from moereg.tuning.points import GUARD, Point, first_points, next_points, token_grid
-from moereg.tuning.session import BEHIND, Entrants, Key, drifted, entrants, key_of
+from moereg.tuning.session import BEHIND, Entrants, Key, candidate_of, drifted, entrants, key_of
 from moereg.tuning.timing import ROUNDS, SECONDS
 
 _GPU_TOKENS: Final = 8192
@@ -212,7 +212,9 @@ class LayerRecord:
         self._problem: Final = problem
         self._machine: Final = machine_of(platform)
         self._decisions: Final = {key_of(one, platform): one for one in found.decisions}
-        self._cells: Final = {key: _timed(one, platform) for key, one in self._decisions.items()}
+        self._cells: Final = {
+            key: TimedCell.of(*candidate_of(one, platform), platform) for key, one in self._decisions.items()
+        }
         self._indices: dict[Key, int] = {}
         self.pack = self._change(lambda pack: self._emptied(pack) if refresh else pack)
         known = {*self.participants, *self.left_out}
@@ -346,13 +348,6 @@ class LayerRecord:
             return dataclasses.replace(pack, layers=layers, sessions=kept)
 
         self.pack = self._change(without)
-
-
-def _timed(decision: Decision, platform: Platform) -> TimedCell:
-    assert decision.cell is not None and decision.scheme is not None
-    rule = decision.cell.rule_for(platform)
-    assert rule is not None
-    return TimedCell.of(decision.cell, decision.scheme, rule, platform)
 
 
 Progress = Callable[[int, int, float | None], object]
@@ -555,78 +550,70 @@ class TuneResult:
         return WRONG_NUMBERS if self.record.wrong else UNFINISHED if self.unfinished else OK
 
     @functools.cached_property
-    def _times(self) -> LayerTimes:
+    def plan(self) -> Measured:
+        """What selection reads of the layer in the pack; its ranges have indices of `LayerRecord.keys`."""
         record = self.record
-        layer = None if record is None else record.layer
-        return LayerTimes((), 0) if layer is None else LayerTimes(layer.rows, layer.default)
+        if record is None:
+            return Measured()
+        candidates = [candidate_of(record.decision(key), self.platform) for key in record.keys]
+        return Source(record.pack).order(self.found.selection.problem, self.platform, candidates)
 
-    @functools.cached_property
-    def _order(self) -> list[int]:
-        """Measured cells in the order of priority, the default first."""
-        assert self.record is not None
-        return [self.record.index(key) for key in self.record.participants]
+    @property
+    def selected(self) -> Key | None:
+        """The candidate for numbers of tokens without another winner; None if all failed."""
+        if self.record is None or not self.record.keys:
+            return None
+        return self.record.keys[self.plan.ranges[-1][1] if self.plan.ranges else 0]
 
     def winners(self) -> list[dict[str, Any]]:
-        """The fastest cell at each number of tokens, which is the default where nothing beats it."""
-        times = self._times
-        if not times.rows:
+        """The fastest cell at each number of tokens, whatever its layout: the default where nothing beats it."""
+        record = self.record
+        if record is None or record.layer is None or not record.rows:
             return []
-        default, *others = self._order
-        ranges = with_ranges(times, self._order, default, others)
+        times = LayerTimes(record.rows, record.layer.default)
+        order = [record.index(key) for key in record.participants]
+        ranges = with_ranges(times, order, order[0], order[1:])
         return [
-            self._winner(tokens, next(cell for most, cell in ranges if most is None or tokens <= most))
+            self._winner(times, tokens, next(cell for most, cell in ranges if most is None or tokens <= most))
             for tokens in times.tokens
         ]
 
-    def _winner(self, tokens: int, cell: int) -> dict[str, Any]:
+    def _winner(self, times: LayerTimes, tokens: int, cell: int) -> dict[str, Any]:
         assert self.record is not None
-        ratios = self._times.at(cell, tokens)
-        asked = {key: ratio.log for key, ratio in ratios.items() if key[1] in self.routings}
-        sessions = [
-            math.exp(statistics.fmean(log for key, log in asked.items() if key[0] == number)) - 1
-            for number in sorted({session for session, _ in asked})
+        own = [row for row in times.rows if (row.cell, row.tokens) == (cell, tokens) and row.routing in self.routings]
+        by_session = [
+            math.expm1(statistics.fmean(row.log_ratio for row in own if row.session == number))
+            for number in dict.fromkeys(row.session for row in own)
         ]
-        medians = [
-            row.median_us
-            for row in self.record.rows
-            if (row.cell, row.tokens) == (cell, tokens) and row.routing in self.routings
-        ]
+        backend, experts, *_ = self.record.key_at(cell)
         return {
             "tokens": tokens,
-            "backend": self.record.key_at(cell)[0],
-            "experts": self.record.key_at(cell)[1],
-            "time_us": statistics.fmean(medians),
-            "change": math.exp(statistics.fmean(asked.values())) - 1 if asked else math.nan,
-            "sessions": sessions,
+            "backend": backend,
+            "experts": experts,
+            "is_default": cell == times.default,
+            "time_us": statistics.fmean(row.median_us for row in own),
+            "change": math.expm1(statistics.fmean(row.log_ratio for row in own)),
+            "sessions": by_session,
         }
-
-    def choice(self) -> tuple[Key, float] | None:
-        """The one cell that layers get now, and the change of their time over equal decades; None without times."""
-        if not self._times.rows or self.record is None:
-            return None
-        best = best_for_all(self._times, self._order)
-        ratios = self._times.over_all(best, self._order[0])
-        asked = [ratio.log for (_, routing), ratio in ratios.items() if routing in self.routings]
-        return self.record.key_at(best), math.exp(statistics.fmean(asked)) - 1 if asked else math.nan
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `moereg tune --json` prints."""
-        record, choice = self.record, self.choice()
-        names = ("backend", "experts", "rule", "computes", "facts")
+        record = self.record
+        keys = [] if record is None else record.keys
         return {
             "schema": SCHEMA,
             "problem": self.found.selection.problem.to_dict(),
             "platform": str(self.platform),
             "file": str(self.path),
-            "candidates": [dict(zip(names, key, strict=True)) for key in (record.keys if record is not None else ())],
-            "default": record.keys[0][0] if record is not None and record.keys else None,
-            "selected": choice and choice[0][0],
-            "change": choice and choice[1],
             "tokens": list(self.counts),
-            "sessions": record.sessions if record is not None else [],
+            "candidates": [_named(key) for key in keys],
+            "default": _named(keys[0]) if keys else None,
+            "selected": _named(self.selected) if self.selected else None,
+            "plan": [[most, _named(keys[index])] for most, index in self.plan.ranges],
+            "note": self.plan.note or None,
             "winners": self.winners(),
-            "left_out": _reasons(record.left_out if record is not None else {}),
-            "wrong": _reasons(record.wrong if record is not None else {}),
+            "left_out": [{**_named(key), "reason": text} for key, text in (record.left_out if record else {}).items()],
+            "wrong": [{**_named(key), "reason": text} for key, text in (record.wrong if record else {}).items()],
             "unfinished": self.unfinished or None,
         }
 
@@ -646,14 +633,10 @@ class TuneResult:
             )
             for column in table.columns[3:]:
                 column.justify = "right"
-            default = record.keys[0][0]
             for one in winners:
-                is_default = one["backend"] == default and not any(one["sessions"])
-                changes = [] if is_default else [one["change"], *one["sessions"]]
-                name = f"{one['backend']} (default)" if is_default else one["backend"]
-                table.add_row(
-                    f"{one['tokens']:,}", name, format_us(one["time_us"]), *(f"{each:+.1%}" for each in changes)
-                )
+                name = f"{one['backend']} (default)" if one["is_default"] else one["backend"]
+                changes = [] if one["is_default"] else [f"{each:+.1%}" for each in (one["change"], *one["sessions"])]
+                table.add_row(f"{one['tokens']:,}", name, format_us(one["time_us"]), *changes)
             target.print(table)
         for key, reason in record.left_out.items():
             target.print(f"left out: {key[0]} ({key[1]}): {reason}")
@@ -684,27 +667,28 @@ class TuneResult:
         )
 
     def _show_verdict(self, target: Console) -> None:
-        record, choice = self.record, self.choice()
-        assert record is not None
+        record, selected = self.record, self.selected
         if self.is_dry:
             target.print(f"nothing was measured; times would go to {self.path}")
-        elif choice is None:
+        elif record is None or selected is None:
             target.print(Text("every candidate failed: nothing was timed", style="bold red"))
         else:
-            (backend, experts, *_), change = choice
             default = record.keys[0]
-            if choice[0] == default:
-                text = f"nothing beats the default: layers of this shape get {backend} ({experts}) as before"
-            else:
-                was = f"{default[0]} ({default[1]})"
-                text = f"layers of this shape now get {backend} ({experts}) (was {was}): {-change:.1%} less time"
-                text += " over equal decades of tokens"
-            target.print(f"times are in {self.path}; delete it, or set MOEREG_TUNING= to choose without it")
-            target.print(Text(text, style="bold green"))
+            for most, index in self.plan.ranges[:-1]:
+                target.print(f"calls of up to {most} tokens get {_text(record.keys[index])}")
+            text = f"nothing beats the default: layers of this shape get {_text(default)} as before"
+            if selected != default:
+                text = f"layers of this shape now get {_text(selected)} (was {_text(default)})"
+            target.print(f"times are in {self.path}; delete it, or set {VARIABLE}= to choose without it")
+            target.print(Text("; ".join(filter(None, (text, self.plan.note))), style="bold green"))
 
 
-def _reasons(found: Mapping[Key, str]) -> list[dict[str, str]]:
-    return [{"backend": key[0], "experts": key[1], "reason": reason} for key, reason in found.items()]
+def _named(key: Key) -> dict[str, str]:
+    return dict(zip(("backend", "experts", "rule", "computes", "facts"), key, strict=True))
+
+
+def _text(key: Key) -> str:
+    return f"{key[0]} ({key[1]})"
 
 
 def leader(rows: Sequence[Row], routings: Sequence[str]) -> int:
@@ -757,7 +741,9 @@ def tune_layer(
     subject = find_subject(flags, question.checkpoint, question.layer)
     question = dataclasses.replace(question, flags=flags, layer=subject.layer)
     found = entrants(subject.problem, platform, **flags.request())
-    path = _pack_path()
+    path = tuning_path()
+    if path is None:
+        raise UsageError(f"{VARIABLE} must name a file, got an empty name, which turns measured times off")
     if found.default is None:
         return TuneResult(subject, platform, path, None, found, question.counts, question.routings)
     record = LayerRecord(path, platform, subject.problem, found, refresh and not dry_run)
@@ -771,13 +757,6 @@ def tune_layer(
         except Unfinished as error:
             return dataclasses.replace(result, unfinished=str(error))
     return result
-
-
-def _pack_path() -> Path:
-    named = os.environ.get("MOEREG_TUNING")
-    if named == "":
-        raise UsageError("MOEREG_TUNING must name a file, got an empty name, which turns measured times off")
-    return user_data() / "tuning.json" if named is None else Path(named)
 
 
 def parse_tokens(text: str) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from moereg.selection.result import Decision
 from moereg.tuning.compare import Measurement
 from moereg.tuning.inputs import num_calls
 from moereg.tuning.points import Point
-from moereg.tuning.session import Entrants, Failure, Key, LayerSession, entrants, key_of
+from moereg.tuning.session import Entrants, Key, LayerSession, entrants, key_of
 
 
 class _Server:
@@ -54,7 +54,7 @@ class _Server:
         self._default = found.default
         seed = request["seed"]
         self._session = LayerSession(
-            found,
+            found.selection,
             lambda: build_layer(subject, seed, device).weights,
             device,
             seed,
@@ -79,26 +79,37 @@ class _Server:
         """Answers one request: screen, point or clocks."""
         session = self._session
         assert session is not None
+        found: dict[str, Any]
         if "screen" in request:
-            behind, failures = session.screen(request["screen"])
-            found: dict[str, Any] = {"behind": [self._key(decision) for decision in behind]}
+            behind, failed = session.screen(request["screen"])
+            behind -= {self._default}
+            for decision in behind:
+                session.comparison.leave_out(decision)
+            found = {"behind": [self._key(decision) for decision in behind]}
         elif "point" in request:
-            rows, failures = session.measure(Point(*request["point"]))
+            rows = session.measure(Point(*request["point"]))
+            failed = session.leave_out_failed(rows)
             found = {"rows": self._rows(rows, session)}
         else:
-            return {"clocks": session.clocks()}
-        wrong = [self._failure(failure) for failure in failures]
-        return {**found, "wrong": wrong, "stopped": session.stopped}
+            return {"clocks": session.clocks(self._platform)}
+        wrong = [
+            {
+                "cell": self._key(row.decision),
+                "reason": f"{row.reason}, at {row.num_tokens} tokens",
+                "is_broken": not row.lacks_memory,
+            }
+            for row in failed
+        ]
+        return {**found, "wrong": wrong, "stopped": str(session.comparison.stopped or "")}
 
     def _rows(self, measured: list[Measurement], session: LayerSession) -> list[dict[str, Any]]:
-        default = next((row.timing for row in measured if row.decision is self._default), None)
-        if default is None:
-            return []
+        default = next((row.timing for row in measured if row.decision == self._default), None)
         rows = []
         for row in measured:
             timing = row.timing
-            assert timing is not None
-            is_default = row.decision is self._default
+            if default is None or timing is None:
+                continue
+            is_default = row.decision == self._default
             ratio, width = (0.0, 0.0) if is_default else paired(default.samples_us, timing.samples_us)
             rows.append(
                 {
@@ -111,13 +122,10 @@ class _Server:
                     "rounds": min(len(default.samples_us), len(timing.samples_us)),
                     "error": row.relative_error / row.tolerance,
                     "graph": row.graph,
-                    "permuted_bytes": session.permuted_bytes(row.decision),
+                    "permuted_bytes": session.comparison.permuted_bytes(row.decision),
                 }
             )
         return rows
-
-    def _failure(self, failure: Failure) -> dict[str, Any]:
-        return {"cell": self._key(failure.decision), "reason": failure.reason, "is_broken": failure.is_broken}
 
     def _key(self, decision: Decision) -> Key:
         return key_of(decision, self._platform)

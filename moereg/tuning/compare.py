@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from moereg.errors import BackendError, described
+from moereg.errors import BackendError, described, is_lack_of_memory
 from moereg.layer.backend_calls import make_experts, named
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
@@ -86,6 +86,19 @@ class Measurement:
     def passed(self) -> bool:
         """Whether it ran, wrote only its output, and its error is within the tolerance."""
         return not self.failure and not self.damage and self.relative_error <= self.tolerance  # False for NaN.
+
+    @property
+    def reason(self) -> str:
+        """What went wrong; empty if it passed and was timed."""
+        if self.failure or self.damage or self.timing is not None:
+            return self.failure or self.damage
+        return f"wrong numbers: error {self.relative_error:.2e} > {self.tolerance:.1e}"
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether it failed for lack of memory, which is nobody's fault."""
+        error = self.error
+        return error is not None and any(is_lack_of_memory(one) for one in (error, error.__cause__) if one is not None)
 
     @property
     def time_us(self) -> float:

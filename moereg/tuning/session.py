@@ -6,6 +6,7 @@ round, so that what slows the machine slows both.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -14,10 +15,10 @@ from typing import Any, Final
 
 import torch
 
-from moereg.errors import is_lack_of_memory
 from moereg.evidence.on_machine import cell_key
 from moereg.evidence.provenance import clocks
 from moereg.evidence.quarantine import QUARANTINE
+from moereg.measured.read import Candidate
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
 from moereg.plugins.loader import load_backends, missing_backend
@@ -25,10 +26,10 @@ from moereg.selection.decide import decide, rank
 from moereg.selection.request import Request
 from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.compare import Comparison, Measurement, Watch
-from moereg.tuning.inputs import random_calls
+from moereg.tuning.compare import Comparison, Measurement, Phase, Watch
+from moereg.tuning.inputs import Call, random_calls
 from moereg.tuning.points import Point
-from moereg.tuning.roofline import settled_us
+from moereg.tuning.roofline import Ceilings, settled_us
 from moereg.tuning.timing import ROUNDS, SECONDS
 from moereg.weights.permuted import ExpertWeights
 
@@ -90,126 +91,100 @@ def entrants(
     return Entrants(dataclasses.replace(asked, decisions=(*ordered, *rejected)), next(iter(ordered), None))
 
 
+def candidate_of(decision: Decision, platform: Platform) -> Candidate:
+    """An accepted candidate as packs know it."""
+    cell, scheme = decision.cell, decision.scheme
+    rule = None if cell is None else cell.rule_for(platform)
+    assert cell is not None and scheme is not None and rule is not None
+    return cell, scheme, rule
+
+
 def key_of(decision: Decision, platform: Platform) -> Key:
     """The key of an accepted candidate."""
-    assert decision.cell is not None and decision.scheme is not None
-    rule = decision.cell.rule_for(platform)
-    assert rule is not None
-    return cell_key(decision.cell, decision.scheme, rule)
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """A candidate that is not measured further.
-
-    Attributes:
-        decision: The candidate.
-        reason: What went wrong.
-        is_broken: Whether it is the backend's fault, so that it is quarantined; not for a lack of memory.
-    """
-
-    decision: Decision
-    reason: str
-    is_broken: bool
+    return cell_key(*candidate_of(decision, platform))
 
 
 class LayerSession:
-    """One layer's candidates on the same weights, measured point by point."""
+    """Candidates of one layer on the same weights, measured point by point.
+
+    Attributes:
+        comparison: What measures them.
+    """
 
     def __init__(
         self,
-        found: Entrants,
+        selection: Selection,
         make_weights: Callable[[], ExpertWeights],
         device: torch.device,
         seed: int,
-        watch: Watch,
+        points: Iterable[Point] = (),
+        phase: Phase = lambda description: contextlib.nullcontext(lambda done, total: None),
+        watch: Watch = lambda decision, step: None,
     ) -> None:
-        """Makes the weights, and permutes them for every candidate.
+        """Makes weights and inputs, and permutes the weights for every accepted candidate.
 
         Args:
-            found: The candidates.
-            make_weights: As of `Comparison`.
+            selection: A selection for this machine.
+            make_weights, phase, watch: As of `Comparison`.
             device: The device to measure on.
             seed: Of the inputs.
-            watch: As of `Comparison`.
+            points: Those whose inputs are made before any candidate's code runs; others are made when they are needed.
         """
-        assert found.default is not None
-        self._default: Final = found.default
-        self._platform: Final = found.selection.platform
-        self._problem: Final = found.selection.problem
+        self._problem: Final = selection.problem
         self._device: Final = device
         self._seed: Final = seed
-        chosen = dataclasses.replace(found.selection, decisions=found.decisions)
-        self._comparison: Final = Comparison(chosen, make_weights, {}, layer_tolerance, watch=watch)
+        self._points: Final = tuple(points)
+        inputs = {point: self._calls(point) for point in self._points}
+        self.comparison: Final = Comparison(selection, make_weights, inputs, layer_tolerance, phase, watch)
 
-    @property
-    def stopped(self) -> str:
-        """Why nothing more can be measured in this process; empty while it can."""
-        return str(self._comparison.stopped or "")
+    def _calls(self, point: Point) -> list[Call]:
+        return random_calls(self._problem, point.tokens, point.routing, self._seed, self._device)
 
-    def permuted_bytes(self, decision: Decision) -> int:
-        """Bytes of a candidate's weights in its own layout."""
-        return self._comparison.permuted_bytes(decision)
+    def measure(
+        self, point: Point, rounds: int = ROUNDS, seconds: float = SECONDS, ceilings: Ceilings | None = None
+    ) -> list[Measurement]:
+        """Compares the candidates with the reference, then times the right ones in turns; as `Comparison.measure`."""
+        if point in self._points:
+            return self.comparison.measure(point, ceilings, rounds, seconds)
+        self.comparison.add(point, self._calls(point)[:rounds])
+        try:
+            return self.comparison.measure(point, ceilings, rounds, seconds)
+        finally:
+            self.comparison.remove(point)
 
-    def screen(self, counts: Sequence[int]) -> tuple[list[Decision], list[Failure]]:
+    def screen(self, counts: Sequence[int]) -> tuple[set[Decision], list[Measurement]]:
         """Times each candidate a few times at each number of tokens.
 
         Returns:
-            Candidates that are far behind everywhere, and those that failed. Neither is measured further.
+            Candidates that are far behind wherever they were timed, and what failed, which is not measured further.
         """
-        near: set[Decision] = {self._default}
-        seen: dict[Decision, None] = {}
-        failures: list[Failure] = []
+        near: set[Decision] = set()
+        timed: set[Decision] = set()
+        failed: list[Measurement] = []
         for tokens in counts:
-            rows, failed = self._measure(Point("uniform", tokens), SCREEN_ROUNDS)
-            failures += failed
-            best_us = min((row.time_us for row in rows), default=0.0)
-            seen |= dict.fromkeys(row.decision for row in rows)
-            near |= {row.decision for row in rows if row.time_us <= BEHIND * best_us}
-            if self.stopped:
-                return [], failures
-        lost = {failure.decision for failure in failures}
-        behind = [decision for decision in seen if decision not in near and decision not in lost]
-        for decision in behind:
-            self._comparison.leave_out(decision)
-        return behind, failures
+            rows = self.measure(Point("uniform", tokens), SCREEN_ROUNDS)
+            failed += self.leave_out_failed(rows)
+            best_us = min((row.time_us for row in rows if row.timing), default=0.0)
+            timed |= {row.decision for row in rows if row.timing}
+            near |= {row.decision for row in rows if row.timing and row.time_us <= BEHIND * best_us}
+            if self.comparison.stopped is not None:
+                break
+        return timed - near - {row.decision for row in failed}, failed
 
-    def measure(self, point: Point) -> tuple[list[Measurement], list[Failure]]:
-        """Compares the candidates left with the reference, then times the right ones in turns.
+    def leave_out_failed(self, rows: Iterable[Measurement]) -> list[Measurement]:
+        """Stops measuring candidates that failed by their own fault; returns what failed."""
+        failed = [row for row in rows if row.is_culprit]
+        for row in failed:
+            self.comparison.leave_out(row.decision)
+        return failed
 
-        Returns:
-            Those that were timed, and those that failed, which are not measured further.
-        """
-        return self._measure(point, ROUNDS)
-
-    def _measure(self, point: Point, rounds: int) -> tuple[list[Measurement], list[Failure]]:
-        calls = random_calls(self._problem, point.tokens, point.routing, self._seed, self._device)[:rounds]
-        self._comparison.add(point, calls)
-        rows = self._comparison.measure(point, None, rounds, SECONDS)
-        self._comparison.remove(point)
-        failures = [failure for failure in map(_failure_of, rows) if failure is not None]
-        for failure in failures:
-            self._comparison.leave_out(failure.decision)
-        return [row for row in rows if row.timing is not None], failures
-
-    def clocks(self) -> dict[str, int]:
+    def clocks(self, platform: Platform) -> dict[str, int]:
         """The GPU's clocks under load; empty for another device."""
         if self._device.type != "cuda":
             return {}
         x = torch.randn(_SETTLING_SIZE, _SETTLING_SIZE, device=self._device, dtype=torch.bfloat16)
         settled_us(functools.partial(torch.mm, x, x), self._device)
-        return clocks(self._platform).get("clocks", {})
-
-
-def _failure_of(row: Measurement) -> Failure | None:
-    if row.timing is not None or not row.is_culprit:
-        return None
-    error = row.error
-    causes = [one for one in (error, error.__cause__ if error is not None else None) if one is not None]
-    reason = row.failure or row.damage
-    if not reason:
-        reason = f"wrong numbers at {row.num_tokens} tokens: error {row.relative_error:.2e} > {row.tolerance:.1e}"
-    return Failure(row.decision, reason, not any(map(is_lack_of_memory, causes)))
+        return clocks(platform).get("clocks", {})
 
 
 def drifted(before: dict[str, int], after: dict[str, int]) -> str:
