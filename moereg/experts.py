@@ -142,6 +142,9 @@ class Experts(abc.ABC):
     float16's range even if the layer's output does not."""
     layouts: ClassVar[tuple[str, ...]] = ()
     """Layouts of permuted weights that `apply` reads, preferred first."""
+    shared_layouts: ClassVar[tuple[str, ...]] = ()
+    """Those of `layouts` whose bytes are a documented convention: classes that declare the same name permute equal
+    weights to equal bytes, and each reads, where tensors begin at multiples of 16 bytes, what another one permuted."""
 
     @property
     def rows_dtype(self) -> torch.dtype:

@@ -168,6 +168,28 @@ def check_experts(experts: type[Experts]) -> None:
         raise ArgumentError(
             f"layouts must be a tuple of at least one layout of permuted weights, got {experts.layouts!r}"
         )
+    shared: object = vars(experts).get("shared_layouts", ())
+    if not isinstance(shared, tuple) or not all(name in experts.layouts for name in shared):
+        raise ArgumentError(f"shared_layouts must be a tuple of names in layouts {experts.layouts!r}, got {shared!r}")
+
+
+def share_layout(layout: str, *classes: type[Experts]) -> tuple[type[Experts], ...]:
+    """Declares a layout of classes shared (`Experts.shared_layouts`), outside of their bodies.
+
+    Evidence is of a class's body and what it names, and a line `_SHARED = share_layout(...)` is neither. So a class
+    that was verified before stays verified.
+
+    Args:
+        layout: One of each class's `layouts`.
+        *classes: The classes.
+
+    Returns:
+        The classes.
+    """
+    for kind in classes:
+        assert layout in kind.layouts
+        kind.shared_layouts = (*kind.shared_layouts, layout)
+    return classes
 
 
 @functools.cache

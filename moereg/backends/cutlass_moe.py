@@ -13,6 +13,7 @@ from typing import Final
 from moereg.backends._cutlass.package import REQUIRES, cache_can_be_written, can_be_imported
 from moereg.backends._loaded import Implementation, LoadedExperts
 from moereg.experts import Experts, Facts
+from moereg.registration import share_layout
 from moereg.registry import register_moe_backend
 
 _QUACK_FACTS: Final = Facts(
@@ -137,3 +138,7 @@ class TorchScaledGroupedExperts(LoadedExperts):
         from moereg.backends._cutlass import torch_scaled
 
         return torch_scaled.ScaledGrouped(self)
+
+
+# As the classes of `torch_moe` share it.
+_SHARED: Final = share_layout("canonical", TorchGroupedExperts)

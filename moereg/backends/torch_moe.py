@@ -8,6 +8,7 @@ from typing import Final
 from moereg.backends._loaded import Implementation, LoadedExperts
 from moereg.experts import Facts
 from moereg.platforms import Platform
+from moereg.registration import share_layout
 from moereg.registry import register_moe_backend
 from moereg.spec.quant_schemes import QUANT_SCHEMES
 
@@ -170,3 +171,11 @@ class TorchInt8BatchedExperts(LoadedExperts):
         from moereg.backends._torch import quantized
 
         return quantized.Int8Batched(self)
+
+
+# The tensors of `ExpertWeights` under their names, static activation scales as one per expert, and nothing else.
+_SHARED: Final = share_layout(
+    "canonical",
+    *(TorchPackedExperts, TorchPackedBatchedExperts, TorchDenseExperts, TorchBatchedExperts),
+    *(TorchQuantizedExperts, TorchQuantizedBatchedExperts, TorchInt8Experts, TorchInt8BatchedExperts),
+)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import operator
+from collections.abc import Sequence
 from typing import Final, NoReturn
 
 import torch
@@ -149,7 +150,7 @@ def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) ->
     raise _backend_error(selection, "workspace_shapes", "returned no two shapes from", shown(shapes))
 
 
-def lacking_workspaces(selection: Selection, shapes: Shapes, error: BaseException) -> BaseException:
+def lacking_workspaces(selection: Selection, shapes: Sequence[tuple[int, ...]], error: BaseException) -> BaseException:
     """Names the backend and its shapes in an out-of-memory error for workspaces: a shape may be absurd."""
     winner = selection.winner
     if winner is None:

@@ -15,6 +15,7 @@ from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.kernel import MoEKernel
 from moereg.layer.one_expert import OneExpert
 from moereg.layer.plan import Asked, Movement, local_movement, plan_layer, winner_of
+from moereg.layer.ranges import alone, check_shared, make_ranges
 from moereg.layer.warm_up import use_shipped_kernels
 from moereg.prepare_finalize import PrepareFinalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement
@@ -22,6 +23,7 @@ from moereg.prepare_finalize.ranks_agree import agree
 from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_state import plain_torch
 from moereg.spec.problem import MoEProblem
+from moereg.weights.layouts import aligned
 from moereg.weights.permuted import ExpertWeights
 from moereg.weights.versions import CopiedFrom
 
@@ -52,7 +54,8 @@ def make_kernel(
         weights: Canonical weights of this rank's experts, with any strides. Not kept, and never written unless
             `reload` is told to. A contiguous tensor that the backend's layout leaves unchanged is shared: the kernel
             reads it in place and sees its owner's writes.
-        selection: From `select_backend`; made here if None.
+        selection: From `select_backend`; made here if None. If its plan has several ranges, all of them read one copy
+            of the weights, and a call's number of tokens says whose experts run.
         prepare_finalize: The token dispatcher. With a group, a name such as `all_gather`, several names, or a selection
             from `select_movement`; None takes the best one. Without a group, and for partial sums that the caller
             adds up, an object such as `StandardPrepareFinalize()`; None takes the one for the problem's format.
@@ -80,7 +83,7 @@ def make_kernel(
         GroupError: A rank of the group has ended, calls a layer, or did not come within its time limit; or another
             thread uses the group.
         ValueError: Weights, expert_map or ep_rank do not belong to the problem, or the selection was made for another
-            problem or machine.
+            problem or machine, or its ranges need weights in more than one layout.
 
     Example:
         >>> import torch
@@ -131,19 +134,29 @@ def _build(
 ) -> MoEKernel:
     """Permutes the weights for a selection that has a winner."""
     winner = selection.winner
-    assert winner is not None and winner.cell is not None
+    assert winner is not None
     # First: making the experts may import a kernel library that only the selection's machine has.
-    backend_calls.check_device(selection, winner.cell.experts, weights.w13.device)
+    for _, decision in selection.plan:
+        assert decision.cell is not None
+        backend_calls.check_device(alone(selection, decision), decision.cell.experts, weights.w13.device)
     use_shipped_kernels(selection.platform)
 
     def made() -> MoEKernel:
-        experts = backend_calls.make_experts(selection, winner)
-        permuted = backend_calls.permute(selection, experts, weights).with_reader(OneExpert(selection, winner, weights))
+        ranges = make_ranges(selection)
+        last, given = ranges[-1], weights
+        if len(ranges) > 1:
+            # The class that permutes may take tensors that begin anywhere, and others that read them may not.
+            tensors = {name: aligned(tensor) for name, tensor in weights.tensors().items()}
+            given = ExpertWeights.unchecked(tensors, weights.scheme)
+        permuted = backend_calls.permute(last.selection, last.experts, given)
+        check_shared(ranges, permuted.layout)
+        permuted = permuted.with_reader(OneExpert(selection, winner, weights))
         borrowed = permuted.shared_with(weights)
         if own_weights:
             with plain_torch(), torch.inference_mode(False):
                 permuted, borrowed = permuted.with_own(borrowed), frozenset()
-        kernel = MoEKernel(problem, selection, experts, permuted, prepare_finalize, expert_map, borrowed)
+        parts = last.experts, permuted, prepare_finalize, expert_map, borrowed
+        kernel = MoEKernel(problem, selection, *parts, ranges)
         kernel.copied = CopiedFrom(repr(kernel), permuted.copied_from(weights))
         return kernel
 

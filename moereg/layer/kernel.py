@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from moereg.arguments import check_flag, check_instance
+from moereg.arguments import check_count, check_flag, check_instance
 from moereg.dispatch import Selection
 from moereg.errors import ArgumentError, GradientError, LayoutMismatchError
 from moereg.experts import Experts
@@ -19,6 +19,7 @@ from moereg.layer.in_turn import InTurn
 from moereg.layer.move_experts import exchange_experts
 from moereg.layer.no_backward import joined, wants_gradient
 from moereg.layer.one_expert import OneExpert
+from moereg.layer.ranges import RangeExperts
 from moereg.layer.warm_up import WarmUp, warm_up
 from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
@@ -45,7 +46,8 @@ class MoEKernel:
         problem: The layer.
         selection: How the backend was chosen; its problem is the layer as the experts see it, which differs from
             `problem` if tokens come from other ranks.
-        experts: The chosen class's instance for this layer.
+        experts: The chosen class's instance for this layer; a plan's open range's.
+        ranges: The experts of each range of the selection's plan, ascending, the open range last.
         weights: The permuted weights; the canonical ones are not kept.
         expert_map: [num_experts] int32 on the weights' device, local expert or -1; update it in place. None if all
             experts are local.
@@ -69,12 +71,15 @@ class MoEKernel:
         prepare_finalize: PrepareFinalize,
         expert_map: torch.Tensor | None,
         borrowed: frozenset[str] = frozenset(),
+        ranges: tuple[RangeExperts, ...] = (),
     ) -> None:
-        if weights.layout not in experts.layouts:
-            raise LayoutMismatchError(
-                f"{type(experts).__name__} reads layouts {', '.join(experts.layouts)}, got {weights.layout!r}; "
-                "permute the weights with the same class"
-            )
+        self.ranges = ranges or (RangeExperts(None, selection, experts),)
+        for each in self.ranges:
+            if weights.layout not in each.experts.layouts:
+                raise LayoutMismatchError(
+                    f"{type(each.experts).__name__} reads layouts {', '.join(each.experts.layouts)}, got "
+                    f"{weights.layout!r}; permute the weights with the same class"
+                )
         self.problem = problem
         self.selection = selection
         self.experts = experts
@@ -93,7 +98,13 @@ class MoEKernel:
         # Checking fp32 precision costs 2 us, so on a GPU only layers that may multiply in fp32 do it: float16 ones
         # do if gates leave its range.
         self._needs_exact_fp32 = self._device.type == "cpu" or problem.torch_dtype != torch.bfloat16
-        self._workspace_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        facts = prepare_finalize.facts if isinstance(prepare_finalize, GroupPrepareFinalize) else None
+        # Rows of room say nothing of a call's tokens, which only the device can count.
+        self._knows_counts = facts is None or not facts.max_num_tokens
+        # Ranks may run experts of different ranges, and their results meet.
+        self._sent_dtype = max((each.experts.rows_dtype for each in self.ranges), key=lambda dtype: dtype.itemsize)
+        self._served: dict[int, _Served] = {}
+        self._num_calls = [0] * 64
         self._handle = new_handle(self)
 
     def __call__(
@@ -154,7 +165,7 @@ class MoEKernel:
                 expert_map = moves.tables.expert_map
         # If the caller's tensors are copied along, shared memory stays shared between the copies.
         parts = self.problem, self.selection, self.experts, weights, moves, expert_map
-        return MoEKernel(*parts, self._borrowed)
+        return MoEKernel(*parts, self._borrowed, self.ranges)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -179,7 +190,42 @@ class MoEKernel:
         """
         moves = self.prepare_finalize
         local = moves.local if isinstance(moves, GroupPrepareFinalize) else moves
-        return warm_up(self.selection, self.experts, self.weights, self.expert_map, token_counts, jobs, local)
+        ranges = self.ranges if self._knows_counts else self.ranges[-1:]
+        return warm_up(ranges, self.weights, self.expert_map, token_counts, jobs, local)
+
+    def range_of(self, num_tokens: int) -> RangeExperts:
+        """The range whose experts serve a call.
+
+        Args:
+            num_tokens: Tokens that the experts see: of a call, or over a group those that arrived. A token dispatcher
+                that moves room for `max_num_tokens` does not know them, and the open range serves its calls.
+        """
+        served = self.ranges if self._knows_counts else self.ranges[-1:]
+        return next(each for each in served if each.most is None or num_tokens <= each.most)
+
+    def token_histogram(self) -> dict[int, int]:
+        """Counts calls of the experts by their number of tokens, since the kernel was made.
+
+        Counts what runs on the host, in eager and compiled code, and what `count` is told. A captured call counts once;
+        its replays do not. Over a group these are tokens that arrive, padding included, once for each part of a call.
+        Calls without tokens run no experts and do not count. Threads that call at once may lose a count.
+
+        Returns:
+            {power of two: calls with at most so many tokens and more than half as many}, ascending, none of 0.
+        """
+        return {1 << place: calls for place, calls in enumerate(self._num_calls) if calls}
+
+    def count(self, num_tokens: int) -> None:
+        """Counts a call that the host does not see, such as a CUDA graph's replay, in `token_histogram`.
+
+        Args:
+            num_tokens: Tokens of the call; 0 counts nothing.
+
+        Raises:
+            ArgumentError: It is negative or no integer.
+        """
+        if check_count("num_tokens", num_tokens, minimum=0):
+            self._num_calls[(num_tokens - 1).bit_length()] += 1
 
     def reload(self, weights: ExpertWeights, *, write_shared: bool = False) -> None:
         """Permutes other weights of the same problem into the same storage, so that captured graphs see them.
@@ -379,29 +425,19 @@ class MoEKernel:
         Returns:
             The rows, in the experts' output form.
         """
-        problem, experts = self._experts_problem, self.experts
-        if prepared.num_tokens == 0:
-            return torch.empty((0, problem.hidden_size), dtype=experts.rows_dtype, device=self._device)
-        shapes = self._workspace_shapes.get(prepared.num_tokens)
-        if shapes is None:
-            shapes = backend_calls.workspace_shapes(self.selection, experts, prepared.num_tokens)
-            self._workspace_shapes[prepared.num_tokens] = shapes
-        rows: tuple[int, ...] = (prepared.num_tokens, problem.hidden_size)
-        if experts.output_form == "per_expert":
-            rows = (problem.num_local_experts, *rows)
-        elif experts.output_form == "per_route":
-            rows = (*prepared.inputs.topk_ids.shape, problem.hidden_size)
+        num_tokens = prepared.num_tokens
+        if num_tokens == 0:
+            return torch.empty((0, self._experts_problem.hidden_size), dtype=self._sent_dtype, device=self._device)
+        self._num_calls[(num_tokens - 1).bit_length()] += 1
+        served = self._served.get(num_tokens) or self._serve(num_tokens)
+        experts, is_sent = served.range.experts, out is None
         if out is None:
             # The results may leave on another stream while these experts run again.
-            out = torch.empty(rows, dtype=experts.rows_dtype, device=self._device)
-            workspace13, workspace2 = self._scratch(shapes)
-        elif experts.output_form == "reduced":
-            workspace13, workspace2 = self._scratch(shapes)
+            out = torch.empty(served.rows, dtype=experts.rows_dtype, device=self._device)
+            workspace13, workspace2 = self._scratch(served.range, served.scratch[:2])
         else:
-            # All scratch has the problem's dtype.
-            width = problem.hidden_size * experts.rows_dtype.itemsize // problem.torch_dtype.itemsize
-            workspace13, workspace2, out = self._scratch(shapes, (*rows[:-1], width))
-            out = out.view(experts.rows_dtype)
+            workspace13, workspace2, *rows = self._scratch(served.range, served.scratch)
+            out = rows[0].view(experts.rows_dtype) if rows else out
         try:
             experts.apply(
                 out=out,
@@ -411,22 +447,58 @@ class MoEKernel:
                 workspace2=workspace2,
             )
         except BaseException as error:
-            backend_calls.raise_named(self.selection, "apply", error)
-        return out
+            backend_calls.raise_named(served.range.selection, "apply", error)
+        return out.to(self._sent_dtype) if is_sent else out
 
-    def _scratch(self, shapes: backend_calls.Shapes, *others: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    def _serve(self, num_tokens: int) -> _Served:
+        """Finds and remembers what serves calls with a number of tokens."""
+        served = self._sized(self.range_of(num_tokens), num_tokens)
+        if self._knows_counts and not _may_be_captured(self._device):
+            # Engines measure a model's memory by one call with the most tokens, and fewer may need more.
+            for each in self.ranges:
+                if each.most is not None and each.most < num_tokens:
+                    self._scratch(each, self._sized(each, each.most).scratch)
+        self._served[num_tokens] = served
+        return served
+
+    def _sized(self, served: RangeExperts, num_tokens: int) -> _Served:
+        problem, experts = self._experts_problem, served.experts
+        shapes = backend_calls.workspace_shapes(served.selection, experts, num_tokens)
+        if experts.output_form == "reduced":
+            return _Served(served, (num_tokens, problem.hidden_size), shapes)
+        is_batched = experts.output_form == "per_expert"
+        rows = (problem.num_local_experts, num_tokens) if is_batched else (num_tokens, problem.top_k)
+        # All scratch has the problem's dtype.
+        width = problem.hidden_size * experts.rows_dtype.itemsize // problem.torch_dtype.itemsize
+        return _Served(served, (*rows, problem.hidden_size), (*shapes, (*rows, width)))
+
+    def _scratch(self, served: RangeExperts, shapes: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, ...]:
         try:
-            return WORKSPACES.take((*shapes, *others), self.problem.torch_dtype, self._device)
+            return WORKSPACES.take(shapes, self.problem.torch_dtype, self._device)
         except Exception as error:
-            named = backend_calls.lacking_workspaces(self.selection, shapes, error)
+            named = backend_calls.lacking_workspaces(served.selection, shapes, error)
             if named is error:
                 raise
             raise named from error
 
     def __repr__(self) -> str:
-        winner = self.selection.winner
-        name = winner.backend if winner else "none"
+        names = [f"{each.selection.backend or 'none'}{f' to {each.most}' if each.most else ''}" for each in self.ranges]
+        name = ", ".join(names)
         return f"MoEKernel({name}, {self.problem}, {self.weights.num_bytes / 2**20:.0f} MiB on {self._device})"
+
+
+class _Served(NamedTuple):
+    """Experts for a number of tokens, with what a call needs.
+
+    Attributes:
+        range: Their range of the plan.
+        rows: Shape of their output.
+        scratch: Shapes of both workspaces and, unless the output is finished rows, of room for it.
+    """
+
+    range: RangeExperts
+    rows: tuple[int, ...]
+    scratch: tuple[tuple[int, ...], ...]
 
 
 def _may_be_captured(device: torch.device) -> bool:

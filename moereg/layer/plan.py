@@ -15,6 +15,7 @@ from moereg.errors import ArgumentError, UnsupportedProblemError
 from moereg.evidence.code_digest import class_digest
 from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.movement import MovementDecision, MovementSelection, problem_of_rank, select_movement
+from moereg.layer.ranges import check_plan
 from moereg.prepare_finalize import Group, GroupPrepareFinalize, PrepareFinalize, resolve_prepare_finalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
 from moereg.prepare_finalize.ranks_agree import agree
@@ -239,7 +240,7 @@ def winner_of(selection: Selection, problem: MoEProblem) -> Decision:
     """The winner of a selection, which must be for this problem.
 
     Raises:
-        ArgumentError: The selection is for another problem, or names no backend registered here.
+        ArgumentError: The selection is for another problem, names no backend registered here, or has wrong ranges.
     """
     if selection.problem != problem:
         raise ArgumentError(f"the selection was made for {selection.problem}, got {problem}; select again")
@@ -247,24 +248,33 @@ def winner_of(selection: Selection, problem: MoEProblem) -> Decision:
         raise ArgumentError(
             f"the selection has no backend that is registered here (it names {selection.backend!r}); select again"
         )
+    check_plan(selection)
     return selection.winner
 
 
 def _wire(problem: MoEProblem, selection: Selection, winner: Decision) -> Wire:
-    scheme = winner.scheme
-    if scheme is None or wire_scheme(scheme, problem) is None:
+    scheme, decisions = winner.scheme, [decision for _, decision in selection.plan]
+    # Tokens travel before it is known which range they reach on another rank.
+    if any(one.scheme != scheme for one in decisions) or scheme is None or wire_scheme(scheme, problem) is None:
         return PlainWire(problem)
-    assert winner.cell is not None
-    takes_codes = winner.cell.experts.input_form == "quantized" and selection.problem.activation_format == "standard"
+    forms = {one.cell.experts.input_form for one in decisions if one.cell is not None}
+    takes_codes = forms == {"quantized"} and selection.problem.activation_format == "standard"
     return CodedWire(problem, scheme, keeps_codes=takes_codes)
 
 
 def _kernel_fields(selection: Selection, winner: Decision) -> dict[str, Any]:
-    assert winner.cell is not None
+    """Values that must be equal on all ranks, of the winner and of each other range."""
+    fields = {**_decision_fields(winner), "platform": str(selection.platform)}
+    for most, decision in selection.plan[:-1]:
+        fields[f"plan to {most} tokens"] = " ".join(_decision_fields(decision).values())
+    return fields
+
+
+def _decision_fields(decision: Decision) -> dict[str, str]:
+    assert decision.cell is not None
     return {
-        "backend": winner.backend,
-        "experts": winner.experts,
-        "computes": winner.computes,
-        "code": f"{winner.provider} {class_digest(winner.cell.experts)}",
-        "platform": str(selection.platform),
+        "backend": decision.backend,
+        "experts": decision.experts,
+        "computes": decision.computes,
+        "code": f"{decision.provider} {class_digest(decision.cell.experts)}",
     }

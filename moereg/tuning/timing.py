@@ -107,10 +107,10 @@ def kernel_runs(
 
 
 def can_be_captured(kernel: MoEKernel) -> bool:
-    """Whether the facts of its backend, and of its token dispatcher if any, allow capture."""
-    winner, movement = kernel.selection.winner, getattr(kernel.prepare_finalize, "facts", None)
-    has_backend = winner is not None and winner.cell is not None and winner.cell.facts.graph_capture
-    return has_backend and (movement is None or movement.graph_capture)
+    """Whether the facts of its backends, and of its token dispatcher if any, allow capture."""
+    cells, movement = [one.cell for _, one in kernel.selection.plan], getattr(kernel.prepare_finalize, "facts", None)
+    has_backends = bool(cells) and all(cell is not None and cell.facts.graph_capture for cell in cells)
+    return has_backends and (movement is None or movement.graph_capture)
 
 
 def capture(eager: Sequence[Run], *, error_mode: str = "global") -> list[Run]:

@@ -20,6 +20,7 @@ import torch
 
 from moereg import errors
 from moereg.errors import ArgumentError, BackendError, one_line
+from moereg.layer.ranges import alone, counts_by_range
 from moereg.layer.warm_up.result import CompiledVariant, WarmUp, shown_counts
 from moereg.layer.warm_up.shipped import note_layer, use_folder
 from moereg.plugins.modules import own_modules
@@ -95,17 +96,21 @@ def compile_ahead(
     problem = selection.problem
     has_map = problem.is_expert_parallel or problem.placement == "map"
     with use_folder(platform, folder) as place:
-        found = ask(selection, counts, num_compilers(jobs), has_map=has_map)
-        notes = found.notes
-        if found.fault is not None:
-            notes = (
-                f"backend {winner.backend!r} compiles nothing ahead: {found.fault}; require one that does, such as "
-                "--require triton",
-            )
-        elif folder is not None:
-            note_layer(place, selection, counts, found.facts, len(found.kernels))
-        taken = time.monotonic() - start
-        return WarmUp(winner.backend, tuple(counts), found.kernels, 0, taken, place, notes)
+        parts = []
+        for number, inside in counts_by_range([most for most, _ in selection.plan], counts):
+            own = alone(selection, selection.plan[number][1])
+            found = ask(own, inside, num_compilers(jobs), has_map=has_map)
+            notes = found.notes
+            if found.fault is not None:
+                notes = (
+                    f"backend {own.backend!r} compiles nothing ahead: {found.fault}; require one that does, such as "
+                    "--require triton",
+                )
+            elif folder is not None:
+                note_layer(place, own, inside, found.facts, len(found.kernels))
+            parts.append(WarmUp(str(own.backend), inside, found.kernels, cache=place, notes=notes))
+        done = WarmUp.of_ranges(winner.backend, tuple(counts), parts)
+        return dataclasses.replace(done, seconds=time.monotonic() - start)
 
 
 def ask(

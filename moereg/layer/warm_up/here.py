@@ -7,15 +7,15 @@ import dataclasses
 import importlib.util
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
 
 from moereg.arguments import check_count
 from moereg.errors import ArgumentError
-from moereg.experts import Experts
 from moereg.layer import backend_calls
+from moereg.layer.ranges import RangeExperts, counts_by_range
 from moereg.layer.warm_up.ahead import Ahead, ask, num_compilers
 from moereg.layer.warm_up.dummy import DummyLayer, described
 from moereg.layer.warm_up.result import CompiledVariant, WarmUp, check_token_counts
@@ -37,8 +37,7 @@ _DONE: Final[dict[str, Ahead]] = {}
 
 
 def warm_up(
-    selection: Selection,
-    experts: Experts,
+    ranges: Sequence[RangeExperts],
     weights: PermutedWeights,
     expert_map: torch.Tensor | None,
     token_counts: Iterable[int] | None,
@@ -46,12 +45,33 @@ def warm_up(
     moves: PrepareFinalize | None = None,
 ) -> WarmUp:
     """Implements `MoEKernel.warm_up`; `moves` lays out tokens on this rank and may launch kernels for that."""
-    start = time.monotonic()
+    selection, is_asked = ranges[-1].selection, token_counts is not None
     winner = selection.winner
     assert winner is not None
     counts = check_token_counts(token_counts, selection.problem.max_num_tokens)
     if jobs is not None:
         check_count("jobs", jobs)
+    parts = [
+        _warm_up_range(ranges[place], weights, expert_map, inside, is_asked, jobs, moves)
+        for place, inside in counts_by_range([each.most for each in ranges], counts)
+    ]
+    return parts[0] if len(parts) == 1 else WarmUp.of_ranges(winner.backend, counts, parts)
+
+
+def _warm_up_range(
+    served: RangeExperts,
+    weights: PermutedWeights,
+    expert_map: torch.Tensor | None,
+    counts: tuple[int, ...],
+    is_asked: bool,
+    jobs: int | None,
+    moves: PrepareFinalize | None,
+) -> WarmUp:
+    """Warms up one range for its numbers of tokens, ascending; `is_asked` if the caller named them."""
+    start = time.monotonic()
+    selection, experts = served.selection, served.experts
+    winner = selection.winner
+    assert winner is not None
     device = weights.device
     if device.type in _HOSTS:
         note = f"backend {winner.backend!r} compiles nothing on {device.type}"
@@ -60,10 +80,10 @@ def warm_up(
         raise ArgumentError("warm_up must come before a CUDA graph is captured; call it ahead of the capture")
     found = _ahead(selection, weights, expert_map is not None, counts, num_compilers(jobs))
     if found.fault is None:
-        named = counts if token_counts is not None and len(counts) <= _MOST_RECORDED else ()
+        named = counts if is_asked and len(counts) <= _MOST_RECORDED else ()
         to_run = tuple(sorted({*found.counts, *named}))
     else:
-        to_run = counts if token_counts is not None else _powers_of_two(counts[0], counts[-1])
+        to_run = counts if is_asked else _powers_of_two(counts[0], counts[-1])
     batches = moves if isinstance(moves, BatchedPrepareFinalize) else None
     layer = DummyLayer(experts, weights, expert_map, WORKSPACES.take, batches)
     num_compiled = _run(selection, layer, to_run, counts_compilations=found.fault is None)

@@ -51,6 +51,25 @@ class WarmUp:
     cache: Path | None = None
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of_ranges(cls, backend: str, counts: tuple[int, ...], parts: Sequence[WarmUp]) -> WarmUp:
+        """Sums up what was done for the ranges of a plan.
+
+        Args:
+            backend: The open range's.
+            counts: Numbers of tokens of all ranges, ascending.
+            parts: The ranges that serve some of them, at least one.
+        """
+        return cls(
+            backend,
+            counts,
+            tuple(kernel for part in parts for kernel in part.kernels),
+            sum(part.num_run for part in parts),
+            sum(part.seconds for part in parts),
+            next((part.cache for part in parts if part.cache is not None), None),
+            tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+        )
+
     @property
     def num_compiled(self) -> int:
         """Number of kernels that were compiled because the cache lacked them."""

@@ -1,0 +1,419 @@
+"""Plans of several ranges: a call's number of tokens says whose experts run, on one copy of the weights."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import tracemalloc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moereg.dispatch import evaluate
+from moereg.errors import ArgumentError, BackendError, LayoutMismatchError, RegistrationError
+from moereg.experts import ExpertInputs
+from moereg.layer import kernel as moe_kernel
+from moereg.layer import plan as group_plan
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.layer.ranges import counts_by_range
+from moereg.layer.warm_up import ahead, compile_ahead
+from moereg.platforms import Platform
+from moereg.plugins.loader import current_platform
+from moereg.prepare_finalize.wire import CodedWire, PlainWire
+from moereg.registry import register_moe_backend
+from moereg.runtime.workspace import WORKSPACES
+from moereg.selection.request import Request
+from moereg.selection.result import Selection
+from moereg.spec.problem import MoEProblem
+from moereg.testing.inputs import make_inputs, make_weights
+from moereg.tuning.timing import can_be_captured
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from tests.layer.small_layers import CPU, FORMS, call, expected, problem_for, problem_of
+from tests.support.fakes import FakeExperts, PerRouteExperts, cell_of
+
+
+def experts_of(factor: float = 1.0, base: type[FakeExperts] = FakeExperts, **members: Any) -> type[FakeExperts]:
+    """A class that shares its layout, multiplies its output by a factor, and notes calls, permuting and addresses."""
+
+    class Shared(base):  # type: ignore[valid-type, misc]
+        shared_layouts = ("canonical",)
+        calls: list[int]
+        permuted: list[int]
+
+        def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+            self.permuted.append(weights.num_experts)
+            permuted: PermutedWeights = super().permute_weights(weights, problem)
+            return permuted
+
+        def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+            assert all(tensor.data_ptr() % 16 == 0 for tensor in weights.flat())
+            self.calls.append(len(inputs.topk_ids))
+            super().compute(out, inputs, weights)
+            out.mul_(factor)
+
+    Shared.calls, Shared.permuted = [], []
+    for name, member in members.items():
+        setattr(Shared, name, member)
+    return Shared
+
+
+Ranges = Iterable[tuple[int | None, type[FakeExperts]]]
+
+
+def plan_of(problem: MoEProblem, ranges: Ranges, platform: Platform | None = None) -> Selection:
+    """A selection of these ranges; the classes' backends are `a`, `b` and so on, in order."""
+    platform, ranges = platform or current_platform(), tuple(ranges)
+    decisions = {}
+    for number, kind in enumerate(dict.fromkeys(kind for _, kind in ranges)):
+        cell = cell_of(kind, "unquantized", "fp8_block128", rules=("*",), name="abcdefgh"[number])
+        decisions[kind] = evaluate(cell, problem, platform, Request())
+        assert decisions[kind].accepted, decisions[kind].reasons
+    plan = tuple((most, decisions[kind]) for most, kind in ranges)
+    winner = plan[-1][1]
+    others = (one for one in decisions.values() if one is not winner)
+    return Selection(problem, platform, Request(), (winner, *others), "measured", ranges=plan)
+
+
+def planned(ranges: Ranges, problem: MoEProblem | None = None, **keywords: Any) -> MoEKernel:
+    problem = problem_of() if problem is None else problem
+    weights = keywords.pop("weights", None) or make_weights(problem, CPU)
+    return make_kernel(problem, weights, plan_of(problem, ranges), **keywords)
+
+
+def factor_of(run: Callable[..., torch.Tensor], kernel: MoEKernel, weights: ExpertWeights, num_tokens: int) -> float:
+    """By which factor a call's result differs from the reference's."""
+    inputs = make_inputs(kernel.problem, num_tokens, "uniform", CPU)
+    found = run(inputs.hidden_states, inputs.topk_weights, inputs.topk_ids).double()
+    truth = expected(dataclasses.replace(kernel.problem, activation_format="standard"), weights, inputs)
+    factor = float((found * truth).sum() / (truth * truth).sum())
+    torch.testing.assert_close(found, truth * factor, rtol=1e-4, atol=1e-5)
+    return round(factor, 3)
+
+
+BOUNDARIES = {1: 1.0, 3: 1.0, 4: 1.0, 5: 2.0, 15: 2.0, 16: 2.0, 17: 4.0, 40: 4.0}
+
+
+def three_ranges(base: type[FakeExperts] = FakeExperts) -> list[tuple[int | None, type[FakeExperts]]]:
+    """1, 2 and 4 times the right result, for calls as in `BOUNDARIES`."""
+    return [(4, experts_of(1.0, base)), (16, experts_of(2.0, base)), (None, experts_of(4.0, base))]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_runs_the_experts_of_its_range(form: str) -> None:
+    problem = problem_for(form)
+    weights, ranges = make_weights(problem, CPU), three_ranges(FORMS[form])
+    kernel = planned(ranges, problem, weights=weights)
+    assert {count: factor_of(kernel, kernel, weights, count) for count in BOUNDARIES} == BOUNDARIES
+    # Nothing is left over from a range that another one would read.
+    assert {count: factor_of(kernel, kernel, weights, count) for count in reversed(BOUNDARIES)} == BOUNDARIES
+    assert kernel(torch.empty(0, 16), torch.empty(0, 2), torch.empty(0, 2, dtype=torch.int32)).shape == (0, 16)
+    assert [sum(count in kind.calls for count in BOUNDARIES) for _, kind in ranges] == [3, 3, 2]
+    assert repr(kernel).startswith("MoEKernel(a to 4, b to 16, c, ")
+    assert kernel.experts is kernel.ranges[-1].experts
+
+
+def test_forms_of_output_differ_between_ranges() -> None:
+    """Finalize takes fp32 rows of routes from one, and the other writes the result itself, in a float16 layer."""
+    problem = problem_of(dtype="float16")
+    weights = make_weights(problem, CPU)
+    for ranges in (
+        [(8, experts_of(1.0)), (None, experts_of(2.0, PerRouteExperts, wide_output=True))],
+        [(8, experts_of(1.0, PerRouteExperts, wide_output=True)), (None, experts_of(2.0))],
+    ):
+        kernel = planned(ranges, problem, weights=weights)
+        for count, factor in ((8, 1.0), (9, 2.0), (1, 1.0)):
+            inputs = make_inputs(problem, count, "uniform", CPU)
+            truth = factor * expected(problem, weights, inputs)
+            torch.testing.assert_close(call(kernel, inputs).double(), truth, rtol=4e-3, atol=4e-3)
+
+
+BOUNDS = st.sets(st.integers(1, 300), max_size=5).map(sorted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(bounds=BOUNDS, counts=st.lists(st.integers(1, 400), min_size=1))
+def test_the_first_range_that_reaches_a_number_of_tokens_serves_it(bounds: list[int], counts: list[int]) -> None:
+    kinds = [experts_of() for _ in range(len(bounds) + 1)]
+    kernel = planned(zip([*bounds, None], kinds, strict=True))
+    for count in counts:
+        place = next((place for place, most in enumerate(bounds) if most >= count), len(bounds))
+        assert type(kernel.range_of(count).experts) is kinds[place]
+    split = dict(counts_by_range([*bounds, None], sorted(set(counts))))
+    assert sorted(sum(split.values(), ())) == sorted(set(counts))
+    assert all(type(kernel.range_of(count).experts) is kinds[place] for place in split for count in split[place])
+
+
+def test_experts_with_two_ranges_are_made_once() -> None:
+    first, second = experts_of(1.0), experts_of(2.0)
+    kernel = planned([(4, first), (16, second), (None, first)])
+    assert kernel.ranges[0].experts is kernel.ranges[2].experts
+    assert [type(each.experts) for each in kernel.ranges] == [first, second, first]
+    assert [each.selection.backend for each in kernel.ranges] == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_compiled_code_picks_the_range_when_it_runs(dynamic: bool) -> None:
+    torch._dynamo.reset()
+    problem = problem_of()
+    weights = make_weights(problem, CPU)
+    kernel = planned(three_ranges(), weights=weights)
+    compiled = torch.compile(lambda *call: kernel(*call), fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    counts = [3, 20, 4, 5, 16, 17] if dynamic else [3, 20]
+    assert [factor_of(compiled, kernel, weights, count) for count in counts] == [BOUNDARIES.get(n, 4.0) for n in counts]
+    assert sum(kernel.token_histogram().values()) == len(counts)
+
+
+def test_weights_are_permuted_once_and_all_ranges_see_writes() -> None:
+    problem = problem_of()
+    weights, others = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
+    ranges = three_ranges()
+    kernel = planned(ranges, weights=weights, own_weights=True)
+    assert [kind.permuted for _, kind in ranges] == [[], [], [8]]
+    assert kernel.weights.num_bytes == sum(tensor.nbytes for tensor in weights.tensors().values())
+    twin = copy.deepcopy(kernel)
+    kernel.update_expert(3, others.expert(3))
+    mixed = {name: tensor.clone() for name, tensor in weights.tensors().items()}
+    for name, tensor in mixed.items():
+        tensor[3] = others.tensors()[name][3]
+    changed = ExpertWeights(**mixed)
+    assert {count: factor_of(kernel, kernel, changed, count) for count in BOUNDARIES} == BOUNDARIES
+    kernel.reload(others)
+    assert {count: factor_of(kernel, kernel, others, count) for count in BOUNDARIES} == BOUNDARIES
+    # The copy has plans and weights of its own.
+    assert {count: factor_of(twin, twin, weights, count) for count in BOUNDARIES} == BOUNDARIES
+    # The first two classes never permuted anything.
+    assert [bool(kind.permuted) for _, kind in ranges] == [False, False, True]
+
+
+def test_tensors_that_begin_anywhere_are_copied_for_the_others() -> None:
+    """The fakes assert that what they read begins at a multiple of 16 bytes."""
+    problem = problem_of()
+    weights = make_weights(problem, CPU)
+    tensors = {name: torch.cat((tensor.flatten()[:1], tensor.flatten())) for name, tensor in weights.tensors().items()}
+    shifted = {name: flat[1:].view(weights.tensors()[name].shape) for name, flat in tensors.items()}
+    assert shifted["w13"].data_ptr() % 16
+    kernel = planned(three_ranges(), weights=ExpertWeights(**shifted))
+    assert {count: factor_of(kernel, kernel, weights, count) for count in BOUNDARIES} == BOUNDARIES
+
+
+def failing(self: Any, out: Any, inputs: Any, weights: Any) -> None:
+    raise RuntimeError("a bug")
+
+
+def sizeless(self: Any, problem: MoEProblem, num_tokens: int) -> Any:
+    raise RuntimeError("a bug")
+
+
+def unmade(self: Any, problem: MoEProblem, platform: Platform) -> None:
+    raise RuntimeError("a bug")
+
+
+def test_errors_name_the_backend_that_ran() -> None:
+    for step, members in (("apply", {"compute": failing}), ("workspace_shapes", {"workspace_shapes": sizeless})):
+        ranges = [(4, experts_of()), (16, experts_of(1.0, FakeExperts, **members)), (None, experts_of())]
+        kernel = planned(ranges)
+        assert call(kernel, make_inputs(kernel.problem, 3, "uniform", CPU)).shape == (3, 16)
+        text = f"backend 'b' of {__name__} raised in Shared.{step}: RuntimeError: a bug; do without it (--deny b, or"
+        with pytest.raises(BackendError, match=re.escape(text)) as found:
+            call(kernel, make_inputs(kernel.problem, 5, "uniform", CPU))
+        assert found.value.backend == "b"
+        assert "c or a would do instead" in str(found.value)
+    with pytest.raises(BackendError, match=r"^backend 'a' of [\w.]+ raised in Shared\.__init__"):
+        planned([(4, experts_of(__init__=unmade)), (None, experts_of())])
+
+
+def test_one_call_with_the_most_tokens_makes_room_for_all_ranges() -> None:
+    """Engines measure memory with such a call; scratch that grew later would not be there."""
+
+    def greedy(self: Any, problem: MoEProblem, num_tokens: int) -> Any:
+        return (num_tokens, 10**5), (0,)
+
+    kernel = planned([(4, experts_of(1.0, PerRouteExperts, workspace_shapes=greedy)), (None, experts_of())])
+    WORKSPACES.release()
+    call(kernel, make_inputs(kernel.problem, 40, "uniform", CPU))
+    room = WORKSPACES.num_bytes
+    assert room >= 4 * 4 * 10**5
+    for count in (1, 4, 5):
+        call(kernel, make_inputs(kernel.problem, count, "uniform", CPU))
+    assert WORKSPACES.num_bytes == room
+    WORKSPACES.release()
+
+
+def test_no_room_for_other_ranges_is_taken_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Any] = []
+    real = WORKSPACES.take
+    monkeypatch.setattr(WORKSPACES, "take", lambda shapes, *rest: taken.append(shapes) or real(shapes, *rest))
+    monkeypatch.setattr(moe_kernel, "_may_be_captured", lambda device: True)
+    kernel = planned(three_ranges())
+    call(kernel, make_inputs(kernel.problem, 40, "uniform", CPU))
+    assert len(taken) == 1
+
+
+REFUSED: dict[str, tuple[Callable[[Selection], dict[str, Any]], str]] = {
+    "two equal bounds": (lambda found: {"ranges": (found.ranges[0], *found.ranges)}, "got a to 4, a to 4, b to 16, c"),
+    "descending": (lambda found: {"ranges": found.ranges[1::-1] + found.ranges[2:]}, "got b to 16, a to 4, c to None"),
+    "no tokens": (lambda found: {"ranges": ((0, found.ranges[0][1]), *found.ranges[1:])}, "got a to 0, b to 16, c"),
+    "two open": (lambda found: {"ranges": ((None, found.ranges[0][1]), *found.ranges[1:])}, "got a to None, b to 16"),
+    "none open": (lambda found: {"ranges": found.ranges[:2]}, "got a to 4, b to 16; select again"),
+    "another winner": (lambda found: {"decisions": found.decisions[::-1]}, "end with the winner's, which is open"),
+    "a stranger": (
+        lambda found: {"ranges": ((4, dataclasses.replace(found.ranges[0][1], cell=None)), found.ranges[2])},
+        "each range of a selection must be of a backend that fits and is registered here, got 'a'; select again",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_ranges_that_are_none(name: str) -> None:
+    change, text = REFUSED[name]
+    selection = plan_of(problem_of(), three_ranges())
+    with pytest.raises(ArgumentError, match=re.escape(text)):
+        make_kernel(problem_of(), make_weights(problem_of(), CPU), dataclasses.replace(selection, **change(selection)))
+
+
+def test_backends_of_a_plan_share_a_layout() -> None:
+    silent = type("Silent", (FakeExperts,), {})
+    text = (
+        "the backends of a plan must share one layout of weights, got 'canonical' of 'b' beside 'a', which Silent does "
+        "not declare in shared_layouts (none); select one of them alone"
+    )
+    for ranges in ([(4, silent), (None, experts_of())], [(4, experts_of()), (None, silent)]):
+        with pytest.raises(ArgumentError, match=re.escape(text)):
+            planned(ranges)
+    # Another name is another layout, whatever the bytes are.
+    with pytest.raises(ArgumentError, match=r"got 'canonical' of 'b' beside 'a', which Shared does not"):
+        planned([(4, experts_of(layouts=("mine",), shared_layouts=("mine",))), (None, experts_of())])
+    # One class may serve two ranges without sharing anything.
+    assert len(planned([(4, silent), (None, silent)]).ranges) == 2
+
+
+def test_a_kernel_is_not_made_of_experts_that_do_not_read_its_weights() -> None:
+    kernel = planned([(4, experts_of()), (None, experts_of())])
+    others = dataclasses.replace(kernel.weights, layout="elsewhere")
+    with pytest.raises(LayoutMismatchError, match="reads layouts canonical, got 'elsewhere'"):
+        MoEKernel(
+            kernel.problem,
+            kernel.selection,
+            kernel.experts,
+            others,
+            kernel.prepare_finalize,
+            None,
+            ranges=kernel.ranges,
+        )
+
+
+def test_every_range_has_to_run_where_the_weights_are() -> None:
+    elsewhere = experts_of(device_types=classmethod(lambda cls, platform: ("cuda",)))
+    with pytest.raises(ValueError, match=r"^Shared for cpu.* needs weights on a cuda device, got cpu"):
+        planned([(4, elsewhere), (None, experts_of())])
+
+
+def test_a_kernel_can_be_captured_if_all_its_ranges_can() -> None:
+    eager = dataclasses.replace(FakeExperts.facts, graph_capture=False)
+    for first, second, is_captured in (({}, {}, True), ({"facts": eager}, {}, False), ({}, {"facts": eager}, False)):
+        assert can_be_captured(planned([(4, experts_of(**first)), (None, experts_of(**second))])) is is_captured
+
+
+def test_warm_up_serves_each_range_with_its_own_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = planned(three_ranges())
+    for counts, names in (([2, 9, 20, 30], "abc"), (range(1, 5), "a"), ([17], "c")):
+        done = kernel.warm_up(counts)
+        assert done.notes == tuple(f"backend {name!r} compiles nothing on cpu" for name in names)
+        assert done.token_counts == tuple(counts)
+    asked: list[tuple[str | None, list[int]]] = []
+
+    def ask(selection: Selection, counts: Any, jobs: int, **others: Any) -> ahead.Ahead:
+        assert not selection.ranges
+        asked.append((selection.backend, list(counts)))
+        fault = "it has none" if selection.backend == "b" else None
+        kernels = () if fault else (ahead.CompiledVariant(f"of_{selection.backend}", 1.0, was_there=False),)
+        return ahead.Ahead(kernels, tuple(counts), fault)
+
+    monkeypatch.setattr(ahead, "ask", ask)
+    pytest.importorskip("triton")
+    selection = plan_of(problem_of(), three_ranges(), Platform.from_name("cuda:sm90"))
+    done = compile_ahead(selection, [1, 2, 9, 20])
+    assert asked == [("a", [1, 2]), ("b", [9]), ("c", [20])]
+    assert [kernel.name for kernel in done.kernels] == ["of_a", "of_c"]
+    assert done.notes == ("backend 'b' compiles nothing ahead: it has none; require one that does, such as "
+                          "--require triton",)  # fmt: skip
+    assert (done.backend, done.token_counts) == ("c", (1, 2, 9, 20))
+
+
+def test_tokens_travel_as_codes_if_all_ranges_compute_them() -> None:
+    problem = problem_of(hidden_size=128, intermediate_size=128, dtype="bfloat16", quant="fp8_block128")
+    codes = {"input_form": "quantized"}
+    for first, second, keeps in ((codes, codes, True), (codes, {}, False), ({}, codes, False)):
+        selection = plan_of(problem, [(4, experts_of(**first)), (None, experts_of(**second))])
+        assert selection.winner is not None
+        wire = group_plan._wire(problem, selection, selection.winner)
+        assert isinstance(wire, CodedWire)
+        assert wire._keeps_codes is keeps
+    # A range that computes 16-bit activations gets all bits of them.
+    first, winner = selection.ranges
+    wider = dataclasses.replace(first[1], scheme=dataclasses.replace(problem.quant, name="wider", activation=None))
+    other = dataclasses.replace(selection, ranges=((4, wider), winner))
+    assert isinstance(group_plan._wire(problem, other, winner[1]), PlainWire)
+
+
+def test_the_histogram_counts_calls_by_powers_of_two() -> None:
+    kernel = planned(three_ranges())
+    assert kernel.token_histogram() == {}
+    for count in (0, 1, 2, 3, 4, 5, 8, 9, 9, 64, 65):
+        call(kernel, make_inputs(kernel.problem, count, "uniform", CPU))
+    assert kernel.token_histogram() == {1: 1, 2: 1, 4: 2, 8: 2, 16: 2, 64: 1, 128: 1}
+    for count in (0, 1, 2, 65, 2**62 + 1):
+        kernel.count(count)
+    assert kernel.token_histogram() == {1: 2, 2: 2, 4: 2, 8: 2, 16: 2, 64: 1, 128: 2, 2**63: 1}
+    for wrong in (-1, 1.0, True, "4", None, 2**63):
+        with pytest.raises(ArgumentError, match=r"^num_tokens must be"):
+            kernel.count(wrong)  # type: ignore[arg-type]
+    # A copy is another kernel. A warm-up is no call.
+    assert copy.deepcopy(kernel).token_histogram() == {}
+    kernel.warm_up([2])
+    assert kernel.token_histogram()[2] == 2
+
+
+@settings(deadline=None)
+@given(count=st.integers(1, 2**63 - 1))
+def test_a_number_of_tokens_is_counted_between_two_powers_of_two(count: int) -> None:
+    KERNEL._num_calls[:] = [0] * 64
+    KERNEL.count(count)
+    ((bound, calls),) = KERNEL.token_histogram().items()
+    assert calls == 1
+    assert bound.bit_count() == 1
+    assert bound // 2 < count <= bound
+
+
+KERNEL = planned([(None, experts_of())])
+
+
+def test_counting_keeps_no_memory_and_asks_torch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, *rest: Any) -> Any:
+            raise AssertionError(f"counting called {function}")
+
+    def count() -> None:
+        for _ in range(2000):
+            KERNEL.count(300)
+
+    count()
+    tracemalloc.start()
+    with Mode():
+        count()
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert used < 2000
+
+
+def test_shared_layouts_are_layouts() -> None:
+    for wrong in (("other",), ["canonical"], "canonical"):
+        with pytest.raises(
+            RegistrationError, match=r"shared_layouts must be a tuple of names in layouts \('canonical'"
+        ):
+            register_moe_backend("wrong", 1, ("unquantized",), ("cpu",))(experts_of(shared_layouts=wrong))
