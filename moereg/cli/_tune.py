@@ -213,7 +213,8 @@ class LayerRecord:
         self._machine: Final = machine_of(platform)
         self._decisions: Final = {key_of(one, platform): one for one in found.decisions}
         self._cells: Final = {
-            key: TimedCell.of(*candidate_of(one, platform), platform) for key, one in self._decisions.items()
+            key: TimedCell.of(*candidate_of(one, platform), platform, _shared_layout(one))
+            for key, one in self._decisions.items()
         }
         self._indices: dict[Key, int] = {}
         self.pack = self._change(lambda pack: self._emptied(pack) if refresh else pack)
@@ -348,6 +349,13 @@ class LayerRecord:
             return dataclasses.replace(pack, layers=layers, sessions=kept)
 
         self.pack = self._change(without)
+
+
+def _shared_layout(decision: Decision) -> str:
+    """The layout that other classes read too, if the class has no other one that it might take for a layer."""
+    assert decision.cell is not None
+    experts = decision.cell.experts
+    return experts.layouts[0] if experts.layouts == experts.shared_layouts else ""
 
 
 Progress = Callable[[int, int, float | None], object]
