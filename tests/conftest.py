@@ -27,6 +27,8 @@ if limit := os.environ.get("ATEN_CPU_CAPABILITY"):
 
 # What failed here some day must not steer the tests.
 os.environ["MOEREG_QUARANTINE"] = ""
+# Nor must what was measured here.
+os.environ["MOEREG_TUNING"] = ""
 
 from moereg.registry import REGISTRY, BackendCell, BackendRegistry
 

@@ -59,7 +59,7 @@ class Machine:
 
     def differences(self, here: Machine) -> tuple[str, ...]:
         """The fields that differ on this machine, such as `driver 570, here 580`."""
-        pairs = [(field, getattr(self, field), getattr(here, field)) for field in _CHECKS]
+        pairs = [(field, *(str(getattr(each, field)) or "none" for each in (self, here))) for field in _CHECKS]
         return tuple(f"{field} {old}, here {new}" for field, old, new in pairs if old != new)
 
 

@@ -197,9 +197,15 @@ class Pack:
         return max((session.number for session in self.sessions), default=0) + 1
 
     def with_session(self, session: Session) -> Pack:
-        """With a session, in the place of one with the same number."""
+        """With a session, in the place of one with the same number.
+
+        Raises:
+            ArgumentError: Its process has another session already.
+        """
         others = (each for each in self.sessions if each.number != session.number)
-        return dataclasses.replace(self, sessions=(*others, session))
+        pack = dataclasses.replace(self, sessions=(*others, session))
+        _check_unlike("sessions", [each.process for each in pack.sessions], ".process")
+        return pack
 
     def with_cell(self, cell: TimedCell) -> tuple[Pack, int]:
         """With a cell, and its index: that of an equal one if there is one."""
@@ -250,6 +256,7 @@ class Pack:
 
         Raises:
             ArgumentError: A field is missing, has another type or contradicts another; the message has its path.
+            UnknownNameError: A layer's scheme, activation or another name is not known here.
         """
         found = check_mapping("a pack", values)
         schema = found.get("schema")
@@ -269,6 +276,7 @@ class Pack:
             memory=field("memory", functools.partial(check_list, check=_check_pair)) if "memory" in found else (),
         )
         _check_unlike("sessions", [session.number for session in pack.sessions])
+        _check_unlike("sessions", [session.process for session in pack.sessions], ".process")
         _check_unlike("layers", [layer.key for layer in pack.layers])
         for place, layer in enumerate(pack.layers):
             pack._check_names(f"layers[{place}]", layer)
@@ -414,11 +422,11 @@ def _check_index(name: str, index: int, values: Sequence[object]) -> None:
         raise ArgumentError(f"{name} must be an index below {len(values)}, got {shown(index)}")
 
 
-def _check_unlike(name: str, keys: Sequence[object]) -> None:
+def _check_unlike(name: str, keys: Sequence[object], field: str = "") -> None:
     seen: set[object] = set()
     for place, key in enumerate(keys):
         if key in seen:
-            raise ArgumentError(f"{name}[{place}] must differ from those before it, got {shown(key)} again")
+            raise ArgumentError(f"{name}[{place}]{field} must differ from those before it, got {shown(key)} again")
         seen.add(key)
 
 

@@ -694,7 +694,8 @@ def test_json_round_trip(fakes: BackendRegistry, hidden_size: int) -> None:
 def test_json_shape(fakes: BackendRegistry) -> None:
     fill(fakes)
     values = explain_backends(problem_of(), H100, deny="far").to_dict()
-    fields = "schema problem platform platform_source request selected source decisions notices platform_claimed_by"
+    fields = "schema problem platform platform_source request selected source decisions notices"
+    fields += " platform_claimed_by plan measured"
     assert list(values) == fields.split()
     assert values["notices"] == []
     assert values["schema"] == 1

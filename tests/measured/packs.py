@@ -1,0 +1,105 @@
+"""Backends and packs for tests: what the rows say is given as logarithms of ratios."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from moereg.measured.keys import machine_of
+from moereg.measured.pack import Pack, Row, Session, TimedCell
+from moereg.measured.read import Source, Tuning
+from moereg.platforms import Platform
+from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
+from moereg.selection.decide import decide
+from moereg.selection.request import Request
+from moereg.selection.result import Selection
+from moereg.spec.problem import MoEProblem
+from tests.support.fakes import FakeExperts
+
+VERSIONS = {"torch": "2.13.0", "moereg": "0.1.0", "kernels": "1.2", "other": "3"}
+HERE = Platform("cpu", "x86_64", "A CPU", versions=VERSIONS, probed=True)
+PROBLEM = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
+NAMES = ("first", "second", "third", "fourth")
+ROUTINGS = ("uniform", "zipf", "one_set")
+GRID = (1, 4, 16, 64)
+
+Logs = Mapping[int, float | Mapping[int, float]]
+"""The logarithm of a cell's ratio for all numbers of tokens or for each, by its place in `NAMES`."""
+
+
+def make_cells(names: Sequence[str] = NAMES, **keywords: Any) -> tuple[BackendCell, ...]:
+    """Cells of falling priority, whose classes all run everything."""
+    registry = BackendRegistry()
+    for place, name in enumerate(names):
+        kind = type(f"{name.capitalize()}Experts", (FakeExperts,), {})
+        given = {"requires": ("kernels>=1",), **keywords}
+        register_moe_backend(
+            name, 100 - place, ("unquantized", "int8_w8a16"), ("cpu", "cuda:sm90"), registry=registry, **given
+        )(kind)
+    return registry.cells
+
+
+def rows_of(
+    logs: Logs,
+    sessions: Iterable[int] = (1, 2),
+    routings: Sequence[str] = ROUTINGS,
+    grid: Sequence[int] = GRID,
+    half_width: float = 0.001,
+) -> list[Row]:
+    """Rows of cells by their index, which is 0 for the default."""
+    return [
+        row(session, cell, routing, tokens, log if isinstance(log, float) else log[tokens], half_width if cell else 0.0)
+        for session in sessions
+        for cell, log in {0: 0.0, **logs}.items()
+        for routing in routings
+        for tokens in (grid if isinstance(log, float) else sorted(log))
+    ]
+
+
+def row(
+    session: int, cell: int, routing: str, tokens: int, log_ratio: float = 0.0, half_width: float = 0.0, **more: Any
+) -> Row:
+    measured = {"median_us": 10.0, "p10_us": 9.0, "p90_us": 12.0, "rounds": 48, "error": 0.1, "graph": False}
+    return Row(session, cell, routing, tokens, log_ratio, half_width, **{**measured, "permuted_bytes": 1000, **more})
+
+
+def pack_of(
+    cells: Sequence[BackendCell],
+    rows: Iterable[Row],
+    problem: MoEProblem = PROBLEM,
+    layouts: Mapping[int, str] | None = None,
+    wrong: Sequence[tuple[int, str]] = (),
+) -> Pack:
+    """A pack of `HERE` in which the cells have their own indices."""
+    rows = list(rows)
+    pack = Pack(machine_of(HERE))
+    for number in sorted({each.session for each in rows}):
+        pack = pack.with_session(Session(number, f"2026-11-2{number}", "abc", f"process {number}", {"sm_mhz": 1980}))
+    for place, cell in enumerate(cells):
+        rule = cell.rule_for(HERE)
+        scheme = cell.scheme_for(problem.quant)
+        assert rule is not None
+        assert scheme is not None
+        timed = TimedCell.of(cell, scheme, rule, HERE, (layouts or {}).get(place, ""))
+        pack, _ = pack.with_cell(timed)
+    return pack.with_rows(problem, 0, rows, wrong)
+
+
+def choose(
+    cells: Sequence[BackendCell],
+    *packs: Pack | Source,
+    platform: Platform = HERE,
+    problem: MoEProblem = PROBLEM,
+    **request: tuple[str, ...],
+) -> Selection:
+    """The selection among cells with packs in force."""
+    sources = [each if isinstance(each, Source) else Source(each) for each in packs]
+    return decide(problem, platform, Request(**request), cells, tuning=Tuning(sources))
+
+
+def changed_cell(pack: Pack, place: int, **changes: Any) -> Pack:
+    """The pack with another record of a cell."""
+    cells = list(pack.cells)
+    cells[place] = dataclasses.replace(cells[place], **changes)
+    return dataclasses.replace(pack, cells=tuple(cells))
