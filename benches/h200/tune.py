@@ -1,4 +1,4 @@
-"""What `moereg tune` takes and gives: seconds, held-out numbers of tokens, and whether two runs choose alike.
+"""Cost and worth of `moereg tune`: seconds, held-out numbers of tokens, and whether two runs choose alike.
 
     python -m benches.h200.tune --out benches/results/tune_h200.json
     python -m benches.h200.tune --layers qwen3-30b-a3b,gpt-oss-120b:mxfp4_w4a16 --out /tmp/tune.json
