@@ -108,11 +108,10 @@ class Source:
     def _of_layer(self, place: int, candidates: Sequence[Candidate], platform: Platform) -> Measured:
         layer, cells = self.pack.layers[place], self.pack.cells
         wrong = dict(layer.wrong)
-        in_layer = {*wrong, *(row.cell for row in layer.rows)}
         notes: list[str] = []
         usable: dict[int, int] = {}
         for index, (cell, scheme, rule) in enumerate(candidates):
-            known = [at for at in self._cells.get(cell_key(cell, scheme, rule), ()) if at in in_layer]
+            known = [at for at in self._cells.get(cell_key(cell, scheme, rule), ()) if at in layer.cells]
             changes = {at: cells[at].changes(cell, platform) for at in known}
             at = next((at for at in known if not changes[at]), None)
             if at is not None and at not in wrong:

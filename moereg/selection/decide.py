@@ -62,7 +62,7 @@ def decide(
     if decisions and decisions[0].accepted:
         is_preferred = request.wish(decisions[0].backend).preferred < math.inf
         source = "required" if request.require else "preferred" if is_preferred else "priority"
-    alike = _alike(decisions, request)
+    alike = _alike(decisions, request) if tuning.sources else []
     measured = tuning.order(problem, platform, [_candidate(decision, platform) for decision in alike])
     plan = tuple((most, alike[place]) for most, place in measured.ranges)
     if plan:
