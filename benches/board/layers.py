@@ -5,20 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 from moereg.tuning.inputs import ROUTINGS
+from moereg.tuning.points import Point
 
 __all__ = ["CPU_LAYERS", "GPU_LAYERS", "BoardLayer", "Point", "layers_of"]
-
-
-class Point(NamedTuple):
-    """One row of a layer."""
-
-    routing: str
-    tokens: int
 
 
 @dataclasses.dataclass(frozen=True)

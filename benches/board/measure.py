@@ -20,9 +20,7 @@ import torch
 from benches.board.layers import BoardLayer, Point
 from benches.board.rows import compiled_ahead
 from benches.board.store import Board, Row
-from moereg.dispatch import explain_backends
 from moereg.evidence.provenance import clocks
-from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform, torch_device
 from moereg.plugins.loader import load_backends
 from moereg.runtime.memory import format_bytes, free_memory_bytes
@@ -30,8 +28,9 @@ from moereg.runtime.workspace import WORKSPACES
 from moereg.selection.result import Decision, Selection, nearest_by_backend
 from moereg.spec.problem import MoEProblem
 from moereg.tuning.compare import Comparison, Measurement
-from moereg.tuning.inputs import random_calls, random_weights
+from moereg.tuning.inputs import random_weights
 from moereg.tuning.roofline import Ceilings, expert_bytes, measure_ceilings
+from moereg.tuning.session import LayerSession, entrants
 from moereg.tuning.timing import ROUNDS, SECONDS
 from moereg.weights.permuted import ExpertWeights
 
@@ -122,15 +121,12 @@ class _Entrants:
 
 
 def _entrants(layer: BoardLayer, problem: MoEProblem, board: Board, wanted: Wanted, platform: Platform) -> _Entrants:
-    default = explain_backends(problem, platform).winner
     opt_in = sorted({cell.name for cell in load_backends().cells if cell.opt_in}) if wanted.opt_in else []
-    found = explain_backends(problem, platform, prefer=opt_in)
-    fitting = [decision for decision in found.decisions if decision.accepted and decision.backend in wanted]
-    # Emulations last; a wish for cells that are opt-in does not put them first here.
-    fitting.sort(key=lambda decision: (decision.tier == "emulation", -decision.priority))
+    found = entrants(problem, platform, prefer=opt_in)
+    fitting = [decision for decision in found.selection.decisions if decision.accepted and decision.backend in wanted]
     skipped = {
         decision.backend: "; ".join(reason.text for reason in decision.reasons)
-        for decision in nearest_by_backend(found.decisions)
+        for decision in nearest_by_backend(found.selection.decisions)
         if not decision.accepted and decision.backend in wanted
     }
     excluded: list[tuple[Decision, str]] = []
@@ -152,7 +148,8 @@ def _entrants(layer: BoardLayer, problem: MoEProblem, board: Board, wanted: Want
             taking.append(decision)
         else:
             excluded.append((decision, reason))
-    return _Entrants(dataclasses.replace(found, decisions=tuple(taking)), default, skipped, excluded)
+    selection = dataclasses.replace(found.selection, decisions=tuple(taking))
+    return _Entrants(selection, found.default, skipped, excluded)
 
 
 def measure_board(
@@ -217,35 +214,35 @@ def _measure_layer(
 ) -> str:
     """Measures a layer's missing rows until the deadline; returns why it could not be measured, or nothing."""
     points, problem, device = board.missing(layer), layer.problem(), torch_device(platform)
-    entrants = _entrants(layer, problem, board, wanted, platform)
+    taking_part = _entrants(layer, problem, board, wanted, platform)
     board.document["layers"][layer.name] = {
         "layer": layer.layer,
         "scheme": layer.scheme,
         "problem": problem.to_dict(),
-        "default": entrants.default and entrants.default.backend,
-        "skipped": entrants.skipped,
+        "default": taking_part.default and taking_part.default.backend,
+        "skipped": taking_part.skipped,
     }
-    if not entrants.selection.decisions:
+    if not taking_part.selection.decisions:
         return "nothing fits"
-    names = ", ".join(decision.backend for decision in entrants.selection.decisions)
+    names = ", ".join(decision.backend for decision in taking_part.selection.decisions)
     print(f"{layer.name}: {names}", flush=True)
     ceilings = _ceilings(problem, platform)
     board.document["ceilings"][_ceiling_name(problem, platform)] = dataclasses.asdict(ceilings)
     if compiled_ahead(board.document):
-        _precompile(problem, {point.tokens for point in points}, entrants.selection)
+        _precompile(problem, {point.tokens for point in points}, taking_part.selection)
 
     def make_weights() -> ExpertWeights:
         return random_weights(problem, torch.Generator().manual_seed(0), device)
 
-    inputs = {point: random_calls(problem, point.tokens, point.routing, 0, device) for point in points}
-    comparison = Comparison(entrants.selection, make_weights, inputs, layer_tolerance, watch=marker.watch)
+    session = LayerSession(taking_part.selection, make_weights, device, 0, points, watch=marker.watch)
+    comparison = session.comparison
     for point in points:
         if time.monotonic() >= deadline:
             return "no time was left"
         before = clocks(platform)
-        found = comparison.measure(point, ceilings, limits.rounds, limits.each_seconds)
+        found = session.measure(point, limits.rounds, limits.each_seconds, ceilings)
         _give_up_if_lost(board, layer, comparison, marker)
-        row = _row(found, comparison, entrants, compiled_ahead(board.document))
+        row = _row(found, comparison, taking_part, compiled_ahead(board.document))
         if before:
             row["clocks"] = [before["clocks"], clocks(platform)["clocks"]]
         board.add(layer, point, row)
@@ -262,14 +259,14 @@ def _give_up_if_lost(board: Board, layer: BoardLayer, comparison: Comparison, ma
     raise Lost(str(comparison.stopped))
 
 
-def _row(found: Sequence[Measurement], comparison: Comparison, entrants: _Entrants, ahead: Collection[str]) -> Row:
-    default = entrants.default
+def _row(found: Sequence[Measurement], comparison: Comparison, taking_part: _Entrants, ahead: Collection[str]) -> Row:
+    default = taking_part.default
     return {
         "roofline_us": found[0].roofline_us,
         "default": default and {"backend": default.backend, "experts": default.experts, "computes": default.computes},
         "results": [
             *({**_identity(one.decision), **_result(one, comparison, ahead)} for one in found),
-            *({**_identity(decision), "time_us": None, "failure": reason} for decision, reason in entrants.excluded),
+            *({**_identity(decision), "time_us": None, "failure": reason} for decision, reason in taking_part.excluded),
         ],
     }
 
@@ -286,9 +283,6 @@ def _identity(decision: Decision) -> dict[str, Any]:
 
 
 def _result(one: Measurement, comparison: Comparison, ahead: Collection[str]) -> dict[str, Any]:
-    reason = one.failure or one.damage
-    if not reason and one.timing is None:
-        reason = f"wrong numbers: error {one.relative_error:.2e} > {one.tolerance:.1e}"
     return {
         "time_us": one.time_us,
         "p10_us": one.timing.p10_us if one.timing else math.nan,
@@ -298,7 +292,7 @@ def _result(one: Measurement, comparison: Comparison, ahead: Collection[str]) ->
         "tolerance": one.tolerance,
         "permute_ms": comparison.permute_ms.get(one.decision, math.nan),
         "first_ms": math.nan if one.decision.backend in ahead else one.first_ms,
-        "failure": reason or None,
+        "failure": one.reason or None,
     }
 
 

@@ -51,8 +51,10 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
 from moereg.testing.diagnosis import diagnose
 from moereg.tuning.compare import Comparison, Measurement
-from moereg.tuning.inputs import ROUTINGS, Call, num_calls, random_calls, random_weights
+from moereg.tuning.inputs import ROUTINGS, Call, num_calls, random_weights
+from moereg.tuning.points import Point
 from moereg.tuning.roofline import Ceilings, expert_bytes, measure_ceilings
+from moereg.tuning.session import LayerSession
 from moereg.weights.permuted import ExpertWeights
 
 if TYPE_CHECKING:
@@ -102,7 +104,8 @@ def load_layer(path: Path, layer: int, problem: MoEProblem, device: torch.device
         return load_experts(path, layer, problem.dtype, device, num_local_experts=local, progress=advance)
 
 
-def _built(subject: Subject, seed: int, device: torch.device) -> RoutedWeights | CheckpointLayer:
+def build_layer(subject: Subject, seed: int, device: torch.device) -> RoutedWeights | CheckpointLayer:
+    """Loads a checkpoint's layer, or makes a random one."""
     if subject.checkpoint is not None and subject.layer is not None:
         return load_layer(subject.checkpoint, subject.layer, subject.problem, device)
     with phase("building weights") as advance:
@@ -344,7 +347,7 @@ def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, s
     device = layer_device(selection)
     check_run_fits(problem, num_tokens, device, num_calls=_NUM_CALLS)
     with torch.no_grad():
-        built = _built(found, seed, device)
+        built = build_layer(found, seed, device)
         plain = None if found.checkpoint is not None else functools.partial(_unquantized, problem, seed, device)
         hidden_states = random_hidden_states(problem, num_tokens, seed, device)
         selection = dataclasses.replace(selection, notices=(*selection.notices, *built.notices))
@@ -666,10 +669,10 @@ def bench_layer(
     with phase("measuring ceilings"):
         ceilings = measure_ceilings(problem.torch_dtype, device)
 
-    inputs = {num_tokens: random_calls(problem, num_tokens, routing, seed, device) for num_tokens in token_counts}
-    comparison = Comparison(selection, lambda: _built(subject, seed, device).weights, inputs, layer_tolerance, phase)
+    points = [Point(routing, num_tokens) for num_tokens in token_counts]
+    session = LayerSession(selection, lambda: build_layer(subject, seed, device).weights, device, seed, points, phase)
     rows: list[Measurement] = []
-    for num_tokens in token_counts:
-        with phase(f"comparing {len(cells)} at {num_tokens} tokens"):
-            rows += comparison.measure(num_tokens, ceilings, rounds)
+    for point in points:
+        with phase(f"comparing {len(cells)} at {point.tokens} tokens"):
+            rows += session.measure(point, rounds, ceilings=ceilings)
     return dataclasses.replace(result, ceilings=ceilings, rows=tuple(rows))

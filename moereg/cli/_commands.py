@@ -5,6 +5,7 @@ A command's computation and output are in separate modules, which may load torch
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -183,6 +184,44 @@ def bench(
     if plot is not None and result.rows:
         write_plot(plot_bench, result, plot)
     return _measured(result, lambda: result.show(verbose))
+
+
+@command(
+    tokens="Most tokens of a call, of which all powers of two are measured, or a list; 8192, 512 on a CPU if left out.",
+    routing="Routings that decide, of uniform,zipf; both if left out.",
+    require=backends_of("Measure these backends alone."),
+    prefer=backends_of("Measure these backends too, although they are opt-in."),
+    seconds=option("Stop after so long; the same command goes on.", min=1),
+    refresh="Measure again what was measured.",
+    dry_run="Say what would be measured.",
+)
+def tune(
+    flags: ProblemFlags,
+    checkpoint: Path | None = None,
+    layer: int | None = None,
+    tokens: str | None = None,
+    routing: str | None = None,
+    require: list[str] | None = None,
+    prefer: list[str] | None = None,
+    seconds: float | None = None,
+    seed: int = 0,
+    refresh: bool = False,
+    dry_run: bool = False,
+    verbose: bool = False,
+) -> Shown | int:
+    """Measure a layer's backends here; layers then get the fastest."""
+    from moereg.cli._tune import Question, parse_routings, parse_tokens, tune_layer
+    from moereg.measured.significance import ASKED
+
+    flags = dataclasses.replace(flags, require=require, prefer=prefer)
+    counts = () if tokens is None else parse_tokens(tokens)
+    routings = ASKED if routing is None else parse_routings(routing)
+    try:
+        result = tune_layer(Question(flags, checkpoint, layer, counts, routings, seed), seconds, refresh, dry_run)
+    except BackendError as error:
+        print_error(str(error))
+        return WRONG_NUMBERS
+    return Shown(result.to_dict, lambda: result.show(verbose), result.code)
 
 
 @command(

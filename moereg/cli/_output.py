@@ -20,6 +20,8 @@ OK: Final = 0
 WRONG_NUMBERS: Final = 1
 BAD_INPUT: Final = 2
 NOTHING_FITS: Final = 3
+UNFINISHED: Final = 4
+"""Time is over; the same command goes on where it was."""
 INTERNAL_ERROR: Final = 70
 """EX_SOFTWARE of sysexits.h: a bug in moereg. All other codes are about input, backends or the machine."""
 OUTPUT_LOST: Final = 74
@@ -31,8 +33,9 @@ BROKEN_PIPE: Final = 141
 
 EXIT_CODES: Final = (
     "Exit codes: 0 done; 1 wrong numbers or a backend that failed; 2 bad input or not enough memory for it; 3 nothing "
-    "fits the problem; 70 a bug of moereg; 74 standard output could not be written, for instance to a full disk; 130 "
-    "interrupted; 141 the reader of the output left. A stream that is closed from the start changes no code."
+    "fits the problem; 4 unfinished, and the same command goes on; 70 a bug of moereg; 74 standard output could not be "
+    "written, for instance to a full disk; 130 interrupted; 141 the reader of the output left. A stream that is closed "
+    "from the start changes no code."
 )
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from moereg.cli._output import console
+from moereg.runtime.progress import duration
 
 SILENT_SECONDS: Final = 2.0
 """Without a terminal, only work that takes longer is announced."""
+
+EVERY_SECONDS: Final = 15.0
+"""Without a terminal, long work says so often how far it is."""
 
 Advance = Callable[[int, int], None]
 """Called with (steps done, all steps)."""
@@ -58,3 +63,36 @@ def _line(description: str) -> Iterator[Advance]:
         yield lambda done, total: None
     finally:
         timer.cancel()
+
+
+@contextlib.contextmanager
+def countdown(description: str) -> Iterator[Callable[[int, int, float | None], None]]:
+    """Shows long work whose end is estimated.
+
+    Args:
+        description: The work.
+
+    Yields:
+        A callback for (steps done, all steps, seconds left or None).
+    """
+    if sys.stderr.isatty():
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
+            task = progress.add_task(description, total=None)
+            yield lambda done, total, left: progress.update(
+                task, completed=done, total=total, description=f"{description}{_left(left)}"
+            )
+        return
+    last = time.monotonic()
+
+    def line(done: int, total: int, left: float | None) -> None:
+        nonlocal last
+        if time.monotonic() - last > EVERY_SECONDS:
+            last = time.monotonic()
+            print(f"{description}: {done} of {total} points{_left(left)}", file=sys.stderr, flush=True)
+
+    yield line
+
+
+def _left(seconds: float | None) -> str:
+    return "" if seconds is None else f", about {duration(seconds)} left"

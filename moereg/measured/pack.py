@@ -159,12 +159,14 @@ class TunedLayer:
         default: Index of the cell that static priority chose.
         rows: The times.
         wrong: Cells with wrong numbers or failures, by their index, with the reason.
+        left_out: Cells that were not measured further, such as those far behind, by their index, with the reason.
     """
 
     problem: Mapping[str, Any] = dataclasses.field(hash=False)
     default: int
     rows: tuple[Row, ...] = ()
     wrong: tuple[tuple[int, str], ...] = ()
+    left_out: tuple[tuple[int, str], ...] = ()
 
     @functools.cached_property
     def key(self) -> tuple[str, int]:
@@ -223,6 +225,7 @@ class Pack:
         default: int,
         rows: Iterable[Row],
         wrong: Iterable[tuple[int, str]] = (),
+        left_out: Iterable[tuple[int, str]] = (),
     ) -> Pack:
         """With rows of a layer, each in the place of one with the same `Row.key`.
 
@@ -231,6 +234,7 @@ class Pack:
             default: Index of the cell that the rows are beside. Rows beside another cell are kept apart.
             rows: Their sessions and cells are in the pack.
             wrong: Indices of cells that failed, with the reasons.
+            left_out: Indices of cells that were not measured further, with the reasons.
 
         Raises:
             ArgumentError: A value is not what a pack may hold.
@@ -246,6 +250,7 @@ class Pack:
             layer,
             rows=tuple({row.key: row for row in (*before.rows, *rows)}.values()),
             wrong=tuple(dict([*before.wrong, *wrong]).items()),
+            left_out=tuple(dict([*before.left_out, *left_out]).items()),
         )
         pack = dataclasses.replace(self, layers=(*self.layers[:place], layer, *self.layers[place + 1 :]))
         pack._check_names(f"layers[{place}]", layer)
@@ -302,8 +307,9 @@ class Pack:
                     f"{row.half_width}"
                 )
         _check_unlike(f"{name}.rows", [row.key for row in layer.rows])
-        for place, (cell, _) in enumerate(layer.wrong):
-            _check_index(f"{name}.wrong[{place}][0]", cell, self.cells)
+        for field in ("wrong", "left_out"):
+            for place, (cell, _) in enumerate(getattr(layer, field)):
+                _check_index(f"{name}.{field}[{place}][0]", cell, self.cells)
 
     def text(self) -> str:
         """The pack as JSON, one row of times a line."""
@@ -326,7 +332,7 @@ def _layer_text(layer: TunedLayer) -> str:
     )
     return (
         f'  {{"problem": {json.dumps(layer.problem)}, "default": {layer.default}, '
-        f'"wrong": {json.dumps(layer.wrong)}, "rows": [\n{rows}\n  ]}}'
+        f'"wrong": {json.dumps(layer.wrong)}, "left_out": {json.dumps(layer.left_out)}, "rows": [\n{rows}\n  ]}}'
     )
 
 
@@ -401,6 +407,7 @@ def _check_layer(columns: Sequence[str], name: str, value: object) -> TunedLayer
         default=field("default", _count),
         rows=field("rows", functools.partial(check_list, check=read)),
         wrong=field("wrong", functools.partial(check_list, check=_check_wrong)),
+        left_out=field("left_out", functools.partial(check_list, check=_check_wrong)) if "left_out" in values else (),
     )
 
 

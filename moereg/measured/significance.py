@@ -43,7 +43,7 @@ def beats(challenger: Ratios, incumbent: Ratios, guards: Iterable[Ratios]) -> bo
     sessions = _asked_sessions(challenger) & _asked_sessions(incumbent)
     return (
         len(sessions) >= NUM_SESSIONS
-        and all(_gains(challenger, incumbent, session) for session in sessions)
+        and all(gains(challenger, incumbent, session) for session in sessions)
         and all(_is_nowhere_slower(challenger, other) for other in (incumbent, *guards))
     )
 
@@ -63,7 +63,8 @@ def _asked_sessions(ratios: Ratios) -> set[int]:
     return {session for session, routing in ratios if routing in ASKED}
 
 
-def _gains(challenger: Ratios, incumbent: Ratios, session: int) -> bool:
+def gains(challenger: Ratios, incumbent: Ratios, session: int) -> bool:
+    """Whether the mean over the asked routings gains 3 % in a session, and the upper end of its interval 1 %."""
     keys = [key for key in challenger if key[0] == session and key[1] in ASKED]
     mean = math.fsum(challenger[key].log - incumbent[key].log for key in keys) / len(keys)
     # Errors of different cells and routings are taken as independent.

@@ -13,12 +13,12 @@ import math
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from moereg.errors import BackendError, described
+from moereg.errors import BackendError, described, is_lack_of_memory
 from moereg.layer.backend_calls import make_experts, named
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
@@ -27,8 +27,8 @@ from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.tuning.inputs import Call
-from moereg.tuning.roofline import Ceilings, roofline_us, work_of
-from moereg.tuning.timing import ROUNDS, SECONDS, Run, Timing, kernel_runs, time_kernels, time_runs, wait_for
+from moereg.tuning.roofline import Ceilings, Traffic, roofline_us, work_of
+from moereg.tuning.timing import ROUNDS, SECONDS, Run, Timing, is_replay, kernel_runs, time_kernels, time_runs, wait_for
 from moereg.tuning.watched import WatchedTensors
 from moereg.weights.permuted import ExpertWeights
 from moereg.weights.unpermute import same_bits
@@ -41,6 +41,9 @@ Phase = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], o
 
 Watch = Callable[[Decision, str], object]
 """Called with the candidate and method to run next, since a crash leaves no other trace."""
+
+IN_TURNS: Final = "apply, in turns with others"
+"""The step that is watched for each candidate before all are timed: a crash in it is any one's of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Measurement:
         damage: Memory or state that it changed but must not; empty if none.
         error: The exception itself.
         first_ms: Time until the first call's output was compared, including compiling and tuning.
+        graph: Whether replays of CUDA graphs were timed.
+        is_culprit: Whether what went wrong is its own fault; False where it may be another's, or nothing was measured.
     """
 
     decision: Decision
@@ -74,11 +79,26 @@ class Measurement:
     damage: str = ""
     error: Exception | None = dataclasses.field(default=None, compare=False, repr=False)
     first_ms: float = math.nan
+    graph: bool = False
+    is_culprit: bool = False
 
     @property
     def passed(self) -> bool:
         """Whether it ran, wrote only its output, and its error is within the tolerance."""
         return not self.failure and not self.damage and self.relative_error <= self.tolerance  # False for NaN.
+
+    @property
+    def reason(self) -> str:
+        """The cause of a failure; empty if it passed and was timed."""
+        if self.failure or self.damage or self.timing is not None:
+            return self.failure or self.damage
+        return f"wrong numbers: error {self.relative_error:.2e} > {self.tolerance:.1e}"
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether it failed for lack of memory, which is nobody's fault."""
+        error = self.error
+        return error is not None and any(is_lack_of_memory(one) for one in (error, error.__cause__) if one is not None)
 
     @property
     def time_us(self) -> float:
@@ -130,11 +150,13 @@ class Culprits:
 
     Attributes:
         stopped: Why nothing more can be measured; None while it can.
+        unsure: Candidates with an error or damage that may be another's.
     """
 
     def __init__(self, selection: Selection, device: torch.device, watch: Callable[[Decision, str], object]) -> None:
         """Takes the candidates of a selection, which run on `device`."""
         self.stopped: BackendError | None = None
+        self.unsure: Final[set[Decision]] = set()
         self._selection: Final = selection
         self._device: Final = device
         self._watch: Final = watch
@@ -162,6 +184,7 @@ class Culprits:
     def skip(self, errors: _Errors, decisions: Sequence[Decision]) -> None:
         """Records why candidates were not measured."""
         assert self.stopped is not None
+        self.unsure.update(decisions)
         for decision in decisions:
             name, origin = self.stopped.backend, self.stopped.origin
             errors.setdefault(decision, BackendError(f"not measured, since {self.stopped}", name, origin))
@@ -173,8 +196,15 @@ class Culprits:
         cure = f"do without it (--deny {first.backend})" if len(decisions) == 1 else "run them one by one (--require)"
         found = BackendError(f"{who} {deed}; {cure}", first.backend, first.origin)
         self.stopped = self.stopped or found
+        if len(decisions) > 1:
+            self.unsure.update(decisions)
         for decision in decisions:
             errors.setdefault(decision, found)
+
+    def begin_turns(self, decisions: Iterable[Decision]) -> None:
+        """Tells the watch that any of these may run next."""
+        for decision in decisions:
+            self._watch(decision, IN_TURNS)
 
     def _is_lost(self) -> bool:
         try:
@@ -193,6 +223,7 @@ class _Findings:
     damages: dict[Decision, str] = dataclasses.field(default_factory=dict)
     timings: dict[Decision, Timing] = dataclasses.field(default_factory=dict)
     first_ms: dict[Decision, float] = dataclasses.field(default_factory=dict)
+    graphs: set[Decision] = dataclasses.field(default_factory=set)
 
 
 class Comparison:
@@ -231,16 +262,16 @@ class Comparison:
         self.permute_ms: Final[dict[Decision, float]] = {}
         self._make_weights: Final = make_weights
         self._tolerance: Final = tolerance
-        self._inputs: Final[dict[Hashable, tuple[Call, ...]]] = {key: tuple(calls) for key, calls in inputs.items()}
+        self._inputs: Final[dict[Hashable, tuple[Call, ...]]] = {}
         self._candidates: Final = [decision for decision in selection.decisions if decision.accepted]
         self._kernels: Final[dict[Decision, MoEKernel]] = {}
         self._found: Final = _Findings()
         self.weights: Final = make_weights().contiguous()
+        self._references: Final[dict[Hashable, dict[str, list[torch.Tensor]]]] = {}
+        self._works: Final[dict[Hashable, list[Traffic]]] = {}
         with phase("computing references"):
-            self._references: Final = {key: self._references_of(calls) for key, calls in self._inputs.items()}
-            self._works: Final = {
-                key: [work_of(self.problem, call) for call in calls] for key, calls in self._inputs.items()
-            }
+            for key, calls in inputs.items():
+                self.add(key, calls)
         self._culprits: Final = Culprits(selection, self.weights.w13.device, watch)
         self._watched: Final = WatchedTensors(self.weights.tensors())
         self._torch = AmbientState.now()
@@ -249,6 +280,28 @@ class Comparison:
                 if self._culprits.stopped is None:
                     self._permute(selection, decision)
                 advance(number, len(self._candidates))
+
+    @torch.no_grad()
+    def add(self, key: Hashable, calls: Sequence[Call]) -> None:
+        """Adds inputs, for which it makes references. The weights have been compared since the last candidate ran."""
+        self._inputs[key] = tuple(calls)
+        self._references[key] = self._references_of(calls)
+        self._works[key] = [work_of(self.problem, call) for call in calls]
+
+    def remove(self, key: Hashable) -> None:
+        """Frees a key's inputs and references."""
+        for values in (self._inputs, self._references, self._works):
+            values.pop(key, None)
+
+    def leave_out(self, decision: Decision) -> None:
+        """Measures a candidate no more, and frees its weights."""
+        self._candidates.remove(decision)
+        self._kernels.pop(decision, None)
+
+    def permuted_bytes(self, decision: Decision) -> int:
+        """Bytes of a candidate's permuted weights, those it shares with the canonical ones too; 0 without any."""
+        kernel = self._kernels.get(decision)
+        return 0 if kernel is None else kernel.weights.num_bytes
 
     @torch.no_grad()
     def measure(
@@ -290,6 +343,8 @@ class Comparison:
                 damage=found.damages.get(decision, ""),
                 error=found.errors.get(decision),
                 first_ms=found.first_ms.get(decision, math.nan),
+                graph=decision in found.graphs,
+                is_culprit=decision not in found.timings and decision not in self._culprits.unsure,
             )
             for decision in self._candidates
         ]
@@ -428,10 +483,13 @@ class Comparison:
                 own = _OwnCalls(self._inputs[key])
                 own.runs.extend(kernel_runs(self._kernels[decision], own.calls, own.outs))
                 owns[decision] = own
+                if is_replay(own.runs[0]):
+                    found.graphs.add(decision)
             if decision in found.errors:
                 self._blame(found, decision, "apply")
             if self._culprits.stopped is not None:
                 return
+        self._culprits.begin_turns(owns)
         try:
             found.timings = time_runs({one: own.runs for one, own in owns.items()}, device, rounds, seconds)
             is_clean = True
@@ -483,6 +541,7 @@ class Comparison:
             deed = _wrote(written) if written else _changed(changed)
             for decision in owns:
                 found.damages[decision] = f"one of {names} {deed}, once"
+                self._culprits.unsure.add(decision)
             found.timings = {}
 
     def _check_again(self, found: _Findings, decision: Decision, own: _OwnCalls, key: Hashable) -> None:

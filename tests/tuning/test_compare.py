@@ -12,7 +12,7 @@ from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import register_moe_backend
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.compare import Comparison, Measurement, output_error
+from moereg.tuning.compare import IN_TURNS, Comparison, Measurement, output_error
 from moereg.tuning.inputs import random_call, random_calls
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from tests.support.fakes import BatchedExperts, FakeExperts, PerRouteExperts, WrongExperts
@@ -128,7 +128,7 @@ def test_keys_tell_inputs_of_one_size_apart_and_the_running_candidate_is_told() 
     few, many = (rows[routing, 3][0].num_bytes for routing in ("one_set", "uniform"))
     assert few < many
     assert all(row.passed and row.first_ms > 0 for found in rows.values() for row in found)
-    assert {step for _, step in told} == {"permute_weights", "apply"}
+    assert {step for _, step in told} == {"permute_weights", "apply", IN_TURNS}
     assert comparison.stopped is None
     # Three samples are taken whatever they cost.
     hurried = comparison.measure(("uniform", 3), CEILINGS, rounds=5, seconds=1e-9)

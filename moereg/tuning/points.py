@@ -1,0 +1,83 @@
+"""The numbers of tokens and routings at which a layer is measured. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Final, NamedTuple
+
+GUARD: Final = "one_set"
+"""The routing in which a winner must not be slower. Nobody asks for it, so it decides nothing else."""
+
+NEAR: Final = 1.25
+"""Numbers of tokens within this ratio are not told apart further."""
+
+
+class Point(NamedTuple):
+    """One number of tokens in one routing."""
+
+    routing: str
+    tokens: int
+
+
+def token_grid(most: int) -> tuple[int, ...]:
+    """Powers of two up to a number of tokens, and that number itself."""
+    powers = itertools.takewhile(lambda count: count < most, (1 << place for place in itertools.count()))
+    return (*powers, most)
+
+
+def midpoint(low: int, high: int) -> int | None:
+    """The geometric middle of two numbers of tokens, or None if they are near or nothing is between them."""
+    middle = round(math.sqrt(low * high))
+    return middle if high > NEAR * low and low < middle < high else None
+
+
+def first_points(counts: Sequence[int], routings: Sequence[str]) -> list[Point]:
+    """All points of a grid, and those of the guard."""
+    every = dict.fromkeys((*routings, GUARD))
+    return [Point(routing, tokens) for tokens in counts for routing in every]
+
+
+def points_between(
+    measured: Iterable[Point], routings: Sequence[str], winner: Callable[[int], Hashable]
+) -> list[Point]:
+    """Points between neighbors with different winners, unless they are near: one bisection.
+
+    Args:
+        measured: Points measured so far.
+        routings: Routings that are asked.
+        winner: The winner at a number of tokens, all of whose asked routings are measured.
+    """
+    counts = sorted({point.tokens for point in measured})
+    found = []
+    for low, high in itertools.pairwise(counts):
+        middle = midpoint(low, high)
+        if middle is not None and winner(low) != winner(high):
+            found += [Point(routing, middle) for routing in routings]
+    return found
+
+
+def next_points(
+    measured: Sequence[Collection[Point]],
+    counts: Sequence[int],
+    routings: Sequence[str],
+    winner: Callable[[int], Hashable],
+) -> list[Point]:
+    """The points that the last of some sessions still lacks, in order; bisection may add more after them.
+
+    The first session measures the grid, then bisects by its own winners. Later ones measure the same points.
+
+    Args:
+        measured: Points of each session, the one that goes on last.
+        counts: Numbers of tokens of the grid, ascending.
+        routings: Routings that are asked.
+        winner: The first session's winner at a number of tokens.
+    """
+    first, last = measured[0], measured[-1]
+    wanted = first_points(counts, routings)
+    # What a session has begun it ends: its own bisection, or the first one's.
+    wanted += [Point(routing, tokens) for tokens in sorted({one.tokens for one in first}) for routing in routings]
+    if len(measured) == 1 and set(wanted) <= set(first):
+        wanted = points_between(first, routings, winner)
+    return [point for point in dict.fromkeys(wanted) if point not in last]

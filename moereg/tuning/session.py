@@ -1,0 +1,195 @@
+"""One session on one layer in this process: every cell that could run it, numbers first, then time beside the default.
+
+The default is what priority alone would choose. Every time is a ratio to the default's on the same inputs in the same
+round, so that what slows the machine slows both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+
+from moereg.evidence.on_machine import cell_key
+from moereg.evidence.provenance import clocks
+from moereg.evidence.quarantine import QUARANTINE
+from moereg.measured.read import Candidate
+from moereg.numerics.tolerances import layer_tolerance
+from moereg.platforms import Platform
+from moereg.plugins.loader import load_backends, missing_backend
+from moereg.selection.decide import decide, rank
+from moereg.selection.request import Request
+from moereg.selection.result import Decision, Selection
+from moereg.spec.problem import MoEProblem
+from moereg.tuning.compare import Comparison, Measurement, Phase, Watch
+from moereg.tuning.inputs import Call, random_calls
+from moereg.tuning.points import Point
+from moereg.tuning.roofline import Ceilings, settled_us
+from moereg.tuning.timing import ROUNDS, SECONDS
+from moereg.weights.permuted import ExpertWeights
+
+SCREEN_ROUNDS: Final = 5
+"""Samples that tell which cells are far behind."""
+
+BEHIND: Final = 1.3
+"""A cell this many times slower than the fastest, at every number of tokens, is not measured further."""
+
+LARGEST_DRIFT: Final = 0.1
+"""A session is refused if the clock of its device changed by more."""
+
+_SETTLING_SIZE: Final = 4096
+
+Key = tuple[str, ...]
+"""A candidate on this machine: backend, class, rule, scheme and narrowed facts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entrants:
+    """The candidates for one layer.
+
+    Attributes:
+        selection: Every candidate, in the order of priority; those that are measured are accepted.
+        default: What priority alone would choose, without what a request prefers; None if nothing fits.
+    """
+
+    selection: Selection
+    default: Decision | None
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Those that are measured: every accepted kernel, or emulations if there is none; the default first."""
+        fitting = [one for one in self.selection.decisions if one.accepted and one is not self.default]
+        if self.default is None:
+            return ()
+        return (self.default, *(one for one in fitting if one.tier == self.default.tier))
+
+    def only(self, keys: Iterable[Key]) -> Entrants:
+        """Some of them, the first as the default."""
+        by_key = {key_of(one, self.selection.platform): one for one in self.decisions}
+        kept = tuple(by_key[key] for key in keys if key in by_key)
+        return Entrants(dataclasses.replace(self.selection, decisions=kept, source="priority"), next(iter(kept), None))
+
+
+def entrants(
+    problem: MoEProblem, platform: Platform, require: Any = None, prefer: Any = None, deny: Any = None
+) -> Entrants:
+    """The candidates for a layer, whatever was measured before. A wish lets cells take part that are opt-in."""
+    cells = load_backends().cells
+    request = Request.resolve(
+        problem.quant.name, require, prefer, deny, environ=os.environ, cells=cells, missing=missing_backend
+    )
+    asked = decide(problem, platform, request, cells, quarantine=QUARANTINE.read())
+    fitting = rank((one for one in asked.decisions if one.accepted), Request())
+    # What takes part only because of a wish is not what a layer gets without one.
+    ordered = sorted(fitting, key=lambda one: one.cell is not None and one.cell.opt_in)
+    rejected = (one for one in asked.decisions if not one.accepted)
+    return Entrants(dataclasses.replace(asked, decisions=(*ordered, *rejected)), next(iter(ordered), None))
+
+
+def candidate_of(decision: Decision, platform: Platform) -> Candidate:
+    """An accepted candidate as packs know it."""
+    cell, scheme = decision.cell, decision.scheme
+    rule = None if cell is None else cell.rule_for(platform)
+    assert cell is not None and scheme is not None and rule is not None
+    return cell, scheme, rule
+
+
+def key_of(decision: Decision, platform: Platform) -> Key:
+    """The key of an accepted candidate."""
+    return cell_key(*candidate_of(decision, platform))
+
+
+class LayerSession:
+    """Candidates of one layer on the same weights, measured point by point.
+
+    Attributes:
+        comparison: What measures them.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        make_weights: Callable[[], ExpertWeights],
+        device: torch.device,
+        seed: int,
+        points: Iterable[Point] = (),
+        phase: Phase = lambda description: contextlib.nullcontext(lambda done, total: None),
+        watch: Watch = lambda decision, step: None,
+    ) -> None:
+        """Makes weights and inputs, and permutes the weights for every accepted candidate.
+
+        Args:
+            selection: A selection for this machine.
+            make_weights, phase, watch: As of `Comparison`.
+            device: The device to measure on.
+            seed: Of the inputs.
+            points: Those whose inputs are made before any candidate's code runs; others are made when they are needed.
+        """
+        self._problem: Final = selection.problem
+        self._device: Final = device
+        self._seed: Final = seed
+        self._points: Final = tuple(points)
+        inputs = {point: self._calls(point) for point in self._points}
+        self.comparison: Final = Comparison(selection, make_weights, inputs, layer_tolerance, phase, watch)
+
+    def _calls(self, point: Point) -> list[Call]:
+        return random_calls(self._problem, point.tokens, point.routing, self._seed, self._device)
+
+    def measure(
+        self, point: Point, rounds: int = ROUNDS, seconds: float = SECONDS, ceilings: Ceilings | None = None
+    ) -> list[Measurement]:
+        """Compares the candidates with the reference, then times the right ones in turns; as `Comparison.measure`."""
+        if point in self._points:
+            return self.comparison.measure(point, ceilings, rounds, seconds)
+        self.comparison.add(point, self._calls(point)[:rounds])
+        try:
+            return self.comparison.measure(point, ceilings, rounds, seconds)
+        finally:
+            self.comparison.remove(point)
+
+    def screen(self, counts: Sequence[int]) -> tuple[set[Decision], list[Measurement]]:
+        """Times each candidate a few times at each number of tokens.
+
+        Returns:
+            Candidates that are far behind wherever they were timed, and what failed, which is not measured further.
+        """
+        near: set[Decision] = set()
+        timed: set[Decision] = set()
+        failed: list[Measurement] = []
+        for tokens in counts:
+            rows = self.measure(Point("uniform", tokens), SCREEN_ROUNDS)
+            failed += self.leave_out_failed(rows)
+            best_us = min((row.time_us for row in rows if row.timing), default=0.0)
+            timed |= {row.decision for row in rows if row.timing}
+            near |= {row.decision for row in rows if row.timing and row.time_us <= BEHIND * best_us}
+            if self.comparison.stopped is not None:
+                break
+        return timed - near - {row.decision for row in failed}, failed
+
+    def leave_out_failed(self, rows: Iterable[Measurement]) -> list[Measurement]:
+        """Stops measuring candidates that failed by their own fault; returns what failed."""
+        failed = [row for row in rows if row.is_culprit]
+        for row in failed:
+            self.comparison.leave_out(row.decision)
+        return failed
+
+    def clocks(self, platform: Platform) -> dict[str, int]:
+        """The GPU's clocks under load; empty for another device."""
+        if self._device.type != "cuda":
+            return {}
+        x = torch.randn(_SETTLING_SIZE, _SETTLING_SIZE, device=self._device, dtype=torch.bfloat16)
+        settled_us(functools.partial(torch.mm, x, x), self._device)
+        return clocks(platform).get("clocks", {})
+
+
+def drifted(before: dict[str, int], after: dict[str, int]) -> str:
+    """How far the device's clock moved between the start and the end of a session; empty if it is near enough."""
+    start, end = before.get("sm_mhz"), after.get("sm_mhz")
+    if not start or not end or abs(end - start) <= LARGEST_DRIFT * start:
+        return ""
+    return f"the clock of the device went from {start} to {end} MHz, more than {LARGEST_DRIFT:.0%}"

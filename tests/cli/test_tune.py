@@ -1,0 +1,491 @@
+"""`moereg tune`: what is measured, kept, left out and chosen, and that a run goes on where another ended.
+
+Most tests answer a session's requests in this process, on fakes whose times come from a model. The last ones start real
+processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moereg.cli._options import ProblemFlags
+from moereg.cli._tune import (
+    Ended,
+    Question,
+    TuneResult,
+    Unfinished,
+    parse_routings,
+    parse_tokens,
+    tune_layer,
+)
+from moereg.cli._tune_session import _Server
+from moereg.dispatch import explain_backends
+from moereg.errors import BackendError, MoeregError
+from moereg.evidence.quarantine import QUARANTINE
+from moereg.measured.pack import Row, read_pack
+from moereg.registry import register_moe_backend
+from moereg.tuning.points import GUARD, Point
+from moereg.tuning.timing import Timing
+from tests.cli.command import ROOT, Call, run_module
+from tests.support.fakes import FakeExperts, WrongExperts
+
+SIZES = "--experts 4 --hidden 32 --intermediate 16 --top-k 2"
+FLAGS = ProblemFlags(experts=4, hidden=32, intermediate=16, top_k=2, require=["fake_*"])
+Cost = Callable[[int], float]
+
+
+@pytest.fixture(autouse=True)
+def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOEREG_QUARANTINE", str(tmp_path / "quarantine.json"))
+    monkeypatch.setenv("MOEREG_TUNING", str(tmp_path / "pack.json"))
+    return tmp_path / "pack.json"
+
+
+class World:
+    """Fakes, the model of their times, and processes that measure them here.
+
+    Attributes:
+        costs: Microseconds by backend and number of tokens.
+        noise: Standard deviation of the logarithm of a sample, beside what all have in a round.
+        asked: What processes were asked, in order.
+        ends: What a process raises instead of its nth answer on a point, counted over all processes.
+        clocks: Clocks that are read, in turn; the last one from then on.
+    """
+
+    def __init__(self) -> None:
+        self.costs: dict[str, Cost] = {}
+        self.noise = 0.001
+        self.asked: list[Any] = []
+        self.ends: dict[int, BaseException] = {}
+        self.clocks = [1000]
+        self.num_points = 0
+        self.num_processes = 0
+        self._draw = random.Random(0)
+
+    def add(self, name: str, cost: Cost, base: type[FakeExperts] = FakeExperts) -> None:
+        """Registers a backend; those added earlier have the higher priority."""
+        priority = 500 - len(self.costs)
+        register_moe_backend(name, priority, ("unquantized",), ("cpu",))(type(name.title(), (base,), {}))
+        self.costs[name] = cost
+
+    def time_runs(self, runs: Mapping[Any, Sequence[Any]], device: torch.device, rounds: int, seconds: float) -> Any:
+        """In place of `moereg.tuning.timing.time_runs`."""
+        samples: dict[Any, list[float]] = {key: [] for key in runs}
+        for number in range(rounds):
+            shared = self._draw.gauss(0, 1)  # Whatever slows the machine slows all.
+            for key, variants in runs.items():
+                num_tokens = len(variants[number % len(variants)].args[0])
+                cost = self.costs[key.backend](num_tokens)
+                samples[key].append(cost * math.exp(shared + self._draw.gauss(0, self.noise)))
+        return {key: Timing(tuple(own)) for key, own in samples.items()}
+
+    def start(self) -> Process:
+        self.num_processes += 1
+        return Process(self)
+
+    def tune(self, most: int = 16, **keywords: Any) -> TuneResult:
+        question = Question(FLAGS, None, None, parse_tokens(str(most)))
+        return tune_layer(question, start=self.start, **keywords)
+
+    @property
+    def points(self) -> list[Point]:
+        """The points that were asked for."""
+        return [Point(*each["point"]) for each in self.asked if "point" in each]
+
+
+class Process:
+    """A session that answers in this process."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._server: _Server | None = None
+
+    def ask(self, deadline: float, **request: Any) -> dict[str, Any]:
+        world = self._world
+        request = json.loads(json.dumps(request))
+        world.asked.append(request)
+        if "clocks" in request:
+            return {"clocks": {"sm_mhz": world.clocks.pop(0) if len(world.clocks) > 1 else world.clocks[0]}}
+        if "point" in request:
+            world.num_points += 1
+            if (end := world.ends.pop(world.num_points, None)) is not None:
+                raise end
+        if self._server is None:
+            self._server = _Server(io.StringIO())
+            found = self._server.start(request)
+        else:
+            found = self._server.answer(request)
+        answer: dict[str, Any] = json.loads(json.dumps(found))
+        return answer
+
+    def close(self) -> None:
+        self._server = None
+
+
+@pytest.fixture
+def world(isolated_registry: object, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World()
+    monkeypatch.setattr("moereg.tuning.compare.time_runs", made.time_runs)
+    return made
+
+
+def selected(result: TuneResult) -> str | None:
+    return result.selected and result.selected[0]
+
+
+def flat(cost: float) -> Cost:
+    return lambda tokens: cost
+
+
+def timed(path: Path) -> set[str]:
+    """Backends that have times."""
+    pack = read_pack(path, is_own=True)
+    return {pack.cells[row.cell].backend for layer in pack.layers for row in layer.rows}
+
+
+def test_what_is_faster_in_both_sessions_is_what_layers_get(world: World, pack: Path) -> None:
+    world.add("fake_default", flat(100))
+    world.add("fake_fast", flat(80))
+    result = world.tune()
+    assert (selected(result), result.code) == ("fake_fast", 0)
+    assert [one["backend"] for one in result.winners()] == ["fake_fast"] * 5
+    assert all(one["change"] == pytest.approx(-0.2, abs=0.01) for one in result.winners())
+    assert world.num_processes == 2
+    found = read_pack(pack, is_own=True)
+    assert len({session.process for session in found.sessions}) == 2
+    for number in (1, 2):
+        own = {Point(row.routing, row.tokens) for row in found.layers[0].rows if row.session == number}
+        assert own == {Point(routing, at) for routing in ("uniform", "zipf", GUARD) for at in (1, 2, 4, 8, 16)}
+    assert all(row.rounds == 48 and row.permuted_bytes > 0 and 0 <= row.error <= 1 for row in found.layers[0].rows)
+    selection = explain_backends(result.found.selection.problem, require="fake_*")
+    assert (selection.backend, selection.source) == ("fake_fast", "measured")
+    assert "fake_fast 20 % less than fake_default" in " ".join(selection.notices)
+
+
+@pytest.mark.parametrize("cost", [98.5, 100.0, 103.0])
+def test_what_is_not_three_percent_faster_changes_nothing(world: World, cost: float) -> None:
+    world.add("fake_default", flat(100))
+    world.add("fake_near", flat(cost))
+    assert selected(world.tune(4)) == "fake_default"
+
+
+@pytest.mark.parametrize("cost", [94.0, 100.0])
+def test_a_noisy_machine_changes_no_choice_that_a_quiet_one_did_not(world: World, cost: float) -> None:
+    """Ten layers' worth of choices beside a neighbor that makes samples differ by 60 %."""
+    world.add("fake_default", flat(100))
+    world.add("fake_other", flat(cost))
+    quiet = selected(world.tune(4))
+    world.noise = 0.6
+    allowed = {"fake_default", quiet}
+    assert {selected(world.tune(4, refresh=True)) for _ in range(10)} <= allowed
+
+
+def test_what_is_far_behind_everywhere_is_left_out(world: World, pack: Path) -> None:
+    world.add("fake_default", flat(100))
+    world.add("fake_behind", flat(140))
+    world.add("fake_late", lambda tokens: 200 if tokens < 16 else 90)
+    result = world.tune()
+    assert timed(pack) == {"fake_default", "fake_late"}
+    assert result.record is not None
+    assert {key[0]: reason for key, reason in result.record.left_out.items()} == {
+        "fake_behind": "more than 1.3x slower than the fastest at every number of tokens"
+    }
+    world.asked.clear()
+    assert world.tune().code == 0
+    assert not world.asked, "nothing is left to measure"
+
+
+def test_the_default_is_measured_however_far_behind_it_is(world: World, pack: Path) -> None:
+    world.add("fake_default", flat(300))
+    world.add("fake_fast", flat(100))
+    assert selected(world.tune(2)) == "fake_fast"
+    assert timed(pack) == {"fake_default", "fake_fast"}
+
+
+def test_where_the_winner_changes_numbers_of_tokens_between_are_measured(world: World) -> None:
+    world.add("fake_default", flat(100))
+    world.add("fake_large", lambda tokens: 70 if tokens >= 19 else 110)
+    result = world.tune(32)
+    counts = [one["tokens"] for one in result.winners()]
+    assert counts == [1, 2, 4, 8, 16, 19, 23, 32]
+    assert [one["backend"] for one in result.winners()] == ["fake_default"] * 5 + ["fake_large"] * 3
+    assert Point(GUARD, 23) not in world.points
+
+
+def test_what_failed_is_no_candidate_the_next_time(world: World) -> None:
+    world.add("fake_default", flat(100))
+    world.add("fake_wrong", flat(10), WrongExperts)
+    assert world.tune(2).code == 1
+    world.asked.clear()
+    again = world.tune(2)
+    assert (again.code, world.asked) == (0, [])
+    assert [one["backend"] for one in again.to_dict()["candidates"]] == ["fake_default"]
+
+
+class Killed(BaseException):
+    """The command was ended."""
+
+
+@pytest.mark.parametrize("at", [1, 2, 7, 15, 16, 31])
+def test_a_run_that_was_ended_goes_on_where_it_was(world: World, pack: Path, at: int) -> None:
+    world.add("fake_default", flat(100))
+    world.add("fake_large", lambda tokens: 70 if tokens >= 3 else 110)
+    world.ends[at] = Killed()
+    with pytest.raises(Killed):
+        world.tune()
+    before = read_pack(pack, is_own=True).layers[0].rows if at > 1 else ()
+    done = world.points[:-1]
+    assert len({(row.session, row.routing, row.tokens) for row in before}) == at - 1 == len(done)
+    world.asked.clear()
+    assert selected(world.tune()) == "fake_large"
+    rows = read_pack(pack, is_own=True).layers[0].rows
+    assert rows[: len(before)] == before
+    assert len(done) + len(world.points) == len({(row.session, row.routing, row.tokens) for row in rows})
+
+
+def test_time_that_is_over_leaves_what_was_measured(world: World, pack: Path) -> None:
+    world.add("fake_default", flat(100))
+    world.ends[4] = Unfinished("no time is left")
+    result = world.tune()
+    assert (result.code, result.unfinished) == (4, "no time is left")
+    assert len(read_pack(pack, is_own=True).layers[0].rows) == 3
+    assert world.tune().code == 0
+
+
+def test_wrong_numbers_are_quarantined_and_not_timed(world: World, pack: Path) -> None:
+    world.add("fake_default", flat(100))
+    world.add("fake_wrong", flat(10), WrongExperts)
+    result = world.tune(2)
+    assert (result.code, selected(result)) == (1, "fake_default")
+    assert timed(pack) == {"fake_default"}
+    (record,) = QUARANTINE.read().records
+    assert record.backend == "fake_wrong"
+    assert record.failure.startswith("moereg tune: wrong numbers: error ")
+    rejected = {one.backend: one for one in explain_backends(result.found.selection.problem).decisions}["fake_wrong"]
+    assert [reason.code for reason in rejected.reasons] == ["quarantined"]
+
+
+def test_a_wrong_default_leaves_its_place_to_the_next(world: World, pack: Path) -> None:
+    world.add("fake_wrong", flat(10), WrongExperts)
+    world.add("fake_second", flat(100))
+    world.add("fake_fast", flat(50))
+    result = world.tune(2)
+    assert (result.code, selected(result)) == (1, "fake_fast")
+    found = read_pack(pack, is_own=True)
+    assert [found.cells[layer.default].backend for layer in found.layers if layer.rows] == ["fake_second"]
+
+
+def test_a_crash_is_its_candidates_and_the_others_are_measured(world: World, pack: Path) -> None:
+    world.add("fake_default", flat(100))
+    world.add("fake_crash", flat(90))
+    world.add("fake_fast", flat(50))
+    key = ("fake_crash", "Fake_Crash", "cpu", "unquantized", "")
+    world.ends[5] = Ended(key, "the process died of SIGSEGV in apply")
+    result = world.tune(2)
+    assert (result.code, selected(result)) == (1, "fake_fast")
+    assert result.record is not None
+    assert result.record.wrong == {key: "the process died of SIGSEGV in apply"}
+    assert [record.backend for record in QUARANTINE.read().records] == ["fake_crash"]
+    assert world.num_processes == 3
+    first = [session for session in read_pack(pack, is_own=True).sessions if session.number == 1]
+    assert [session.process.count("+") for session in first] == [1], "two processes measured the first session"
+
+
+def test_a_crash_of_nobody_in_particular_is_tried_once_more_and_blames_nobody(world: World) -> None:
+    world.add("fake_default", flat(100))
+    world.add("fake_other", flat(90))
+    world.ends[3] = Ended(None, "the process died of SIGSEGV in apply, in turns with others")
+    assert world.tune(2).code == 0
+    world.ends |= {world.num_points + more: Ended(None, "the process died of SIGSEGV") for more in (1, 2)}
+    with pytest.raises(BackendError, match="a session ended twice while several of fake_default, fake_other may have"):
+        world.tune(2, refresh=True)
+    assert not QUARANTINE.read().records
+
+
+@pytest.mark.parametrize(
+    ("clocks", "code", "sessions"),
+    [([1000, 1090, 1000], 0, 2), ([1000, 1200, 1000, 1000], 0, 2), ([1000, 1200, 1000, 880, 1000], 4, 0)],
+)
+def test_a_session_whose_clock_moved_is_measured_once_more(
+    world: World, pack: Path, clocks: list[int], code: int, sessions: int
+) -> None:
+    world.add("fake_default", flat(100))
+    world.clocks = clocks
+    result = world.tune(2)
+    assert result.code == code
+    assert len(read_pack(pack, is_own=True).sessions) == sessions
+    if code:
+        assert "from 1000 to 880 MHz, more than 10%" in result.unfinished
+        assert not read_pack(pack, is_own=True).layers[0].rows
+
+
+def test_a_new_candidate_is_measured_beside_all_others(world: World, pack: Path) -> None:
+    world.add("fake_default", flat(100))
+    assert selected(world.tune(2)) == "fake_default"
+    world.add("fake_new", flat(50))
+    assert selected(world.tune(2)) == "fake_new"
+    assert timed(pack) == {"fake_default", "fake_new"}
+
+
+def test_refreshing_measures_again(world: World, pack: Path) -> None:
+    world.add("fake_default", flat(100))
+    world.add("fake_other", flat(50))
+    world.tune(2)
+    before = read_pack(pack, is_own=True)
+    world.costs["fake_other"] = flat(120)
+    assert selected(world.tune(2)) == "fake_other"
+    assert selected(world.tune(2, refresh=True)) == "fake_default"
+    after = read_pack(pack, is_own=True)
+    assert len(after.layers[0].rows) == len(before.layers[0].rows)
+    assert not {one.process for one in after.sessions} & {one.process for one in before.sessions}
+
+
+def test_a_dry_run_measures_nothing(world: World, pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world.add("fake_default", flat(100))
+    result = world.tune(4, dry_run=True)
+    result.show()
+    assert (result.code, world.asked) == (0, [])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "would measure: fake_default (Fake_Default)" in text
+    assert "at 3 numbers of tokens up to 4 and more where the winner changes, in 2 sessions: 18 points" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("1", (1,)), ("8", (1, 2, 4, 8)), ("4096,1,16", (1, 16, 4096)), ("6", (1, 2, 4, 6))]
+)
+def test_one_number_of_tokens_means_powers_of_two_up_to_it(text: str, counts: tuple[int, ...]) -> None:
+    assert parse_tokens(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "one_set", "uniform,one_set", "unifrom"])
+def test_only_routings_that_somebody_asks_for_decide(text: str) -> None:
+    assert parse_routings("zipf, uniform") == ("zipf", "uniform")
+    with pytest.raises(MoeregError, match=r"one_set is always measured|unknown routing 'unifrom'"):
+        parse_routings(text)
+
+
+def test_a_layer_that_nothing_fits_is_its_own_code(call: Call) -> None:
+    code, out, _ = call(f"tune {SIZES} --require triton --tokens 1")
+    assert code == 3
+    assert "nothing fits" in out
+
+
+def test_packs_that_are_turned_off_cannot_be_written(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEREG_TUNING", "")
+    code, out, err = call(f"tune {SIZES} --tokens 1")
+    assert (code, out) == (2, "")
+    assert "MOEREG_TUNING must name a file" in err
+
+
+BACKEND = """
+    import os
+    import sys
+
+    from moereg.author import Experts, Facts, PermutedWeights, register_moe_backend
+    from moereg.numerics.reference import reference_experts
+    from moereg.weights.permuted import ExpertWeights
+
+
+    class MineExperts(Experts):
+        facts = Facts(
+            activations=frozenset({"silu"}),
+            activation_formats=frozenset({"standard"}),
+            dtypes=frozenset({"bfloat16"}),
+            placements=frozenset({"contiguous"}),
+        )
+        layouts = ("canonical",)
+        factor = 1.0
+
+        def permute_weights(self, weights, problem):
+            return PermutedWeights("canonical", weights.tensors())
+
+        def workspace_shapes(self, problem, num_tokens):
+            return (0,), (0,)
+
+        def apply(self, out, inputs, weights, workspace13, workspace2):
+            canonical = ExpertWeights(**{name: weights[name] for name in weights.per_expert})
+            calls = inputs.hidden_states, inputs.topk_weights, inputs.topk_ids
+            out.copy_(self.factor * reference_experts(self.problem, canonical, *calls))
+
+
+    @register_moe_backend("mine_right", 900, ("unquantized",), ("cpu",))
+    class RightExperts(MineExperts):
+        pass
+
+
+    @register_moe_backend("mine_other", 800, ("unquantized",), ("cpu",))
+    class OtherExperts(MineExperts):
+        pass
+"""
+
+FAULTS = """
+
+    @register_moe_backend("mine_wrong", 700, ("unquantized",), ("cpu",))
+    class WrongExperts(MineExperts):
+        factor = 1.5
+
+
+    @register_moe_backend("mine_crash", 600, ("unquantized",), ("cpu",))
+    class CrashExperts(MineExperts):
+        def apply(self, out, inputs, weights, workspace13, workspace2):
+            os.abort()
+"""
+
+
+def write_backends(folder: Path, text: str) -> Path:
+    path = folder / "alone" / "mine.py"  # JSON files beside a module count as its code, and so would the pack.
+    path.parent.mkdir()
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    return path
+
+
+def test_two_real_sessions_and_what_selection_reads_of_them(tmp_path: Path, pack: Path) -> None:
+    file = write_backends(tmp_path, BACKEND + FAULTS)
+    ran = run_module(f"tune {file} {SIZES} --tokens 1 --require mine_*")
+    assert ran.returncode == 1, ran.stderr
+    text = " ".join(ran.stdout.split())
+    assert "WRONG: mine_wrong (WrongExperts): wrong numbers: error" in text
+    assert "WRONG: mine_crash (CrashExperts): the process died of SIGABRT in apply" in text
+    found = read_pack(pack, is_own=True)
+    (layer,) = [layer for layer in found.layers if layer.rows]
+    assert {found.cells[row.cell].backend for row in layer.rows} <= {"mine_right", "mine_other"}
+    assert len({row.session for row in layer.rows}) == 2
+    explained = run_module(f"explain {file} {SIZES} --require mine_*")
+    assert explained.returncode == 0, explained.stderr
+    assert "measured 2" in explained.stdout or "pack unused: a choice takes two sessions" in explained.stdout
+    assert "quarantined" in explained.stdout
+
+
+def test_a_killed_command_goes_on(tmp_path: Path, pack: Path) -> None:
+    file = write_backends(tmp_path, BACKEND)
+    line = f"tune {file} {SIZES} --tokens 2 --require mine_*"
+    command = [sys.executable, "-m", "moereg", *line.split()]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    before: tuple[Row, ...] = ()
+    while not before and process.poll() is None:
+        with contextlib.suppress(ValueError):
+            before = tuple(row for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert before, "it was killed before its end"
+    # Whatever the killed one still wrote; its own session's process ends by itself when it answers.
+    before = tuple(row for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
+    ran = run_module(line)
+    assert ran.returncode == 0, ran.stderr
+    after = tuple(row for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
+    assert after[: len(before)] == before
+    assert {row.session for row in after} == {1, 2}
