@@ -28,6 +28,7 @@ from moereg.layer.factory import make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
+from moereg.plugins.loader import list_cells
 from moereg.prepare_finalize import local_prepare_finalize
 from moereg.registry import BackendCell
 from moereg.runtime.gc_pause import collecting_later
@@ -56,8 +57,9 @@ from moereg.testing.guards import (
     guard_weights,
 )
 from moereg.testing.inputs import Inputs, make_expert_map, make_inputs, make_weights
-from moereg.testing.problems import claimed_problems, rejected_problems
+from moereg.testing.problems import claimed_problems, rejected_problems, served_schemes
 from moereg.weights.permuted import ExpertWeights
+from moereg.weights.unpermute import same_bits
 
 _COMPILED: Final = (".so", ".pyd")
 _LARGE_BYTES: Final = 10_000_000
@@ -347,7 +349,7 @@ def check_activations_are_rounded(cell: BackendCell, scheme: QuantScheme) -> Non
 
 
 def check_permute(cell: BackendCell) -> None:
-    """Permuting does not change the canonical weights and gives a declared layout."""
+    """Permuting does not change the canonical weights and gives a declared layout, the same as others if shared."""
     case = first_case(cell)
     weights = make_weights(case.problem, case.device)
     given = {name: tensor.clone() for name, tensor in weights.tensors().items()}
@@ -356,6 +358,28 @@ def check_permute(cell: BackendCell) -> None:
         assert torch.equal(tensor.view(torch.uint8), given[name].view(torch.uint8)), f"{name} was written to"
     layout, layouts = kernel.weights.layout, cell.experts.layouts
     assert layout in layouts, f"layouts says {layouts}, permute_weights gave {layout!r}"
+    if cell.experts.shared_layouts:
+        for scheme in served_schemes(cell):
+            _check_shared(first_case(cell, scheme, has_bias=True))
+
+
+def _check_shared(case: Case) -> None:
+    """Every other class that shares the layout permutes the same weights to the same bytes."""
+    weights = make_weights(case.problem, case.device)
+    permuted = build(case, weights).weights
+    layout = permuted.layout
+    for other in list_cells() if layout in case.cell.experts.shared_layouts else ():
+        is_another = other.experts is not case.cell.experts and layout in other.experts.shared_layouts
+        if not is_another or not evaluate(other, case.problem, case.platform, Request(require=(other.name,))).accepted:
+            continue
+        theirs = build(Case(other, case.platform, case.problem), weights).weights
+        if theirs.layout != layout:
+            continue
+        mine, found = ({*each.per_expert, *each.shared} for each in (permuted, theirs))
+        shares = f"shared_layouts has {layout!r} like {other.name} ({other.class_name})"
+        assert mine == found, f"{shares}, which has tensors {sorted(found)} there, not {sorted(mine)}"
+        for name in mine:
+            assert same_bits(permuted[name], theirs[name]), f"{shares}, whose {name} has other bytes, dtype or shape"
 
 
 def check_reload(cell: BackendCell) -> None:

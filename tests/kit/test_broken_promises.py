@@ -26,10 +26,10 @@ from moereg.layer.factory import make_kernel
 from moereg.layer.kernel import MoEKernel
 from moereg.numerics.reference import reference_experts
 from moereg.numerics.tolerances import layer_tolerance
-from moereg.registry import BackendCell
+from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
 from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.testing import checks
-from moereg.testing.cases import Case, first_case, running_as
+from moereg.testing.cases import Case, first_case, runnable_platform, running_as
 from moereg.testing.check import KINDS, CellName, Check, chosen_machine
 from moereg.testing.checks import ImportWatch, check_numbers
 from moereg.testing.drawing import DrawnLayer
@@ -657,3 +657,51 @@ def test_a_call_must_not_wait_and_torch_is_left_as_it_was() -> None:
     with pytest.raises(RuntimeError, match="synchronizing"):
         waiting.run("synchronization")
     assert waiting.mode == "default"
+
+
+class SharingExperts(RightExperts):
+    """Has a layout in common with `torch`'s classes."""
+
+    shared_layouts = ("canonical",)
+
+
+class RolledSharingExperts(SharingExperts):
+    """Permutes experts in another order, and would read them right."""
+
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        return PermutedWeights("canonical", {**weights.tensors(), "w2": weights.w2.roll(1, 0)})
+
+
+class WiderSharingExperts(SharingExperts):
+    """Keeps a table with the weights."""
+
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        return PermutedWeights("canonical", weights.tensors(), {"table": torch.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    ("experts", "text"),
+    [
+        (SharingExperts, ""),
+        (
+            RolledSharingExperts,
+            "shared_layouts has 'canonical' like torch (TorchDenseExperts), whose w2 has other bytes",
+        ),
+        (WiderSharingExperts, "which has tensors ['w13', 'w2'] there, not ['table', 'w13', 'w2']"),
+    ],
+)
+def test_classes_that_share_a_layout_have_equal_bytes(
+    isolated_registry: BackendRegistry, experts: type[RightExperts], text: str
+) -> None:
+    register_moe_backend("sharing", 1, ("unquantized",), ("cpu",))(experts)
+    (cell,) = isolated_registry.by_name("sharing")
+    with pytest.raises(AssertionError, match=re.escape(text)) if text else contextlib.nullcontext():
+        checks.check_permute(cell)
+
+
+def test_classes_of_torch_share_their_layouts(isolated_registry: BackendRegistry) -> None:
+    """Each beside the others that this machine runs."""
+    cells = [cell for cell in isolated_registry.cells if cell.experts.shared_layouts and runnable_platform(cell)]
+    assert {"TorchDenseExperts", "TorchBatchedExperts", "TorchQuantizedExperts"} <= {cell.class_name for cell in cells}
+    for cell in cells:
+        checks.check_permute(cell)

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import re
 import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,69 +14,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moereg.dispatch import evaluate
 from moereg.errors import ArgumentError, BackendError, LayoutMismatchError, RegistrationError
-from moereg.experts import ExpertInputs
+from moereg.experts import Experts
+from moereg.layer import backend_calls
 from moereg.layer import kernel as moe_kernel
 from moereg.layer import plan as group_plan
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.ranges import counts_by_range
-from moereg.layer.warm_up import ahead, compile_ahead
+from moereg.layer.warm_up import CompiledVariant, ahead, compile_ahead
 from moereg.platforms import Platform
-from moereg.plugins.loader import current_platform
 from moereg.prepare_finalize.wire import CodedWire, PlainWire
 from moereg.registry import register_moe_backend
 from moereg.runtime.workspace import WORKSPACES
-from moereg.selection.request import Request
-from moereg.selection.result import Selection
+from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_weights
 from moereg.tuning.timing import can_be_captured
-from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import ExpertWeights
+from tests.groups.ranks import results_of, value_of
 from tests.layer.small_layers import CPU, FORMS, call, expected, problem_for, problem_of
-from tests.support.fakes import FakeExperts, PerRouteExperts, cell_of
-
-
-def experts_of(factor: float = 1.0, base: type[FakeExperts] = FakeExperts, **members: Any) -> type[FakeExperts]:
-    """A class that shares its layout, multiplies its output by a factor, and notes calls, permuting and addresses."""
-
-    class Shared(base):  # type: ignore[valid-type, misc]
-        shared_layouts = ("canonical",)
-        calls: list[int]
-        permuted: list[int]
-
-        def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
-            self.permuted.append(weights.num_experts)
-            permuted: PermutedWeights = super().permute_weights(weights, problem)
-            return permuted
-
-        def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
-            assert all(tensor.data_ptr() % 16 == 0 for tensor in weights.flat())
-            self.calls.append(len(inputs.topk_ids))
-            super().compute(out, inputs, weights)
-            out.mul_(factor)
-
-    Shared.calls, Shared.permuted = [], []
-    for name, member in members.items():
-        setattr(Shared, name, member)
-    return Shared
-
-
-Ranges = Iterable[tuple[int | None, type[FakeExperts]]]
-
-
-def plan_of(problem: MoEProblem, ranges: Ranges, platform: Platform | None = None) -> Selection:
-    """A selection of these ranges; the classes' backends are `a`, `b` and so on, in order."""
-    platform, ranges = platform or current_platform(), tuple(ranges)
-    decisions = {}
-    for number, kind in enumerate(dict.fromkeys(kind for _, kind in ranges)):
-        cell = cell_of(kind, "unquantized", "fp8_block128", rules=("*",), name="abcdefgh"[number])
-        decisions[kind] = evaluate(cell, problem, platform, Request())
-        assert decisions[kind].accepted, decisions[kind].reasons
-    plan = tuple((most, decisions[kind]) for most, kind in ranges)
-    winner = plan[-1][1]
-    others = (one for one in decisions.values() if one is not winner)
-    return Selection(problem, platform, Request(), (winner, *others), "measured", ranges=plan)
+from tests.layer.small_plans import Ranges, experts_of, plan_of
+from tests.support.fakes import FakeExperts, PerRouteExperts
 
 
 def planned(ranges: Ranges, problem: MoEProblem | None = None, **keywords: Any) -> MoEKernel:
@@ -98,7 +56,7 @@ def factor_of(run: Callable[..., torch.Tensor], kernel: MoEKernel, weights: Expe
 BOUNDARIES = {1: 1.0, 3: 1.0, 4: 1.0, 5: 2.0, 15: 2.0, 16: 2.0, 17: 4.0, 40: 4.0}
 
 
-def three_ranges(base: type[FakeExperts] = FakeExperts) -> list[tuple[int | None, type[FakeExperts]]]:
+def three_ranges(base: type[FakeExperts] = FakeExperts) -> list[tuple[int | None, Any]]:
     """1, 2 and 4 times the right result, for calls as in `BOUNDARIES`."""
     return [(4, experts_of(1.0, base)), (16, experts_of(2.0, base)), (None, experts_of(4.0, base))]
 
@@ -148,9 +106,18 @@ def test_the_first_range_that_reaches_a_number_of_tokens_serves_it(bounds: list[
     assert all(type(kernel.range_of(count).experts) is kinds[place] for place in split for count in split[place])
 
 
-def test_experts_with_two_ranges_are_made_once() -> None:
+def test_experts_with_two_ranges_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    real = backend_calls.make_experts
+
+    def make(selection: Selection, decision: Decision) -> Experts:
+        made.append(decision.backend)
+        return real(selection, decision)
+
+    monkeypatch.setattr(backend_calls, "make_experts", make)
     first, second = experts_of(1.0), experts_of(2.0)
     kernel = planned([(4, first), (16, second), (None, first)])
+    assert made == ["a", "b"]
     assert kernel.ranges[0].experts is kernel.ranges[2].experts
     assert [type(each.experts) for each in kernel.ranges] == [first, second, first]
     assert [each.selection.backend for each in kernel.ranges] == ["a", "b", "a"]
@@ -180,7 +147,7 @@ def test_weights_are_permuted_once_and_all_ranges_see_writes() -> None:
     mixed = {name: tensor.clone() for name, tensor in weights.tensors().items()}
     for name, tensor in mixed.items():
         tensor[3] = others.tensors()[name][3]
-    changed = ExpertWeights(**mixed)
+    changed = ExpertWeights.unchecked(mixed, weights.scheme)
     assert {count: factor_of(kernel, kernel, changed, count) for count in BOUNDARIES} == BOUNDARIES
     kernel.reload(others)
     assert {count: factor_of(kernel, kernel, others, count) for count in BOUNDARIES} == BOUNDARIES
@@ -197,7 +164,7 @@ def test_tensors_that_begin_anywhere_are_copied_for_the_others() -> None:
     tensors = {name: torch.cat((tensor.flatten()[:1], tensor.flatten())) for name, tensor in weights.tensors().items()}
     shifted = {name: flat[1:].view(weights.tensors()[name].shape) for name, flat in tensors.items()}
     assert shifted["w13"].data_ptr() % 16
-    kernel = planned(three_ranges(), weights=ExpertWeights(**shifted))
+    kernel = planned(three_ranges(), weights=ExpertWeights.unchecked(shifted, weights.scheme))
     assert {count: factor_of(kernel, kernel, weights, count) for count in BOUNDARIES} == BOUNDARIES
 
 
@@ -218,7 +185,7 @@ def test_errors_name_the_backend_that_ran() -> None:
         ranges = [(4, experts_of()), (16, experts_of(1.0, FakeExperts, **members)), (None, experts_of())]
         kernel = planned(ranges)
         assert call(kernel, make_inputs(kernel.problem, 3, "uniform", CPU)).shape == (3, 16)
-        text = f"backend 'b' of {__name__} raised in Shared.{step}: RuntimeError: a bug; do without it (--deny b, or"
+        text = f"backend 'b' of {experts_of.__module__} raised in Shared.{step}: RuntimeError: a bug; do without it ("
         with pytest.raises(BackendError, match=re.escape(text)) as found:
             call(kernel, make_inputs(kernel.problem, 5, "uniform", CPU))
         assert found.value.backend == "b"
@@ -247,7 +214,12 @@ def test_one_call_with_the_most_tokens_makes_room_for_all_ranges() -> None:
 def test_no_room_for_other_ranges_is_taken_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []
     real = WORKSPACES.take
-    monkeypatch.setattr(WORKSPACES, "take", lambda shapes, *rest: taken.append(shapes) or real(shapes, *rest))
+
+    def take(*request: Any) -> tuple[torch.Tensor, ...]:
+        taken.append(request)
+        return real(*request)
+
+    monkeypatch.setattr(WORKSPACES, "take", take)
     monkeypatch.setattr(moe_kernel, "_may_be_captured", lambda device: True)
     kernel = planned(three_ranges())
     call(kernel, make_inputs(kernel.problem, 40, "uniform", CPU))
@@ -314,8 +286,8 @@ def test_every_range_has_to_run_where_the_weights_are() -> None:
 
 
 def test_a_kernel_can_be_captured_if_all_its_ranges_can() -> None:
-    eager = dataclasses.replace(FakeExperts.facts, graph_capture=False)
-    for first, second, is_captured in (({}, {}, True), ({"facts": eager}, {}, False), ({}, {"facts": eager}, False)):
+    eager: dict[str, Any] = {"facts": dataclasses.replace(FakeExperts.facts, graph_capture=False)}
+    for first, second, is_captured in (({}, {}, True), (eager, {}, False), ({}, eager, False)):
         assert can_be_captured(planned([(4, experts_of(**first)), (None, experts_of(**second))])) is is_captured
 
 
@@ -331,7 +303,7 @@ def test_warm_up_serves_each_range_with_its_own_numbers(monkeypatch: pytest.Monk
         assert not selection.ranges
         asked.append((selection.backend, list(counts)))
         fault = "it has none" if selection.backend == "b" else None
-        kernels = () if fault else (ahead.CompiledVariant(f"of_{selection.backend}", 1.0, was_there=False),)
+        kernels = () if fault else (CompiledVariant(f"of_{selection.backend}", 1.0, was_there=False),)
         return ahead.Ahead(kernels, tuple(counts), fault)
 
     monkeypatch.setattr(ahead, "ask", ask)
@@ -347,7 +319,7 @@ def test_warm_up_serves_each_range_with_its_own_numbers(monkeypatch: pytest.Monk
 
 def test_tokens_travel_as_codes_if_all_ranges_compute_them() -> None:
     problem = problem_of(hidden_size=128, intermediate_size=128, dtype="bfloat16", quant="fp8_block128")
-    codes = {"input_form": "quantized"}
+    codes: dict[str, Any] = {"input_form": "quantized"}
     for first, second, keeps in ((codes, codes, True), (codes, {}, False), ({}, codes, False)):
         selection = plan_of(problem, [(4, experts_of(**first)), (None, experts_of(**second))])
         assert selection.winner is not None
@@ -355,10 +327,10 @@ def test_tokens_travel_as_codes_if_all_ranges_compute_them() -> None:
         assert isinstance(wire, CodedWire)
         assert wire._keeps_codes is keeps
     # A range that computes 16-bit activations gets all bits of them.
-    first, winner = selection.ranges
-    wider = dataclasses.replace(first[1], scheme=dataclasses.replace(problem.quant, name="wider", activation=None))
-    other = dataclasses.replace(selection, ranges=((4, wider), winner))
-    assert isinstance(group_plan._wire(problem, other, winner[1]), PlainWire)
+    few, last = selection.ranges
+    wider = dataclasses.replace(few[1], scheme=dataclasses.replace(problem.quant, name="wider", activation=None))
+    other = dataclasses.replace(selection, ranges=((4, wider), last))
+    assert isinstance(group_plan._wire(problem, other, last[1]), PlainWire)
 
 
 def test_the_histogram_counts_calls_by_powers_of_two() -> None:
@@ -417,3 +389,40 @@ def test_shared_layouts_are_layouts() -> None:
             RegistrationError, match=r"shared_layouts must be a tuple of names in layouts \('canonical'"
         ):
             register_moe_backend("wrong", 1, ("unquantized",), ("cpu",))(experts_of(shared_layouts=wrong))
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return results_of(2, *PLANS, "other_plans", "float16_rows_of_two_kinds", module="tests.groups.plan_cases")
+
+
+PLANS = ("all_to_all", "all_to_all_batched", "all_gather", "low_latency")
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_over_a_group_tokens_that_arrive_pick_the_range(two_ranks: list[dict[str, Any]], name: str) -> None:
+    both = [value_of(result, name) for result in two_ranks]
+    assert all(found["equal"] for found in both)
+    few, many = ([count for found in both for count in found[kind]] for kind in ("few", "many"))
+    assert many
+    if name.startswith("all_to_all"):
+        assert max(few) <= 8 < min(many)
+        # Within one call, ranks run experts of different ranges.
+        assert any(one != other for one, other in zip(both[0]["order"], both[1]["order"], strict=True))
+    else:
+        assert few == []  # Room for as many tokens as may come, whoever many are in it.
+
+
+def test_results_of_ranges_travel_in_one_dtype(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        found = value_of(result, "float16_rows_of_two_kinds")
+        assert max(found["errors"]) < 1e-3, found
+    # Within the second call one rank has few rows and the other many.
+    first, last = (value_of(result, "float16_rows_of_two_kinds") for result in two_ranks)
+    assert (first["few"], first["many"], last["few"], last["many"]) == ([3], [42], [3, 6], [])
+
+
+def test_ranks_with_other_plans_all_say_so(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        text = value_of(result, "other_plans")
+        assert text.startswith("RanksDifferError: all ranks must run the same layer, got plan to 4 tokens "), text
