@@ -9,10 +9,12 @@ looked up. Names no backend, architecture or scheme.
         judge_cell          those that a token dispatcher can have too
       rank                  accepted before rejected, wishes before priorities
       Tuning.order          the measured order of those that are alike to the request
+    unmeasured              the same without what was measured
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -58,10 +60,7 @@ def decide(
     cells = tuple(cells)
     candidates = _eligible(cells, problem, platform)
     decisions = rank((_judge(each, problem, platform, request, quarantine) for each in candidates), request)
-    source = None
-    if decisions and decisions[0].accepted:
-        is_preferred = request.wish(decisions[0].backend).preferred < math.inf
-        source = "required" if request.require else "preferred" if is_preferred else "priority"
+    source = _source(decisions, request)
     alike = _alike(decisions, request)
     measured = tuning.order(problem, platform, [_candidate(decision, platform) for decision in alike])
     plan = tuple((most, alike[place]) for most, place in measured.ranges)
@@ -71,6 +70,21 @@ def decide(
     notices = (*request.notices, *_outranking(decisions, cells), *filter(None, (measured.note, *measured.notes)))
     ranges = plan if len(plan) > 1 else ()
     return Selection(problem, platform, request, decisions, source, notices, ranges, measured.digest)
+
+
+def unmeasured(selection: Selection) -> Selection:
+    """The selection by the request and priority alone, whatever was measured."""
+    decisions = rank(selection.decisions, selection.request)
+    source = _source(decisions, selection.request)
+    return dataclasses.replace(selection, decisions=decisions, source=source, ranges=(), measured="")
+
+
+def _source(decisions: Sequence[Decision], request: Request) -> str | None:
+    """Why the first decision wins where nothing was measured."""
+    if not decisions or not decisions[0].accepted:
+        return None
+    is_preferred = request.wish(decisions[0].backend).preferred < math.inf
+    return "required" if request.require else "preferred" if is_preferred else "priority"
 
 
 def _alike(decisions: Sequence[Decision], request: Request) -> list[Decision]:
