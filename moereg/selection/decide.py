@@ -61,9 +61,9 @@ def decide(
     candidates = _eligible(cells, problem, platform)
     decisions = rank((_judge(each, problem, platform, request, quarantine) for each in candidates), request)
     source = _source(decisions, request)
-    alike = _alike(decisions, request)
-    measured = tuning.order(problem, platform, [_candidate(decision, platform) for decision in alike])
-    plan = tuple((most, alike[place]) for most, place in measured.ranges)
+    measurable = alike(decisions, request)
+    measured = tuning.order(problem, platform, [candidate_of(decision, platform) for decision in measurable])
+    plan = tuple((most, measurable[place]) for most, place in measured.ranges)
     if plan:
         best, source = plan[-1][1], "measured"
         decisions = (best, *(decision for decision in decisions if decision is not best))
@@ -87,7 +87,7 @@ def _source(decisions: Sequence[Decision], request: Request) -> str | None:
     return "required" if request.require else "preferred" if is_preferred else "priority"
 
 
-def _alike(decisions: Sequence[Decision], request: Request) -> list[Decision]:
+def alike(decisions: Sequence[Decision], request: Request) -> list[Decision]:
     """The accepted decisions that the request and their tiers do not tell from the first."""
 
     def told(decision: Decision) -> tuple[object, ...]:
@@ -97,7 +97,8 @@ def _alike(decisions: Sequence[Decision], request: Request) -> list[Decision]:
     return [each for each in decisions if each.accepted and told(each) == told(decisions[0])]
 
 
-def _candidate(accepted: Decision, platform: Platform) -> tuple[BackendCell, QuantScheme, PlatformRule]:
+def candidate_of(accepted: Decision, platform: Platform) -> tuple[BackendCell, QuantScheme, PlatformRule]:
+    """An accepted candidate as packs know it."""
     cell, scheme = accepted.cell, accepted.scheme
     rule = cell.rule_for(platform) if cell is not None else None
     assert cell is not None and scheme is not None and rule is not None, "it was accepted"

@@ -15,32 +15,13 @@ import torch.distributed as dist
 from moereg.dispatch import select_backend
 from moereg.layer.factory import make_kernel
 from moereg.layer.plan import RanksMeasuredWarning
-from moereg.measured.keys import machine_of
-from moereg.measured.pack import Pack, Session, TimedCell, write_pack
 from moereg.plugins.loader import load_backends
 from moereg.registry import REGISTRY, register_moe_backend
-from moereg.selection.result import Selection
-from moereg.tuning.session import candidate_of
 from tests.groups.cases import numbers_of, problem_of, share_of
-from tests.measured.packs import rows_of
+from tests.measured.packs import rows_of, write_here
 from tests.support.fakes import FakeExperts
 
 NAMES = ("static", "challenger")
-
-
-def write_times(path: Path, selection: Selection, log_ratio: float) -> None:
-    """Writes a pack in which the second backend takes the first one's time by this logarithm."""
-    platform, machine = selection.platform, machine_of(selection.platform)
-    by_name = {one.backend: one for one in selection.decisions}
-
-    def measured(pack: Pack) -> Pack:
-        for number in (1, 2):
-            pack = pack.with_session(Session(number, "2026-11-28", "", f"process {number}"))
-        for name in NAMES:
-            pack, _ = pack.with_cell(TimedCell.of(*candidate_of(by_name[name], platform), platform))
-        return pack.with_rows(selection.problem, 0, rows_of({1: log_ratio}))
-
-    write_pack(path, machine, measured)
 
 
 def by_own_packs(rank: int, size: int, logs: tuple[float | None, ...], is_given: bool = False) -> dict[str, Any]:
@@ -48,7 +29,7 @@ def by_own_packs(rank: int, size: int, logs: tuple[float | None, ...], is_given:
 
     Args:
         rank, size: Of the group.
-        logs: What each rank's pack says, as in `write_times`; None for a rank without one.
+        logs: What each rank's pack says of the second backend's time; None for a rank without one.
         is_given: Whether each rank selects by itself and gives its selection.
     """
     before = load_backends().snapshot()
@@ -63,7 +44,7 @@ def by_own_packs(rank: int, size: int, logs: tuple[float | None, ...], is_given:
         log_ratio = logs[rank]
         if log_ratio is not None:
             path = Path(folder, "pack.json")
-            write_times(path, alone, log_ratio)
+            write_here(path, alone, NAMES, rows_of({1: log_ratio}))
             os.environ["MOEREG_TUNING"] = str(path)
         if is_given:
             parts["selection"] = alone if log_ratio is None else select_backend(alone.problem)
