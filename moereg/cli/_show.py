@@ -63,7 +63,8 @@ def show_selection(selection: Selection, subject: str | None = None, all_reasons
         target.print(Text(f"nothing fits{instead}", style="bold red"))
     else:
         target.print(_verification(winner, platform))
-        target.print(Text(f"{winner.backend}{of_wheel(winner)}: {source_of(selection)}", style="bold green"))
+        plan = f"; {selection.plan_text}" if selection.ranges else ""
+        target.print(Text(f"{winner.backend}{of_wheel(winner)}: {source_of(selection)}{plan}", style="bold green"))
 
 
 def answers(selection: Selection) -> list[Decision]:

@@ -148,9 +148,14 @@ def record_keys(cell: BackendCell, platform: Platform, scheme: QuantScheme | Non
 
 def cell_versions(cell: BackendCell, platform: Platform) -> dict[str, str]:
     """Versions of what a cell runs on: moereg, torch, its distribution and its requirements."""
-    names = {"moereg", "torch", cell.origin, *(Requirement(text).name for text in cell.requires)}
-    found = {canonicalize_name(name) for name in names}
-    return {name: one_line(platform.versions[name]) for name in sorted(found) if name in platform.versions}
+    names = _distributions(cell.origin, cell.requires)
+    return {name: one_line(platform.versions[name]) for name in names if name in platform.versions}
+
+
+@functools.lru_cache(maxsize=1024)
+def _distributions(origin: str, requires: tuple[str, ...]) -> tuple[str, ...]:
+    names = {"moereg", "torch", origin, *(Requirement(text).name for text in requires)}
+    return tuple(sorted({canonicalize_name(name) for name in names}))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -222,10 +222,12 @@ class MoEKernel:
             num_tokens: Tokens of the call; 0 counts nothing.
 
         Raises:
-            ArgumentError: It is negative or no integer.
+            ArgumentError: It is negative, above 64 bits or no integer.
         """
-        if check_count("num_tokens", num_tokens, minimum=0):
+        if type(num_tokens) is int and 0 < num_tokens < 2**63:
             self._num_calls[(num_tokens - 1).bit_length()] += 1
+        else:  # Checked only here, since engines count every replay of every layer.
+            check_count("num_tokens", num_tokens, minimum=0)
 
     def reload(self, weights: ExpertWeights, *, write_shared: bool = False) -> None:
         """Permutes other weights of the same problem into the same storage, so that captured graphs see them.

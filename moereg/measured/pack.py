@@ -70,8 +70,9 @@ class TimedCell(CellRecord):
         return cls(**fields, state=state_of(cell.experts), layout=layout)
 
     def changes(self, cell: BackendCell, platform: Platform) -> tuple[str, ...]:
-        """As `CellRecord.changes`, then `state`, or what its `tuning_state()` raised."""
-        changed = super().changes(cell, platform)
+        """As `CellRecord.changes`, then a `layout` no longer shared and a `state` that differs or cannot be asked."""
+        is_shared = not self.layout or self.layout in cell.experts.shared_layouts
+        changed = (*super().changes(cell, platform), *(() if is_shared else ("layout",)))
         try:
             is_same = self.state == state_of(cell.experts)
         except Exception as error:  # A backend's code; its times cannot be trusted then.
@@ -171,6 +172,11 @@ class TunedLayer:
     def key(self) -> tuple[str, int]:
         """The layer and its default."""
         return key_text(self.problem), self.default
+
+    @functools.cached_property
+    def cells(self) -> frozenset[int]:
+        """Indices of the cells that were asked, whether they have rows or failed."""
+        return frozenset({*(row.cell for row in self.rows), *(cell for cell, _ in self.wrong)})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from moereg.measured.pack import Row
 from moereg.measured.significance import ASKED, Ratio, Ratios, beats
@@ -68,7 +68,7 @@ class LayerTimes:
     def over_all(self, cell: int, default: int, calls: Mapping[int, float] | None = None) -> Ratios:
         """A cell's ratios over all numbers of tokens, to the time of `default`, weighted by the latter's time.
 
-        Only of sessions that measured both at every number of tokens of theirs.
+        Only of sessions that measured both at every number of tokens of the layer.
 
         Args:
             cell, default: Cells of the layer.
@@ -76,15 +76,14 @@ class LayerTimes:
         """
         found: dict[tuple[int, str], Ratio] = {}
         for session in {session for session, _ in self._routings}:
-            everywhere = {at: routings for (of, at), routings in self._routings.items() if of == session}
+            routings = {at: self._routings.get((session, at), set()) for at in self.tokens}
+            # An interrupted session has few tokens alone, which would say nothing of many.
             if all(
-                (session, name) in self.at(each, at)
-                for each in (cell, default)
-                for at in everywhere
-                for name in everywhere[at]
+                names and all((session, name) in self.at(each, at) for each in (cell, default) for name in names)
+                for at, names in routings.items()
             ):
-                for routing in set().union(*everywhere.values()):
-                    tokens = sorted(at for at in everywhere if routing in everywhere[at])
+                for routing in set().union(*routings.values()):
+                    tokens = [at for at in self.tokens if routing in routings[at]]
                     shares = self.shares(tokens, default, calls)
                     found[session, routing] = self._cost(cell, default, (session, routing), tokens, shares)
         return found
@@ -114,16 +113,8 @@ class LayerTimes:
         return [weight / total for weight in weights] if total > 0 else [1 / len(tokens)] * len(tokens)
 
     def _median_us(self, cell: int, tokens: int) -> float:
-        found = [
-            row.median_us
-            for row in self.rows
-            if row.cell == cell and row.tokens == tokens and (row.routing in ASKED or not self._is_asked)
-        ]
-        return math.fsum(found) / len(found) if found else 0.0
-
-    @functools.cached_property
-    def _is_asked(self) -> bool:
-        return any(row.routing in ASKED for row in self.rows)
+        asked = [row for row in self.rows if (row.cell, row.tokens) == (cell, tokens) and row.routing in ASKED]
+        return math.fsum(row.median_us for row in asked) / max(1, len(asked))
 
 
 def _log_widths(tokens: Sequence[int]) -> list[float]:
@@ -185,29 +176,3 @@ def _winner_at(times: LayerTimes, tokens: int, order: Sequence[int], base: int, 
         if cell != base and cell in others and beats(times.at(cell, tokens), times.at(best, tokens), guards):
             best = cell
     return best
-
-
-def saved(times: LayerTimes, order: Sequence[int], base: int, before: Iterable[int], cell: int) -> float:
-    """The share of the default's time that a further cell in `others` would save, for `moereg tune --memory`.
-
-    Args:
-        times, order, base: As in `with_ranges`.
-        before: The cells that may run already.
-        cell: The further one.
-    """
-    shares = times.shares(times.tokens, order[0])
-    known = set(before)
-
-    def cost(others: set[int]) -> float:
-        winners = (_winner_at(times, at, order, base, others) for at in times.tokens)
-        return math.fsum(
-            share * math.exp(_mean_log(times.at(winner, at)) - _mean_log(times.at(order[0], at)))
-            for winner, at, share in zip(winners, times.tokens, shares, strict=True)
-        )
-
-    return cost(known) - cost(known | {cell})
-
-
-def _mean_log(ratios: Ratios) -> float:
-    logs = [ratio.log for (_, routing), ratio in ratios.items() if routing in ASKED]
-    return math.fsum(logs) / len(logs) if logs else 0.0

@@ -117,12 +117,11 @@ class Source:
     ) -> Measured:
         layer, cells = self.pack.layers[place], self.pack.cells
         wrong = dict(layer.wrong)
-        in_layer = {*wrong, *(row.cell for row in layer.rows)}
         notes: list[str] = []
         usable: dict[int, int] = {}
         for index in own:
             cell, scheme, rule = candidates[index]
-            known = [at for at in self._cells.get(cell_key(cell, scheme, rule), ()) if at in in_layer]
+            known = [at for at in self._cells.get(cell_key(cell, scheme, rule), ()) if at in layer.cells]
             changes = {at: cells[at].changes(cell, platform) for at in known}
             at = next((at for at in known if not changes[at]), None)
             if at is not None and at not in wrong:

@@ -61,7 +61,7 @@ def decide(
     candidates = _eligible(cells, problem, platform)
     decisions = rank((_judge(each, problem, platform, request, quarantine) for each in candidates), request)
     source = _source(decisions, request)
-    measurable = alike(decisions, request)
+    measurable = alike(decisions, request) if tuning.sources else []
     measured = tuning.order(problem, platform, [candidate_of(decision, platform) for decision in measurable])
     plan = tuple((most, measurable[place]) for most, place in measured.ranges)
     if plan:

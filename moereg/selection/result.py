@@ -256,6 +256,19 @@ class Selection(Choice[Decision]):
         return self.ranges or (((None, self.winner),) if self.winner else ())
 
     @property
+    def plan_text(self) -> str:
+        """The ranges as one line, such as `triton to 255 tokens, humming to 1024, triton above`; empty for one."""
+        if not self.ranges:
+            return ""
+        runs = {(one.backend, one.experts) for _, one in self.ranges}
+        is_told = len({backend for backend, _ in runs}) == len(runs)
+        names = [one.backend if is_told else one.experts for _, one in self.ranges]
+        limits = [f"to {most}" for most, _ in self.ranges[:-1]]
+        return ", ".join(
+            f"{name} {limit}" for name, limit in zip(names, [f"{limits[0]} tokens", *limits[1:], "above"], strict=True)
+        )
+
+    @property
     def fingerprint(self) -> str:
         """Equal on ranks that would run the same kernel for the same layer; a hexadecimal digest."""
         problem = self.problem.to_dict()
@@ -401,6 +414,7 @@ class Selection(Choice[Decision]):
             facts = f"{decision.rule}, computes {decision.computes}, priority {decision.priority}"
             about = f"{decision.backend} ({decision.experts}{decision.of_wheel}, {facts})"
             lines += decision.rows(about, decision is self.winner)
+        lines += [f"plan      {self.plan_text}"] if self.ranges else []
         return "\n".join([*lines, *(f"note      {notice}" for notice in self.notices)])
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from moereg.dispatch import explain_backends
 from moereg.evidence import ledger
 from moereg.evidence.ledger import Verification
+from moereg.measured.keys import machine_of
+from moereg.measured.pack import Pack, Session, TimedCell
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 from moereg.spec.reasons import REASON_CODES
 from tests.cli.command import SELECTION_KEYS, SIZES, Call, CallJson
+from tests.measured.packs import rows_of
 
 EXPLAIN_KEYS = [*SELECTION_KEYS, "verification"]
 DECISION_KEYS = ["backend", "experts", "rule", "computes", "accepted", "priority", "tier", "origin"]
@@ -214,3 +220,31 @@ def test_explain_says_whether_its_choice_was_verified(
     assert call(line)[1].splitlines()[-2] == changed
     assert call_json(line)[1]["verification"]["verified_on_platform"] is False
     assert call_json(f"explain {SIZES} --require triton --platform cpu")[1]["verification"] is None
+
+
+def test_what_packs_say_of_a_layer(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
+    selection = explain_backends(problem)
+    assert selection.winner is not None
+    platform, other = selection.platform, selection.decisions[1]
+    pack = Pack(machine_of(platform)).with_session(Session(1, "2026-11-23", "", "one"))
+    pack = pack.with_session(Session(2, "2026-11-24", "", "two"))
+    for decision in selection.decisions[:2]:
+        assert decision.cell is not None
+        assert decision.scheme is not None
+        rule = decision.cell.rule_for(platform)
+        assert rule is not None
+        pack, _ = pack.with_cell(TimedCell.of(decision.cell, decision.scheme, rule, platform, "canonical"))
+    logs = {1: {1: 0.1, 256: -0.117, 1024: -0.117, 4096: 0.2}}
+    pack = pack.with_rows(problem, 0, rows_of(logs, grid=(1, 256, 1024, 4096)))
+    (tmp_path / "tuning.json").write_text(pack.text())
+    monkeypatch.setenv("MOEREG_TUNING", str(tmp_path / "tuning.json"))
+    code, out, _ = call(f"explain {SIZES}")
+    assert code == 0
+    names = other.experts, selection.winner.experts
+    assert f"note: measured 2026-11-24: {names[0]} 11 % less than {names[1]} at 256-1024, two sessions\n" in out
+    plan = f"{names[1]} to 255 tokens, {names[0]} to 1024, {names[1]} above"
+    assert f"torch: chosen by measurement; {plan}\n" in out
+    code, out, _ = call(f"explain {SIZES} --deterministic")
+    assert code == 0
+    assert "note: untuned: the nearest measured layer has deterministic False, here True\n" in out

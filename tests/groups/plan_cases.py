@@ -28,8 +28,8 @@ def selection_for(problem: MoEProblem, way: str, ranges: Ranges) -> Selection:
     return plan_of(movement.experts_problem(movement.winner), ranges, platform_of(CPU))
 
 
-def by_tokens(rank: int, size: int, way: str, **changes: Any) -> dict[str, Any]:
-    """Up to 8 rows that arrive, and more."""
+def by_tokens(rank: int, size: int, way: str, most: int = 8, **changes: Any) -> dict[str, Any]:
+    """Up to so many rows that arrive, and more."""
     problem = problem_of(**changes)
     weights = numbers_of(problem)
     base = BatchedExperts if problem.activation_format == "batched" else FakeExperts
@@ -41,7 +41,7 @@ def by_tokens(rank: int, size: int, way: str, **changes: Any) -> dict[str, Any]:
         return kind
 
     few, many = noted("few"), noted("many")
-    selection = selection_for(problem, way, [(8, few), (None, many)])
+    selection = selection_for(problem, way, [(most, few), (None, many)])
     parts: dict[str, Any] = {"group": dist.group.WORLD, "prepare_finalize": way, "selection": selection}
     kernel = make_kernel(problem, share_of(weights, rank, size), **parts)
     one = make_kernel(problem_of(), weights)
@@ -68,8 +68,9 @@ class _Noting(list[int]):
 
 all_to_all = functools.partial(by_tokens, way="all_to_all")
 all_to_all_batched = functools.partial(by_tokens, way="all_to_all", activation_format="batched")
-all_gather = functools.partial(by_tokens, way="all_gather")
-low_latency = functools.partial(by_tokens, way="low_latency", activation_format="batched")
+# There is room for twice `MOST_TOKENS`.
+all_gather = functools.partial(by_tokens, way="all_gather", most=2 * MOST_TOKENS)
+low_latency = functools.partial(by_tokens, way="low_latency", most=2 * MOST_TOKENS, activation_format="batched")
 
 
 def float16_rows_of_two_kinds(rank: int, size: int) -> dict[str, Any]:

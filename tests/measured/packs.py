@@ -25,6 +25,7 @@ PROBLEM = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=
 NAMES = ("first", "second", "third", "fourth")
 ROUTINGS = ("uniform", "zipf", "one_set")
 GRID = (1, 4, 16, 64)
+LAYOUTS = ("canonical", "rows", "blocks")
 
 Logs = Mapping[int, float | Mapping[int, float]]
 """The logarithm of a cell's ratio for all numbers of tokens or for each, by its place in `NAMES`."""
@@ -34,7 +35,8 @@ def make_cells(names: Sequence[str] = NAMES, **keywords: Any) -> tuple[BackendCe
     """Cells of falling priority, whose classes all run everything."""
     registry = BackendRegistry()
     for place, name in enumerate(names):
-        kind = type(f"{name.capitalize()}Experts", (FakeExperts,), {})
+        layouts = {"layouts": LAYOUTS, "shared_layouts": LAYOUTS[1:]}
+        kind = type(f"{name.capitalize()}Experts", (FakeExperts,), layouts)
         given = {"requires": ("kernels>=1",), **keywords}
         register_moe_backend(
             name, 100 - place, ("unquantized", "int8_w8a16"), ("cpu", "cuda:sm90"), registry=registry, **given

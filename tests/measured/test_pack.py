@@ -26,7 +26,7 @@ from tests.measured.packs import GRID, HERE, PROBLEM, make_cells, pack_of, row, 
 
 CELLS = make_cells()
 PACK = dataclasses.replace(
-    pack_of(CELLS, rows_of({1: -0.2, 2: {4: 0.1}}), layouts={1: "blocked"}, wrong=[(3, "off by 0.5")]),
+    pack_of(CELLS, rows_of({1: -0.2, 2: {4: 0.1}}), layouts={1: "blocks"}, wrong=[(3, "off by 0.5")]),
     memory=((0, 2),),
 )
 
@@ -276,6 +276,8 @@ def test_a_cell_holds_while_code_versions_and_state_are_the_same() -> None:
     assert made.changes(cell, HERE) == ()
     assert dataclasses.replace(made, state="tuned").changes(cell, HERE) == ("state",)
     assert dataclasses.replace(made, digest="other").changes(cell, HERE) == ("code",)
+    assert dataclasses.replace(made, layout="rows").changes(cell, HERE) == ()
+    assert dataclasses.replace(made, layout="canonical").changes(cell, HERE) == ("layout",)
     newer = dataclasses.replace(HERE, versions={**HERE.versions, "kernels": "1.3"})
     assert made.changes(cell, newer) == ("kernels 1.2 -> 1.3",)
 

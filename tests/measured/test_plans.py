@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moereg.measured.pack import Row
-from moereg.measured.plans import LayerTimes, Ranges, best_for_all, saved, with_ranges
+from moereg.measured.plans import LayerTimes, Ranges, best_for_all, with_ranges
 from tests.measured.packs import ROUTINGS, row, rows_of
 
 EFFECTS = (-0.3, -0.12, -0.06, -0.04, -0.02, 0.0, 0.03, 0.2)
@@ -182,15 +182,19 @@ def test_a_cell_that_was_not_measured_everywhere_is_not_for_all() -> None:
     assert with_ranges(times, (0, 1), 0, {1}) == ((16, 1), (None, 0))
 
 
+def test_a_session_that_was_interrupted_says_nothing_of_all_tokens() -> None:
+    rows = rows_of({1: {1: -0.5, 4: -0.5, 16: -0.5, 64: 0.5}})
+    assert best_for_all(LayerTimes(tuple(rows), 0), (0, 1)) == 1
+    begun = [each for each in rows if each.session == 1 or each.tokens < 64]
+    assert best_for_all(LayerTimes(tuple(begun), 0), (0, 1)) == 0
+
+
 def test_ratios_are_to_the_first_in_order_where_the_default_is_denied() -> None:
     """Both are slower than the default, which does not count."""
     times = LayerTimes(tuple(rows_of({1: 0.5, 2: 0.3})), 0)
     assert best_for_all(times, (1, 2)) == 2
     assert best_for_all(times, (2, 1)) == 2
     assert best_for_all(times, (0, 1, 2)) == 0
-
-
-def test_what_memory_for_a_layout_saves() -> None:
-    times = LayerTimes(tuple(rows_of({1: {1: -0.5, 4: -0.5, 16: 0.5, 64: 0.5}, 2: 0.1})), 0)
-    assert saved(times, (0, 1, 2), 0, (), 1) == pytest.approx((1 - math.exp(-0.5)) / 2)
-    assert saved(times, (0, 1, 2), 0, (1,), 2) == 0.0
+    # Shares are of the time of the first too: 22 % more with few tokens and 10 % less with many are no gain.
+    times = LayerTimes(tuple(rows_of({1: {1: 0.0, 1000: 2.0}, 2: {1: 0.2, 1000: 1.9}}, grid=(1, 1000))), 0)
+    assert best_for_all(times, (1, 2)) == 1
