@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rich.console import Console
 from rich.text import Text
@@ -38,7 +38,7 @@ from moereg.measured.keys import machine_of, problem_key
 from moereg.measured.pack import Pack, Row, Session, TunedLayer, write_pack
 from moereg.measured.plans import LayerTimes, with_ranges
 from moereg.measured.read import VARIABLE, Measured, Source, tuning_path
-from moereg.measured.significance import ASKED, NUM_SESSIONS, Ratio, gains
+from moereg.measured.significance import ASKED, NUM_SESSIONS, gains
 from moereg.platforms import Platform
 from moereg.plugins.modules import own_modules
 from moereg.runtime.progress import duration
@@ -73,16 +73,6 @@ class Ended(Exception):
 
 class Unfinished(Exception):
     """The measuring stops before its end; running it again goes on."""
-
-
-class Measuring(Protocol):
-    """A fresh process that measures one layer."""
-
-    def ask(self, deadline: float, **request: Any) -> dict[str, Any]:
-        """Answers a request of `moereg.cli._tune_session`; raises Ended, or Unfinished at the deadline."""
-
-    def close(self) -> None:
-        """Ends the process."""
 
 
 class SessionProcess:
@@ -166,7 +156,7 @@ class SessionProcess:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What to measure.
+    """A layer, and where to measure it.
 
     Attributes:
         flags, checkpoint, layer: The layer, as options name it.
@@ -361,7 +351,7 @@ class Tuner:
         question: Question,
         platform: Platform,
         record: LayerRecord,
-        start: Callable[[], Measuring] = SessionProcess,
+        start: Callable[[], SessionProcess] = SessionProcess,
         deadline: float = math.inf,
         progress: Progress = lambda done, total, left: None,
     ) -> None:
@@ -401,11 +391,16 @@ class Tuner:
         return next_points(measured, question.counts, question.routings, self._winner)
 
     def _winner(self, tokens: int) -> int:
-        """The first session's winner, in indices of the pack's cells."""
+        """The first session's winner, by more than its noise, as an index of the pack's cells."""
         record = self._record
-        first = record.sessions[0]
-        rows = [row for row in record.rows if row.session == first and row.tokens == tokens]
-        return leader(rows, self._question.routings)
+        default, *others = map(record.index, record.participants)
+        times, first, best = LayerTimes(record.rows, default), record.sessions[0], default
+        for cell in others:
+            ratios = times.at(cell, tokens)
+            is_timed = any(session == first for session, _ in ratios)
+            if is_timed and gains(ratios, times.at(best, tokens), first):
+                best = cell
+        return best
 
     def _session(self, place: int) -> str:
         """Measures what a session lacks; returns why its times cannot be kept, or nothing."""
@@ -422,7 +417,7 @@ class Tuner:
                 process.close()
         return ""
 
-    def _sit(self, process: Measuring, place: int) -> str | None:
+    def _sit(self, process: SessionProcess, place: int) -> str | None:
         """Measures in one process; returns None if another one has to go on, else how the clock drifted."""
         record = self._record
         default = record.keys[0]
@@ -439,11 +434,11 @@ class Tuner:
                 return None
         return drifted(before, self._clocks(process))
 
-    def _clocks(self, process: Measuring) -> dict[str, int]:
+    def _clocks(self, process: SessionProcess) -> dict[str, int]:
         found: dict[str, int] = process.ask(self._deadline, clocks=True)["clocks"]
         return found
 
-    def _make(self, process: Measuring) -> None:
+    def _make(self, process: SessionProcess) -> None:
         """Makes the layer in a process; the first time it also finds out what is far behind."""
         record, question = self._record, self._question
         is_new = not record.rows
@@ -458,7 +453,7 @@ class Tuner:
             if found["stopped"]:
                 raise Ended(None, found["stopped"])
 
-    def _measure(self, process: Measuring, number: int, point: Point) -> bool:
+    def _measure(self, process: SessionProcess, number: int, point: Point) -> bool:
         """Measures one point and writes it; returns whether the process can go on."""
         record = self._record
         found = process.ask(self._deadline, point=point)
@@ -550,7 +545,7 @@ class TuneResult:
 
     @functools.cached_property
     def plan(self) -> Measured:
-        """What selection reads of the layer in the pack; its ranges have indices of `LayerRecord.keys`."""
+        """The plan that selection reads from the pack; its ranges have indices of `LayerRecord.keys`."""
         record = self.record
         if record is None:
             return Measured()
@@ -690,34 +685,12 @@ def _text(key: Key) -> str:
     return f"{key[0]} ({key[1]})"
 
 
-def leader(rows: Sequence[Row], routings: Sequence[str]) -> int:
-    """The fastest cell at one number of tokens in one session, if by more than its noise.
-
-    Args:
-        rows: Of one session and number of tokens.
-        routings: Those that are asked.
-
-    Returns:
-        Its index; -1 where none is faster than the default.
-    """
-    by_cell: dict[int, dict[tuple[int, str], Ratio]] = {}
-    for row in rows:
-        if row.routing in routings:
-            by_cell.setdefault(row.cell, {})[row.session, row.routing] = Ratio(row.log_ratio, row.half_width)
-    whole = {cell: ratios for cell, ratios in by_cell.items() if len(ratios) == len(routings)}
-    best, own = -1, {key: Ratio(0.0, 0.0) for ratios in whole.values() for key in ratios}
-    for cell, ratios in whole.items():
-        if gains(ratios, own, rows[0].session):
-            best, own = cell, ratios
-    return best
-
-
 def tune_layer(
     question: Question,
     seconds: float | None = None,
     refresh: bool = False,
     dry_run: bool = False,
-    start: Callable[[], Measuring] = SessionProcess,
+    start: Callable[[], SessionProcess] = SessionProcess,
 ) -> TuneResult:
     """Measures a layer into the user's pack.
 

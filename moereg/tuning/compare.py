@@ -89,7 +89,7 @@ class Measurement:
 
     @property
     def reason(self) -> str:
-        """What went wrong; empty if it passed and was timed."""
+        """The cause of a failure; empty if it passed and was timed."""
         if self.failure or self.damage or self.timing is not None:
             return self.failure or self.damage
         return f"wrong numbers: error {self.relative_error:.2e} > {self.tolerance:.1e}"

@@ -78,8 +78,6 @@ def next_points(
     wanted = first_points(counts, routings)
     # What a session has begun it ends: its own bisection, or the first one's.
     wanted += [Point(routing, tokens) for tokens in sorted({one.tokens for one in first}) for routing in routings]
-    if len(measured) > 1:
-        wanted += sorted(first, key=lambda point: point.tokens)
-    elif set(wanted) <= set(first):
+    if len(measured) == 1 and set(wanted) <= set(first):
         wanted = points_between(first, routings, winner)
     return [point for point in dict.fromkeys(wanted) if point not in last]

@@ -234,7 +234,7 @@ def test_version_and_help(call: Call) -> None:
     code, out, err = call("--help")
     assert (code, err) == (0, "")
     assert not re.search(r"\w\.\.\.", out)
-    for command in ("info", "models", "schemes", "explain", "run", "bench", "verify", "new-backend"):
+    for command in ("info", "models", "schemes", "explain", "run", "bench", "tune", "verify", "new-backend"):
         assert f"  {command} " in out
     assert "--num-local-experts" in call("run --help")[1]
     bench = call("bench --help")[1]

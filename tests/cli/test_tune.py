@@ -28,7 +28,6 @@ from moereg.cli._tune import (
     Question,
     TuneResult,
     Unfinished,
-    leader,
     parse_routings,
     parse_tokens,
     tune_layer,
@@ -363,25 +362,6 @@ def test_a_dry_run_measures_nothing(world: World, pack: Path, capsys: pytest.Cap
     text = " ".join(capsys.readouterr().out.split())
     assert "would measure: fake_default (Fake_Default)" in text
     assert "at 3 numbers of tokens up to 4 and more where the winner changes, in 2 sessions: 18 points" in text
-
-
-def row(cell: int, log_ratio: float, half_width: float = 0.001, routing: str = "uniform") -> Row:
-    return Row(1, cell, routing, 4, log_ratio, half_width, 1.0, 1.0, 1.0, 48, 0.1, False, 0)
-
-
-@pytest.mark.parametrize(
-    ("rows", "winner"),
-    [
-        ([row(0, 0.0, 0.0), row(1, -0.2)], 1),
-        ([row(0, 0.0, 0.0), row(1, -0.02)], -1),
-        ([row(0, 0.0, 0.0), row(1, -0.2, 0.3)], -1),
-        ([row(0, 0.0, 0.0), row(1, -0.2), row(2, -0.3)], 2),
-        ([row(0, 0.0, 0.0), row(1, -0.2), row(2, -0.21)], 1),
-        ([row(0, 0.0, 0.0), row(1, 0.2), row(1, -0.9, routing=GUARD)], -1),
-    ],
-)
-def test_the_leader_of_one_session(rows: list[Row], winner: int) -> None:
-    assert leader(rows, ["uniform"]) == winner
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from moereg.cli._info import collect_info, list_models, list_schemes
 from moereg.cli._new_backend import write_wheel
 from moereg.cli._options import Subject
 from moereg.cli._quantize import QuantizeResult, Question, SchemeRow
+from moereg.cli._tune import TuneResult
 from moereg.dispatch import explain_backends
 from moereg.evidence.provenance import provenance
 from moereg.layer.movement import explain_movements
@@ -34,6 +35,7 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
 from moereg.testing import CellName, Check, Outcome, Report, Result
 from moereg.tuning.over_ranks import NO_ROW
+from moereg.tuning.session import Entrants
 from tests.support.toml import tomllib
 
 ROOT: Final = Path(__file__).parents[2]
@@ -193,6 +195,10 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
         "a rectangle of it": info["ways"][0]["cells"][0],
         "a plugin": PluginStatus("", "", "", "", "loaded").to_dict(),
     }
+    tuned = TuneResult(
+        Subject(None, selection.problem), Platform("cpu"), Path(), None, Entrants(selection, None), (), ()
+    )
+    printed["tune"] = tuned.to_dict()
     text = " ".join(PAGE.read_text().split())
     for name, values in printed.items():
         (fields,) = re.findall(rf"(?:- `{name}`:|{name} is) `([^`]+)`", text)
