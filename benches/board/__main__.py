@@ -3,6 +3,7 @@
     python -m benches.board --json FILE [--seconds S] [--layers NAME ...] [--tokens N ...] [--routings R ...]
                             [--only PATTERN ...] [--deny PATTERN ...] [--no-opt-in] [--first-use]
                             [--rounds N] [--each S] [--list]
+    python -m benches.board --pack OUT FILE FILE...
 
 A row is one layer, scheme, routing and number of tokens; every backend that fits is in it. Its numbers are compared
 with the reference first, then calls are timed in turns (docs/measuring.md). The file is written after each row, so a
@@ -10,12 +11,14 @@ second run with the same file measures what is missing. What fails is in the row
 second process: a backend that crashes it, hangs or takes the device down is left out of the layer, and a new process
 goes on. moereg's own Triton kernels are compiled ahead, and their first calls have no time; with `--first-use` nothing
 is, so that first calls compare on a machine whose caches are empty. Exits with 1 where a backend failed or was wrong,
-and with 3 where nothing ran.
+and with 3 where nothing ran. `--pack` measures nothing: it writes the times of two boards or more, of one machine and
+commit, as a pack that selection reads (docs/tuning.md).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import pathlib
@@ -31,9 +34,12 @@ from packaging.requirements import Requirement
 from benches.board import variants
 from benches.board.layers import BoardLayer, layers_of
 from benches.board.measure import COMPILED_AHEAD, Limits, Lost, Marker, Wanted, measure_board, patterns
+from benches.board.pack import write_pack_of
 from benches.board.store import Board
 from benches.stored import instruction_set
 from moereg.evidence.provenance import provenance
+from moereg.measured.keys import machine_of
+from moereg.measured.pack import PackError
 from moereg.platforms import Platform
 from moereg.plugins.loader import current_platform, load_backends
 from moereg.tuning.inputs import ROUTINGS
@@ -48,6 +54,8 @@ _POLL_SECONDS: Final = 0.2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures in a second process; returns the exit code."""
     options = _parser().parse_args(arguments)
+    if options.pack:
+        return _pack(*options.pack)
     platform = current_platform()
     known = layers_of(platform.device_type)
     if options.list:
@@ -77,6 +85,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     supervise(measure, lambda: Board(options.json, _measured_on(platform, options)), running)
     running.unlink(missing_ok=True)
     return _exit_code(Board(options.json, _measured_on(platform, options)))
+
+
+def _pack(out: pathlib.Path, *paths: pathlib.Path) -> int:
+    try:
+        print(write_pack_of(out, paths))
+    except (ValueError, OSError, PackError) as error:
+        print(f"benches.board: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def supervise(measure: Callable[[], int], reopen: Callable[[], Board], running: pathlib.Path) -> None:
@@ -161,7 +178,8 @@ def _chosen(known: Sequence[BoardLayer], options: argparse.Namespace) -> list[Bo
 def _measured_on(platform: Platform, options: argparse.Namespace) -> dict[str, Any]:
     requires = {Requirement(text).name for cell in load_backends().cells for text in cell.requires}
     ahead = [] if options.first_use or platform.kind != "cuda" else list(COMPILED_AHEAD)
-    found = {**provenance(platform, {"torch", *requires}), "compiled_ahead": ahead}
+    machine = dataclasses.asdict(machine_of(platform))
+    found = {**provenance(platform, {"torch", *requires}), "compiled_ahead": ahead, "machine": machine}
     return found | ({"instruction_set": instruction_set()} if platform.kind == "cpu" else {})
 
 
@@ -188,6 +206,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="samples of each backend in a row, at most")
     parser.add_argument("--each", type=_positive, default=SECONDS, help="seconds for timing each backend in a row")
     parser.add_argument("--patience", type=_positive, default=240.0, help="seconds for one step of one backend")
+    parser.add_argument(
+        "--pack", nargs="+", type=pathlib.Path, metavar=("OUT", "FILE"), help="write a pack from two boards or more"
+    )
     parser.add_argument("--list", action="store_true", help="the layers and their rows")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser

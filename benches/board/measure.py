@@ -12,7 +12,7 @@ import pathlib
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -30,7 +30,7 @@ from moereg.spec.problem import MoEProblem
 from moereg.tuning.compare import Comparison, Measurement
 from moereg.tuning.inputs import random_weights
 from moereg.tuning.roofline import Ceilings, expert_bytes, measure_ceilings
-from moereg.tuning.session import LayerSession, entrants
+from moereg.tuning.session import LayerSession, entrants, row_values, timed_cell
 from moereg.tuning.timing import ROUNDS, SECONDS
 from moereg.weights.permuted import ExpertWeights
 
@@ -234,6 +234,7 @@ def _measure_layer(
     def make_weights() -> ExpertWeights:
         return random_weights(problem, torch.Generator().manual_seed(0), device)
 
+    cells = {one: board.add_cell(timed_cell(one, platform)) for one in taking_part.selection.decisions}
     session = LayerSession(taking_part.selection, make_weights, device, 0, points, watch=marker.watch)
     comparison = session.comparison
     for point in points:
@@ -242,7 +243,7 @@ def _measure_layer(
         before = clocks(platform)
         found = session.measure(point, limits.rounds, limits.each_seconds, ceilings)
         _give_up_if_lost(board, layer, comparison, marker)
-        row = _row(found, comparison, taking_part, compiled_ahead(board.document))
+        row = _row(found, comparison, taking_part, compiled_ahead(board.document), cells)
         if before:
             row["clocks"] = [before["clocks"], clocks(platform)["clocks"]]
         board.add(layer, point, row)
@@ -259,13 +260,23 @@ def _give_up_if_lost(board: Board, layer: BoardLayer, comparison: Comparison, ma
     raise Lost(str(comparison.stopped))
 
 
-def _row(found: Sequence[Measurement], comparison: Comparison, taking_part: _Entrants, ahead: Collection[str]) -> Row:
+def _row(
+    found: Sequence[Measurement],
+    comparison: Comparison,
+    taking_part: _Entrants,
+    ahead: Collection[str],
+    cells: Mapping[Decision, int],
+) -> Row:
     default = taking_part.default
+    beside = next((one for one in found if one.decision == default), None)
     return {
         "roofline_us": found[0].roofline_us,
         "default": default and {"backend": default.backend, "experts": default.experts, "computes": default.computes},
         "results": [
-            *({**_identity(one.decision), **_result(one, comparison, ahead)} for one in found),
+            *(
+                {**_identity(one.decision), **_result(one, beside, comparison, ahead), "cell": cells[one.decision]}
+                for one in found
+            ),
             *({**_identity(decision), "time_us": None, "failure": reason} for decision, reason in taking_part.excluded),
         ],
     }
@@ -282,8 +293,13 @@ def _identity(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _result(one: Measurement, comparison: Comparison, ahead: Collection[str]) -> dict[str, Any]:
+def _result(
+    one: Measurement, default: Measurement | None, comparison: Comparison, ahead: Collection[str]
+) -> dict[str, Any]:
+    found = row_values(one, default, comparison) or {}
     return {
+        **{name: found.get(name) for name in ("log_ratio", "half_width", "rounds", "graph", "permuted_bytes")},
+        "is_wrong": one.is_culprit and not one.lacks_memory,
         "time_us": one.time_us,
         "p10_us": one.timing.p10_us if one.timing else math.nan,
         "p90_us": one.timing.p90_us if one.timing else math.nan,

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import pathlib
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from benches.board.layers import BoardLayer, Point
+from moereg.measured.pack import TimedCell
 
 __all__ = ["SCHEMA", "Board", "OtherRunError", "Row"]
 
 SCHEMA: Final = 1
 # What has to be equal where a file is continued.
-_SAME: Final = ("device", "platform", "versions", "commit", "compiled_ahead")
+_SAME: Final = ("device", "platform", "versions", "commit", "compiled_ahead", "machine")
 
 Row = dict[str, Any]
 
@@ -29,8 +32,8 @@ class Board:
 
     Attributes:
         document: What the file holds. `rows` are the measured ones; `layers` has for each layer its problem, the
-            default and why backends do not fit; `out` lists candidates that took the process down; `left_out` the rows
-            that are missing.
+            default and why backends do not fit; `cells` those that results name by index; `out` lists candidates that
+            took the process down; `left_out` the rows that are missing. `process` is random: the file is a session.
     """
 
     def __init__(self, path: pathlib.Path, measured_on: Mapping[str, Any]) -> None:
@@ -38,7 +41,8 @@ class Board:
 
         Args:
             path: Written after each change, by way of a second file beside it.
-            measured_on: As `provenance` makes it, and `compiled_ahead`, the backends whose first calls compile nothing.
+            measured_on: As `provenance` makes it, `machine` as packs have it, and `compiled_ahead`, the backends whose
+                first calls compile nothing.
 
         Raises:
             OtherRunError: The file is of another machine, other versions or another commit, or no board.
@@ -47,8 +51,10 @@ class Board:
         self.document: dict[str, Any] = {
             "schema": SCHEMA,
             **measured_on,
+            "process": secrets.token_hex(4),
             "ceilings": {},
             "seconds": 0.0,
+            "cells": [],
             "layers": {},
             "out": [],
             "left_out": [],
@@ -60,7 +66,7 @@ class Board:
     def _continue(self, measured_on: Mapping[str, Any]) -> None:
         try:
             found = json.loads(self._path.read_text(encoding="utf-8"))
-            is_board = found["schema"] == SCHEMA and set(self.document) <= set(found)
+            is_board = found["schema"] == SCHEMA and {"layers", "out", "left_out", "rows"} <= set(found)
         except (ValueError, KeyError, TypeError):
             is_board = False
         if not is_board:
@@ -100,6 +106,13 @@ class Board:
             for point in self.missing(layer)
         ]
         self.save()
+
+    def add_cell(self, cell: TimedCell) -> int:
+        """The index of a cell in `cells`, to which it is added if it is new."""
+        cells, values = self.document["cells"], json.loads(json.dumps(dataclasses.asdict(cell)))
+        if values not in cells:
+            cells.append(values)
+        return int(cells.index(values))
 
     def put_out(self, layer: str, backend: str, experts: str, reason: str) -> None:
         """Excludes a candidate that took the process down, from its layer; from all once two layers have lost it."""

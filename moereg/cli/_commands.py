@@ -225,6 +225,24 @@ def tune(
 
 
 @command(
+    layer="Of the checkpoint; all with experts if left out.",
+    histogram="Calls by number of tokens in a JSON file, as kernel.token_histogram() returns them.",
+    fail_above=option("Exit with 1 if a layer loses more percent, or is not measured.", min=0),
+)
+def regret(
+    flags: ProblemFlags,
+    checkpoint: Path | None = None,
+    layer: int | None = None,
+    histogram: Path | None = None,
+    fail_above: float | None = None,
+) -> Shown:
+    """Show what the choice loses against the fastest measured."""
+    from moereg.cli._regret import compare_choices
+
+    return compare_choices(flags, checkpoint, layer, histogram, fail_above)
+
+
+@command(
     checkpoint="The checkpoint, a directory or a name in the Hub's cache; it is only read.",
     layer="Compare on this layer, the first with experts if left out. With --out, quantize it alone; all if left out.",
     quant=schemes_of("Schemes to compare: int4_w4a16_g128 or a,b or int4_*; all that fit if left out."),

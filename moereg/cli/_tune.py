@@ -35,7 +35,7 @@ from moereg.errors import ArgumentError, BackendError, TooLargeError, one_line, 
 from moereg.evidence.provenance import provenance
 from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
 from moereg.measured.keys import machine_of, problem_key
-from moereg.measured.pack import Pack, Row, Session, TimedCell, TunedLayer, write_pack
+from moereg.measured.pack import Pack, Row, Session, TunedLayer, write_pack
 from moereg.measured.plans import LayerTimes, with_ranges
 from moereg.measured.read import VARIABLE, Measured, Source, tuning_path
 from moereg.measured.significance import ASKED, NUM_SESSIONS, gains
@@ -43,11 +43,12 @@ from moereg.platforms import Platform
 from moereg.plugins.modules import own_modules
 from moereg.runtime.progress import duration
 from moereg.runtime.python_process import python_command
+from moereg.selection.decide import candidate_of
 from moereg.selection.result import SCHEMA, Decision
 from moereg.spec.problem import MoEProblem
 from moereg.tuning.compare import IN_TURNS
 from moereg.tuning.points import GUARD, Point, first_points, next_points, token_grid
-from moereg.tuning.session import BEHIND, Entrants, Key, candidate_of, drifted, entrants, key_of
+from moereg.tuning.session import BEHIND, Entrants, Key, drifted, entrants, key_of, timed_cell
 from moereg.tuning.timing import ROUNDS, SECONDS
 
 _GPU_TOKENS: Final = 8192
@@ -202,10 +203,7 @@ class LayerRecord:
         self._problem: Final = problem
         self._machine: Final = machine_of(platform)
         self._decisions: Final = {key_of(one, platform): one for one in found.decisions}
-        self._cells: Final = {
-            key: TimedCell.of(*candidate_of(one, platform), platform, _shared_layout(one))
-            for key, one in self._decisions.items()
-        }
+        self._cells: Final = {key: timed_cell(one, platform) for key, one in self._decisions.items()}
         self._indices: dict[Key, int] = {}
         self.pack = self._change(lambda pack: self._emptied(pack) if refresh else pack)
         known = {*self.participants, *self.left_out}
@@ -339,13 +337,6 @@ class LayerRecord:
             return dataclasses.replace(pack, layers=layers, sessions=kept)
 
         self.pack = self._change(without)
-
-
-def _shared_layout(decision: Decision) -> str:
-    """The layout that other classes read too, if the class has no other one that it might take for a layer."""
-    assert decision.cell is not None
-    experts = decision.cell.experts
-    return experts.layouts[0] if experts.layouts == experts.shared_layouts else ""
 
 
 Progress = Callable[[int, int, float | None], object]

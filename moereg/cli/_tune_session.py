@@ -16,13 +16,12 @@ from typing import Any, Final
 from moereg.cli._bench import build_layer, check_run_fits, layer_device, platform_at_hand
 from moereg.cli._options import ProblemFlags, find_subject
 from moereg.errors import MoeregError, TooLargeError
-from moereg.measured.pairs import paired
 from moereg.plugins.modules import import_modules
 from moereg.selection.result import Decision
 from moereg.tuning.compare import Measurement
 from moereg.tuning.inputs import num_calls
 from moereg.tuning.points import Point
-from moereg.tuning.session import Entrants, Key, LayerSession, entrants, key_of
+from moereg.tuning.session import Entrants, Key, LayerSession, entrants, key_of, row_values
 
 
 class _Server:
@@ -103,29 +102,9 @@ class _Server:
         return {**found, "wrong": wrong, "stopped": str(session.comparison.stopped or "")}
 
     def _rows(self, measured: list[Measurement], session: LayerSession) -> list[dict[str, Any]]:
-        default = next((row.timing for row in measured if row.decision == self._default), None)
-        rows = []
-        for row in measured:
-            timing = row.timing
-            if default is None or timing is None:
-                continue
-            is_default = row.decision == self._default
-            ratio, width = (0.0, 0.0) if is_default else paired(default.samples_us, timing.samples_us)
-            rows.append(
-                {
-                    "cell": self._key(row.decision),
-                    "log_ratio": ratio,
-                    "half_width": width,
-                    "median_us": timing.median_us,
-                    "p10_us": timing.p10_us,
-                    "p90_us": timing.p90_us,
-                    "rounds": min(len(default.samples_us), len(timing.samples_us)),
-                    "error": row.relative_error / row.tolerance,
-                    "graph": row.graph,
-                    "permuted_bytes": session.comparison.permuted_bytes(row.decision),
-                }
-            )
-        return rows
+        default = next((row for row in measured if row.decision == self._default), None)
+        values = {self._key(row.decision): row_values(row, default, session.comparison) for row in measured}
+        return [{"cell": key, **found} for key, found in values.items() if found is not None]
 
     def _key(self, decision: Decision) -> Key:
         return key_of(decision, self._platform)

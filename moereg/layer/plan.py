@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -11,15 +12,16 @@ import torch
 from moereg._version import __version__
 from moereg.arguments import check_instance
 from moereg.dispatch import platform_of, select_backend
-from moereg.errors import ArgumentError, UnsupportedProblemError
+from moereg.errors import ArgumentError, MoeregWarning, UnsupportedProblemError
 from moereg.evidence.code_digest import class_digest
 from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.movement import MovementDecision, MovementSelection, problem_of_rank, select_movement
 from moereg.layer.ranges import check_plan
 from moereg.prepare_finalize import Group, GroupPrepareFinalize, PrepareFinalize, resolve_prepare_finalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
-from moereg.prepare_finalize.ranks_agree import agree
+from moereg.prepare_finalize.ranks_agree import agree, differences
 from moereg.prepare_finalize.wire import CodedWire, PlainWire, Wire, wire_scheme
+from moereg.selection.decide import unmeasured
 from moereg.selection.request import WayNames
 from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
@@ -30,6 +32,16 @@ Movement = PrepareFinalize | MovementSelection | WayNames
 
 _OF_ONE_RANK: Final = ("num_local_experts", "max_num_tokens")
 """Problem fields that may differ between ranks."""
+
+
+_UNLIKE: Final = (
+    "ranks of a group must choose alike, and by their measured times would run {}: all of them choose without measured "
+    "times; give every rank the same pack (MOEREG_TUNING)"
+)
+
+
+class RanksMeasuredWarning(MoeregWarning):
+    """Ranks of a group have packs that choose differently, so none of them uses its own."""
 
 
 class Asked(NamedTuple):
@@ -66,7 +78,8 @@ def plan_layer(
 ) -> Plan:
     """Plans a layer with all ranks of a group, each of which has to call it. Arguments as in `make_kernel`.
 
-    Ranks exchange twice, even if one of them fails: first their arguments, then their choices.
+    Ranks exchange three times, even if one of them fails: their arguments, what each would choose, and their choices.
+    They run one plan: if measured times make their choices differ, all of them choose without.
 
     Raises:
         RanksDifferError: Ranks differ, or another one could not continue.
@@ -92,13 +105,30 @@ def plan_layer(
     number = 1 + max(made for _, made in known)
     group.add_layer(number, f"E{problem.num_experts} H{problem.hidden_size} I{problem.intermediate_size}")
     plan, said = None, {}
+    # The experts see one part of a call at a time.
+    most = problem.max_num_tokens
+    part = dataclasses.replace(problem, max_num_tokens=None if most is None else -(-most // num_batches))
     try:
         if placement is None:
             placement = _placement_of(maps, problem.num_experts)
-        # The experts see one part of a call at a time.
-        most = problem.max_num_tokens
-        part = dataclasses.replace(problem, max_num_tokens=None if most is None else -(-most // num_batches))
         plan, said = _chosen(part, group, placement, device, selection, asked.prepare_finalize)
+    except Exception as raised:
+        error = raised
+    known = agree(group, "what they would choose", {}, error, (said, plan.selection.measured if plan else ""))
+    assert plan is not None
+    assert placement is not None
+    digests = [digest for _, digest in known]
+    try:
+        differing = differences([fields for fields, _ in known])
+        if differing and any(digests):
+            warnings.warn(_UNLIKE.format(differing[0]), RanksMeasuredWarning, stacklevel=2)
+            notice = "the measured times are not used: by theirs, ranks of the group would choose differently"
+            selection = unmeasured(plan.selection)
+            selection = dataclasses.replace(selection, notices=(*selection.notices, notice))
+            plan, said = _chosen(part, group, placement, device, selection, asked.prepare_finalize)
+        elif any(digests):
+            # Times of other digests that choose the same plan; the fingerprints of ranks are equal.
+            plan = dataclasses.replace(plan, selection=dataclasses.replace(plan.selection, measured=digests[0]))
         plan = dataclasses.replace(plan, problem=problem)
         if isinstance(plan.prepare_finalize, GroupPrepareFinalize):
             plan.prepare_finalize.num_batches = num_batches
@@ -106,7 +136,6 @@ def plan_layer(
     except Exception as raised:
         error = raised
     agree(group, "what they chose", said, error)
-    assert plan is not None
     return plan
 
 

@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import importlib_metadata
 from packaging.utils import canonicalize_name
@@ -41,6 +41,18 @@ Candidate = tuple[BackendCell, QuantScheme, PlatformRule]
 """A cell that fits, the scheme that it would compute, and the rule by which it may run."""
 
 
+class LayerOfPack(NamedTuple):
+    """A layer's times that are valid now.
+
+    Attributes:
+        times: The times.
+        cells: Indices of candidates by those of their cells in the pack.
+    """
+
+    times: LayerTimes
+    cells: Mapping[int, int]
+
+
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """What packs say of a layer.
@@ -50,12 +62,14 @@ class Measured:
         note: One line on the choice; empty without one.
         notes: What is not used and why, one line each.
         digest: Of the times that chose; empty without a choice.
+        layer: The times that chose, or the first that are valid where there are too few of them; None without.
     """
 
     ranges: Ranges = ()
     note: str = ""
     notes: tuple[str, ...] = ()
     digest: str = ""
+    layer: LayerOfPack | None = None
 
 
 class Source:
@@ -93,24 +107,20 @@ class Source:
         places = self._layers.get(key_text(key), ())
         if not places:
             return self._unused(*_nearest(self.pack, key))
-        notes: list[str] = []
-        for layer in places:
-            found = self._of_layer(layer, [candidates[place] for place in own], platform)
-            notes += found.notes
-            if found.ranges:
-                ranges = tuple((most, own[place]) for most, place in found.ranges)
-                return dataclasses.replace(found, ranges=ranges, notes=tuple(notes))
-        return Measured(notes=tuple(notes))
+        return _first(self._of_layer(place, candidates, own, platform) for place in places)
 
     def _unused(self, *notes: str) -> Measured:
         return Measured(notes=notes if self.is_users else ())
 
-    def _of_layer(self, place: int, candidates: Sequence[Candidate], platform: Platform) -> Measured:
+    def _of_layer(
+        self, place: int, candidates: Sequence[Candidate], own: Sequence[int], platform: Platform
+    ) -> Measured:
         layer, cells = self.pack.layers[place], self.pack.cells
         wrong = dict(layer.wrong)
         notes: list[str] = []
         usable: dict[int, int] = {}
-        for index, (cell, scheme, rule) in enumerate(candidates):
+        for index in own:
+            cell, scheme, rule = candidates[index]
             known = [at for at in self._cells.get(cell_key(cell, scheme, rule), ()) if at in layer.cells]
             changes = {at: cells[at].changes(cell, platform) for at in known}
             at = next((at for at in known if not changes[at]), None)
@@ -131,7 +141,8 @@ class Source:
         if plan is None:
             plan = self._plans[place, order] = _plan(self.pack, place, order)
         ranges = tuple((most, usable[at]) for most, at in plan.ranges)
-        return dataclasses.replace(plan, ranges=ranges, notes=(*notes, *plan.notes))
+        found = LayerOfPack(LayerTimes(layer.rows, layer.default), usable)
+        return dataclasses.replace(plan, ranges=ranges, notes=(*notes, *plan.notes), layer=found)
 
 
 class Tuning:
@@ -148,13 +159,20 @@ class Tuning:
             platform: The machine; packs have nothing to say of one that is only named.
             candidates: What fits, in the order of static priority, among which a request has no preference.
         """
-        notes: list[str] = []
-        for source in self.sources if platform.probed and candidates else ():
-            found = source.order(problem, platform, candidates)
-            notes += found.notes
-            if found.ranges:
-                return dataclasses.replace(found, notes=tuple(notes))
-        return Measured(notes=tuple(notes))
+        sources = self.sources if platform.probed and candidates else ()
+        return _first(source.order(problem, platform, candidates) for source in sources)
+
+
+def _first(found: Iterable[Measured]) -> Measured:
+    """The first one that chooses, else the first with times; with the notes of those before it."""
+    notes: list[str] = []
+    layer = None
+    for one in found:
+        notes += one.notes
+        layer = layer or one.layer
+        if one.ranges:
+            return dataclasses.replace(one, notes=tuple(notes))
+    return Measured(notes=tuple(notes), layer=layer)
 
 
 UNTUNED: Final = Tuning()

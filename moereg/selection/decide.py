@@ -9,10 +9,12 @@ looked up. Names no backend, architecture or scheme.
         judge_cell          those that a token dispatcher can have too
       rank                  accepted before rejected, wishes before priorities
       Tuning.order          the measured order of those that are alike to the request
+    unmeasured              the same without what was measured
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -58,13 +60,10 @@ def decide(
     cells = tuple(cells)
     candidates = _eligible(cells, problem, platform)
     decisions = rank((_judge(each, problem, platform, request, quarantine) for each in candidates), request)
-    source = None
-    if decisions and decisions[0].accepted:
-        is_preferred = request.wish(decisions[0].backend).preferred < math.inf
-        source = "required" if request.require else "preferred" if is_preferred else "priority"
-    alike = _alike(decisions, request) if tuning.sources else []
-    measured = tuning.order(problem, platform, [_candidate(decision, platform) for decision in alike])
-    plan = tuple((most, alike[place]) for most, place in measured.ranges)
+    source = _source(decisions, request)
+    measurable = alike(decisions, request) if tuning.sources else []
+    measured = tuning.order(problem, platform, [candidate_of(decision, platform) for decision in measurable])
+    plan = tuple((most, measurable[place]) for most, place in measured.ranges)
     if plan:
         best, source = plan[-1][1], "measured"
         decisions = (best, *(decision for decision in decisions if decision is not best))
@@ -73,7 +72,22 @@ def decide(
     return Selection(problem, platform, request, decisions, source, notices, ranges, measured.digest)
 
 
-def _alike(decisions: Sequence[Decision], request: Request) -> list[Decision]:
+def unmeasured(selection: Selection) -> Selection:
+    """The selection by the request and priority alone, whatever was measured."""
+    decisions = rank(selection.decisions, selection.request)
+    source = _source(decisions, selection.request)
+    return dataclasses.replace(selection, decisions=decisions, source=source, ranges=(), measured="")
+
+
+def _source(decisions: Sequence[Decision], request: Request) -> str | None:
+    """Why the first decision wins where nothing was measured."""
+    if not decisions or not decisions[0].accepted:
+        return None
+    is_preferred = request.wish(decisions[0].backend).preferred < math.inf
+    return "required" if request.require else "preferred" if is_preferred else "priority"
+
+
+def alike(decisions: Sequence[Decision], request: Request) -> list[Decision]:
     """The accepted decisions that the request and their tiers do not tell from the first."""
 
     def told(decision: Decision) -> tuple[object, ...]:
@@ -83,7 +97,8 @@ def _alike(decisions: Sequence[Decision], request: Request) -> list[Decision]:
     return [each for each in decisions if each.accepted and told(each) == told(decisions[0])]
 
 
-def _candidate(accepted: Decision, platform: Platform) -> tuple[BackendCell, QuantScheme, PlatformRule]:
+def candidate_of(accepted: Decision, platform: Platform) -> tuple[BackendCell, QuantScheme, PlatformRule]:
+    """An accepted candidate as packs know it."""
     cell, scheme = accepted.cell, accepted.scheme
     rule = cell.rule_for(platform) if cell is not None else None
     assert cell is not None and scheme is not None and rule is not None, "it was accepted"

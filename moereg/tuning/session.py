@@ -18,11 +18,12 @@ import torch
 from moereg.evidence.on_machine import cell_key
 from moereg.evidence.provenance import clocks
 from moereg.evidence.quarantine import QUARANTINE
-from moereg.measured.read import Candidate
+from moereg.measured.pack import TimedCell
+from moereg.measured.pairs import paired
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
 from moereg.plugins.loader import load_backends, missing_backend
-from moereg.selection.decide import decide, rank
+from moereg.selection.decide import candidate_of, decide, rank
 from moereg.selection.request import Request
 from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
@@ -91,17 +92,37 @@ def entrants(
     return Entrants(dataclasses.replace(asked, decisions=(*ordered, *rejected)), next(iter(ordered), None))
 
 
-def candidate_of(decision: Decision, platform: Platform) -> Candidate:
-    """An accepted candidate as packs know it."""
-    cell, scheme = decision.cell, decision.scheme
-    rule = None if cell is None else cell.rule_for(platform)
-    assert cell is not None and scheme is not None and rule is not None
-    return cell, scheme, rule
-
-
 def key_of(decision: Decision, platform: Platform) -> Key:
     """The key of an accepted candidate."""
     return cell_key(*candidate_of(decision, platform))
+
+
+def timed_cell(decision: Decision, platform: Platform) -> TimedCell:
+    """An accepted candidate as it is measured here now."""
+    cell, scheme, rule = candidate_of(decision, platform)
+    # A class that may take other layouts too, depending on the layer, names none.
+    experts = cell.experts
+    layout = experts.layouts[0] if experts.layouts == experts.shared_layouts else ""
+    return TimedCell.of(cell, scheme, rule, platform, layout)
+
+
+def row_values(one: Measurement, default: Measurement | None, comparison: Comparison) -> dict[str, Any] | None:
+    """A measurement as values of a pack's row, but for its place; None if it or the default has too few samples."""
+    own, base = one.timing, default and default.timing
+    if own is None or base is None or min(len(own.samples_us), len(base.samples_us)) < 2:
+        return None
+    ratio, width = (0.0, 0.0) if one is default else paired(base.samples_us, own.samples_us)
+    return {
+        "log_ratio": ratio,
+        "half_width": width,
+        "median_us": own.median_us,
+        "p10_us": own.p10_us,
+        "p90_us": own.p90_us,
+        "rounds": min(len(base.samples_us), len(own.samples_us)),
+        "error": one.relative_error / one.tolerance,
+        "graph": one.graph,
+        "permuted_bytes": comparison.permuted_bytes(one.decision),
+    }
 
 
 class LayerSession:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from moereg.measured.keys import machine_of
-from moereg.measured.pack import Pack, Row, Session, TimedCell
+from moereg.measured.pack import Pack, Row, Session, TimedCell, write_pack
 from moereg.measured.read import Source, Tuning
 from moereg.platforms import Platform
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
-from moereg.selection.decide import decide
+from moereg.selection.decide import candidate_of, decide
 from moereg.selection.request import Request
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
@@ -86,6 +88,28 @@ def pack_of(
         timed = TimedCell.of(cell, scheme, rule, HERE, (layouts or {}).get(place, ""))
         pack, _ = pack.with_cell(timed)
     return pack.with_rows(problem, 0, rows, wrong)
+
+
+def write_here(
+    path: Path,
+    selection: Selection,
+    names: Sequence[str],
+    rows: Iterable[Row],
+    layouts: Sequence[str] = (),
+) -> None:
+    """Writes a pack of this machine in which backends of a selection have their own indices, the default first."""
+    platform, by_name = selection.platform, {one.backend: one for one in selection.decisions}
+    rows = list(rows)
+
+    def measured(pack: Pack) -> Pack:
+        for number in sorted({each.session for each in rows}):
+            pack = pack.with_session(Session(number, "2026-11-28", "", f"process {number}"))
+        for name, layout in itertools.zip_longest(names, layouts, fillvalue=""):
+            timed = TimedCell.of(*candidate_of(by_name[name], platform), platform, layout)
+            pack, _ = pack.with_cell(timed)
+        return pack.with_rows(selection.problem, 0, rows)
+
+    write_pack(path, machine_of(platform), measured, is_new=True)
 
 
 def choose(

@@ -1,0 +1,127 @@
+"""Writes a pack of measured times from stored boards, each of which is a session."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from benches import stored
+from benches.board.variants import UNTUNED
+from moereg.errors import MoeregError
+from moereg.measured.keys import Machine
+from moereg.measured.pack import Pack, Row, Session, TimedCell, write_pack
+from moereg.measured.significance import NUM_SESSIONS
+from moereg.plugins.loader import load_backends
+from moereg.spec.problem import MoEProblem
+from moereg.tuning.session import drifted
+
+__all__ = ["write_pack_of"]
+
+_OF_A_SESSION: Final = ("machine", "process", "cells")
+_OF_A_RESULT: Final = ("log_ratio", "half_width", "rounds", "graph", "permuted_bytes", "is_wrong", "cell")
+
+Document = Mapping[str, Any]
+
+
+def write_pack_of(out: pathlib.Path, paths: Sequence[pathlib.Path]) -> str:
+    """Writes a new pack; returns a line that says what is in it.
+
+    Args:
+        out: The file, written over.
+        paths: Stored boards, measured one after the other by processes of their own.
+
+    Raises:
+        ValueError: There are too few, or one is not a session or was measured elsewhere; names the file.
+        PackError: The file cannot be written.
+    """
+    load_backends()  # Problems may have schemes of wheels.
+    boards = {path: stored.read(path) for path in paths}
+    if len(boards) < NUM_SESSIONS:
+        raise ValueError(f"--pack takes at least {NUM_SESSIONS} boards, since one chooses nothing, got {len(boards)}")
+    for path, board in boards.items():
+        _check(path, board)
+    first, *others = boards
+    for path in others:
+        for key in ("machine", "commit"):
+            if boards[path][key] != boards[first][key]:
+                raise ValueError(
+                    f"--pack takes boards of one machine and commit, and the {key} of {path} is {boards[path][key]!r}, "
+                    f"of {first} {boards[first][key]!r}; measure both alike"
+                )
+    if len({board["process"] for board in boards.values()}) < len(boards):
+        raise ValueError("--pack takes sessions of their own, got one process twice; measure again into another file")
+
+    def written(pack: Pack) -> Pack:
+        for path, board in boards.items():
+            try:
+                pack = _with_board(pack, board)
+            except MoeregError as error:
+                raise ValueError(f"{path}: {error}") from error
+        return pack
+
+    pack = write_pack(out, Machine.from_dict(boards[first]["machine"]), written, is_new=True)
+    num_rows = sum(len(layer.rows) for layer in pack.layers)
+    return f"{out}: {num_rows} rows of {len(pack.layers)} layers in {len(boards)} sessions on {pack.machine.device}"
+
+
+def _check(path: pathlib.Path, board: Document) -> None:
+    lacking = [key for key in _OF_A_SESSION if key not in board]
+    lacking += [key for key in _OF_A_RESULT if any(key not in one for one in _timed(board))]
+    if lacking:
+        raise ValueError(
+            f"--pack takes boards that are sessions, and {path} lacks {', '.join(dict.fromkeys(lacking))}; measure it "
+            "again: python -m benches.board --json FILE"
+        )
+    clocks = [row["clocks"][1] for row in board["rows"] if row.get("clocks")]
+    if clocks and (drift := drifted(clocks[0], clocks[-1])):
+        raise ValueError(f"{path}: {drift}; measure it again on an idle machine")
+
+
+def _timed(board: Document) -> Iterator[Document]:
+    return (one for row in board["rows"] for one in row["results"] if one["failure"] is None)
+
+
+def _with_board(pack: Pack, board: Document) -> Pack:
+    number = pack.next_session
+    session = Session(number, board["date"], board["commit"], board["process"], board.get("clocks", {}))
+    pack = pack.with_session(session)
+    indices = []
+    for cell in board["cells"]:
+        pack, index = pack.with_cell(TimedCell.from_dict(cell))
+        indices.append(index)
+    problems = {(one["layer"], one["scheme"]): one["problem"] for one in board["layers"].values()}
+    for row in board["rows"]:
+        # Those that only boards have are nobody's choice; those that did not take part have no cell.
+        results = [one for one in row["results"] if "cell" in one and UNTUNED not in one["backend"]]
+        default = next((one for one in results if one["log_ratio"] is not None and _is_default(one, row)), None)
+        if default is None:
+            continue
+        problem = MoEProblem.from_dict(problems[row["layer"], row["scheme"]])
+        place = number, row["routing"], row["tokens"]
+        rows = [_row(one, indices[one["cell"]], *place) for one in results if one["log_ratio"] is not None]
+        wrong = [(indices[one["cell"]], one["failure"]) for one in results if one["is_wrong"]]
+        pack = pack.with_rows(problem, indices[default["cell"]], rows, wrong)
+    return pack
+
+
+def _is_default(one: Document, row: Document) -> bool:
+    return all(one[key] == row["default"][key] for key in ("backend", "experts", "computes"))
+
+
+def _row(one: Document, cell: int, session: int, routing: str, tokens: int) -> Row:
+    return Row(
+        session=session,
+        cell=cell,
+        routing=routing,
+        tokens=tokens,
+        log_ratio=one["log_ratio"],
+        half_width=one["half_width"],
+        median_us=one["time_us"],
+        p10_us=one["p10_us"],
+        p90_us=one["p90_us"],
+        rounds=one["rounds"],
+        error=one["relative_error"] / one["tolerance"],
+        graph=one["graph"],
+        permuted_bytes=one["permuted_bytes"],
+    )
