@@ -15,6 +15,7 @@ from typing import Final
 
 from moereg.arguments import takes
 from moereg.errors import MoeregWarning, UnsupportedProblemError
+from moereg.evidence.admission import ADMITTED
 from moereg.evidence.quarantine import QUARANTINE
 from moereg.platforms import Platform
 from moereg.plugins.loader import load_backends, missing_backend, platform_of, read_platform
@@ -79,7 +80,7 @@ def explain_backends(
     request = Request.resolve(
         problem.quant.name, require, prefer, deny, environ=os.environ, cells=cells, missing=missing_backend
     )
-    return decide(problem, platform, request, cells, quarantine=QUARANTINE.read())
+    return decide(problem, platform, request, cells, quarantine=QUARANTINE.read(), admitted=ADMITTED.read())
 
 
 def machine_reasons(cell: BackendCell, platform: Platform) -> list[Reason]:

@@ -8,15 +8,18 @@ looked up. Names no backend, architecture or scheme.
       _judge                every reason against one candidate
         judge_cell          those that a token dispatcher can have too
       rank                  accepted before rejected, wishes before priorities
+    without_winner      the same once the first of them is ruled out
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from moereg.errors import described, shown, stops_the_process
+from moereg.evidence.admission import ADMITTED_TIER, NONE_ADMITTED, Admitted
 from moereg.evidence.quarantine import EMPTY, Quarantine
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BUILTIN, BackendCell, Cell
@@ -38,6 +41,7 @@ def decide(
     request: Request,
     cells: Iterable[BackendCell],
     quarantine: Quarantine = EMPTY,
+    admitted: Admitted = NONE_ADMITTED,
 ) -> Selection:
     """Chooses among cells: those of `BackendRegistry.cells`, whichever registry they were registered in.
 
@@ -46,18 +50,16 @@ def decide(
         platform: What it is to run on; probes run only where it is probed.
         request: Resolved for the problem's scheme.
         cells: Candidates.
-        quarantine: What failed the conformance kit on the machine that `platform` is.
+        quarantine: What failed the conformance kit or its first check on the machine that `platform` is.
+        admitted: What passed its first check there. It changes no choice, only decisions' evidence.
 
     Returns:
         The selection, without a winner where nothing fits.
     """
     cells = tuple(cells)
     candidates = _eligible(cells, problem, platform)
-    decisions = rank((_judge(each, problem, platform, request, quarantine) for each in candidates), request)
-    source = None
-    if decisions and decisions[0].accepted:
-        is_preferred = request.wish(decisions[0].backend).preferred < math.inf
-        source = "required" if request.require else "preferred" if is_preferred else "priority"
+    decisions = rank((_judge(each, problem, platform, request, quarantine, admitted) for each in candidates), request)
+    source = _source(decisions, request)
     notices = (*request.notices, *_outranking(decisions, cells))
     return Selection(problem, platform, request, decisions, source, notices)
 
@@ -65,7 +67,24 @@ def decide(
 def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request: Request) -> Decision:
     """Every reason against one cell, whatever other cells there are and whatever is quarantined."""
     scheme, rule = cell.scheme_for(problem.quant), cell.rule_for(platform)
-    return _judge((cell, scheme, rule), problem, platform, request, EMPTY)
+    return _judge((cell, scheme, rule), problem, platform, request, EMPTY, NONE_ADMITTED)
+
+
+def without_winner(selection: Selection, reason: Reason) -> Selection:
+    """The selection once its winner is rejected for one more reason; the order of the others stays."""
+    first, *others = selection.decisions
+    rejected = dataclasses.replace(first, reasons=(*first.reasons, reason))
+    fitting = [each for each in others if each.accepted]
+    decisions = (*fitting, rejected, *(each for each in others if not each.accepted))
+    return dataclasses.replace(selection, decisions=decisions, source=_source(decisions, selection.request))
+
+
+def _source(decisions: Sequence[Decision], request: Request) -> str | None:
+    """Why the first one wins, if it does."""
+    if not decisions or not decisions[0].accepted:
+        return None
+    is_preferred = request.wish(decisions[0].backend).preferred < math.inf
+    return "required" if request.require else "preferred" if is_preferred else "priority"
 
 
 def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platform) -> Iterator[Candidate]:
@@ -94,7 +113,12 @@ def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platf
 
 
 def _judge(
-    candidate: Candidate, problem: MoEProblem, platform: Platform, request: Request, quarantine: Quarantine
+    candidate: Candidate,
+    problem: MoEProblem,
+    platform: Platform,
+    request: Request,
+    quarantine: Quarantine,
+    admitted: Admitted,
 ) -> Decision:
     """Every reason against one candidate."""
     cell, scheme, rule = candidate
@@ -118,6 +142,7 @@ def _judge(
         tier=cell.tier,
         cell=cell,
         scheme=scheme,
+        evidence=ADMITTED_TIER if admitted.record(cell, scheme, rule, platform) else "",
         **judge_cell(cell, rule, platform, request, reads, facts, problem=problem),
     )
 

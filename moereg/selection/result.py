@@ -21,6 +21,7 @@ from moereg.arguments import (
     within,
 )
 from moereg.errors import ArgumentError, described, shown
+from moereg.evidence.admission import ADMITTED_TIER
 from moereg.platforms import Platform
 from moereg.registration import HIGHEST_PRIORITY, TIERS
 from moereg.registry import BUILTIN, REGISTRY, BackendCell, provider
@@ -33,6 +34,9 @@ SCHEMA: Final = 1
 """Version of all JSON that moereg writes."""
 
 _check_texts: Final = functools.partial(check_list, check=check_text)
+
+EVIDENCE: Final = ("", ADMITTED_TIER)
+"""What a decision may say of its cell on this machine."""
 
 SOURCES: Final = ("required", "preferred", "measured", "priority")
 """Why a candidate may win."""
@@ -128,6 +132,7 @@ class Decision(Verdict):
         experts: Name of the experts class.
         computes: Scheme that it would compute.
         tier: The cell's.
+        evidence: `admitted` if it passed its first check on this machine, else empty. Ledgers say what was verified.
         cell: The cell; None if JSON was read on a machine without it.
         scheme: `computes` as a value; None if the cell cannot read the problem's weights.
     """
@@ -136,6 +141,7 @@ class Decision(Verdict):
     experts: str
     computes: str
     tier: str
+    evidence: str = ""
     cell: BackendCell | None = dataclasses.field(default=None, compare=False, repr=False)
     scheme: QuantScheme | None = dataclasses.field(default=None, compare=False, repr=False)
 
@@ -149,6 +155,7 @@ class Decision(Verdict):
             "accepted": self.accepted,
             "priority": self.priority,
             "tier": self.tier,
+            "evidence": self.evidence,
             **self.shared_fields(),
         }
 
@@ -175,6 +182,7 @@ class Decision(Verdict):
             **texts,
             priority=field("priority", functools.partial(check_count, minimum=-HIGHEST_PRIORITY)),
             tier=field("tier", functools.partial(check_one_of, known=TIERS)),
+            evidence=field("evidence", functools.partial(check_one_of, known=EVIDENCE)) if "evidence" in values else "",
             origin_version=field("origin_version", check_text) if "origin_version" in values else "",
             reasons=field("reasons", functools.partial(check_list, check=_check_reason)),
             assumes=field("assumes", _check_texts),
@@ -250,7 +258,7 @@ class Selection(Choice[Decision]):
 
     @property
     def fingerprint(self) -> str:
-        """Equal on ranks that would run the same kernel for the same layer; a hexadecimal digest."""
+        """Equal on ranks that would run the same kernel, with the same evidence, for the same layer; hexadecimal."""
         problem = self.problem.to_dict()
         # Ranks may hold different numbers of experts, and must agree on everything else.
         for field in ("num_local_experts", "max_num_tokens"):
@@ -258,7 +266,8 @@ class Selection(Choice[Decision]):
         winner = self.winner
         # Two versions of a wheel may have different kernels under one name.
         chosen = winner and (winner.backend, winner.experts, winner.computes, winner.origin, winner.origin_version)
-        text = json.dumps([problem, str(self.platform), chosen], sort_keys=True)
+        evidence = [winner.evidence] if winner and winner.evidence else []
+        text = json.dumps([problem, str(self.platform), chosen, *evidence], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
