@@ -185,13 +185,14 @@ def _compared(kernel: MoEKernel, weights: ExpertWeights) -> Found:
                         return Found()
                     if isinstance(raised, MoeregError) and not isinstance(raised, BackendError):
                         raise
-                    text = f"its first check raised {described(raised.__cause__ or raised)} at T {num_tokens}"
+                    text = f"its first check raised at T {num_tokens}: {described(raised.__cause__ or raised)}"
                     return Found(_after(selection, text, device))
                 if math.isnan(error):
                     return Found(f"its first check left NaN in the output at T {num_tokens}")
                 if error > bound:
                     return Found(f"its first check was off by {error:.2g} at T {num_tokens}, bound {bound:.2g}")
-                worst = max(worst, Found("", error, bound), key=lambda found: found.error / (found.bound or math.inf))
+                if not worst.bound or error / bound > worst.error / worst.bound:
+                    worst = Found("", error, bound)
     return worst
 
 
