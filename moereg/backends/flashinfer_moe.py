@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from moereg.backends._flashinfer import claims
 from moereg.backends._flashinfer.loading import KernelsProbe
@@ -24,11 +24,7 @@ from moereg.backends._loaded import Implementation, LoadedExperts
 from moereg.experts import Experts, Facts, KernelBuilder
 from moereg.platforms import Platform
 from moereg.registry import register_moe_backend
-from moereg.spec.facts import NarrowedFacts
 from moereg.spec.problem import MoEProblem
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = [
     "FlashInferB12xExperts",
@@ -107,7 +103,7 @@ def _blackwell(
     *platforms: str,
     priority: int = 115,
     dtypes: tuple[str, ...] = ("bfloat16", "float16"),
-    **facts: Unpack[NarrowedFacts],
+    activations: frozenset[str] = _CUTLASS.activations,
 ) -> Callable[[type[Experts]], type[Experts]]:
     """A cell on Blackwell: below `flashinfer_trtllm` and `flashinfer_cutedsl`, above `triton` (110)."""
     option = f"--quant {scheme}" + ("" if dtypes[0] == "bfloat16" else f" --dtype {dtypes[0]}")
@@ -119,7 +115,7 @@ def _blackwell(
         requires=_REQUIRES,
         probes=(*_PROBES, KernelsProbe(set_name, option)),
         dtypes=dtypes,
-        **facts,
+        activations=activations,
     )
 
 
@@ -142,8 +138,8 @@ class _CutlassExperts(LoadedExperts):
 
 
 # vLLM puts FlashInfer's 16-bit kernels after Triton for swigluoai.
-_LATER: Final = ("swigluoai",)
-_SOONER: Final = tuple(sorted(_CUTLASS.activations - {*_LATER}))
+_LATER: Final = frozenset({"swigluoai"})
+_SOONER: Final = _CUTLASS.activations - _LATER
 
 
 # On an H200 1.2 times the time of `triton`; with FlashInfer's own choice of tiles 2.6 to 8 times that (docs/board.md).
