@@ -63,7 +63,7 @@ class AdmissionWarning(MoeregWarning):
 
 
 class Found(NamedTuple):
-    """What the check of a kernel found.
+    """The outcome of a kernel's check.
 
     Attributes:
         failure: Why the kernel must not serve; empty if it may.
@@ -279,7 +279,7 @@ def admitted(kernel: MoEKernel, found: Found) -> MoEKernel:
 
 @functools.lru_cache(maxsize=16)
 def _warn_once(text: str) -> None:
-    warnings.warn(f"{text}; until then each process checks kernels again", RecordFileWarning, stacklevel=4)
+    warnings.warn(f"{text}; until then each process checks kernels again", RecordFileWarning, stacklevel=5)
 
 
 def next_choice(selection: Selection, failure: str) -> Selection:
@@ -314,7 +314,7 @@ def next_choice(selection: Selection, failure: str) -> Selection:
         )
     if not is_known:
         taken = f"{found.winner.backend} ({found.winner.experts})"
-        warnings.warn(f"{about}; {held}, and {taken} is next; {cure}", AdmissionWarning, stacklevel=5)
+        warnings.warn(f"{about}; {held}, and {taken} is next; {cure}", AdmissionWarning, stacklevel=4)
     return found
 
 

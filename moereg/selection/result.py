@@ -36,7 +36,7 @@ SCHEMA: Final = 1
 _check_texts: Final = functools.partial(check_list, check=check_text)
 
 EVIDENCE: Final = ("", ADMITTED_TIER)
-"""What a decision may say of its cell on this machine."""
+"""Evidence of this machine in a decision."""
 
 SOURCES: Final = ("required", "preferred", "measured", "priority")
 """Why a candidate may win."""

@@ -333,6 +333,18 @@ def test_lack_of_memory_is_no_failure(register: Register) -> None:
     assert (ADMITTED.read().records, QUARANTINE.read().records) == ((), ())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a device that does not answer")
+def test_a_backend_that_took_the_device_down_is_the_only_culprit(register: Register) -> None:
+    register("bad", WrongExperts)
+    selection = select_backend(PROBLEM)
+    with pytest.raises(
+        BackendError, match=r"'bad' .* took the device down: an illegal access; .*start the process again"
+    ):
+        admission._after(selection, "an illegal access", torch.device("cuda"))
+    assert [(record.backend, record.failure) for record in QUARANTINE.read().records] == [("bad", "an illegal access")]
+    assert admission._after(selection, "a bug", CPU) == "a bug"
+
+
 def test_named_machines_and_meta_and_captured_graphs_are_not_checked(
     register: Register, checks: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
