@@ -15,6 +15,7 @@ from typing import Final
 
 from moereg.arguments import takes
 from moereg.errors import MoeregWarning, UnsupportedProblemError
+from moereg.evidence.admission import ADMITTED
 from moereg.evidence.quarantine import QUARANTINE
 from moereg.measured.read import read_tuning
 from moereg.platforms import Platform
@@ -80,7 +81,15 @@ def explain_backends(
     request = Request.resolve(
         problem.quant.name, require, prefer, deny, environ=os.environ, cells=cells, missing=missing_backend
     )
-    return decide(problem, platform, request, cells, quarantine=QUARANTINE.read(), tuning=read_tuning())
+    return decide(
+        problem,
+        platform,
+        request,
+        cells,
+        quarantine=QUARANTINE.read(),
+        admitted=ADMITTED.read(),
+        tuning=read_tuning(),
+    )
 
 
 def machine_reasons(cell: BackendCell, platform: Platform) -> list[Reason]:

@@ -25,10 +25,11 @@ if limit := os.environ.get("ATEN_CPU_CAPABILITY"):
     folder = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}_{limit}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
 
-# What failed here some day must not steer the tests.
+# What failed or passed here some day must not steer the tests.
 os.environ["MOEREG_QUARANTINE"] = ""
 # Nor must what was measured here.
 os.environ["MOEREG_TUNING"] = ""
+os.environ["MOEREG_ADMISSION"] = "off"
 
 from moereg.registry import REGISTRY, BackendCell, BackendRegistry
 

@@ -53,8 +53,8 @@ _REQUIRES: Final = (REQUIRES,)
 _PROBES: Final = (can_be_imported,)
 
 # flashinfer_cutlass. Priorities follow the order in which vLLM tries its kernels, not measurements: on Hopper after
-# Triton, everywhere before other CUTLASS kernels. A cell without competitors stays opt-in until it has run on such a
-# machine.
+# Triton, on Blackwell before it, everywhere before other CUTLASS kernels. On Hopper, where others were measured, a cell
+# stays opt-in until it has run there. None has run on Blackwell: a layer checks its kernel at first use.
 
 _CUTLASS: Final = Facts(
     activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
@@ -97,6 +97,28 @@ def _cutlass(
     )
 
 
+def _blackwell(
+    set_name: str,
+    scheme: str,
+    *platforms: str,
+    priority: int = 115,
+    dtypes: tuple[str, ...] = ("bfloat16", "float16"),
+    activations: frozenset[str] = _CUTLASS.activations,
+) -> Callable[[type[Experts]], type[Experts]]:
+    """A cell on Blackwell: below `flashinfer_trtllm` and `flashinfer_cutedsl`, above `triton` (110)."""
+    option = f"--quant {scheme}" + ("" if dtypes[0] == "bfloat16" else f" --dtype {dtypes[0]}")
+    return register_moe_backend(
+        name="flashinfer_cutlass",
+        priority=priority,
+        quant_schemes=(scheme,),
+        platforms=platforms,
+        requires=_REQUIRES,
+        probes=(*_PROBES, KernelsProbe(set_name, option)),
+        dtypes=dtypes,
+        activations=activations,
+    )
+
+
 class _CutlassExperts(LoadedExperts):
     """CUTLASS GEMMs, with separate kernels for the activation and the sum over a token's routes."""
 
@@ -115,13 +137,21 @@ class _CutlassExperts(LoadedExperts):
         return builder
 
 
+# vLLM puts FlashInfer's 16-bit kernels after Triton for swigluoai.
+_LATER: Final = frozenset({"swigluoai"})
+_SOONER: Final = _CUTLASS.activations - _LATER
+
+
 # On an H200 1.2 times the time of `triton`; with FlashInfer's own choice of tiles 2.6 to 8 times that (docs/board.md).
 @_cutlass("bfloat16", "unquantized", "cuda:sm90", priority=48, dtypes=("bfloat16",), opt_in=False)
 @_cutlass("float16", "unquantized", "cuda:sm90", priority=48, dtypes=("float16",))
-@_cutlass("bfloat16", "unquantized", "cuda:sm100f", dtypes=("bfloat16",))
-@_cutlass("float16", "unquantized", "cuda:sm100f", dtypes=("float16",))
+@_blackwell("bfloat16", "unquantized", "cuda:sm100f", dtypes=("bfloat16",), activations=_SOONER)
+@_blackwell("bfloat16", "unquantized", "cuda:sm100f", dtypes=("bfloat16",), activations=_LATER, priority=48)
+@_blackwell("float16", "unquantized", "cuda:sm100f", dtypes=("float16",), activations=_SOONER)
+@_blackwell("float16", "unquantized", "cuda:sm100f", dtypes=("float16",), activations=_LATER, priority=48)
 # Ampere's tiles, the only ones there are.
-@_cutlass("bfloat16_ampere", "unquantized", "cuda:sm120f", dtypes=("bfloat16",))
+@_blackwell("bfloat16_ampere", "unquantized", "cuda:sm120f", dtypes=("bfloat16",), activations=_SOONER)
+@_blackwell("bfloat16_ampere", "unquantized", "cuda:sm120f", dtypes=("bfloat16",), activations=_LATER, priority=48)
 class FlashInferCutlassExperts(_CutlassExperts):
     """16-bit weights, standard format."""
 
@@ -135,7 +165,7 @@ class FlashInferCutlassExperts(_CutlassExperts):
 
 
 @_cutlass("fp8", "fp8_tensor_static", "cuda:sm90", priority=48)
-@_cutlass("fp8", "fp8_tensor_static", "cuda:sm100f", "cuda:sm120f")
+@_blackwell("fp8", "fp8_tensor_static", "cuda:sm100f", "cuda:sm120f")
 class FlashInferCutlassFp8Experts(_CutlassExperts):
     """8-bit floats with per-tensor weight scales and static activation scales, standard format."""
 
@@ -206,8 +236,8 @@ class FlashInferCutlassInt4Experts(_CutlassExperts):
         return cutlass_int4.Int4W4A8(self)
 
 
-@_cutlass("mxfp4_mxfp8", "mxfp4_mxfp8", "cuda:sm100f", "cuda:sm120f")
-@_cutlass("fp8", "mxfp8", "cuda:sm100f")
+@_blackwell("mxfp4_mxfp8", "mxfp4_mxfp8", "cuda:sm100f", "cuda:sm120f")
+@_blackwell("fp8", "mxfp8", "cuda:sm100f")
 class FlashInferCutlassMxfp8Experts(_CutlassExperts):
     """8-bit float activations in groups of 32, weights likewise or as 4-bit floats, standard format."""
 
@@ -220,7 +250,7 @@ class FlashInferCutlassMxfp8Experts(_CutlassExperts):
         return cutlass_quantized.Mxfp8Activations(self)
 
 
-@_cutlass("nvfp4", "nvfp4", "cuda:sm100f", "cuda:sm120f")
+@_blackwell("nvfp4", "nvfp4", "cuda:sm100f", "cuda:sm120f")
 class FlashInferCutlassNvfp4Experts(_CutlassExperts):
     """4-bit floats on both sides in groups of 16, with static global scales; standard format."""
 
@@ -233,9 +263,8 @@ class FlashInferCutlassNvfp4Experts(_CutlassExperts):
         return cutlass_quantized.Nvfp4(self)
 
 
-# The other families. Priorities again follow vLLM's order, below kernels that have run on such machines. A cell without
-# such a competitor is opt-in: moereg's own for these schemes need Triton 3.8, and torch 2.11 comes with 3.6. None of
-# these has run on sm100, sm103 or sm120.
+# The other families. Priorities again follow vLLM's order: on Blackwell, where none has run, before `triton` (110).
+# `flashinfer_cutile` on Hopper is opt-in, since it has not run where others were measured.
 
 
 class _TrtLlmExperts(LoadedExperts):
@@ -328,8 +357,8 @@ class FlashInferTrtLlmInteger4Experts(_TrtLlmExperts):
         return trtllm.Integer4(self)
 
 
-@claims.cutedsl(57, "nvfp4_w4a16")
-@claims.cutedsl(57, "nvfp4", "mxfp4_mxfp8")
+@claims.cutedsl(117, "nvfp4_w4a16")
+@claims.cutedsl(118, "nvfp4", "mxfp4_mxfp8")
 class FlashInferCuTeDslExperts(_TrtLlmExperts):
     """CuTe DSL, standard format: 4-bit floats. nvfp4 tokens use the largest of the experts' scales."""
 
@@ -342,7 +371,7 @@ class FlashInferCuTeDslExperts(_TrtLlmExperts):
         return cutedsl.Standard(self)
 
 
-@claims.cutedsl(56, "nvfp4", probes=claims.CUTEDSL_BATCHED_PROBES)
+@claims.cutedsl(116, "nvfp4", probes=claims.CUTEDSL_BATCHED_PROBES)
 class FlashInferCuTeDslBatchedExperts(LoadedExperts):
     """CuTe DSL, batched format: nvfp4 with static scales per expert."""
 
@@ -405,6 +434,7 @@ class FlashInferCuTileFloat4Experts(_CuTileExperts):
         return cutile.Float4(self)
 
 
+# Opt-in, as in vLLM: atomic additions give other bits in each run, and later calls free what a graph captured.
 @register_moe_backend(
     name="flashinfer_b12x",
     priority=34,

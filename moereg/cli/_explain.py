@@ -13,6 +13,7 @@ from moereg.cli._options import ProblemFlags, Subject, usage_errors
 from moereg.cli._output import console
 from moereg.cli._show import (
     WIDE,
+    is_checked_at_first_use,
     named_machine,
     new_table,
     of_wheel,
@@ -197,7 +198,11 @@ def selection_with_evidence(selection: Selection) -> dict[str, Any]:
     found = None
     if winner is not None and winner.cell is not None:
         evidence = evidence_of(winner.cell)
-        found = {**evidence.to_dict(), "verified_on_platform": evidence.on(selection.platform)}
+        found = {
+            **evidence.to_dict(),
+            "verified_on_platform": evidence.on(selection.platform),
+            "checked_at_first_use": is_checked_at_first_use(winner, selection.platform, evidence),
+        }
     values = selection.to_dict()
     for decision, shown in zip(selection.decisions, values["decisions"], strict=True):
         cell = decision.cell

@@ -15,6 +15,7 @@ from moereg.cli._output import console
 from moereg.cli._show import WIDE, machine, named_machine, new_table, print_notices, print_reasons, yes_no
 from moereg.dispatch import machine_reasons
 from moereg.errors import PluginError
+from moereg.evidence.admission import ADMITTED
 from moereg.evidence.ledger import arch_name, evidence_of
 from moereg.evidence.quarantine import QUARANTINE, Quarantine, QuarantineRecord
 from moereg.platforms import Platform, platform_of_product, probe_platform
@@ -105,7 +106,7 @@ def _backend(cells: Sequence[BackendCell], platform: Platform, quarantine: Quara
         by_cell.append(_reasons(cell, platform, quarantine))
         if not by_cell[-1]:
             break
-    return _entry(cells, [_cell(cell, quarantine.of_cell(cell, platform)) for cell in cells], by_cell)
+    return _entry(cells, [_cell(cell, quarantine.of_cell(cell, platform), platform) for cell in cells], by_cell)
 
 
 def _reasons(cell: BackendCell, platform: Platform, quarantine: Quarantine) -> list[Reason]:
@@ -115,7 +116,8 @@ def _reasons(cell: BackendCell, platform: Platform, quarantine: Quarantine) -> l
     return [*machine_reasons(cell, platform), *(record.reason for record in held if is_out)]
 
 
-def _cell(cell: BackendCell, held: Sequence[QuarantineRecord]) -> dict[str, Any]:
+def _cell(cell: BackendCell, held: Sequence[QuarantineRecord], platform: Platform) -> dict[str, Any]:
+    passed = ADMITTED.read().of_cell(cell, platform)
     return {
         "experts": cell.class_name,
         "quant_schemes": [scheme.name for scheme in cell.schemes],
@@ -124,6 +126,10 @@ def _cell(cell: BackendCell, held: Sequence[QuarantineRecord]) -> dict[str, Any]
         "tier": cell.tier,
         **evidence_of(cell).to_dict(),
         "quarantined": [{"scheme": record.scheme, "date": record.date, "failure": record.failure} for record in held],
+        "admitted": [
+            {"scheme": record.scheme, "date": record.date, "error": record.error, "bound": record.bound}
+            for record in passed
+        ],
     }
 
 
@@ -166,6 +172,7 @@ def _print_backends(target: Console, info: Mapping[str, Any], held: _Held, platf
     target.print(f"{len(backends)} backends with {num_cells} cells: moereg info --cells shows all, and every reason")
     target.print(Text(f"ways between ranks: {', '.join(map(_in_brief, info['ways']))}"))
     _print_quarantine(target, held)
+    _print_admitted(target, held, platform)
     _print_plugins(target, [plugin for plugin in info["plugins"] if plugin["status"] != "loaded"])
     loaded: dict[str, list[str]] = {}
     for plugin in info["plugins"]:
@@ -214,6 +221,7 @@ def _print_cells(target: Console, info: Mapping[str, Any], held: _Held, platform
         if not way["available"]:
             print_reasons(target, f"way {way['name']} ({way['origin']}) cannot run here:", way["reasons"])
     _print_quarantine(target, held)
+    _print_admitted(target, held, platform)
     _print_plugins(target, info["plugins"])
 
 
@@ -270,6 +278,14 @@ def _print_quarantine(target: Console, held: _Held) -> None:
         target.print(f"quarantined here, in {QUARANTINE.path()}:")
     for record in records:
         target.print(f"  - {record.backend} ({record.experts}), {record.scheme}: {record.reason.text}")
+
+
+def _print_admitted(target: Console, held: _Held, platform: Platform) -> None:
+    records = [record for cell, _ in held for record in ADMITTED.read().of_cell(cell, platform)]
+    if records:
+        target.print(f"admitted here, in {ADMITTED.path()}:")
+    for record in records:
+        target.print(f"  - {record.backend} ({record.experts}), {record.scheme}: {record.date}")
 
 
 def _print_plugins(target: Console, plugins: Sequence[Mapping[str, Any]]) -> None:

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moereg.cli._output import console
-from moereg.evidence.ledger import arch_name, evidence_of
+from moereg.evidence.admission import ADMITTED, AdmissionRecord
+from moereg.evidence.ledger import Evidence, arch_name, evidence_of
 from moereg.platforms import Platform
 from moereg.registry import BUILTIN
 from moereg.runtime.memory import format_bytes
@@ -144,18 +145,20 @@ def _print_decisions(
 
 
 def _verified(decision: Decision, platform: Platform) -> Text:
-    """Whether a candidate was verified on a platform, in a word."""
+    """Whether a candidate was verified on a platform, or admitted on this machine, in a word or two."""
     evidence = None if decision.cell is None else evidence_of(decision.cell)
+    if evidence is not None and evidence.on(platform):
+        return Text("yes", style="green")
+    if (record := admission_of(decision, platform)) is not None:
+        return Text(f"admitted {record.date}", style="green")
     if evidence is None or not (evidence.current or evidence.stale):
         return Text("no", style="yellow")
-    if evidence.on(platform):
-        return Text("yes", style="green")
     is_stale = any(record.platform == str(platform) for record in evidence.stale)
     return Text("code changed" if is_stale else "elsewhere", style="yellow")
 
 
 def _verification(decision: Decision, platform: Platform) -> str:
-    """Platforms on which a candidate was verified, this one first."""
+    """Platforms on which a candidate was verified, this one first, and what admission says where it was not."""
     arch = arch_name(str(platform))
     if decision.cell is None:
         return f"not verified on {arch}"
@@ -163,7 +166,24 @@ def _verification(decision: Decision, platform: Platform) -> str:
     if evidence.on(platform):
         return f"verified {evidence}"
     elsewhere = f"; verified {evidence}" if evidence.current or evidence.stale else ""
-    return f"not verified on {arch}{elsewhere}"
+    record = admission_of(decision, platform)
+    found = f"; admitted {record.date}: off by {record.error:.2g}, bound {record.bound:.2g}" if record else ""
+    if is_checked_at_first_use(decision, platform, evidence):
+        found = "; will be checked at first use" if platform.probed else "; would be checked at first use there"
+    return f"not verified on {arch}{elsewhere}{found}"
+
+
+def admission_of(decision: Decision, platform: Platform) -> AdmissionRecord | None:
+    """The record of a candidate that is admitted on this machine."""
+    if decision.cell is None:
+        return None
+    return ADMITTED.read().record(decision.cell, decision.scheme, decision.cell.rule_for(platform), platform)
+
+
+def is_checked_at_first_use(decision: Decision, platform: Platform, evidence: Evidence) -> bool:
+    """Whether a layer on that machine would check the candidate's kernel first."""
+    is_known = evidence.on(platform) or admission_of(decision, platform) is not None
+    return not is_known and (not platform.probed or ADMITTED.path() is not None)
 
 
 def of_wheel(decision: Decision) -> str:

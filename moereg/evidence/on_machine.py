@@ -1,7 +1,7 @@
 """Records of what happened to cells on this machine, one scheme each, and the files that keep them.
 
 A record holds for the code and versions that it was made with: once they change it has no effect. Its file is in the
-user's data directory unless an environment variable names another, or turns it off if empty.
+user's data directory unless an environment variable names another, or turns it off: `off` or an empty text.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from moereg.spec.quant_schemes import QuantScheme
 
 SCHEMA: Final = 1
 _LONGEST_FACTS: Final = 4000
+_OFF: Final = ("", "off")
 
 _Key = tuple[str, ...]
 
@@ -199,7 +200,7 @@ class RecordFile(Generic[M]):
     """A file of records in the user's data directory.
 
     Attributes:
-        variable: The environment variable that names another file, or turns this one off if empty.
+        variable: The environment variable that names another file, or turns this one off: `off` or an empty text.
         name: Its name in the user's data directory, less `.json`; also what messages call it.
         kind: The records' class.
     """
@@ -212,7 +213,7 @@ class RecordFile(Generic[M]):
         """The file, whether or not it exists; None if it is turned off."""
         named = os.environ.get(self.variable)
         if named is not None:
-            return Path(named) if named else None
+            return Path(named) if named not in _OFF else None
         return user_data() / f"{self.name}.json"
 
     def read(self) -> MachineRecords[M]:
@@ -250,7 +251,8 @@ class RecordFile(Generic[M]):
         lifted: tuple[M, ...] = ()
         if named is None:
             raise RecordFileError(
-                f"{self.variable} must name a file, got an empty name, which turns the {self.name} off"
+                f"{self.variable} must name a file, got {shown(os.environ[self.variable])}, which turns the "
+                f"{self.name} off"
             )
 
         def changed(path: Path) -> str:

@@ -1,6 +1,7 @@
-"""The quarantine: cells that failed the conformance kit on this machine, which selection therefore rejects.
+"""The quarantine: cells that failed the conformance kit or their first check here, which selection therefore rejects.
 
-A file in the user's data directory holds the records; MOEREG_QUARANTINE names another file, or turns this off if empty.
+A file in the user's data directory holds the records. MOEREG_QUARANTINE names another file; `off`, or an empty text,
+turns this off.
 """
 
 from __future__ import annotations

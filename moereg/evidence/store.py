@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import math
 import os
 import stat
 import tempfile
@@ -60,6 +61,10 @@ def _checked(name: str, value: object) -> object:
         if not isinstance(value, list) or not value:
             raise ValueError(f"schemes must be a list of names, got {shown(value)}")
         return tuple(_text("schemes", scheme) for scheme in value)
+    if name in ("error", "bound"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a finite number of at least 0, got {shown(value)}")
+        return float(value)
     text = _text(name, value)
     if name == "date":
         datetime.date.fromisoformat(text)

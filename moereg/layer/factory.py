@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from moereg.arguments import check_count, check_flag, takes
 from moereg.dispatch import Selection, select_backend
 from moereg.errors import ArgumentError
 from moereg.layer import backend_calls
+from moereg.layer.admission import Found, admitted, checked, checked_plan, has_unchecked, next_choice
 from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.kernel import MoEKernel
 from moereg.layer.one_expert import OneExpert
@@ -27,7 +31,7 @@ from moereg.weights.layouts import aligned
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from moereg.weights.versions import CopiedFrom
 
-__all__ = ["MoEKernel", "make_kernel"]
+__all__ = ["MoEKernel", "make_kernel", "make_unchecked_kernel"]
 
 
 @takes(
@@ -48,6 +52,9 @@ def make_kernel(
     num_batches: int = 1,
 ) -> MoEKernel:
     """Permutes weights for the selected backend and returns the layer, ready to run.
+
+    If nothing vouches for the backend on this machine, compares a few calls with the reference first. What fails is
+    quarantined with one `AdmissionWarning`, and the next candidate is taken ([admission](docs/selection.md#admission)).
 
     Args:
         problem: The layer.
@@ -77,7 +84,8 @@ def make_kernel(
 
     Raises:
         UnsupportedProblemError: Nothing fits.
-        BackendError: The backend's own code raised; names it and its distribution.
+        BackendError: The backend's own code raised or its numbers were wrong, and no other one fits; names it and its
+            distribution.
         RanksDifferError: Ranks of the group have other problems, versions or choices, or one could not make its
             kernel; each of them raises.
         GroupError: A rank of the group has ended, calls a layer, or did not come within its time limit; or another
@@ -99,38 +107,95 @@ def make_kernel(
     check_flag("own_weights", own_weights)
     check_count("num_batches", num_batches)
     check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # `resolve_expert_map` checks its range.
-    device = weights.w13.device
     if group is not None:
-        movement = Asked(prepare_finalize, expert_map, expert_placement, ep_rank, num_batches)
-        plan = plan_layer(problem, weights, group, selection, movement)
-        parts = plan.selection, plan.prepare_finalize, plan.expert_map
-        kernel, error = None, None
-        try:
-            kernel = _build(plan.problem, weights, *parts, own_weights)
-        except Exception as raised:
-            error = raised
-        agree(plan.group, "whether the kernel was made", {}, error)
-        assert kernel is not None
-        return kernel
+        asked = Asked(prepare_finalize, expert_map, expert_placement, ep_rank, num_batches)
+        return _over_group(problem, weights, group, selection, asked, own_weights)
     if expert_placement is not None or num_batches != 1:
         named = "num_batches" if expert_placement is None else "expert_placement"
         raise ArgumentError(f"{named} needs the group of ranks that tokens move between, got none; pass group=...")
-    prepare_finalize = local_movement(problem, prepare_finalize)
-    expert_map = outside_pools(lambda: resolve_expert_map(problem, ep_rank, expert_map, device), device)
-    weights.check_against(problem)
-    if selection is None:
-        selection = select_backend(problem)
+    made = _builder(problem, weights, prepare_finalize, ep_rank, expert_map, own_weights)
+    selection = selection or select_backend(problem)
+    while True:
+        winner_of(selection, problem)
+        selection = checked_plan(selection, weights, made)
+        kernel, found = checked(selection, weights, made)
+        if kernel is not None:
+            return admitted(kernel, found)
+        selection = next_choice(selection, found.failure)
+
+
+def make_unchecked_kernel(
+    problem: MoEProblem,
+    weights: ExpertWeights,
+    selection: Selection,
+    prepare_finalize: PrepareFinalize | None = None,
+    ep_rank: int = 0,
+    expert_map: torch.Tensor | None = None,
+) -> MoEKernel:
+    """As `make_kernel` without a group, for code that judges the winner itself: no check, and no other candidate."""
+    made = _builder(problem, weights, prepare_finalize, ep_rank, expert_map, own_weights=False)
     winner_of(selection, problem)
-    return _build(problem, weights, selection, prepare_finalize, expert_map, own_weights)
+    return made(selection)
+
+
+def _builder(
+    problem: MoEProblem,
+    weights: ExpertWeights,
+    prepare_finalize: Movement,
+    ep_rank: int,
+    expert_map: torch.Tensor | None,
+    own_weights: bool,
+) -> Callable[[Selection], MoEKernel]:
+    """Checks the arguments of a layer without a group, and makes its kernel for a selection."""
+    device = weights.w13.device
+    movement = local_movement(problem, prepare_finalize)
+    place = outside_pools(lambda: resolve_expert_map(problem, ep_rank, expert_map, device), device)
+    weights.check_against(problem)
+    return functools.partial(_build, problem, weights, movement, place, own_weights)
+
+
+def _over_group(
+    problem: MoEProblem,
+    weights: ExpertWeights,
+    process_group: Any,
+    selection: Selection | None,
+    asked: Asked,
+    own_weights: bool,
+) -> MoEKernel:
+    """`make_kernel` over a group. If the kernel fails its check on one rank, all ranks take the next candidate."""
+    while True:
+        plan = plan_layer(problem, weights, process_group, selection, asked)
+        made = functools.partial(_build, plan.problem, weights, plan.prepare_finalize, plan.expert_map, own_weights)
+        kernel, found, error = None, Found(), None
+        try:
+            kernel, found = checked(plan.selection, weights, made)
+        except Exception as raised:
+            error = raised
+        # The experts of a plan are checked one by one without a group; here a plan that needs that goes.
+        outcomes = agree(
+            plan.group, "whether the kernel was made", {}, error, (found.failure, has_unchecked(plan.selection))
+        )
+        failures = [failure for failure, _ in outcomes]
+        if kernel is not None and not any(failures):
+            if not any(is_unchecked for _, is_unchecked in outcomes):
+                return admitted(kernel, found)
+            selection = dataclasses.replace(plan.selection, ranges=())
+            continue
+        try:
+            rank, failure = next((rank, text) for rank, text in enumerate(failures) if text)
+            selection = next_choice(plan.selection, failure if found.failure else f"on rank {rank}: {failure}")
+        except Exception as raised:
+            error = raised
+        agree(plan.group, "whether another backend fits", {}, error)
 
 
 def _build(
     problem: MoEProblem,
     weights: ExpertWeights,
-    selection: Selection,
     prepare_finalize: PrepareFinalize,
     expert_map: torch.Tensor | None,
     own_weights: bool,
+    selection: Selection,
 ) -> MoEKernel:
     """Permutes the weights for a selection that has a winner."""
     # First: making the experts may import a kernel library that only the selection's machine has.

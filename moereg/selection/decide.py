@@ -10,6 +10,7 @@ looked up. Names no backend, architecture or scheme.
       rank                  accepted before rejected, wishes before priorities
       Tuning.order          the measured order of those that are alike to the request
     unmeasured              the same without what was measured
+      without_winner        the same once the first of them is ruled out
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from moereg.errors import described, shown, stops_the_process
+from moereg.evidence.admission import ADMITTED_TIER, NONE_ADMITTED, Admitted
 from moereg.evidence.quarantine import EMPTY, Quarantine
 from moereg.measured.read import UNTUNED, Tuning
 from moereg.platforms import Platform, PlatformRule
@@ -42,6 +44,7 @@ def decide(
     request: Request,
     cells: Iterable[BackendCell],
     quarantine: Quarantine = EMPTY,
+    admitted: Admitted = NONE_ADMITTED,
     tuning: Tuning = UNTUNED,
 ) -> Selection:
     """Chooses among cells: those of `BackendRegistry.cells`, whichever registry they were registered in.
@@ -51,7 +54,8 @@ def decide(
         platform: What it is to run on; probes run only where it is probed.
         request: Resolved for the problem's scheme.
         cells: Candidates.
-        quarantine: What failed the conformance kit on the machine that `platform` is.
+        quarantine: What failed the conformance kit or its first check on the machine that `platform` is.
+        admitted: What passed its first check there. It changes no choice, only decisions' evidence.
         tuning: What was measured there; orders candidates that the request does not tell apart.
 
     Returns:
@@ -59,7 +63,7 @@ def decide(
     """
     cells = tuple(cells)
     candidates = _eligible(cells, problem, platform)
-    decisions = rank((_judge(each, problem, platform, request, quarantine) for each in candidates), request)
+    decisions = rank((_judge(each, problem, platform, request, quarantine, admitted) for each in candidates), request)
     source = _source(decisions, request)
     measurable = alike(decisions, request) if tuning.sources else []
     measured = tuning.order(problem, platform, [candidate_of(decision, platform) for decision in measurable])
@@ -108,7 +112,17 @@ def candidate_of(accepted: Decision, platform: Platform) -> tuple[BackendCell, Q
 def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request: Request) -> Decision:
     """Every reason against one cell, whatever other cells there are and whatever is quarantined."""
     scheme, rule = cell.scheme_for(problem.quant), cell.rule_for(platform)
-    return _judge((cell, scheme, rule), problem, platform, request, EMPTY)
+    return _judge((cell, scheme, rule), problem, platform, request, EMPTY, NONE_ADMITTED)
+
+
+def without_winner(selection: Selection, reason: Reason) -> Selection:
+    """The selection once its winner is rejected for one more reason; its plan goes, the order of the others stays."""
+    first, *others = selection.decisions
+    rejected = dataclasses.replace(first, reasons=(*first.reasons, reason))
+    fitting = [each for each in others if each.accepted]
+    decisions = (*fitting, rejected, *(each for each in others if not each.accepted))
+    source = _source(decisions, selection.request)
+    return dataclasses.replace(selection, decisions=decisions, source=source, ranges=(), measured="")
 
 
 def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platform) -> Iterator[Candidate]:
@@ -137,7 +151,12 @@ def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platf
 
 
 def _judge(
-    candidate: Candidate, problem: MoEProblem, platform: Platform, request: Request, quarantine: Quarantine
+    candidate: Candidate,
+    problem: MoEProblem,
+    platform: Platform,
+    request: Request,
+    quarantine: Quarantine,
+    admitted: Admitted,
 ) -> Decision:
     """Every reason against one candidate."""
     cell, scheme, rule = candidate
@@ -161,6 +180,7 @@ def _judge(
         tier=cell.tier,
         cell=cell,
         scheme=scheme,
+        evidence=ADMITTED_TIER if admitted.record(cell, scheme, rule, platform) else "",
         **judge_cell(cell, rule, platform, request, reads, facts, problem=problem),
     )
 

@@ -22,6 +22,7 @@ from moereg.arguments import (
     within,
 )
 from moereg.errors import ArgumentError, described, shown
+from moereg.evidence.admission import ADMITTED_TIER
 from moereg.platforms import Platform
 from moereg.registration import HIGHEST_PRIORITY, TIERS
 from moereg.registry import BUILTIN, REGISTRY, BackendCell, provider
@@ -34,6 +35,9 @@ SCHEMA: Final = 1
 """Version of all JSON that moereg writes."""
 
 _check_texts: Final = functools.partial(check_list, check=check_text)
+
+EVIDENCE: Final = ("", ADMITTED_TIER)
+"""Evidence of this machine in a decision."""
 
 SOURCES: Final = ("required", "preferred", "measured", "priority")
 """Why a candidate may win."""
@@ -129,6 +133,7 @@ class Decision(Verdict):
         experts: Name of the experts class.
         computes: Scheme that it would compute.
         tier: The cell's.
+        evidence: `admitted` if it passed its first check on this machine, else empty. Ledgers say what was verified.
         cell: The cell; None if JSON was read on a machine without it.
         scheme: `computes` as a value; None if the cell cannot read the problem's weights.
     """
@@ -137,6 +142,7 @@ class Decision(Verdict):
     experts: str
     computes: str
     tier: str
+    evidence: str = ""
     cell: BackendCell | None = dataclasses.field(default=None, compare=False, repr=False)
     scheme: QuantScheme | None = dataclasses.field(default=None, compare=False, repr=False)
 
@@ -150,6 +156,7 @@ class Decision(Verdict):
             "accepted": self.accepted,
             "priority": self.priority,
             "tier": self.tier,
+            "evidence": self.evidence,
             **self.shared_fields(),
         }
 
@@ -176,6 +183,7 @@ class Decision(Verdict):
             **texts,
             priority=field("priority", functools.partial(check_count, minimum=-HIGHEST_PRIORITY)),
             tier=field("tier", functools.partial(check_one_of, known=TIERS)),
+            evidence=field("evidence", functools.partial(check_one_of, known=EVIDENCE)) if "evidence" in values else "",
             origin_version=field("origin_version", check_text) if "origin_version" in values else "",
             reasons=field("reasons", functools.partial(check_list, check=_check_reason)),
             assumes=field("assumes", _check_texts),
@@ -270,7 +278,7 @@ class Selection(Choice[Decision]):
 
     @property
     def fingerprint(self) -> str:
-        """Equal on ranks that would run the same kernel for the same layer; a hexadecimal digest."""
+        """Equal on ranks that would run the same kernel, with the same evidence, for the same layer; hexadecimal."""
         problem = self.problem.to_dict()
         # Ranks may hold different numbers of experts, and must agree on everything else.
         for field in ("num_local_experts", "max_num_tokens"):
@@ -420,7 +428,8 @@ class Selection(Choice[Decision]):
 
 def _identity(decision: Decision) -> tuple[str, ...]:
     """The parts of a decision that say which kernel runs. Versions count, since kernels of one name may differ."""
-    return decision.backend, decision.experts, decision.computes, decision.origin, decision.origin_version
+    evidence = [decision.evidence] if decision.evidence else []
+    return decision.backend, decision.experts, decision.computes, decision.origin, decision.origin_version, *evidence
 
 
 def _read_request(values: Mapping[str, Any]) -> Request:

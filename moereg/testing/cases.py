@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from moereg.dispatch import Decision, Selection, evaluate, machine_reasons
-from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.layer.factory import MoEKernel, make_unchecked_kernel
 from moereg.platforms import Platform, torch_device
 from moereg.plugins.loader import current_platform
 from moereg.registry import BackendCell
@@ -188,7 +188,7 @@ def fault_tokens(case: Case) -> int:
 
 def build(case: Case, weights: ExpertWeights | None = None) -> MoEKernel:
     """The cell's kernel on random or given weights."""
-    return make_kernel(
+    return make_unchecked_kernel(
         case.problem,
         make_weights(case.problem, case.device) if weights is None else weights,
         selection=select_cell(case),

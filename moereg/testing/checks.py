@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from moereg.dispatch import evaluate
 from moereg.errors import described
 from moereg.layer.expert_map import resolve_expert_map
-from moereg.layer.factory import make_kernel
+from moereg.layer.factory import make_unchecked_kernel
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
@@ -114,7 +114,7 @@ class GuardedLayer:
         self.truths = [self.reference(inputs) for inputs in calls]
         inner = local_prepare_finalize(case.problem.activation_format)
         self._prepare = GuardedPrepareFinalize(inner, case.device)
-        self._kernel = make_kernel(
+        self._kernel = make_unchecked_kernel(
             case.problem,
             self.weights,
             selection=select_cell(case),

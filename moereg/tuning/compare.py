@@ -20,7 +20,7 @@ import torch
 
 from moereg.errors import BackendError, described, is_lack_of_memory
 from moereg.layer.backend_calls import make_experts, named
-from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.layer.factory import MoEKernel, make_unchecked_kernel
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.runtime.torch_state import AmbientState
 from moereg.selection.result import Decision, Selection
@@ -408,7 +408,7 @@ class Comparison:
             make_experts(chosen, decision)  # Loads the backend's code before permuting is timed.
             wait_for(device)
             start = time.perf_counter()
-            self._kernels[decision] = make_kernel(self.problem, weights, chosen)
+            self._kernels[decision] = make_unchecked_kernel(self.problem, weights, chosen)
             wait_for(device)
             self.permute_ms[decision] = (time.perf_counter() - start) * 1e3
         if decision in self._found.errors:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from moereg.dispatch import explain_backends
 from moereg.evidence import ledger
+from moereg.evidence.admission import ADMITTED, AdmissionRecord
 from moereg.evidence.ledger import Verification
 from moereg.measured.keys import machine_of
 from moereg.measured.pack import Pack, Session, TimedCell
+from moereg.plugins.loader import current_platform, list_cells
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 from moereg.spec.reasons import REASON_CODES
@@ -18,7 +21,7 @@ from tests.cli.command import SELECTION_KEYS, SIZES, Call, CallJson
 from tests.measured.packs import rows_of
 
 EXPLAIN_KEYS = [*SELECTION_KEYS, "verification"]
-DECISION_KEYS = ["backend", "experts", "rule", "computes", "accepted", "priority", "tier", "origin"]
+DECISION_KEYS = ["backend", "experts", "rule", "computes", "accepted", "priority", "tier", "evidence", "origin"]
 DECISION_KEYS += ["origin_version", "assumes", "reasons"]
 
 
@@ -27,7 +30,8 @@ def test_what_another_machine_would_choose(call_json: CallJson, platform: str) -
     code, found = call_json(f"explain --model qwen3-30b-a3b --platform {platform}")
     assert code == 0
     assert (found["platform"], found["platform_source"]) == (platform, "named")
-    assert found["selected"] == found["decisions"][0]["backend"] == ("torch" if platform == "cpu" else "triton")
+    expected = {"cpu": "torch", "cuda:sm100": "flashinfer_trtllm"}.get(platform, "triton")
+    assert found["selected"] == found["decisions"][0]["backend"] == expected
     assert list(found) == EXPLAIN_KEYS
     keywords = get_shape("qwen3-30b-a3b").problem_keywords()
     assert found["problem"] == MoEProblem(**keywords).to_dict()
@@ -198,11 +202,12 @@ def test_explain_says_whether_its_choice_was_verified(
 ) -> None:
     line = "explain --model qwen3-30b-a3b --quant mxfp8"
     code, out, _ = call(f"{line} --platform cuda:sm100")
-    assert (code, out.splitlines()[-2]) == (0, "not verified on sm100")
+    assert (code, out.splitlines()[-2]) == (0, "not verified on sm100; would be checked at first use there")
     assert call_json(f"{line} --platform cuda:sm100")[1]["verification"] == {
         "verified": [],
         "not_verified": ["cuda:sm100"],
         "verified_on_platform": False,
+        "checked_at_first_use": True,
     }
     record = {"backend": "triton", "experts": "TritonQuantizedExperts", "schemes": ("mxfp8",), "rule": "cuda:sm90"}
     record |= {"tier": "emulation", "platform": "cuda:sm90", "device": "NVIDIA H200", "versions": {}, "commit": ""}
@@ -213,11 +218,11 @@ def test_explain_says_whether_its_choice_was_verified(
     verdict = "triton: required by the request"
     assert call(line)[1].splitlines()[-2:] == ["verified on sm90 (NVIDIA H200, 2026-11-22)", verdict]
     found = call_json(line)[1]["verification"]
-    assert found["verified_on_platform"] is True
+    assert (found["verified_on_platform"], found["checked_at_first_use"]) == (True, False)
     assert found["verified"][0]["stale"] is False
     monkeypatch.setattr(ledger, "cell_digest", lambda cell: "of other code")
     changed = "not verified on sm90; verified before its code changed on sm90 (NVIDIA H200, 2026-11-22)"
-    assert call(line)[1].splitlines()[-2] == changed
+    assert call(line)[1].splitlines()[-2] == f"{changed}; would be checked at first use there"
     assert call_json(line)[1]["verification"]["verified_on_platform"] is False
     assert call_json(f"explain {SIZES} --require triton --platform cpu")[1]["verification"] is None
 
@@ -248,3 +253,39 @@ def test_what_packs_say_of_a_layer(call: Call, tmp_path: Path, monkeypatch: pyte
     code, out, _ = call(f"explain {SIZES} --deterministic")
     assert code == 0
     assert "note: untuned: the nearest measured layer has deterministic False, here True\n" in out
+
+
+def test_explain_and_info_say_what_is_admitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call, call_json: CallJson
+) -> None:
+    monkeypatch.setattr(ledger, "_own_records", lambda cell: ())
+    line = f"explain {SIZES} --require torch"
+    assert call(line)[1].splitlines()[-2] == "not verified on cpu", "turned off, nothing is checked"
+    assert call_json(line)[1]["verification"]["checked_at_first_use"] is False
+    monkeypatch.setenv("MOEREG_ADMISSION", str(tmp_path / "admitted.json"))
+    assert call(line)[1].splitlines()[-2] == "not verified on cpu; will be checked at first use"
+    found = call_json(line)[1]
+    assert (found["decisions"][0]["evidence"], found["verification"]["checked_at_first_use"]) == ("", True)
+    here = current_platform()
+    cell = next(cell for cell in list_cells("torch") if cell.class_name == found["decisions"][0]["experts"])
+    record = AdmissionRecord.of(cell, cell.schemes[0], here, error=0.004, bound=0.008)
+    record = dataclasses.replace(record, date="2026-11-28")
+    ADMITTED.change([record])
+    said = call(line)[1].splitlines()
+    assert said[-2] == "not verified on cpu; admitted 2026-11-28: off by 0.004, bound 0.008"
+    (row,) = (row for row in said if f" {cell.class_name} " in row and " chosen " in f" {row} ")
+    assert row.split()[-2:] == ["admitted", "2026-11-28"]
+    found = call_json(line)[1]
+    assert (found["decisions"][0]["evidence"], found["verification"]["checked_at_first_use"]) == ("admitted", False)
+    # Another machine of this name may be one that never checked it.
+    assert (
+        call(f"{line} --platform cpu")[1].splitlines()[-2] == "not verified on cpu; would be checked at first use there"
+    )
+    for options in ("info", "info --cells"):
+        out = " ".join(call(options)[1].split())
+        assert f"admitted here, in {tmp_path / 'admitted.json'}: - torch ({cell.class_name}), " in out
+        assert f"{record.scheme}: 2026-11-28" in out
+    shown = [entry for backend in call_json("info")[1]["backends"] for entry in backend["cells"] if entry["admitted"]]
+    assert [entry["experts"] for entry in shown] == [cell.class_name]
+    passed = {"scheme": record.scheme, "date": "2026-11-28", "error": 0.004, "bound": 0.008}
+    assert shown[0]["admitted"] == [passed]

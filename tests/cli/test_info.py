@@ -22,6 +22,7 @@ INFO_KEYS = ["schema", "version", "platform", "platform_error", "backends", "plu
 WAY_KEYS = ["name", "origin", "origin_version", "cells", "available", "reasons"]
 BACKEND_KEYS = ["name", "origin", "origin_version", "cells", "available", "reasons"]
 CELL_KEYS = ["experts", "quant_schemes", "platforms", "priority", "tier", "verified", "not_verified", "quarantined"]
+CELL_KEYS += ["admitted"]
 PLUGIN_KEYS = ["group", "name", "value", "distribution", "status", "error"]
 
 

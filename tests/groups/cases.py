@@ -8,8 +8,10 @@ import functools
 import itertools
 import os
 import signal
+import tempfile
 import threading
 import time
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -17,12 +19,17 @@ import torch
 import torch.distributed as dist
 
 import moereg
+from moereg.dispatch import select_backend
+from moereg.evidence.admission import ADMITTED
+from moereg.evidence.quarantine import QUARANTINE
 from moereg.experts import ExpertInputs
+from moereg.layer import admission
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.plugins.loader import load_backends
 from moereg.prepare_finalize import Group, GroupPrepareFinalize, overlap
 from moereg.registry import REGISTRY, register_moe_backend
+from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
@@ -278,6 +285,57 @@ def refusals(rank: int, size: int) -> dict[str, str]:
         "one_finds_no_way": ({}, {"prepare_finalize": "all_gather" if rank else "no_such_way"}),
     }
     return {name: error_of_making(rank, size, problem_of(**facts), **rest) for name, (facts, rest) in asked.items()}
+
+
+class WrongOnOneRankExperts(FakeExperts):
+    """Off by a factor on rank 1."""
+
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+        super().compute(out, inputs, weights)
+        out *= 1.0 + 0.5 * dist.get_rank()
+
+
+def first_checks(rank: int, size: int, quarantine: str, is_known: bool) -> dict[str, Any]:
+    """Three layers of a backend that is wrong on rank 1, whose ranks keep records of their own, as on two hosts.
+
+    Args:
+        rank, size: Of the group.
+        quarantine: Name of the file; empty to turn it off.
+        is_known: Whether the backend has passed on the other ranks before.
+    """
+    before = REGISTRY.snapshot()
+    register_moe_backend("wrong_on_one", 1001, ("unquantized",), ("cpu",))(WrongOnOneRankExperts)
+    register_moe_backend("right", 1000, ("unquantized",), ("cpu",))(type("RightExperts", (FakeExperts,), {}))
+    problem, own = problem_of(), share_of(numbers_of(problem_of()), rank, size)
+    found: dict[str, Any] = {"backends": [], "warnings": []}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ), mock.patch.dict(admission._HERE):
+        os.environ["MOEREG_ADMISSION"] = f"{folder}/admitted.json"
+        os.environ["MOEREG_QUARANTINE"] = f"{folder}/{quarantine}" if quarantine else ""
+        if is_known and not rank:
+            make_kernel(dataclasses.replace(problem, num_local_experts=len(own.w13)), own)
+        for width in (64, 32, 32):
+            problem = problem_of(intermediate_size=width)
+            own = share_of(numbers_of(problem), rank, size)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                kernel = make_kernel(problem, own, group=dist.group.WORLD)
+            found["backends"].append(kernel.selection.backend)
+            found["warnings"] += [str(each.message) for each in warned if each.category is admission.AdmissionWarning]
+        found["admitted"] = sorted(record.backend for record in ADMITTED.read().records)
+        found["quarantined"] = [record.failure for record in QUARANTINE.read().records]
+        found["required"] = error_of_making(rank, size, problem, selection=required_of(kernel, "wrong_on_one"))
+    REGISTRY.restore(before)
+    return found
+
+
+def required_of(kernel: MoEKernel, backend: str) -> Selection:
+    with mock.patch.dict(os.environ, {"MOEREG_QUARANTINE": ""}):
+        return select_backend(kernel.selection.problem, require=backend)
+
+
+first_check_fails = functools.partial(first_checks, quarantine="quarantine.json", is_known=False)
+first_check_fails_unquarantined = functools.partial(first_checks, quarantine="", is_known=False)
+first_check_fails_elsewhere = functools.partial(first_checks, quarantine="quarantine.json", is_known=True)
 
 
 def error_of_calling(kernel: MoEKernel, rank: int) -> str:

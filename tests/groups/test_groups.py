@@ -74,7 +74,8 @@ CALLS: Final = (
     *("layers_in_other_order", "layers_in_other_order_by_counts", "two_threads", "as_on_a_gpu"),
     "float16_beyond_its_range",
 )
-CASES: Final = (*EQUAL, *NEAR, "refusals", *CALLS)
+FIRST_CHECKS: Final = ("first_check_fails", "first_check_fails_unquarantined", "first_check_fails_elsewhere")
+CASES: Final = (*EQUAL, *NEAR, "refusals", *CALLS, *FIRST_CHECKS)
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,23 @@ def test_a_rank_that_fails_keeps_nobody_waiting(two_ranks: list[dict[str, Any]],
     assert re.match(ONE_FAILS[name], own), own
     assert other.startswith("RanksDifferError: all ranks must make the kernel, and rank 1 could; rank 0 ("), other
     assert re.search(ONE_FAILS[name], other), other
+
+
+@pytest.mark.parametrize("name", FIRST_CHECKS)
+def test_a_check_that_fails_on_one_rank_fails_on_all(two_ranks: list[dict[str, Any]], name: str) -> None:
+    own = "its first check was off by 0.5 at T 1"
+    for result, failure in zip(two_ranks, (f"on rank 1: {own}", own), strict=True):
+        found = value_of(result, name)
+        assert found["backends"] == ["right"] * 3
+        (warned,) = found["warnings"]
+        assert f": {failure}, bound" in warned
+        assert "right (RightExperts) is next" in warned
+        quarantined = [text.partition(", bound")[0] for text in found["quarantined"]]
+        assert quarantined == ([] if name.endswith("unquarantined") else [failure])
+        assert re.match(f"BackendError: .*{failure}.*no other backend that the request allows fits", found["required"])
+    admitted = [value_of(result, name)["admitted"] for result in two_ranks]
+    assert admitted[1] == ["right"]
+    assert admitted[0] == (["right", "wrong_on_one"] if name.endswith("elsewhere") else ["right"])
 
 
 def test_layers_in_another_order_are_an_error_on_every_rank(two_ranks: list[dict[str, Any]]) -> None:

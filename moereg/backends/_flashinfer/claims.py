@@ -221,22 +221,21 @@ _BLACKWELL: Final = ("cuda:sm100f",)
 _TILES: Final = ("cuda:sm90",)
 
 
-def trtllm(scheme: str, *platforms: str, opt_in: bool = True, **facts: Unpack[NarrowedFacts]) -> Decorator:
-    """A cell of `flashinfer_trtllm`, opt-in until it has run on its platforms."""
+def trtllm(scheme: str, *platforms: str, **facts: Unpack[NarrowedFacts]) -> Decorator:
+    """A cell of `flashinfer_trtllm`."""
     return register_moe_backend(
         name="flashinfer_trtllm",
-        priority=58,
+        priority=120,
         quant_schemes=(scheme,),
         platforms=platforms or _BLACKWELL,
         requires=OWN_KERNELS,
         probes=TRTLLM_PROBES,
-        opt_in=opt_in,
         **facts,
     )
 
 
-def cutedsl(priority: int, *schemes: str, opt_in: bool = True, probes: tuple[Probe, ...] = CUTEDSL_PROBES) -> Decorator:
-    """A cell of `flashinfer_cutedsl`, opt-in until it has run on its platforms."""
+def cutedsl(priority: int, *schemes: str, probes: tuple[Probe, ...] = CUTEDSL_PROBES) -> Decorator:
+    """A cell of `flashinfer_cutedsl`."""
     return register_moe_backend(
         name="flashinfer_cutedsl",
         priority=priority,
@@ -244,7 +243,6 @@ def cutedsl(priority: int, *schemes: str, opt_in: bool = True, probes: tuple[Pro
         platforms=_BLACKWELL,
         requires=CUTEDSL_REQUIRES,
         probes=probes,
-        opt_in=opt_in,
     )
 
 

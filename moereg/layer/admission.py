@@ -1,0 +1,369 @@
+"""Admission: where nothing vouches for a kernel on this machine, it is checked on the layer's weights before it serves.
+
+checked         makes the winner's kernel and, if need be, compares a few calls with the reference
+admitted        keeps what passed, so that it is not checked again
+next_choice     quarantines what failed and says which candidate is next
+checked_plan    does the same for the other candidates of a plan, which goes if one of them fails
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+import torch
+
+from moereg.errors import BackendError, MoeregError, MoeregWarning, described, is_lack_of_memory
+from moereg.evidence.admission import ADMITTED, ADMITTED_TIER, AdmissionRecord
+from moereg.evidence.ledger import evidence_of
+from moereg.evidence.on_machine import MachineRecord, RecordFileError, RecordFileWarning
+from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
+from moereg.layer.kernel import MoEKernel
+from moereg.layer.ranges import alone
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import layer_tolerance
+from moereg.platforms import Platform
+from moereg.prepare_finalize import resolve_prepare_finalize
+from moereg.quantize import activation_scale
+from moereg.registry import BackendCell
+from moereg.runtime.graph_pools import outside_pools
+from moereg.runtime.torch_state import plain_torch
+from moereg.selection.decide import without_winner
+from moereg.selection.result import Decision, Selection
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
+from moereg.weights.permuted import ExpertWeights
+
+logger: Final = logging.getLogger("moereg")
+
+_TOKENS: Final = (1, 48)
+"""Numbers of tokens of the calls: kernels take other ways for one token than for many."""
+_NUM_RUNS: Final = 2
+"""Runs of each call, since the first one may find scratch memory that happens to hold zeros."""
+_SEED: Final = 33
+_MOST_WEIGHTS: Final = 2**27
+"""Most weights of the experts that tokens are routed to: on one core of a CPU the check takes 2 s then."""
+_MIN_ROUTE_WEIGHT: Final = 0.1
+_STATIC_SPREAD: Final = 4.0
+"""Standard deviations of tokens up to the largest that static activation scales are made for."""
+_RANGE_MARGIN: Final = 100.0
+
+_Key = tuple[object, ...]
+
+_HERE: Final[dict[_Key, str]] = {}
+"""Outcomes that no file keeps, for this process: why a cell failed, or an empty text."""
+
+
+class AdmissionWarning(MoeregWarning):
+    """A backend failed its first check on this machine, and another one was taken."""
+
+
+class Found(NamedTuple):
+    """The outcome of a kernel's check.
+
+    Attributes:
+        failure: Why the kernel must not serve; empty if it may.
+        error, bound: Largest relative error, and the bound of that call; both 0 if no numbers were compared.
+    """
+
+    failure: str = ""
+    error: float = 0.0
+    bound: float = 0.0
+
+
+class _Subject(NamedTuple):
+    """The winner of a selection: one scheme of a cell on this machine."""
+
+    cell: BackendCell
+    scheme: QuantScheme
+    platform: Platform
+
+    @classmethod
+    def of(cls, selection: Selection) -> _Subject:
+        winner = selection.winner
+        assert winner is not None and winner.cell is not None and winner.scheme is not None
+        return cls(winner.cell, winner.scheme, selection.platform)
+
+    @property
+    def key(self) -> _Key:
+        """Changes with code and versions, as files of records do."""
+        made = MachineRecord.of(*self)
+        return (*made.key, made.digest, *sorted(made.versions.items()))
+
+    @property
+    def is_admitted(self) -> bool:
+        return (
+            ADMITTED.read().record(self.cell, self.scheme, self.cell.rule_for(self.platform), self.platform) is not None
+        )
+
+    def known(self) -> str | None:
+        """Why it must not serve here; empty if it may, None if it has to be checked first."""
+        held = QUARANTINE.read().record(self.cell, self.scheme, self.cell.rule_for(self.platform), self.platform)
+        if held is not None:
+            return held.failure
+        if _HERE and (failure := _HERE.get(self.key)) is not None:
+            return failure
+        return "" if self.is_admitted or _is_verified(self.cell, str(self.platform)) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_verified(cell: BackendCell, platform: str) -> bool:
+    return any(record.platform == platform for record in evidence_of(cell).current)
+
+
+def checked(
+    selection: Selection, weights: ExpertWeights, made: Callable[[Selection], MoEKernel]
+) -> tuple[MoEKernel | None, Found]:
+    """Makes the winner's kernel, and checks it if it is to run on this machine and nothing vouches for it here.
+
+    Not checked are kernels on `meta` and those made while a CUDA graph is captured. What cannot be judged, such as
+    weights that are zeros or NaN, passes without a record.
+
+    Args:
+        selection: Has a winner.
+        weights: The canonical weights.
+        made: Permutes them for a selection's winner.
+
+    Returns:
+        The kernel, None if it must not serve, and what was found.
+
+    Raises:
+        BackendError: The kernel took the device down, so that no other one can run in this process.
+    """
+    if not _can_check(selection, weights.w13.device):
+        return made(selection), Found()
+    subject = _Subject.of(selection)
+    failure = subject.known()
+    if failure is not None:
+        return (None, Found(failure)) if failure else (made(selection), Found())
+    try:
+        kernel = made(selection)
+    except BackendError as error:
+        return None, Found(f"its first check could not make a kernel: {described(error.__cause__ or error)}")
+    start = time.perf_counter()
+    found = outside_pools(lambda: _compared(kernel, weights), weights.w13.device)
+    if found.failure:
+        return None, found
+    if not found.bound:
+        _HERE[subject.key] = ""
+    logger.info("first check of %r took %.1f s: %s", kernel, time.perf_counter() - start, found)
+    return kernel, found
+
+
+def _can_check(selection: Selection, device: torch.device) -> bool:
+    if not selection.platform.probed or ADMITTED.path() is None or device.type == "meta":
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def _compared(kernel: MoEKernel, weights: ExpertWeights) -> Found:
+    """Compares calls with the reference."""
+    selection, device = kernel.selection, weights.w13.device
+    problem, winner = selection.problem, selection.winner
+    assert winner is not None
+    # Over a group the experts are called alone.
+    local = resolve_prepare_finalize(problem, None)
+    alone = MoEKernel(problem, selection, kernel.experts, kernel.weights, local, kernel.expert_map)
+    worst = Found()
+    with plain_torch():
+        for call in _calls(problem, weights, winner):
+            num_tokens = len(call[0])
+            truth = reference_experts(problem, weights, *call, expert_map=kernel.expert_map, computes=winner.scheme)
+            if not _is_in_range(problem, truth):
+                continue
+            bound = layer_tolerance(problem, num_tokens, winner.scheme)
+            for _ in range(_NUM_RUNS):
+                try:
+                    out = torch.full_like(call[0], math.nan)
+                    error = relative_error(alone(*call, out=out), truth)
+                except Exception as raised:
+                    if is_lack_of_memory(raised):
+                        return Found()
+                    if isinstance(raised, MoeregError) and not isinstance(raised, BackendError):
+                        raise
+                    text = f"its first check raised at T {num_tokens}: {described(raised.__cause__ or raised)}"
+                    return Found(_after(selection, text, device))
+                if math.isnan(error):
+                    return Found(f"its first check left NaN in the output at T {num_tokens}")
+                if error > bound:
+                    return Found(f"its first check was off by {error:.2g} at T {num_tokens}, bound {bound:.2g}")
+                if not worst.bound or error / bound > worst.error / worst.bound:
+                    worst = Found("", error, bound)
+    return worst
+
+
+def _calls(
+    problem: MoEProblem, weights: ExpertWeights, winner: Decision
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Random tokens and routes, with a generator of their own."""
+    generator = torch.Generator("cpu").manual_seed(_SEED)
+    device, scheme = weights.w13.device, winner.scheme
+    spread = 1.0
+    if weights.a13_scale is not None and scheme is not None and scheme.activation is not None:
+        unit = activation_scale(torch.ones((), device="cpu"), scheme)
+        spread = float(weights.a13_scale.float().amax()) / float(unit) / _STATIC_SPREAD
+
+    def drawn(*shape: int, draw: Callable[..., torch.Tensor] = torch.rand) -> torch.Tensor:
+        return draw(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    of_one = (problem.activation.num_halves + 1) * problem.hidden_size * problem.intermediate_size
+    share = _MOST_WEIGHTS // of_one / problem.num_local_experts
+    num_experts = min(problem.num_experts, max(problem.top_k, int(share * problem.num_experts)))
+    order = drawn(problem.num_experts)
+    order[-1] = 1.0  # The last expert is among them: an offset that overflows does so there.
+    experts = order.topk(num_experts).indices
+    for most in _TOKENS:
+        num_tokens = min(most, problem.max_num_tokens or most)
+        tokens = drawn(num_tokens, problem.hidden_size, draw=torch.randn) * spread
+        topk_ids = experts[drawn(num_tokens, num_experts).topk(problem.top_k, dim=1).indices]
+        # A weight near 0 would hide a wrong route.
+        topk_weights = drawn(num_tokens, problem.top_k) + _MIN_ROUTE_WEIGHT
+        yield (
+            tokens.to(problem.torch_dtype).to(device),
+            (topk_weights / (_MIN_ROUTE_WEIGHT + topk_weights.sum(1, keepdim=True))).to(device),
+            topk_ids.int().to(device),
+        )
+
+
+def _is_in_range(problem: MoEProblem, truth: torch.Tensor) -> bool:
+    """Whether the bounds, which assume the dtype's full precision, hold: not for weights of zeros or NaN."""
+    dtype = torch.finfo(problem.torch_dtype)
+    size = float(truth.square().mean().sqrt())
+    return dtype.tiny * _RANGE_MARGIN <= size <= dtype.max / _RANGE_MARGIN
+
+
+def _after(selection: Selection, failure: str, device: torch.device) -> str:
+    """The failure, if the device still answers."""
+    if device.type == "cpu":
+        return failure
+    try:
+        torch.zeros(1, device=device).item()
+    except Exception as lost:
+        winner = selection.winner
+        assert winner is not None
+        _quarantine(QuarantineRecord.failed(*_Subject.of(selection), failure))
+        raise BackendError(
+            f"backend {winner.backend!r} of {winner.provider} took the device down: {failure}; it is quarantined, so "
+            "start the process again to run on another one",
+            winner.backend,
+            winner.origin,
+        ) from lost
+    return failure
+
+
+def admitted(kernel: MoEKernel, found: Found) -> MoEKernel:
+    """Keeps what passed on this machine, and says so in the kernel's selection.
+
+    If the file cannot be written, issues one `RecordFileWarning`, and this process remembers it.
+    """
+    selection = kernel.selection
+    if selection.winner is None or not selection.platform.probed:
+        return kernel
+    subject = _Subject.of(selection)
+    if found.bound:
+        try:
+            ADMITTED.change([AdmissionRecord.of(*subject, error=found.error, bound=found.bound)])
+        except RecordFileError as error:
+            _HERE[subject.key] = ""
+            _warn_once(str(error))
+    if subject.is_admitted:
+        kernel.selection = _with_evidence(selection, selection.winner)
+    return kernel
+
+
+def _with_evidence(selection: Selection, decision: Decision) -> Selection:
+    """The selection whose decision is admitted, wherever it stands."""
+    said = dataclasses.replace(decision, evidence=ADMITTED_TIER)
+    decisions = tuple(said if one is decision else one for one in selection.decisions)
+    ranges = tuple((most, said if one is decision else one) for most, one in selection.ranges)
+    return dataclasses.replace(selection, decisions=decisions, ranges=ranges)
+
+
+def has_unchecked(selection: Selection) -> bool:
+    """Whether nothing vouches here for a candidate of a plan beside its winner."""
+    return any(True for _ in _unchecked(selection))
+
+
+def _unchecked(selection: Selection) -> Iterator[Decision]:
+    others = {id(one): one for _, one in selection.ranges if one is not selection.winner}
+    for decision in others.values() if ADMITTED.path() is not None and selection.platform.probed else ():
+        if _Subject.of(alone(selection, decision)).known() != "":
+            yield decision
+
+
+def checked_plan(selection: Selection, weights: ExpertWeights, made: Callable[[Selection], MoEKernel]) -> Selection:
+    """Checks the candidates of a plan beside its winner, with a copy of the weights of its own for one at a time.
+
+    Args:
+        selection: Has a winner.
+        weights, made: As in `checked`.
+
+    Returns:
+        The selection, without ranges if one of them failed; that one is quarantined with a warning.
+    """
+    for decision in tuple(_unchecked(selection)):
+        own = alone(selection, decision)
+        kernel, found = checked(own, weights, made)
+        if kernel is None:
+            next_choice(own, found.failure)
+            return dataclasses.replace(selection, ranges=())
+        if admitted(kernel, found).selection.decisions[0].evidence:
+            selection = _with_evidence(selection, decision)
+    return selection
+
+
+@functools.lru_cache(maxsize=16)
+def _warn_once(text: str) -> None:
+    warnings.warn(f"{text}; until then each process checks kernels again", RecordFileWarning, stacklevel=5)
+
+
+def next_choice(selection: Selection, failure: str) -> Selection:
+    """Quarantines the winner on this machine for a failure, and takes the next candidate.
+
+    Issues one `AdmissionWarning`, unless the failure was known.
+
+    Args:
+        selection: Has the winner that failed.
+        failure: What went wrong.
+
+    Returns:
+        The selection without it.
+
+    Raises:
+        BackendError: No other candidate fits, such as when the request requires the one that failed.
+    """
+    subject, winner = _Subject.of(selection), selection.winner
+    assert winner is not None
+    is_known = bool(subject.known())
+    record = QuarantineRecord.failed(*subject, failure)
+    held = "it is quarantined" if is_known else _quarantine(record)
+    found = without_winner(selection, record.reason)
+    about = (
+        f"backend {winner.backend!r} of {winner.provider} ({winner.experts}) does not serve on this machine: {failure}"
+    )
+    cure = f"moereg verify {winner.backend} says more"
+    if found.winner is None:
+        allowed = " that the request allows" if selection.request.require or selection.request.deny else ""
+        raise BackendError(
+            f"{about}; {held}, and no other backend{allowed} fits; {cure}", winner.backend, winner.origin
+        )
+    if not is_known:
+        taken = f"{found.winner.backend} ({found.winner.experts})"
+        warnings.warn(f"{about}; {held}, and {taken} is next; {cure}", AdmissionWarning, stacklevel=4)
+    return found
+
+
+def _quarantine(record: QuarantineRecord) -> str:
+    """Quarantines a cell, and says until when."""
+    try:
+        QUARANTINE.change([record])
+    except RecordFileError:
+        _HERE[(*record.key, record.digest, *sorted(record.versions.items()))] = record.failure
+        return "it is left out in this process"
+    return "it is quarantined"
