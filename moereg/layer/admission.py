@@ -263,7 +263,7 @@ def admitted(kernel: MoEKernel, found: Found) -> MoEKernel:
     If the file cannot be written, issues one `RecordFileWarning`, and this process remembers it.
     """
     selection = kernel.selection
-    if selection.winner is None or not selection.platform.probed or ADMITTED.path() is None:
+    if not selection.platform.probed or ADMITTED.path() is None:
         return kernel
     subject = _Subject.of(selection)
     if found.bound:

@@ -709,6 +709,7 @@ def test_json_shape(fakes: BackendRegistry) -> None:
         "accepted": False,
         "priority": 50,
         "tier": "kernel",
+        "evidence": "",
         "origin": "tests",
         "origin_version": "",
         "assumes": [],
