@@ -108,7 +108,7 @@ def timed_cell(decision: Decision, platform: Platform) -> TimedCell:
 
 def row_values(one: Measurement, default: Measurement | None, comparison: Comparison) -> dict[str, Any] | None:
     """A measurement as values of a pack's row, but for its place; None if it or the default has too few samples."""
-    own, base = one.timing, default and default.timing
+    own, base = one.timing, None if default is None else default.timing
     if own is None or base is None or min(len(own.samples_us), len(base.samples_us)) < 2:
         return None
     ratio, width = (0.0, 0.0) if one is default else paired(base.samples_us, own.samples_us)

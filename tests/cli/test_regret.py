@@ -23,8 +23,9 @@ FASTER = math.log(0.8)
 
 @pytest.fixture(autouse=True)
 def fakes(isolated_registry: object) -> None:
+    layouts = {"layouts": ("canonical", "rows"), "shared_layouts": ("rows",)}
     for place, name in enumerate(NAMES):
-        register_moe_backend(name, 500 - place, ("unquantized",), ("cpu",))(type(name.title(), (FakeExperts,), {}))
+        register_moe_backend(name, 500 - place, ("unquantized",), ("cpu",))(type(name.title(), (FakeExperts,), layouts))
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def selection(**fields: Any) -> Selection:
-    return explain_backends(MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2, **fields), "cpu")
+    return explain_backends(MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2, **fields))
 
 
 def test_without_times_nothing_is_said_to_be_lost(pack: Path, call: Call, call_json: CallJson) -> None:
