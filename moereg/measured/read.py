@@ -55,7 +55,7 @@ class LayerOfPack(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What packs say of a layer.
+    """The answer of packs about a layer.
 
     Attributes:
         ranges: (most tokens, index of a candidate) in ascending order, the last one open; empty if no pack chose.
@@ -93,7 +93,7 @@ class Source:
             self._cells.setdefault(pack.cells[index].cell_key, []).append(index)
 
     def order(self, problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]) -> Measured:
-        """What this pack alone says; as `Tuning.order`."""
+        """Asks this pack alone; as `Tuning.order`."""
         if differences := self.pack.machine.differences(machine_of(platform)):
             return self._unused(f"pack unused: it is of another machine: {', '.join(differences)}")
         own = [
@@ -205,7 +205,7 @@ def _plan(pack: Pack, place: int, order: Sequence[int]) -> Measured:
 
 
 def _gains(times: LayerTimes, cells: Sequence[TimedCell], default: int, base: int, ranges: Ranges) -> str:
-    """What the plan gains, such as `humming 11 % less than triton at 256-1024`."""
+    """The gains of a plan, such as `humming 11 % less than triton at 256-1024`."""
     parts = []
     if base != default:
         parts.append(

@@ -1,4 +1,4 @@
-"""Which of two measured cells is faster, beyond noise. Pure: floats only."""
+"""Telling whether one measured cell is faster than another, beyond noise. Pure: floats only."""
 
 from __future__ import annotations
 
