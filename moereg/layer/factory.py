@@ -15,7 +15,7 @@ from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.kernel import MoEKernel
 from moereg.layer.one_expert import OneExpert
 from moereg.layer.plan import Asked, Movement, local_movement, plan_layer, winner_of
-from moereg.layer.ranges import alone, check_shared, make_ranges
+from moereg.layer.ranges import RangeExperts, alone, make_copies, make_ranges
 from moereg.layer.warm_up import use_shipped_kernels
 from moereg.prepare_finalize import PrepareFinalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement
@@ -24,7 +24,7 @@ from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_state import plain_torch
 from moereg.spec.problem import MoEProblem
 from moereg.weights.layouts import aligned
-from moereg.weights.permuted import ExpertWeights
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from moereg.weights.versions import CopiedFrom
 
 __all__ = ["MoEKernel", "make_kernel"]
@@ -54,8 +54,8 @@ def make_kernel(
         weights: Canonical weights of this rank's experts, with any strides. Not kept, and never written unless
             `reload` is told to. A contiguous tensor that the backend's layout leaves unchanged is shared: the kernel
             reads it in place and sees its owner's writes.
-        selection: From `select_backend`; made here if None. If its plan has several ranges, all of them read one copy
-            of the weights, and a call's number of tokens says whose experts run.
+        selection: From `select_backend`; made here if None. If its plan has several ranges, a call's number of tokens
+            says whose experts run. Those that do not share a layout have copies of their own of all weights.
         prepare_finalize: The token dispatcher. With a group, a name such as `all_gather`, several names, or a selection
             from `select_movement`; None takes the best one. Without a group, and for partial sums that the caller
             adds up, an object such as `StandardPrepareFinalize()`; None takes the one for the problem's format.
@@ -83,7 +83,7 @@ def make_kernel(
         GroupError: A rank of the group has ended, calls a layer, or did not come within its time limit; or another
             thread uses the group.
         ValueError: Weights, expert_map or ep_rank do not belong to the problem, or the selection was made for another
-            problem or machine, or its ranges need weights in more than one layout.
+            problem or machine.
 
     Example:
         >>> import torch
@@ -133,8 +133,6 @@ def _build(
     own_weights: bool,
 ) -> MoEKernel:
     """Permutes the weights for a selection that has a winner."""
-    winner = selection.winner
-    assert winner is not None
     # First: making the experts may import a kernel library that only the selection's machine has.
     for _, decision in selection.plan:
         assert decision.cell is not None
@@ -143,21 +141,27 @@ def _build(
 
     def made() -> MoEKernel:
         ranges = make_ranges(selection)
-        last, given = ranges[-1], weights
+        given = weights
         if len(ranges) > 1:
             # The class that permutes may take tensors that begin anywhere, and others that read them may not.
             tensors = {name: aligned(tensor) for name, tensor in weights.tensors().items()}
             given = ExpertWeights.unchecked(tensors, weights.scheme)
-        permuted = backend_calls.permute(last.selection, last.experts, given)
-        check_shared(ranges, permuted.layout)
-        permuted = permuted.with_reader(OneExpert(selection, winner, weights))
-        borrowed = permuted.shared_with(weights)
-        if own_weights:
-            with plain_torch(), torch.inference_mode(False):
-                permuted, borrowed = permuted.with_own(borrowed), frozenset()
-        parts = last.experts, permuted, prepare_finalize, expert_map, borrowed
-        kernel = MoEKernel(problem, selection, *parts, ranges)
-        kernel.copied = CopiedFrom(repr(kernel), permuted.copied_from(weights))
+
+        def permute(each: RangeExperts) -> PermutedWeights:
+            winner = each.selection.winner
+            assert winner is not None
+            reader = OneExpert(each.selection, winner, weights)
+            return backend_calls.permute(each.selection, each.experts, given).with_reader(reader)
+
+        copies = make_copies(ranges, permute)
+        for held in copies:
+            held.borrowed = held.weights.shared_with(weights)
+            if own_weights:
+                with plain_torch(), torch.inference_mode(False):
+                    held.weights, held.borrowed = held.weights.with_own(held.borrowed), frozenset()
+        parts = ranges[-1].experts, copies[0].weights, prepare_finalize, expert_map, copies[0].borrowed
+        kernel = MoEKernel(problem, selection, *parts, ranges, copies[1:])
+        kernel.copied = CopiedFrom(repr(kernel), kernel.copied_from(weights))
         return kernel
 
     return outside_pools(made, weights.w13.device)

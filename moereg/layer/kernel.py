@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from threading import get_ident
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,7 +20,7 @@ from moereg.layer.in_turn import InTurn
 from moereg.layer.move_experts import exchange_experts
 from moereg.layer.no_backward import joined, wants_gradient
 from moereg.layer.one_expert import OneExpert
-from moereg.layer.ranges import RangeExperts
+from moereg.layer.ranges import RangeExperts, WeightsCopy
 from moereg.layer.warm_up import WarmUp, warm_up
 from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
@@ -48,7 +49,8 @@ class MoEKernel:
             `problem` if tokens come from other ranks.
         experts: The chosen class's instance for this layer; a plan's open range's.
         ranges: The experts of each range of the selection's plan, ascending, the open range last.
-        weights: The permuted weights; the canonical ones are not kept.
+        copies: The permuted weights in the open range's layout, and in further ones for ranges that do not share it;
+            the canonical ones are not kept.
         expert_map: [num_experts] int32 on the weights' device, local expert or -1; update it in place. None if all
             experts are local.
         copied: Warns if an optimizer trains weights that this kernel has copies of; None if its owner reloads it.
@@ -72,26 +74,27 @@ class MoEKernel:
         expert_map: torch.Tensor | None,
         borrowed: frozenset[str] = frozenset(),
         ranges: tuple[RangeExperts, ...] = (),
+        other_copies: tuple[WeightsCopy, ...] = (),
     ) -> None:
         self.ranges = ranges or (RangeExperts(None, selection, experts),)
+        self.copies = (WeightsCopy(self.ranges[-1], weights, borrowed), *other_copies)
         for each in self.ranges:
-            if weights.layout not in each.experts.layouts:
+            layouts, layout = each.experts.layouts, self._copy_of(each).weights.layout
+            if layout not in layouts:
                 raise LayoutMismatchError(
-                    f"{type(each.experts).__name__} reads layouts {', '.join(each.experts.layouts)}, got "
-                    f"{weights.layout!r}; permute the weights with the same class"
+                    f"{type(each.experts).__name__} reads layouts {', '.join(layouts)}, got {layout!r}; permute the "
+                    "weights with the same class"
                 )
         self.problem = problem
         self.selection = selection
         self.experts = experts
-        self.weights = weights
         self.expert_map = expert_map
         self.prepare_finalize = prepare_finalize
         self.in_turn = InTurn()
         self._experts_problem = selection.problem
         self._communicates = prepare_finalize.communicates
         self._device = weights.device
-        # Names of permuted tensors that share the caller's memory. A captured graph holds their addresses.
-        self._borrowed = borrowed
+        self._borrowed = frozenset[str]().union(*(held.borrowed for held in self.copies))
         self._is_captured = False
         # Devices without autocast, such as meta, raise when asked about it.
         self._autocast_type = weights.device.type if torch.amp.is_autocast_available(weights.device.type) else "cpu"
@@ -152,9 +155,17 @@ class MoEKernel:
                 self.check_and_run(hidden_states, topk_weights, topk_ids, out, is_own)
         return joined(out, hidden_states, topk_weights)
 
+    @property
+    def weights(self) -> PermutedWeights:
+        """The permuted weights that the open range reads."""
+        return self.copies[0].weights
+
     def __deepcopy__(self, memo: dict[int, Any]) -> MoEKernel:
         # Compiled code finds a kernel by its handle, so a copy needs its own.
-        weights, expert_map = copy.deepcopy((self.weights, self.expert_map), memo)
+        copied, expert_map = copy.deepcopy(([held.weights for held in self.copies], self.expert_map), memo)
+        own, *others = (
+            WeightsCopy(held.range, weights, held.borrowed) for held, weights in zip(self.copies, copied, strict=True)
+        )
         moves = self.prepare_finalize
         if isinstance(moves, GroupPrepareFinalize):
             knows_places = self.expert_map is moves.tables.expert_map
@@ -164,8 +175,8 @@ class MoEKernel:
                 moves.tables = PlacementTables(moves.tables.placement, moves.group.rank, self._device)
                 expert_map = moves.tables.expert_map
         # If the caller's tensors are copied along, shared memory stays shared between the copies.
-        parts = self.problem, self.selection, self.experts, weights, moves, expert_map
-        return MoEKernel(*parts, self._borrowed, self.ranges)
+        parts = self.problem, self.selection, self.experts, own.weights, moves, expert_map
+        return MoEKernel(*parts, own.borrowed, self.ranges, tuple(others))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -191,7 +202,8 @@ class MoEKernel:
         moves = self.prepare_finalize
         local = moves.local if isinstance(moves, GroupPrepareFinalize) else moves
         ranges = self.ranges if self._knows_counts else self.ranges[-1:]
-        return warm_up(ranges, self.weights, self.expert_map, token_counts, jobs, local)
+        weights = [self._copy_of(each).weights for each in ranges]
+        return warm_up(ranges, weights, self.expert_map, token_counts, jobs, local)
 
     def range_of(self, num_tokens: int) -> RangeExperts:
         """The range whose experts serve a call.
@@ -249,16 +261,21 @@ class MoEKernel:
         check_flag("write_shared", write_shared)
         weights.check_against(self.problem)
         with self.in_turn.alone():
-            permuted = backend_calls.permute(self.selection, self.experts, weights)
+            permuted = [
+                backend_calls.permute(held.range.selection, held.range.experts, weights) for held in self.copies
+            ]
             # Tensors shared with these same weights are up to date.
-            others = frozenset[str]() if write_shared else self.weights.elsewhere(self._borrowed, permuted)
-            self._check_may_write(others)
+            others = [
+                frozenset[str]() if write_shared else held.weights.elsewhere(held.borrowed, new)
+                for held, new in zip(self.copies, permuted, strict=True)
+            ]
             self._own(others)
             # Inference mode may write both kinds of tensors; outside it, tensors made inside may not be written.
             with plain_torch(), torch.inference_mode():
-                self.weights.copy_from(permuted)
+                for held, new in zip(self.copies, permuted, strict=True):
+                    held.weights.copy_from(new)
         if self.copied is not None:
-            self.copied.tensors(self.weights.copied_from(weights))
+            self.copied.tensors(self.copied_from(weights))
 
     def update_expert(self, expert: int, weights: ExpertWeights, *, write_shared: bool = False) -> None:
         """Replaces one expert in the same storage, so that captured graphs see it; the others keep their bits.
@@ -277,17 +294,20 @@ class MoEKernel:
             BackendError: The backend's layout does not keep experts apart, or its code raised.
         """
         check_expert(expert, self.problem.num_local_experts)
-        reader = self.weights.reader
-        if not isinstance(reader, OneExpert):
-            raise ArgumentError("update_expert needs a kernel that make_kernel made; reload the whole layer")
+        readers = [held.weights.reader for held in self.copies]
         check_flag("write_shared", write_shared)
-        others = frozenset[str]() if write_shared else self._borrowed
+        others = self._not_own(write_shared)
         self._check_may_write(others)
-        rows = reader.rows_for(self.weights, weights)
+        rows: list[PermutedWeights] = []
+        for held, reader in zip(self.copies, readers, strict=True):
+            if not isinstance(reader, OneExpert):
+                raise ArgumentError("update_expert needs a kernel that make_kernel made; reload the whole layer")
+            rows.append(reader.rows_for(held.weights, weights))
         with self.in_turn.alone():
             self._own(others)
             with plain_torch(), torch.inference_mode():
-                self.weights.write_expert(expert, rows)
+                for held, row in zip(self.copies, rows, strict=True):
+                    held.weights.write_expert(expert, row)
 
     @property
     def expert_placement(self) -> ExpertPlacement | None:
@@ -316,7 +336,7 @@ class MoEKernel:
             GroupError: A rank of the group has ended or timed out.
             LayoutNotInvertibleError: The layout can neither be copied nor keeps the canonical numbers.
         """
-        moves, others = self.prepare_finalize, frozenset[str]() if write_shared is True else self._borrowed
+        moves, others = self.prepare_finalize, self._not_own(write_shared is True)
         if not isinstance(moves, GroupPrepareFinalize) or self.expert_map is not moves.tables.expert_map:
             raise ArgumentError(
                 "move_experts needs a kernel that knows where all experts are; pass group and expert_placement to "
@@ -331,28 +351,45 @@ class MoEKernel:
             error = raised
         # A call between exchange and writes would meet ranks that have already written.
         with moves.group.alone(MOVING.act):
-            arrived = exchange_experts(moves.group, self.weights, moves.tables.placement, placement, error)
+            arrived = [
+                exchange_experts(moves.group, held.weights, moves.tables.placement, placement, error)
+                for held in self.copies
+            ]
             with self.in_turn.alone():
-                if arrived.places:
+                if arrived[0].places:
                     self._own(others)
                 with plain_torch(), torch.inference_mode():
-                    arrived.write(self.weights)
+                    for held, incoming in zip(self.copies, arrived, strict=True):
+                        incoming.write(held.weights)
                 moves.tables.update(placement)
-        return len(arrived.places)
+        return len(arrived[0].places)
 
-    def _check_may_write(self, names: frozenset[str]) -> None:
+    def copied_from(self, weights: ExpertWeights) -> list[torch.Tensor]:
+        """Canonical tensors of which the kernel holds a copy, in any layout."""
+        copied = {id(tensor): tensor for held in self.copies for tensor in held.weights.copied_from(weights)}
+        return list(copied.values())
+
+    def _not_own(self, write_shared: bool) -> list[frozenset[str]]:
+        """For each copy, names of tensors that are not to be written."""
+        return [frozenset() if write_shared else held.borrowed for held in self.copies]
+
+    def _check_may_write(self, others: Sequence[frozenset[str]]) -> None:
+        names = frozenset[str]().union(*others)
         if names and self._is_captured:
             shown = ", ".join(sorted(names))
             raise ArgumentError(
                 f"this kernel reads {shown} where make_kernel was given them, and so does a captured graph; {self.cure}"
             )
 
-    def _own(self, names: frozenset[str]) -> None:
-        if names:
-            # Copies made in inference mode could not be written outside it.
-            with plain_torch(), torch.inference_mode(False):
-                self.weights = outside_pools(lambda: self.weights.with_own(names), self._device)
-            self._borrowed -= names
+    def _own(self, others: Sequence[frozenset[str]]) -> None:
+        self._check_may_write(others)
+        for held, names in zip(self.copies, others, strict=True):
+            if names:
+                # Copies made in inference mode could not be written outside it.
+                with plain_torch(), torch.inference_mode(False):
+                    held.weights = outside_pools(functools.partial(held.weights.with_own, names), self._device)
+                held.borrowed -= names
+        self._borrowed = frozenset[str]().union(*(held.borrowed for held in self.copies))
 
     def check_and_run(
         self,
@@ -444,13 +481,16 @@ class MoEKernel:
             experts.apply(
                 out=out,
                 inputs=prepared.inputs,
-                weights=self.weights,
+                weights=served.copy.weights,
                 workspace13=workspace13,
                 workspace2=workspace2,
             )
         except BaseException as error:
             backend_calls.raise_named(served.range.selection, "apply", error)
         return out.to(self._sent_dtype) if is_sent else out
+
+    def _copy_of(self, served: RangeExperts) -> WeightsCopy:
+        return next((held for held in self.copies if held.serves(served.experts)), self.copies[0])
 
     def _serve(self, num_tokens: int) -> _Served:
         """Finds and remembers what serves calls with a number of tokens."""
@@ -467,12 +507,12 @@ class MoEKernel:
         problem, experts = self._experts_problem, served.experts
         shapes = backend_calls.workspace_shapes(served.selection, experts, num_tokens)
         if experts.output_form == "reduced":
-            return _Served(served, (num_tokens, problem.hidden_size), shapes)
+            return _Served(served, self._copy_of(served), (num_tokens, problem.hidden_size), shapes)
         is_batched = experts.output_form == "per_expert"
         rows = (problem.num_local_experts, num_tokens) if is_batched else (num_tokens, problem.top_k)
         # All scratch has the problem's dtype.
         width = problem.hidden_size * experts.rows_dtype.itemsize // problem.torch_dtype.itemsize
-        return _Served(served, (*rows, problem.hidden_size), (*shapes, (*rows, width)))
+        return _Served(served, self._copy_of(served), (*rows, problem.hidden_size), (*shapes, (*rows, width)))
 
     def _scratch(self, served: RangeExperts, shapes: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, ...]:
         try:
@@ -486,7 +526,8 @@ class MoEKernel:
     def __repr__(self) -> str:
         names = [f"{each.selection.backend or 'none'}{f' to {each.most}' if each.most else ''}" for each in self.ranges]
         name = ", ".join(names)
-        return f"MoEKernel({name}, {self.problem}, {self.weights.num_bytes / 2**20:.0f} MiB on {self._device})"
+        num_bytes = sum(held.weights.num_bytes for held in self.copies)
+        return f"MoEKernel({name}, {self.problem}, {num_bytes / 2**20:.0f} MiB on {self._device})"
 
 
 class _Served(NamedTuple):
@@ -494,11 +535,13 @@ class _Served(NamedTuple):
 
     Attributes:
         range: Their range of the plan.
+        copy: The weights that they read.
         rows: Shape of their output.
         scratch: Shapes of both workspaces and, unless the output is finished rows, of room for it.
     """
 
     range: RangeExperts
+    copy: WeightsCopy
     rows: tuple[int, ...]
     scratch: tuple[tuple[int, ...], ...]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from moereg.errors import ArgumentError, shown
 from moereg.experts import Experts
 from moereg.layer import backend_calls
 from moereg.selection.result import Decision, Selection
+from moereg.weights.permuted import PermutedWeights
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,21 +91,40 @@ def counts_by_range(ranges: Sequence[int | None], counts: Sequence[int]) -> Iter
             yield place, inside
 
 
-def check_shared(ranges: Sequence[RangeExperts], layout: str) -> None:
-    """Checks that the experts of all ranges read weights in the layout in which the open range's class permuted them.
+@dataclasses.dataclass(eq=False)
+class WeightsCopy:
+    """A layer's weights in one layout.
+
+    Attributes:
+        range: The range whose class permuted them.
+        weights: The permuted weights.
+        borrowed: Names of permuted tensors that share the caller's memory. A captured graph holds their addresses.
+    """
+
+    range: RangeExperts
+    weights: PermutedWeights
+    borrowed: frozenset[str] = frozenset()
+
+    def serves(self, experts: Experts) -> bool:
+        """Whether experts read this copy: their own, or one in a layout that both classes share."""
+        layout, own = self.weights.layout, self.range.experts
+        return experts is own or (layout in experts.shared_layouts and layout in own.shared_layouts)
+
+
+def make_copies(
+    ranges: Sequence[RangeExperts], permute: Callable[[RangeExperts], PermutedWeights]
+) -> tuple[WeightsCopy, ...]:
+    """Permutes a layer's weights once for each layout that the ranges need, the open range's first.
+
+    Args:
+        ranges: As `make_ranges` makes them.
+        permute: Permutes the weights by a range's class.
 
     Raises:
-        ArgumentError: A class does not declare in `shared_layouts` that other classes read or write this layout.
+        BackendError: A class raised.
     """
-    last = ranges[-1]
-    for each in ranges:
-        if each.experts is last.experts:
-            continue
-        for one in (last, each):
-            kind = type(one.experts)
-            if layout not in kind.shared_layouts:
-                raise ArgumentError(
-                    f"the backends of a plan must share one layout of weights, got {layout!r} of "
-                    f"{last.selection.backend!r} beside {each.selection.backend!r}, which {kind.__name__} does not "
-                    f"declare in shared_layouts ({', '.join(kind.shared_layouts) or 'none'}); select one of them alone"
-                )
+    copies: list[WeightsCopy] = []
+    for each in reversed(ranges):
+        if not any(held.serves(each.experts) for held in copies):
+            copies.append(WeightsCopy(each, permute(each)))
+    return tuple(copies)

@@ -123,7 +123,8 @@ class GuardedLayer:
             expert_map=expert_map,
         )
         self._memory.check()
-        self._kernel.weights = guard_permuted(self._memory, self._kernel.weights)
+        for held in self._kernel.copies:
+            held.weights = guard_permuted(self._memory, held.weights)
         if self._kernel.expert_map is not None and expert_map is None:
             self._kernel.expert_map = self._memory.copy("expert_map", self._kernel.expert_map)
             self._memory.freeze()

@@ -57,3 +57,18 @@ def plan_of(problem: MoEProblem, ranges: Ranges, platform: Platform | None = Non
     winner = plan[-1][1]
     others = (one for one in decisions.values() if one is not winner)
     return Selection(problem, platform, Request(), (winner, *others), "measured", ranges=plan)
+
+
+def turning(factor: float, **members: Any) -> Any:
+    """A class that multiplies its output by a factor and has columns in the opposite order, in memory of its own."""
+
+    def permute_weights(self: Any, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        return PermutedWeights("turned", {name: tensor.flip(-1) for name, tensor in weights.tensors().items()})
+
+    def compute(self: Any, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+        tensors = {name: weights[name].flip(-1) for name in weights.per_expert}
+        FakeExperts.compute(self, out, inputs, PermutedWeights("canonical", tensors))
+        out.mul_(factor)
+
+    own = {"layouts": ("turned",), "permute_weights": permute_weights, "compute": compute}
+    return type("Turning", (FakeExperts,), {**own, **members})

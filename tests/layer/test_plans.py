@@ -32,8 +32,8 @@ from moereg.testing.inputs import make_inputs, make_weights
 from moereg.tuning.timing import can_be_captured
 from moereg.weights.permuted import ExpertWeights
 from tests.groups.ranks import results_of, value_of
-from tests.layer.small_layers import CPU, FORMS, call, expected, problem_for, problem_of
-from tests.layer.small_plans import Ranges, experts_of, plan_of
+from tests.layer.small_layers import CPU, FORMS, call, expected, problem_for, problem_of, replaced
+from tests.layer.small_plans import Ranges, experts_of, plan_of, turning
 from tests.support.fakes import FakeExperts, PerRouteExperts
 
 
@@ -144,10 +144,7 @@ def test_weights_are_permuted_once_and_all_ranges_see_writes() -> None:
     assert kernel.weights.num_bytes == sum(tensor.nbytes for tensor in weights.tensors().values())
     twin = copy.deepcopy(kernel)
     kernel.update_expert(3, others.expert(3))
-    mixed = {name: tensor.clone() for name, tensor in weights.tensors().items()}
-    for name, tensor in mixed.items():
-        tensor[3] = others.tensors()[name][3]
-    changed = ExpertWeights.unchecked(mixed, weights.scheme)
+    changed = replaced(weights, 3, others)
     assert {count: factor_of(kernel, kernel, changed, count) for count in BOUNDARIES} == BOUNDARIES
     kernel.reload(others)
     assert {count: factor_of(kernel, kernel, others, count) for count in BOUNDARIES} == BOUNDARIES
@@ -248,20 +245,47 @@ def test_ranges_that_are_none(name: str) -> None:
         make_kernel(problem_of(), make_weights(problem_of(), CPU), dataclasses.replace(selection, **change(selection)))
 
 
-def test_backends_of_a_plan_share_a_layout() -> None:
+def test_backends_that_share_no_layout_have_copies_of_their_own() -> None:
     silent = type("Silent", (FakeExperts,), {})
-    text = (
-        "the backends of a plan must share one layout of weights, got 'canonical' of 'b' beside 'a', which Silent does "
-        "not declare in shared_layouts (none); select one of them alone"
-    )
-    for ranges in ([(4, silent), (None, experts_of())], [(4, experts_of()), (None, silent)]):
-        with pytest.raises(ArgumentError, match=re.escape(text)):
-            planned(ranges)
-    # Another name is another layout, whatever the bytes are.
-    with pytest.raises(ArgumentError, match=r"got 'canonical' of 'b' beside 'a', which Shared does not"):
-        planned([(4, experts_of(layouts=("mine",), shared_layouts=("mine",))), (None, experts_of())])
-    # One class may serve two ranges without sharing anything.
-    assert len(planned([(4, silent), (None, silent)]).ranges) == 2
+    mine: dict[str, Any] = {"shared_layouts": ("turned",)}
+    for first, last, num_copies in (
+        (experts_of(), experts_of(), 1),
+        (silent, silent, 1),
+        (silent, experts_of(), 2),
+        (experts_of(), silent, 2),
+        (turning(1.0), experts_of(), 2),
+        (turning(1.0, **mine), turning(2.0, **mine), 1),
+    ):
+        kernel = planned([(4, first), (None, last)])
+        assert len(kernel.copies) == num_copies
+        assert kernel.copies[0].weights is kernel.weights
+
+
+def test_all_copies_are_written() -> None:
+    problem = problem_of()
+    weights, others = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
+    ranges = [(4, turning(1.0)), (16, experts_of(2.0)), (None, experts_of(4.0))]
+    kernel = planned(ranges, weights=weights)
+    assert [held.weights.layout for held in kernel.copies] == ["canonical", "turned"]
+    given = sum(tensor.nbytes for tensor in weights.tensors().values())
+    assert sum(held.weights.num_bytes for held in kernel.copies) == 2 * given
+    assert {count: factor_of(kernel, kernel, weights, count) for count in BOUNDARIES} == BOUNDARIES
+    twin = copy.deepcopy(kernel)
+    storage = [held.weights["w2"].data_ptr() for held in twin.copies]
+    twin.update_expert(3, others.expert(3))
+    mixed = replaced(weights, 3, others)
+    assert {count: factor_of(twin, twin, mixed, count) for count in BOUNDARIES} == BOUNDARIES
+    twin.reload(others)
+    assert {count: factor_of(twin, twin, others, count) for count in BOUNDARIES} == BOUNDARIES
+    # Only the copy that shared the caller's memory went elsewhere.
+    assert [held.weights["w2"].data_ptr() == before for held, before in zip(twin.copies, storage, strict=True)][1]
+    assert {count: factor_of(kernel, kernel, weights, count) for count in BOUNDARIES} == BOUNDARIES
+    for held in twin.copies:
+        found = held.weights.to_canonical(5)
+        assert torch.equal(found.w2, others.expert(5).w2)
+    # The caller's tensors are those that one of the copies does not hold.
+    assert {id(tensor) for tensor in planned(ranges, weights=weights).copied_from(weights)} == {
+        id(weights.w13), id(weights.w2)}  # fmt: skip
 
 
 def test_a_kernel_is_not_made_of_experts_that_do_not_read_its_weights() -> None:
@@ -393,7 +417,7 @@ def test_shared_layouts_are_layouts() -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
-    return results_of(2, *PLANS, "other_plans", "float16_rows_of_two_kinds", module="tests.groups.plan_cases")
+    return results_of(2, *PLANS, "other_plans", "float16_rows_of_two_kinds", "moved", module="tests.groups.plan_cases")
 
 
 PLANS = ("all_to_all", "all_to_all_batched", "all_gather", "low_latency")
@@ -426,3 +450,11 @@ def test_ranks_with_other_plans_all_say_so(two_ranks: list[dict[str, Any]]) -> N
     for result in two_ranks:
         text = value_of(result, "other_plans")
         assert text.startswith("RanksDifferError: all ranks must run the same layer, got plan to 4 tokens "), text
+
+
+def test_experts_move_in_all_copies(two_ranks: list[dict[str, Any]]) -> None:
+    for result in two_ranks:
+        found = value_of(result, "moved")
+        assert found["layouts"] == ["canonical", "turned"]
+        assert found["moved"] > 0
+        assert found["equal"] == [True, True]

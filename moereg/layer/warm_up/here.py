@@ -38,13 +38,16 @@ _DONE: Final[dict[str, Ahead]] = {}
 
 def warm_up(
     ranges: Sequence[RangeExperts],
-    weights: PermutedWeights,
+    weights: Sequence[PermutedWeights],
     expert_map: torch.Tensor | None,
     token_counts: Iterable[int] | None,
     jobs: int | None,
     moves: PrepareFinalize | None = None,
 ) -> WarmUp:
-    """Implements `MoEKernel.warm_up`; `moves` lays out tokens on this rank and may launch kernels for that."""
+    """Implements `MoEKernel.warm_up`.
+
+    `weights` are those of each range; `moves` lays out tokens on this rank and may launch kernels for that.
+    """
     selection, is_asked = ranges[-1].selection, token_counts is not None
     winner = selection.winner
     assert winner is not None
@@ -52,7 +55,7 @@ def warm_up(
     if jobs is not None:
         check_count("jobs", jobs)
     parts = [
-        _warm_up_range(ranges[place], weights, expert_map, inside, is_asked, jobs, moves)
+        _warm_up_range(ranges[place], weights[place], expert_map, inside, is_asked, jobs, moves)
         for place, inside in counts_by_range([each.most for each in ranges], counts)
     ]
     return parts[0] if len(parts) == 1 else WarmUp.of_ranges(winner.backend, counts, parts)
