@@ -65,6 +65,9 @@ NOT_RUN: Final = {
     "moereg compile --check --cache kernels --platform cuda:sm90": (
         "reads the folder of the command before it; tests/warm_up/test_compile_ahead.py runs both"
     ),
+    "moereg explain --experts 64 --hidden 512 --intermediate 256 --top-k 4": (
+        "shows what one machine has; tests/cli/test_explain.py runs the command"
+    ),
     "moereg tune --experts 64 --hidden 512 --intermediate 256 --top-k 4 --tokens 64": (
         "measures for a minute; tests/cli/test_tune.py runs the command"
     ),
