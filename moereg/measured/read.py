@@ -130,10 +130,9 @@ class Source:
             if at is not None and at not in wrong:
                 usable[at] = index
                 continue
-            of_cell = self._cells.get(cell_key(cell, scheme, rule), ())
-            left_out |= {
-                index: reasons[at] for at in of_cell if at in reasons and not cells[at].changes(cell, platform)
-            }
+            for other in self._cells.get(cell_key(cell, scheme, rule), ()):
+                if other in reasons and not cells[other].changes(cell, platform):
+                    left_out[index] = reasons[other]
             reason = f"{cell.name} was not measured"
             if at is not None:
                 reason = f"{cell.name} failed when it was measured: {wrong[at]}"
