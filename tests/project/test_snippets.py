@@ -65,13 +65,13 @@ NOT_RUN: Final = {
     "moereg compile --check --cache kernels --platform cuda:sm90": (
         "reads the folder of the command before it; tests/warm_up/test_compile_ahead.py runs both"
     ),
-    "moereg explain --experts 64 --hidden 512 --intermediate 256 --top-k 4": (
+    "moereg explain fast_kernel.py --experts 16 --hidden 256 --intermediate 128 --top-k 2": (
         "shows what one machine has; tests/cli/test_explain.py runs the command"
     ),
-    "moereg tune --experts 64 --hidden 512 --intermediate 256 --top-k 4 --tokens 64": (
+    "moereg tune fast_kernel.py --experts 16 --hidden 256 --intermediate 128 --top-k 2 --tokens 64": (
         "measures for a minute; tests/cli/test_tune.py runs the command"
     ),
-    "moereg regret --experts 64 --hidden 512 --intermediate 256 --top-k 4": (
+    "moereg regret fast_kernel.py --experts 16 --hidden 256 --intermediate 128 --top-k 2": (
         "needs the times of the command before it; tests/cli/test_regret.py runs the command"
     ),
     "moereg regret --checkpoint DIR --histogram calls.json --fail-above 3": (
