@@ -189,6 +189,13 @@ def test_a_session_that_was_interrupted_says_nothing_of_all_tokens() -> None:
     assert best_for_all(LayerTimes(tuple(begun), 0), (0, 1)) == 0
 
 
+def test_a_session_counts_at_a_number_of_tokens_with_all_of_its_routings() -> None:
+    rows = rows_of({1: -0.5})
+    assert with_ranges(LayerTimes(tuple(rows), 0), (0, 1), 0, {1}) == ((64, 1), (None, 0))
+    begun = [each for each in rows if each.key != (2, 1, "zipf", 64)]
+    assert with_ranges(LayerTimes(tuple(begun), 0), (0, 1), 0, {1}) == ((16, 1), (None, 0))
+
+
 def test_ratios_are_to_the_first_in_order_where_the_default_is_denied() -> None:
     """Both are slower than the default, which does not count."""
     times = LayerTimes(tuple(rows_of({1: 0.5, 2: 0.3})), 0)
