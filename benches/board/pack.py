@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from benches import stored
 from benches.board.variants import UNTUNED
-from moereg.errors import MoeregError
 from moereg.measured.keys import Machine
 from moereg.measured.pack import Pack, Row, Session, TimedCell, write_pack
 from moereg.measured.significance import NUM_SESSIONS
@@ -52,15 +51,13 @@ def write_pack_of(out: pathlib.Path, paths: Sequence[pathlib.Path]) -> str:
     if len({board["process"] for board in boards.values()}) < len(boards):
         raise ValueError("--pack takes sessions of their own, got one process twice; measure again into another file")
 
-    def written(pack: Pack) -> Pack:
-        for path, board in boards.items():
-            try:
-                pack = _with_board(pack, board)
-            except MoeregError as error:
-                raise ValueError(f"{path}: {error}") from error
-        return pack
-
-    pack = write_pack(out, Machine.from_dict(boards[first]["machine"]), written, is_new=True)
+    pack = Pack(Machine.from_dict(boards[first]["machine"]))
+    for path, board in boards.items():
+        try:
+            pack = _with_board(pack, board)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+    write_pack(out, pack.machine, lambda _: pack, is_new=True)
     num_rows = sum(len(layer.rows) for layer in pack.layers)
     return f"{out}: {num_rows} rows of {len(pack.layers)} layers in {len(boards)} sessions on {pack.machine.device}"
 

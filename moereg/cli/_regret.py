@@ -33,6 +33,8 @@ class _Layer(NamedTuple):
     default: Decision | None
     cells: Mapping[int, Decision]
     regret: Regret | None
+    left_out: Mapping[Decision, str]
+    unknown: list[Decision]
 
     @property
     def name(self) -> str:
@@ -46,6 +48,7 @@ class _Layer(NamedTuple):
             return ["no pack in force has valid times of this layer; moereg tune measures it"]
         lacking = [f"{point.tokens:,}" for point in regret.points if point.loss is None]
         texts = [f"the choice at {', '.join(lacking)} tokens"] if lacking else []
+        texts += [f"{_text(decision)}, which fits and has no valid times" for decision in self.unknown]
         if regret.calls_outside:
             first, last = regret.points[0].tokens, regret.points[-1].tokens
             texts.append(f"{regret.calls_outside:,.0f} calls, of fewer than {first} or more than {last:,} tokens")
@@ -74,6 +77,7 @@ class _Layer(NamedTuple):
             "loss": regret and regret.loss,
             "default_loss": regret and regret.default_loss,
             "tokens": self.points(),
+            "left_out": [{**_named(decision), "reason": text} for decision, text in self.left_out.items()],
             "not_measured": self.not_measured,
         }
 
@@ -86,24 +90,27 @@ class _Layer(NamedTuple):
         if regret is not None:
             table = new_table("T", "gets", "loses", "fastest measured", "default loses")
             table.columns[2].justify = table.columns[4].justify = "right"
-            for point in self.points():
-                names = [
-                    f"{one['backend']} ({one['experts']})" if (one := point[of]) else "" for of in ("chosen", "fastest")
-                ]
-                table.add_row(
-                    f"{point['tokens']:,}", names[0], _percent(point["loss"]), names[1], _percent(point["default_loss"])
-                )
+            for point in regret.points:
+                fastest = "" if point.fastest is None else _text(self.cells[point.fastest])
+                gets, losses = _text(_serving(self.selection, point.tokens)), (point.loss, point.default_loss)
+                table.add_row(f"{point.tokens:,}", gets, _percent(losses[0]), fastest, _percent(losses[1]))
             target.print(table)
         print_notices(target, (*self.subjects[0].notices, *self.selection.notices))
+        for decision, text in self.left_out.items():
+            target.print(f"left out when it was measured: {_text(decision)}: {text}")
         for text in self.not_measured:
             target.print(Text(f"not measured: {text}", style="yellow"))
         if regret is not None and regret.loss is not None:
             target.print(f"over {over} the choice loses {_percent(regret.loss)} against the fastest measured")
-            target.print(f"the default, {self.default.backend}, loses {_percent(regret.default_loss)}")
+            target.print(f"the default, {_text(self.default)}, loses {_percent(regret.default_loss)}")
 
 
 def _named(decision: Decision) -> dict[str, str]:
     return {"backend": decision.backend, "experts": decision.experts}
+
+
+def _text(decision: Decision) -> str:
+    return f"{decision.backend} ({decision.experts.removesuffix('Experts')})"
 
 
 def _serving(selection: Selection, tokens: int) -> Decision:
@@ -168,12 +175,14 @@ def _layer(subjects: list[Subject], flags: ProblemFlags, platform: Platform, cal
     default, decisions = static.winner, alike(static.decisions, selection.request)
     layer = read_tuning().order(problem, platform, [candidate_of(one, platform) for one in decisions]).layer
     if default is None or layer is None or not layer.times.tokens:
-        return _Layer(subjects, selection, default, {}, None)
+        return _Layer(subjects, selection, default, {}, None, {}, [])
     cells = {cell: decisions[place] for cell, place in layer.cells.items()}
     indices = {decision: cell for cell, decision in cells.items()}
     chosen = {tokens: indices.get(_serving(selection, tokens)) for tokens in layer.times.tokens}
     regret = regret_of(layer.times, chosen, indices[default], list(cells), calls)
-    return _Layer(subjects, selection, default, cells, regret)
+    left_out = {decisions[place]: text for place, text in layer.left_out.items()}
+    unknown = [decision for decision in decisions if decision not in indices and decision not in left_out]
+    return _Layer(subjects, selection, default, cells, regret, left_out, unknown)
 
 
 def _read_histogram(path: Path) -> _Calls:

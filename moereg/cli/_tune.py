@@ -32,6 +32,8 @@ from moereg.cli._output import NOTHING_FITS, OK, UNFINISHED, WRONG_NUMBERS, cons
 from moereg.cli._progress import countdown
 from moereg.cli._show import format_us, machine, new_table, print_notices, print_rejected, show_selection
 from moereg.errors import ArgumentError, BackendError, TooLargeError, one_line, shown
+from moereg.evidence.admission import ADMITTED, AdmissionRecord
+from moereg.evidence.ledger import evidence_of
 from moereg.evidence.provenance import provenance
 from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
 from moereg.measured.keys import machine_of, problem_key
@@ -727,8 +729,24 @@ def tune_layer(
         try:
             Tuner(question, platform, record, start, deadline, progress).run()
         except Unfinished as error:
-            return dataclasses.replace(result, unfinished=str(error))
+            result = dataclasses.replace(result, unfinished=str(error))
+    _admit(record, platform)
     return result
+
+
+def _admit(record: LayerRecord, platform: Platform) -> None:
+    """Records the cells that nothing vouched for here: each one's numbers were right wherever it was timed."""
+    worst: dict[int, float] = {}
+    for row in record.rows:
+        worst[row.cell] = max(worst.get(row.cell, 0.0), row.error)
+    found = []
+    for key in record.participants:
+        cell, scheme, _ = candidate_of(record.decision(key), platform)
+        if record.index(key) in worst and not evidence_of(cell).on(platform):
+            error = worst[record.index(key)]
+            found.append(AdmissionRecord.of(cell, scheme, platform, error=error, bound=1.0))
+    if found and ADMITTED.path() is not None:
+        ADMITTED.change(found)
 
 
 def parse_tokens(text: str) -> tuple[int, ...]:

@@ -272,7 +272,7 @@ def admitted(kernel: MoEKernel, found: Found) -> MoEKernel:
         except RecordFileError as error:
             _HERE[subject.key] = ""
             _warn_once(str(error))
-    if subject.is_admitted:
+    if subject.is_admitted and selection.winner is not None:
         kernel.selection = _with_evidence(selection, selection.winner)
     return kernel
 

@@ -47,10 +47,12 @@ class LayerOfPack(NamedTuple):
     Attributes:
         times: The times.
         cells: Indices of candidates by those of their cells in the pack.
+        left_out: Indices of candidates that were not measured further, with the reason.
     """
 
     times: LayerTimes
     cells: Mapping[int, int]
+    left_out: Mapping[int, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +121,7 @@ class Source:
         wrong = dict(layer.wrong)
         notes: list[str] = []
         usable: dict[int, int] = {}
+        reasons, left_out = dict(layer.left_out), dict[int, str]()
         for index in own:
             cell, scheme, rule = candidates[index]
             known = [at for at in self._cells.get(cell_key(cell, scheme, rule), ()) if at in layer.cells]
@@ -127,6 +130,9 @@ class Source:
             if at is not None and at not in wrong:
                 usable[at] = index
                 continue
+            for other in self._cells.get(cell_key(cell, scheme, rule), ()):
+                if other in reasons and not cells[other].changes(cell, platform):
+                    left_out[index] = reasons[other]
             reason = f"{cell.name} was not measured"
             if at is not None:
                 reason = f"{cell.name} failed when it was measured: {wrong[at]}"
@@ -141,7 +147,7 @@ class Source:
         if plan is None:
             plan = self._plans[place, order] = _plan(self.pack, place, order)
         ranges = tuple((most, usable[at]) for most, at in plan.ranges)
-        found = LayerOfPack(LayerTimes(layer.rows, layer.default), usable)
+        found = LayerOfPack(LayerTimes(layer.rows, layer.default), usable, left_out)
         return dataclasses.replace(plan, ranges=ranges, notes=(*notes, *plan.notes), layer=found)
 
 

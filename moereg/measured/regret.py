@@ -12,7 +12,7 @@ from moereg.measured.significance import ASKED, Ratios
 
 @dataclasses.dataclass(frozen=True)
 class RegretAt:
-    """What a choice loses at one measured number of tokens, in the asked routings.
+    """The regret of a choice at one measured number of tokens, in the asked routings.
 
     Attributes:
         tokens: T.
@@ -34,7 +34,7 @@ class RegretAt:
 
 @dataclasses.dataclass(frozen=True)
 class Regret:
-    """What a choice loses on one layer: at `points`, and how many calls have fewer or more tokens than all of them."""
+    """The regret on one layer: at `points`, and the number of calls with fewer or more tokens than all of them."""
 
     points: tuple[RegretAt, ...]
     calls_outside: float = 0.0
@@ -68,7 +68,7 @@ def regret_of(
     cells: Collection[int],
     calls: Mapping[int, float] | None = None,
 ) -> Regret:
-    """What a choice loses.
+    """Compares a choice with the fastest cell at each number of tokens.
 
     Args:
         times: The layer's times.
@@ -86,13 +86,13 @@ def regret_of(
         cell = chosen[at]
         own = {} if cell is None else {key: one for key, one in times.at(cell, at).items() if key[1] in ASKED}
         gaps = {other: gap for other in cells if (gap := _gap(own, times.at(other, at))) is not None}
-        found: tuple[int, float, float | None, float] | tuple[()] = ()
-        if own:
-            fastest = max(gaps, key=lambda other: (gaps[other], other == cell))
-            most, cost = gaps[fastest], share * math.exp(math.fsum(one.log for one in own.values()) / len(own))
-            default_loss = math.expm1(most - gaps[default]) if default in gaps else None
-            found = fastest, math.expm1(most), default_loss, cost * math.exp(-most)
-        points.append(RegretAt(at, share, cell, *found))
+        if not own:
+            points.append(RegretAt(at, share, cell))
+            continue
+        fastest = max(gaps, key=lambda other: (gaps[other], other == cell))
+        most, cost = gaps[fastest], share * math.exp(math.fsum(one.log for one in own.values()) / len(own))
+        default_loss = math.expm1(most - gaps[default]) if default in gaps else None
+        points.append(RegretAt(at, share, cell, fastest, math.expm1(most), default_loss, cost * math.exp(-most)))
     return Regret(tuple(points), math.fsum((calls or {}).values()) - math.fsum((inside or {}).values()))
 
 

@@ -13,14 +13,20 @@ from typing import Any
 import pytest
 
 from benches.board import __main__ as command
+from benches.board import measure
+from benches.board.layers import BoardLayer, Point
+from benches.board.measure import Limits, Marker, Wanted, measure_board
+from benches.board.store import Board
 from benches.stored import RESULTS
 from moereg.dispatch import select_backend
+from moereg.evidence.provenance import provenance
 from moereg.measured.keys import machine_of
 from moereg.measured.pack import read_pack
 from moereg.platforms import probe_cpu
 from moereg.registry import register_moe_backend
 from moereg.selection.result import Decision
 from moereg.spec.problem import MoEProblem
+from moereg.tuning.roofline import Ceilings
 from moereg.tuning.session import timed_cell
 from tests.support.fakes import FakeExperts
 
@@ -89,6 +95,33 @@ def test_two_boards_are_a_pack_that_chooses(
     monkeypatch.setenv("MOEREG_TUNING", str(tmp_path / "pack.json"))
     found = select_backend(PROBLEM)
     assert (found.backend, found.source) == ("fake_second", "measured")
+
+
+def test_measured_boards_are_sessions(
+    decisions: list[Decision], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure, "_ceilings", lambda *_: Ceilings(0.1, 10.0, "nothing"))
+    keywords = {name: getattr(PROBLEM, name) for name in ("num_experts", "hidden_size", "intermediate_size", "top_k")}
+    layer = BoardLayer("tiny", "unquantized", keywords, (Point("uniform", 3), Point("zipf", 3)))
+    paths = [tmp_path / f"{name}.json" for name in ("one", "two")]
+    platform = probe_cpu()
+    where = {
+        **provenance(platform, ["torch"]),
+        "machine": dataclasses.asdict(machine_of(platform)),
+        "compiled_ahead": [],
+    }
+    for path in paths:
+        board = Board(path, where)
+        wanted = Wanted(only=NAMES)
+        measure_board(board, [layer], platform, wanted, Marker(tmp_path / "running"), Limits(rounds=4))
+        board.save()
+    assert command.main(["--pack", str(tmp_path / "pack.json"), *map(str, paths)]) == 0
+    assert "12 rows of 1 layers in 2 sessions" in capsys.readouterr().out
+    (tuned,) = read_pack(tmp_path / "pack.json", is_own=True).layers
+    default = [row for row in tuned.rows if row.cell == tuned.default]
+    assert all(row.log_ratio == row.half_width == 0 for row in default)
+    others = [row for row in tuned.rows if row.cell != tuned.default]
+    assert all(row.log_ratio and row.half_width and row.rounds == 4 and row.permuted_bytes for row in others)
 
 
 def _without(*keys: str) -> Callable[[Documents], None]:

@@ -35,6 +35,7 @@ from moereg.cli._tune import (
 from moereg.cli._tune_session import _Server
 from moereg.dispatch import explain_backends
 from moereg.errors import BackendError, MoeregError
+from moereg.evidence.admission import ADMITTED
 from moereg.evidence.quarantine import QUARANTINE
 from moereg.measured.pack import Row, read_pack
 from moereg.registry import register_moe_backend
@@ -287,6 +288,18 @@ def test_a_wrong_default_leaves_its_place_to_the_next(world: World, pack: Path) 
     assert (result.code, selected(result)) == (1, "fake_fast")
     found = read_pack(pack, is_own=True)
     assert [found.cells[layer.default].backend for layer in found.layers if layer.rows] == ["fake_second"]
+
+
+def test_what_was_right_wherever_it_was_timed_is_admitted(
+    world: World, pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEREG_ADMISSION", str(pack.with_name("admitted.json")))
+    world.add("fake_right", lambda tokens: 100.0 + tokens)
+    world.add("fake_wrong", lambda tokens: 50.0, WrongExperts)
+    world.tune()
+    (record,) = ADMITTED.read().records
+    assert (record.backend, record.bound) == ("fake_right", 1.0)
+    assert 0 <= record.error <= 1
 
 
 def test_a_crash_is_its_candidates_and_the_others_are_measured(world: World, pack: Path) -> None:

@@ -96,6 +96,7 @@ def write_here(
     names: Sequence[str],
     rows: Iterable[Row],
     layouts: Sequence[str] = (),
+    left_out: Iterable[tuple[int, str]] = (),
 ) -> None:
     """Writes a pack of this machine in which backends of a selection have their own indices, the default first."""
     platform, by_name = selection.platform, {one.backend: one for one in selection.decisions}
@@ -107,7 +108,7 @@ def write_here(
         for name, layout in itertools.zip_longest(names, layouts, fillvalue=""):
             timed = TimedCell.of(*candidate_of(by_name[name], platform), platform, layout)
             pack, _ = pack.with_cell(timed)
-        return pack.with_rows(selection.problem, 0, rows)
+        return pack.with_rows(selection.problem, 0, rows, left_out=left_out)
 
     write_pack(path, machine_of(platform), measured, is_new=True)
 

@@ -22,8 +22,9 @@ from moereg.cli._ep import EpResult
 from moereg.cli._explain import selection_with_evidence
 from moereg.cli._info import collect_info, list_models, list_schemes
 from moereg.cli._new_backend import write_wheel
-from moereg.cli._options import Subject
+from moereg.cli._options import ProblemFlags, Subject
 from moereg.cli._quantize import QuantizeResult, Question, SchemeRow
+from moereg.cli._regret import compare_choices
 from moereg.cli._tune import TuneResult
 from moereg.dispatch import explain_backends
 from moereg.evidence.provenance import provenance
@@ -199,6 +200,9 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
         Subject(None, selection.problem), Platform("cpu"), Path(), None, Entrants(selection, None), (), ()
     )
     printed["tune"] = tuned.to_dict()
+    flags = ProblemFlags(experts=4, hidden=8, intermediate=8, top_k=2, platform="cpu")
+    printed["regret"] = compare_choices(flags, None, None, None, None).values()
+    printed["such a layer"] = printed["regret"]["rows"][0]
     text = " ".join(PAGE.read_text().split())
     for name, values in printed.items():
         (fields,) = re.findall(rf"(?:- `{name}`:|{name} is) `([^`]+)`", text)

@@ -44,6 +44,8 @@ INSTEAD: Final = {
     ),
     # Writes into the tree; tests/benches/test_results.py compares what it would write.
     "python -m benches.report": "python -m benches.report --help",
+    # Measures for minutes.
+    "moereg tune --model qwen3-30b-a3b": "moereg tune --model qwen3-30b-a3b --dry-run",
     # One check of one backend is a second, all of them a minute.
     "moereg verify NAME --quarantine": "moereg verify torch --check rejections --quarantine",
     # The page for authors runs all of its checks.
@@ -62,6 +64,21 @@ NOT_RUN: Final = {
     ),
     "moereg compile --check --cache kernels --platform cuda:sm90": (
         "reads the folder of the command before it; tests/warm_up/test_compile_ahead.py runs both"
+    ),
+    "moereg explain fast_kernel.py --experts 16 --hidden 256 --intermediate 128 --top-k 2": (
+        "shows what one machine has; tests/cli/test_explain.py runs the command"
+    ),
+    "moereg tune fast_kernel.py --experts 16 --hidden 256 --intermediate 128 --top-k 2 --tokens 64": (
+        "measures for a minute; tests/cli/test_tune.py runs the command"
+    ),
+    "moereg regret fast_kernel.py --experts 16 --hidden 256 --intermediate 128 --top-k 2": (
+        "needs the times of the command before it; tests/cli/test_regret.py runs the command"
+    ),
+    "moereg regret --checkpoint DIR --histogram calls.json --fail-above 3": (
+        "needs a file; tests/cli/test_regret.py runs the command"
+    ),
+    "python -m benches.board --pack tuning.json monday.json tuesday.json": (
+        "needs two boards; tests/benches/test_board_pack.py runs the command"
     ),
     "vllm serve Qwen/Qwen3-30B-A3B": "needs vLLM and a model; plugins/vllm-moereg/tests starts engines",
     "export PYTORCH_NO_CUDA_MEMORY_CACHING=1": "belongs to the next",
@@ -112,6 +129,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "path" / "to" / "checkpoint").symlink_to(tmp_path / "DIR")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MOEREG_QUARANTINE", str(tmp_path / "quarantine.json"))
+    monkeypatch.setenv("MOEREG_TUNING", str(tmp_path / "tuning.json"))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("moereg.cli._bench.measure_ceilings", lambda dtype, device: Ceilings(0.1, 20.0, "nothing"))
     return tmp_path
