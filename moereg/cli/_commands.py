@@ -209,7 +209,7 @@ def tune(
     dry_run: bool = False,
     verbose: bool = False,
 ) -> Shown | int:
-    """Measure a layer's backends here; layers then get the fastest."""
+    """Time a layer's backends here; layers get the fastest."""
     from moereg.cli._tune import Question, parse_routings, parse_tokens, tune_layer
     from moereg.measured.significance import ASKED
 

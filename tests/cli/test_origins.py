@@ -10,7 +10,7 @@ from tests.cli.command import SIZES, Call, CallJson
 from tests.support.fakes import FakeExperts
 
 NOTE = (
-    "note: backend 'fake_acme' of acme-moe 1.2 has priority 500, above every built-in backend's (at most 110): it goes "
+    "note: backend 'fake_acme' of acme-moe 1.2 has priority 500, above every built-in backend's (at most 120): it goes "
     "first wherever it fits; --deny fake_acme does without it"
 )
 

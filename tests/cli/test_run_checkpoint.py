@@ -26,7 +26,7 @@ def test_explain_of_a_checkpoint_reads_headers_alone(
 ) -> None:
     monkeypatch.setattr("moereg.checkpoints.load_experts", None)
     code, found = call_json(f"explain --checkpoint {checkpoint} --layer 2 --platform b200 --tokens 7")
-    assert (code, found["selected"], found["platform"]) == (0, "triton", "cuda:sm100")
+    assert (code, found["selected"], found["platform"]) == (0, "flashinfer_cutlass", "cuda:sm100")
     assert (found["problem"]["num_experts"], found["problem"]["max_num_tokens"]) == (4, 7)
     out = call(f"explain --checkpoint {checkpoint}")[1]
     assert out.startswith(f"{checkpoint.name}, layer 1: E4 H64 I32 k2 bfloat16")

@@ -131,7 +131,7 @@ def refusals(rank: int, size: int) -> dict[str, str]:
         "layer": _error_of(lambda: kernel.move_experts(moereg.ExpertPlacement.contiguous(6, size))),
     }
     assert kernel.expert_placement == before
-    kernel._is_captured, kernel._borrowed = True, frozenset({"w2"}) if rank == 0 else frozenset()
+    kernel._is_captured, kernel.copies[0].borrowed = True, frozenset({"w2"}) if rank == 0 else frozenset()
     texts["captured"] = _error_of(lambda: kernel.move_experts(ring(12, size, 1, 1)))
     return texts
 

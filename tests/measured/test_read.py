@@ -195,7 +195,7 @@ def test_an_emulation_stays_last() -> None:
 
 def test_what_is_rejected_or_quarantined_never_returns() -> None:
     record = QuarantineRecord.failed(CELLS[2], PROBLEM.quant, HERE, "off by 0.5")
-    found = decide(PROBLEM, HERE, Request(), CELLS, Quarantine([record]), Tuning([Source(PACK)]))
+    found = decide(PROBLEM, HERE, Request(), CELLS, Quarantine([record]), tuning=Tuning([Source(PACK)]))
     assert names(found) == ["first", "second", "fourth", "third"]
     assert found.decisions[-1].reasons
     narrow = make_cells(NAMES[:2], activations={"silu"})
