@@ -49,6 +49,9 @@ class Patterns:
         nor `xmlp.gate`. transformers' `should_convert_module` draws the same boundary.
         """
         names, expressions = _divide(patterns, lambda pattern: _PLAIN.fullmatch(pattern) is not None)
+        # Before the first is compiled: on a slow machine the time would be up before the count.
+        if (left := _MOST - self._num_compiled) < len(expressions):
+            raise self._too_many(expressions[left], _MOST + 1)
         searches = [self.expression(text, rf"(?:^|\.)(?:{text})(?:\.|$)", is_anywhere=True) for text in expressions]
         return lambda module: _has_name(module, names, len(module)) or any(search(module) for search in searches)
 
@@ -73,13 +76,16 @@ class Patterns:
         """
         self._num_compiled += 1
         if self._num_compiled > _MOST or len(expression) > _LONGEST:
-            raise CheckpointError(
-                f"{self._field} must hold at most {_MOST} regular expressions of up to {_LONGEST} characters, got "
-                f"{shown(text)} of {len(text)} as number {self._num_compiled}; name modules without expressions"
-            )
+            raise self._too_many(text, self._num_compiled)
         compiled = self._run(text, lambda left_s: regex.compile(expression))
         find = compiled.search if is_anywhere else compiled.match
         return lambda module: self._run(text, lambda left_s: find(module, timeout=left_s)) is not None
+
+    def _too_many(self, text: str, number: int) -> CheckpointError:
+        return CheckpointError(
+            f"{self._field} must hold at most {_MOST} regular expressions of up to {_LONGEST} characters, got "
+            f"{shown(text)} of {len(text)} as number {number}; name modules without expressions"
+        )
 
     def _run(self, text: str, work: Callable[[float], Any]) -> Any:
         try:
