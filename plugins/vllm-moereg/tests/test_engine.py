@@ -83,6 +83,7 @@ class Engines:
         folder.mkdir()
         site = Site(folder / "site")
         environment = {**ENVIRONMENT, "VLLM_CACHE_ROOT": str(self.folder / "cache")}
+        environment["XDG_DATA_HOME"] = str(self.folder / "data")  # First checks of these engines alone count.
         if name == "stranger":
             install_counting(site, folder)
             environment["MOEREG_REQUIRE"] = "counting"
@@ -155,7 +156,9 @@ def test_a_strangers_kernel_serves(engines: Engines) -> None:
     expected, found = own_tokens(engines), engines("stranger")
     assert found["tokens"] == expected
     assert found["experts"] == ["CountingExperts"]
-    assert found["log"].count("\ncounted") == found["calls"] == NUM_TOKENS * 2
+    assert found["calls"] == NUM_TOKENS * 2
+    # Nobody vouches for it: its first check calls it twice with each of two numbers of tokens.
+    assert found["log"].count("\ncounted") == found["calls"] + 4
     assert "counting of moereg-counting 0.1.0 (CountingExperts)" in found["log"].partition(SENTENCE)[2]
 
 
