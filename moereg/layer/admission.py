@@ -109,12 +109,12 @@ class _Subject(NamedTuple):
             return held.failure
         if _HERE and (failure := _HERE.get(self.key)) is not None:
             return failure
-        return "" if self.is_admitted or _is_verified(self.cell, str(self.platform)) else None
+        return "" if self.is_admitted or _is_verified(self.cell, self.platform) else None
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_verified(cell: BackendCell, platform: str) -> bool:
-    return any(record.platform == platform for record in evidence_of(cell).current)
+def _is_verified(cell: BackendCell, platform: Platform) -> bool:
+    return evidence_of(cell).on(platform)
 
 
 def checked(
@@ -169,7 +169,7 @@ def _compared(kernel: MoEKernel, weights: ExpertWeights) -> Found:
     assert winner is not None
     # Over a group the experts are called alone.
     local = resolve_prepare_finalize(problem, None)
-    alone = MoEKernel(problem, selection, kernel.experts, kernel.weights, local, kernel.expert_map)
+    checking = MoEKernel(problem, selection, kernel.experts, kernel.weights, local, kernel.expert_map)
     worst = Found()
     with plain_torch():
         for call in _calls(problem, weights, winner):
@@ -181,7 +181,7 @@ def _compared(kernel: MoEKernel, weights: ExpertWeights) -> Found:
             for _ in range(_NUM_RUNS):
                 try:
                     out = torch.full_like(call[0], math.nan)
-                    error = relative_error(alone(*call, out=out), truth)
+                    error = relative_error(checking(*call, out=out), truth)
                 except Exception as raised:
                     if is_lack_of_memory(raised):
                         return Found()
@@ -287,7 +287,7 @@ def _with_evidence(selection: Selection, decision: Decision) -> Selection:
 
 def has_unchecked(selection: Selection) -> bool:
     """Whether nothing vouches here for a candidate of a plan beside its winner."""
-    return any(True for _ in _unchecked(selection))
+    return next(_unchecked(selection), None) is not None
 
 
 def _unchecked(selection: Selection) -> Iterator[Decision]:

@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from moereg.arguments import check_count, check_field, check_flag, check_mapping, check_text
 from moereg.errors import one_line
-from moereg.platforms import Platform, gpu_settings
-from moereg.runtime.python_process import num_cores
+from moereg.platforms import Platform, probe_settings
 from moereg.spec.problem import MoEProblem
 
 
@@ -78,11 +77,7 @@ _CHECKS: Final[dict[str, Any]] = {
 @functools.lru_cache(maxsize=8)
 def machine_of(platform: Platform) -> Machine:
     """The machine at hand, which a probed platform describes; asked once a process. Does not initialize CUDA."""
-    units, power_limit_w, mig, driver = 0, 0, False, ""
-    if platform.kind == "cpu":
-        units = num_cores()
-    elif platform.kind == "cuda":
-        units, power_limit_w, mig, driver = gpu_settings()
+    units, power_limit_w, mig, driver = probe_settings(platform)
     return Machine(
         str(platform), one_line(platform.device_name), units, power_limit_w, mig, one_line(driver).partition(".")[0]
     )

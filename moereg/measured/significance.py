@@ -10,8 +10,8 @@ ASKED: Final = ("uniform", "zipf")
 """Routings whose mean has to be faster. In others a winner only must not be slower."""
 
 NUM_SESSIONS: Final = 2
-"""Fewer sessions than these choose nothing: two processes of the same code differ by up to 3.8 %, since each places its
-memory and modules anew, and a session's own interval does not show that."""
+"""Fewer sessions than these choose nothing: two processes of the same code differ too, and a session's own interval
+does not show by how much."""
 
 _LEAST_GAIN: Final = math.log(0.97)
 """Largest mean of a winner: the noise between processes."""

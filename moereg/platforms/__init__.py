@@ -5,9 +5,9 @@ All other code takes a `Platform`, so a laptop can ask what another machine woul
 
 from moereg.platforms.devices import is_device_type, torch_device
 from moereg.platforms.kinds import KINDS, PlatformKind, register_platform_kind
-from moereg.platforms.nvml import gpu_clocks, gpu_settings
+from moereg.platforms.nvml import gpu_clocks
 from moereg.platforms.platform import Platform
-from moereg.platforms.probe import installed_versions, probe_cpu, probe_platform
+from moereg.platforms.probe import installed_versions, probe_cpu, probe_platform, probe_settings
 from moereg.platforms.products import PRODUCTS, platform_of_product
 from moereg.platforms.rules import PlatformRule, Specificity
 
@@ -19,12 +19,12 @@ __all__ = [
     "PlatformRule",
     "Specificity",
     "gpu_clocks",
-    "gpu_settings",
     "installed_versions",
     "is_device_type",
     "platform_of_product",
     "probe_cpu",
     "probe_platform",
+    "probe_settings",
     "register_platform_kind",
     "torch_device",
 ]

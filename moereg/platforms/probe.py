@@ -17,8 +17,9 @@ import importlib_metadata
 import torch
 from packaging.utils import canonicalize_name
 
-from moereg.platforms.nvml import GpuFacts, gpu_facts
+from moereg.platforms.nvml import GpuFacts, GpuSettings, gpu_facts, gpu_settings
 from moereg.platforms.platform import Platform
+from moereg.runtime.python_process import num_cores
 
 _NAME: Final = re.compile(r"^name:[ \t]*(\S+)", re.IGNORECASE | re.MULTILINE)
 _VERSION: Final = re.compile(r"^version:[ \t]*(\S+)", re.IGNORECASE | re.MULTILINE)
@@ -58,6 +59,13 @@ def probe_cpu() -> Platform:
     """This machine without its accelerators, probed once per process."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Platform("cpu", host.machine().lower(), _cpu_name(), memory, installed_versions(), probed=True)
+
+
+def probe_settings(platform: Platform) -> GpuSettings:
+    """Settings that decide the speed of a probed platform's device; of a CPU the processors this process may use."""
+    if platform.kind == "cuda":
+        return gpu_settings()
+    return GpuSettings(num_cores() if platform.kind == "cpu" else 0, 0, False, "")
 
 
 def installed_versions() -> dict[str, str]:

@@ -477,3 +477,11 @@ def test_layers_of_one_shape_share_recordings_and_others_do_not(driver: FakeDriv
         expected, found = one(4)
         assert launched_with(found) == [[4, 1, 1, *expected]]
         assert one.launching.launches == launches
+
+
+def test_experts_keep_no_weights(layer: RecordedLayer) -> None:
+    layer(4)
+    kept = [weakref.ref(tensor) for tensor in layer._kept]
+    layer._kept.clear()
+    gc.collect()
+    assert [each() for each in kept] == [None] * len(kept)

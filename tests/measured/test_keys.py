@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from moereg.errors import ArgumentError
-from moereg.measured import keys
 from moereg.measured.keys import Machine, key_text, machine_of, problem_key
 from moereg.measured.pack import Pack
-from moereg.platforms import Platform
+from moereg.platforms import Platform, probe
 from moereg.platforms.nvml import GpuSettings
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme
@@ -112,10 +111,10 @@ def check_key(problem: MoEProblem) -> None:
 
 def test_a_gpu_is_described_without_touching_it(monkeypatch: pytest.MonkeyPatch) -> None:
     machine_of.cache_clear()
-    monkeypatch.setattr(keys, "gpu_settings", lambda: GpuSettings(16896, 700, False, "570.86.15"))
+    monkeypatch.setattr(probe, "gpu_settings", lambda: GpuSettings(16896, 700, False, "570.86.15"))
     gpu = Platform("cuda", "sm90", "NVIDIA H200", 141 << 30, probed=True)
     assert machine_of(gpu) == Machine("cuda:sm90", "NVIDIA H200", 16896, 700, False, "570")
-    monkeypatch.setattr(keys, "gpu_settings", lambda: GpuSettings(0, 0, False, ""))
+    monkeypatch.setattr(probe, "gpu_settings", lambda: GpuSettings(0, 0, False, ""))
     assert machine_of(gpu).driver == "570", "it is asked once"
     machine_of.cache_clear()
     assert machine_of(gpu) == Machine("cuda:sm90", "NVIDIA H200", 0, 0, False, "")
@@ -124,8 +123,8 @@ def test_a_gpu_is_described_without_touching_it(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_cpu_is_its_name_and_the_processors_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     machine_of.cache_clear()
-    monkeypatch.setattr(keys, "num_cores", lambda: 7)
-    monkeypatch.setattr(keys, "gpu_settings", lambda: GpuSettings(1, 1, True, "1"))
+    monkeypatch.setattr(probe, "num_cores", lambda: 7)
+    monkeypatch.setattr(probe, "gpu_settings", lambda: GpuSettings(1, 1, True, "1"))
     assert machine_of(HERE) == Machine("cpu", "A CPU", 7, 0, False, "")
     machine_of.cache_clear()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Hashable
+import weakref
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
 from moereg.backends._loaded import Call, Implementation
@@ -26,7 +27,7 @@ class Recorded(Implementation):
     """Records and replays launches; a subclass names the weights that its kernels take, and selects the way.
 
     Layers of one shape share recordings: a model's first layer records a number of tokens that the model has not seen
-    yet, which takes a millisecond or two, and the others replay it.
+    yet, and the others replay it.
     """
 
     recorded_weights: ClassVar[tuple[str, ...]] = ()
@@ -40,17 +41,18 @@ class Recorded(Implementation):
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
-        self._keyed: object = None
-        self._key: object = None
+        # One value, since layers and threads may share this object. Weakly, since it holds no weights.
+        self._keyed: tuple[Callable[[], object], object] = (lambda: None, None)
 
     def _shared_key(self, weights: PermutedWeights) -> object:
         """Equal for layers whose launches differ in pointers alone."""
-        if weights.per_expert is not self._keyed:
+        keyed, key = self._keyed
+        if keyed() is not weights:
             fixed = ((name, weights.get(name)) for name in self.recorded_weights if name not in self.arriving)
             kinds = tuple((name, one.dtype, one.shape, one.stride()) for name, one in fixed if one is not None)
-            self._key = _shape_of_layer(type(self), self.problem, self.computes, str(self.platform), kinds)
-            self._keyed = weights.per_expert
-        return self._key
+            key = _shape_of_layer(type(self), self.problem, self.computes, str(self.platform), kinds)
+            self._keyed = weakref.ref(weights), key
+        return key
 
     def plan_bytes(self, num_tokens: int) -> int:
         """Bytes of the plan at the front of the second workspace, for T tokens (max_T in the batched format)."""
