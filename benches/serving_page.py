@@ -100,4 +100,14 @@ def rows_table() -> str:
     return table(header, rows)
 
 
-TABLES: Final[dict[str, Callable[[], str]]] = {"serving": summary_table, "serving_rows": rows_table}
+def host_table() -> str:
+    """Host time of a call of one layer's experts: moereg's and vLLM's own, in turns in one process."""
+    rows = []
+    for run in read(_FILE)["runs"]:
+        for num_tokens, times in (run.get("host_us") or {}).items():
+            kernel = "its own choice" if not run["wishes"] else " ".join(run["wishes"].values())
+            rows.append([kernel, num_tokens, f"{times['vllm']:.0f}", f"{times['moereg']:.0f}"])
+    return table(["moereg runs", "tokens", "vLLM us", "moereg us"], rows)
+
+
+TABLES: Final[dict[str, Callable[[], str]]] = {"serving": summary_table, "serving_rows": rows_table, "serving_host": host_table}

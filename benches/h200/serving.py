@@ -366,7 +366,7 @@ def measure(engine: Any, workload: tuple[int, int, int], vocabulary: int) -> dic
     run(min(output, 4))
     start = time.perf_counter()
     firsts, runs = [], []
-    least, most = (1, 1) if is_large else (2, _REPEATS)
+    least, most = (2, 2) if is_large else (2, _REPEATS)
     while len(runs) < least or (len(runs) < most and time.perf_counter() - start < _REPEAT_SECONDS):
         firsts.append(run(1)[0])
         runs.append(run(output))
