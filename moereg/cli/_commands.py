@@ -210,7 +210,8 @@ def tune(
     verbose: bool = False,
 ) -> Shown | int:
     """Time a layer's backends here; layers get the fastest."""
-    from moereg.cli._tune import Question, parse_routings, parse_tokens, tune_layer
+    from moereg.cli._tune import parse_routings, parse_tokens, tune_layer
+    from moereg.cli._tune_session import Question
     from moereg.measured.significance import ASKED
 
     flags = dataclasses.replace(flags, require=require, prefer=prefer)

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -172,25 +172,6 @@ class LayerSession:
             return self.comparison.measure(point, ceilings, rounds, seconds)
         finally:
             self.comparison.remove(point)
-
-    def screen(self, counts: Sequence[int]) -> tuple[set[Decision], list[Measurement]]:
-        """Times each candidate a few times at each number of tokens.
-
-        Returns:
-            Candidates that are far behind wherever they were timed, and what failed, which is not measured further.
-        """
-        near: set[Decision] = set()
-        timed: set[Decision] = set()
-        failed: list[Measurement] = []
-        for tokens in counts:
-            rows = self.measure(Point("uniform", tokens), SCREEN_ROUNDS)
-            failed += self.leave_out_failed(rows)
-            best_us = min((row.time_us for row in rows if row.timing), default=0.0)
-            timed |= {row.decision for row in rows if row.timing}
-            near |= {row.decision for row in rows if row.timing and row.time_us <= BEHIND * best_us}
-            if self.comparison.stopped is not None:
-                break
-        return timed - near - {row.decision for row in failed}, failed
 
     def leave_out_failed(self, rows: Iterable[Measurement]) -> list[Measurement]:
         """Stops measuring candidates that failed by their own fault; returns what failed."""

@@ -7,9 +7,8 @@ processes.
 from __future__ import annotations
 
 import contextlib
-import io
-import json
 import math
+import pickle
 import random
 import signal
 import subprocess
@@ -22,25 +21,21 @@ from typing import Any
 import pytest
 import torch
 
+from moereg.cli import _tune_session
 from moereg.cli._options import ProblemFlags
-from moereg.cli._tune import (
-    Ended,
-    Question,
-    TuneResult,
-    Unfinished,
-    parse_routings,
-    parse_tokens,
-    tune_layer,
-)
-from moereg.cli._tune_session import _Server
+from moereg.cli._tune import TuneResult, parse_routings, parse_tokens, tune_layer
+from moereg.cli._tune_session import Question
 from moereg.dispatch import explain_backends
 from moereg.errors import BackendError, MoeregError
 from moereg.evidence.admission import ADMITTED
 from moereg.evidence.quarantine import QUARANTINE
 from moereg.measured.pack import Row, read_pack
 from moereg.registry import register_moe_backend
+from moereg.testing.outcomes import Outcome
+from moereg.testing.workers import Answer
+from moereg.tuning.compare import IN_TURNS
 from moereg.tuning.points import GUARD, Point
-from moereg.tuning.timing import Timing
+from moereg.tuning.timing import ROUNDS, Timing
 from tests.cli.command import ROOT, Call, run_module
 from tests.support.fakes import FakeExperts, WrongExperts
 
@@ -62,16 +57,17 @@ class World:
     Attributes:
         costs: Microseconds by backend and number of tokens.
         noise: Standard deviation of the logarithm of a sample, beside what all have in a round.
-        asked: What processes were asked, in order.
-        ends: What a process raises instead of its nth answer on a point, counted over all processes.
+        asked: What processes were asked to do, with arguments, in order.
+        ends: What happens instead of the nth answer on a point, counted over all processes.
         clocks: Clocks that are read, in turn; the last one from then on.
+        num_processes: How many have been begun.
     """
 
     def __init__(self) -> None:
         self.costs: dict[str, Cost] = {}
         self.noise = 0.001
-        self.asked: list[Any] = []
-        self.ends: dict[int, BaseException] = {}
+        self.asked: list[tuple[str, Any]] = []
+        self.ends: dict[int, Answer[Any] | BaseException] = {}
         self.clocks = [1000]
         self.num_points = 0
         self.num_processes = 0
@@ -94,47 +90,37 @@ class World:
                 samples[key].append(cost * math.exp(shared + self._draw.gauss(0, self.noise)))
         return {key: Timing(tuple(own)) for key, own in samples.items()}
 
-    def start(self) -> Process:
-        self.num_processes += 1
-        return Process(self)
+    def ask_in_steps(self, function: Any, *arguments: Any, seconds: float, fresh: bool = False, deadline: float) -> Any:
+        """In place of `Worker.ask_in_steps`, in this process; what is asked and answered is pickled as there."""
+        name, arguments = function.__name__, pickle.loads(pickle.dumps(arguments))
+        self.asked.append((name, arguments))
+        self.num_processes += fresh
+        if name == "clocks":
+            return Answer({"sm_mhz": self.clocks.pop(0) if len(self.clocks) > 1 else self.clocks[0]})
+        if name == "measure" and arguments[-1] == ROUNDS:
+            self.num_points += 1
+            if (end := self.ends.pop(self.num_points, None)) is not None:
+                if isinstance(end, BaseException):
+                    raise end
+                return end
+        return Answer(pickle.loads(pickle.dumps(function(lambda step: None, *arguments))))
 
-    def tune(self, most: int = 16, **keywords: Any) -> TuneResult:
-        question = Question(FLAGS, None, None, parse_tokens(str(most)))
-        return tune_layer(question, start=self.start, **keywords)
+    def stop(self) -> None:
+        """In place of `Worker.stop`."""
+        _tune_session._LAYERS.clear()
 
     @property
     def points(self) -> list[Point]:
-        """The points that were asked for."""
-        return [Point(*each["point"]) for each in self.asked if "point" in each]
+        """The points that were asked for, without those of screening."""
+        return [arguments[1] for name, arguments in self.asked if name == "measure" and arguments[2] == ROUNDS]
+
+    def tune(self, most: int = 16, **keywords: Any) -> TuneResult:
+        question = Question(FLAGS, None, None, parse_tokens(str(most)))
+        return tune_layer(question, start=lambda: self, **keywords)  # type: ignore[arg-type, return-value]
 
 
-class Process:
-    """A session that answers in this process."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._server: _Server | None = None
-
-    def ask(self, deadline: float, **request: Any) -> dict[str, Any]:
-        world = self._world
-        request = json.loads(json.dumps(request))
-        world.asked.append(request)
-        if "clocks" in request:
-            return {"clocks": {"sm_mhz": world.clocks.pop(0) if len(world.clocks) > 1 else world.clocks[0]}}
-        if "point" in request:
-            world.num_points += 1
-            if (end := world.ends.pop(world.num_points, None)) is not None:
-                raise end
-        if self._server is None:
-            self._server = _Server(io.StringIO())
-            found = self._server.start(request)
-        else:
-            found = self._server.answer(request)
-        answer: dict[str, Any] = json.loads(json.dumps(found))
-        return answer
-
-    def close(self) -> None:
-        self._server = None
+def crashed(message: str, step: Any) -> Answer[Any]:
+    return Answer(outcome=Outcome("crashed", message), step=step)
 
 
 @pytest.fixture
@@ -260,7 +246,7 @@ def test_a_run_that_was_ended_goes_on_where_it_was(world: World, pack: Path, at:
 
 def test_time_that_is_over_leaves_what_was_measured(world: World, pack: Path) -> None:
     world.add("fake_default", flat(100))
-    world.ends[4] = Unfinished("no time is left")
+    world.ends[4] = TimeoutError()
     result = world.tune()
     assert (result.code, result.unfinished) == (4, "no time is left")
     assert len(read_pack(pack, is_own=True).layers[0].rows) == 3
@@ -307,11 +293,11 @@ def test_a_crash_is_its_candidates_and_the_others_are_measured(world: World, pac
     world.add("fake_crash", flat(90))
     world.add("fake_fast", flat(50))
     key = ("fake_crash", "Fake_Crash", "cpu", "unquantized", "")
-    world.ends[5] = Ended(key, "the process died of SIGSEGV in apply")
+    world.ends[5] = crashed("the process died of SIGSEGV", (key, "apply"))
     result = world.tune(2)
     assert (result.code, selected(result)) == (1, "fake_fast")
     assert result.record is not None
-    assert result.record.wrong == {key: "the process died of SIGSEGV in apply"}
+    assert result.record.wrong == {key: "the process died of SIGSEGV (apply)"}
     assert [record.backend for record in QUARANTINE.read().records] == ["fake_crash"]
     assert world.num_processes == 3
     first = [session for session in read_pack(pack, is_own=True).sessions if session.number == 1]
@@ -321,9 +307,10 @@ def test_a_crash_is_its_candidates_and_the_others_are_measured(world: World, pac
 def test_a_crash_of_nobody_in_particular_is_tried_once_more_and_blames_nobody(world: World) -> None:
     world.add("fake_default", flat(100))
     world.add("fake_other", flat(90))
-    world.ends[3] = Ended(None, "the process died of SIGSEGV in apply, in turns with others")
+    key = ("fake_other", "Fake_Other", "cpu", "unquantized", "")
+    world.ends[3] = crashed("the process died of SIGSEGV", (key, IN_TURNS))
     assert world.tune(2).code == 0
-    world.ends |= {world.num_points + more: Ended(None, "the process died of SIGSEGV") for more in (1, 2)}
+    world.ends |= {world.num_points + more: crashed("no end after 300 s", None) for more in (1, 2)}
     with pytest.raises(BackendError, match="a session ended twice while several of fake_default, fake_other may have"):
         world.tune(2, refresh=True)
     assert not QUARANTINE.read().records
