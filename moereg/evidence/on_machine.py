@@ -13,12 +13,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Annotated, Any, Final, Generic, TypeVar
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from typing_extensions import Self
 
+from moereg.arguments import check_date
 from moereg.errors import MoeregError, MoeregWarning, described, one_line, shown
 from moereg.evidence.code_digest import class_digest
 from moereg.evidence.store import Record, change_file, read_once, read_records, records_text
@@ -97,7 +98,7 @@ class MachineRecord(CellRecord):
 
     platform: str
     device: str
-    date: str
+    date: Annotated[str, check_date]
 
     @classmethod
     def of(cls, cell: BackendCell, scheme: QuantScheme, platform: Platform, **found: Any) -> Self:

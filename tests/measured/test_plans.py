@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
@@ -168,7 +167,7 @@ def test_one_cell_for_all_weighs_decades_alike_or_by_calls() -> None:
 
 def test_calls_are_weighted_by_the_time_of_one() -> None:
     rows = rows_of({1: {1: -0.7, 1000: 0.3}}, grid=(1, 1000))
-    slow = [dataclasses.replace(each, median_us=1e4) if each.tokens == 1000 else each for each in rows]
+    slow = [each._replace(median_us=1e4) if each.tokens == 1000 else each for each in rows]
     times = LayerTimes(tuple(slow), 0)
     # 100 calls of 10 us and 1 of 10,000 us.
     assert times.shares((1, 1000), 0, {1: 100, 1000: 1}) == pytest.approx([1000 / 11000, 10000 / 11000])

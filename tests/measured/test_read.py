@@ -284,7 +284,7 @@ def test_cells_of_two_versions_are_told_apart() -> None:
         fields = timed.fields_of(cell, PROBLEM.quant, rule, newer)
         pack, index = pack.with_cell(dataclasses.replace(timed, **fields))
         indices.append(index)
-    rows = [dataclasses.replace(row, cell=indices[row.cell]) for row in rows_of({1: FASTER, 2: 0.1})]
+    rows = [row._replace(cell=indices[row.cell]) for row in rows_of({1: FASTER, 2: 0.1})]
     pack = pack.with_rows(PROBLEM, indices[0], rows)
     assert choose(CELLS, pack).backend == "third"
     assert choose(CELLS, pack, platform=newer).backend == "second"
