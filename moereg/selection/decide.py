@@ -171,7 +171,7 @@ def _judge(
     elif problem.exact_activations and scheme.activation != problem.quant.activation:
         text = f"requires activations as {problem.quant.name} has them, got {scheme.name} instead"
         facts.append(Reason("precision", text))
-    if (failed := quarantine.record(cell, scheme, rule, platform)) is not None:
+    if (failed := quarantine.record(cell, scheme, platform)) is not None:
         facts.insert(0, failed.reason)
 
     return Decision(
@@ -181,7 +181,7 @@ def _judge(
         tier=cell.tier,
         cell=cell,
         scheme=scheme,
-        evidence=ADMITTED_TIER if admitted.record(cell, scheme, rule, platform) else "",
+        evidence=ADMITTED_TIER if admitted.record(cell, scheme, platform) else "",
         **judge_cell(cell, rule, platform, request, reads, facts, problem=problem),
     )
 

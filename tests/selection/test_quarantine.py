@@ -146,8 +146,7 @@ def test_a_scheme_by_another_name_is_the_same_and_a_long_failure_is_cut(cells: t
     assert made.scheme == "int8_w8a16"
     assert len(made.failure) <= 500
     held = Quarantine([made])
-    rule = cells[0].rule_for(HERE)
-    assert held.record(cells[0], renamed, rule, HERE) == held.record(cells[0], EIGHT, rule, HERE) == made
+    assert held.record(cells[0], renamed, HERE) == held.record(cells[0], EIGHT, HERE) == made
 
 
 def test_a_link_to_the_file_stays_a_link_and_its_folder_is_the_users_alone(
@@ -327,7 +326,7 @@ def test_asking_costs_selection_nothing(file: Path, cells: tuple[BackendCell, ..
     def ask() -> None:
         held = QUARANTINE.read()
         for cell in cells:
-            held.record(cell, PLAIN, cell.rules[0], HERE)
+            held.record(cell, PLAIN, HERE)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", MoeregWarning)
