@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import statistics
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -118,26 +119,25 @@ class Source:
         self, place: int, candidates: Sequence[Candidate], own: Sequence[int], platform: Platform
     ) -> Measured:
         layer, cells = self.pack.layers[place], self.pack.cells
-        wrong = dict(layer.wrong)
+        wrong, reasons = dict(layer.wrong), dict(layer.left_out)
         notes: list[str] = []
         usable: dict[int, int] = {}
-        reasons, left_out = dict(layer.left_out), dict[int, str]()
+        left_out: dict[int, str] = {}
         for index in own:
-            cell, scheme, rule = candidates[index]
-            known = [at for at in self._cells.get(cell_key(cell, scheme, rule), ()) if at in layer.cells]
-            changes = {at: cells[at].changes(cell, platform) for at in known}
+            cell = candidates[index][0]
+            changes = {
+                at: cells[at].changes(cell, platform) for at in self._cells.get(cell_key(*candidates[index]), ())
+            }
+            known = [at for at in changes if at in layer.cells]
             at = next((at for at in known if not changes[at]), None)
             if at is not None and at not in wrong:
                 usable[at] = index
                 continue
-            for other in self._cells.get(cell_key(cell, scheme, rule), ()):
-                if other in reasons and not cells[other].changes(cell, platform):
-                    left_out[index] = reasons[other]
-            reason = f"{cell.name} was not measured"
+            left_out.update((index, reasons[other]) for other in changes if other in reasons and not changes[other])
             if at is not None:
                 reason = f"{cell.name} failed when it was measured: {wrong[at]}"
-            elif known:
-                reason = ", ".join(changes[known[0]])
+            else:
+                reason = ", ".join(changes[known[0]]) if known else f"{cell.name} was not measured"
             if index == 0 or layer.default in known:
                 return Measured(notes=(*notes, f"pack unused: {reason}"))
             if known:
@@ -214,26 +214,23 @@ def _gains(times: LayerTimes, cells: Sequence[TimedCell], default: int, base: in
     """The gains of a plan, such as `humming 11 % less than triton at 256-1024`."""
     parts = []
     if base != default:
-        parts.append(
-            _less(cells, base, default, mean_gain(times.over_all(base, default), times.over_all(default, default)))
-        )
+        gain = mean_gain(times.over_all(base, default), times.over_all(default, default))
+        parts.append(_less(cells, base, default, gain))
     least = 1
     for most, cell in ranges[:-1]:
         assert most is not None
-        if cell != base:
-            at = [tokens for tokens in times.tokens if least <= tokens <= most]
-            gain = math.fsum(mean_gain(times.at(cell, each), times.at(base, each)) for each in at) / len(at)
-            where = f"{at[0]}-{most}" if at[0] < most else f"{most}"
-            parts.append(f"{_less(cells, cell, base, gain)} at {where}")
+        at = [tokens for tokens in times.tokens if least <= tokens <= most]
         least = most + 1
+        if cell != base:
+            gain = statistics.fmean(mean_gain(times.at(cell, each), times.at(base, each)) for each in at)
+            where = f"{at[0]}-{at[-1]}" if len(at) > 1 else f"{at[0]}"
+            parts.append(f"{_less(cells, cell, base, gain)} at {where}")
     return ", ".join(parts) or f"nothing beats {cells[default].backend}"
 
 
 def _less(cells: Sequence[TimedCell], cell: int, than: int, gain: float) -> str:
-    names = [cells[each].backend for each in (cell, than)]
-    if names[0] == names[1]:
-        names = [cells[each].experts for each in (cell, than)]
-    return f"{names[0]} {100 * -math.expm1(gain):.0f} % less than {names[1]}"
+    name = "experts" if cells[cell].backend == cells[than].backend else "backend"
+    return f"{getattr(cells[cell], name)} {100 * -math.expm1(gain):.0f} % less than {getattr(cells[than], name)}"
 
 
 def _counted(number: int) -> str:

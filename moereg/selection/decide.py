@@ -71,7 +71,8 @@ def decide(
     if plan:
         best, source = plan[-1][1], "measured"
         decisions = (best, *(decision for decision in decisions if decision is not best))
-    notices = (*request.notices, *_outranking(decisions, cells), *filter(None, (measured.note, *measured.notes)))
+    above = _outranking(decisions, cells, is_measured=bool(plan))
+    notices = (*request.notices, *above, *filter(None, (measured.note, *measured.notes)))
     ranges = plan if len(plan) > 1 else ()
     return Selection(problem, platform, request, decisions, source, notices, ranges, measured.digest)
 
@@ -170,7 +171,7 @@ def _judge(
     elif problem.exact_activations and scheme.activation != problem.quant.activation:
         text = f"requires activations as {problem.quant.name} has them, got {scheme.name} instead"
         facts.append(Reason("precision", text))
-    if (failed := quarantine.record(cell, scheme, rule, platform)) is not None:
+    if (failed := quarantine.record(cell, scheme, platform)) is not None:
         facts.insert(0, failed.reason)
 
     return Decision(
@@ -180,7 +181,7 @@ def _judge(
         tier=cell.tier,
         cell=cell,
         scheme=scheme,
-        evidence=ADMITTED_TIER if admitted.record(cell, scheme, rule, platform) else "",
+        evidence=ADMITTED_TIER if admitted.record(cell, scheme, platform) else "",
         **judge_cell(cell, rule, platform, request, reads, facts, problem=problem),
     )
 
@@ -234,16 +235,17 @@ def judge_cell(
     }
 
 
-def _outranking(decisions: Sequence[Decision], cells: Sequence[BackendCell]) -> list[str]:
+def _outranking(decisions: Sequence[Decision], cells: Sequence[BackendCell], is_measured: bool) -> list[str]:
     """A line for each backend of another distribution that fits with a priority above every built-in cell's."""
     highest = max((cell.priority for cell in cells if cell.origin == BUILTIN), default=math.inf)
     above: dict[str, Decision] = {}
     for decision in decisions:
         if decision.accepted and decision.origin != BUILTIN and decision.priority > highest:
             above.setdefault(decision.backend, decision)
+    where = "where no measured times choose another" if is_measured else "wherever it fits"
     return [
         f"backend {name!r} of {one.provider} has priority {one.priority}, above every built-in backend's (at most "
-        f"{highest}): it goes first wherever it fits; --deny {name} does without it"
+        f"{highest}): it goes first {where}; --deny {name} does without it"
         for name, one in above.items()
     ]
 

@@ -17,7 +17,7 @@ from moereg.evidence.quarantine import Quarantine, QuarantineRecord
 from moereg.measured import read
 from moereg.measured.pack import Pack
 from moereg.measured.read import UNTUNED, Source, Tuning, read_tuning, tuning_path
-from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
+from moereg.registry import BUILTIN, BackendCell, BackendRegistry, register_moe_backend
 from moereg.selection.decide import decide
 from moereg.selection.request import Request
 from moereg.selection.result import Selection
@@ -284,7 +284,7 @@ def test_cells_of_two_versions_are_told_apart() -> None:
         fields = timed.fields_of(cell, PROBLEM.quant, rule, newer)
         pack, index = pack.with_cell(dataclasses.replace(timed, **fields))
         indices.append(index)
-    rows = [dataclasses.replace(row, cell=indices[row.cell]) for row in rows_of({1: FASTER, 2: 0.1})]
+    rows = [row._replace(cell=indices[row.cell]) for row in rows_of({1: FASTER, 2: 0.1})]
     pack = pack.with_rows(PROBLEM, indices[0], rows)
     assert choose(CELLS, pack).backend == "third"
     assert choose(CELLS, pack, platform=newer).backend == "second"
@@ -308,6 +308,15 @@ def test_a_wheel_orders_its_own_backends() -> None:
     found = choose(cells, Source(pack, "moereg-mine", is_users=False))
     assert (names(found), found.source) == (["third", "first", "second", "fourth"], "measured")
     assert choose(cells, Source(pack, "other", is_users=False)).source == "priority"
+
+
+def test_a_wheel_that_a_pack_puts_behind_is_not_said_to_go_first() -> None:
+    (first, *others) = of_wheel(CELLS, "first")
+    cells = (first, *(dataclasses.replace(cell, origin=BUILTIN) for cell in others))
+    assert "it goes first wherever it fits; --deny first" in choose(cells).notices[0]
+    behind = choose(cells, pack_of(cells, rows_of({1: FASTER})))
+    assert behind.backend == "second"
+    assert "it goes first where no measured times choose another; --deny first" in behind.notices[0]
 
 
 def test_the_first_pack_with_usable_times_of_the_layer_chooses() -> None:

@@ -67,6 +67,8 @@ def test_a_histogram_weighs_by_the_time_of_its_calls() -> None:
     assert [point.share for point in found.points] == pytest.approx([900 / 1300, 0.0, 400 / 1300])
     assert found.calls_outside == 7
     assert not found.is_whole
+    # By ratio 35 is nearer to 100 than to 10.
+    assert regret_of(TIMES, {1: 0, 10: 0, 100: 0}, 0, (0, 1), {3: 9, 35: 1}).points[2].share == 40 / (90 + 40)
 
 
 def test_what_no_call_reaches_may_lack_times() -> None:
