@@ -129,7 +129,7 @@ def compare_choices(
     Raises:
         MoeregError: Anything that the user can fix.
     """
-    calls = None if histogram is None else _read_histogram(histogram)
+    calls = None if histogram is None else read_histogram(histogram)
     platform = platform_at_hand("regret", flags.platform)
     places: tuple[int | None, ...] = (layer,)
     if checkpoint is not None and layer is None:
@@ -185,7 +185,12 @@ def _layer(subjects: list[Subject], flags: ProblemFlags, platform: Platform, cal
     return _Layer(subjects, selection, default, cells, regret, left_out, unknown)
 
 
-def _read_histogram(path: Path) -> _Calls:
+def read_histogram(path: Path) -> Mapping[int, int]:
+    """Calls by numbers of tokens, at least one.
+
+    Raises:
+        UsageError: The file has another form.
+    """
     try:
         found = check_mapping("a histogram", read_document(path))
         numbers = {key: int(key) if key.isascii() and key.isdigit() else key for key in found}

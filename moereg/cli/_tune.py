@@ -8,7 +8,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ from moereg.measured.plans import LayerTimes, with_ranges
 from moereg.measured.read import VARIABLE, Measured, Source, tuning_path
 from moereg.measured.significance import ASKED, NUM_SESSIONS
 from moereg.platforms import Platform
+from moereg.runtime.memory import format_bytes
 from moereg.runtime.progress import duration
 from moereg.selection.decide import candidate_of
 from moereg.selection.result import SCHEMA
@@ -54,6 +55,7 @@ class TuneResult:
         record: The layer's part of it; None if nothing fits.
         found: The candidates.
         counts, routings: What was asked.
+        granted: Candidates with memory for a layout of their own, and its bytes a layer.
         unfinished: Why the measuring stopped before its end; empty if it did not.
         is_dry: Whether nothing was to be measured.
     """
@@ -65,6 +67,7 @@ class TuneResult:
     found: Entrants
     counts: tuple[int, ...]
     routings: tuple[str, ...]
+    granted: Mapping[Key, int] = dataclasses.field(default_factory=dict)
     unfinished: str = ""
     is_dry: bool = False
 
@@ -136,6 +139,7 @@ class TuneResult:
             "default": _named(keys[0]) if keys else None,
             "selected": _named(self.selected) if self.selected else None,
             "plan": [[most, _named(keys[index])] for most, index in self.plan.ranges],
+            "memory": [{**_named(key), "bytes": size} for key, size in self.granted.items()],
             "note": self.plan.note or None,
             "winners": self.winners(),
             "left_out": [{**_named(key), "reason": text} for key, text in (record.left_out if record else {}).items()],
@@ -202,6 +206,8 @@ class TuneResult:
             default = record.keys[0]
             for most, index in self.plan.ranges[:-1]:
                 target.print(f"calls of up to {most} tokens get {_text(record.keys[index])}")
+            for key, size in self.granted.items():
+                target.print(f"{_text(key)} reads weights of its own: {format_bytes(size)} more for each such layer")
             text = f"nothing beats the default: layers of this shape get {_text(default)} as before"
             if selected != default:
                 text = f"layers of this shape now get {_text(selected)} (was {_text(default)})"
@@ -222,6 +228,8 @@ def tune_layer(
     seconds: float | None = None,
     refresh: bool = False,
     dry_run: bool = False,
+    calls: Mapping[int, int] | None = None,
+    memory_bytes: float = 0.0,
     start: Callable[[], Worker] = start_worker,
 ) -> TuneResult:
     """Measures a layer into the user's pack.
@@ -231,6 +239,8 @@ def tune_layer(
         seconds: Time for everything.
         refresh: Whether to forget the layer's times first.
         dry_run: Whether to measure nothing.
+        calls: Numbers of calls by number of tokens, which weigh the choice; without, decades count alike.
+        memory_bytes: Memory for further copies of the layer's weights.
         start: Starts a process that measures.
 
     Raises:
@@ -258,6 +268,7 @@ def tune_layer(
     with countdown("tuning") as progress:
         try:
             Tuner(question, platform, record, start, deadline, progress).run()
+            result = dataclasses.replace(result, granted=record.decide(calls or {}, memory_bytes))
         except Unfinished as error:
             result = dataclasses.replace(result, unfinished=str(error))
     _admit(record, platform)

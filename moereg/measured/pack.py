@@ -164,6 +164,7 @@ class TunedLayer:
         rows: The times.
         wrong: Cells with wrong numbers or failures, by their index, with the reason.
         left_out: Cells that were not measured further, such as those far behind, by their index, with the reason.
+        calls: Numbers of calls by number of tokens, which weigh the choice; empty if decades count alike.
     """
 
     problem: Annotated[Mapping[str, Any], _check_problem] = dataclasses.field(hash=False)
@@ -171,6 +172,7 @@ class TunedLayer:
     rows: tuple[Row, ...] = ()
     wrong: tuple[tuple[int, str], ...] = ()
     left_out: tuple[tuple[int, str], ...] = ()
+    calls: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
     def key(self) -> tuple[str, int]:
@@ -327,7 +329,8 @@ def _layer_text(layer: TunedLayer) -> str:
     rows = ",\n".join(f"   {json.dumps(row, allow_nan=False)}" for row in layer.rows)
     return (
         f'  {{"problem": {json.dumps(layer.problem)}, "default": {layer.default}, '
-        f'"wrong": {json.dumps(layer.wrong)}, "left_out": {json.dumps(layer.left_out)}, "rows": [\n{rows}\n  ]}}'
+        f'"wrong": {json.dumps(layer.wrong)}, "left_out": {json.dumps(layer.left_out)}, '
+        f'"calls": {json.dumps(layer.calls)}, "rows": [\n{rows}\n  ]}}'
     )
 
 

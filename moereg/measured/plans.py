@@ -11,10 +11,10 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from moereg.measured.pack import Row
-from moereg.measured.significance import Ratio, Ratios, beats
+from moereg.measured.significance import ASKED, Ratio, Ratios, beats
 
 Ranges = tuple[tuple[int | None, int], ...]
 """(most tokens, cell) in ascending order; the last one is open."""
@@ -29,10 +29,12 @@ class LayerTimes:
     Attributes:
         rows: The rows; ratios are to the time of `default`.
         default: The cell that was measured beside each.
+        calls: As in `TunedLayer`.
     """
 
     rows: tuple[Row, ...]
     default: int
+    calls: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
     def tokens(self) -> tuple[int, ...]:
@@ -63,7 +65,7 @@ class LayerTimes:
         return self._ratios.get((cell, tokens), _NOT_MEASURED)
 
     def over_all(self, cell: int, default: int) -> Ratios:
-        """A cell's ratios to the time of `default` over all numbers of tokens, of which each decade counts alike.
+        """A cell's ratios to the time of `default` over all numbers of tokens, weighted by `shares`.
 
         Only of sessions that measured both at every number of tokens: few tokens alone say nothing of many.
         """
@@ -74,12 +76,34 @@ class LayerTimes:
     def _cost(self, cell: int, default: int, key: tuple[int, str]) -> Ratio:
         tokens = [at for at in self.tokens if key in self.at(default, at)]
         ratios, bases = ([self.at(each, at)[key] for at in tokens] for each in (cell, default))
-        shares = equal_decades(tokens)
+        shares = self.shares(tokens, default)
         costs = [share * math.exp(own.log - base.log) for share, own, base in zip(shares, ratios, bases, strict=True)]
         cost = math.fsum(costs)
         # The derivative of ln(cost) by each logarithm is that cost's part of the sum.
         widths = (part / cost * own.half_width for part, own in zip(costs, ratios, strict=True))
         return Ratio(math.log(cost), math.hypot(*widths))
+
+    def shares(self, tokens: Sequence[int], cell: int) -> list[float]:
+        """The share of each number of tokens in a cell's time of the calls; of decades alike if none is among them."""
+        shares = self.shares_of(dict(self.calls), tokens, cell)
+        return shares if any(shares) else equal_decades(tokens)
+
+    def shares_of(self, calls: Mapping[int, float], tokens: Sequence[int], cell: int) -> list[float]:
+        """The share of each measured number of tokens in a cell's time of calls; 0 if none is among them."""
+        counted = dict.fromkeys(tokens, 0.0)
+        for called, number in calls.items():
+            if tokens[0] <= called <= tokens[-1]:
+                # The nearest by ratio, since times grow with tokens.
+                counted[min(tokens, key=lambda at: abs(math.log(at / called)))] += number
+        spent = [number * self._median_us(cell, at) for at, number in counted.items()]
+        # Without times of the cell each call counts alike.
+        weights = spent if any(spent) else list(counted.values())
+        return [weight / (math.fsum(weights) or 1.0) for weight in weights]
+
+    def _median_us(self, cell: int, tokens: int) -> float:
+        """A cell's mean median in the asked routings."""
+        own = [row for row in self.rows if (row.cell, row.tokens) == (cell, tokens) and row.routing in ASKED]
+        return math.fsum(row.median_us for row in own) / max(1, len(own))
 
 
 def equal_decades(tokens: Sequence[int]) -> list[float]:

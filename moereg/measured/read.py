@@ -147,7 +147,7 @@ class Source:
         if plan is None:
             plan = self._plans[place, order] = _plan(self.pack, place, order)
         ranges = tuple((most, usable[at]) for most, at in plan.ranges)
-        found = LayerOfPack(LayerTimes(layer.rows, layer.default), usable, left_out)
+        found = LayerOfPack(LayerTimes(layer.rows, layer.default, layer.calls), usable, left_out)
         return dataclasses.replace(plan, ranges=ranges, notes=(*notes, *plan.notes), layer=found)
 
 
@@ -188,7 +188,7 @@ UNTUNED: Final = Tuning()
 def _plan(pack: Pack, place: int, order: Sequence[int]) -> Measured:
     """The plan for cells of a pack, in the order of priority; its ranges have their indices in the pack."""
     layer, cells = pack.layers[place], pack.cells
-    times = LayerTimes(layer.rows, layer.default)
+    times = LayerTimes(layer.rows, layer.default, layer.calls)
     pairs = ((times.at(cell, at), times.at(order[0], at)) for cell in order[1:] for at in times.tokens)
     compared = max((num_shared_sessions(*pair) for pair in pairs), default=0)
     if compared < NUM_SESSIONS:

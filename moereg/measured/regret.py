@@ -78,7 +78,7 @@ def regret_of(
         calls: Calls for each number of tokens, which count at the nearest measured one; without, decades are alike.
     """
     tokens = times.tokens
-    shares = equal_decades(tokens) if calls is None else _shares_of(calls, times)
+    shares = equal_decades(tokens) if calls is None else times.shares_of(calls, tokens, times.default)
     points = []
     for at, share in zip(tokens, shares, strict=True):
         cell = chosen[at]
@@ -93,25 +93,6 @@ def regret_of(
         points.append(RegretAt(at, share, cell, fastest, math.expm1(most), default_loss, cost * math.exp(-most)))
     outside = (number for at, number in (calls or {}).items() if not tokens[0] <= at <= tokens[-1])
     return Regret(tuple(points), math.fsum(outside))
-
-
-def _shares_of(calls: Mapping[int, float], times: LayerTimes) -> list[float]:
-    """The share of each measured number of tokens in the default's time of these calls; 0 if none is among them."""
-    tokens = times.tokens
-    counted = dict.fromkeys(tokens, 0.0)
-    for called, number in calls.items():
-        if tokens[0] <= called <= tokens[-1]:
-            # The nearest by ratio, since times grow with tokens.
-            counted[min(tokens, key=lambda at: abs(math.log(at / called)))] += number
-    spent = [number * _median_us(times, at) for at, number in counted.items()]
-    # Without times of the default each call counts alike.
-    weights = spent if any(spent) else list(counted.values())
-    return [weight / (math.fsum(weights) or 1.0) for weight in weights]
-
-
-def _median_us(times: LayerTimes, tokens: int) -> float:
-    asked = [row for row in times.rows if (row.cell, row.tokens) == (times.default, tokens) and row.routing in ASKED]
-    return math.fsum(row.median_us for row in asked) / max(1, len(asked))
 
 
 def _gap(own: Ratios, other: Ratios) -> float | None:

@@ -7,6 +7,7 @@ processes.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import pickle
 import random
@@ -36,6 +37,7 @@ from moereg.testing.workers import Answer
 from moereg.tuning.compare import IN_TURNS
 from moereg.tuning.points import GUARD, Point
 from moereg.tuning.timing import ROUNDS, Timing
+from tests.checkpoints.tiny_families import FAMILIES
 from tests.cli.command import ROOT, Call, run_module
 from tests.support.fakes import FakeExperts, WrongExperts
 
@@ -288,16 +290,17 @@ def test_what_was_right_wherever_it_was_timed_is_admitted(
     assert 0 <= record.error <= 1
 
 
-def test_a_crash_is_its_candidates_and_the_others_are_measured(world: World, pack: Path) -> None:
+@pytest.mark.parametrize("end", ["the process died of SIGSEGV", "no end after 300 s in apply of mine.py:31"])
+def test_a_crash_or_a_hang_is_its_candidates_and_the_others_are_measured(world: World, pack: Path, end: str) -> None:
     world.add("fake_default", flat(100))
     world.add("fake_crash", flat(90))
     world.add("fake_fast", flat(50))
     key = ("fake_crash", "Fake_Crash", "cpu", "unquantized", "")
-    world.ends[5] = crashed("the process died of SIGSEGV", (key, "apply"))
+    world.ends[5] = crashed(end, (key, "apply"))
     result = world.tune(2)
     assert (result.code, selected(result)) == (1, "fake_fast")
     assert result.record is not None
-    assert result.record.wrong == {key: "the process died of SIGSEGV (apply)"}
+    assert result.record.wrong == {key: f"{end} (apply)"}
     assert [record.backend for record in QUARANTINE.read().records] == ["fake_crash"]
     assert world.num_processes == 3
     first = [session for session in read_pack(pack, is_own=True).sessions if session.number == 1]
@@ -352,6 +355,41 @@ def test_refreshing_measures_again(world: World, pack: Path) -> None:
     after = read_pack(pack, is_own=True)
     assert len(after.layers[0].rows) == len(before.layers[0].rows)
     assert not {one.process for one in after.sessions} & {one.process for one in before.sessions}
+
+
+def test_memory_lets_a_layout_of_its_own_run_where_it_wins(
+    world: World, pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.add("fake_default", flat(100))
+    world.add("fake_large", lambda tokens: 80 if tokens >= 16 else 110)
+
+    def plan() -> list[tuple[int | None, str]]:
+        return [(most, one.backend) for most, one in explain_backends(problem, require="fake_*").plan]
+
+    result = world.tune(32)
+    problem = result.found.selection.problem
+    assert plan() == [(None, "fake_default")]
+    size = max(row.permuted_bytes for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
+    world.asked.clear()
+    assert not world.tune(32, memory_bytes=size - 1).granted
+    result = world.tune(32, memory_bytes=size)
+    assert [(one["backend"], one["bytes"]) for one in result.to_dict()["memory"]] == [("fake_large", size)]
+    assert plan() == [(15, "fake_default"), (32, "fake_large"), (None, "fake_default")]
+    result.show()
+    text = " ".join(capsys.readouterr().out.split())
+    assert "fake_large (Fake_Large) reads weights of its own: 12.3 kB more for each such layer" in text
+    world.tune(32)
+    assert plan() == [(None, "fake_default")], "the last command decides"
+    assert not world.asked, "no time was measured again"
+
+
+def test_a_histogram_weighs_the_choice(world: World, pack: Path) -> None:
+    world.add("fake_default", flat(100))
+    world.add("fake_large", lambda tokens: 80 if tokens >= 16 else 110)
+    result = world.tune(32, calls={20: 3, 32: 5})
+    assert selected(result) == "fake_large"
+    assert explain_backends(result.found.selection.problem, require="fake_*").backend == "fake_large"
+    assert selected(world.tune(32, calls={1: 900, 32: 5})) == selected(world.tune(32)) == "fake_default"
 
 
 def test_a_dry_run_measures_nothing(world: World, pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -489,3 +527,22 @@ def test_a_killed_command_goes_on(tmp_path: Path, pack: Path) -> None:
     after = tuple(row for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
     assert after[: len(before)] == before
     assert {row.session for row in after} == {1, 2}
+
+
+@pytest.mark.slow
+def test_a_layer_of_a_checkpoint_on_disk_is_tuned(tmp_path: Path, pack: Path) -> None:
+    FAMILIES["qwen3_moe"].make().to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    calls = tmp_path / "calls.json"
+    calls.write_text('{"1": 90, "2": 10}', encoding="utf-8")
+    options = f"--checkpoint {tmp_path / 'model'}"
+    ran = run_module(f"tune {options} --tokens 2 --histogram {calls} --memory 1 --json")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["problem"]["num_experts"] == FAMILIES["qwen3_moe"].make().config.num_experts
+    (layer,) = read_pack(pack, is_own=True).layers
+    assert {(row.session, row.tokens) for row in layer.rows} == {(1, 1), (1, 2), (2, 1), (2, 2)}
+    assert layer.calls == ((1, 90), (2, 10))
+    regret = json.loads(run_module(f"regret {options} --histogram {calls} --json").stdout)
+    (row,) = regret["rows"]
+    assert row["selected"]["backend"] == found["selected"]["backend"]
+    assert (row["not_measured"], row["loss"] is None) == ([], False)

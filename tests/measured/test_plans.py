@@ -163,6 +163,23 @@ def test_one_cell_for_all_weighs_decades_alike() -> None:
     assert best_for_all(times, (0, 1)) == 1
 
 
+def test_calls_weigh_by_their_time() -> None:
+    """Twice as fast with one token, a third slower with many."""
+    rows = tuple(rows_of({1: {1: -0.7, 10: 0.3, 100: 0.3}}, grid=(1, 10, 100)))
+    for calls, best in (
+        ({}, 0),
+        ({1: 9, 100: 1}, 1),
+        ({1: 1, 100: 9}, 0),
+        ({100: 0, 7: 5}, 0),
+        ({2: 5}, 1),
+        ({500: 5}, 0),
+    ):
+        assert best_for_all(LayerTimes(rows, 0, tuple(calls.items())), (0, 1)) == best, calls
+    # A call that takes a hundred times as long counts a hundred times.
+    slow = tuple(each._replace(median_us=1000.0) if each.tokens == 100 else each for each in rows)
+    assert best_for_all(LayerTimes(slow, 0, ((1, 9), (100, 1))), (0, 1)) == 0
+
+
 def test_a_cell_that_was_not_measured_everywhere_is_not_for_all() -> None:
     times = LayerTimes(tuple(rows_of({1: {1: -0.3, 4: -0.3, 16: -0.3}})), 0)
     assert best_for_all(times, (0, 1)) == 0
