@@ -30,6 +30,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -46,7 +47,7 @@ from moereg.selection.decide import candidate_of
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 from moereg.tuning.points import Point, midpoint, token_grid
-from moereg.tuning.session import entrants, key_of
+from moereg.tuning.session import entrants, key_of, rivals
 
 _ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
 _PRIMES: Final = (7, 13, 29, 61, 127, 251, 509, 1021, 2039, 4093, 8191)
@@ -55,6 +56,8 @@ _SEED: Final = 1  # The sessions of a tune have 0.
 _TIE: Final = 1.03
 _SIZES: Final = ("experts", "hidden", "intermediate", "top_k")
 _TUNES: Final = ("cold", "warm")
+_GRACE_SECONDS: Final = 20.0
+"""A program that hangs is ended so long after the time is over."""
 _UNFINISHED: Final = 4
 """The exit code of `moereg tune` and of this program if the time is over."""
 
@@ -94,7 +97,8 @@ def main() -> int:
             code = _run(part, name, step, clock) or code
         except _OutOfTime:
             clock.say(f"the time is over in {name} of {part}; the same command goes on")
-            return _UNFINISHED
+            code = _UNFINISHED
+            break
         finally:  # A machine may be taken back at any time.
             out.write_text(json.dumps({**document, "parts": [one.found for one in parts]}, indent=1) + "\n")
             for said in part.folder.glob("*.txt"):
@@ -121,9 +125,13 @@ class _Clock:
     def spent(self) -> float:
         return time.monotonic() - self._start
 
+    @property
+    def left(self) -> float:
+        return self._seconds - self.spent
+
     def check(self) -> None:
         """Raises _OutOfTime if the time is over."""
-        if self.spent > self._seconds - 1:
+        if self.left < 1:
             raise _OutOfTime
 
     def say(self, text: str) -> None:
@@ -131,7 +139,7 @@ class _Clock:
 
     def options(self) -> list[str]:
         self.check()
-        return [] if self._seconds == math.inf else ["--seconds", f"{self._seconds - self.spent:.0f}"]
+        return [] if self._seconds == math.inf else ["--seconds", f"{self.left:.0f}"]
 
 
 class _Part:
@@ -203,8 +211,16 @@ def _tune(part: _Part, which: str, clock: _Clock) -> dict[str, Any]:
 
 
 def _held_out(part: _Part, name: str, clock: _Clock) -> dict[str, Any]:
-    rows = [json.loads(line) for line in _child(part, name, clock).read_text().splitlines()]
+    failure, out = None, part.folder / f"{name}.json"
+    try:
+        _child(part, name, clock)
+    except _Failed as error:
+        if not out.exists():
+            raise
+        failure = str(error)  # The rows before it count.
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
     return {
+        "failure": failure,
         "rows": rows,
         "lacking": sum(not set(row["choices"].values()) <= set(row["ratios"]) for row in rows),
         "regret": {plan: regrets(rows, plan) for plan in (rows[0]["choices"] if rows else ())},
@@ -253,11 +269,16 @@ def _speak(command: Sequence[str], environment: Mapping[str, str], transcript: p
     ):
         print("$", shlex.join(command), file=file, flush=True)
         assert process.stdout is not None
+        end = threading.Timer(min(clock.left + _GRACE_SECONDS, threading.TIMEOUT_MAX), process.kill)
+        end.daemon = True
+        end.start()
         for line in process.stdout:
             file.write(line)
             file.flush()
             clock.say(line.rstrip("\n"))
-    if process.returncode == _UNFINISHED:
+        process.wait()
+        end.cancel()
+    if process.returncode == _UNFINISHED or clock.left < 0:
         raise _OutOfTime
     return process.returncode
 
@@ -296,7 +317,7 @@ def _in_own_process(step: str, layer: str, tokens: int, folder: pathlib.Path, ou
 
 
 class Plans(NamedTuple):
-    """What a pack says of a layer.
+    """A layer's choices by a pack.
 
     Attributes:
         note: The line on the choice that selection has.
@@ -316,7 +337,7 @@ def plans_of(problem: MoEProblem, pack: pathlib.Path) -> Plans:
     """Reads a pack; a line on what is wrong is the exit if it cannot be used."""
     os.environ["MOEREG_TUNING"] = str(pack)
     platform = current_platform()
-    decisions = entrants(problem, platform).decisions
+    decisions = list(rivals(entrants(problem, platform)).values())
     found = read_tuning().order(problem, platform, [candidate_of(one, platform) for one in decisions])
     if found.layer is None:
         raise SystemExit(f"{pack} has no valid times of this layer: {'; '.join(found.notes)}")
@@ -393,8 +414,8 @@ def time_held_out(problem: MoEProblem, tokens: int, plans: Plans, out: pathlib.P
     points = [Point(routing, at) for at in held_out_counts(tokens) for routing in ASKED]
     left = [point for point in points if point not in known]
     platform = current_platform()
-    machine, device = entrants(problem, platform), torch_device(platform)
-    selection = dataclasses.replace(machine.selection, decisions=machine.decisions)
+    selection, device = entrants(problem, platform), torch_device(platform)
+    selection = dataclasses.replace(selection, decisions=tuple(rivals(selection).values()))
     session = LayerSession(
         selection, lambda: random_weights(problem, torch.Generator().manual_seed(_SEED), device), device, _SEED
     )
@@ -403,7 +424,7 @@ def time_held_out(problem: MoEProblem, tokens: int, plans: Plans, out: pathlib.P
         measured = session.measure(point)
         timed = {row.decision: row.timing for row in measured if row.timing is not None}
         failed = {_name(key_of(row.decision, platform)): row.reason for row in measured if row.timing is None}
-        default = timed.get(machine.default) if machine.default is not None else None
+        default = timed.get(selection.decisions[0])
         ratios = {
             _name(key_of(decision, platform)): math.exp(paired(default.samples_us, timing.samples_us)[0])
             for decision, timing in (timed.items() if default is not None else ())
@@ -439,6 +460,8 @@ def _show(part: Mapping[str, Any]) -> None:
             print(f"  regret of {name}: {text or 'not measured'}")
         for row in held_out["slower_than_default"]:
             print(f"  slower than the default: {row}")
+        if held_out["failure"]:
+            print(f"  {len(held_out['rows'])} rows, then: {held_out['failure']}")
         if held_out["lacking"]:
             print(f"  {held_out['lacking']} rows lack times of a choice")
     if plans:

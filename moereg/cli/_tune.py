@@ -33,11 +33,11 @@ from moereg.platforms import Platform
 from moereg.runtime.memory import format_bytes
 from moereg.runtime.progress import duration
 from moereg.selection.decide import candidate_of
-from moereg.selection.result import SCHEMA
+from moereg.selection.result import SCHEMA, Selection
 from moereg.testing.workers import Worker
 from moereg.tuning.points import GUARD, first_points, token_grid
 from moereg.tuning.record import LayerRecord
-from moereg.tuning.session import Entrants, Key, entrants
+from moereg.tuning.session import Key, entrants, rivals
 from moereg.tuning.timing import ROUNDS, SECONDS
 
 _GPU_TOKENS: Final = 8192
@@ -53,7 +53,7 @@ class TuneResult:
         platform: This machine.
         path: The pack's file.
         record: The layer's part of it; None if nothing fits.
-        found: The candidates.
+        selection: The candidates.
         counts, routings: What was asked.
         granted: Candidates with memory for a layout of their own, and its bytes a layer.
         unfinished: Why the measuring stopped before its end; empty if it did not.
@@ -64,7 +64,7 @@ class TuneResult:
     platform: Platform
     path: Path
     record: LayerRecord | None
-    found: Entrants
+    selection: Selection
     counts: tuple[int, ...]
     routings: tuple[str, ...]
     granted: Mapping[Key, int] = dataclasses.field(default_factory=dict)
@@ -85,7 +85,7 @@ class TuneResult:
         if record is None:
             return Measured()
         candidates = [candidate_of(record.decisions[key], self.platform) for key in record.keys]
-        return Source(record.pack).order(self.found.selection.problem, self.platform, candidates)
+        return Source(record.pack).order(self.selection.problem, self.platform, candidates)
 
     @property
     def selected(self) -> Key | None:
@@ -131,7 +131,7 @@ class TuneResult:
         keys = [] if record is None else record.keys
         return {
             "schema": SCHEMA,
-            "problem": self.found.selection.problem.to_dict(),
+            "problem": self.selection.problem.to_dict(),
             "platform": str(self.platform),
             "file": str(self.path),
             "tokens": list(self.counts),
@@ -151,9 +151,9 @@ class TuneResult:
         """Prints the winners, what was left out or is wrong, and last what layers get."""
         record, target = self.record, console(sys.stdout)
         if record is None:
-            show_selection(self.found.selection, self.subject.name, all_reasons)
+            show_selection(self.selection, self.subject.name, all_reasons)
             return
-        target.print(f"{self.subject.name or 'sizes'}: {self.found.selection.problem}")
+        target.print(f"{self.subject.name or 'sizes'}: {self.selection.problem}")
         target.print(f"on {machine(self.platform)}")
         if self.is_dry:
             self._show_plan(target)
@@ -173,8 +173,8 @@ class TuneResult:
         for key, reason in record.wrong.items():
             kept = "" if QUARANTINE.path() is None else "; it is quarantined here until its code or versions change"
             target.print(Text(f"WRONG: {key[0]} ({key[1]}): {reason}{kept}", style="bold red"))
-        print_rejected(target, "not measured", self.found.selection, all_reasons)
-        print_notices(target, (*self.subject.notices, *self.found.selection.notices))
+        print_rejected(target, "not measured", self.selection, all_reasons)
+        print_notices(target, (*self.subject.notices, *self.selection.notices))
         if self.unfinished:
             target.print(Text(f"unfinished: {self.unfinished}; the same command goes on", style="bold red"))
         else:
@@ -251,17 +251,22 @@ def tune_layer(
     if not question.counts:
         most = _CPU_TOKENS if platform.device_type == "cpu" else _GPU_TOKENS
         question = dataclasses.replace(question, counts=token_grid(most))
-    flags = dataclasses.replace(question.flags, tokens=question.counts[-1])
+    first, last = question.counts[0], question.counts[-1]
+    if calls is not None and not any(number and first <= at <= last for at, number in calls.items()):
+        raise UsageError(
+            f"--histogram needs calls of {first} to {last} tokens, which --tokens says to measure, got none"
+        )
+    flags = dataclasses.replace(question.flags, tokens=last)
     subject = find_subject(flags, question.checkpoint, question.layer)
     question = dataclasses.replace(question, flags=flags, layer=subject.layer)
-    found = entrants(subject.problem, platform, **flags.request())
+    selection = entrants(subject.problem, platform, **flags.request())
     path = tuning_path()
     if path is None:
         raise UsageError(f"{VARIABLE} must name a file, got an empty name, which turns measured times off")
-    if found.default is None:
-        return TuneResult(subject, platform, path, None, found, question.counts, question.routings)
-    record = LayerRecord(path, platform, subject.problem, found.decisions, refresh and not dry_run)
-    result = TuneResult(subject, platform, path, record, found, question.counts, question.routings, is_dry=dry_run)
+    if selection.winner is None:
+        return TuneResult(subject, platform, path, None, selection, question.counts, question.routings)
+    record = LayerRecord(path, platform, subject.problem, rivals(selection), refresh and not dry_run)
+    result = TuneResult(subject, platform, path, record, selection, question.counts, question.routings, is_dry=dry_run)
     if dry_run:
         return result
     deadline = math.inf if seconds is None else began + seconds

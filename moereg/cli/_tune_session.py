@@ -15,10 +15,10 @@ from moereg.errors import TooLargeError
 from moereg.measured.significance import ASKED
 from moereg.platforms import Platform
 from moereg.plugins.modules import import_modules
-from moereg.selection.result import Decision
+from moereg.selection.result import Decision, Selection
 from moereg.tuning.inputs import num_calls
 from moereg.tuning.points import Point
-from moereg.tuning.session import Entrants, Key, LayerSession, entrants, key_of, row_values
+from moereg.tuning.session import Key, LayerSession, entrants, key_of, rivals, row_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Failure(NamedTuple):
 
 
 class AtPoint(NamedTuple):
-    """What was measured at a point.
+    """The measurements at one point.
 
     Attributes:
         rows: Values of a pack's row, by candidate.
@@ -67,7 +67,7 @@ class _Layer(NamedTuple):
 
     session: LayerSession
     platform: Platform
-    default: Decision | None
+    default: Decision
 
 
 _LAYERS: Final[list[_Layer]] = []
@@ -80,32 +80,34 @@ def begin(tell: Callable[[Any], object], question: Question, modules: Sequence[s
     flags = question.flags
     subject = find_subject(flags, question.checkpoint, question.layer)
     platform = platform_at_hand("tune", flags.platform)
-    found = entrants(subject.problem, platform, **flags.request()).only(keys)
-    device = layer_device(found.selection)
-    fitting = _fitting(found, question.counts[-1], device)
-
+    selection = entrants(subject.problem, platform, **flags.request())
+    found = rivals(selection)
+    keys = [key for key in keys if key in found]  # Another command may just have put one into quarantine.
+    decisions = [found[key] for key in keys]
+    device = layer_device(selection)
+    fitting = _fitting(dataclasses.replace(selection, decisions=tuple(decisions)), question.counts[-1], device)
     session = LayerSession(
-        fitting.selection,
+        fitting,
         lambda: build_layer(subject, question.seed, device).weights,
         device,
         question.seed,
         watch=lambda decision, step: tell((key_of(decision, platform), step)),
     )
-    _LAYERS[:] = [_Layer(session, platform, fitting.default)]
-    return [key_of(one, platform) for one in found.decisions if one not in fitting.decisions]
+    _LAYERS[:] = [_Layer(session, platform, decisions[0])]
+    return keys[len(fitting.decisions) :]
 
 
-def _fitting(found: Entrants, tokens: int, device: torch.device) -> Entrants:
-    """The candidates whose weights fit beside each other, the default first."""
-    kept = [key_of(one, found.selection.platform) for one in found.decisions]
+def _fitting(selection: Selection, tokens: int, device: torch.device) -> Selection:
+    """The first candidates, whose weights fit beside each other; the default and another one at least."""
+    number = len(selection.decisions)
     while True:
         try:
-            check_run_fits(found.selection.problem, tokens, device, len(kept), (1 + len(kept)) * num_calls(tokens))
-            return found.only(kept)
+            check_run_fits(selection.problem, tokens, device, number, (1 + number) * num_calls(tokens))
+            return dataclasses.replace(selection, decisions=selection.decisions[:number])
         except TooLargeError:
-            if len(kept) < 3:
+            if number < 3:
                 raise
-            kept.pop()
+            number -= 1
 
 
 def measure(tell: Callable[[Any], object], keys: Collection[Key], point: Point, rounds: int) -> AtPoint:

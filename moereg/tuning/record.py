@@ -18,7 +18,7 @@ from moereg.platforms import Platform
 from moereg.selection.result import Decision
 from moereg.spec.problem import MoEProblem
 from moereg.tuning.points import Point
-from moereg.tuning.session import Key, key_of, timed_cell
+from moereg.tuning.session import Key, timed_cell
 
 _LONGEST_REASON: Final = 500
 
@@ -32,19 +32,24 @@ class LayerRecord:
     """
 
     def __init__(
-        self, path: Path, platform: Platform, problem: MoEProblem, decisions: Iterable[Decision], refresh: bool = False
+        self,
+        path: Path,
+        platform: Platform,
+        problem: MoEProblem,
+        decisions: Mapping[Key, Decision],
+        refresh: bool = False,
     ) -> None:
         """Reads the file. Forgets the layer's times if asked to, or if a candidate is new or has changed.
 
         Raises:
             PackError: The file cannot be used.
         """
-        self.decisions: Final = {key_of(one, platform): one for one in decisions}
+        self.decisions: Final = decisions
         self.pack: Pack
         self._path: Final = path
         self._platform: Final = platform
         self._problem: Final = problem
-        self._cells: Final = {key: timed_cell(one, platform) for key, one in self.decisions.items()}
+        self._cells: Final = {key: timed_cell(one, platform) for key, one in decisions.items()}
         self._change(self._emptied if refresh else lambda pack: pack)
         if self.rows and not set(self.keys) <= {*self.participants, *self.left_out}:
             self._change(self._emptied)

@@ -160,7 +160,7 @@ def test_what_is_faster_in_both_sessions_is_what_layers_get(world: World, pack: 
         own = {Point(row.routing, row.tokens) for row in found.layers[0].rows if row.session == number}
         assert own == {Point(routing, at) for routing in ("uniform", "zipf", GUARD) for at in (1, 2, 4, 8, 16)}
     assert all(row.rounds == 48 and row.permuted_bytes > 0 and 0 <= row.error <= 1 for row in found.layers[0].rows)
-    selection = explain_backends(result.found.selection.problem, require="fake_*")
+    selection = explain_backends(result.selection.problem, require="fake_*")
     assert (selection.backend, selection.source) == ("fake_fast", "measured")
     assert "fake_fast 20 % less than fake_default" in " ".join(selection.notices)
 
@@ -264,7 +264,7 @@ def test_wrong_numbers_are_quarantined_and_not_timed(world: World, pack: Path) -
     (record,) = QUARANTINE.read().records
     assert record.backend == "fake_wrong"
     assert record.failure.startswith("moereg tune: wrong numbers: error ")
-    rejected = {one.backend: one for one in explain_backends(result.found.selection.problem).decisions}["fake_wrong"]
+    rejected = {one.backend: one for one in explain_backends(result.selection.problem).decisions}["fake_wrong"]
     assert [reason.code for reason in rejected.reasons] == ["quarantined"]
 
 
@@ -367,7 +367,7 @@ def test_memory_lets_a_layout_of_its_own_run_where_it_wins(
         return [(most, one.backend) for most, one in explain_backends(problem, require="fake_*").plan]
 
     result = world.tune(32)
-    problem = result.found.selection.problem
+    problem = result.selection.problem
     assert plan() == [(None, "fake_default")]
     size = max(row.permuted_bytes for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
     world.asked.clear()
@@ -388,8 +388,10 @@ def test_a_histogram_weighs_the_choice(world: World, pack: Path) -> None:
     world.add("fake_large", lambda tokens: 80 if tokens >= 16 else 110)
     result = world.tune(32, calls={20: 3, 32: 5})
     assert selected(result) == "fake_large"
-    assert explain_backends(result.found.selection.problem, require="fake_*").backend == "fake_large"
+    assert explain_backends(result.selection.problem, require="fake_*").backend == "fake_large"
     assert selected(world.tune(32, calls={1: 900, 32: 5})) == selected(world.tune(32)) == "fake_default"
+    with pytest.raises(MoeregError, match="--histogram needs calls of 1 to 32 tokens"):
+        world.tune(32, calls={64: 5})
 
 
 def test_a_dry_run_measures_nothing(world: World, pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
