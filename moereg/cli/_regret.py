@@ -16,7 +16,7 @@ from moereg.cli._output import NOTHING_FITS, OK, WRONG_NUMBERS, console
 from moereg.cli._show import machine, new_table, print_notices, show_selection
 from moereg.dispatch import explain_backends
 from moereg.evidence.store import read_document
-from moereg.measured.read import read_tuning
+from moereg.measured.read import measured_order, read_tuning
 from moereg.measured.regret import Regret, regret_of
 from moereg.platforms import Platform
 from moereg.selection.decide import alike, candidate_of, unmeasured
@@ -173,7 +173,8 @@ def _layer(subjects: list[Subject], flags: ProblemFlags, platform: Platform, cal
     selection = explain_backends(problem, platform, **flags.request())
     static = unmeasured(selection)
     default, decisions = static.winner, alike(static.decisions, selection.request)
-    layer = read_tuning().order(problem, platform, [candidate_of(one, platform) for one in decisions]).layer
+    candidates = [candidate_of(one, platform) for one in decisions]
+    layer = measured_order(read_tuning(), problem, platform, candidates).layer
     if default is None or layer is None or not layer.times.tokens:
         return _Layer(subjects, selection, default, {}, None, {}, [])
     cells = {cell: decisions[place] for cell, place in layer.cells.items()}

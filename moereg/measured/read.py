@@ -96,7 +96,7 @@ class Source:
             self._cells.setdefault(pack.cells[index].cell_key, []).append(index)
 
     def order(self, problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]) -> Measured:
-        """Asks this pack alone; as `Tuning.order`."""
+        """Asks this pack alone; as `measured_order`."""
         if differences := self.pack.machine.differences(machine_of(platform)):
             return self._unused(f"pack unused: it is of another machine: {', '.join(differences)}")
         own = [
@@ -151,22 +151,19 @@ class Source:
         return dataclasses.replace(plan, ranges=ranges, notes=(*notes, *plan.notes), layer=found)
 
 
-class Tuning:
-    """The packs in force, in order. Immutable."""
+def measured_order(
+    sources: Iterable[Source], problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]
+) -> Measured:
+    """Asks packs about a layer.
 
-    def __init__(self, sources: Iterable[Source] = ()) -> None:
-        self.sources = tuple(sources)
-
-    def order(self, problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]) -> Measured:
-        """Asks the packs about a layer.
-
-        Args:
-            problem: The layer.
-            platform: The machine; packs have nothing to say of one that is only named.
-            candidates: What fits, in the order of static priority, among which a request has no preference.
-        """
-        sources = self.sources if platform.probed and candidates else ()
-        return _first(source.order(problem, platform, candidates) for source in sources)
+    Args:
+        sources: The packs in force, in order.
+        problem: The layer.
+        platform: The machine; packs have nothing to say of one that is only named.
+        candidates: What fits, in the order of static priority, among which a request has no preference.
+    """
+    asked = sources if platform.probed and candidates else ()
+    return _first(source.order(problem, platform, candidates) for source in asked)
 
 
 def _first(found: Iterable[Measured]) -> Measured:
@@ -179,10 +176,6 @@ def _first(found: Iterable[Measured]) -> Measured:
         if one.ranges:
             return dataclasses.replace(one, notes=tuple(notes))
     return Measured(notes=tuple(notes), layer=layer)
-
-
-UNTUNED: Final = Tuning()
-"""No packs."""
 
 
 def _plan(pack: Pack, place: int, order: Sequence[int]) -> Measured:
@@ -256,22 +249,25 @@ def tuning_path() -> Path | None:
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(named) if named else None
-    return user_data() / "tuning.json"
+    return _users_own()
 
 
-def read_tuning() -> Tuning:
-    """The packs in force, read once per process and again when a file has changed.
+def read_tuning() -> tuple[Source, ...]:
+    """The packs in force, in order, read once per process and again when a file has changed.
 
     A file that cannot be used causes one `RecordFileWarning` and is left out.
     """
-    named = os.environ.get(VARIABLE)
-    if named == "":
-        return UNTUNED
-    users = [*([Path(named)] if named else []), user_data() / "tuning.json"]
-    found = [read_once(path, _believed, None, "", "own") for path in dict.fromkeys(users)]
+    first = tuning_path()
+    if first is None:
+        return ()
+    found = [read_once(path, _believed, None, "", "own") for path in dict.fromkeys((first, _users_own()))]
     found.append(read_once(_SHIPPED, _believed, None, "", ""))
     found += [read_once(path, _believed, None, origin, "") for path, origin in _files_of_wheels()]
-    return Tuning(filter(None, found))
+    return tuple(filter(None, found))
+
+
+def _users_own() -> Path:
+    return user_data() / "tuning.json"
 
 
 _SHIPPED: Final = Path(__file__).parents[1] / "tuning_pack.json"

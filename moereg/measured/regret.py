@@ -49,11 +49,6 @@ class Regret:
         """The same of the cell by priority; None unless it was measured wherever the choice was."""
         return self._mean([(point.best, point.default_loss) for point in self.points if point.loss is not None])
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the choice was measured for every call."""
-        return not self.calls_outside and all(point.loss is not None for point in self.points if point.share)
-
     @staticmethod
     def _mean(losses: list[tuple[float, float | None]]) -> float | None:
         weighted = [(best, loss) for best, loss in losses if best]

@@ -8,7 +8,7 @@ looked up. Names no backend, architecture or scheme.
       _judge                every reason against one candidate
         judge_cell          those that a token dispatcher can have too
       rank                  accepted before rejected, wishes before priorities
-      Tuning.order          the measured order of those that are alike to the request
+      measured_order        the measured order of those that are alike to the request
     unmeasured              the same without what was measured
       without_winner        the same once the first of them is ruled out
 """
@@ -23,7 +23,7 @@ from typing import Any
 from moereg.errors import described, shown, stops_the_process
 from moereg.evidence.admission import ADMITTED_TIER, NONE_ADMITTED, Admitted
 from moereg.evidence.quarantine import EMPTY, Quarantine
-from moereg.measured.read import UNTUNED, Tuning
+from moereg.measured.read import Source, measured_order
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BUILTIN, BackendCell, Cell
 from moereg.selection.request import Request
@@ -45,7 +45,7 @@ def decide(
     cells: Iterable[BackendCell],
     quarantine: Quarantine = EMPTY,
     admitted: Admitted = NONE_ADMITTED,
-    tuning: Tuning = UNTUNED,
+    tuning: Sequence[Source] = (),
 ) -> Selection:
     """Chooses among cells: those of `BackendRegistry.cells`, whichever registry they were registered in.
 
@@ -56,7 +56,7 @@ def decide(
         cells: Candidates.
         quarantine: What failed the conformance kit or its first check on the machine that `platform` is.
         admitted: What passed its first check there. It changes no choice, only decisions' evidence.
-        tuning: What was measured there; orders candidates that the request does not tell apart.
+        tuning: Packs of what was measured there; they order candidates that the request does not tell apart.
 
     Returns:
         The selection, without a winner where nothing fits.
@@ -65,8 +65,9 @@ def decide(
     candidates = _eligible(cells, problem, platform)
     decisions = rank((_judge(each, problem, platform, request, quarantine, admitted) for each in candidates), request)
     source = _source(decisions, request)
-    measurable = alike(decisions, request) if tuning.sources else []
-    measured = tuning.order(problem, platform, [candidate_of(decision, platform) for decision in measurable])
+    measurable = alike(decisions, request) if tuning else []
+    known = [candidate_of(decision, platform) for decision in measurable]
+    measured = measured_order(tuning, problem, platform, known)
     plan = tuple((most, measurable[place]) for most, place in measured.ranges)
     if plan:
         best, source = plan[-1][1], "measured"

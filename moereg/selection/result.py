@@ -223,6 +223,19 @@ class Selection(Choice[Decision]):
     ranges: tuple[tuple[int | None, Decision], ...] = dataclasses.field(default=(), repr=False)
     measured: str = ""
 
+    def __post_init__(self) -> None:
+        if not self.ranges:
+            return
+        *closed, (last, decision) = self.ranges
+        limits = [most for most, _ in closed]
+        ends = [0, *(most if type(most) is int else 0 for most in limits)]
+        if last is not None or decision is not self.winner or any(a >= b for a, b in itertools.pairwise(ends)):
+            found = ", ".join(f"{one.backend} to {shown(most)}" for most, one in self.ranges)
+            raise ArgumentError(
+                f"the plan of a selection must have ranges that ascend, from 1 token up, and end with the winner's, "
+                f"which is open, got {found}; select again"
+            )
+
     @property
     def backend(self) -> str | None:
         """Name of the chosen backend."""
@@ -381,15 +394,9 @@ class Selection(Choice[Decision]):
                 f"{shown(values['selected'])}"
             )
         plan = field("plan", functools.partial(check_list, check=selection._check_range)) if "plan" in values else ()
-        limits = [most for most, _ in plan]
-        if plan and (limits[-1] is not None or plan[-1][1] is not selection.winner):
-            raise ArgumentError(
-                f"plan[{len(plan) - 1}] must be open and for the first decision, got {shown(values['plan'][-1])}"
-            )
-        ends = [0 if most is None else most for most in limits[:-1]]
-        if not all(before < most for before, most in itertools.pairwise([0, *ends])):
-            raise ArgumentError(f"plan must have ascending most_tokens, got {shown(limits)}")
-        return dataclasses.replace(selection, ranges=plan if len(plan) > 1 else ())
+        if len(plan) == 1 and plan[0] == (None, selection.winner):
+            plan = ()
+        return dataclasses.replace(selection, ranges=plan)
 
     def _check_range(self, path: str, value: object) -> tuple[int | None, Decision]:
         values = check_mapping(path, value)
