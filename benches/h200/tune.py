@@ -39,8 +39,9 @@ from packaging.requirements import Requirement
 
 from moereg.dispatch import explain_backends
 from moereg.evidence.provenance import clocks, provenance
+from moereg.measured.pack import read_pack
 from moereg.measured.plans import LayerTimes, best_for_all, with_ranges
-from moereg.measured.read import read_tuning
+from moereg.measured.read import Source
 from moereg.measured.significance import ASKED
 from moereg.plugins.loader import current_platform, load_backends
 from moereg.selection.decide import candidate_of
@@ -338,7 +339,8 @@ def plans_of(problem: MoEProblem, pack: pathlib.Path) -> Plans:
     os.environ["MOEREG_TUNING"] = str(pack)
     platform = current_platform()
     decisions = list(rivals(entrants(problem, platform)).values())
-    found = read_tuning().order(problem, platform, [candidate_of(one, platform) for one in decisions])
+    candidates = [candidate_of(one, platform) for one in decisions]
+    found = Source(read_pack(pack, is_own=True)).order(problem, platform, candidates)
     if found.layer is None:
         raise SystemExit(f"{pack} has no valid times of this layer: {'; '.join(found.notes)}")
     times, names = found.layer.times, {at: _name(key_of(decisions[i], platform)) for at, i in found.layer.cells.items()}
