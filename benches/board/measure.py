@@ -123,10 +123,10 @@ class _Entrants:
 def _entrants(layer: BoardLayer, problem: MoEProblem, board: Board, wanted: Wanted, platform: Platform) -> _Entrants:
     opt_in = sorted({cell.name for cell in load_backends().cells if cell.opt_in}) if wanted.opt_in else []
     found = entrants(problem, platform, prefer=opt_in)
-    fitting = [decision for decision in found.selection.decisions if decision.accepted and decision.backend in wanted]
+    fitting = [decision for decision in found.decisions if decision.accepted and decision.backend in wanted]
     skipped = {
         decision.backend: "; ".join(reason.text for reason in decision.reasons)
-        for decision in nearest_by_backend(found.selection.decisions)
+        for decision in nearest_by_backend(found.decisions)
         if not decision.accepted and decision.backend in wanted
     }
     excluded: list[tuple[Decision, str]] = []
@@ -148,8 +148,8 @@ def _entrants(layer: BoardLayer, problem: MoEProblem, board: Board, wanted: Want
             taking.append(decision)
         else:
             excluded.append((decision, reason))
-    selection = dataclasses.replace(found.selection, decisions=tuple(taking))
-    return _Entrants(selection, found.default, skipped, excluded)
+    selection = dataclasses.replace(found, decisions=tuple(taking))
+    return _Entrants(selection, found.winner, skipped, excluded)
 
 
 def measure_board(

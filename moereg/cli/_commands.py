@@ -192,6 +192,8 @@ def bench(
     require=backends_of("Measure these backends alone."),
     prefer=backends_of("Measure these backends too, although they are opt-in."),
     seconds=option("Stop after so long; the same command goes on.", min=1),
+    histogram="Calls by number of tokens in a JSON file, which weigh the choice; decades count alike if left out.",
+    memory=option("Gigabytes a layer for its weights in further layouts, where those are faster.", min=0),
     refresh="Measure again what was measured.",
     dry_run="Say what would be measured.",
 )
@@ -204,20 +206,26 @@ def tune(
     require: list[str] | None = None,
     prefer: list[str] | None = None,
     seconds: float | None = None,
+    histogram: Path | None = None,
+    memory: float = 0.0,
     seed: int = 0,
     refresh: bool = False,
     dry_run: bool = False,
     verbose: bool = False,
 ) -> Shown | int:
     """Time a layer's backends here; layers get the fastest."""
-    from moereg.cli._tune import Question, parse_routings, parse_tokens, tune_layer
+    from moereg.cli._regret import read_histogram
+    from moereg.cli._tune import parse_routings, parse_tokens, tune_layer
+    from moereg.cli._tune_session import Question
     from moereg.measured.significance import ASKED
 
     flags = dataclasses.replace(flags, require=require, prefer=prefer)
     counts = () if tokens is None else parse_tokens(tokens)
     routings = ASKED if routing is None else parse_routings(routing)
+    calls = None if histogram is None else read_histogram(histogram)
+    question = Question(flags, checkpoint, layer, counts, routings, seed)
     try:
-        result = tune_layer(Question(flags, checkpoint, layer, counts, routings, seed), seconds, refresh, dry_run)
+        result = tune_layer(question, seconds, refresh, dry_run, calls, memory * 1e9)
     except BackendError as error:
         print_error(str(error))
         return WRONG_NUMBERS

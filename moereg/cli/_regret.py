@@ -16,7 +16,7 @@ from moereg.cli._output import NOTHING_FITS, OK, WRONG_NUMBERS, console
 from moereg.cli._show import machine, new_table, print_notices, show_selection
 from moereg.dispatch import explain_backends
 from moereg.evidence.store import read_document
-from moereg.measured.read import read_tuning
+from moereg.measured.read import measured_order, read_tuning
 from moereg.measured.regret import Regret, regret_of
 from moereg.platforms import Platform
 from moereg.selection.decide import alike, candidate_of, unmeasured
@@ -129,7 +129,7 @@ def compare_choices(
     Raises:
         MoeregError: Anything that the user can fix.
     """
-    calls = None if histogram is None else _read_histogram(histogram)
+    calls = None if histogram is None else read_histogram(histogram)
     platform = platform_at_hand("regret", flags.platform)
     places: tuple[int | None, ...] = (layer,)
     if checkpoint is not None and layer is None:
@@ -173,7 +173,8 @@ def _layer(subjects: list[Subject], flags: ProblemFlags, platform: Platform, cal
     selection = explain_backends(problem, platform, **flags.request())
     static = unmeasured(selection)
     default, decisions = static.winner, alike(static.decisions, selection.request)
-    layer = read_tuning().order(problem, platform, [candidate_of(one, platform) for one in decisions]).layer
+    candidates = [candidate_of(one, platform) for one in decisions]
+    layer = measured_order(read_tuning(), problem, platform, candidates).layer
     if default is None or layer is None or not layer.times.tokens:
         return _Layer(subjects, selection, default, {}, None, {}, [])
     cells = {cell: decisions[place] for cell, place in layer.cells.items()}
@@ -185,7 +186,12 @@ def _layer(subjects: list[Subject], flags: ProblemFlags, platform: Platform, cal
     return _Layer(subjects, selection, default, cells, regret, left_out, unknown)
 
 
-def _read_histogram(path: Path) -> _Calls:
+def read_histogram(path: Path) -> Mapping[int, int]:
+    """Calls by numbers of tokens, at least one.
+
+    Raises:
+        UsageError: The file has another form.
+    """
     try:
         found = check_mapping("a histogram", read_document(path))
         numbers = {key: int(key) if key.isascii() and key.isdigit() else key for key in found}

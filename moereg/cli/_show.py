@@ -175,9 +175,7 @@ def _verification(decision: Decision, platform: Platform) -> str:
 
 def admission_of(decision: Decision, platform: Platform) -> AdmissionRecord | None:
     """The record of a candidate that is admitted on this machine."""
-    if decision.cell is None:
-        return None
-    return ADMITTED.read().record(decision.cell, decision.scheme, decision.cell.rule_for(platform), platform)
+    return None if decision.cell is None else ADMITTED.read().record(decision.cell, decision.scheme, platform)
 
 
 def is_checked_at_first_use(decision: Decision, platform: Platform, evidence: Evidence) -> bool:

@@ -1,128 +1,134 @@
-"""`python -m moereg.cli._tune_session`: the fresh process of one session of `moereg tune`.
-
-It reads lines of JSON from standard input: first the layer, then what to measure. For each it writes one line to
-standard output with the answer, after lines that say whose code runs, since a crash leaves no other trace.
-"""
+"""One session of `moereg tune`: functions that a worker process calls, which keeps the layer between them."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import torch
 
 from moereg.cli._bench import build_layer, check_run_fits, layer_device, platform_at_hand
 from moereg.cli._options import ProblemFlags, find_subject
-from moereg.errors import MoeregError, TooLargeError
+from moereg.errors import TooLargeError
+from moereg.measured.significance import ASKED
+from moereg.platforms import Platform
 from moereg.plugins.modules import import_modules
-from moereg.selection.result import Decision
-from moereg.tuning.compare import Measurement
+from moereg.selection.result import Decision, Selection
 from moereg.tuning.inputs import num_calls
 from moereg.tuning.points import Point
-from moereg.tuning.session import Entrants, Key, LayerSession, entrants, key_of, row_values
+from moereg.tuning.session import Key, LayerSession, entrants, key_of, rivals, row_values
 
 
-class _Server:
-    """Answers requests about one layer."""
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A layer, and where to measure it.
 
-    def __init__(self, answers: Any) -> None:
-        self._answers: Final = answers
-        self._session: LayerSession | None = None
-        self._default: Decision | None = None
-        self._platform: Any = None
+    Attributes:
+        flags, checkpoint, layer: The layer, as options name it.
+        counts: Numbers of tokens of the grid, ascending.
+        routings: Routings that are asked.
+        seed: Of weights and inputs.
+    """
 
-    def tell(self, **values: Any) -> None:
-        """Writes a line to the asking process, and ends this one if that has gone."""
+    flags: ProblemFlags
+    checkpoint: Path | None
+    layer: int | None
+    counts: tuple[int, ...] = ()
+    routings: tuple[str, ...] = ASKED
+    seed: int = 0
+
+
+class Failure(NamedTuple):
+    """A candidate that failed at a point; one that only lacked memory is not broken."""
+
+    key: Key
+    reason: str
+    is_broken: bool
+
+
+class AtPoint(NamedTuple):
+    """The measurements at one point.
+
+    Attributes:
+        rows: Values of a pack's row, by candidate.
+        failures: Candidates that are not measured further.
+        stopped: Why the process cannot go on; empty if it can.
+    """
+
+    rows: dict[Key, dict[str, Any]]
+    failures: list[Failure]
+    stopped: str
+
+
+class _Layer(NamedTuple):
+    """The layer of this process."""
+
+    session: LayerSession
+    platform: Platform
+    default: Decision
+
+
+_LAYERS: Final[list[_Layer]] = []
+"""The one of this process, once it is made."""
+
+
+def begin(tell: Callable[[Any], object], question: Question, modules: Sequence[str], keys: Sequence[Key]) -> list[Key]:
+    """Makes the layer and its candidates; returns those left out, whose weights do not fit beside the others'."""
+    import_modules(modules)
+    flags = question.flags
+    subject = find_subject(flags, question.checkpoint, question.layer)
+    platform = platform_at_hand("tune", flags.platform)
+    selection = entrants(subject.problem, platform, **flags.request())
+    found = rivals(selection)
+    keys = [key for key in keys if key in found]  # Another command may just have put one into quarantine.
+    decisions = [found[key] for key in keys]
+    device = layer_device(selection)
+    fitting = _fitting(dataclasses.replace(selection, decisions=tuple(decisions)), question.counts[-1], device)
+    session = LayerSession(
+        fitting,
+        lambda: build_layer(subject, question.seed, device).weights,
+        device,
+        question.seed,
+        watch=lambda decision, step: tell((key_of(decision, platform), step)),
+    )
+    _LAYERS[:] = [_Layer(session, platform, decisions[0])]
+    return keys[len(fitting.decisions) :]
+
+
+def _fitting(selection: Selection, tokens: int, device: torch.device) -> Selection:
+    """The first candidates, whose weights fit beside each other; the default and another one at least."""
+    number = len(selection.decisions)
+    while True:
         try:
-            print(json.dumps(values), file=self._answers, flush=True)
-        except OSError:
-            os._exit(1)
-
-    def start(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Makes the layer and its candidates."""
-        import_modules(request["modules"])
-        flags = ProblemFlags(**request["flags"])
-        checkpoint = request["checkpoint"] and Path(request["checkpoint"])
-        subject = find_subject(flags, checkpoint, request["layer"])
-        self._platform = platform_at_hand("tune", flags.platform)
-        found = entrants(subject.problem, self._platform, **flags.request()).only(map(tuple, request["cells"]))
-        device = layer_device(found.selection)
-        found, left_out = self._fitting(found, request["tokens"], device)
-        self._default = found.default
-        seed = request["seed"]
-        self._session = LayerSession(
-            found.selection,
-            lambda: build_layer(subject, seed, device).weights,
-            device,
-            seed,
-            watch=lambda decision, step: self.tell(runs=self._key(decision), step=step),
-        )
-        return {"left_out": [self._key(decision) for decision in left_out]}
-
-    def _fitting(self, found: Entrants, tokens: int, device: Any) -> tuple[Entrants, list[Decision]]:
-        """The candidates whose weights fit beside each other, the default first, and the others."""
-        kept, left_out = list(found.decisions), list[Decision]()
-        while True:
-            try:
-                check_run_fits(found.selection.problem, tokens, device, len(kept), (1 + len(kept)) * num_calls(tokens))
-            except TooLargeError:
-                if len(kept) < 3:
-                    raise
-                left_out.insert(0, kept.pop())
-            else:
-                return found.only(map(self._key, kept)), left_out
-
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answers one request: screen, point or clocks."""
-        session = self._session
-        assert session is not None
-        found: dict[str, Any]
-        if "screen" in request:
-            behind, failed = session.screen(request["screen"])
-            behind -= {self._default}
-            for decision in behind:
-                session.comparison.leave_out(decision)
-            found = {"behind": [self._key(decision) for decision in behind]}
-        elif "point" in request:
-            rows = session.measure(Point(*request["point"]))
-            failed = session.leave_out_failed(rows)
-            found = {"rows": self._rows(rows, session)}
-        else:
-            return {"clocks": session.clocks(self._platform)}
-        wrong = [
-            {
-                "cell": self._key(row.decision),
-                "reason": f"{row.reason}, at {row.num_tokens} tokens",
-                "is_broken": not row.lacks_memory,
-            }
-            for row in failed
-        ]
-        return {**found, "wrong": wrong, "stopped": str(session.comparison.stopped or "")}
-
-    def _rows(self, measured: list[Measurement], session: LayerSession) -> list[dict[str, Any]]:
-        default = next((row for row in measured if row.decision == self._default), None)
-        values = {self._key(row.decision): row_values(row, default, session.comparison) for row in measured}
-        return [{"cell": key, **found} for key, found in values.items() if found is not None]
-
-    def _key(self, decision: Decision) -> Key:
-        return key_of(decision, self._platform)
+            check_run_fits(selection.problem, tokens, device, number, (1 + number) * num_calls(tokens))
+            return dataclasses.replace(selection, decisions=selection.decisions[:number])
+        except TooLargeError:
+            if number < 3:
+                raise
+            number -= 1
 
 
-def main() -> None:
-    """Answers until standard input ends."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # Backends may print.
-    server = _Server(answers)
-    for number, line in enumerate(sys.stdin):
-        try:
-            found = server.answer(json.loads(line)) if number else server.start(json.loads(line))
-        except MoeregError as error:
-            server.tell(error=type(error).__name__, message=str(error))
-        else:
-            server.tell(answer=found)
+def measure(tell: Callable[[Any], object], keys: Collection[Key], point: Point, rounds: int) -> AtPoint:
+    """Measures candidates beside the default, and those that are left no more from then on."""
+    (layer,) = _LAYERS
+    session, platform = layer.session, layer.platform
+    for decision in session.comparison.candidates:
+        if key_of(decision, platform) not in keys:
+            session.comparison.leave_out(decision)
+    rows = session.measure(point, rounds)
+    failures = [
+        Failure(key_of(row.decision, platform), f"{row.reason}, at {row.num_tokens} tokens", not row.lacks_memory)
+        for row in session.leave_out_failed(rows)
+    ]
+    default = next((row for row in rows if row.decision == layer.default), None)
+    values = {key_of(row.decision, platform): row_values(row, default, session.comparison) for row in rows}
+    timed = {key: found for key, found in values.items() if found is not None}
+    return AtPoint(timed, failures, str(session.comparison.stopped or ""))
 
 
-if __name__ == "__main__":
-    main()
+def clocks(tell: Callable[[Any], object]) -> dict[str, int]:
+    """The device's clocks under load; empty for a CPU."""
+    (layer,) = _LAYERS
+    return layer.session.clocks(layer.platform)

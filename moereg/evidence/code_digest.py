@@ -72,8 +72,8 @@ def code_digest(module: str, followed: str | tuple[str, ...], of: str | None = N
     """A digest of a module and of everything that it imports, directly or not.
 
     If a module imports names from another, only those names and what they need count. Module names within the same
-    package and moereg do not, so that code can move. JSON files next to the modules count too, except ledgers, since
-    they hold launch configurations.
+    package and moereg do not, so that code can move. JSON files next to the modules count too, since they hold launch
+    configurations; those that say how the code did, such as ledgers and packs, do not.
 
     Args:
         module: Its full name.
@@ -119,8 +119,8 @@ def code_digest(module: str, followed: str | tuple[str, ...], of: str | None = N
     # The meaning of names, since two modules may have different functions of one name.
     lines.update(f"{tuple(imported)} {digests[target]}" for imported, target in taken)
     found = sorted([*lines, *digests.values()])
-    data = (file for folder in folders for file in folder.glob("*.json") if file.name != LEDGER_NAME)
-    found += sorted(f"{file.name} {_data_digest(file)}" for file in data)
+    data = ((file.name, _data_digest(file)) for folder in folders for file in folder.glob("*.json"))
+    found += sorted(f"{name} {digest}" for name, digest in data if digest is not None)
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
 
 
@@ -372,11 +372,21 @@ def root_package(module: str) -> str:
     return module
 
 
-def _data_digest(file: pathlib.Path) -> str:
+_ABOUT_CODE: Final = ({"schema", "records"}, {"schema", "machine", "cells", "columns", "layers"})
+"""Keys of records of cells and of packs: they hold digests, which would change if these files were part of them."""
+
+
+def _data_digest(file: pathlib.Path) -> str | None:
+    """A digest of a JSON file's value, or of its text if it is not JSON; None if moereg wrote it about code."""
+    if file.name == LEDGER_NAME:
+        return None
     try:
         content = file.read_bytes()
     except OSError:
         return UNKNOWN
     with contextlib.suppress(ValueError, RecursionError):
-        content = json.dumps(json.loads(content), sort_keys=True).encode()
+        value = json.loads(content)
+        if isinstance(value, dict) and any(keys <= value.keys() for keys in _ABOUT_CODE):
+            return None
+        content = json.dumps(value, sort_keys=True).encode()
     return hashlib.sha256(content).hexdigest()

@@ -10,12 +10,13 @@ import dataclasses
 import pathlib
 import warnings
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from packaging.requirements import Requirement
 from typing_extensions import Self
 
-from moereg.errors import MoeregWarning
+from moereg.arguments import check_count, check_date, within
+from moereg.errors import ArgumentError, MoeregWarning
 from moereg.evidence.code_digest import LEDGER_NAME, UNKNOWN, class_digest, module_file, root_package
 from moereg.evidence.provenance import provenance
 from moereg.evidence.store import Record, read_once, read_records, records_text
@@ -60,8 +61,8 @@ class Verification(Record):
     device: str
     versions: dict[str, str]
     commit: str
-    date: str
-    cases: int
+    date: Annotated[str, check_date]
+    cases: Annotated[int, check_count]
     digest: str
     facts: str = ""
 
@@ -95,11 +96,11 @@ class Verification(Record):
         )
 
     @classmethod
-    def from_dict(cls, values: object) -> Self:
+    def from_dict(cls, values: object, name: str = "a record") -> Self:
         """Like `Record.from_dict`; the rule must match the platform."""
-        record = super().from_dict(values)
-        if not PlatformRule(record.rule).matches(Platform.from_name(record.platform)):
-            raise ValueError(f"rule {record.rule!r} does not match platform {record.platform!r}")
+        record = super().from_dict(values, name)
+        if not within(name, lambda: PlatformRule(record.rule).matches(Platform.from_name(record.platform))):
+            raise ArgumentError(f"{name}: rule {record.rule!r} does not match platform {record.platform!r}")
         return record
 
     def is_of(self, cell: BackendCell) -> bool:

@@ -13,12 +13,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Annotated, Any, Final, Generic, TypeVar
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from typing_extensions import Self
 
+from moereg.arguments import check_date
 from moereg.errors import MoeregError, MoeregWarning, described, one_line, shown
 from moereg.evidence.code_digest import class_digest
 from moereg.evidence.store import Record, change_file, read_once, read_records, records_text
@@ -63,12 +64,8 @@ class CellRecord(Record):
     @staticmethod
     def fields_of(cell: BackendCell, scheme: QuantScheme, rule: PlatformRule, platform: Platform) -> dict[str, Any]:
         """The fields of a cell on a machine, whose rule matches it."""
-        names = cell_key(cell, scheme, rule)
-        return {
-            **dict(zip(_NAMES, names, strict=True)),
-            "digest": _digest_once(cell.experts),
-            "versions": cell_versions(cell, platform),
-        }
+        names = dict(zip(_NAMES, cell_key(cell, scheme, rule), strict=True))
+        return {**names, "digest": _digest_once(cell.experts), "versions": cell_versions(cell, platform)}
 
     @property
     def cell_key(self) -> _Key:
@@ -97,7 +94,7 @@ class MachineRecord(CellRecord):
 
     platform: str
     device: str
-    date: str
+    date: Annotated[str, check_date]
 
     @classmethod
     def of(cls, cell: BackendCell, scheme: QuantScheme, platform: Platform, **found: Any) -> Self:
@@ -112,13 +109,9 @@ class MachineRecord(CellRecord):
                 f"only what ran on the machine at hand can be recorded, got {cell.class_name} "
                 f"({cell.rules_text}) on {platform}; run it there"
             )
-        return cls(
-            **cls.fields_of(cell, scheme, rule, platform),
-            platform=str(platform),
-            device=one_line(platform.device_name),
-            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-            **found,
-        )
+        name, device = _machine(platform)
+        date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+        return cls(**cls.fields_of(cell, scheme, rule, platform), platform=name, device=device, date=date, **found)
 
     @property
     def key(self) -> _Key:
@@ -127,7 +120,11 @@ class MachineRecord(CellRecord):
 
     def is_from(self, platform: Platform) -> bool:
         """Whether it was made on that machine."""
-        return (self.platform, self.device) == (str(platform), one_line(platform.device_name))
+        return (self.platform, self.device) == _machine(platform)
+
+
+def _machine(platform: Platform) -> _Key:
+    return str(platform), one_line(platform.device_name)
 
 
 def cell_key(cell: BackendCell, scheme: QuantScheme, rule: PlatformRule) -> _Key:
@@ -143,8 +140,7 @@ def record_keys(cell: BackendCell, platform: Platform, scheme: QuantScheme | Non
     """The keys of all records that a cell could have on a machine, for one scheme if given."""
     rule = cell.rule_for(platform)
     schemes = cell.schemes if scheme is None else (scheme,)
-    machine = str(platform), one_line(platform.device_name)
-    return frozenset() if rule is None else frozenset((*cell_key(cell, each, rule), *machine) for each in schemes)
+    return frozenset((*cell_key(cell, each, rule), *_machine(platform)) for each in schemes if rule is not None)
 
 
 def cell_versions(cell: BackendCell, platform: Platform) -> dict[str, str]:
@@ -179,20 +175,16 @@ class MachineRecords(Generic[M]):
         self.records = tuple(records)
         self._by_key = {record.key: record for record in self.records}
 
-    def record(
-        self, cell: BackendCell, scheme: QuantScheme | None, rule: PlatformRule | None, platform: Platform
-    ) -> M | None:
+    def record(self, cell: BackendCell, scheme: QuantScheme | None, platform: Platform) -> M | None:
         """The record that holds for a cell and a scheme, or None. A platform that was only named has no records."""
-        if not self._by_key or scheme is None or rule is None or not platform.probed:
+        if not self._by_key or scheme is None or not platform.probed:
             return None
-        key = (*cell_key(cell, scheme, rule), str(platform), one_line(platform.device_name))
-        found = self._by_key.get(key)
+        found = next(filter(None, map(self._by_key.get, record_keys(cell, platform, scheme))), None)
         return found if found is not None and not found.changes(cell, platform) else None
 
     def of_cell(self, cell: BackendCell, platform: Platform) -> tuple[M, ...]:
         """The records that hold for a cell, one per scheme."""
-        rule = cell.rule_for(platform)
-        return tuple(filter(None, (self.record(cell, scheme, rule, platform) for scheme in cell.schemes)))
+        return tuple(filter(None, (self.record(cell, scheme, platform) for scheme in cell.schemes)))
 
 
 @dataclasses.dataclass(frozen=True)

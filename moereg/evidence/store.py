@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import json
-import math
 import os
 import stat
 import tempfile
@@ -17,6 +15,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import Self
 
+from moereg.arguments import check_object
 from moereg.errors import described, shown
 
 T = TypeVar("T")
@@ -30,52 +29,9 @@ class Record:
     """Base class of records, which are dataclasses."""
 
     @classmethod
-    def from_dict(cls, values: object) -> Self:
-        """Reads a record; unknown keys are ignored.
-
-        Raises:
-            ValueError: A key is missing, or its value has another type.
-        """
-        if not isinstance(values, Mapping):
-            raise ValueError(f"a record must be an object, got {shown(values)}")
-        checked: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            if field.name in values:
-                checked[field.name] = _checked(field.name, values[field.name])
-            elif field.default is dataclasses.MISSING:
-                raise ValueError(f"a record must say its {field.name}")
-        make: Callable[..., Self] = cls
-        return make(**checked)
-
-
-def _checked(name: str, value: object) -> object:
-    if name == "cases":
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"cases must be an integer of at least 1, got {shown(value)}")
-        return value
-    if name == "versions":
-        if not isinstance(value, Mapping):
-            raise ValueError(f"versions must be an object of texts, got {shown(value)}")
-        return {_text("versions", key): _text(f"versions[{key!r}]", version) for key, version in value.items()}
-    if name == "schemes":
-        if not isinstance(value, list) or not value:
-            raise ValueError(f"schemes must be a list of names, got {shown(value)}")
-        return tuple(_text("schemes", scheme) for scheme in value)
-    if name in ("error", "bound"):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be a finite number of at least 0, got {shown(value)}")
-        return float(value)
-    text = _text(name, value)
-    if name == "date":
-        datetime.date.fromisoformat(text)
-    return text
-
-
-def _text(name: str, value: object) -> str:
-    # A terminal would interpret unprintable characters.
-    if not isinstance(value, str) or not value.isprintable():
-        raise ValueError(f"{name} must be printable text, got {shown(value)}")
-    return value
+    def from_dict(cls, values: object, name: str = "a record") -> Self:
+        """Inverse of `dataclasses.asdict`; raises ArgumentError, with the field's path from `name` on."""
+        return check_object(name, values, cls)
 
 
 def read_once(path: Path, read: Callable[..., T], nothing: T, *arguments: str) -> T:
@@ -119,13 +75,7 @@ def read_records(path: Path, kind: type[R], schema: int, is_own: bool = False) -
         raise ValueError(f"it must be an object of schema {schema}, got {shown(found)}")
     if not isinstance(document.get("records"), list):
         raise ValueError("its records must be a list")
-    records = []
-    for number, values in enumerate(document["records"]):
-        try:
-            records.append(kind.from_dict(values))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"records[{number}]: {error}") from error
-    return tuple(records)
+    return tuple(kind.from_dict(values, f"records[{number}]") for number, values in enumerate(document["records"]))
 
 
 def read_document(path: Path, is_own: bool = False) -> Any:

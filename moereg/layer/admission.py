@@ -93,23 +93,24 @@ class _Subject(NamedTuple):
     @property
     def key(self) -> _Key:
         """Changes with code and versions, as files of records do."""
-        made = MachineRecord.of(*self)
-        return (*made.key, made.digest, *sorted(made.versions.items()))
+        return _key_of(MachineRecord.of(*self))
 
     @property
     def is_admitted(self) -> bool:
-        return (
-            ADMITTED.read().record(self.cell, self.scheme, self.cell.rule_for(self.platform), self.platform) is not None
-        )
+        return ADMITTED.read().record(*self) is not None
 
     def known(self) -> str | None:
         """Why it must not serve here; empty if it may, None if it has to be checked first."""
-        held = QUARANTINE.read().record(self.cell, self.scheme, self.cell.rule_for(self.platform), self.platform)
+        held = QUARANTINE.read().record(*self)
         if held is not None:
             return held.failure
         if _HERE and (failure := _HERE.get(self.key)) is not None:
             return failure
         return "" if self.is_admitted or _is_verified(self.cell, self.platform) else None
+
+
+def _key_of(record: MachineRecord) -> _Key:
+    return (*record.key, record.digest, *sorted(record.versions.items()))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -285,16 +286,12 @@ def _with_evidence(selection: Selection, decision: Decision) -> Selection:
     return dataclasses.replace(selection, decisions=decisions, ranges=ranges)
 
 
-def has_unchecked(selection: Selection) -> bool:
-    """Whether nothing vouches here for a candidate of a plan beside its winner."""
-    return next(_unchecked(selection), None) is not None
-
-
-def _unchecked(selection: Selection) -> Iterator[Decision]:
+def unchecked(selection: Selection) -> list[Decision]:
+    """The candidates of a plan beside its winner that nothing vouches for here."""
+    if ADMITTED.path() is None or not selection.platform.probed:
+        return []
     others = {id(one): one for _, one in selection.ranges if one is not selection.winner}
-    for decision in others.values() if ADMITTED.path() is not None and selection.platform.probed else ():
-        if _Subject.of(alone(selection, decision)).known() != "":
-            yield decision
+    return [one for one in others.values() if _Subject.of(alone(selection, one)).known() != ""]
 
 
 def checked_plan(selection: Selection, weights: ExpertWeights, made: Callable[[Selection], MoEKernel]) -> Selection:
@@ -307,7 +304,7 @@ def checked_plan(selection: Selection, weights: ExpertWeights, made: Callable[[S
     Returns:
         The selection, without ranges if one of them failed; that one is quarantined with a warning.
     """
-    for decision in tuple(_unchecked(selection)):
+    for decision in unchecked(selection):
         own = alone(selection, decision)
         kernel, found = checked(own, weights, made)
         if kernel is None:
@@ -364,6 +361,6 @@ def _quarantine(record: QuarantineRecord) -> str:
     try:
         QUARANTINE.change([record])
     except RecordFileError:
-        _HERE[(*record.key, record.digest, *sorted(record.versions.items()))] = record.failure
+        _HERE[_key_of(record)] = record.failure
         return "it is left out in this process"
     return "it is quarantined"

@@ -14,7 +14,7 @@ from moereg.arguments import check_count, check_flag, takes
 from moereg.dispatch import Selection, select_backend
 from moereg.errors import ArgumentError
 from moereg.layer import backend_calls
-from moereg.layer.admission import Found, admitted, checked, checked_plan, has_unchecked, next_choice
+from moereg.layer.admission import Found, admitted, checked, checked_plan, next_choice, unchecked
 from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.kernel import MoEKernel
 from moereg.layer.one_expert import OneExpert
@@ -172,9 +172,8 @@ def _over_group(
         except Exception as raised:
             error = raised
         # The experts of a plan are checked one by one without a group; here a plan that needs that goes.
-        outcomes = agree(
-            plan.group, "whether the kernel was made", {}, error, (found.failure, has_unchecked(plan.selection))
-        )
+        own = found.failure, bool(unchecked(plan.selection))
+        outcomes = agree(plan.group, "whether the kernel was made", {}, error, own)
         failures = [failure for failure, _ in outcomes]
         if kernel is not None and not any(failures):
             if not any(is_unchecked for _, is_unchecked in outcomes):

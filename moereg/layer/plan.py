@@ -16,7 +16,6 @@ from moereg.errors import ArgumentError, MoeregWarning, UnsupportedProblemError
 from moereg.evidence.code_digest import class_digest
 from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.movement import MovementDecision, MovementSelection, problem_of_rank, select_movement
-from moereg.layer.ranges import check_plan
 from moereg.prepare_finalize import Group, GroupPrepareFinalize, PrepareFinalize, resolve_prepare_finalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
 from moereg.prepare_finalize.ranks_agree import agree, differences
@@ -269,7 +268,7 @@ def winner_of(selection: Selection, problem: MoEProblem) -> Decision:
     """The winner of a selection, which must be for this problem.
 
     Raises:
-        ArgumentError: The selection is for another problem, names no backend registered here, or has wrong ranges.
+        ArgumentError: The selection is for another problem, or names a backend that is not registered here.
     """
     if selection.problem != problem:
         raise ArgumentError(f"the selection was made for {selection.problem}, got {problem}; select again")
@@ -277,7 +276,12 @@ def winner_of(selection: Selection, problem: MoEProblem) -> Decision:
         raise ArgumentError(
             f"the selection has no backend that is registered here (it names {selection.backend!r}); select again"
         )
-    check_plan(selection)
+    for _, one in selection.ranges:
+        if one.cell is None or not one.accepted:
+            raise ArgumentError(
+                f"each range of a selection must be of a backend that fits and is registered here, got "
+                f"{one.backend!r}; select again"
+            )
     return selection.winner
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-from moereg.errors import ArgumentError, shown
 from moereg.experts import Experts
 from moereg.layer import backend_calls
 from moereg.selection.result import Decision, Selection
@@ -48,29 +46,6 @@ def make_ranges(selection: Selection) -> tuple[RangeExperts, ...]:
             own = alone(selection, decision)
             made[id(decision)] = own, backend_calls.make_experts(own, decision)
     return tuple(RangeExperts(most, *made[id(decision)]) for most, decision in selection.plan)
-
-
-def check_plan(selection: Selection) -> None:
-    """Checks that the ranges of a selection with a winner ascend and end with the winner's, and can be run here.
-
-    Raises:
-        ArgumentError: They do not or cannot.
-    """
-    *closed, (last, decision) = selection.plan
-    bounds: list[Any] = [most for most, _ in closed]
-    known = [bound for bound in bounds if isinstance(bound, int) and bound >= 1]
-    if known != bounds or sorted(set(known)) != known or last is not None or decision is not selection.winner:
-        found = ", ".join(f"{one.backend} to {shown(most)}" for most, one in selection.plan)
-        raise ArgumentError(
-            f"the ranges of a selection must ascend, from 1 token up, and end with the winner's, which is open, got "
-            f"{found}; select again"
-        )
-    for _, one in closed:
-        if one.cell is None or not one.accepted:
-            raise ArgumentError(
-                f"each range of a selection must be of a backend that fits and is registered here, got "
-                f"{one.backend!r}; select again"
-            )
 
 
 def counts_by_range(ranges: Sequence[int | None], counts: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:

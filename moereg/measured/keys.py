@@ -6,9 +6,8 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
-from moereg.arguments import check_count, check_field, check_flag, check_mapping, check_text
 from moereg.errors import one_line
 from moereg.platforms import Platform, probe_settings
 from moereg.spec.problem import MoEProblem
@@ -46,32 +45,14 @@ class Machine:
     mig: bool
     driver: str
 
-    @classmethod
-    def from_dict(cls, values: object, name: str = "machine") -> Machine:
-        """Inverse of `dataclasses.asdict`; `name` is its path in errors.
-
-        Raises:
-            ArgumentError: A field is missing or has another type.
-        """
-        found = check_mapping(name, values)
-        return cls(**{field: check_field(name, found, field, check) for field, check in _CHECKS.items()})
-
     def differences(self, here: Machine) -> tuple[str, ...]:
         """The fields that differ on this machine, such as `driver 570, here 580`."""
-        pairs = [(field, *(str(getattr(each, field)) or "none" for each in (self, here))) for field in _CHECKS]
-        return tuple(f"{field} {old}, here {new}" for field, old, new in pairs if old != new)
-
-
-_count: Final = functools.partial(check_count, minimum=0)
-
-_CHECKS: Final[dict[str, Any]] = {
-    "platform": check_text,
-    "device": check_text,
-    "units": _count,
-    "power_limit_w": _count,
-    "mig": check_flag,
-    "driver": check_text,
-}
+        now = dataclasses.asdict(here)
+        return tuple(
+            f"{field} {str(value) or 'none'}, here {str(now[field]) or 'none'}"
+            for field, value in dataclasses.asdict(self).items()
+            if value != now[field]
+        )
 
 
 @functools.lru_cache(maxsize=8)

@@ -6,21 +6,24 @@ Values are checked when they are read, so that selection can trust them: an erro
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
-import itertools
 import json
+import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, NamedTuple, get_type_hints
 
 from moereg.arguments import (
     check_count,
+    check_date,
     check_field,
-    check_flag,
     check_list,
     check_mapping,
     check_number,
+    check_object,
+    check_of,
+    check_size,
     check_text,
     within,
 )
@@ -41,6 +44,21 @@ LARGEST_LOG: Final = 50.0
 
 class PackError(MoeregError, RuntimeError):
     """A pack's file cannot be written."""
+
+
+def _check_log(name: str, value: object) -> float:
+    number = check_number(name, value)
+    if abs(number) > LARGEST_LOG:
+        raise ArgumentError(f"{name} must be at most {LARGEST_LOG:g} either way, got {shown(value)}")
+    return number
+
+
+def _check_width(name: str, value: object) -> float:
+    return check_size(name, _check_log(name, value))
+
+
+def _check_problem(name: str, value: object) -> dict[str, Any]:
+    return problem_key(within(name, MoEProblem.from_dict, check_mapping(name, value)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -93,27 +111,13 @@ class Session:
     """
 
     number: int
-    date: str
+    date: Annotated[str, check_date]
     commit: str
     process: str
     clocks: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
-    @classmethod
-    def from_dict(cls, values: object, name: str = "session") -> Session:
-        """Inverse of `dataclasses.asdict`; raises ArgumentError with the path of the field."""
-        field = functools.partial(check_field, name, check_mapping(name, values))
-        clocks = field("clocks", check_mapping)
-        return cls(
-            number=field("number", _count),
-            date=field("date", _check_date),
-            commit=field("commit", check_text),
-            process=field("process", check_text),
-            clocks={check_text(f"{name}.clocks", key): _count(f"{name}.clocks.{key}", clocks[key]) for key in clocks},
-        )
 
-
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One cell at one routing and number of tokens beside the default, in one session.
 
     Attributes:
@@ -133,13 +137,13 @@ class Row:
     session: int
     cell: int
     routing: str
-    tokens: int
-    log_ratio: float
-    half_width: float
+    tokens: Annotated[int, check_count]
+    log_ratio: Annotated[float, _check_log]
+    half_width: Annotated[float, _check_width]
     median_us: float
     p10_us: float
     p90_us: float
-    rounds: int
+    rounds: Annotated[int, check_count]
     error: float
     graph: bool
     permuted_bytes: int
@@ -160,13 +164,15 @@ class TunedLayer:
         rows: The times.
         wrong: Cells with wrong numbers or failures, by their index, with the reason.
         left_out: Cells that were not measured further, such as those far behind, by their index, with the reason.
+        calls: Numbers of calls by number of tokens, which weigh the choice; empty if decades count alike.
     """
 
-    problem: Mapping[str, Any] = dataclasses.field(hash=False)
+    problem: Annotated[Mapping[str, Any], _check_problem] = dataclasses.field(hash=False)
     default: int
     rows: tuple[Row, ...] = ()
     wrong: tuple[tuple[int, str], ...] = ()
     left_out: tuple[tuple[int, str], ...] = ()
+    calls: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
     def key(self) -> tuple[str, int]:
@@ -239,9 +245,6 @@ class Pack:
         Raises:
             ArgumentError: A value is not what a pack may hold.
         """
-        rows = tuple(rows)
-        for row, (name, check) in itertools.product(rows, _ROW_CHECKS.items()):
-            check(f"{name} of a row", getattr(row, name))
         layer = TunedLayer(problem_key(problem), default)
         keys = [each.key for each in self.layers]
         place = keys.index(layer.key) if layer.key in keys else len(keys)
@@ -253,7 +256,7 @@ class Pack:
             left_out=tuple(dict([*before.left_out, *left_out]).items()),
         )
         pack = dataclasses.replace(self, layers=(*self.layers[:place], layer, *self.layers[place + 1 :]))
-        pack._check_names(f"layers[{place}]", layer)
+        pack._check_layer(place)
         return pack
 
     @classmethod
@@ -268,48 +271,44 @@ class Pack:
         schema = found.get("schema")
         if isinstance(schema, bool) or schema != SCHEMA:
             raise ArgumentError(f"schema must be {SCHEMA}, got {shown(schema)}")
-        field = functools.partial(check_field, "", found)
-        columns = field("columns", functools.partial(check_list, check=check_text))
-        if missing := [name for name in _COLUMNS if name not in columns]:
+        columns = check_field("", found, "columns", functools.partial(check_list, check=check_text))
+        if missing := [name for name in Row._fields if name not in columns]:
             raise ArgumentError(f"columns must have {', '.join(missing)}, got {shown(list(columns))}")
-        pack = cls(
-            machine=field("machine", lambda name, value: Machine.from_dict(value, name)),
-            sessions=field(
-                "sessions", functools.partial(check_list, check=lambda name, value: Session.from_dict(value, name))
-            ),
-            cells=field("cells", functools.partial(check_list, check=_check_cell)),
-            layers=field("layers", functools.partial(check_list, check=functools.partial(_check_layer, columns))),
-            memory=field("memory", functools.partial(check_list, check=_check_pair)) if "memory" in found else (),
-        )
+        rows = functools.partial(_read_rows, columns)
+        layer = functools.partial(check_object, kind=TunedLayer, rows=rows)
+        pack = check_object("", found, cls, layers=functools.partial(check_list, check=layer))
         _check_unlike("sessions", [session.number for session in pack.sessions])
         _check_unlike("sessions", [session.process for session in pack.sessions], ".process")
         _check_unlike("layers", [layer.key for layer in pack.layers])
-        for place, layer in enumerate(pack.layers):
-            pack._check_names(f"layers[{place}]", layer)
+        for place in range(len(pack.layers)):
+            pack._check_layer(place)
         for place, (of_layer, of_cell) in enumerate(pack.memory):
             _check_index(f"memory[{place}][0]", of_layer, pack.layers)
             _check_index(f"memory[{place}][1]", of_cell, pack.cells)
         return pack
 
-    def _check_names(self, name: str, layer: TunedLayer) -> None:
-        """Checks that what a layer names is in the pack, and that no row is there twice."""
+    def _check_layer(self, place: int) -> None:
+        """Checks a layer's rows, that what it names is in the pack, and that no row is there twice."""
+        layer, name = self.layers[place], f"layers[{place}]"
         numbers = {session.number for session in self.sessions}
+        _check_columns(f"{name}.rows", layer.rows)
         _check_index(f"{name}.default", layer.default, self.cells)
-        for place, row in enumerate(layer.rows):
-            _check_index(f"{name}.rows[{place}].cell", row.cell, self.cells)
+        for at, row in enumerate(layer.rows):
             if row.session not in numbers:
                 raise ArgumentError(
-                    f"{name}.rows[{place}].session must be the number of a session, got {shown(row.session)}"
+                    f"{name}.rows[{at}].session must be the number of a session, got {shown(row.session)}"
                 )
+            if row.cell >= len(self.cells):
+                _check_index(f"{name}.rows[{at}].cell", row.cell, self.cells)
             if row.cell == layer.default and (row.log_ratio or row.half_width):
                 raise ArgumentError(
-                    f"{name}.rows[{place}].log_ratio and half_width must be 0 for the default, got {row.log_ratio}, "
+                    f"{name}.rows[{at}].log_ratio and half_width must be 0 for the default, got {row.log_ratio}, "
                     f"{row.half_width}"
                 )
         _check_unlike(f"{name}.rows", [row.key for row in layer.rows])
         for field in ("wrong", "left_out"):
-            for place, (cell, _) in enumerate(getattr(layer, field)):
-                _check_index(f"{name}.{field}[{place}][0]", cell, self.cells)
+            for at, (cell, _) in enumerate(getattr(layer, field)):
+                _check_index(f"{name}.{field}[{at}][0]", cell, self.cells)
 
     def text(self) -> str:
         """The pack as JSON, one row of times a line."""
@@ -319,7 +318,7 @@ class Pack:
             "sessions": [dataclasses.asdict(session) for session in self.sessions],
             "cells": [dataclasses.asdict(cell) for cell in self.cells],
             "memory": self.memory,
-            "columns": _COLUMNS,
+            "columns": Row._fields,
         }
         lines = [f" {json.dumps(name)}: {json.dumps(value, allow_nan=False)}," for name, value in values.items()]
         layers = ",\n".join(map(_layer_text, self.layers))
@@ -327,100 +326,48 @@ class Pack:
 
 
 def _layer_text(layer: TunedLayer) -> str:
-    rows = ",\n".join(
-        f"   {json.dumps([getattr(row, name) for name in _COLUMNS], allow_nan=False)}" for row in layer.rows
-    )
+    rows = ",\n".join(f"   {json.dumps(row, allow_nan=False)}" for row in layer.rows)
     return (
         f'  {{"problem": {json.dumps(layer.problem)}, "default": {layer.default}, '
-        f'"wrong": {json.dumps(layer.wrong)}, "left_out": {json.dumps(layer.left_out)}, "rows": [\n{rows}\n  ]}}'
+        f'"wrong": {json.dumps(layer.wrong)}, "left_out": {json.dumps(layer.left_out)}, '
+        f'"calls": {json.dumps(layer.calls)}, "rows": [\n{rows}\n  ]}}'
     )
 
 
-_count: Final = functools.partial(check_count, minimum=0)
-
-
-def _check_date(name: str, value: object) -> str:
-    text = check_text(name, value)
-    try:
-        datetime.date.fromisoformat(text)
-    except ValueError:
-        raise ArgumentError(f"{name} must be an ISO date, got {shown(value)}") from None
-    return text
-
-
-def _check_log(name: str, value: object) -> float:
-    number = check_number(name, value)
-    if abs(number) > LARGEST_LOG:
-        raise ArgumentError(f"{name} must be at most {LARGEST_LOG:g} either way, got {shown(value)}")
-    return number
-
-
-def _check_positive(name: str, value: object) -> float:
-    number = check_number(name, value)
-    if number < 0:
-        raise ArgumentError(f"{name} must be at least 0, got {shown(value)}")
-    return number
-
-
-def _check_width(name: str, value: object) -> float:
-    return _check_positive(name, _check_log(name, value))
-
-
-_COLUMNS: Final = tuple(field.name for field in dataclasses.fields(Row))
-_ROW_CHECKS: Final[dict[str, Callable[[str, object], Any]]] = {
-    "session": _count,
-    "cell": _count,
-    "routing": check_text,
-    "tokens": check_count,
-    "log_ratio": _check_log,
-    "half_width": _check_width,
-    "median_us": _check_positive,
-    "p10_us": _check_positive,
-    "p90_us": _check_positive,
-    "rounds": check_count,
-    "error": _check_positive,
-    "graph": check_flag,
-    "permuted_bytes": _count,
-}
-
-
-def _check_cell(name: str, value: object) -> TimedCell:
-    try:
-        return TimedCell.from_dict(value)
-    except ValueError as error:
-        raise ArgumentError(f"{name}: {error}") from error
-
-
-def _check_layer(columns: Sequence[str], name: str, value: object) -> TunedLayer:
-    values = check_mapping(name, value)
-    field = functools.partial(check_field, name, values)
-    problem = within(f"{name}.problem", MoEProblem.from_dict, field("problem", check_mapping))
-    places = [columns.index(column) for column in _COLUMNS]
+def _read_rows(columns: Sequence[str], name: str, value: object) -> tuple[Row, ...]:
+    """Rows as lists of cells, one a column; the cells are not checked yet."""
+    pick = operator.itemgetter(*map(columns.index, Row._fields))
 
     def read(path: str, cells: object) -> Row:
         if not isinstance(cells, list) or len(cells) != len(columns):
             raise ArgumentError(f"{path} must be a list of {len(columns)} values, one a column, got {shown(cells)}")
-        return Row(*(_ROW_CHECKS[name](f"{path}.{name}", cells[at]) for name, at in zip(_COLUMNS, places, strict=True)))
+        return Row._make(pick(cells))
 
-    return TunedLayer(
-        problem=problem_key(problem),
-        default=field("default", _count),
-        rows=field("rows", functools.partial(check_list, check=read)),
-        wrong=field("wrong", functools.partial(check_list, check=_check_wrong)),
-        left_out=field("left_out", functools.partial(check_list, check=_check_wrong)) if "left_out" in values else (),
-    )
+    return check_list(name, value, read)
 
 
-def _check_wrong(name: str, value: object) -> tuple[int, str]:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise ArgumentError(f"{name} must be a pair of a cell's index and a reason, got {shown(value)}")
-    return _count(f"{name}[0]", value[0]), check_text(f"{name}[1]", value[1])
+def _check_columns(name: str, rows: Sequence[Row]) -> None:
+    for field, column in zip(Row._fields, zip(*rows, strict=True), strict=False):
+        check = _CHECKS[field]
+        try:
+            for value in _extremes(column):
+                check(field, value)
+        except ArgumentError:
+            for place, value in enumerate(column):
+                check(f"{name}[{place}].{field}", value)
 
 
-def _check_pair(name: str, value: object) -> tuple[int, int]:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise ArgumentError(f"{name} must be a pair of indices, got {shown(value)}")
-    return _count(f"{name}[0]", value[0]), _count(f"{name}[1]", value[1])
+_CHECKS: Final = {field: check_of(kind) for field, kind in get_type_hints(Row, include_extras=True).items()}
+
+
+def _extremes(column: Sequence[Any]) -> Iterable[Any]:
+    """Values that pass a check of their type and range if and only if all do: packs have too many to check each."""
+    kinds = set(map(type, column))
+    if kinds in ({str}, {bool}):
+        return set(column)
+    if kinds == {int} or (kinds == {float} and all(map(math.isfinite, column))):
+        return min(column), max(column)
+    return column
 
 
 def _check_index(name: str, index: int, values: Sequence[object]) -> None:

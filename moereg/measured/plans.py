@@ -29,18 +29,12 @@ class LayerTimes:
     Attributes:
         rows: The rows; ratios are to the time of `default`.
         default: The cell that was measured beside each.
+        calls: As in `TunedLayer`.
     """
 
     rows: tuple[Row, ...]
     default: int
-
-    @functools.cached_property
-    def _routings(self) -> dict[tuple[int, int], set[str]]:
-        """The routings that a session measured at a number of tokens, by both."""
-        found: dict[tuple[int, int], set[str]] = {}
-        for row in self.rows:
-            found.setdefault((row.session, row.tokens), set()).add(row.routing)
-        return found
+    calls: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
     def tokens(self) -> tuple[int, ...]:
@@ -49,94 +43,89 @@ class LayerTimes:
 
     @functools.cached_property
     def _ratios(self) -> dict[tuple[int, int], Ratios]:
-        by_cell: dict[tuple[int, int], dict[tuple[int, str], Ratio]] = {}
+        routings: dict[tuple[int, int], set[str]] = {}
+        found: dict[tuple[int, int], dict[tuple[int, str], Ratio]] = {}
         for row in self.rows:
-            ratios = by_cell.setdefault((row.cell, row.tokens), {})
-            ratios[row.session, row.routing] = Ratio(row.log_ratio, row.half_width)
-        for (session, tokens), routings in self._routings.items():
-            for (_, at), ratios in by_cell.items():
-                # A session that was interrupted says nothing of the routings that it lacks.
-                if at == tokens and any((session, routing) not in ratios for routing in routings):
-                    for routing in routings:
-                        ratios.pop((session, routing), None)
-        return dict(by_cell)
+            routings.setdefault((row.session, row.tokens), set()).add(row.routing)
+            found.setdefault((row.cell, row.tokens), {})[row.session, row.routing] = Ratio(
+                row.log_ratio, row.half_width
+            )
+        # A session that was interrupted says nothing of the routings that it lacks.
+        return {
+            (cell, at): {
+                (session, routing): ratio
+                for (session, routing), ratio in ratios.items()
+                if all((session, other) in ratios for other in routings[session, at])
+            }
+            for (cell, at), ratios in found.items()
+        }
 
     def at(self, cell: int, tokens: int) -> Ratios:
         """A cell's ratios at a number of tokens, of sessions that measured it in all of their routings."""
         return self._ratios.get((cell, tokens), _NOT_MEASURED)
 
-    def over_all(self, cell: int, default: int, calls: Mapping[int, float] | None = None) -> Ratios:
-        """A cell's ratios over all numbers of tokens, to the time of `default`, weighted by the latter's time.
+    def over_all(self, cell: int, default: int) -> Ratios:
+        """A cell's ratios to the time of `default` over all numbers of tokens, weighted by `shares`.
 
-        Only of sessions that measured both at every number of tokens of the layer.
-
-        Args:
-            cell, default: Cells of the layer.
-            calls: Calls for each number of tokens; by default every decade of tokens takes `default` equally long.
+        Only of sessions that measured both at every number of tokens: few tokens alone say nothing of many.
         """
-        found: dict[tuple[int, str], Ratio] = {}
-        for session in {session for session, _ in self._routings}:
-            routings = {at: self._routings.get((session, at), set()) for at in self.tokens}
-            # An interrupted session has few tokens alone, which would say nothing of many.
-            if all(
-                names and all((session, name) in self.at(each, at) for each in (cell, default) for name in names)
-                for at, names in routings.items()
-            ):
-                for routing in set().union(*routings.values()):
-                    tokens = [at for at in self.tokens if routing in routings[at]]
-                    shares = self.shares(tokens, default, calls)
-                    found[session, routing] = self._cost(cell, default, (session, routing), tokens, shares)
-        return found
+        measured = [self.at(each, tokens).keys() for each in (cell, default) for tokens in self.tokens]
+        sessions = set.intersection(*({session for session, _ in keys} for keys in measured))
+        return {key: self._cost(cell, default, key) for key in set().union(*measured) if key[0] in sessions}
 
-    def _cost(
-        self, cell: int, default: int, key: tuple[int, str], tokens: Sequence[int], shares: Sequence[float]
-    ) -> Ratio:
-        ratios = [self.at(cell, at)[key] for at in tokens]
-        bases = [self.at(default, at)[key] for at in tokens]
+    def _cost(self, cell: int, default: int, key: tuple[int, str]) -> Ratio:
+        tokens = [at for at in self.tokens if key in self.at(default, at)]
+        ratios, bases = ([self.at(each, at)[key] for at in tokens] for each in (cell, default))
+        shares = self.shares(tokens, default)
         costs = [share * math.exp(own.log - base.log) for share, own, base in zip(shares, ratios, bases, strict=True)]
         cost = math.fsum(costs)
         # The derivative of ln(cost) by each logarithm is that cost's part of the sum.
         widths = (part / cost * own.half_width for part, own in zip(costs, ratios, strict=True))
         return Ratio(math.log(cost), math.hypot(*widths))
 
-    def shares(self, tokens: Sequence[int], default: int, calls: Mapping[int, float] | None = None) -> list[float]:
-        """The share of each number of tokens in the time of `default`; they add up to 1."""
-        if calls is None:
-            weights = _log_widths(tokens)
-        else:
-            counted = dict.fromkeys(tokens, 0.0)
-            for called, times in calls.items():
+    def shares(self, tokens: Sequence[int], cell: int) -> list[float]:
+        """The share of each number of tokens in a cell's time of the calls; of decades alike if none is among them."""
+        shares = self.shares_of(dict(self.calls), tokens, cell)
+        return shares if any(shares) else equal_decades(tokens)
+
+    def shares_of(self, calls: Mapping[int, float], tokens: Sequence[int], cell: int) -> list[float]:
+        """The share of each measured number of tokens in a cell's time of calls; 0 if none is among them."""
+        counted = dict.fromkeys(tokens, 0.0)
+        for called, number in calls.items():
+            if tokens[0] <= called <= tokens[-1]:
                 # The nearest by ratio, since times grow with tokens.
-                counted[min(tokens, key=lambda at: abs(math.log(at / called)))] += times
-            weights = [counted[at] * self._median_us(default, at) for at in tokens]
-        total = math.fsum(weights)
-        return [weight / total for weight in weights] if total > 0 else [1 / len(tokens)] * len(tokens)
+                counted[min(tokens, key=lambda at: abs(math.log(at / called)))] += number
+        spent = [number * self._median_us(cell, at) for at, number in counted.items()]
+        # Without times of the cell each call counts alike.
+        weights = spent if any(spent) else list(counted.values())
+        return [weight / (math.fsum(weights) or 1.0) for weight in weights]
 
     def _median_us(self, cell: int, tokens: int) -> float:
-        asked = [row for row in self.rows if (row.cell, row.tokens) == (cell, tokens) and row.routing in ASKED]
-        return math.fsum(row.median_us for row in asked) / max(1, len(asked))
+        """A cell's mean median in the asked routings."""
+        own = [row for row in self.rows if (row.cell, row.tokens) == (cell, tokens) and row.routing in ASKED]
+        return math.fsum(row.median_us for row in own) / max(1, len(own))
 
 
-def _log_widths(tokens: Sequence[int]) -> list[float]:
-    """The part of the logarithmic axis that each number of tokens stands for, from middle to middle."""
+def equal_decades(tokens: Sequence[int]) -> list[float]:
+    """The share of each number of tokens if all decades count alike: from middle to middle on the logarithmic axis."""
     logs = [math.log(at) for at in tokens]
     if len(logs) == 1:
         return [1.0]
     inner = [right - left for left, right in itertools.pairwise(logs)]
     # The first and the last stand for as much beyond them.
-    return [(left + right) / 2 for left, right in itertools.pairwise([inner[0], *inner, inner[-1]])]
+    widths = [(left + right) / 2 for left, right in itertools.pairwise([inner[0], *inner, inner[-1]])]
+    return [width / math.fsum(widths) for width in widths]
 
 
-def best_for_all(times: LayerTimes, order: Sequence[int], calls: Mapping[int, float] | None = None) -> int:
+def best_for_all(times: LayerTimes, order: Sequence[int]) -> int:
     """Plan A: the cell with the least time over all numbers of tokens.
 
     Args:
         times: The layer's times.
         order: Cells in the order of static priority; a later one has to beat the best before it.
-        calls: As in `LayerTimes.over_all`.
     """
     default = best = order[0]
-    costs = {cell: times.over_all(cell, default, calls) for cell in order}
+    costs = {cell: times.over_all(cell, default) for cell in order}
     for cell in order[1:]:
         if beats(costs[cell], costs[best], (costs[default],)):
             best = cell

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import statistics
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -95,7 +96,7 @@ class Source:
             self._cells.setdefault(pack.cells[index].cell_key, []).append(index)
 
     def order(self, problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]) -> Measured:
-        """Asks this pack alone; as `Tuning.order`."""
+        """Asks this pack alone; as `measured_order`."""
         if differences := self.pack.machine.differences(machine_of(platform)):
             return self._unused(f"pack unused: it is of another machine: {', '.join(differences)}")
         own = [
@@ -118,26 +119,25 @@ class Source:
         self, place: int, candidates: Sequence[Candidate], own: Sequence[int], platform: Platform
     ) -> Measured:
         layer, cells = self.pack.layers[place], self.pack.cells
-        wrong = dict(layer.wrong)
+        wrong, reasons = dict(layer.wrong), dict(layer.left_out)
         notes: list[str] = []
         usable: dict[int, int] = {}
-        reasons, left_out = dict(layer.left_out), dict[int, str]()
+        left_out: dict[int, str] = {}
         for index in own:
-            cell, scheme, rule = candidates[index]
-            known = [at for at in self._cells.get(cell_key(cell, scheme, rule), ()) if at in layer.cells]
-            changes = {at: cells[at].changes(cell, platform) for at in known}
+            cell = candidates[index][0]
+            changes = {
+                at: cells[at].changes(cell, platform) for at in self._cells.get(cell_key(*candidates[index]), ())
+            }
+            known = [at for at in changes if at in layer.cells]
             at = next((at for at in known if not changes[at]), None)
             if at is not None and at not in wrong:
                 usable[at] = index
                 continue
-            for other in self._cells.get(cell_key(cell, scheme, rule), ()):
-                if other in reasons and not cells[other].changes(cell, platform):
-                    left_out[index] = reasons[other]
-            reason = f"{cell.name} was not measured"
+            left_out.update((index, reasons[other]) for other in changes if other in reasons and not changes[other])
             if at is not None:
                 reason = f"{cell.name} failed when it was measured: {wrong[at]}"
-            elif known:
-                reason = ", ".join(changes[known[0]])
+            else:
+                reason = ", ".join(changes[known[0]]) if known else f"{cell.name} was not measured"
             if index == 0 or layer.default in known:
                 return Measured(notes=(*notes, f"pack unused: {reason}"))
             if known:
@@ -147,26 +147,23 @@ class Source:
         if plan is None:
             plan = self._plans[place, order] = _plan(self.pack, place, order)
         ranges = tuple((most, usable[at]) for most, at in plan.ranges)
-        found = LayerOfPack(LayerTimes(layer.rows, layer.default), usable, left_out)
+        found = LayerOfPack(LayerTimes(layer.rows, layer.default, layer.calls), usable, left_out)
         return dataclasses.replace(plan, ranges=ranges, notes=(*notes, *plan.notes), layer=found)
 
 
-class Tuning:
-    """The packs in force, in order. Immutable."""
+def measured_order(
+    sources: Iterable[Source], problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]
+) -> Measured:
+    """Asks packs about a layer.
 
-    def __init__(self, sources: Iterable[Source] = ()) -> None:
-        self.sources = tuple(sources)
-
-    def order(self, problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]) -> Measured:
-        """Asks the packs about a layer.
-
-        Args:
-            problem: The layer.
-            platform: The machine; packs have nothing to say of one that is only named.
-            candidates: What fits, in the order of static priority, among which a request has no preference.
-        """
-        sources = self.sources if platform.probed and candidates else ()
-        return _first(source.order(problem, platform, candidates) for source in sources)
+    Args:
+        sources: The packs in force, in order.
+        problem: The layer.
+        platform: The machine; packs have nothing to say of one that is only named.
+        candidates: What fits, in the order of static priority, among which a request has no preference.
+    """
+    asked = sources if platform.probed and candidates else ()
+    return _first(source.order(problem, platform, candidates) for source in asked)
 
 
 def _first(found: Iterable[Measured]) -> Measured:
@@ -181,14 +178,10 @@ def _first(found: Iterable[Measured]) -> Measured:
     return Measured(notes=tuple(notes), layer=layer)
 
 
-UNTUNED: Final = Tuning()
-"""No packs."""
-
-
 def _plan(pack: Pack, place: int, order: Sequence[int]) -> Measured:
     """The plan for cells of a pack, in the order of priority; its ranges have their indices in the pack."""
     layer, cells = pack.layers[place], pack.cells
-    times = LayerTimes(layer.rows, layer.default)
+    times = LayerTimes(layer.rows, layer.default, layer.calls)
     pairs = ((times.at(cell, at), times.at(order[0], at)) for cell in order[1:] for at in times.tokens)
     compared = max((num_shared_sessions(*pair) for pair in pairs), default=0)
     if compared < NUM_SESSIONS:
@@ -214,26 +207,23 @@ def _gains(times: LayerTimes, cells: Sequence[TimedCell], default: int, base: in
     """The gains of a plan, such as `humming 11 % less than triton at 256-1024`."""
     parts = []
     if base != default:
-        parts.append(
-            _less(cells, base, default, mean_gain(times.over_all(base, default), times.over_all(default, default)))
-        )
+        gain = mean_gain(times.over_all(base, default), times.over_all(default, default))
+        parts.append(_less(cells, base, default, gain))
     least = 1
     for most, cell in ranges[:-1]:
         assert most is not None
-        if cell != base:
-            at = [tokens for tokens in times.tokens if least <= tokens <= most]
-            gain = math.fsum(mean_gain(times.at(cell, each), times.at(base, each)) for each in at) / len(at)
-            where = f"{at[0]}-{most}" if at[0] < most else f"{most}"
-            parts.append(f"{_less(cells, cell, base, gain)} at {where}")
+        at = [tokens for tokens in times.tokens if least <= tokens <= most]
         least = most + 1
+        if cell != base:
+            gain = statistics.fmean(mean_gain(times.at(cell, each), times.at(base, each)) for each in at)
+            where = f"{at[0]}-{at[-1]}" if len(at) > 1 else f"{at[0]}"
+            parts.append(f"{_less(cells, cell, base, gain)} at {where}")
     return ", ".join(parts) or f"nothing beats {cells[default].backend}"
 
 
 def _less(cells: Sequence[TimedCell], cell: int, than: int, gain: float) -> str:
-    names = [cells[each].backend for each in (cell, than)]
-    if names[0] == names[1]:
-        names = [cells[each].experts for each in (cell, than)]
-    return f"{names[0]} {100 * -math.expm1(gain):.0f} % less than {names[1]}"
+    name = "experts" if cells[cell].backend == cells[than].backend else "backend"
+    return f"{getattr(cells[cell], name)} {100 * -math.expm1(gain):.0f} % less than {getattr(cells[than], name)}"
 
 
 def _counted(number: int) -> str:
@@ -259,22 +249,25 @@ def tuning_path() -> Path | None:
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(named) if named else None
-    return user_data() / "tuning.json"
+    return _users_own()
 
 
-def read_tuning() -> Tuning:
-    """The packs in force, read once per process and again when a file has changed.
+def read_tuning() -> tuple[Source, ...]:
+    """The packs in force, in order, read once per process and again when a file has changed.
 
     A file that cannot be used causes one `RecordFileWarning` and is left out.
     """
-    named = os.environ.get(VARIABLE)
-    if named == "":
-        return UNTUNED
-    users = [*([Path(named)] if named else []), user_data() / "tuning.json"]
-    found = [read_once(path, _believed, None, "", "own") for path in dict.fromkeys(users)]
+    first = tuning_path()
+    if first is None:
+        return ()
+    found = [read_once(path, _believed, None, "", "own") for path in dict.fromkeys((first, _users_own()))]
     found.append(read_once(_SHIPPED, _believed, None, "", ""))
     found += [read_once(path, _believed, None, origin, "") for path, origin in _files_of_wheels()]
-    return Tuning(filter(None, found))
+    return tuple(filter(None, found))
+
+
+def _users_own() -> Path:
+    return user_data() / "tuning.json"
 
 
 _SHIPPED: Final = Path(__file__).parents[1] / "tuning_pack.json"

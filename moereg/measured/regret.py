@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping
 
-from moereg.measured.plans import LayerTimes
+from moereg.measured.plans import LayerTimes, equal_decades
 from moereg.measured.significance import ASKED, Ratios
 
 
@@ -49,11 +49,6 @@ class Regret:
         """The same of the cell by priority; None unless it was measured wherever the choice was."""
         return self._mean([(point.best, point.default_loss) for point in self.points if point.loss is not None])
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the choice was measured for every call."""
-        return not self.calls_outside and all(point.loss is not None for point in self.points if point.share)
-
     @staticmethod
     def _mean(losses: list[tuple[float, float | None]]) -> float | None:
         weighted = [(best, loss) for best, loss in losses if best]
@@ -77,10 +72,8 @@ def regret_of(
         cells: All that could be chosen, these too.
         calls: Calls for each number of tokens, which count at the nearest measured one; without, decades are alike.
     """
-    tokens, inside = times.tokens, calls
-    if calls is not None:
-        inside = {at: each for at, each in calls.items() if each and tokens[0] <= at <= tokens[-1]}
-    shares = [0.0] * len(tokens) if inside == {} else times.shares(tokens, times.default, inside)
+    tokens = times.tokens
+    shares = equal_decades(tokens) if calls is None else times.shares_of(calls, tokens, times.default)
     points = []
     for at, share in zip(tokens, shares, strict=True):
         cell = chosen[at]
@@ -93,7 +86,8 @@ def regret_of(
         most, cost = gaps[fastest], share * math.exp(math.fsum(one.log for one in own.values()) / len(own))
         default_loss = math.expm1(most - gaps[default]) if default in gaps else None
         points.append(RegretAt(at, share, cell, fastest, math.expm1(most), default_loss, cost * math.exp(-most)))
-    return Regret(tuple(points), math.fsum((calls or {}).values()) - math.fsum((inside or {}).values()))
+    outside = (number for at, number in (calls or {}).items() if not tokens[0] <= at <= tokens[-1])
+    return Regret(tuple(points), math.fsum(outside))
 
 
 def _gap(own: Ratios, other: Ratios) -> float | None:

@@ -8,7 +8,7 @@ looked up. Names no backend, architecture or scheme.
       _judge                every reason against one candidate
         judge_cell          those that a token dispatcher can have too
       rank                  accepted before rejected, wishes before priorities
-      Tuning.order          the measured order of those that are alike to the request
+      measured_order        the measured order of those that are alike to the request
     unmeasured              the same without what was measured
       without_winner        the same once the first of them is ruled out
 """
@@ -23,7 +23,7 @@ from typing import Any
 from moereg.errors import described, shown, stops_the_process
 from moereg.evidence.admission import ADMITTED_TIER, NONE_ADMITTED, Admitted
 from moereg.evidence.quarantine import EMPTY, Quarantine
-from moereg.measured.read import UNTUNED, Tuning
+from moereg.measured.read import Source, measured_order
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BUILTIN, BackendCell, Cell
 from moereg.selection.request import Request
@@ -45,7 +45,7 @@ def decide(
     cells: Iterable[BackendCell],
     quarantine: Quarantine = EMPTY,
     admitted: Admitted = NONE_ADMITTED,
-    tuning: Tuning = UNTUNED,
+    tuning: Sequence[Source] = (),
 ) -> Selection:
     """Chooses among cells: those of `BackendRegistry.cells`, whichever registry they were registered in.
 
@@ -56,7 +56,7 @@ def decide(
         cells: Candidates.
         quarantine: What failed the conformance kit or its first check on the machine that `platform` is.
         admitted: What passed its first check there. It changes no choice, only decisions' evidence.
-        tuning: What was measured there; orders candidates that the request does not tell apart.
+        tuning: Packs of what was measured there; they order candidates that the request does not tell apart.
 
     Returns:
         The selection, without a winner where nothing fits.
@@ -65,13 +65,15 @@ def decide(
     candidates = _eligible(cells, problem, platform)
     decisions = rank((_judge(each, problem, platform, request, quarantine, admitted) for each in candidates), request)
     source = _source(decisions, request)
-    measurable = alike(decisions, request) if tuning.sources else []
-    measured = tuning.order(problem, platform, [candidate_of(decision, platform) for decision in measurable])
+    measurable = alike(decisions, request) if tuning else []
+    known = [candidate_of(decision, platform) for decision in measurable]
+    measured = measured_order(tuning, problem, platform, known)
     plan = tuple((most, measurable[place]) for most, place in measured.ranges)
     if plan:
         best, source = plan[-1][1], "measured"
         decisions = (best, *(decision for decision in decisions if decision is not best))
-    notices = (*request.notices, *_outranking(decisions, cells), *filter(None, (measured.note, *measured.notes)))
+    above = _outranking(decisions, cells, is_measured=bool(plan))
+    notices = (*request.notices, *above, *filter(None, (measured.note, *measured.notes)))
     ranges = plan if len(plan) > 1 else ()
     return Selection(problem, platform, request, decisions, source, notices, ranges, measured.digest)
 
@@ -170,7 +172,7 @@ def _judge(
     elif problem.exact_activations and scheme.activation != problem.quant.activation:
         text = f"requires activations as {problem.quant.name} has them, got {scheme.name} instead"
         facts.append(Reason("precision", text))
-    if (failed := quarantine.record(cell, scheme, rule, platform)) is not None:
+    if (failed := quarantine.record(cell, scheme, platform)) is not None:
         facts.insert(0, failed.reason)
 
     return Decision(
@@ -180,7 +182,7 @@ def _judge(
         tier=cell.tier,
         cell=cell,
         scheme=scheme,
-        evidence=ADMITTED_TIER if admitted.record(cell, scheme, rule, platform) else "",
+        evidence=ADMITTED_TIER if admitted.record(cell, scheme, platform) else "",
         **judge_cell(cell, rule, platform, request, reads, facts, problem=problem),
     )
 
@@ -234,16 +236,17 @@ def judge_cell(
     }
 
 
-def _outranking(decisions: Sequence[Decision], cells: Sequence[BackendCell]) -> list[str]:
+def _outranking(decisions: Sequence[Decision], cells: Sequence[BackendCell], is_measured: bool) -> list[str]:
     """A line for each backend of another distribution that fits with a priority above every built-in cell's."""
     highest = max((cell.priority for cell in cells if cell.origin == BUILTIN), default=math.inf)
     above: dict[str, Decision] = {}
     for decision in decisions:
         if decision.accepted and decision.origin != BUILTIN and decision.priority > highest:
             above.setdefault(decision.backend, decision)
+    where = "where no measured times choose another" if is_measured else "wherever it fits"
     return [
         f"backend {name!r} of {one.provider} has priority {one.priority}, above every built-in backend's (at most "
-        f"{highest}): it goes first wherever it fits; --deny {name} does without it"
+        f"{highest}): it goes first {where}; --deny {name} does without it"
         for name, one in above.items()
     ]
 

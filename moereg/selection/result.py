@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, Generic, TypeVar
+from typing import Annotated, Any, Final, Generic, TypeVar
 
 from moereg.arguments import (
     check_count,
@@ -16,6 +16,7 @@ from moereg.arguments import (
     check_flag,
     check_list,
     check_mapping,
+    check_object,
     check_one_of,
     check_optional,
     check_text,
@@ -29,7 +30,7 @@ from moereg.registry import BUILTIN, REGISTRY, BackendCell, provider
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
-from moereg.spec.reasons import CURES, REASON_CODES, Reason
+from moereg.spec.reasons import CURES, Reason
 
 SCHEMA: Final = 1
 """Version of all JSON that moereg writes."""
@@ -55,7 +56,7 @@ class Verdict:
     """
 
     rule: str
-    priority: int
+    priority: Annotated[int, functools.partial(check_count, minimum=-HIGHEST_PRIORITY)]
     origin: str
     origin_version: str = ""
     reasons: tuple[Reason, ...] = ()
@@ -141,8 +142,8 @@ class Decision(Verdict):
     backend: str
     experts: str
     computes: str
-    tier: str
-    evidence: str = ""
+    tier: Annotated[str, functools.partial(check_one_of, known=TIERS)]
+    evidence: Annotated[str, functools.partial(check_one_of, known=EVIDENCE)] = ""
     cell: BackendCell | None = dataclasses.field(default=None, compare=False, repr=False)
     scheme: QuantScheme | None = dataclasses.field(default=None, compare=False, repr=False)
 
@@ -175,29 +176,12 @@ class Decision(Verdict):
             ArgumentError: A field is missing or is not what `to_dict` writes.
         """
         check_mapping(name or "a decision", values)
-        field = functools.partial(check_field, name, values)
-        texts: dict[str, Any] = {
-            text: field(text, check_text) for text in ("backend", "experts", "rule", "computes", "origin")
-        }
-        decision = cls(
-            **texts,
-            priority=field("priority", functools.partial(check_count, minimum=-HIGHEST_PRIORITY)),
-            tier=field("tier", functools.partial(check_one_of, known=TIERS)),
-            evidence=field("evidence", functools.partial(check_one_of, known=EVIDENCE)) if "evidence" in values else "",
-            origin_version=field("origin_version", check_text) if "origin_version" in values else "",
-            reasons=field("reasons", functools.partial(check_list, check=_check_reason)),
-            assumes=field("assumes", _check_texts),
-        )
-        if field("accepted", check_flag) is not decision.accepted:
+        is_accepted = check_field(name, values, "accepted", check_flag)
+        decision = check_object(name, {key: values[key] for key in values if key not in ("cell", "scheme")}, cls)
+        if is_accepted is not decision.accepted:
             rule = f"accepted must be {decision.accepted} with {len(decision.reasons)} reasons"
             raise ArgumentError(f"{name}{'.' * bool(name)}{rule}, got {values['accepted']}")
         return _with_cell(decision, REGISTRY.load() if cells is None else cells)
-
-
-def _check_reason(path: str, value: object) -> Reason:
-    values = check_mapping(path, value)
-    code = check_field(path, values, "code", lambda name, found: check_one_of(name, found, REASON_CODES))
-    return Reason(code, check_field(path, values, "text", check_text))
 
 
 def _with_cell(decision: Decision, cells: Iterable[BackendCell]) -> Decision:
@@ -238,6 +222,19 @@ class Selection(Choice[Decision]):
     notices: tuple[str, ...] = ()
     ranges: tuple[tuple[int | None, Decision], ...] = dataclasses.field(default=(), repr=False)
     measured: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.ranges:
+            return
+        *closed, (last, decision) = self.ranges
+        limits = [most for most, _ in closed]
+        ends = [0, *(most if type(most) is int else 0 for most in limits)]
+        if last is not None or decision is not self.winner or any(a >= b for a, b in itertools.pairwise(ends)):
+            found = ", ".join(f"{one.backend} to {shown(most)}" for most, one in self.ranges)
+            raise ArgumentError(
+                f"the plan of a selection must have ranges that ascend, from 1 token up, and end with the winner's, "
+                f"which is open, got {found}; select again"
+            )
 
     @property
     def backend(self) -> str | None:
@@ -397,15 +394,9 @@ class Selection(Choice[Decision]):
                 f"{shown(values['selected'])}"
             )
         plan = field("plan", functools.partial(check_list, check=selection._check_range)) if "plan" in values else ()
-        limits = [most for most, _ in plan]
-        if plan and (limits[-1] is not None or plan[-1][1] is not selection.winner):
-            raise ArgumentError(
-                f"plan[{len(plan) - 1}] must be open and for the first decision, got {shown(values['plan'][-1])}"
-            )
-        ends = [0 if most is None else most for most in limits[:-1]]
-        if not all(before < most for before, most in itertools.pairwise([0, *ends])):
-            raise ArgumentError(f"plan must have ascending most_tokens, got {shown(limits)}")
-        return dataclasses.replace(selection, ranges=plan if len(plan) > 1 else ())
+        if len(plan) == 1 and plan[0] == (None, selection.winner):
+            plan = ()
+        return dataclasses.replace(selection, ranges=plan)
 
     def _check_range(self, path: str, value: object) -> tuple[int | None, Decision]:
         values = check_mapping(path, value)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+import functools
+from typing import Annotated, Final
+
+from moereg.arguments import check_one_of
 
 CURES: Final[dict[str, str]] = {
     "platform": "run on one of those platforms",
@@ -39,7 +42,7 @@ REASON_CODES: Final = tuple(CURES)
 class Reason:
     """Why a cell cannot serve a problem: a closed code and a lowercase clause, rule then fact."""
 
-    code: str
+    code: Annotated[str, functools.partial(check_one_of, known=REASON_CODES)]
     text: str
 
     def __post_init__(self) -> None:

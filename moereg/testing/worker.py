@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import logging
+import math
 import multiprocessing
 import os
 import re
@@ -93,10 +95,13 @@ def _work(child: _Child, pipe: Connection[Answer[Any], Request]) -> None:
         request = pipe.recv()
         if request.function is list_suite:
             _log_to_stderr()
-        # Dumps the stack of code that never returns to a file that the parent reads.
-        faulthandler.dump_traceback_later(request.seconds, file=2)
+        arguments = request.arguments
+        if request.in_steps:
+            arguments = (functools.partial(_tell, pipe, request.seconds), *arguments)
+        else:
+            _dump_later(request.seconds)
         try:
-            answer: Answer[Any] = Answer(request.function(*request.arguments))
+            answer: Answer[Any] = Answer(request.function(*arguments))
         except MoeregError as error:
             answer = Answer(error=(type(error).__name__, one_line(str(error))))
         except BaseException as error:
@@ -106,6 +111,16 @@ def _work(child: _Child, pipe: Connection[Answer[Any], Request]) -> None:
             with contextlib.suppress(Exception):
                 stream.flush()
         pipe.send(answer)
+
+
+def _tell(pipe: Connection[Answer[Any], Request], seconds: float, step: Any) -> None:
+    _dump_later(seconds)
+    pipe.send(Answer(step=step))
+
+
+def _dump_later(seconds: float) -> None:
+    """Dumps the stack of code that never returns to a file that the parent reads."""
+    faulthandler.dump_traceback_later(seconds, file=2)
 
 
 def _log_to_stderr() -> None:
@@ -121,6 +136,7 @@ class _Supervisor:
     def __init__(self, requests: Connection[Answer[Any], Request]) -> None:
         self._requests = requests
         self._child: _Child | None = None
+        self._step: Any = None
 
     def handle(self, request: Request) -> Answer[Any]:
         if request.fresh:
@@ -129,8 +145,9 @@ class _Supervisor:
         for file in (child.stdout, child.stderr):
             file.seek(0)
             file.truncate()
+        self._step = None
         before, start = child.num_checks, time.monotonic()
-        found = self._exchange(child, request, start + request.seconds)
+        found = self._exchange(child, request, math.inf if request.in_steps else start + request.seconds)
         printed, written = _read(child.stdout), _read(child.stderr)
         child.num_checks += request.function is run_here
         if isinstance(found, Answer):
@@ -151,7 +168,7 @@ class _Supervisor:
             output="\n".join(filter(None, [printed, written])),
             printed=one_line(printed, _LONGEST_PRINTED),
         )
-        return Answer(outcome=outcome, before=before)
+        return Answer(outcome=outcome, before=before, step=self._step)
 
     def _exchange(self, child: _Child, request: Request, deadline: float) -> Answer[Any] | str:
         """The child's answer, or how it ended."""
@@ -163,9 +180,13 @@ class _Supervisor:
             ready = wait([child.pipe, self._requests], _TICK_S)
             if child.pipe in ready:
                 try:
-                    return child.pipe.recv()
+                    answer = child.pipe.recv()
                 except (EOFError, OSError):
                     return child.end() or ""
+                if answer.step is None:
+                    return answer
+                self._step, deadline = answer.step, time.monotonic() + request.seconds
+                continue
             if self._requests in ready:
                 # The parent sends nothing while it waits for an answer, so it has gone.
                 self.stop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import math
 import multiprocessing
 import os
 import subprocess
@@ -54,6 +55,7 @@ class Request:
         seconds: Time limit.
         memory_bytes: Memory limit.
         fresh: Whether to use a process that has answered nothing before.
+        in_steps: Whether the function takes `tell` first, and the time limit is that of each step that it tells.
     """
 
     function: Callable[..., Any]
@@ -61,6 +63,7 @@ class Request:
     seconds: float
     memory_bytes: int
     fresh: bool
+    in_steps: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +75,14 @@ class Answer(Generic[_T]):
         outcome: How the call ended if it did not return, or its result if that is an outcome.
         error: Name and message of an error that the user can fix.
         before: How many checks its process had run before.
+        step: What the function told last, if its process did not return.
     """
 
     value: _T | None = None
     outcome: Outcome | None = None
     error: tuple[str, str] | None = None
     before: int = 0
+    step: Any = None
 
 
 def run_here(check: Check) -> Outcome:
@@ -106,13 +111,15 @@ class Worker:
 
     is_isolated: Final = True
 
-    def __init__(self, memory_bytes: int | None = None) -> None:
+    def __init__(self, memory_bytes: int | None = None, interprets: bool = True) -> None:
         """Starts nothing yet.
 
         Args:
             memory_bytes: Memory limit of a check; None means a share of what is free.
+            interprets: Whether Triton kernels run in its interpreter if there is no GPU.
         """
         self._memory_bytes = memory_bytes
+        self._interprets: Final = interprets
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection[Request, Answer[Any]] | None = None
         self._lock = threading.Lock()
@@ -131,11 +138,38 @@ class Worker:
         Raises:
             MoeregError: The function raised it; the user can fix that.
         """
+        return self._ask(Request(function, arguments, seconds, 0, fresh), seconds + _SLACK_SECONDS)
+
+    def ask_in_steps(
+        self,
+        function: Callable[..., _T | None],
+        *arguments: Any,
+        seconds: float,
+        fresh: bool = False,
+        deadline: float = math.inf,
+    ) -> Answer[_T]:
+        """Calls a function that says what it does: its first argument is `tell`, to call before each step.
+
+        Args:
+            function: A module's function that the process can import.
+            *arguments: Its arguments but the first.
+            seconds: Time limit of each step. What comes before the first one has none.
+            fresh: Whether to use a process that has answered nothing before.
+            deadline: The end of all, in seconds of `time.monotonic`.
+
+        Raises:
+            MoeregError: The function raised it; the user can fix that.
+            TimeoutError: The deadline passed.
+        """
+        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        return self._ask(Request(function, arguments, seconds, 0, fresh, in_steps=True), left)
+
+    def _ask(self, request: Request, seconds: float | None) -> Answer[Any]:
         with self._lock:
             pipe = self._pipe or self._start()
             assert self._memory_bytes is not None
-            pipe.send(Request(function, arguments, seconds, self._memory_bytes, fresh))
-            answer = self._receive(pipe, seconds + _SLACK_SECONDS)
+            pipe.send(dataclasses.replace(request, memory_bytes=self._memory_bytes))
+            answer = self._receive(pipe, seconds)
         if answer.error is not None:
             name, message = answer.error
             # UnsupportedProblemError takes more than a message.
@@ -169,7 +203,7 @@ class Worker:
             free = free_memory_bytes(torch.device("cpu")) or _MOST_MEMORY
             self._memory_bytes = int(min(max(_SHARE_OF_MEMORY * free, _LEAST_MEMORY), _MOST_MEMORY))
         environment = {**os.environ, _VARIABLE: "1"}
-        if _is_interpreting():
+        if self._interprets and _is_interpreting():
             environment.setdefault("TRITON_INTERPRET", "1")
         pipe, there = multiprocessing.Pipe()
         self._process = subprocess.Popen(
@@ -186,19 +220,18 @@ class Worker:
         self._receive(pipe, _START_SECONDS)
         return pipe
 
-    def _receive(self, pipe: Connection[Request, Answer[Any]], seconds: float) -> Answer[Any]:
-        is_there = False
+    def _receive(self, pipe: Connection[Request, Answer[Any]], seconds: float | None) -> Answer[Any]:
         try:
-            is_there = pipe.poll(seconds)
-            if is_there:
+            if pipe.poll(seconds):
                 return pipe.recv()
         except (EOFError, OSError):
-            pass
+            self.stop()
+            raise RuntimeError("the worker process ended") from None
         except BaseException:
             self.stop()  # Otherwise the next request would get the answer to this one.
             raise
         self.stop()
-        raise RuntimeError(f"the worker process {'ended' if is_there else 'does not answer'}")
+        raise TimeoutError("the worker process does not answer")
 
 
 class Here:

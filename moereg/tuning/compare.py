@@ -293,6 +293,11 @@ class Comparison:
         for values in (self._inputs, self._references, self._works):
             values.pop(key, None)
 
+    @property
+    def candidates(self) -> tuple[Decision, ...]:
+        """Those that are measured."""
+        return tuple(self._candidates)
+
     def leave_out(self, decision: Decision) -> None:
         """Measures a candidate no more, and frees its weights."""
         self._candidates.remove(decision)

@@ -159,8 +159,13 @@ def _fill(target: torch.Tensor, pool: torch.Tensor, start: int, scale: float) ->
         start = 0
 
 
-def random_call(problem: MoEProblem, num_tokens: int, routing: str, generator: torch.Generator) -> Call:
-    """Makes random tokens and routes on the generator's device; raises ValueError for an unknown routing."""
+def random_call(
+    problem: MoEProblem, num_tokens: int, routing: str, generator: torch.Generator, rank: torch.Tensor | None = None
+) -> Call:
+    """Makes random tokens and routes on the generator's device; raises ValueError for an unknown routing.
+
+    `rank` [E] has the experts' ranks of zipf from 1, drawn anew if left out.
+    """
     if routing not in ROUTINGS:
         raise ValueError(f"unknown routing {routing!r} (known: {', '.join(ROUTINGS)})")
     device, num_experts = generator.device, problem.num_experts
@@ -172,7 +177,8 @@ def random_call(problem: MoEProblem, num_tokens: int, routing: str, generator: t
     rows = 1 if routing == "one_set" else num_tokens
     keys = -torch.log(-torch.log(uniform(rows, num_experts)))
     if routing == "zipf":
-        rank = torch.randperm(num_experts, generator=generator, device=device) + 1
+        if rank is None:
+            rank = torch.randperm(num_experts, generator=generator, device=device) + 1
         keys = keys - torch.log(rank.float())
     topk_ids = keys.topk(problem.top_k, dim=1).indices.int().expand(num_tokens, -1).contiguous()
     topk_weights = uniform(num_tokens, problem.top_k) + _MIN_ROUTE_WEIGHT

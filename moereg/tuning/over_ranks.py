@@ -300,16 +300,8 @@ def calls_of_group(
     Popular experts stay popular.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    popularity = torch.randperm(problem.num_experts, generator=generator, device=device) + 1
-    calls = []
-    for _ in range(num_calls(num_tokens)):
-        call = random_call(problem, num_tokens * size, "uniform" if routing == "zipf" else routing, generator)
-        if routing == "zipf":
-            noise = torch.rand((num_tokens * size, problem.num_experts), generator=generator, device=device)
-            keys = -torch.log(-torch.log(noise)) - torch.log(popularity.float())
-            call = call._replace(topk_ids=keys.topk(problem.top_k, dim=1).indices.int().contiguous())
-        calls.append(call)
-    return calls
+    rank = torch.randperm(problem.num_experts, generator=generator, device=device) + 1
+    return [random_call(problem, num_tokens * size, routing, generator, rank) for _ in range(num_calls(num_tokens))]
 
 
 def of_rank(call: Call, rank: int, size: int) -> Call:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -49,47 +49,28 @@ Key = tuple[str, ...]
 """A candidate on this machine: backend, class, rule, scheme and narrowed facts."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Entrants:
-    """The candidates for one layer.
-
-    Attributes:
-        selection: Every candidate, in the order of priority; those that are measured are accepted.
-        default: What priority alone would choose, without what a request prefers; None if nothing fits.
-    """
-
-    selection: Selection
-    default: Decision | None
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """Those that are measured: every accepted kernel, or emulations if there is none; the default first."""
-        fitting = [one for one in self.selection.decisions if one.accepted and one is not self.default]
-        if self.default is None:
-            return ()
-        return (self.default, *(one for one in fitting if one.tier == self.default.tier))
-
-    def only(self, keys: Iterable[Key]) -> Entrants:
-        """Some of them, the first as the default."""
-        by_key = {key_of(one, self.selection.platform): one for one in self.decisions}
-        kept = tuple(by_key[key] for key in keys if key in by_key)
-        return Entrants(dataclasses.replace(self.selection, decisions=kept, source="priority"), next(iter(kept), None))
-
-
 def entrants(
     problem: MoEProblem, platform: Platform, require: Any = None, prefer: Any = None, deny: Any = None
-) -> Entrants:
-    """The candidates for a layer, whatever was measured before. A wish lets cells take part that are opt-in."""
+) -> Selection:
+    """The candidates for a layer by priority alone, whatever was measured before; the winner is the default.
+
+    A wish lets cells take part that are opt-in, and changes no order: they are not what a layer gets without one.
+    """
     cells = load_backends().cells
     request = Request.resolve(
         problem.quant.name, require, prefer, deny, environ=os.environ, cells=cells, missing=missing_backend
     )
     asked = decide(problem, platform, request, cells, quarantine=QUARANTINE.read())
     fitting = rank((one for one in asked.decisions if one.accepted), Request())
-    # What takes part only because of a wish is not what a layer gets without one.
     ordered = sorted(fitting, key=lambda one: one.cell is not None and one.cell.opt_in)
     rejected = (one for one in asked.decisions if not one.accepted)
-    return Entrants(dataclasses.replace(asked, decisions=(*ordered, *rejected)), next(iter(ordered), None))
+    return dataclasses.replace(asked, decisions=(*ordered, *rejected))
+
+
+def rivals(selection: Selection) -> dict[Key, Decision]:
+    """The candidates to measure: every accepted kernel, or emulations if there is none; the default first."""
+    fitting = [one for one in selection.decisions if one.accepted]
+    return {key_of(one, selection.platform): one for one in fitting if one.tier == fitting[0].tier}
 
 
 def key_of(decision: Decision, platform: Platform) -> Key:
@@ -172,25 +153,6 @@ class LayerSession:
             return self.comparison.measure(point, ceilings, rounds, seconds)
         finally:
             self.comparison.remove(point)
-
-    def screen(self, counts: Sequence[int]) -> tuple[set[Decision], list[Measurement]]:
-        """Times each candidate a few times at each number of tokens.
-
-        Returns:
-            Candidates that are far behind wherever they were timed, and what failed, which is not measured further.
-        """
-        near: set[Decision] = set()
-        timed: set[Decision] = set()
-        failed: list[Measurement] = []
-        for tokens in counts:
-            rows = self.measure(Point("uniform", tokens), SCREEN_ROUNDS)
-            failed += self.leave_out_failed(rows)
-            best_us = min((row.time_us for row in rows if row.timing), default=0.0)
-            timed |= {row.decision for row in rows if row.timing}
-            near |= {row.decision for row in rows if row.timing and row.time_us <= BEHIND * best_us}
-            if self.comparison.stopped is not None:
-                break
-        return timed - near - {row.decision for row in failed}, failed
 
     def leave_out_failed(self, rows: Iterable[Measurement]) -> list[Measurement]:
         """Stops measuring candidates that failed by their own fault; returns what failed."""

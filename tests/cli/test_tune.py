@@ -7,9 +7,9 @@ processes.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
+import pickle
 import random
 import signal
 import subprocess
@@ -22,25 +22,22 @@ from typing import Any
 import pytest
 import torch
 
+from moereg.cli import _tune_session
 from moereg.cli._options import ProblemFlags
-from moereg.cli._tune import (
-    Ended,
-    Question,
-    TuneResult,
-    Unfinished,
-    parse_routings,
-    parse_tokens,
-    tune_layer,
-)
-from moereg.cli._tune_session import _Server
+from moereg.cli._tune import TuneResult, parse_routings, parse_tokens, tune_layer
+from moereg.cli._tune_session import Question
 from moereg.dispatch import explain_backends
 from moereg.errors import BackendError, MoeregError
 from moereg.evidence.admission import ADMITTED
 from moereg.evidence.quarantine import QUARANTINE
 from moereg.measured.pack import Row, read_pack
 from moereg.registry import register_moe_backend
+from moereg.testing.outcomes import Outcome
+from moereg.testing.workers import Answer
+from moereg.tuning.compare import IN_TURNS
 from moereg.tuning.points import GUARD, Point
-from moereg.tuning.timing import Timing
+from moereg.tuning.timing import ROUNDS, Timing
+from tests.checkpoints.tiny_families import FAMILIES
 from tests.cli.command import ROOT, Call, run_module
 from tests.support.fakes import FakeExperts, WrongExperts
 
@@ -62,16 +59,17 @@ class World:
     Attributes:
         costs: Microseconds by backend and number of tokens.
         noise: Standard deviation of the logarithm of a sample, beside what all have in a round.
-        asked: What processes were asked, in order.
-        ends: What a process raises instead of its nth answer on a point, counted over all processes.
+        asked: What processes were asked to do, with arguments, in order.
+        ends: What happens instead of the nth answer on a point, counted over all processes.
         clocks: Clocks that are read, in turn; the last one from then on.
+        num_processes: How many have been begun.
     """
 
     def __init__(self) -> None:
         self.costs: dict[str, Cost] = {}
         self.noise = 0.001
-        self.asked: list[Any] = []
-        self.ends: dict[int, BaseException] = {}
+        self.asked: list[tuple[str, Any]] = []
+        self.ends: dict[int, Answer[Any] | BaseException] = {}
         self.clocks = [1000]
         self.num_points = 0
         self.num_processes = 0
@@ -94,47 +92,37 @@ class World:
                 samples[key].append(cost * math.exp(shared + self._draw.gauss(0, self.noise)))
         return {key: Timing(tuple(own)) for key, own in samples.items()}
 
-    def start(self) -> Process:
-        self.num_processes += 1
-        return Process(self)
+    def ask_in_steps(self, function: Any, *arguments: Any, seconds: float, fresh: bool = False, deadline: float) -> Any:
+        """In place of `Worker.ask_in_steps`, in this process; what is asked and answered is pickled as there."""
+        name, arguments = function.__name__, pickle.loads(pickle.dumps(arguments))
+        self.asked.append((name, arguments))
+        self.num_processes += fresh
+        if name == "clocks":
+            return Answer({"sm_mhz": self.clocks.pop(0) if len(self.clocks) > 1 else self.clocks[0]})
+        if name == "measure" and arguments[-1] == ROUNDS:
+            self.num_points += 1
+            if (end := self.ends.pop(self.num_points, None)) is not None:
+                if isinstance(end, BaseException):
+                    raise end
+                return end
+        return Answer(pickle.loads(pickle.dumps(function(lambda step: None, *arguments))))
 
-    def tune(self, most: int = 16, **keywords: Any) -> TuneResult:
-        question = Question(FLAGS, None, None, parse_tokens(str(most)))
-        return tune_layer(question, start=self.start, **keywords)
+    def stop(self) -> None:
+        """In place of `Worker.stop`."""
+        _tune_session._LAYERS.clear()
 
     @property
     def points(self) -> list[Point]:
-        """The points that were asked for."""
-        return [Point(*each["point"]) for each in self.asked if "point" in each]
+        """The points that were asked for, without those of screening."""
+        return [arguments[1] for name, arguments in self.asked if name == "measure" and arguments[2] == ROUNDS]
+
+    def tune(self, most: int = 16, **keywords: Any) -> TuneResult:
+        question = Question(FLAGS, None, None, parse_tokens(str(most)))
+        return tune_layer(question, start=lambda: self, **keywords)  # type: ignore[arg-type, return-value]
 
 
-class Process:
-    """A session that answers in this process."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._server: _Server | None = None
-
-    def ask(self, deadline: float, **request: Any) -> dict[str, Any]:
-        world = self._world
-        request = json.loads(json.dumps(request))
-        world.asked.append(request)
-        if "clocks" in request:
-            return {"clocks": {"sm_mhz": world.clocks.pop(0) if len(world.clocks) > 1 else world.clocks[0]}}
-        if "point" in request:
-            world.num_points += 1
-            if (end := world.ends.pop(world.num_points, None)) is not None:
-                raise end
-        if self._server is None:
-            self._server = _Server(io.StringIO())
-            found = self._server.start(request)
-        else:
-            found = self._server.answer(request)
-        answer: dict[str, Any] = json.loads(json.dumps(found))
-        return answer
-
-    def close(self) -> None:
-        self._server = None
+def crashed(message: str, step: Any) -> Answer[Any]:
+    return Answer(outcome=Outcome("crashed", message), step=step)
 
 
 @pytest.fixture
@@ -172,7 +160,7 @@ def test_what_is_faster_in_both_sessions_is_what_layers_get(world: World, pack: 
         own = {Point(row.routing, row.tokens) for row in found.layers[0].rows if row.session == number}
         assert own == {Point(routing, at) for routing in ("uniform", "zipf", GUARD) for at in (1, 2, 4, 8, 16)}
     assert all(row.rounds == 48 and row.permuted_bytes > 0 and 0 <= row.error <= 1 for row in found.layers[0].rows)
-    selection = explain_backends(result.found.selection.problem, require="fake_*")
+    selection = explain_backends(result.selection.problem, require="fake_*")
     assert (selection.backend, selection.source) == ("fake_fast", "measured")
     assert "fake_fast 20 % less than fake_default" in " ".join(selection.notices)
 
@@ -260,7 +248,7 @@ def test_a_run_that_was_ended_goes_on_where_it_was(world: World, pack: Path, at:
 
 def test_time_that_is_over_leaves_what_was_measured(world: World, pack: Path) -> None:
     world.add("fake_default", flat(100))
-    world.ends[4] = Unfinished("no time is left")
+    world.ends[4] = TimeoutError()
     result = world.tune()
     assert (result.code, result.unfinished) == (4, "no time is left")
     assert len(read_pack(pack, is_own=True).layers[0].rows) == 3
@@ -276,7 +264,7 @@ def test_wrong_numbers_are_quarantined_and_not_timed(world: World, pack: Path) -
     (record,) = QUARANTINE.read().records
     assert record.backend == "fake_wrong"
     assert record.failure.startswith("moereg tune: wrong numbers: error ")
-    rejected = {one.backend: one for one in explain_backends(result.found.selection.problem).decisions}["fake_wrong"]
+    rejected = {one.backend: one for one in explain_backends(result.selection.problem).decisions}["fake_wrong"]
     assert [reason.code for reason in rejected.reasons] == ["quarantined"]
 
 
@@ -302,16 +290,17 @@ def test_what_was_right_wherever_it_was_timed_is_admitted(
     assert 0 <= record.error <= 1
 
 
-def test_a_crash_is_its_candidates_and_the_others_are_measured(world: World, pack: Path) -> None:
+@pytest.mark.parametrize("end", ["the process died of SIGSEGV", "no end after 300 s in apply of mine.py:31"])
+def test_a_crash_or_a_hang_is_its_candidates_and_the_others_are_measured(world: World, pack: Path, end: str) -> None:
     world.add("fake_default", flat(100))
     world.add("fake_crash", flat(90))
     world.add("fake_fast", flat(50))
     key = ("fake_crash", "Fake_Crash", "cpu", "unquantized", "")
-    world.ends[5] = Ended(key, "the process died of SIGSEGV in apply")
+    world.ends[5] = crashed(end, (key, "apply"))
     result = world.tune(2)
     assert (result.code, selected(result)) == (1, "fake_fast")
     assert result.record is not None
-    assert result.record.wrong == {key: "the process died of SIGSEGV in apply"}
+    assert result.record.wrong == {key: f"{end} (apply)"}
     assert [record.backend for record in QUARANTINE.read().records] == ["fake_crash"]
     assert world.num_processes == 3
     first = [session for session in read_pack(pack, is_own=True).sessions if session.number == 1]
@@ -321,9 +310,10 @@ def test_a_crash_is_its_candidates_and_the_others_are_measured(world: World, pac
 def test_a_crash_of_nobody_in_particular_is_tried_once_more_and_blames_nobody(world: World) -> None:
     world.add("fake_default", flat(100))
     world.add("fake_other", flat(90))
-    world.ends[3] = Ended(None, "the process died of SIGSEGV in apply, in turns with others")
+    key = ("fake_other", "Fake_Other", "cpu", "unquantized", "")
+    world.ends[3] = crashed("the process died of SIGSEGV", (key, IN_TURNS))
     assert world.tune(2).code == 0
-    world.ends |= {world.num_points + more: Ended(None, "the process died of SIGSEGV") for more in (1, 2)}
+    world.ends |= {world.num_points + more: crashed("no end after 300 s", None) for more in (1, 2)}
     with pytest.raises(BackendError, match="a session ended twice while several of fake_default, fake_other may have"):
         world.tune(2, refresh=True)
     assert not QUARANTINE.read().records
@@ -365,6 +355,43 @@ def test_refreshing_measures_again(world: World, pack: Path) -> None:
     after = read_pack(pack, is_own=True)
     assert len(after.layers[0].rows) == len(before.layers[0].rows)
     assert not {one.process for one in after.sessions} & {one.process for one in before.sessions}
+
+
+def test_memory_lets_a_layout_of_its_own_run_where_it_wins(
+    world: World, pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.add("fake_default", flat(100))
+    world.add("fake_large", lambda tokens: 80 if tokens >= 16 else 110)
+
+    def plan() -> list[tuple[int | None, str]]:
+        return [(most, one.backend) for most, one in explain_backends(problem, require="fake_*").plan]
+
+    result = world.tune(32)
+    problem = result.selection.problem
+    assert plan() == [(None, "fake_default")]
+    size = max(row.permuted_bytes for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
+    world.asked.clear()
+    assert not world.tune(32, memory_bytes=size - 1).granted
+    result = world.tune(32, memory_bytes=size)
+    assert [(one["backend"], one["bytes"]) for one in result.to_dict()["memory"]] == [("fake_large", size)]
+    assert plan() == [(15, "fake_default"), (32, "fake_large"), (None, "fake_default")]
+    result.show()
+    text = " ".join(capsys.readouterr().out.split())
+    assert "fake_large (Fake_Large) reads weights of its own: 12.3 kB more for each such layer" in text
+    world.tune(32)
+    assert plan() == [(None, "fake_default")], "the last command decides"
+    assert not world.asked, "no time was measured again"
+
+
+def test_a_histogram_weighs_the_choice(world: World, pack: Path) -> None:
+    world.add("fake_default", flat(100))
+    world.add("fake_large", lambda tokens: 80 if tokens >= 16 else 110)
+    result = world.tune(32, calls={20: 3, 32: 5})
+    assert selected(result) == "fake_large"
+    assert explain_backends(result.selection.problem, require="fake_*").backend == "fake_large"
+    assert selected(world.tune(32, calls={1: 900, 32: 5})) == selected(world.tune(32)) == "fake_default"
+    with pytest.raises(MoeregError, match="--histogram needs calls of 1 to 32 tokens"):
+        world.tune(32, calls={64: 5})
 
 
 def test_a_dry_run_measures_nothing(world: World, pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -502,3 +529,22 @@ def test_a_killed_command_goes_on(tmp_path: Path, pack: Path) -> None:
     after = tuple(row for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
     assert after[: len(before)] == before
     assert {row.session for row in after} == {1, 2}
+
+
+@pytest.mark.slow
+def test_a_layer_of_a_checkpoint_on_disk_is_tuned(tmp_path: Path, pack: Path) -> None:
+    FAMILIES["qwen3_moe"].make().to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    calls = tmp_path / "calls.json"
+    calls.write_text('{"1": 90, "2": 10}', encoding="utf-8")
+    options = f"--checkpoint {tmp_path / 'model'}"
+    ran = run_module(f"tune {options} --tokens 2 --histogram {calls} --memory 1 --json")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["problem"]["num_experts"] == FAMILIES["qwen3_moe"].make().config.num_experts
+    (layer,) = read_pack(pack, is_own=True).layers
+    assert {(row.session, row.tokens) for row in layer.rows} == {(1, 1), (1, 2), (2, 1), (2, 2)}
+    assert layer.calls == ((1, 90), (2, 10))
+    regret = json.loads(run_module(f"regret {options} --histogram {calls} --json").stdout)
+    (row,) = regret["rows"]
+    assert row["selected"]["backend"] == found["selected"]["backend"]
+    assert (row["not_measured"], row["loss"] is None) == ([], False)

@@ -12,6 +12,9 @@ import pytest
 
 from moereg.evidence import code_digest as digest
 from moereg.evidence.code_digest import LEDGER_NAME, UNKNOWN, code_digest, module_file, root_package
+from moereg.evidence.quarantine import QuarantineRecord
+from moereg.evidence.store import records_text
+from tests.measured.packs import HERE, PROBLEM, make_cells, pack_of, rows_of
 
 SOURCE = '''
 """A module."""
@@ -296,6 +299,19 @@ def test_launch_configurations_count_by_value(package: pathlib.Path) -> None:
     assert wheel_digest() != before
     (package / "configs.json").write_text("no JSON")
     assert wheel_digest() != before
+
+
+@pytest.mark.parametrize("name", ["pack", "records"])
+def test_what_is_written_about_code_is_no_part_of_it(package: pathlib.Path, name: str) -> None:
+    """Else times of a kernel in a file were stale once their pack lay beside it."""
+    cells = make_cells()
+    texts = {
+        "pack": pack_of(cells, rows_of({1: -0.2})).text(),
+        "records": records_text(1, [QuarantineRecord.failed(cells[0], PROBLEM.quant, HERE, "off by 0.5")]),
+    }
+    before = wheel_digest()
+    (package / "mine.json").write_text(texts[name])
+    assert wheel_digest() == before
 
 
 def test_an_encoding_of_its_own_is_read(package: pathlib.Path) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 import pathlib
 import pickle
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -186,6 +188,29 @@ def test_a_crash_and_a_hang_are_outcomes_and_the_next_check_runs() -> None:
     assert run_check(checks("good", "permute")[0]).status == "passed"
     assert run_check(checks("writes_weights", "permute")[0]).status == "failed"
     assert shared_worker().ask(run_here, checks("good", "permute")[0]).before == 0, "its process went on"
+
+
+def hang_in(tell: Callable[[object], None], steps: list[str]) -> None:
+    for step in steps:
+        tell(step)
+    threading.Event().wait()
+
+
+def count(tell: Callable[[object], None], num_steps: int) -> int:
+    time.sleep(1.0)  # Longer than a step may take.
+    return num_steps
+
+
+def test_a_function_in_steps_has_a_time_limit_for_each() -> None:
+    worker = shared_worker()
+    answer = worker.ask_in_steps(hang_in, ["first", "last"], seconds=0.5)
+    assert answer.outcome is not None
+    assert (answer.outcome.status, answer.step) == ("timed_out", "last")
+    assert answer.outcome.message.startswith("no end after 0.5 s in ")
+    assert worker.ask_in_steps(count, 3, seconds=0.5).value == 3, "what comes before the first step has no limit"
+    with pytest.raises(TimeoutError):
+        worker.ask_in_steps(hang_in, [], seconds=0.5, deadline=time.monotonic())
+    assert worker.ask(max, 1, 2).value == 2
 
 
 class FakeWorker:

@@ -443,7 +443,7 @@ def test_records_say_error_and_bound(register: Register, file: Path) -> None:
     (values,) = document["records"]
     assert AdmissionRecord.from_dict(values) == ADMITTED.read().records[0]
     for wrong in ("0.1", True, -1.0, math.nan, math.inf, None):
-        with pytest.raises(ValueError, match="error must be a finite number of at least 0, got"):
+        with pytest.raises(ValueError, match=r"error must be (a finite number|at least 0), got"):
             AdmissionRecord.from_dict({**values, "error": wrong})
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from moereg.measured.keys import machine_of
 from moereg.measured.pack import Pack, Row, Session, TimedCell, write_pack
-from moereg.measured.read import Source, Tuning
+from moereg.measured.read import Source
 from moereg.platforms import Platform
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
 from moereg.selection.decide import candidate_of, decide
@@ -122,7 +122,7 @@ def choose(
 ) -> Selection:
     """The selection among cells with packs in force."""
     sources = [each if isinstance(each, Source) else Source(each) for each in packs]
-    return decide(problem, platform, Request(**request), cells, tuning=Tuning(sources))
+    return decide(problem, platform, Request(**request), cells, tuning=sources)
 
 
 def changed_cell(pack: Pack, place: int, **changes: Any) -> Pack:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moereg.arguments import check_object
 from moereg.errors import ArgumentError
 from moereg.measured.keys import Machine, key_text, machine_of, problem_key
 from moereg.measured.pack import Pack
@@ -132,10 +133,10 @@ def test_a_cpu_is_its_name_and_the_processors_of_this_process(monkeypatch: pytes
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Machine)])
 def test_a_machine_is_checked(field: str) -> None:
     values = dataclasses.asdict(machine_of(HERE))
-    assert Machine.from_dict(values) == machine_of(HERE)
+    assert check_object("machine", values, Machine) == machine_of(HERE)
     for bad in (None, [], "\x1b[1m" if isinstance(values[field], str) else -1):
         with pytest.raises(ArgumentError, match=rf"^machine\.{field} must be"):
-            Machine.from_dict({**values, field: bad})
+            check_object("machine", {**values, field: bad}, Machine)
     del values[field]
     with pytest.raises(ArgumentError, match=rf"^machine\.{field} is required"):
-        Machine.from_dict(values)
+        check_object("machine", values, Machine)

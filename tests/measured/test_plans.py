@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
@@ -153,27 +152,32 @@ def test_ranges(name: str) -> None:
     assert with_ranges(times, sorted({0, *logs}), 0, {0}) == ((None, 0),)
 
 
-def test_one_cell_for_all_weighs_decades_alike_or_by_calls() -> None:
+def test_one_cell_for_all_weighs_decades_alike() -> None:
     """Twice as fast with few tokens, a third slower with many."""
     logs = {1: {1: -0.7, 10: -0.7, 100: 0.3, 1000: 0.3}}
     times = LayerTimes(tuple(rows_of(logs, grid=(1, 10, 100, 1000))), 0)
     assert best_for_all(times, (0, 1)) == 1
-    assert best_for_all(times, (0, 1), {1: 1000, 1000: 1}) == 1
-    assert best_for_all(times, (0, 1), {1: 1, 1000: 1000}) == 0
     # More points where two cells cross give that decade no more weight.
     crowded = {1: {1: -0.7, 10: -0.7, **dict.fromkeys((100, 105, 110, 115, 120), 0.3), 1000: 0.3}}
     times = LayerTimes(tuple(rows_of(crowded, grid=sorted(crowded[1]))), 0)
     assert best_for_all(times, (0, 1)) == 1
 
 
-def test_calls_are_weighted_by_the_time_of_one() -> None:
-    rows = rows_of({1: {1: -0.7, 1000: 0.3}}, grid=(1, 1000))
-    slow = [dataclasses.replace(each, median_us=1e4) if each.tokens == 1000 else each for each in rows]
-    times = LayerTimes(tuple(slow), 0)
-    # 100 calls of 10 us and 1 of 10,000 us.
-    assert times.shares((1, 1000), 0, {1: 100, 1000: 1}) == pytest.approx([1000 / 11000, 10000 / 11000])
-    assert best_for_all(times, (0, 1), {1: 100, 1000: 1}) == 0
-    assert times.shares((1, 1000), 0, {3: 1, 700: 1}) == times.shares((1, 1000), 0, {1: 1, 1000: 1})
+def test_calls_weigh_by_their_time() -> None:
+    """Twice as fast with one token, a third slower with many."""
+    rows = tuple(rows_of({1: {1: -0.7, 10: 0.3, 100: 0.3}}, grid=(1, 10, 100)))
+    for calls, best in (
+        ({}, 0),
+        ({1: 9, 100: 1}, 1),
+        ({1: 1, 100: 9}, 0),
+        ({100: 0, 7: 5}, 0),
+        ({2: 5}, 1),
+        ({500: 5}, 0),
+    ):
+        assert best_for_all(LayerTimes(rows, 0, tuple(calls.items())), (0, 1)) == best, calls
+    # A call that takes a hundred times as long counts a hundred times.
+    slow = tuple(each._replace(median_us=1000.0) if each.tokens == 100 else each for each in rows)
+    assert best_for_all(LayerTimes(slow, 0, ((1, 9), (100, 1))), (0, 1)) == 0
 
 
 def test_a_cell_that_was_not_measured_everywhere_is_not_for_all() -> None:

@@ -16,8 +16,8 @@ from moereg.evidence.on_machine import RecordFileWarning
 from moereg.evidence.quarantine import Quarantine, QuarantineRecord
 from moereg.measured import read
 from moereg.measured.pack import Pack
-from moereg.measured.read import UNTUNED, Source, Tuning, read_tuning, tuning_path
-from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
+from moereg.measured.read import Source, read_tuning, tuning_path
+from moereg.registry import BUILTIN, BackendCell, BackendRegistry, register_moe_backend
 from moereg.selection.decide import decide
 from moereg.selection.request import Request
 from moereg.selection.result import Selection
@@ -111,12 +111,14 @@ def test_a_plan_comes_back_from_json_with_its_fingerprint() -> None:
     assert Selection.from_dict(values, CELLS).plan == ((None, found.winner),)
 
 
+RANGES = "the plan of a selection must have ranges that ascend, .* got "
+
 BROKEN_PLANS: dict[str, tuple[Any, str]] = {
     "no list": (3, "plan must be a list"),
-    "not open": ([[3, 0]], r"plan\[0\] must be open and for the first decision"),
-    "the last of another": ([[3, 0], [None, 2]], r"plan\[1\] must be open and for the first decision"),
-    "descending": ([[16, 2], [3, 0], [None, 0]], "plan must have ascending most_tokens"),
-    "open in the middle": ([[None, 2], [None, 0]], "plan must have ascending most_tokens"),
+    "not open": ([[3, 0]], f"{RANGES}third to 3;"),
+    "the last of another": ([[3, 0], [None, 2]], f"{RANGES}third to 3, second to None;"),
+    "descending": ([[16, 2], [3, 0], [None, 0]], f"{RANGES}second to 16, third to 3, third to None;"),
+    "open in the middle": ([[None, 2], [None, 0]], f"{RANGES}second to None, third to None;"),
     "no such decision": ([[3, 99], [None, 0]], r"plan\[0\].decision must be the place of an accepted decision, got 99"),
     "no tokens": ([[0, 2], [None, 0]], r"plan\[0\].most_tokens must be at least 1"),
     "a text": ([["3", 2], [None, 0]], r"plan\[0\].most_tokens must be an integer"),
@@ -195,7 +197,7 @@ def test_an_emulation_stays_last() -> None:
 
 def test_what_is_rejected_or_quarantined_never_returns() -> None:
     record = QuarantineRecord.failed(CELLS[2], PROBLEM.quant, HERE, "off by 0.5")
-    found = decide(PROBLEM, HERE, Request(), CELLS, Quarantine([record]), tuning=Tuning([Source(PACK)]))
+    found = decide(PROBLEM, HERE, Request(), CELLS, Quarantine([record]), tuning=[Source(PACK)])
     assert names(found) == ["first", "second", "fourth", "third"]
     assert found.decisions[-1].reasons
     narrow = make_cells(NAMES[:2], activations={"silu"})
@@ -284,7 +286,7 @@ def test_cells_of_two_versions_are_told_apart() -> None:
         fields = timed.fields_of(cell, PROBLEM.quant, rule, newer)
         pack, index = pack.with_cell(dataclasses.replace(timed, **fields))
         indices.append(index)
-    rows = [dataclasses.replace(row, cell=indices[row.cell]) for row in rows_of({1: FASTER, 2: 0.1})]
+    rows = [row._replace(cell=indices[row.cell]) for row in rows_of({1: FASTER, 2: 0.1})]
     pack = pack.with_rows(PROBLEM, indices[0], rows)
     assert choose(CELLS, pack).backend == "third"
     assert choose(CELLS, pack, platform=newer).backend == "second"
@@ -308,6 +310,15 @@ def test_a_wheel_orders_its_own_backends() -> None:
     found = choose(cells, Source(pack, "moereg-mine", is_users=False))
     assert (names(found), found.source) == (["third", "first", "second", "fourth"], "measured")
     assert choose(cells, Source(pack, "other", is_users=False)).source == "priority"
+
+
+def test_a_wheel_that_a_pack_puts_behind_is_not_said_to_go_first() -> None:
+    (first, *others) = of_wheel(CELLS, "first")
+    cells = (first, *(dataclasses.replace(cell, origin=BUILTIN) for cell in others))
+    assert "it goes first wherever it fits; --deny first" in choose(cells).notices[0]
+    behind = choose(cells, pack_of(cells, rows_of({1: FASTER})))
+    assert behind.backend == "second"
+    assert "it goes first where no measured times choose another; --deny first" in behind.notices[0]
 
 
 def test_the_first_pack_with_usable_times_of_the_layer_chooses() -> None:
@@ -340,14 +351,14 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data" / "tuning.json"
 
 
-def origins(tuning: Tuning) -> list[tuple[str, bool, int]]:
-    return [(source.origin, source.is_users, len(source.pack.sessions)) for source in tuning.sources]
+def origins(tuning: Sequence[Source]) -> list[tuple[str, bool, int]]:
+    return [(source.origin, source.is_users, len(source.pack.sessions)) for source in tuning]
 
 
 def test_places_of_packs_in_their_order(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packs = [pack_of(CELLS, rows_of({1: 0.1}, sessions=range(1, number + 1))) for number in range(1, 5)]
     paths = [tmp_path / "named.json", file, tmp_path / "shipped.json", tmp_path / "wheel.json"]
-    assert read_tuning().sources == ()
+    assert read_tuning() == ()
     assert tuning_path() == file
     for path, pack in zip(paths, packs, strict=True):
         path.write_text(pack.text())
@@ -359,7 +370,7 @@ def test_places_of_packs_in_their_order(file: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setenv("MOEREG_TUNING", str(file))
     assert origins(read_tuning()) == rest
     monkeypatch.setenv("MOEREG_TUNING", "")
-    assert read_tuning() is UNTUNED
+    assert read_tuning() == ()
     assert tuning_path() is None
 
 
@@ -376,21 +387,21 @@ def test_a_bad_file_is_left_out_with_one_warning(file: Path, damage: Callable[[P
     file.write_text(PACK.text())
     damage(file)
     with pytest.warns(RecordFileWarning, match="the pack .* cannot be used: .*; delete it, or name another") as caught:
-        assert read_tuning().sources == ()
+        assert read_tuning() == ()
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert read_tuning().sources == ()
+        assert read_tuning() == ()
     file.unlink()
     file.write_text(PACK.text())
     file.chmod(0o600)
-    assert len(read_tuning().sources) == 1
+    assert len(read_tuning()) == 1
 
 
 def test_a_bad_pack_of_a_wheel_names_the_wheel(file: Path, tmp_path: Path) -> None:
     (tmp_path / "wheel.json").write_text("{}")
     with pytest.warns(RecordFileWarning, match="report it to the authors of moereg-mine"):
-        assert read_tuning().sources == ()
+        assert read_tuning() == ()
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:

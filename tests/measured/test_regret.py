@@ -53,7 +53,6 @@ def test_a_choice_loses_by_equal_decades(
     assert losses(found) == at
     assert found.loss == pytest.approx(ratio - 1)
     assert found.default_loss == pytest.approx(default - 1)
-    assert found.is_whole is (None not in at)
     fastest = [1, 0, 1]
     assert [point.fastest for point in found.points] == [
         None if loss is None else cell for loss, cell in zip(at, fastest, strict=True)
@@ -66,19 +65,18 @@ def test_a_histogram_weighs_by_the_time_of_its_calls() -> None:
     assert found.loss == pytest.approx((900 + 400) / (450 + 320) - 1)
     assert [point.share for point in found.points] == pytest.approx([900 / 1300, 0.0, 400 / 1300])
     assert found.calls_outside == 7
-    assert not found.is_whole
+    # By ratio 35 is nearer to 100 than to 10.
+    assert regret_of(TIMES, {1: 0, 10: 0, 100: 0}, 0, (0, 1), {3: 9, 35: 1}).points[2].share == 40 / (90 + 40)
 
 
 def test_what_no_call_reaches_may_lack_times() -> None:
-    found = regret_of(TIMES, {1: 0, 10: None, 100: None}, 0, (0, 1), {1: 5})
-    assert (found.loss, found.is_whole) == (pytest.approx(1.0), True)
+    assert regret_of(TIMES, {1: 0, 10: None, 100: None}, 0, (0, 1), {1: 5}).loss == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("calls", [{500: 7}, {500: 7, 1: 0}])
 def test_calls_outside_of_all_that_was_measured_lose_nothing_known(calls: dict[int, int]) -> None:
     found = regret_of(TIMES, {1: 0, 10: 0, 100: 0}, 0, (0, 1), calls)
     assert (found.loss, found.default_loss, found.calls_outside) == (None, None, 7)
-    assert not found.is_whole
 
 
 def test_a_default_without_times_where_the_choice_has_some_loses_nothing_known() -> None:
@@ -100,7 +98,7 @@ def test_sessions_are_averaged_and_compared_where_both_cells_were_measured() -> 
 def test_nothing_is_measured_in_routings_that_nobody_asks_for() -> None:
     rows = tuple(each for each in TIMES.rows if each.routing == "one_set")
     found = regret_of(LayerTimes(rows, 0), {1: 0, 10: 0, 100: 0}, 0, (0, 1))
-    assert (losses(found), found.loss, found.is_whole) == ([None] * 3, None, False)
+    assert (losses(found), found.loss) == ([None] * 3, None)
 
 
 @given(draw=st.randoms(use_true_random=False))

@@ -36,7 +36,6 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
 from moereg.testing import CellName, Check, Outcome, Report, Result
 from moereg.tuning.over_ranks import NO_ROW
-from moereg.tuning.session import Entrants
 from tests.support.toml import tomllib
 
 ROOT: Final = Path(__file__).parents[2]
@@ -196,9 +195,7 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
         "a rectangle of it": info["ways"][0]["cells"][0],
         "a plugin": PluginStatus("", "", "", "", "loaded").to_dict(),
     }
-    tuned = TuneResult(
-        Subject(None, selection.problem), Platform("cpu"), Path(), None, Entrants(selection, None), (), ()
-    )
+    tuned = TuneResult(Subject(None, selection.problem), Platform("cpu"), Path(), None, selection, (), ())
     printed["tune"] = tuned.to_dict()
     flags = ProblemFlags(experts=4, hidden=8, intermediate=8, top_k=2, platform="cpu")
     printed["regret"] = compare_choices(flags, None, None, None, None).values()

@@ -1,0 +1,231 @@
+"""The order of work of `moereg tune`: two sessions in processes of their own, written point by point.
+
+A candidate that crashes its process, or runs longer than a limit, costs the session that process alone.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from moereg.cli._tune_session import Failure, Question, begin, clocks, measure
+from moereg.errors import BackendError, TooLargeError
+from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
+from moereg.measured.plans import LayerTimes
+from moereg.measured.significance import NUM_SESSIONS, gains
+from moereg.platforms import Platform
+from moereg.plugins.modules import own_modules
+from moereg.testing.workers import GPU_CHECK_SECONDS, Worker
+from moereg.tuning.compare import IN_TURNS
+from moereg.tuning.points import Point, next_points
+from moereg.tuning.record import LayerRecord
+from moereg.tuning.session import BEHIND, SCREEN_ROUNDS, Key, drifted
+from moereg.tuning.timing import ROUNDS
+
+STEP_SECONDS: Final = GPU_CHECK_SECONDS
+"""A candidate's time limit for permuting its weights, and for its calls at one point, compiling included."""
+
+_ATTEMPTS: Final = 2
+"""How often a session is measured, or goes on after an end without a culprit, before the command gives up."""
+
+
+class Unfinished(Exception):
+    """The measuring stops before its end; running it again goes on."""
+
+
+class _Ended(Exception):
+    """A session's process ended, or no longer answers for its device; with the culprit if it is known."""
+
+    def __init__(self, culprit: Key | None, reason: str) -> None:
+        super().__init__(reason)
+        self.culprit = culprit
+
+
+Progress = Callable[[int, int, float | None], object]
+"""Called with (points done, all points known so far, seconds left)."""
+
+
+def start_worker() -> Worker:
+    """A process for a session. The layer was found to fit, so its memory has no limit."""
+    return Worker(memory_bytes=sys.maxsize, interprets=False)
+
+
+class Tuner:
+    """Measures what a layer's record lacks."""
+
+    def __init__(
+        self,
+        question: Question,
+        platform: Platform,
+        record: LayerRecord,
+        start: Callable[[], Worker] = start_worker,
+        deadline: float = math.inf,
+        progress: Progress = lambda done, total, left: None,
+    ) -> None:
+        """Takes what to measure and how: a process at a time, until the deadline of `time.monotonic`."""
+        self._question: Final = question
+        self._platform: Final = platform
+        self._record: Final = record
+        self._start: Final = start
+        self._deadline: Final = deadline
+        self._progress: Final = progress
+        self._began: Final = time.monotonic()
+        self._done = 0
+        self._unexplained = 0
+
+    def run(self) -> None:
+        """Measures both sessions.
+
+        Raises:
+            Unfinished: The time is over, or the device's clock did not hold still.
+            BackendError: Processes end, and no candidate's code ran alone.
+            TooLargeError: The layer does not fit.
+        """
+        for place in range(NUM_SESSIONS):
+            for attempt in range(_ATTEMPTS):
+                drift = self._session(place)
+                if not drift:
+                    break
+                self._record.drop(self._record.sessions[place])
+                if attempt + 1 == _ATTEMPTS:
+                    raise Unfinished(f"{drift}, twice: its times are not kept; run it again on an idle machine")
+
+    def _left(self, place: int) -> list[Point]:
+        record, question = self._record, self._question
+        measured = [record.measured(number) for number in record.sessions[: place + 1]]
+        measured += [set()] * (place + 1 - len(measured))
+        return next_points(measured, question.counts, question.routings, self._winner)
+
+    def _winner(self, tokens: int) -> int:
+        """The first session's winner, by more than its noise, as an index of the pack's cells."""
+        record = self._record
+        default, *others = map(record.index, record.participants)
+        times, first, best = LayerTimes(record.rows, default), record.sessions[0], default
+        for cell in others:
+            ratios = times.at(cell, tokens)
+            is_timed = any(session == first for session, _ in ratios)
+            if is_timed and gains(ratios, times.at(best, tokens), first):
+                best = cell
+        return best
+
+    def _session(self, place: int) -> str:
+        """Measures what a session lacks; returns why its times cannot be kept, or nothing."""
+        worker = self._start()
+        try:
+            while self._record.keys and self._left(place):
+                try:
+                    drift = self._sit(worker, place)
+                except _Ended as ended:
+                    self._blame(ended)
+                else:
+                    if drift is not None:
+                        return drift
+        finally:
+            worker.stop()
+        return ""
+
+    def _sit(self, worker: Worker, place: int) -> str | None:
+        """Measures in one process; returns None if another one has to go on, else how the clock drifted."""
+        record, question = self._record, self._question
+        default = record.keys[0]
+        self._report(place)
+        is_new = not record.rows
+        keys = record.participants
+        left_out = self._ask(worker, begin, question, own_modules(is_needed=True), keys, fresh=True)
+        if left_out:
+            record.leave_out(dict.fromkeys(left_out, "no memory for its weights beside the others'"))
+        if is_new:
+            self._screen(worker, default)
+        if record.keys[:1] != [default]:
+            return None
+        before = self._ask(worker, clocks)
+        number = record.begin(next(iter(record.sessions[place:]), None), before)
+        while points := self._left(place):
+            self._report(place)
+            found = self._ask(worker, measure, record.participants, points[0], ROUNDS)
+            if not found.rows and not found.failures:
+                raise _Ended(None, found.stopped or f"nothing could be timed at {points[0].tokens} tokens")
+            if found.rows:
+                record.add_times(number, points[0], found.rows)
+            self._failed(found.failures)
+            self._done += 1
+            if found.stopped or record.keys[:1] != [default]:
+                return None
+        return drifted(before, self._ask(worker, clocks))
+
+    def _ask(self, worker: Worker, function: Callable[..., Any], *arguments: Any, fresh: bool = False) -> Any:
+        try:
+            answer = worker.ask_in_steps(
+                function, *arguments, seconds=STEP_SECONDS, fresh=fresh, deadline=self._deadline
+            )
+        except TimeoutError:
+            raise Unfinished("no time is left") from None
+        if answer.outcome is None:
+            return answer.value
+        key, step = answer.step or (None, "")
+        if key is None and fresh:
+            raise RuntimeError(f"a session ended before it ran anything: {answer.outcome.message}")
+        how = f"{answer.outcome.message} ({step})" if step else answer.outcome.message
+        raise _Ended(None if step == IN_TURNS else key, how)
+
+    def _screen(self, worker: Worker, default: Key) -> None:
+        """Leaves out candidates that are far behind wherever they are timed."""
+        record = self._record
+        near: set[Key] = {default}
+        timed: set[Key] = set()
+        for tokens in self._question.counts:
+            found = self._ask(worker, measure, record.participants, Point("uniform", tokens), SCREEN_ROUNDS)
+            self._failed(found.failures)
+            if found.stopped:
+                raise _Ended(None, found.stopped)
+            if record.keys[:1] != [default]:
+                return
+            times = {key: row["median_us"] for key, row in found.rows.items()}
+            timed |= times.keys()
+            near |= {key for key, time_us in times.items() if time_us <= BEHIND * min(times.values())}
+        if behind := [key for key in record.participants if key in timed - near]:
+            slow = f"more than {BEHIND}x slower than the fastest at every number of tokens"
+            record.leave_out(dict.fromkeys(behind, slow))
+
+    def _failed(self, failures: Iterable[Failure]) -> None:
+        """Records candidates that failed, and quarantines those that are broken."""
+        record = self._record
+        for failure in failures:
+            if failure.is_broken:
+                self._quarantine(failure)
+            elif failure.key == record.keys[0]:
+                raise TooLargeError(
+                    f"the default, {failure.key[0]}, has to run at every number of tokens, got {failure.reason}; give "
+                    "a smaller --tokens"
+                )
+            record.leave_out({failure.key: failure.reason}, wrong=failure.is_broken)
+
+    def _quarantine(self, failure: Failure) -> None:
+        decision = self._record.decisions[failure.key]
+        if QUARANTINE.path() is not None and decision.cell is not None and decision.scheme is not None:
+            reason = f"moereg tune: {failure.reason}"
+            failed = QuarantineRecord.failed(decision.cell, decision.scheme, self._platform, reason)
+            QUARANTINE.change([failed])
+
+    def _blame(self, ended: _Ended) -> None:
+        if ended.culprit is not None:
+            self._failed([Failure(ended.culprit, str(ended), is_broken=True)])
+            return
+        self._unexplained += 1
+        if self._unexplained == _ATTEMPTS:
+            names = ", ".join(dict.fromkeys(key[0] for key in self._record.participants))
+            raise BackendError(
+                f"a session ended twice while several of {names} may have run: {ended}; run moereg verify on each, or "
+                "leave one out with --deny"
+            )
+
+    def _report(self, place: int) -> None:
+        record = self._record
+        done = [len(record.measured(number)) for number in record.sessions] + [0] * NUM_SESSIONS
+        # The second session measures what the first one has measured in the end.
+        left = [len(self._left(0)), len(self._left(1)) if place else done[0] + len(self._left(0))]
+        seconds = (time.monotonic() - self._began) / self._done * sum(left) if self._done else None
+        self._progress(sum(done), sum(done) + sum(left), seconds)
