@@ -1,0 +1,151 @@
+"""Launch configurations of the products of a layer that is trained: data only, no device code.
+
+None is measured yet: registers, shared memory and spills are those of compiled kernels, and the shapes of tiles those
+that were fastest in inference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from moereg.kernels.gemm.config import GroupedGemmConfig, fit_pipeline
+
+
+class ProductTile(NamedTuple):
+    """Compile-time constant: a product's tile and which of its loads need a mask.
+
+    Attributes:
+        block_m: rows; this and the next three as in `GroupedGemmConfig`.
+        block_n: columns.
+        block_k: elements of the reduction per step.
+        group_m: row tiles that share a column tile.
+        mask_m: whether tiles reach past the last row; read where the result is a weight's gradient.
+        mask_n: whether tiles reach past the last column.
+        mask_k: whether steps reach past the end of the reduction.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    mask_m: bool
+    mask_n: bool
+    mask_k: bool
+
+
+def product_tile(config: GroupedGemmConfig, num_columns: int, *, depth: int = 0, num_rows: int = 0) -> ProductTile:
+    """Returns the constant of a launch; a depth or number of rows that only the device knows is left out."""
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    masks = {"mask_m": num_rows % block_m != 0, "mask_n": num_columns % block_n != 0, "mask_k": depth % block_k != 0}
+    return ProductTile(block_m, block_n, block_k, config.group_m, **masks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfigs:
+    """Configurations of a call's products; the first four share their `block_m`, since they share a plan.
+
+    Attributes:
+        gate_up: pre-activation and activation, from tokens.
+        down: routes' results, from the activation.
+        down_input: gradient of the pre-activation, from that of the output.
+        gate_up_input: routes' gradients of their tokens, from that of the pre-activation.
+        weights: gradients of w13 and w2; rows and columns are the weight's, and a step takes `block_k` routes.
+    """
+
+    gate_up: GroupedGemmConfig
+    down: GroupedGemmConfig
+    down_input: GroupedGemmConfig
+    gate_up_input: GroupedGemmConfig
+    weights: GroupedGemmConfig
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a tile of the plan."""
+        return self.gate_up.block_m
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRule:
+    """A row of the table: it applies within its limits.
+
+    Attributes:
+        element_bytes: bytes of an activation.
+        max_rows_per_expert: largest average number of rows per expert.
+        configs: of all products.
+    """
+
+    element_bytes: int
+    max_rows_per_expert: float
+    configs: TrainingConfigs
+
+
+def _tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> GroupedGemmConfig:
+    return GroupedGemmConfig(block_m=m, block_n=n, block_k=k, group_m=group, num_warps=warps, num_stages=stages)
+
+
+TRAINING_RULES: Final = (
+    TrainingRule(
+        element_bytes=2,
+        max_rows_per_expert=96,
+        configs=TrainingConfigs(
+            gate_up=_tile(m=64, n=128, k=64, group=1, warps=4, stages=4),
+            down=_tile(m=64, n=128, k=64, group=1, warps=4, stages=4),
+            down_input=_tile(m=64, n=64, k=64, group=1, warps=4, stages=4),
+            gate_up_input=_tile(m=64, n=128, k=64, group=1, warps=4, stages=4),
+            weights=_tile(m=128, n=128, k=32, group=4, warps=8, stages=4),
+        ),
+    ),
+    TrainingRule(
+        element_bytes=2,
+        max_rows_per_expert=math.inf,
+        configs=TrainingConfigs(
+            gate_up=_tile(m=128, n=256, k=64, group=8, warps=8, stages=3),
+            down=_tile(m=128, n=256, k=64, group=8, warps=8, stages=3),
+            # Half the columns: the epilogue holds both halves of the pre-activation beside the product.
+            down_input=_tile(m=128, n=128, k=64, group=8, warps=8, stages=4),
+            gate_up_input=_tile(m=128, n=256, k=64, group=8, warps=8, stages=3),
+            weights=_tile(m=128, n=256, k=64, group=4, warps=8, stages=3),
+        ),
+    ),
+    TrainingRule(
+        element_bytes=4,
+        max_rows_per_expert=math.inf,
+        configs=TrainingConfigs(
+            gate_up=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
+            down=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
+            down_input=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
+            gate_up_input=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
+            weights=_tile(m=64, n=64, k=32, group=4, warps=8, stages=2),
+        ),
+    ),
+)
+
+MIN_TRAINING_BLOCK_M: Final = min(rule.configs.block_m for rule in TRAINING_RULES)
+"""Sizes a plan before the configuration is known."""
+
+
+def select_training_configs(
+    rows_per_expert: float, element_bytes: int, shared_bytes: int | None = None
+) -> TrainingConfigs:
+    """Returns the configurations of a call.
+
+    Args:
+        rows_per_expert: average number of rows per expert.
+        element_bytes: 2 or 4, of an activation.
+        shared_bytes: shared memory that one program may use on the device; shortens pipelines that would not fit.
+    """
+    for rule in TRAINING_RULES:
+        if element_bytes == rule.element_bytes and rows_per_expert <= rule.max_rows_per_expert:
+            fitted = {
+                field.name: _fitted(getattr(rule.configs, field.name), element_bytes, shared_bytes)
+                for field in dataclasses.fields(TrainingConfigs)
+            }
+            return TrainingConfigs(**fitted)
+    raise AssertionError(f"no launch configuration for {element_bytes}-byte elements")
+
+
+def _fitted(config: GroupedGemmConfig, element_bytes: int, shared_bytes: int | None) -> GroupedGemmConfig:
+    return fit_pipeline(config, config.block_k * (config.block_m + config.block_n) * element_bytes, shared_bytes)
