@@ -134,6 +134,11 @@ REASONS = [
     undeclared("size", "requires max_num_tokens <= 128, got None", max_num_tokens=None),
     undeclared("graph_capture", "cannot be captured in a CUDA graph, got graph_capture=True", graph_capture=True),
     undeclared("deterministic", "does not give the same bits each time, got deterministic=True", deterministic=True),
+    undeclared(
+        "gradients",
+        "does not compute gradients of (hidden_states, weights), got gradients of (hidden_states, weights)",
+        gradients={"weights", "hidden_states"},
+    ),
     reason(
         "precision",
         "requires activations as nvfp4 has them, got nvfp4_w4a16 instead",
