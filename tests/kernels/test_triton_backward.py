@@ -31,7 +31,6 @@ from moereg.kernels.backward.routes import routing_gradients
 from moereg.kernels.backward.weights import bias_gradients, weight_gradients
 from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.epilogue import ActivationConstant
-from moereg.kernels.rows.plan import RoutePlan
 from moereg.numerics.reference import relative_error
 from moereg.spec.activations import ACTIVATIONS, Activation
 from tests.kernels.triton_cases import (
@@ -190,7 +189,7 @@ def test_gradients_of_the_second_products_input(layer: Layer) -> None:
     case = Case(layer)
     width, config = layer.intermediate_size, SMALL.down_input
     pre, pre_grad, act = case.sorted_rows(case.columns), case.guarded(case.columns), case.guarded(width)
-    partials = Guarded(num_partials(width, config), case.ids.numel(), dtype=FP32)
+    partials = Guarded(num_partials(width, config.block_n), case.ids.numel(), dtype=FP32)
     operands = case.grad_out, case.w2, pre, case.topk_weights, case.plan, config, case.constant
     down_input_gradients(pre_grad.tensor, act.tensor, partials.tensor, *operands)
     partials.check()
@@ -251,9 +250,7 @@ def test_gradients_of_weights(layer: Layer, gathers: str, accumulate: bool) -> N
     named: dict[str, Any] = {"top_k": layer.top_k, "gathers": gathers, "accumulate": accumulate}
     weight_gradients(grad.tensor, left, right, case.plan, SMALL.weights, **named)
     grad.check()
-    left, right = (
-        (side[case.tokens] if side is tokens else side[: case.num_rows]).double() for side in (left, right)
-    )
+    left, right = ((side[case.tokens] if side is tokens else side[: case.num_rows]).double() for side in (left, right))
     expected = before + torch.stack([left[row:end].T @ right[row:end] for row, end in case.rows])
     case.compare(grad.tensor, expected)
     for expert, (row, end) in enumerate(case.rows):
@@ -288,7 +285,7 @@ def test_slopes(name: str) -> None:
     limit = activation.limit or 3.0
     ends = torch.tensor([-60.0, -limit, -0.7, 0.0, 0.6, limit, limit + 1, 60.0])
     pre = torch.cartesian_prod(ends, ends) if activation.gated else ends[:, None]
-    pre = pre.repeat_interleave(16, dim=1)[:, :: 16 // 16].contiguous().to(DEVICE)
+    pre = pre.repeat_interleave(16, dim=1).to(DEVICE)
     width, rows = 16, len(pre)
     ids = torch.zeros(rows, 1, dtype=torch.int32, device=DEVICE)
     constant = ActivationConstant(

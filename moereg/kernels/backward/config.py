@@ -95,7 +95,7 @@ TRAINING_RULES: Final = (
             down=_tile(m=64, n=128, k=64, group=1, warps=4, stages=4),
             down_input=_tile(m=64, n=64, k=64, group=1, warps=4, stages=4),
             gate_up_input=_tile(m=64, n=128, k=64, group=1, warps=4, stages=4),
-            weights=_tile(m=128, n=128, k=32, group=4, warps=8, stages=4),
+            weights=_tile(m=128, n=128, k=64, group=4, warps=8, stages=4),
         ),
     ),
     TrainingRule(
@@ -107,7 +107,7 @@ TRAINING_RULES: Final = (
             # Half the columns: the epilogue holds both halves of the pre-activation beside the product.
             down_input=_tile(m=128, n=128, k=64, group=8, warps=8, stages=4),
             gate_up_input=_tile(m=128, n=256, k=64, group=8, warps=8, stages=3),
-            weights=_tile(m=128, n=256, k=64, group=4, warps=8, stages=3),
+            weights=_tile(m=128, n=256, k=64, group=4, warps=8, stages=4),
         ),
     ),
     TrainingRule(
@@ -125,6 +125,9 @@ TRAINING_RULES: Final = (
 
 MIN_TRAINING_BLOCK_M: Final = min(rule.configs.block_m for rule in TRAINING_RULES)
 """Sizes a plan before the configuration is known."""
+
+MIN_DOWN_INPUT_BLOCK_N: Final = min(rule.configs.down_input.block_n for rule in TRAINING_RULES)
+"""Likewise sizes the sums over the columns of tiles."""
 
 
 def select_training_configs(

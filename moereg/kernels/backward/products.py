@@ -44,24 +44,27 @@ def _accumulate(a_rows, weights, columns, column_mask, stride_k, stride_n, depth
     b_pointers = weights + offs_k[:, None] * stride_k + columns[None, :] * stride_n  # [BLOCK_K, BLOCK_N]
     accumulator = tl.zeros([TILE.block_m, TILE.block_n], dtype=tl.float32)
     for start in range(0, depth, BLOCK_K):
-        if TILE.mask_k:
-            known = start + offs_k < depth  # [BLOCK_K]
-            a = tl.load(a_pointers, mask=known[None, :], other=0.0)
-            if TILE.mask_n:
-                b = tl.load(b_pointers, mask=known[:, None] & column_mask[None, :], other=0.0)
-            else:
-                b = tl.load(b_pointers, mask=known[:, None], other=0.0)
+        known = start + offs_k < depth  # [BLOCK_K]
+        a = tl.load(a_pointers, mask=known[None, :], other=0.0) if TILE.mask_k else tl.load(a_pointers)
+        if TILE.mask_k and TILE.mask_n:
+            b = tl.load(b_pointers, mask=known[:, None] & column_mask[None, :], other=0.0)
+        elif TILE.mask_k:
+            b = tl.load(b_pointers, mask=known[:, None], other=0.0)
+        elif TILE.mask_n:
+            b = tl.load(b_pointers, mask=column_mask[None, :], other=0.0)
         else:
-            a = tl.load(a_pointers)
-            if TILE.mask_n:
-                b = tl.load(b_pointers, mask=column_mask[None, :], other=0.0)
-            else:
-                b = tl.load(b_pointers)
+            b = tl.load(b_pointers)
         # TF32 would keep 10 bits of a 32-bit operand's mantissa.
         accumulator = tl.dot(a, b, accumulator, input_precision="ieee")
         a_pointers += BLOCK_K
         b_pointers += BLOCK_K * stride_k
     return accumulator
+
+
+@triton.jit
+def _halves(x, TILE: tl.constexpr):
+    """The left and the right half of [BLOCK_M, BLOCK_N] columns."""
+    return tl.split(tl.permute(tl.reshape(x, (TILE.block_m, 2, TILE.block_n // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -102,19 +105,23 @@ def _saving_gate_up_kernel(
     if bias is not None:
         x += tl.load(bias + expert * stride_bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
 
-    out_columns = tile.column_tile * BLOCK_I + tl.arange(0, BLOCK_I)  # [BLOCK_I]
-    mask = tile.row_mask[:, None] & (out_columns < width)[None, :]  # [BLOCK_M, BLOCK_I]
-    rows = tile.rows.to(tl.int64)[:, None]
-    if pre is not None:
-        pointers = pre + rows * stride_pre + out_columns[None, :]
-        if ACTIVATION.gated:
-            gate, up = tl.split(tl.reshape(x, (TILE.block_m, BLOCK_I, 2)))  # [BLOCK_M, BLOCK_I] each
-            tl.store(pointers, gate.to(pre.dtype.element_ty), mask=mask)
-            tl.store(pointers + width, up.to(pre.dtype.element_ty), mask=mask)
-        else:
-            tl.store(pointers, x.to(pre.dtype.element_ty), mask=mask)
-    y = activate_pairs(x, ACTIVATION)  # [BLOCK_M, BLOCK_I]
-    tl.store(act + rows * stride_act + out_columns[None, :], y.to(act.dtype.element_ty), mask=mask)
+    # By halves of the columns, since all at once would not fit in the registers.
+    both = _halves(x, TILE)  # [BLOCK_M, BLOCK_N / 2] each
+    for half in tl.static_range(2):
+        y = both[half]
+        out_columns = tile.column_tile * BLOCK_I + half * (BLOCK_I // 2) + tl.arange(0, BLOCK_I // 2)
+        mask = tile.row_mask[:, None] & (out_columns < width)[None, :]  # [BLOCK_M, BLOCK_I / 2]
+        rows = tile.rows.to(tl.int64)[:, None]
+        if pre is not None:
+            pointers = pre + rows * stride_pre + out_columns[None, :]
+            if ACTIVATION.gated:
+                gate, up = tl.split(tl.reshape(y, (TILE.block_m, BLOCK_I // 2, 2)))  # [BLOCK_M, BLOCK_I / 2] each
+                tl.store(pointers, gate.to(pre.dtype.element_ty), mask=mask)
+                tl.store(pointers + width, up.to(pre.dtype.element_ty), mask=mask)
+            else:
+                tl.store(pointers, y.to(pre.dtype.element_ty), mask=mask)
+        y = activate_pairs(y, ACTIVATION)  # [BLOCK_M, BLOCK_I / 2]
+        tl.store(act + rows * stride_act + out_columns[None, :], y.to(act.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -191,29 +198,35 @@ def _down_input_kernel(
     expert = tile.expert.to(tl.int64)
     x = _accumulate(a_rows, w2 + expert * stride_expert, columns, column_mask, stride_row, 1, depth, TILE)
 
-    mask = tile.row_mask[:, None] & column_mask[None, :]  # [BLOCK_M, BLOCK_N]
-    rows = tile.rows.to(tl.int64)[:, None]
-    pointers = pre + rows * stride_pre + columns[None, :]
-    gate = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    if ACTIVATION.gated:
-        up = tl.load(pointers + width, mask=mask, other=0.0).to(tl.float32)
-        by = slopes_of_halves(gate, up, ACTIVATION)  # [BLOCK_M, BLOCK_N] each
-    else:
-        by = slopes(gate, ACTIVATION)
-    if partials is not None:
-        # Columns past the end have weights of zero, and rows past it are not stored.
-        partial = tl.sum(x * by.value, 1)  # [BLOCK_M]
-        tl.store(partials + tile.column_tile.to(tl.int64) * num_routes + tile.rows, partial, mask=tile.row_mask)
     factors = tl.load(topk_weights + tile.routes)[:, None]  # [BLOCK_M, 1]
-    if act is not None:
-        y = (by.value * factors).to(act.dtype.element_ty)
-        tl.store(act + rows * stride_act + columns[None, :], y, mask=mask)
-    if pre_grad is not None:
-        x *= factors
-        pointers = pre_grad + rows * stride_pre_grad + columns[None, :]
-        tl.store(pointers, (x * by.gate).to(pre_grad.dtype.element_ty), mask=mask)
+    partial = tl.zeros([TILE.block_m], dtype=tl.float32)
+    # By halves of the columns, since all at once would not fit in the registers.
+    both = _halves(x, TILE)  # [BLOCK_M, BLOCK_N / 2] each
+    for half in tl.static_range(2):
+        y = both[half]
+        columns = tile.column_tile * TILE.block_n + half * (TILE.block_n // 2) + tl.arange(0, TILE.block_n // 2)
+        mask = tile.row_mask[:, None] & (columns < width)[None, :]  # [BLOCK_M, BLOCK_N / 2]
+        rows = tile.rows.to(tl.int64)[:, None]
+        pointers = pre + rows * stride_pre + columns[None, :]
+        gate = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
         if ACTIVATION.gated:
-            tl.store(pointers + width, (x * by.up).to(pre_grad.dtype.element_ty), mask=mask)
+            up = tl.load(pointers + width, mask=mask, other=0.0).to(tl.float32)
+            by = slopes_of_halves(gate, up, ACTIVATION)  # [BLOCK_M, BLOCK_N / 2] each
+        else:
+            by = slopes(gate, ACTIVATION)
+        # Columns past the end have weights of zero, and rows past it are not stored.
+        partial += tl.sum(y * by.value, 1)  # [BLOCK_M]
+        if act is not None:
+            value = (by.value * factors).to(act.dtype.element_ty)
+            tl.store(act + rows * stride_act + columns[None, :], value, mask=mask)
+        if pre_grad is not None:
+            y *= factors
+            pointers = pre_grad + rows * stride_pre_grad + columns[None, :]
+            tl.store(pointers, (y * by.gate).to(pre_grad.dtype.element_ty), mask=mask)
+            if ACTIVATION.gated:
+                tl.store(pointers + width, (y * by.up).to(pre_grad.dtype.element_ty), mask=mask)
+    if partials is not None:
+        tl.store(partials + tile.column_tile.to(tl.int64) * num_routes + tile.rows, partial, mask=tile.row_mask)
 
 
 def saving_gate_up(
@@ -325,7 +338,7 @@ def down_input_gradients(
     width, num_routes = w2.shape[2], topk_weights.numel()
     assert w2.shape[1] == grad_out.shape[1] and pre.shape[1] == (2 if activation.gated else 1) * width
     assert topk_weights.is_contiguous()
-    assert partials is None or partials.shape == (num_partials(width, config), num_routes)
+    assert partials is None or partials.shape == (num_partials(width, config.block_n), num_routes)
     _launch(
         _down_input_kernel,
         (pre_grad, act, partials, grad_out, w2, pre, topk_weights),
@@ -340,9 +353,9 @@ def down_input_gradients(
     )
 
 
-def num_partials(width: int, config: GroupedGemmConfig) -> int:
+def num_partials(width: int, block_n: int) -> int:
     """Tiles over whose columns `down_input_gradients` adds up; `width` is I."""
-    return -(-width // config.block_n)
+    return -(-width // block_n)
 
 
 def _row_strides(*tensors: torch.Tensor | None) -> tuple[int, ...]:
