@@ -74,11 +74,13 @@ class TrainingRule:
     Attributes:
         element_bytes: bytes of an activation.
         max_rows_per_expert: largest average number of rows per expert.
+        min_shared_bytes: least shared memory that a program may use on the device.
         configs: of all products.
     """
 
     element_bytes: int
-    max_rows_per_expert: float
+    max_rows_per_expert: float = math.inf
+    min_shared_bytes: int = 0
     configs: TrainingConfigs
 
 
@@ -100,7 +102,7 @@ TRAINING_RULES: Final = (
     ),
     TrainingRule(
         element_bytes=2,
-        max_rows_per_expert=math.inf,
+        min_shared_bytes=200 * 1024,
         configs=TrainingConfigs(
             gate_up=_tile(m=128, n=256, k=64, group=8, warps=8, stages=3),
             down=_tile(m=128, n=256, k=64, group=8, warps=8, stages=3),
@@ -110,9 +112,19 @@ TRAINING_RULES: Final = (
             weights=_tile(m=128, n=256, k=64, group=4, warps=8, stages=4),
         ),
     ),
+    # Before Hopper, whose matrix units read operands from shared memory, these and the product share the registers.
+    TrainingRule(
+        element_bytes=2,
+        configs=TrainingConfigs(
+            gate_up=_tile(m=128, n=128, k=64, group=8, warps=8, stages=3),
+            down=_tile(m=128, n=128, k=64, group=8, warps=8, stages=3),
+            down_input=_tile(m=128, n=64, k=64, group=8, warps=8, stages=3),
+            gate_up_input=_tile(m=128, n=128, k=64, group=8, warps=8, stages=3),
+            weights=_tile(m=128, n=128, k=64, group=4, warps=8, stages=3),
+        ),
+    ),
     TrainingRule(
         element_bytes=4,
-        max_rows_per_expert=math.inf,
         configs=TrainingConfigs(
             gate_up=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
             down=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
@@ -138,10 +150,15 @@ def select_training_configs(
     Args:
         rows_per_expert: average number of rows per expert.
         element_bytes: 2 or 4, of an activation.
-        shared_bytes: shared memory that one program may use on the device; shortens pipelines that would not fit.
+        shared_bytes: shared memory that one program may use on the device, None for no limit; shortens pipelines that
+            would not fit.
     """
     for rule in TRAINING_RULES:
-        if element_bytes == rule.element_bytes and rows_per_expert <= rule.max_rows_per_expert:
+        if (
+            element_bytes == rule.element_bytes
+            and rows_per_expert <= rule.max_rows_per_expert
+            and rule.min_shared_bytes <= (math.inf if shared_bytes is None else shared_bytes)
+        ):
             fitted = {
                 field.name: _fitted(getattr(rule.configs, field.name), element_bytes, shared_bytes)
                 for field in dataclasses.fields(TrainingConfigs)
