@@ -25,7 +25,8 @@ depends on the inputs, so the reference tells: the bound adds how far its gradie
 side. Kernels that clamp at saved 16-bit values and kernels that clamp before rounding are then both right.
 
 In 4,500 simulated calls of 15 to 130 columns, T from 1 to 63, with all activations, biases and clamps, and with three
-sets of these roundings, the largest error was 0.83 bounds without a clamp; with one, 0.99 where the clamp is nearly all of the bound.
+sets of these roundings, the largest error was 0.83 bounds without a clamp; with one 0.99, where it is nearly all of the
+bound.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import torch
 
 from moereg.numerics.reference import LayerCall
 from moereg.numerics.tolerances import FEW_ELEMENTS, LARGEST_BOUND
+from moereg.runtime.torch_state import plain_torch
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
@@ -77,7 +79,7 @@ class ReferenceGradients:
         problem: The layer.
         tensors: `hidden_states` [T,H], `topk_weights` [T,K], `w13` [E,2I,H], `w2` [E,H,I], and their biases if the
             layer has them.
-        num_routes: [E] int64, rows of each expert.
+        local_ids: [T,K] int64, each route's local expert or -1.
         sizes: Norms that errors are relative to, by name: [E], or [1] for the first two.
         kinks: Likewise, the norm of the gradient of elements so close to the activation's clamp that rounding decides
             on which side they are.
@@ -85,7 +87,7 @@ class ReferenceGradients:
 
     problem: MoEProblem
     tensors: dict[str, torch.Tensor]
-    num_routes: torch.Tensor
+    local_ids: torch.Tensor
     sizes: dict[str, torch.Tensor]
     kinks: dict[str, torch.Tensor]
 
@@ -94,24 +96,25 @@ class ReferenceGradients:
         return [comparison for name, tensor in found.items() for comparison in self._compare(name, tensor)]
 
     def _compare(self, name: str, found: torch.Tensor) -> Iterator[Comparison]:
-        differences = _norms(name, found.double() - self.tensors[name]).tolist()
-        sizes, kinks = self.sizes[name].tolist(), self.kinks[name].tolist()
-        for expert, (difference, size, kink) in enumerate(zip(differences, sizes, kinks, strict=True)):
-            bound = GRADIENT_BOUNDS[self.problem.dtype] * math.sqrt(FEW_ELEMENTS / self._num_elements(name, expert))
-            if size:
-                yield Comparison(_part(name, expert), difference / size, min(bound, LARGEST_BOUND) + kink / size)
-            else:  # Nothing depends on it, or only what the clamp cuts off.
-                yield Comparison(_part(name, expert), difference and math.inf, math.inf if kink else 0.0)
-
-    def _num_elements(self, name: str, expert: int) -> int:
-        """Independent elements that a norm averages over, at most `FEW_ELEMENTS`."""
-        problem, num_routes = self.problem, int(self.num_routes.sum())
-        if name == "topk_weights":
-            return min(max(num_routes, 1), FEW_ELEMENTS)
+        is_routed = self.local_ids >= 0
         if name in _OF_EXPERTS:
-            num_routes = int(self.num_routes[expert])
-        outputs = problem.intermediate_size if name == "w13_bias" else problem.hidden_size
-        return min(max(min(num_routes * problem.intermediate_size, outputs), 1), FEW_ELEMENTS)
+            is_routed = torch.stack([self.local_ids == expert for expert in range(self.problem.num_local_experts)])
+        num_routes = is_routed.sum((-2, -1)).reshape(-1)
+        differences = _norms(name, found.double() - self.tensors[name])
+        numbers = (tensor.tolist() for tensor in (num_routes, differences, self.sizes[name], self.kinks[name]))
+        for expert, (count, difference, size, kink) in enumerate(zip(*numbers, strict=True)):
+            part = f"{name} of expert {expert}" if name in _OF_EXPERTS else name
+            if scale := size or kink:  # What a clamp cuts off altogether may be all that there is.
+                yield Comparison(part, difference / scale, self._bound(name, count) + kink / scale)
+            else:
+                yield Comparison(part, difference and math.inf, 0.0)
+
+    def _bound(self, name: str, num_routes: int) -> float:
+        """The bound of roundings, wider for few elements."""
+        outputs = self.problem.intermediate_size if name == "w13_bias" else self.problem.hidden_size
+        count = num_routes if name == "topk_weights" else min(num_routes * self.problem.intermediate_size, outputs)
+        few = math.sqrt(FEW_ELEMENTS / min(max(count, 1), FEW_ELEMENTS))
+        return min(GRADIENT_BOUNDS[self.problem.dtype] * few, LARGEST_BOUND)
 
 
 def reference_gradients(
@@ -135,7 +138,7 @@ def reference_gradients(
         All gradients, on the inputs' device. Synchronizes the device.
     """
     arguments = (weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float64, None)
-    with torch.inference_mode(False), torch.autocast(hidden_states.device.type, enabled=False):
+    with torch.inference_mode(False), plain_torch():
         call = _LeafCall(**vars(LayerCall.of(problem, *arguments)))
         tensors = call.gradients(grad_out.double())
         kinks = {name: torch.zeros_like(_norms(name, tensor)) for name, tensor in tensors.items()}
@@ -148,8 +151,7 @@ def reference_gradients(
                 kinks[name] += _norms(name, tensor - tensors[name])
         sizes = {name: _norms(name, tensor) for name, tensor in tensors.items()}
         sizes["topk_weights"] = call.terms(grad_out.double()).view(1)
-    counts = [int((call.local_ids == expert).sum()) for expert in range(problem.num_local_experts)]
-    return ReferenceGradients(problem, tensors, torch.tensor(counts), sizes, kinks)
+    return ReferenceGradients(problem, tensors, call.local_ids, sizes, kinks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +199,3 @@ def _norms(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """[E] norms of an experts' tensor's parts, or the [1] norm of another."""
     rows = tensor.flatten(1) if name in _OF_EXPERTS else tensor.reshape(1, -1)
     return torch.linalg.vector_norm(rows, dim=1)
-
-
-def _part(name: str, expert: int) -> str:
-    return f"{name} of expert {expert}" if name in _OF_EXPERTS else name
