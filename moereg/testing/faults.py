@@ -1,7 +1,7 @@
 """Faults that a comparison has to catch: each spoils weights the way a faulty kernel might read them.
 
 A fault in the weights has the effect of the same fault in a kernel's addressing. So a kernel on spoiled weights gives
-what a wrong kernel would give on right ones.
+what a wrong kernel would give on right ones. Faults of a backward pass spoil its inputs likewise, or its result.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from moereg.quantize import pack_nibbles
 from moereg.spec.quant_schemes import MATRICES
+from moereg.testing.inputs import Inputs
 from moereg.weights.permuted import ExpertWeights
 
 Fault = Callable[[ExpertWeights, str], ExpertWeights | None]
@@ -108,6 +109,127 @@ def plant_faults(weights: ExpertWeights) -> Iterator[tuple[str, ExpertWeights]]:
             spoiled = fault(weights, matrix)
             if spoiled is not None:
                 yield f"{name} in {matrix}", spoiled
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPass:
+    """A backward pass to plant faults in, of a kernel or of the reference.
+
+    Attributes:
+        run: Computes the gradients by name.
+        weights: The right weights.
+        inputs: The right inputs.
+        local_ids: [T,K] int64, each route's local expert or -1.
+        right: The gradients without a fault.
+    """
+
+    run: Callable[[ExpertWeights, Inputs], dict[str, torch.Tensor]]
+    weights: ExpertWeights
+    inputs: Inputs
+    local_ids: torch.Tensor
+    right: dict[str, torch.Tensor]
+
+    def with_inputs(self, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The gradients with other inputs."""
+        return self.run(self.weights, dataclasses.replace(self.inputs, **changes))
+
+    def of_experts(self) -> dict[str, torch.Tensor]:
+        """The right gradients of weights and biases."""
+        return {name: tensor for name, tensor in self.right.items() if name in self.weights.tensors()}
+
+
+GradientFault = Callable[[BackwardPass], "dict[str, torch.Tensor] | None"]
+"""Gives the spoiled ones among the gradients; returns None if there is nothing to spoil."""
+
+
+def gate_up_gradients_swapped(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
+    """Swaps the gate and up rows of gradients."""
+    if backward.weights.num_halves != 2:
+        return None
+    return {
+        name: torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
+        for name, tensor in backward.of_experts().items()
+        if name.startswith("w13")
+    }
+
+
+def gradients_of_another_expert(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
+    """Gives each expert the gradients of the previous one."""
+    if backward.weights.num_experts == 1:
+        return None
+    return {name: tensor.roll(1, dims=0) for name, tensor in backward.of_experts().items()}
+
+
+def routing_gradient_dropped(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
+    """Leaves the routing weights without a gradient."""
+    return {"topk_weights": torch.zeros_like(backward.inputs.topk_weights)}
+
+
+def routing_weights_left_out(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
+    """Does not scale gradients by routing weights."""
+    found = backward.with_inputs(topk_weights=torch.ones_like(backward.inputs.topk_weights))
+    return {name: tensor for name, tensor in found.items() if name != "topk_weights"}
+
+
+def last_route_left_out(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
+    """Sums a token's gradient over all of its experts but the last."""
+    topk_ids = backward.inputs.topk_ids.clone()
+    topk_ids[:, -1] = -1
+    return {"hidden_states": backward.with_inputs(topk_ids=topk_ids)["hidden_states"]}
+
+
+def neighbors_row_added(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
+    """Sums over one row more than an expert has, which is the first of the next expert with rows."""
+    experts = backward.local_ids[backward.local_ids >= 0].unique().tolist()
+    if len(experts) < 2:
+        return None
+    expert, neighbor = experts[:2]
+    token, slot = torch.nonzero(backward.local_ids == neighbor)[0].tolist()
+    topk_ids = torch.full_like(backward.inputs.topk_ids, -1)
+    topk_ids[token, slot] = backward.inputs.topk_ids[token, slot]
+    row = backward.with_inputs(topk_ids=topk_ids)
+    found = {name: tensor.clone() for name, tensor in backward.of_experts().items()}
+    for name, tensor in found.items():
+        tensor[expert] += row[name][neighbor]
+    return found
+
+
+def empty_expert_unwritten(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
+    """Leaves the gradients of experts without rows as memory was."""
+    is_empty = torch.ones(backward.weights.num_experts, dtype=torch.bool, device=backward.local_ids.device)
+    is_empty[backward.local_ids[backward.local_ids >= 0]] = False
+    if not is_empty.any():
+        return None
+    found = {name: tensor.clone() for name, tensor in backward.of_experts().items()}
+    for tensor in found.values():
+        tensor[is_empty] = torch.nan
+    return found
+
+
+def weights_before_a_step(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
+    """Multiplies with the weights before an optimizer made them a third larger."""
+    before = {name: 0.75 * tensor for name, tensor in backward.weights.tensors().items()}
+    return backward.run(_with(backward.weights, before), backward.inputs)
+
+
+GRADIENT_FAULTS: Final[dict[str, GradientFault]] = {
+    "gradients of gate and up swapped": gate_up_gradients_swapped,
+    "gradients of another expert": gradients_of_another_expert,
+    "gradient of routing weights dropped": routing_gradient_dropped,
+    "gradients not scaled by routing weights": routing_weights_left_out,
+    "last route left out of the gradient of hidden_states": last_route_left_out,
+    "a row of the next expert in an expert's gradients": neighbors_row_added,
+    "gradients of an expert without rows not written": empty_expert_unwritten,
+    "gradients with the weights before a step": weights_before_a_step,
+}
+
+
+def plant_gradient_faults(backward: BackwardPass) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Yields every fault that a backward pass can have, with its name and all gradients that it computes."""
+    for name, fault in GRADIENT_FAULTS.items():
+        spoiled = fault(backward)
+        if spoiled is not None:
+            yield name, {**backward.right, **{key: spoiled[key] for key in spoiled.keys() & backward.right.keys()}}
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -133,6 +133,12 @@ class GuardedMemory:
             if block.frozen is None:
                 block.frozen, block.version = block.raw.clone(), block.tensor._version
 
+    def refreeze(self) -> None:
+        """Forbids changes from now on to every tensor made so far, whatever was written before."""
+        for block in self._blocks:
+            block.frozen = None
+        self.freeze()
+
     def check(self) -> None:
         """Synchronizes and compares every byte that must not have changed.
 
@@ -179,11 +185,12 @@ class GuardedWorkspaces:
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Within this context layers get their scratch memory from here."""
-        return WORKSPACES.answered_by(self._take)
+        return WORKSPACES.answered_by(self.take)
 
-    def _take(
+    def take(
         self, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
     ) -> tuple[torch.Tensor, ...]:
+        """Scratch memory of those shapes, the same at each call, with its initial contents."""
         tensors = self._tensors.get((shapes, dtype))
         if tensors is None:
             names = ("workspace13", "workspace2", "expert_out")
