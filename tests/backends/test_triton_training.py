@@ -75,7 +75,7 @@ class Run:
 @pytest.mark.parametrize(
     ("num_tokens", "changes"),
     [
-        (200, {"dtype": "bfloat16", "num_experts": 2, "top_k": 1}),
+        (200, {"dtype": "bfloat16", "num_experts": 2, "top_k": 1, "intermediate_size": 130}),
         (2100, {"dtype": "float16", "num_experts": 64, "hidden_size": 32, "intermediate_size": 16}),
     ],
 )

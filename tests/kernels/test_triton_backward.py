@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import mmap
 from typing import Any
 
 import pytest
@@ -311,6 +312,36 @@ def test_equal_inputs_give_equal_bits_of_weights_in_any_tile() -> None:
         weight_gradients(grad, rows, case.x, case.plan, config, **named)
         found.append(grad)
     assert torch.equal(*found)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU memory is there when it is allocated: this would take 8 GiB")
+def test_experts_may_lie_2_to_the_31_elements_apart() -> None:
+    """Addresses alone: of the 8 GiB only the pages of three experts are ever there."""
+    numel = 2**32 + 64 * 64
+    # MAP_NORESERVE, which Python names from 3.13 on, so that a machine with less memory gives the addresses too.
+    pages = mmap.mmap(-1, 2 * numel, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
+    buffer = torch.frombuffer(pages, dtype=BF16)
+    # In the middle: an offset that wrapped around would be 2^32 elements less, and still in the buffer.
+    apart = buffer[2**31 :].as_strided((3, 64, 64), (2**30, 64, 1))
+    weight = random(3, 64, 64, dtype=BF16)
+    apart.copy_(weight)
+    x, rows, ones = random(3, 64, dtype=BF16), random(3, 64, dtype=BF16), torch.ones(3, 1)
+    plan = make_plan(torch.arange(3, dtype=torch.int32).view(3, 1), None, 3, 3, 16)
+    activation = ActivationConstant("relu2", False)
+    config, found = tile(m=16, n=64, k=64), []
+    for each in (weight, apart):
+        made = [torch.full((3, 64), math.nan, dtype=BF16) for _ in range(4)]
+        saving_gate_up(made[0], None, x, each, plan, config, activation, top_k=1)
+        down_rows(made[1], rows, each, plan, config, topk_weights=ones)
+        gate_up_input_gradients(made[2], rows, each, plan, config)
+        down_input_gradients(made[3], None, None, x, each, rows, ones, plan, config, activation)
+        found.append(made)
+    assert all(map(torch.equal, *found))
+    grad = torch.full((3, 64, 64), math.nan, dtype=BF16)
+    for one in (grad, apart):
+        weight_gradients(one, rows, x, plan, config, top_k=1, gathers="right", accumulate=False)
+    assert torch.equal(grad, apart)
+    del apart, buffer
 
 
 @pytest.mark.parametrize("shared_bytes", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
