@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -127,7 +127,7 @@ def cut_saved(saved: torch.Tensor, shapes: SavedShapes) -> dict[str, torch.Tenso
     return tensors
 
 
-def _held(weights: tuple[torch.Tensor | None, ...]) -> dict[str, torch.Tensor]:
+def _held(weights: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
     return {name: each for name, each in zip(WEIGHTS, weights, strict=True) if each is not None}
 
 
