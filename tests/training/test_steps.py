@@ -106,8 +106,11 @@ def test_parameters_require_what_the_problem_names() -> None:
 
 
 def test_a_router_that_the_problem_does_not_name_is_refused_in_the_backward_pass() -> None:
-    layer = drawn_layer(trained_problem(gradients={"weights"}), router=ROUTER)
+    layer = drawn_layer(trained_problem(gradients={"weights", "hidden_states"}), router=ROUTER)
     layer(torch.randn(3, 24)).sum().backward()
+    # The gradient of hidden states has a part that comes through the router.
+    with pytest.raises(GradientError, match="for another tensor"):
+        layer(torch.randn(3, 24, requires_grad=True)).sum().backward()
     layer.get_parameter("router_weight").requires_grad_()
     with pytest.raises(GradientError, match="for another tensor"):
         layer(torch.randn(3, 24)).sum().backward()
@@ -138,6 +141,8 @@ def test_a_layer_follows_its_parameters_to_another_dtype_and_place() -> None:
     with torch.no_grad():
         replaced = {name: torch.nn.Parameter(value * 0.25) for name, value in other.state_dict().items()}
     layer.load_state_dict(replaced, assign=True)
+    check(5e-6)
+    layer.register_parameter("w13", torch.nn.Parameter(layer.get_parameter("w13").detach()))  # In the same memory.
     check(5e-6)
     layer.get_parameter("w2").data.mul_(3.0)  # torch does not count this, and the layer reads it in place.
     check(5e-6)
