@@ -1,4 +1,4 @@
-"""A backend for tests that trains: an honest kernel in 16 bits, in steps that a subclass can get wrong one at a time."""
+"""A backend for tests that trains: an honest kernel in 16 bits, in steps that a subclass can get wrong."""
 
 from __future__ import annotations
 
