@@ -516,8 +516,7 @@ class MoEKernel:
                 kept = cut_saved(saved, backend_calls.saved_shapes(selection, experts, len(call[0]), saved.numel()))
                 workspaces = self._scratch(served, shapes)
                 hidden_states, topk_weights, topk_ids = call
-                if topk_ids.dtype != torch.int32:
-                    topk_ids = topk_ids.clamp(-1, problem.num_experts).to(torch.int32)
+                topk_ids = _in_32_bits(topk_ids, problem)
                 prepare = self.prepare_finalize.prepare
                 inputs = prepare(hidden_states, topk_weights, topk_ids, problem, self.expert_map).inputs
                 read = PermutedWeights("canonical", weights) if weights else self._copy_of(served).weights
@@ -550,9 +549,7 @@ class MoEKernel:
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
         problem = self._experts_problem
-        if topk_ids.dtype != torch.int32:
-            # Clamp first: an id beyond 32 bits must stay out of range, not wrap around into it.
-            topk_ids = topk_ids.clamp(-1, problem.num_experts).to(torch.int32)
+        topk_ids = _in_32_bits(topk_ids, problem)
         moves = self.prepare_finalize
         if isinstance(moves, GroupPrepareFinalize):
             tokens = Tokens(hidden_states, topk_weights, topk_ids)
@@ -653,6 +650,11 @@ class _Served(NamedTuple):
     copy: WeightsCopy
     rows: tuple[int, ...]
     scratch: tuple[tuple[int, ...], ...]
+
+
+def _in_32_bits(topk_ids: torch.Tensor, problem: MoEProblem) -> torch.Tensor:
+    # Clamp first: an id beyond 32 bits must stay out of range, not wrap around into it.
+    return topk_ids if topk_ids.dtype == torch.int32 else topk_ids.clamp(-1, problem.num_experts).to(torch.int32)
 
 
 def _may_be_captured(device: torch.device) -> bool:
