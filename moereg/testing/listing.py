@@ -196,6 +196,8 @@ def _unchecked(cell: BackendCell) -> Iterator[str]:
         yield "that a call never waits for the device"
         if cell.facts.graph_capture:
             yield "capture in a CUDA graph"
+        if cell.facts.gradients:
+            yield "the same of its backward pass"
 
 
 def draw_check(

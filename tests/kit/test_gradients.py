@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import random
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -26,7 +28,7 @@ from moereg.testing.faults import GRADIENT_FAULTS, BackwardPass, plant_gradient_
 from moereg.testing.gradients import GuardedTraining, check_gradients, gradient_cases
 from moereg.testing.inputs import Inputs, make_grad_out, make_inputs, make_weights
 from tests.support.fakes import LITTLE, FakeExperts, cell_of
-from tests.support.training import Rows, TrainingExperts
+from tests.support.training import Operands, Rows, TrainingExperts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
@@ -81,8 +83,6 @@ def found_by(experts: type[TrainingExperts], problem: MoEProblem, weights: Any, 
 
 
 def drawn_layers(number: int) -> Iterator[DrawnLayer]:
-    import random
-
     choose = random.Random(5).choice
     limits = dataclasses.replace(NATIVE, size=136, num_tokens=66, num_routes=200, num_experts=9)
     while number:
@@ -183,14 +183,17 @@ class UnscaledExperts(TrainingExperts):
 
 
 class TailExperts(TrainingExperts):
-    """Has the next expert's first row at the end of each expert's rows."""
+    """Sums over one row more than an expert has, which is the next expert's first."""
 
-    def experts_with_rows(self, inputs: ExpertInputs) -> Iterator[tuple[int, Rows]]:
-        found = list(super().experts_with_rows(inputs))
-        for (expert, (token, slot)), (_, (next_token, next_slot)) in zip(found, [*found[1:], found[-1]], strict=True):
-            is_last = expert == found[-1][0]
-            more = slice(0, 0) if is_last else slice(0, 1)
-            yield expert, (torch.cat([token, next_token[more]]), torch.cat([slot, next_slot[more]]))
+    def deep(self, operands: Operands) -> Operands:
+        experts = list(operands)
+        return {
+            expert: {
+                name: tuple(torch.cat([mine, more[:1]]) for mine, more in zip(pair, operands[after][name], strict=True))
+                for name, pair in operands[expert].items()
+            }
+            for expert, after in itertools.pairwise(experts)
+        } | {expert: operands[expert] for expert in experts[-1:]}  # type: ignore[return-value]
 
 
 class UnwrittenExperts(TrainingExperts):
@@ -333,7 +336,7 @@ BROKEN: Final[list[tuple[str, Callable[[type[FakeExperts]], None], type[FakeExpe
     ("experts", check_first, RotatedExperts, "likely cause: gradients of another expert"),
     ("routing", check_first, DroppedRoutingExperts, "likely cause: gradient of routing weights dropped"),
     ("unscaled", check_first, UnscaledExperts, "likely cause: gradients not scaled by routing weights"),
-    ("tail", check_first, TailExperts, ": error "),
+    ("tail", check_first, TailExperts, "likely cause: the next expert's first row in an expert's gradients"),
     ("unwritten", check_first, UnwrittenExperts, "likely cause: gradients of an expert without rows not written"),
     ("parts", check_first, AllExperts, "asked for w13 alone: gradient of w13 of expert 0"),
     ("overwrites", check_first, OverwritingExperts, "half of what is added to an equal gradient: gradient of w"),
