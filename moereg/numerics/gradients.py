@@ -48,6 +48,8 @@ GRADIENT_BOUNDS: Final[dict[str, float]] = {"bfloat16": 9.5e-3, "float16": 1.2e-
 """Bounds by the problem's dtype, for gradients of many elements."""
 
 _OF_EXPERTS: Final = ("w13", "w2", "w13_bias", "w2_bias")
+# Gradients that depend on the activation's slope.
+_OF_SLOPES: Final = frozenset({"hidden_states", "w13", "w13_bias"})
 # Relative to the clamp: half a unit in the last place, or the error of fp32 sums.
 _NEAR_CLAMP: Final[dict[str, float]] = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-16}
 
@@ -147,8 +149,9 @@ def reference_gradients(
             moved = limit * (1 + step * _NEAR_CLAMP[problem.dtype])
             activation = dataclasses.replace(problem.activation, limit=moved)
             shifted = dataclasses.replace(call, problem=dataclasses.replace(problem, activation=activation))
-            for name, tensor in shifted.gradients(grad_out.double()).items():
-                kinks[name] += _norms(name, tensor - tensors[name])
+            found = shifted.gradients(grad_out.double())
+            for name in _OF_SLOPES & found.keys():
+                kinks[name] += _norms(name, found[name] - tensors[name])
         sizes = {name: _norms(name, tensor) for name, tensor in tensors.items()}
         sizes["topk_weights"] = call.terms(grad_out.double()).view(1)
     return ReferenceGradients(problem, tensors, call.local_ids, sizes, kinks)
@@ -197,5 +200,5 @@ class _LeafCall(LayerCall):
 
 def _norms(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """[E] norms of an experts' tensor's parts, or the [1] norm of another."""
-    rows = tensor.flatten(1) if name in _OF_EXPERTS else tensor.reshape(1, -1)
+    rows = tensor.flatten(1) if name in _OF_EXPERTS else tensor.flatten().unsqueeze(0)
     return torch.linalg.vector_norm(rows, dim=1)

@@ -214,11 +214,12 @@ KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
     "rounding": lambda cell, argument: checks.check_activations_are_rounded(cell, QuantScheme.from_dict(argument)),
     "gradients": lambda cell, argument: gradients.check_gradients(_case(cell, argument), argument["is_first"]),
     "gradient_faults": lambda cell, argument: gradients.check_gradient_faults(cell),
-    "trained_in_place": lambda cell, argument: gradients.check_trained_in_place(cell),
+    "training": lambda cell, argument: gradients.check_training(cell),
     "reload": lambda cell, argument: checks.check_reload(cell),
     "equal_bits": lambda cell, argument: checks.check_equal_bits(cell),
     "graph": lambda cell, argument: checks.check_graph_replay(cell),
     "synchronization": lambda cell, argument: checks.check_no_synchronization(cell),
+    "gradient_launches": lambda cell, argument: gradients.check_gradient_launches(cell),
     "compile": lambda cell, argument: checks.check_compiles(cell),
     "drawn": _drawn,
 }
@@ -227,5 +228,5 @@ KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
 # Poisoning would disturb `compile`, which inspects a compiled graph, and GPU kinds that watch launches.
 _POISONED_KINDS: Final = (
     *("permute", "numbers", "faults", "rounding", "reload", "drawn"),
-    *("gradients", "gradient_faults", "trained_in_place"),
+    *("gradients", "gradient_faults", "training"),
 )

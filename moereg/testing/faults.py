@@ -183,14 +183,14 @@ def neighbors_row_added(backward: BackwardPass) -> dict[str, torch.Tensor] | Non
     experts = backward.local_ids[backward.local_ids >= 0].unique().tolist()
     if len(experts) < 2:
         return None
-    expert, neighbor = experts[:2]
-    token, slot = torch.nonzero(backward.local_ids == neighbor)[0].tolist()
     topk_ids = torch.full_like(backward.inputs.topk_ids, -1)
-    topk_ids[token, slot] = backward.inputs.topk_ids[token, slot]
-    row = backward.with_inputs(topk_ids=topk_ids)
+    for expert in experts[1:]:
+        token, slot = torch.nonzero(backward.local_ids == expert)[0].tolist()
+        topk_ids[token, slot] = backward.inputs.topk_ids[token, slot]
+    first_rows = backward.with_inputs(topk_ids=topk_ids)
     found = {name: tensor.clone() for name, tensor in backward.of_experts().items()}
     for name, tensor in found.items():
-        tensor[expert] += row[name][neighbor]
+        tensor[experts[:-1]] += first_rows[name][experts[1:]]
     return found
 
 
@@ -218,7 +218,7 @@ GRADIENT_FAULTS: Final[dict[str, GradientFault]] = {
     "gradient of routing weights dropped": routing_gradient_dropped,
     "gradients not scaled by routing weights": routing_weights_left_out,
     "last route left out of the gradient of hidden_states": last_route_left_out,
-    "a row of the next expert in an expert's gradients": neighbors_row_added,
+    "the next expert's first row in an expert's gradients": neighbors_row_added,
     "gradients of an expert without rows not written": empty_expert_unwritten,
     "gradients with the weights before a step": weights_before_a_step,
 }

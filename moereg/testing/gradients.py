@@ -21,10 +21,12 @@ from moereg.dispatch import evaluate
 from moereg.experts import ExpertInputs, Gradients
 from moereg.layer.backend_calls import make_experts, permute
 from moereg.layer.expert_map import resolve_expert_map
+from moereg.layer.factory import make_unchecked_kernel
 from moereg.numerics.gradients import ReferenceGradients, reference_gradients
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import BackendCell
+from moereg.runtime.gc_pause import collecting_later
 from moereg.runtime.torch_state import plain_torch
 from moereg.selection.request import Request
 from moereg.testing.cases import Case, calls_of, is_imitated, runnable_platform, select_cell
@@ -124,12 +126,6 @@ class GuardedTraining:
         """The expected gradients of a call."""
         return reference_gradients(self.case.problem, self.weights, *inputs.call, grad_out, self.expert_map)
 
-    def write(self, weights: ExpertWeights) -> None:
-        """Writes other values into the canonical weights, as an optimizer does."""
-        for name, tensor in weights.tensors().items():
-            self.weights.tensors()[name].copy_(tensor)
-        self._memory.refreeze()
-
     def run(
         self,
         inputs: Inputs,
@@ -184,29 +180,41 @@ class GuardedTraining:
         self, inputs: Inputs, grad_out: torch.Tensor, found: Mapping[str, torch.Tensor], truth: ReferenceGradients
     ) -> None:
         """Raises AssertionError if an error exceeds its bound, naming usual mistakes that explain it."""
-        wrong = [each for each in truth.compare(found) if not each.is_within]
-        if not wrong:
-            return
-        worst = max(wrong, key=lambda each: math.inf if math.isnan(each.error) else each.error / (each.bound or 1))
-        causes: tuple[str, ...] = ()
-        with contextlib.suppress(Exception):  # Such as a lack of memory: what was found above still holds.
-            causes = tuple(self._causes(inputs, grad_out, found, truth))
-        others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        text = f"gradient of {worst.name}{others}: error {worst.error:.2e}, bound {worst.bound:.0e}"
-        raise AssertionError(text + worded(causes))
+        _check_close(found, truth, self.weights, inputs, grad_out, self.expert_map)
 
-    def _causes(
-        self, inputs: Inputs, grad_out: torch.Tensor, found: Mapping[str, torch.Tensor], truth: ReferenceGradients
-    ) -> Iterator[str]:
-        def run(weights: ExpertWeights, inputs: Inputs) -> dict[str, torch.Tensor]:
-            return reference_gradients(self.case.problem, weights, *inputs.call, grad_out, self.expert_map).tensors
 
+def _check_close(
+    found: Mapping[str, torch.Tensor],
+    truth: ReferenceGradients,
+    weights: ExpertWeights,
+    inputs: Inputs,
+    grad_out: torch.Tensor,
+    expert_map: torch.Tensor | None,
+) -> None:
+    wrong = [each for each in truth.compare(found) if not each.is_within]
+    if not wrong:
+        return
+
+    def run(weights: ExpertWeights, inputs: Inputs) -> dict[str, torch.Tensor]:
+        return reference_gradients(truth.problem, weights, *inputs.call, grad_out, expert_map).tensors
+
+    worst = max(wrong, key=lambda each: math.inf if math.isnan(each.error) else each.error / (each.bound or 1))
+    others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    causes: tuple[str, ...] = ()
+    with contextlib.suppress(Exception):  # Such as a lack of memory: what was found above still holds.
         right = {name: truth.tensors[name] for name in found}
-        for name, wrong in plant_gradient_faults(BackwardPass(run, self.weights, inputs, truth.local_ids, right)):
-            is_alike = all(torch.equal(found[key].isnan(), tensor.isnan()) for key, tensor in wrong.items())
-            mistaken = dataclasses.replace(truth, tensors=_without_nan(wrong))
-            if is_alike and all(each.is_within for each in mistaken.compare(_without_nan(found))):
-                yield name
+        causes = tuple(_causes(found, truth, BackwardPass(run, weights, inputs, truth.local_ids, right)))
+    text = f"gradient of {worst.name}{others}: error {worst.error:.2e}, bound {worst.bound:.0e}"
+    raise AssertionError(text + worded(causes))
+
+
+def _causes(found: Mapping[str, torch.Tensor], truth: ReferenceGradients, backward: BackwardPass) -> Iterator[str]:
+    """Names the faults that give the gradients that were found."""
+    for name, wrong in plant_gradient_faults(backward):
+        is_alike = all(torch.equal(found[key].isnan(), tensor.isnan()) for key, tensor in wrong.items())
+        mistaken = dataclasses.replace(truth, tensors=_without_nan(wrong))
+        if is_alike and all(each.is_within for each in mistaken.compare(_without_nan(found))):
+            yield name
 
 
 def _without_nan(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -329,16 +337,68 @@ def check_gradient_faults(cell: BackendCell) -> None:
         )
 
 
-def check_trained_in_place(cell: BackendCell) -> None:
-    """Weights that an optimizer has written are those of the next forward and backward pass."""
+def check_training(cell: BackendCell) -> None:
+    """A layer backpropagates into its inputs and weights, without tokens too, and follows a step that wrote these."""
+    case = gradient_cases(cell)[0]
+    problem, expert_map = case.problem, make_expert_map(case.problem, case.device)
+    tensors = {
+        name: torch.nn.Parameter(tensor, requires_grad="weights" in problem.gradients)
+        for name, tensor in make_weights(problem, case.device).tensors().items()
+    }
+    weights = ExpertWeights(**tensors)  # type: ignore[arg-type]
+    kernel = make_unchecked_kernel(problem, weights, selection=select_cell(case), expert_map=expert_map)
+    for call, num_tokens, seed in (("at first", 17, 0), ("without tokens", 0, 0), ("after a step", 17, 7)):
+        with torch.no_grad():
+            for name, tensor in make_weights(problem, case.device, seed).tensors().items():
+                tensors[name].copy_(tensor)
+        inputs = make_inputs(problem, num_tokens, "uniform", case.device)
+        grad_out = make_grad_out(inputs)
+        truth = reference_gradients(problem, weights, *inputs.call, grad_out, expert_map)
+        leaves = {**vars(inputs), **tensors}
+        for name in ("hidden_states", "topk_weights"):
+            leaves[name].requires_grad_(name in problem.gradients)
+        followed = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        with torch.enable_grad():
+            found = torch.autograd.grad(kernel(*inputs.call), list(followed.values()), grad_out)
+        with _prefixed(call):
+            _check_close(dict(zip(followed, found, strict=True)), truth, weights, inputs, grad_out, expert_map)
+
+
+def check_gradient_launches(cell: BackendCell) -> None:
+    """Neither pass waits for the device, and a replayed graph of both reads its inputs anew; needs a CUDA device."""
     case = gradient_cases(cell)[0]
     training = GuardedTraining(case, make_weights(case.problem, case.device))
-    inputs = make_inputs(case.problem, 17, "uniform", case.device)
-    grad_out = make_grad_out(inputs)
-    training.run(inputs, grad_out)
-    training.write(make_weights(case.problem, case.device, seed=7))
-    with _prefixed("after a step that wrote the weights in place"):
-        training.check(inputs, grad_out, num_calls=1)
+    inputs = make_inputs(case.problem, 63, "uniform", case.device)
+    call = _Call(training, inputs, make_grad_out(inputs), "stale", training.names, None)
+
+    def both() -> None:
+        call.forward()
+        call.backward()
+
+    both()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        both()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    if not cell.facts.graph_capture:
+        return
+    graph = torch.cuda.CUDAGraph()
+    with collecting_later(), torch.cuda.graph(graph):
+        both()
+    for seed in (3, 4):
+        fresh = make_inputs(case.problem, 63, "skewed", case.device, seed)
+        grad_out = make_grad_out(fresh, seed)
+        for tensor, other in zip((*call.inputs.call, call.grad_out), (*fresh.call, grad_out), strict=True):
+            tensor.copy_(other)
+        for tensor in call.grads.values():
+            tensor.fill_(torch.nan)
+        graph.replay()
+        expected = training.run(fresh, grad_out)[1]
+        assert all(same_bits(call.grads[name], tensor) for name, tensor in expected.items()), (
+            "a replayed graph gave other gradients than eager code"
+        )
 
 
 def _check_parts(training: GuardedTraining) -> None:

@@ -133,12 +133,6 @@ class GuardedMemory:
             if block.frozen is None:
                 block.frozen, block.version = block.raw.clone(), block.tensor._version
 
-    def refreeze(self) -> None:
-        """Forbids changes from now on to every tensor made so far, whatever was written before."""
-        for block in self._blocks:
-            block.frozen = None
-        self.freeze()
-
     def check(self) -> None:
         """Synchronizes and compares every byte that must not have changed.
 

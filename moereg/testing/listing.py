@@ -169,8 +169,7 @@ def _promises(cell: BackendCell, is_idle: bool, is_known: bool) -> Iterator[tupl
         yield "gradients", {"problem": case.problem.to_dict(), "is_first": place == 0 and not is_known}
     if trained:
         yield "gradient_faults", None
-    if "weights" in cell.facts.gradients and trained:
-        yield "trained_in_place", None
+        yield "training", None
     yield "reload", None
     if cell.facts.deterministic and not is_imitated(cell):
         yield "equal_bits", None
@@ -178,6 +177,8 @@ def _promises(cell: BackendCell, is_idle: bool, is_known: bool) -> Iterator[tupl
         if cell.facts.graph_capture:
             yield "graph", None
         yield "synchronization", None
+        if trained:
+            yield "gradient_launches", None
     yield "compile", None
 
 
@@ -195,6 +196,8 @@ def _unchecked(cell: BackendCell) -> Iterator[str]:
         yield "that a call never waits for the device"
         if cell.facts.graph_capture:
             yield "capture in a CUDA graph"
+        if cell.facts.gradients:
+            yield "the same of its backward pass"
 
 
 def draw_check(

@@ -1,4 +1,4 @@
-"""A backend for tests that trains: an honest kernel in 16 bits, in steps that a subclass can get wrong one at a time."""
+"""A backend for tests that trains: an honest kernel in 16 bits, in steps that a subclass can get wrong."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tests.support.fakes import EVERYTHING, FakeExperts
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Tokens and slots of an expert's rows."""
+Operands = dict[int, dict[str, tuple[torch.Tensor, torch.Tensor]]]
+"""Left and right rows of each product by expert and tensor."""
 
 
 class TrainingExperts(FakeExperts):
@@ -55,25 +57,30 @@ class TrainingExperts(FakeExperts):
     ) -> None:
         by_route = torch.zeros(*inputs.topk_ids.shape, grad_out.shape[1])
         routing = torch.zeros_like(inputs.topk_weights)
-        of_experts = {name: torch.zeros(tensor.shape) for name, tensor in weights.per_expert.items()}  # type: ignore[union-attr]
+        operands: Operands = {}
         for expert, rows in self.experts_with_rows(inputs):
             x, grad = inputs.hidden_states[rows[0]].float(), grad_out[rows[0]].float()
             scale = self.routing_weights(inputs, rows)
-            pre = saved["pre"][rows].float()
             grad_act = self.rounded(grad @ self.matrix(weights, "w2", expert))
-            act, grad_pre = self.act(pre, self.rounded(scale * grad_act))
+            act, grad_pre = self.act(saved["pre"][rows].float(), self.rounded(scale * grad_act))
             routing[rows] = self.routing_gradient(grad_act, act)
             by_route[rows] = self.rounded(grad_pre @ self.matrix(weights, "w13", expert))
-            rows_of = {"w13": grad_pre, "w2": grad, "w13_bias": grad_pre, "w2_bias": self.rounded(scale * grad)}
-            of_experts["w13"][expert] = rows_of["w13"].T @ x
-            of_experts["w2"][expert] = grad.T @ self.rounded(scale * act)
+            operands[expert] = {"w13": (grad_pre, x), "w2": (grad, self.rounded(scale * act))}
             if self.problem.has_bias:
                 routing[rows] += (grad * weights["w2_bias"][expert].float()).sum(1)
-                for name in ("w13_bias", "w2_bias"):
-                    of_experts[name][expert] = rows_of[name].sum(0)
+                one = torch.ones(len(x), 1)
+                operands[expert] |= {"w13_bias": (grad_pre, one), "w2_bias": (self.rounded(scale * grad), one)}
+        of_experts = {name: torch.zeros(tensor.shape) for name, tensor in weights.per_expert.items()}  # type: ignore[union-attr]
+        for expert, pairs in self.deep(operands).items():
+            for name, (left, right) in pairs.items():
+                of_experts[name][expert] = (left.T @ right).view(of_experts[name][expert].shape)
         found = {"hidden_states": by_route.sum(1), "topk_weights": routing, **of_experts}
         for name, tensor in found.items():
             self.write(name, getattr(grads, name), tensor, grads.accumulate and name in of_experts, inputs)
+
+    def deep(self, operands: Operands) -> Operands:
+        """The operands of the products that sum over an expert's rows."""
+        return operands
 
     def write(
         self, name: str, out: torch.Tensor | None, found: torch.Tensor, accumulates: bool, inputs: ExpertInputs
