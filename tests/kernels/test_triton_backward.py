@@ -17,7 +17,6 @@ import torch
 
 from moereg.kernels.backward.config import (
     MIN_TRAINING_BLOCK_M,
-    TRAINING_RULES,
     TrainingConfigs,
     select_training_configs,
 )
@@ -28,8 +27,7 @@ from moereg.kernels.backward.products import (
     num_partials,
     saving_gate_up,
 )
-from moereg.kernels.backward.routes import routing_gradients
-from moereg.kernels.backward.weights import bias_gradients, weight_gradients
+from moereg.kernels.backward.weights import bias_gradients, routing_gradients, weight_gradients
 from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.epilogue import ActivationConstant
 from moereg.numerics.reference import relative_error
@@ -57,10 +55,9 @@ def tile(m: int, n: int, k: int) -> GroupedGemmConfig:
 
 # Sums over several tiles and steps, and tails of all three sizes.
 SMALL = TrainingConfigs(
-    gate_up=tile(m=16, n=64, k=32),
-    down=tile(m=16, n=64, k=32),
+    element_bytes=2,
+    rows=tile(m=16, n=64, k=32),
     down_input=tile(m=16, n=32, k=64),
-    gate_up_input=tile(m=16, n=32, k=64),
     weights=tile(m=32, n=64, k=16),
 )
 
@@ -161,14 +158,14 @@ def test_forward_keeps_the_rows_before_the_activation(layer: Layer) -> None:
     case = Case(layer)
     act, pre = case.guarded(layer.intermediate_size), case.guarded(case.columns)
     named: dict[str, Any] = {"top_k": layer.top_k, "bias": case.w13_bias}
-    saving_gate_up(act.tensor, pre.tensor, case.x, case.w13, case.plan, SMALL.gate_up, case.constant, **named)
+    saving_gate_up(act.tensor, pre.tensor, case.x, case.w13, case.plan, SMALL.rows, case.constant, **named)
     expected = torch.einsum("nh,nch->nc", case.x[case.tokens].double(), case.w13[case.experts].double())
     if case.w13_bias is not None:
         expected += case.w13_bias[case.experts].double()
     case.check(pre, expected)
     case.check(act, case.activation(expected))
     alone = case.guarded(layer.intermediate_size)
-    saving_gate_up(alone.tensor, None, case.x, case.w13, case.plan, SMALL.gate_up, case.constant, **named)
+    saving_gate_up(alone.tensor, None, case.x, case.w13, case.plan, SMALL.rows, case.constant, **named)
     assert torch.equal(alone.tensor[: case.num_rows], act.tensor[: case.num_rows])
 
 
@@ -177,7 +174,7 @@ def test_second_product_and_its_routing_weights(layer: Layer) -> None:
     case = Case(layer)
     act, out = case.sorted_rows(layer.intermediate_size), case.guarded(layer.hidden_size)
     named: dict[str, Any] = {"topk_weights": case.topk_weights, "bias": case.w2_bias}
-    down_rows(out.tensor, act, case.w2, case.plan, SMALL.down, **named)
+    down_rows(out.tensor, act, case.w2, case.plan, SMALL.rows, **named)
     expected = torch.einsum("ni,nhi->nh", act[: case.num_rows].double(), case.w2[case.experts].double())
     if case.w2_bias is not None:
         expected += case.w2_bias[case.experts].double()
@@ -228,7 +225,7 @@ def test_gradients_of_the_second_products_input(layer: Layer) -> None:
 def test_gradients_of_each_routes_token(layer: Layer) -> None:
     case = Case(layer)
     pre_grad, out = case.sorted_rows(case.columns), case.guarded(layer.hidden_size)
-    gate_up_input_gradients(out.tensor, pre_grad, case.w13, case.plan, SMALL.gate_up_input)
+    gate_up_input_gradients(out.tensor, pre_grad, case.w13, case.plan, SMALL.rows)
     case.check(out, torch.einsum("nc,nch->nh", pre_grad[: case.num_rows].double(), case.w13[case.experts].double()))
 
 
@@ -349,10 +346,8 @@ def test_experts_may_lie_2_to_the_31_elements_apart() -> None:
 def test_configs_share_a_plan_and_fit_shared_memory(element_bytes: int, shared_bytes: int) -> None:
     for rows in (0.01, 96, 97, 1e9):
         configs = select_training_configs(rows, element_bytes, shared_bytes)
-        products = [getattr(configs, field.name) for field in dataclasses.fields(configs)]
-        assert {config.block_m for config in products[:4]} == {configs.block_m}
+        assert configs.rows.block_m == configs.down_input.block_m
         assert configs.block_m >= MIN_TRAINING_BLOCK_M
-        for config in products:
+        for config in (configs.rows, configs.down_input, configs.weights):
             stage = (config.block_m + config.block_n) * config.block_k * element_bytes
             assert config.num_stages == 1 or config.num_stages * stage < shared_bytes
-    assert {rule.element_bytes for rule in TRAINING_RULES} == {2, 4}

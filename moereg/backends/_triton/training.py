@@ -28,10 +28,9 @@ from moereg.kernels.backward.products import (
     num_partials,
     saving_gate_up,
 )
-from moereg.kernels.backward.routes import routing_gradients
-from moereg.kernels.backward.weights import bias_gradients, weight_gradients
+from moereg.kernels.backward.weights import bias_gradients, routing_gradients, weight_gradients
 from moereg.kernels.launch.device import max_shared_bytes
-from moereg.kernels.rows.plan import RoutePlan, plan_in, route_workspace_numel
+from moereg.kernels.rows.plan import plan_in, route_workspace_numel
 from moereg.kernels.rows.reduce import reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
@@ -84,21 +83,20 @@ class Training(TrainingImplementation):
             inputs.hidden_states,
             weights["w13"],
             plan,
-            configs.gate_up,
+            configs.rows,
             epilogue.constant,
             top_k=problem.top_k,
             bias=epilogue.bias,
         )
         # Weighted before they are rounded, as float16 needs it.
-        factors = inputs.topk_weights
-        down_rows(rows, act, weights["w2"], plan, configs.down, topk_weights=factors, bias=weights.get("w2_bias"))
+        factors, bias = inputs.topk_weights, weights.get("w2_bias")
+        down_rows(rows, act, weights["w2"], plan, configs.rows, topk_weights=factors, bias=bias)
         reduce_sorted_rows(call.out, rows, plan.route_row, None)
 
     def run_backward(self, call: Call, grads: Gradients, saved: Mapping[str, torch.Tensor]) -> None:
         problem, inputs, weights, grad_out = self.problem, call.inputs, call.weights, call.out
         configs, num_tokens = self._configs(call), self._num_tokens(call)
-        num_routes = inputs.topk_ids.numel()
-        plan = plan_in(saved["plan"], num_routes, problem.num_local_experts, configs.block_m)
+        plan = plan_in(saved["plan"], inputs.topk_ids.numel(), problem.num_local_experts, configs.block_m)
         first, second = call.workspace13.view(torch.uint8), call.workspace2.view(torch.uint8)
         pre_grad, act = cut(first, self._pre_gradient(num_tokens), self._activation(num_tokens))
         rows, partials = cut(second, self._rows(num_tokens), self._partials(num_tokens, configs.down_input.block_n))
@@ -119,20 +117,9 @@ class Training(TrainingImplementation):
         if grads.topk_weights is not None:
             routing_gradients(grads.topk_weights, partials, grad_out, plan, bias=weights.get("w2_bias"))
         if grads.hidden_states is not None:
-            gate_up_input_gradients(rows, pre_grad, weights["w13"], plan, configs.gate_up_input)
+            gate_up_input_gradients(rows, pre_grad, weights["w13"], plan, configs.rows)
             reduce_sorted_rows(grads.hidden_states, rows, plan.route_row, None)
-        self._weight_gradients(call, grads, plan, configs, pre_grad, act)
-
-    def _weight_gradients(
-        self,
-        call: Call,
-        grads: Gradients,
-        plan: RoutePlan,
-        configs: TrainingConfigs,
-        pre_grad: torch.Tensor,
-        act: torch.Tensor,
-    ) -> None:
-        top_k, grad_out, inputs, add = self.problem.top_k, call.out, call.inputs, grads.accumulate
+        top_k, add = problem.top_k, grads.accumulate
         if grads.w13 is not None:
             given = grads.w13, pre_grad, inputs.hidden_states, plan, configs.weights
             weight_gradients(*given, top_k=top_k, gathers="right", accumulate=add)

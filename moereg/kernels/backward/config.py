@@ -45,100 +45,69 @@ def product_tile(config: GroupedGemmConfig, num_columns: int, *, depth: int = 0,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfigs:
-    """Configurations of a call's products; the first four share their `block_m`, since they share a plan.
+    """Configurations of a call's products, and the limits within which they apply; the first two share a plan.
 
     Attributes:
-        gate_up: pre-activation and activation, from tokens.
-        down: routes' results, from the activation.
-        down_input: gradient of the pre-activation, from that of the output.
-        gate_up_input: routes' gradients of their tokens, from that of the pre-activation.
+        rows: products of sorted rows and weights: both of the forward pass, and routes' gradients of their tokens.
+        down_input: gradient of the pre-activation, whose epilogue holds more.
         weights: gradients of w13 and w2; rows and columns are the weight's, and a step takes `block_k` routes.
+        element_bytes: bytes of an activation.
+        max_rows_per_expert: largest average number of rows per expert.
+        min_shared_bytes: least shared memory that a program may use on the device.
     """
 
-    gate_up: GroupedGemmConfig
-    down: GroupedGemmConfig
+    rows: GroupedGemmConfig
     down_input: GroupedGemmConfig
-    gate_up_input: GroupedGemmConfig
     weights: GroupedGemmConfig
+    element_bytes: int
+    max_rows_per_expert: float = math.inf
+    min_shared_bytes: int = 0
 
     @property
     def block_m(self) -> int:
         """Rows of a tile of the plan."""
-        return self.gate_up.block_m
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRule:
-    """A row of the table: it applies within its limits.
-
-    Attributes:
-        element_bytes: bytes of an activation.
-        max_rows_per_expert: largest average number of rows per expert.
-        min_shared_bytes: least shared memory that a program may use on the device.
-        configs: of all products.
-    """
-
-    element_bytes: int
-    max_rows_per_expert: float = math.inf
-    min_shared_bytes: int = 0
-    configs: TrainingConfigs
+        return self.rows.block_m
 
 
 def _tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> GroupedGemmConfig:
     return GroupedGemmConfig(block_m=m, block_n=n, block_k=k, group_m=group, num_warps=warps, num_stages=stages)
 
 
-TRAINING_RULES: Final = (
-    TrainingRule(
+# The first whose limits hold.
+TRAINING_CONFIGS: Final = (
+    TrainingConfigs(
         element_bytes=2,
         max_rows_per_expert=96,
-        configs=TrainingConfigs(
-            gate_up=_tile(m=64, n=128, k=64, group=1, warps=4, stages=4),
-            down=_tile(m=64, n=128, k=64, group=1, warps=4, stages=4),
-            down_input=_tile(m=64, n=64, k=64, group=1, warps=4, stages=4),
-            gate_up_input=_tile(m=64, n=128, k=64, group=1, warps=4, stages=4),
-            weights=_tile(m=128, n=128, k=64, group=4, warps=8, stages=4),
-        ),
+        rows=_tile(m=64, n=128, k=64, group=1, warps=4, stages=4),
+        down_input=_tile(m=64, n=64, k=64, group=1, warps=4, stages=4),
+        weights=_tile(m=128, n=128, k=64, group=4, warps=8, stages=4),
     ),
-    TrainingRule(
+    TrainingConfigs(
         element_bytes=2,
         min_shared_bytes=200 * 1024,
-        configs=TrainingConfigs(
-            gate_up=_tile(m=128, n=256, k=64, group=8, warps=8, stages=3),
-            down=_tile(m=128, n=256, k=64, group=8, warps=8, stages=3),
-            # Half the columns: the epilogue holds both halves of the pre-activation beside the product.
-            down_input=_tile(m=128, n=128, k=64, group=8, warps=8, stages=4),
-            gate_up_input=_tile(m=128, n=256, k=64, group=8, warps=8, stages=3),
-            weights=_tile(m=128, n=256, k=64, group=4, warps=8, stages=4),
-        ),
+        rows=_tile(m=128, n=256, k=64, group=8, warps=8, stages=3),
+        down_input=_tile(m=128, n=128, k=64, group=8, warps=8, stages=4),
+        weights=_tile(m=128, n=256, k=64, group=4, warps=8, stages=4),
     ),
     # Before Hopper, whose matrix units read operands from shared memory, these and the product share the registers.
-    TrainingRule(
+    TrainingConfigs(
         element_bytes=2,
-        configs=TrainingConfigs(
-            gate_up=_tile(m=128, n=128, k=64, group=8, warps=8, stages=3),
-            down=_tile(m=128, n=128, k=64, group=8, warps=8, stages=3),
-            down_input=_tile(m=128, n=64, k=64, group=8, warps=8, stages=3),
-            gate_up_input=_tile(m=128, n=128, k=64, group=8, warps=8, stages=3),
-            weights=_tile(m=128, n=128, k=64, group=4, warps=8, stages=3),
-        ),
+        rows=_tile(m=128, n=128, k=64, group=8, warps=8, stages=3),
+        down_input=_tile(m=128, n=64, k=64, group=8, warps=8, stages=3),
+        weights=_tile(m=128, n=128, k=64, group=4, warps=8, stages=3),
     ),
-    TrainingRule(
+    TrainingConfigs(
         element_bytes=4,
-        configs=TrainingConfigs(
-            gate_up=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
-            down=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
-            down_input=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
-            gate_up_input=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
-            weights=_tile(m=64, n=64, k=32, group=4, warps=8, stages=2),
-        ),
+        rows=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
+        down_input=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
+        weights=_tile(m=64, n=64, k=32, group=4, warps=8, stages=2),
     ),
 )
 
-MIN_TRAINING_BLOCK_M: Final = min(rule.configs.block_m for rule in TRAINING_RULES)
+MIN_TRAINING_BLOCK_M: Final = min(configs.block_m for configs in TRAINING_CONFIGS)
 """Sizes a plan before the configuration is known."""
 
-MIN_DOWN_INPUT_BLOCK_N: Final = min(rule.configs.down_input.block_n for rule in TRAINING_RULES)
+MIN_DOWN_INPUT_BLOCK_N: Final = min(configs.down_input.block_n for configs in TRAINING_CONFIGS)
 """Likewise sizes the sums over the columns of tiles."""
 
 
@@ -153,19 +122,14 @@ def select_training_configs(
         shared_bytes: shared memory that one program may use on the device, None for no limit; shortens pipelines that
             would not fit.
     """
-    for rule in TRAINING_RULES:
-        if (
-            element_bytes == rule.element_bytes
-            and rows_per_expert <= rule.max_rows_per_expert
-            and rule.min_shared_bytes <= (math.inf if shared_bytes is None else shared_bytes)
-        ):
+    room = math.inf if shared_bytes is None else shared_bytes
+    for configs in TRAINING_CONFIGS:
+        is_within = rows_per_expert <= configs.max_rows_per_expert and configs.min_shared_bytes <= room
+        if element_bytes == configs.element_bytes and is_within:
+            products = {"rows": configs.rows, "down_input": configs.down_input, "weights": configs.weights}
             fitted = {
-                field.name: _fitted(getattr(rule.configs, field.name), element_bytes, shared_bytes)
-                for field in dataclasses.fields(TrainingConfigs)
+                name: fit_pipeline(tile, tile.block_k * (tile.block_m + tile.block_n) * element_bytes, shared_bytes)
+                for name, tile in products.items()
             }
-            return TrainingConfigs(**fitted)
+            return dataclasses.replace(configs, **fitted)
     raise AssertionError(f"no launch configuration for {element_bytes}-byte elements")
-
-
-def _fitted(config: GroupedGemmConfig, element_bytes: int, shared_bytes: int | None) -> GroupedGemmConfig:
-    return fit_pipeline(config, config.block_k * (config.block_m + config.block_n) * element_bytes, shared_bytes)

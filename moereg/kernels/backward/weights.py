@@ -1,4 +1,4 @@
-"""Gradients of weights and biases: products whose depth is an expert's number of routes, in Triton.
+"""Gradients of weights and biases, products as deep as an expert has routes, and of routing weights, in Triton.
 
 Sizes as in `products`, and of a weight R rows and C columns. A program adds up all rows of its expert in order, so
 equal inputs give equal bits; an expert without rows gets zeros.
@@ -16,8 +16,8 @@ from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.rows.tiles import tile_of_number
 
-_BIAS_ROWS = 64
-_BIAS_COLUMNS = 64
+_ROWS = 64
+_COLUMNS = 64
 
 
 @triton.jit
@@ -121,6 +121,43 @@ def _bias_gradients_kernel(
     _store_gradient(grad + expert.to(tl.int64) * stride_expert + columns, total, column_mask, ACCUMULATE)
 
 
+@triton.jit(do_not_specialize=["num_routes"])
+def _routing_gradients_kernel(
+    grad,
+    partials,
+    grad_out,
+    bias,
+    route_row,
+    route_expert,
+    num_routes,
+    num_partials,
+    hidden_size,
+    stride_grad_out,
+    stride_bias,
+    TOP_K: tl.constexpr,
+    ROUTES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    routes = tl.program_id(0) * ROUTES + tl.arange(0, ROUTES)  # [ROUTES]
+    exists = routes < num_routes
+    row = tl.load(route_row + routes, mask=exists, other=-1)
+    # Routes that add nothing have no rows.
+    valid = row >= 0
+    total = tl.zeros([ROUTES], dtype=tl.float32)
+    for number in range(0, num_partials):
+        total += tl.load(partials + tl.cast(number, tl.int64) * num_routes + row, mask=valid, other=0.0)
+    if bias is not None:
+        expert = tl.load(route_expert + routes, mask=valid, other=0).to(tl.int64)
+        tokens = (routes // TOP_K).to(tl.int64)
+        for start in range(0, hidden_size, COLUMNS):
+            columns = start + tl.arange(0, COLUMNS)  # [COLUMNS]
+            mask = valid[:, None] & (columns < hidden_size)[None, :]  # [ROUTES, COLUMNS]
+            x = tl.load(grad_out + tokens[:, None] * stride_grad_out + columns[None, :], mask=mask, other=0.0)
+            b = tl.load(bias + expert[:, None] * stride_bias + columns[None, :], mask=mask, other=0.0)
+            total += tl.sum(x.to(tl.float32) * b.to(tl.float32), 1)
+    tl.store(grad + routes, total, mask=exists)
+
+
 def weight_gradients(
     grad: torch.Tensor,
     left: torch.Tensor,
@@ -185,12 +222,44 @@ def bias_gradients(
     assert topk_weights is None or topk_weights.is_contiguous()
     launch(
         _bias_gradients_kernel,
-        (num_experts, triton.cdiv(num_columns, _BIAS_COLUMNS)),
+        (num_experts, triton.cdiv(num_columns, _COLUMNS)),
         *(grad, rows, topk_weights, plan.sorted_routes, plan.expert_offsets),
         *(num_columns, grad.stride(0), rows.stride(0)),
         TOP_K=0 if topk_weights is None else topk_weights.shape[1],
         ACCUMULATE=accumulate,
-        ROWS=_BIAS_ROWS,
-        COLUMNS=_BIAS_COLUMNS,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        num_warps=4,
+    )
+
+
+def routing_gradients(
+    grad: torch.Tensor,
+    partials: torch.Tensor,
+    grad_out: torch.Tensor,
+    plan: RoutePlan,
+    *,
+    bias: torch.Tensor | None,
+) -> None:
+    """Writes each route's `<grad_out[token], act @ w2[expert].T + bias>`.
+
+    Args:
+        grad: [T, K] fp32, contiguous: overwritten; zero for routes that add nothing.
+        partials: [tiles, N] fp32, contiguous, from `down_input_gradients`; added in order.
+        grad_out: [T, H] bf16, fp16 or fp32, rows contiguous.
+        plan: the sorted routes.
+        bias: of the second product, [E, H], any float dtype, rows contiguous; None: no bias.
+    """
+    num_routes = grad.numel()
+    assert partials.shape[1] == num_routes and partials.is_contiguous() and grad.is_contiguous()
+    assert grad_out.stride(1) == 1 and (bias is None or bias.stride(1) == 1)
+    launch(
+        _routing_gradients_kernel,
+        (triton.cdiv(num_routes, _ROWS),),
+        *(grad, partials, grad_out, bias, plan.route_row, plan.route_expert),
+        *(num_routes, len(partials), grad_out.shape[1], grad_out.stride(0), 0 if bias is None else bias.stride(0)),
+        TOP_K=grad.shape[1],
+        ROUTES=_ROWS,
+        COLUMNS=_COLUMNS,
         num_warps=4,
     )

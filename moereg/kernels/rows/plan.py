@@ -97,14 +97,8 @@ def plan_sizes(num_routes: int, num_local_experts: int, block_m: int, config: So
     }
 
 
-def plan_in(
-    workspace: torch.Tensor,
-    num_routes: int,
-    num_local_experts: int,
-    block_m: int,
-    config: SortConfig = DEFAULT_SORT_CONFIG,
-) -> RoutePlan:
+def plan_in(workspace: torch.Tensor, num_routes: int, num_local_experts: int, block_m: int) -> RoutePlan:
     """Returns the plan that `sort_routes`, given the same sizes and no other options, wrote to a workspace."""
-    pieces = cut_workspace(workspace, plan_sizes(num_routes, num_local_experts, block_m, config))
+    pieces = cut_workspace(workspace, plan_sizes(num_routes, num_local_experts, block_m, DEFAULT_SORT_CONFIG))
     del pieces["expert_counts"], pieces["chunk_counts"]
     return RoutePlan(**pieces, block_m=block_m)
