@@ -97,6 +97,11 @@ class ReferenceGradients:
         """Compares a kernel's gradients, those that there are, each with its bound. Synchronizes the device."""
         return [comparison for name, tensor in found.items() for comparison in self._compare(name, tensor)]
 
+    def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> ReferenceGradients:
+        """Other gradients of the same call, such as those of a mistake."""
+        sizes = {name: _norms(name, tensor) for name, tensor in tensors.items() if name != "topk_weights"}
+        return dataclasses.replace(self, tensors=dict(tensors), sizes={**self.sizes, **sizes})
+
     def _compare(self, name: str, found: torch.Tensor) -> Iterator[Comparison]:
         is_routed = self.local_ids >= 0
         if name in _OF_EXPERTS:

@@ -227,9 +227,10 @@ GRADIENT_FAULTS: Final[dict[str, GradientFault]] = {
 def plant_gradient_faults(backward: BackwardPass) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Yields every fault that a backward pass can have, with its name and all gradients that it computes."""
     for name, fault in GRADIENT_FAULTS.items():
-        spoiled = fault(backward)
-        if spoiled is not None:
-            yield name, {**backward.right, **{key: spoiled[key] for key in spoiled.keys() & backward.right.keys()}}
+        spoiled = fault(backward) or {}
+        # A class may compute some gradients only.
+        if keys := spoiled.keys() & backward.right.keys():
+            yield name, {**backward.right, **{key: spoiled[key] for key in keys}}
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -212,7 +212,7 @@ def _causes(found: Mapping[str, torch.Tensor], truth: ReferenceGradients, backwa
     """Names the faults that give the gradients that were found."""
     for name, wrong in plant_gradient_faults(backward):
         is_alike = all(torch.equal(found[key].isnan(), tensor.isnan()) for key, tensor in wrong.items())
-        mistaken = dataclasses.replace(truth, tensors=_without_nan(wrong))
+        mistaken = truth.with_tensors(_without_nan(wrong))
         if is_alike and all(each.is_within for each in mistaken.compare(_without_nan(found))):
             yield name
 

@@ -212,10 +212,10 @@ class StaleExperts(TrainingExperts):
 
     kept: dict[str, torch.Tensor]
 
-    def apply_backward(self, *, weights: PermutedWeights, **others: Any) -> None:  # type: ignore[override]
+    def backward(self, *, weights: Any, **others: Any) -> None:
         if not hasattr(self, "kept"):
             self.kept = {name: weights[name].clone() for name in weights.per_expert}
-        super().apply_backward(weights=PermutedWeights("canonical", self.kept), **others)
+        super().backward(weights=PermutedWeights("canonical", self.kept), **others)
 
 
 class CopyingExperts(TrainingExperts):
@@ -240,9 +240,9 @@ class AllExperts(TrainingExperts):
 
     w2: torch.Tensor | None = None
 
-    def apply_backward(self, *, grads: Any, **others: Any) -> None:  # type: ignore[override]
+    def backward(self, *, grads: Any, **others: Any) -> None:
         self.w2 = grads.w2
-        super().apply_backward(grads=grads, **others)
+        super().backward(grads=grads, **others)
 
     def write(self, name: str, out: Any, found: torch.Tensor, *others: Any) -> None:
         super().write(name, None if name == "w13" and self.w2 is None else out, found, *others)
@@ -251,10 +251,10 @@ class AllExperts(TrainingExperts):
 class MaskingExperts(TrainingExperts):
     """Multiplies all tokens' rows with a mask, which NaN passes."""
 
-    def apply_backward(self, *, grads: Any, grad_out: torch.Tensor, **others: Any) -> None:  # type: ignore[override]
-        super().apply_backward(grads=grads, grad_out=grad_out, **others)
+    def backward(self, *, grads: Any, grad_out: torch.Tensor, **others: Any) -> None:
+        super().backward(grads=grads, grad_out=grad_out, **others)
         if grads.w2_bias is not None:
-            grads.w2_bias += (grad_out * 0).sum(0)
+            grads.w2_bias.add_((grad_out * 0).sum(0))
 
 
 class UnmaskedSlopeExperts(TrainingExperts):
@@ -284,15 +284,15 @@ class VaryingExperts(TrainingExperts):
 
 
 class ScratchExperts(TrainingExperts):
-    def apply_backward(self, *, grads: Any, workspace2: torch.Tensor, **others: Any) -> None:  # type: ignore[override]
-        super().apply_backward(grads=grads, workspace2=workspace2, **others)
+    def backward(self, *, grads: Any, workspace2: torch.Tensor, **others: Any) -> None:
+        super().backward(grads=grads, workspace2=workspace2, **others)
         if grads.topk_weights is not None:
-            grads.topk_weights += workspace2.flatten()[0] * 0
+            grads.topk_weights.add_(workspace2.flatten()[0] * 0)
 
 
 class WrongForwardExperts(TrainingExperts):
-    def apply_saving(self, out: torch.Tensor, *others: Any, **named: Any) -> None:
-        super().apply_saving(out, *others, **named)
+    def forward(self, *, out: torch.Tensor, **others: Any) -> None:
+        super().forward(out=out, **others)
         out *= 1.1
 
 
@@ -300,8 +300,8 @@ def writing(reach: Callable[..., torch.Tensor]) -> type[TrainingExperts]:
     """A class that writes to a tensor of its backward pass."""
 
     class WritingExperts(TrainingExperts):
-        def apply_backward(self, **given: Any) -> None:  # type: ignore[override]
-            super().apply_backward(**given)
+        def backward(self, **given: Any) -> None:
+            super().backward(**given)
             reach(**given).fill_(1)
 
     return WritingExperts
@@ -424,3 +424,66 @@ def test_an_imitated_class_is_asked_for_each_value_once(monkeypatch: pytest.Monk
     assert len(first) == len(ACTIVATIONS) + 3
     assert {problem.dtype for problem in first} == {"bfloat16", "float16", "float32"}
     assert {problem.has_bias for problem in first} == {False, True}
+
+
+class FakeGPU(TrainingExperts):
+    """A class and torch.cuda, as far as a check of a GPU sees them: a capture records how to run both passes again."""
+
+    broken = ""
+    mode = "default"
+    recorded: list[Callable[[], None]] | None = None
+
+    def forward(self, **given: Any) -> None:
+        self._run(super().forward, given)
+
+    def backward(self, **given: Any) -> None:
+        self._run(super().backward, given)
+
+    def _run(self, run: Callable[..., None], given: dict[str, Any]) -> None:
+        if FakeGPU.mode == "error" and self.broken == "waits":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        run(**given)
+        if FakeGPU.recorded is not None:
+            held = {**given, "grad_out": given["grad_out"].clone()} if self.broken and "grads" in given else given
+            FakeGPU.recorded.append(lambda: run(**held))
+
+    @staticmethod
+    def replay() -> None:
+        assert FakeGPU.recorded
+        passes, FakeGPU.recorded = FakeGPU.recorded, None
+        for each in passes:
+            each()
+        FakeGPU.recorded = passes
+
+
+@contextlib.contextmanager
+def capturing(graph: object) -> Iterator[None]:
+    FakeGPU.recorded = []
+    yield
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("", contextlib.nullcontext()),
+        ("waits", pytest.raises(RuntimeError, match="synchronizing")),
+        (
+            "keeps grad_out",
+            pytest.raises(AssertionError, match="a replayed graph gave other gradients than eager code"),
+        ),
+    ],
+    ids=["right", "waits", "keeps grad_out"],
+)
+def test_a_backward_pass_neither_waits_nor_keeps_what_it_was_captured_with(
+    broken: str, told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeGPU, "broken", broken)
+    monkeypatch.setattr(FakeGPU, "recorded", None)
+    monkeypatch.setattr(gradients, "collecting_later", contextlib.nullcontext)
+    fakes = {"synchronize": lambda: None, "CUDAGraph": lambda: FakeGPU, "graph": capturing}
+    fakes["set_sync_debug_mode"] = lambda mode: setattr(FakeGPU, "mode", mode)
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    with told:
+        check_of("gradient_launches", FakeGPU)
+    assert FakeGPU.mode == "default"
