@@ -492,7 +492,8 @@ class MoEKernel:
         """
         if len(hidden_states):
             call = (hidden_states, topk_weights, topk_ids)
-            self._train("apply_backward", saved, call, weights, grads=Gradients(**gradients), grad_out=grad_out)
+            targets: dict[str, Any] = {**gradients}
+            self._train("apply_backward", saved, call, weights, grads=Gradients(**targets), grad_out=grad_out)
         else:
             for tensor in gradients.values():
                 tensor.zero_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -112,7 +112,7 @@ def run_training(
 def most_saved_bytes(problem: MoEProblem, num_tokens: int) -> int:
     """Bytes that a forward pass may keep: a bound by sizes alone, since compiled code does not know the kernel yet."""
     row = problem.activation.num_halves * problem.intermediate_size * problem.torch_dtype.itemsize
-    return num_tokens * problem.top_k * (row + 16) + problem.num_local_experts * 16 + 16 * _ALIGNMENT
+    return num_tokens * problem.top_k * (row + 24) + problem.num_local_experts * 32 + 16 * _ALIGNMENT
 
 
 def cut_saved(saved: torch.Tensor, shapes: SavedShapes) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ def cut_saved(saved: torch.Tensor, shapes: SavedShapes) -> dict[str, torch.Tenso
     return tensors
 
 
-def _held(weights: tuple[torch.Tensor | None, ...]) -> dict[str, torch.Tensor]:
+def _held(weights: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
     return {name: each for name, each in zip(WEIGHTS, weights, strict=True) if each is not None}
 
 

@@ -34,11 +34,11 @@ __all__ = ["MoELayer"]
 class MoELayer(CanonicalModule):
     """The routed experts of one layer as a module, optionally with their router.
 
-    Its parameters are the canonical tensors named as in `ExpertWeights`: `w13` [E,2I,H] with
-    gate rows first, `w2` [E,H,I], scales and biases; and `router_weight` [E,H], `router_bias` [E] and `correction_bias`
-    [E]. `state_dict` holds these on every machine, whatever layout the kernel reads. The kernel is made at the first
-    call, or by `prepare`, and follows `.to()`, `load_state_dict`, steps of torch's optimizers, and parameters that are
-    replaced or written. Writes through `parameter.data` or a raw pointer, which torch does not see, need `refresh()`.
+    Its parameters are the canonical tensors named as in `ExpertWeights`: `w13` [E,2I,H] with gate rows first, `w2`
+    [E,H,I], scales and biases; and `router_weight` [E,H], `router_bias` [E] and `correction_bias` [E]. `state_dict`
+    holds these on every machine, whatever layout the kernel reads. The kernel is made at the first call, or by
+    `prepare`, and follows `.to()`, `load_state_dict`, steps of torch's optimizers, and parameters that are replaced or
+    written. Writes through `parameter.data` or a raw pointer, which torch does not see, need `refresh()`.
 
     Parameters require a gradient where the problem's `gradients` name them: the experts' as `weights`, which are then
     read and trained in place, and the router's as `topk_weights`. See [docs/training.md](docs/training.md).
@@ -247,11 +247,8 @@ class MoELayer(CanonicalModule):
         rows = hidden_states.reshape(-1, hidden_size).contiguous()
         if (topk_weights is None) != (topk_ids is None):
             raise ArgumentError("topk_weights and topk_ids go together; pass both, or none for the layer's router")
-        untrained: list[torch.Tensor | None] = []
         if topk_weights is None or topk_ids is None:
             topk_weights, topk_ids = self.route(rows)
-            if "topk_weights" not in self.problem.gradients:
-                untrained = [self._parameters["router_weight"], self._parameters["router_bias"]]
         else:
             topk_weights = self._flat(topk_weights, "topk_weights", hidden_states)
             topk_ids = self._flat(topk_ids, "topk_ids", hidden_states)
@@ -264,7 +261,7 @@ class MoELayer(CanonicalModule):
             trained = self._trained
             if not is_exporting() and trains(self.problem, rows, topk_weights, trained):
                 out = run_training(self.problem, rows, topk_weights, topk_ids, trained, self._handle)
-                return joined(out, *untrained).view(hidden_states.shape)
+                return out.view(hidden_states.shape)
             out = torch.empty_like(rows)
             if is_exporting() and not self._is_freed:
                 held = {
@@ -286,9 +283,8 @@ class MoELayer(CanonicalModule):
                 check_no_transform(error)
                 raise
             out = kernel(rows, topk_weights, topk_ids)
-        # What trains is in the output's graph.
-        followed = untrained if out.requires_grad else (rows, topk_weights, *self._parameters.values())
-        out = joined(out, *followed)
+        if not out.requires_grad:
+            out = joined(out, rows, topk_weights, *self._parameters.values())
         return out.view(hidden_states.shape)
 
     def route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -309,7 +305,8 @@ class MoELayer(CanonicalModule):
             )
         if torch.compiler.is_compiling():
             return self._route(self.router, hidden_states)
-        with plain_torch(keeps_gradients="topk_weights" in self.problem.gradients):
+        # Even if the problem does not name `topk_weights`: hidden states would lose a part of their gradient.
+        with plain_torch(keeps_gradients=bool(self.problem.gradients)):
             return self._route(self.router, hidden_states)
 
     def _route(self, router: RouterSpec, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -342,8 +339,10 @@ class MoELayer(CanonicalModule):
             state = self._state(checks=not (refresh or self._trained))
             if self._trained:
                 # Read in place, whoever wrote them; replaced parameters take a new kernel.
-                self._kernel = None if self._seen is None or are_elsewhere(self._seen, state) else self._kernel
-                self._seen = state
+                if self._seen is None or are_elsewhere(self._seen, state):
+                    self._kernel = None
+                else:
+                    self._kernel.trained, self._seen = self._trained, state
             elif refresh or state != self._seen:
                 # In place, so that captured graphs see it.
                 self._kernel.reload(self._checked_weights())

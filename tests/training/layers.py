@@ -28,7 +28,8 @@ class Call(NamedTuple):
     def weights(self) -> moereg.ExpertWeights:
         """The layer's parameters."""
         names = ("w13", "w2", "w13_bias", "w2_bias")
-        return moereg.ExpertWeights(**{name: self.tensors[name] for name in names if name in self.tensors})
+        held: dict[str, Any] = {name: self.tensors[name] for name in names if name in self.tensors}
+        return moereg.ExpertWeights(**held)
 
     def run(self, layer: Any) -> torch.Tensor:
         """The output of a kernel or layer, after a backward pass to it."""

@@ -16,7 +16,7 @@ import moereg
 from moereg.backends.torch_moe import TorchTrainingExperts
 from moereg.errors import ArgumentError, BackendError, GradientError, UnsupportedProblemError
 from moereg.experts import Gradients
-from moereg.layer.movement import select_movement
+from moereg.layer.movement import explain_movements
 from moereg.prepare_finalize import GroupFacts
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.weights.permuted import PermutedWeights
@@ -93,9 +93,9 @@ def test_checkpointing(selective: bool, runs: int) -> None:
 
 
 class RecordingExperts(TorchTrainingExperts):
-    """Keeps the names of the gradients that were asked for."""
+    """Keeps the names of the gradients that were asked for, with their addresses."""
 
-    asked: list[set[str]]
+    asked: list[dict[str, int]]
 
     def apply_backward(
         self,
@@ -107,7 +107,8 @@ class RecordingExperts(TorchTrainingExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        type(self).asked.append({name for name, value in vars(grads).items() if isinstance(value, torch.Tensor)})
+        held = {name: value for name, value in vars(grads).items() if isinstance(value, torch.Tensor)}
+        type(self).asked.append({name: value.data_ptr() for name, value in held.items()})
         assert not grads.accumulate
         super().apply_backward(grads, grad_out, saved, inputs, weights, workspace13, workspace2)
 
@@ -129,8 +130,8 @@ def register(experts: type[TorchTrainingExperts], registry: BackendRegistry) -> 
     ids=lambda names: "+".join(sorted(names)),
 )
 def test_only_what_requires_a_gradient_is_computed(followed: set[str], isolated_registry: BackendRegistry) -> None:
-    experts = type("Recording", (RecordingExperts,), {"asked": []})
-    register(experts, isolated_registry)
+    asked: list[dict[str, int]] = []
+    register(type("Recording", (RecordingExperts,), {"asked": asked}), isolated_registry)
     problem = trained_problem(has_bias=True)
     call = drawn_call(problem)
     _, truth = expected(problem, call)
@@ -139,7 +140,8 @@ def test_only_what_requires_a_gradient_is_computed(followed: set[str], isolated_
     selection = moereg.select_backend(problem, platform="cpu", require="stub")
     call.run(moereg.make_kernel(problem, call.weights, selection))
     found = call.gradients()
-    assert experts.asked == [followed]
+    # Each tensor becomes its leaf's gradient without a copy.
+    assert asked == [{name: gradient.data_ptr() for name, gradient in found.items()}]
     assert found.keys() == followed
     assert all(error(gradient, truth[name]) < 5e-6 for name, gradient in found.items())
 
@@ -259,7 +261,7 @@ def test_scaled_inputs_and_groups_have_a_reason() -> None:
     reasons = [reason for one in moereg.explain_backends(problem, platform="cpu").decisions for reason in one.reasons]
     assert "router_weight_on_input" in {reason.code for reason in reasons}
     assert moereg.explain_backends(problem, platform="cpu").winner is None
-    movement = select_movement(trained_problem(), GroupFacts("cpu:gloo", 2, 1), moereg.Platform("cpu", ""))
+    movement = explain_movements(trained_problem(), GroupFacts(2, "gloo", "cpu"), moereg.Platform("cpu", ""))
     assert movement.winner is None
     assert all("gradients" in {reason.code for reason in one.reasons} for one in movement.decisions)
 
@@ -284,7 +286,7 @@ def test_weights_that_cannot_be_read_in_place_are_refused() -> None:
 def test_a_sharded_parameter_is_refused() -> None:
     problem = trained_problem()
     call = drawn_call(problem)
-    sharded = call.tensors["w2"].detach().as_subclass(type("DTensor", (torch.Tensor,), {}))
+    sharded: torch.Tensor = call.tensors["w2"].detach().as_subclass(type("DTensor", (torch.Tensor,), {}))
     with pytest.raises(ArgumentError, match="require plain tensors, got a DTensor as w2; leave the layer's parameters"):
         moereg.make_kernel(problem, moereg.ExpertWeights(w13=call.tensors["w13"], w2=sharded))
 

@@ -126,7 +126,8 @@ def test_weights_gradients_are_added_on_request() -> None:
     call.topk_ids[call.topk_ids == 3] = -1
     kernel = moereg.make_kernel(problem, call.weights)
     experts, num_tokens = kernel.experts, len(call.topk_ids)
-    inputs = ExpertInputs(*(call.tensors[name].detach() for name in ("hidden_states", "topk_weights")), call.topk_ids)
+    hidden_states, topk_weights = (call.tensors[name].detach() for name in ("hidden_states", "topk_weights"))
+    inputs = ExpertInputs(hidden_states, topk_weights, call.topk_ids)
     rows = {name: torch.full(shape, float("nan"), dtype=dtype) for name, (shape, dtype) in _saved(kernel, num_tokens)}
     none = torch.empty(0)
     with torch.no_grad():
@@ -149,7 +150,7 @@ def test_weights_gradients_are_added_on_request() -> None:
         one, other = getattr(written, name), getattr(added, name)
         wanted = one + 2.0 if name in call.weights.tensors() else one
         assert error(other, wanted.double()) < 2.0 * 2**-8, name
-    assert torch.equal(added.w13[3], torch.full_like(added.w13[3], 2.0))  # type: ignore[index,arg-type]
+    assert torch.equal(added.w13[3], torch.full_like(added.w13[3], 2.0))  # type: ignore[index]
 
 
 def _saved(kernel: moereg.MoEKernel, num_tokens: int) -> Any:

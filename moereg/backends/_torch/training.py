@@ -160,7 +160,7 @@ def _clear_inactive(grads: Gradients, active: set[int], num_experts: int) -> Non
     """Writes zeros for experts without tokens."""
     if grads.accumulate:
         return
+    inactive = sorted(set(range(num_experts)) - active)
     for tensor in (grads.w13, grads.w2, grads.w13_bias, grads.w2_bias):
-        for expert in range(num_experts) if tensor is not None else ():
-            if expert not in active:
-                tensor[expert].zero_()
+        if tensor is not None and inactive:
+            tensor[inactive] = 0.0
