@@ -100,7 +100,6 @@ class ReferenceGradients:
                 yield Comparison(part, difference and math.inf, 0.0)
 
     def _bound(self, name: str, num_routes: int) -> float:
-        """The bound of roundings, wider for few elements."""
         outputs = self.problem.intermediate_size if name == "w13_bias" else self.problem.hidden_size
         count = num_routes if name == "topk_weights" else min(num_routes * self.problem.intermediate_size, outputs)
         few = math.sqrt(FEW_ELEMENTS / min(max(count, 1), FEW_ELEMENTS))

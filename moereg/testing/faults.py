@@ -135,10 +135,6 @@ def plant_gradient_faults(backward: BackwardPass) -> Iterator[tuple[str, dict[st
 
 def _spoiled_gradients(backward: BackwardPass) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     weights, inputs, local_ids = backward.weights, backward.inputs, backward.local_ids
-
-    def with_inputs(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
-        return backward.run(weights, dataclasses.replace(inputs, **changes))
-
     of_experts = {name: tensor for name, tensor in backward.right.items() if name in weights.tensors()}
     if weights.num_halves == 2:
         halves = {name: tensor.chunk(2, dim=1) for name, tensor in of_experts.items() if name.startswith("w13")}
@@ -146,7 +142,8 @@ def _spoiled_gradients(backward: BackwardPass) -> Iterator[tuple[str, dict[str, 
     if weights.num_experts > 1:
         yield "gradients of another expert", {name: tensor.roll(1, dims=0) for name, tensor in of_experts.items()}
     yield "gradient of routing weights dropped", {"topk_weights": torch.zeros_like(inputs.topk_weights)}
-    unscaled = with_inputs(topk_weights=torch.ones_like(inputs.topk_weights))
+    ones = torch.ones_like(inputs.topk_weights)
+    unscaled = backward.run(weights, dataclasses.replace(inputs, topk_weights=ones))
     unscaled |= {key: tensor for key, tensor in backward.right.items() if key == "topk_weights"}
     yield "gradients not scaled by routing weights", unscaled
 
@@ -156,7 +153,7 @@ def _spoiled_gradients(backward: BackwardPass) -> Iterator[tuple[str, dict[str, 
         for expert in experts[1:]:
             token, slot = torch.nonzero(local_ids == expert)[0].tolist()
             topk_ids[token, slot] = inputs.topk_ids[token, slot]
-        first_rows = with_inputs(topk_ids=topk_ids)
+        first_rows = backward.run(weights, dataclasses.replace(inputs, topk_ids=topk_ids))
         longer = {name: tensor.clone() for name, tensor in of_experts.items()}
         for name, tensor in longer.items():
             tensor[experts[:-1]] += first_rows[name][experts[1:]]

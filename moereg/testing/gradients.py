@@ -98,15 +98,14 @@ class Expected:
         if not wrong:
             return
         worst = max(wrong, key=lambda each: math.inf if math.isnan(each.error) else each.error / (each.bound or 1))
-        others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        text = f"gradient of {worst.name}{others}: error {worst.error:.2e}, bound {worst.bound:.0e}"
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        text = f"gradient of {worst.name}{more}: error {worst.error:.2e}, bound {worst.bound:.0e}"
         causes: tuple[str, ...] = ()
         with contextlib.suppress(Exception):  # Such as a lack of memory: what was found above still holds.
             causes = tuple(self._causes(found))
         raise AssertionError(text + worded(causes))
 
     def _causes(self, found: Mapping[str, torch.Tensor]) -> Iterator[str]:
-        """Names the faults that give the gradients that were found."""
         right = {name: self.truth.tensors[name] for name in found}
         for name, wrong in plant_gradient_faults(dataclasses.replace(self._backward, right=right)):
             without_nan = [{key: tensor.nan_to_num() for key, tensor in each.items()} for each in (wrong, found)]
