@@ -6,7 +6,7 @@ import collections
 import contextlib
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -33,7 +33,7 @@ _COLUMNS: Final = {
     "numbers": ("numbers",),
     "drawn": ("drawn",),
     "faults": ("faults", "rounding"),
-    "gradients": ("gradients", "gradient_faults", "training", "gradient_launches"),
+    "gradients": ("gradients", "gradient_faults", "training"),
     "calls": ("workspaces", "equal_bits", "graph", "synchronization", "compile"),
 }
 """The table's columns, with the kinds of checks that each counts."""
@@ -159,12 +159,10 @@ def show_verify(report: Report) -> None:
     versions = "".join(f", {name} {version}" for name, version in report.versions.items())
     target.print(f"{report.backend} on {report.platform or 'this machine'}{device}{versions}")
     table = Table(box=None, header_style="bold", pad_edge=False)
-    seen = {result.check.kind for result in report.results}
-    columns = {name: kinds for name, kinds in _COLUMNS.items() if name != "gradients" or seen.intersection(kinds)}
-    for column in ("experts", "platforms", "computes", "runs", *columns):
+    for column in ("experts", "platforms", "computes", "runs", *_COLUMNS):
         table.add_column(column, overflow="fold", no_wrap=column == "experts")
     for cell in report.cells:
-        table.add_row(*_row(report, cell, columns.values()))
+        table.add_row(*_row(report, cell))
     if table.row_count:
         target.print(table)
     alike = _by_cause(report.failures)
@@ -185,11 +183,11 @@ def show_verify(report: Report) -> None:
     target.print(_verdict(report))
 
 
-def _row(report: Report, cell: CellName, columns: Iterable[tuple[str, ...]]) -> list[str | Text]:
+def _row(report: Report, cell: CellName) -> list[str | Text]:
     runs = "no" if cell in report.idle else "imitated" if cell in report.imitated else "natively"
     schemes = cell.schemes if len(cell.schemes) < 4 else (*cell.schemes[:2], f"and {len(cell.schemes) - 2} more")
     row: list[str | Text] = [cell.experts, ", ".join(cell.rules), ", ".join(schemes), runs]
-    for kinds in columns:
+    for kinds in _COLUMNS.values():
         own = [result.outcome for result in report.results if result.check.cell == cell and result.check.kind in kinds]
         row.append(_count(own))
     return row

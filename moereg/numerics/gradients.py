@@ -1,28 +1,24 @@
 """Reference gradients of a layer in fp64, and the bounds that a kernel's own are held to.
 
-torch's autograd runs backward through the reference's own steps, so both have the same math. Gradients of weights and
-biases are judged expert by expert: an error in one with few rows would not show in the norm of all.
+torch's autograd runs backward through the reference's own steps. Gradients of weights and biases are judged expert by
+expert: an error in one with few rows would not show in the norm of all.
 
 **16-bit roundings.** Operands are given in 16 bits and sums are fp32. In between a 16-bit backend rounds at most seven
 times on the way to one gradient: gate and up as they are saved, the intermediate's gradient, that or the intermediate
-times the routing weight, the pre-activation's gradient, a route's row, and the sum over routes. (Gradients of weights
-have no row, but a sum with what was accumulated before.) Each is 1.5e-3 in bfloat16 and 1.8e-4 in float16, as
-`moereg.numerics.tolerances` derives, so together sqrt(7) * 1.5e-3 = 4.0e-3 and 4.8e-4; the bounds are those of seven
-roundings there, 9.5e-3 and 1.2e-3. In float32 a gradient is three sums deep: sqrt(3) * 8e-6 = 1.4e-5, bound 2e-5.
+times the routing weight, the pre-activation's gradient, a route's row, and the sum over routes (for weights: what was
+accumulated before). As `moereg.numerics.tolerances` derives, that is sqrt(7) * 1.5e-3 = 4.0e-3 in bfloat16 and 4.8e-4
+in float16; the bounds are those of seven roundings there, 9.5e-3 and 1.2e-3. In float32 a gradient is three sums deep:
+sqrt(3) * 8e-6 = 1.4e-5, bound 2e-5. Below 64 independent elements bounds are 8 / sqrt(n) times larger, as for outputs.
+An expert's gradients have at most as many as its rows of the intermediate, since its input is exact.
 
-**Few elements.** Below 64 independent elements the bound is 8 / sqrt(n) times larger, as for outputs. An expert's
-gradients have at most as many as its rows of the intermediate: one row makes w13's gradient a product of two vectors,
-of which the input is exact.
+**Cancellation.** A routing weight's gradient is one sum of I products (and H with a bias), which may cancel: one in a
+hundred is a hundredth of its usual size. So its error is relative to the root of the sum of their squares. The other
+gradients have H elements or more.
 
-**Cancellation.** A routing weight's gradient is one sum of I products (and H with a bias), which may cancel: one
-element in a hundred is a hundredth of its usual size. So its error is relative to the root of the sum of their
-squares, which does not cancel. The other gradients have H elements or more.
-
-**Clamps.** An activation that clamps at L has a kink there. An element that rounding moves across it has a wrong slope,
-which costs all of its gradient instead of a 256th. If s is the share of elements within half a unit in the last place
-of L, that costs sqrt(s): with gates spread over 3.6 about 2e-2 in bfloat16, and any amount if there are few. How much
-depends on the inputs, so the reference tells: the bound adds how far its gradients move with a clamp that far to either
-side. Kernels that clamp at saved 16-bit values and kernels that clamp before rounding are then both right.
+**Clamps.** An element that rounding moves across the clamp L of an activation has a wrong slope, which costs all of its
+gradient. If s is the share of elements within half a unit in the last place of L, that costs sqrt(s): about 2e-2 in
+bfloat16 with gates spread over 3.6, and any amount if there are few. So the bound adds how far gradients move with a
+clamp that far to either side. Kernels that clamp saved 16-bit values and kernels that clamp before are then both right.
 
 In 4,500 simulated calls of 15 to 130 columns, T from 1 to 63, with all activations, biases and clamps, and with three
 sets of these roundings, the largest error was 0.83 bounds without a clamp; with one 0.99, where it is nearly all of the
@@ -55,22 +51,11 @@ _NEAR_CLAMP: Final[dict[str, float]] = {"bfloat16": 2.0**-8, "float16": 2.0**-11
 
 
 class Comparison(NamedTuple):
-    """The error of one gradient, or of one expert's part of it.
-
-    Attributes:
-        name: Such as `hidden_states`, or `w13 of expert 3`.
-        error: Relative to the reference; NaN if the gradient has one, inf if it must be zero and is not.
-        bound: The largest error that rounding explains.
-    """
+    """The relative error of a gradient or, by a name such as `w13 of expert 3`, of a part; NaN where it has one."""
 
     name: str
     error: float
     bound: float
-
-    @property
-    def is_within(self) -> bool:
-        """Whether rounding explains the error."""
-        return self.error <= self.bound
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +64,10 @@ class ReferenceGradients:
 
     Attributes:
         problem: The layer.
-        tensors: `hidden_states` [T,H], `topk_weights` [T,K], `w13` [E,2I,H], `w2` [E,H,I], and their biases if the
-            layer has them.
+        tensors: `hidden_states` [T,H], `topk_weights` [T,K], `w13` [E,2I,H], `w2` [E,H,I], and biases if there are any.
         local_ids: [T,K] int64, each route's local expert or -1.
         sizes: Norms that errors are relative to, by name: [E], or [1] for the first two.
-        kinks: Likewise, the norm of the gradient of elements so close to the activation's clamp that rounding decides
-            on which side they are.
+        kinks: Likewise, norms of what rounding may move across the activation's clamp.
     """
 
     problem: MoEProblem
@@ -95,7 +78,12 @@ class ReferenceGradients:
 
     def compare(self, found: Mapping[str, torch.Tensor]) -> list[Comparison]:
         """Compares a kernel's gradients, those that there are, each with its bound. Synchronizes the device."""
-        return [comparison for name, tensor in found.items() for comparison in self._compare(name, tensor)]
+        return [each for name, tensor in found.items() for each in self._compare(name, tensor)]
+
+    def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> ReferenceGradients:
+        """Other gradients of the same call, such as those of a mistake."""
+        sizes = {name: _norms(name, tensor) for name, tensor in tensors.items() if name != "topk_weights"}
+        return dataclasses.replace(self, tensors=dict(tensors), sizes={**self.sizes, **sizes})
 
     def _compare(self, name: str, found: torch.Tensor) -> Iterator[Comparison]:
         is_routed = self.local_ids >= 0
@@ -112,7 +100,6 @@ class ReferenceGradients:
                 yield Comparison(part, difference and math.inf, 0.0)
 
     def _bound(self, name: str, num_routes: int) -> float:
-        """The bound of roundings, wider for few elements."""
         outputs = self.problem.intermediate_size if name == "w13_bias" else self.problem.hidden_size
         count = num_routes if name == "topk_weights" else min(num_routes * self.problem.intermediate_size, outputs)
         few = math.sqrt(FEW_ELEMENTS / min(max(count, 1), FEW_ELEMENTS))
@@ -128,16 +115,11 @@ def reference_gradients(
     grad_out: torch.Tensor,
     expert_map: torch.Tensor | None = None,
 ) -> ReferenceGradients:
-    """Runs the reference forward and backward.
+    """Runs the reference forward and backward, and synchronizes the device.
 
     Args:
-        problem: The layer, not quantized.
-        weights: Canonical weights.
-        hidden_states, topk_weights, topk_ids, expert_map: As in `reference_experts`.
+        problem, weights, hidden_states, topk_weights, topk_ids, expert_map: As in `reference_experts`, not quantized.
         grad_out: [T,H], the output's gradient.
-
-    Returns:
-        All gradients, on the inputs' device. Synchronizes the device.
     """
     arguments = (weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float64, None)
     with torch.inference_mode(False), plain_torch():
@@ -146,10 +128,9 @@ def reference_gradients(
         kinks = {name: torch.zeros_like(_norms(name, tensor)) for name, tensor in tensors.items()}
         limit = problem.activation.limit
         for step in (-1, 1) if limit is not None else ():
-            moved = limit * (1 + step * _NEAR_CLAMP[problem.dtype])
-            activation = dataclasses.replace(problem.activation, limit=moved)
-            shifted = dataclasses.replace(call, problem=dataclasses.replace(problem, activation=activation))
-            found = shifted.gradients(grad_out.double())
+            moved = dataclasses.replace(problem.activation, limit=limit * (1 + step * _NEAR_CLAMP[problem.dtype]))
+            near = dataclasses.replace(call, problem=dataclasses.replace(problem, activation=moved))
+            found = near.gradients(grad_out.double())
             for name in _OF_SLOPES & found.keys():
                 kinks[name] += _norms(name, found[name] - tensors[name])
         sizes = {name: _norms(name, tensor) for name, tensor in tensors.items()}
@@ -170,10 +151,8 @@ class _LeafCall(LayerCall):
         with torch.enable_grad():
             # One node for all experts: that of an index would be as large as all of them for each.
             experts = {name: leaf.unbind() for name, leaf in leaves.items() if name in _OF_EXPERTS}
-            moved = dataclasses.replace(
-                self, tokens=leaves["hidden_states"], topk_weights=leaves["topk_weights"], leaves=experts
-            )
-            out = moved.output()
+            tokens, routing = leaves["hidden_states"], leaves["topk_weights"]
+            out = dataclasses.replace(self, tokens=tokens, topk_weights=routing, leaves=experts).output()
             if not out.requires_grad:
                 return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             found = torch.autograd.grad(out, list(leaves.values()), grad_out, materialize_grads=True)

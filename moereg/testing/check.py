@@ -219,7 +219,6 @@ KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
     "equal_bits": lambda cell, argument: checks.check_equal_bits(cell),
     "graph": lambda cell, argument: checks.check_graph_replay(cell),
     "synchronization": lambda cell, argument: checks.check_no_synchronization(cell),
-    "gradient_launches": lambda cell, argument: gradients.check_gradient_launches(cell),
     "compile": lambda cell, argument: checks.check_compiles(cell),
     "drawn": _drawn,
 }

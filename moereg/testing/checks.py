@@ -399,15 +399,15 @@ def check_workspaces_grow(cell: BackendCell) -> None:
     """Workspaces for more tokens are not smaller."""
     case = first_case(cell)
     experts = cell.experts(case.problem, case.platform)
-    for shapes_of in (experts.workspace_shapes, *([experts.backward_workspace_shapes] if cell.facts.gradients else [])):
-        sizes = [
-            [torch.Size(shape).numel() for shape in shapes_of(case.problem, num_tokens)]
-            for num_tokens in range(1, 700, 7)
-        ]
-        for fewer, more in itertools.pairwise(sizes):
-            assert all(small <= large for small, large in zip(fewer, more, strict=True)), (
-                f"workspaces of {more} elements for more tokens than ones of {fewer}"
-            )
+    methods = [experts.workspace_shapes, *([experts.backward_workspace_shapes] if cell.facts.gradients else [])]
+    sizes = [
+        [torch.Size(shape).numel() for shapes in methods for shape in shapes(case.problem, num_tokens)]
+        for num_tokens in range(1, 700, 7)
+    ]
+    for fewer, more in itertools.pairwise(sizes):
+        assert all(small <= large for small, large in zip(fewer, more, strict=True)), (
+            f"workspaces of {more} elements for more tokens than ones of {fewer}"
+        )
 
 
 def check_equal_bits(cell: BackendCell) -> None:

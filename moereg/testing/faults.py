@@ -113,14 +113,9 @@ def plant_faults(weights: ExpertWeights) -> Iterator[tuple[str, ExpertWeights]]:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardPass:
-    """A backward pass to plant faults in, of a kernel or of the reference.
+    """A backward pass to plant faults in, of a kernel or of the reference: how to run it, on what, and its result.
 
-    Attributes:
-        run: Computes the gradients by name.
-        weights: The right weights.
-        inputs: The right inputs.
-        local_ids: [T,K] int64, each route's local expert or -1.
-        right: The gradients without a fault.
+    `local_ids` [T,K] int64 has each route's local expert or -1.
     """
 
     run: Callable[[ExpertWeights, Inputs], dict[str, torch.Tensor]]
@@ -129,107 +124,48 @@ class BackwardPass:
     local_ids: torch.Tensor
     right: dict[str, torch.Tensor]
 
-    def with_inputs(self, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The gradients with other inputs."""
-        return self.run(self.weights, dataclasses.replace(self.inputs, **changes))
-
-    def of_experts(self) -> dict[str, torch.Tensor]:
-        """The right gradients of weights and biases."""
-        return {name: tensor for name, tensor in self.right.items() if name in self.weights.tensors()}
-
-
-GradientFault = Callable[[BackwardPass], "dict[str, torch.Tensor] | None"]
-"""Gives the spoiled ones among the gradients; returns None if there is nothing to spoil."""
-
-
-def gate_up_gradients_swapped(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
-    """Swaps the gate and up rows of gradients."""
-    if backward.weights.num_halves != 2:
-        return None
-    return {
-        name: torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
-        for name, tensor in backward.of_experts().items()
-        if name.startswith("w13")
-    }
-
-
-def gradients_of_another_expert(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
-    """Gives each expert the gradients of the previous one."""
-    if backward.weights.num_experts == 1:
-        return None
-    return {name: tensor.roll(1, dims=0) for name, tensor in backward.of_experts().items()}
-
-
-def routing_gradient_dropped(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
-    """Leaves the routing weights without a gradient."""
-    return {"topk_weights": torch.zeros_like(backward.inputs.topk_weights)}
-
-
-def routing_weights_left_out(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
-    """Does not scale gradients by routing weights."""
-    found = backward.with_inputs(topk_weights=torch.ones_like(backward.inputs.topk_weights))
-    return {name: tensor for name, tensor in found.items() if name != "topk_weights"}
-
-
-def last_route_left_out(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
-    """Sums a token's gradient over all of its experts but the last."""
-    topk_ids = backward.inputs.topk_ids.clone()
-    topk_ids[:, -1] = -1
-    return {"hidden_states": backward.with_inputs(topk_ids=topk_ids)["hidden_states"]}
-
-
-def neighbors_row_added(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
-    """Sums over one row more than an expert has, which is the first of the next expert with rows."""
-    experts = backward.local_ids[backward.local_ids >= 0].unique().tolist()
-    if len(experts) < 2:
-        return None
-    topk_ids = torch.full_like(backward.inputs.topk_ids, -1)
-    for expert in experts[1:]:
-        token, slot = torch.nonzero(backward.local_ids == expert)[0].tolist()
-        topk_ids[token, slot] = backward.inputs.topk_ids[token, slot]
-    first_rows = backward.with_inputs(topk_ids=topk_ids)
-    found = {name: tensor.clone() for name, tensor in backward.of_experts().items()}
-    for name, tensor in found.items():
-        tensor[experts[:-1]] += first_rows[name][experts[1:]]
-    return found
-
-
-def empty_expert_unwritten(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
-    """Leaves the gradients of experts without rows as memory was."""
-    is_empty = torch.ones(backward.weights.num_experts, dtype=torch.bool, device=backward.local_ids.device)
-    is_empty[backward.local_ids[backward.local_ids >= 0]] = False
-    if not is_empty.any():
-        return None
-    found = {name: tensor.clone() for name, tensor in backward.of_experts().items()}
-    for tensor in found.values():
-        tensor[is_empty] = torch.nan
-    return found
-
-
-def weights_before_a_step(backward: BackwardPass) -> dict[str, torch.Tensor] | None:
-    """Multiplies with the weights before an optimizer made them a third larger."""
-    before = {name: 0.75 * tensor for name, tensor in backward.weights.tensors().items()}
-    return backward.run(_with(backward.weights, before), backward.inputs)
-
-
-GRADIENT_FAULTS: Final[dict[str, GradientFault]] = {
-    "gradients of gate and up swapped": gate_up_gradients_swapped,
-    "gradients of another expert": gradients_of_another_expert,
-    "gradient of routing weights dropped": routing_gradient_dropped,
-    "gradients not scaled by routing weights": routing_weights_left_out,
-    "last route left out of the gradient of hidden_states": last_route_left_out,
-    "the next expert's first row in an expert's gradients": neighbors_row_added,
-    "gradients of an expert without rows not written": empty_expert_unwritten,
-    "gradients with the weights before a step": weights_before_a_step,
-}
-
 
 def plant_gradient_faults(backward: BackwardPass) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Yields every fault that a backward pass can have, with its name and all gradients that it computes."""
-    for name, fault in GRADIENT_FAULTS.items():
-        spoiled = fault(backward)
-        if spoiled is not None:
-            yield name, {**backward.right, **{key: spoiled[key] for key in spoiled.keys() & backward.right.keys()}}
+    right = backward.right
+    for name, spoiled in _spoiled_gradients(backward):
+        if spoiled.keys() & right.keys():
+            yield name, {key: spoiled.get(key, tensor) for key, tensor in right.items()}
+
+
+def _spoiled_gradients(backward: BackwardPass) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    weights, inputs, local_ids = backward.weights, backward.inputs, backward.local_ids
+    of_experts = {name: tensor for name, tensor in backward.right.items() if name in weights.tensors()}
+    if weights.num_halves == 2:
+        halves = {name: tensor.chunk(2, dim=1) for name, tensor in of_experts.items() if name.startswith("w13")}
+        yield "gradients of gate and up swapped", {name: torch.cat(each[::-1], dim=1) for name, each in halves.items()}
+    if weights.num_experts > 1:
+        yield "gradients of another expert", {name: tensor.roll(1, dims=0) for name, tensor in of_experts.items()}
+    yield "gradient of routing weights dropped", {"topk_weights": torch.zeros_like(inputs.topk_weights)}
+    ones = torch.ones_like(inputs.topk_weights)
+    unscaled = backward.run(weights, dataclasses.replace(inputs, topk_weights=ones))
+    unscaled |= {key: tensor for key, tensor in backward.right.items() if key == "topk_weights"}
+    yield "gradients not scaled by routing weights", unscaled
+
+    experts = local_ids[local_ids >= 0].unique().tolist()
+    if len(experts) > 1:
+        topk_ids = torch.full_like(inputs.topk_ids, -1)
+        for expert in experts[1:]:
+            token, slot = torch.nonzero(local_ids == expert)[0].tolist()
+            topk_ids[token, slot] = inputs.topk_ids[token, slot]
+        first_rows = backward.run(weights, dataclasses.replace(inputs, topk_ids=topk_ids))
+        longer = {name: tensor.clone() for name, tensor in of_experts.items()}
+        for name, tensor in longer.items():
+            tensor[experts[:-1]] += first_rows[name][experts[1:]]
+        yield "the next expert's first row in an expert's gradients", longer
+    if empty := sorted(set(range(weights.num_experts)) - set(experts)):
+        unwritten = {name: tensor.clone() for name, tensor in of_experts.items()}
+        for tensor in unwritten.values():
+            tensor[empty] = torch.nan
+        yield "gradients of an expert without rows not written", unwritten
+    # Before an optimizer made them a third larger.
+    before = {name: 0.75 * tensor for name, tensor in weights.tensors().items()}
+    yield "gradients with the weights before a step", backward.run(_with(weights, before), inputs)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

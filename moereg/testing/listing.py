@@ -177,8 +177,6 @@ def _promises(cell: BackendCell, is_idle: bool, is_known: bool) -> Iterator[tupl
         if cell.facts.graph_capture:
             yield "graph", None
         yield "synchronization", None
-        if trained:
-            yield "gradient_launches", None
     yield "compile", None
 
 
@@ -196,8 +194,6 @@ def _unchecked(cell: BackendCell) -> Iterator[str]:
         yield "that a call never waits for the device"
         if cell.facts.graph_capture:
             yield "capture in a CUDA graph"
-        if cell.facts.gradients:
-            yield "the same of its backward pass"
 
 
 def draw_check(

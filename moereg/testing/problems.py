@@ -11,7 +11,7 @@ from moereg.dispatch import evaluate
 from moereg.platforms import Platform
 from moereg.registry import BackendCell
 from moereg.selection.request import Request
-from moereg.spec.activations import ACTIVATIONS, Activation
+from moereg.spec.activations import ACTIVATIONS
 from moereg.spec.facts import Facts
 from moereg.spec.problem import GRADIENTS, MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme
@@ -22,7 +22,15 @@ def claimed_problems(cell: BackendCell) -> Iterator[MoEProblem]:
     facts = cell.facts
     first, *others = served_schemes(cell)
     dtypes = sorted(facts.dtypes)
-    activations = claimed_activations(facts)
+    activations = [ACTIVATIONS[name] for name in sorted(facts.activations)]
+    if facts.swiglu_limit:
+        activations += [
+            dataclasses.replace(activation, limit=1.5)
+            for activation in activations
+            if activation.gated and activation.limit is None
+        ]
+    else:
+        activations = [activation for activation in activations if activation.limit is None]
     base: dict[str, Any] = {
         "num_experts": 6,
         "top_k": 2,
@@ -59,18 +67,6 @@ def claimed_problems(cell: BackendCell) -> Iterator[MoEProblem]:
         # More than one block of 128 x 128 with a partial last one; then odd sizes, which 4-bit codes pad.
         yield sized(136, 264, quant=scheme, has_bias=facts.bias)
         yield sized(33, 65, quant=scheme)
-
-
-def claimed_activations(facts: Facts) -> list[Activation]:
-    """The claimed activations, and if a clamp is claimed those with one."""
-    activations = [ACTIVATIONS[name] for name in sorted(facts.activations)]
-    if not facts.swiglu_limit:
-        return [activation for activation in activations if activation.limit is None]
-    return activations + [
-        dataclasses.replace(activation, limit=1.5)
-        for activation in activations
-        if activation.gated and activation.limit is None
-    ]
 
 
 def held(problem: MoEProblem, facts: Facts) -> MoEProblem:

@@ -61,7 +61,7 @@ def promises() -> list[Any]:
             is_slow = is_imitated and (key in seen or key[1] is None)
             seen |= {key} if is_imitated else set()
             marks = [pytest.mark.slow] if is_slow else []
-            marks += [pytest.mark.gpu] if check.kind in ("graph", "synchronization", "gradient_launches") else []
+            marks += [pytest.mark.gpu] if check.kind in ("graph", "synchronization") else []
             found.append(pytest.param(cell, check, marks=marks, id=check.id))
     return found
 
@@ -86,8 +86,7 @@ def test_predicates_of_built_in_cells_refuse_nothing_that_facts_claim(cell: Back
 
 
 def test_verifying_runs_every_check_of_the_kit() -> None:
-    of_a_device = {"graph", "synchronization", "gradient_launches"}
-    listed = {check.kind for check in SUITES["torch"].checks} | of_a_device | {"drawn"}
+    listed = {check.kind for check in SUITES["torch"].checks} | {"graph", "synchronization", "drawn"}
     assert listed == set(KINDS)
     tested = {name.removeprefix("check_") for name in (*vars(checks), *vars(gradients)) if name.startswith("check_")}
     # Of the names that differ, a layer and a case are what is drawn.

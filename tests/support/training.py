@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moereg.author import ExpertInputs, Gradients, MoEProblem, PermutedWeights
+from moereg.backends._torch.training import activation_gradient
 from moereg.kernels.plain.device import local_expert_ids
 from tests.support.fakes import EVERYTHING, FakeExperts
 
@@ -38,12 +39,8 @@ class TrainingExperts(FakeExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        self.apply(out, inputs, weights, workspace13, workspace2)
-        for expert, rows in self.experts_with_rows(inputs):
-            pre = inputs.hidden_states[rows[0]].float() @ self.matrix(weights, "w13", expert).T
-            if self.problem.has_bias:
-                pre += weights["w13_bias"][expert].float()
-            saved["pre"][rows] = pre.to(saved["pre"].dtype)
+        given = {"inputs": inputs, "weights": weights, "workspace13": workspace13, "workspace2": workspace2}
+        self.forward(out=out, saved=saved, **given)
 
     def apply_backward(
         self,
@@ -55,6 +52,22 @@ class TrainingExperts(FakeExperts):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
+        given = {"inputs": inputs, "weights": weights, "workspace13": workspace13, "workspace2": workspace2}
+        self.backward(grads=grads, grad_out=grad_out, saved=saved, **given)
+
+    def forward(self, *, out: torch.Tensor, saved: Any, inputs: ExpertInputs, weights: Any, **scratch: Any) -> None:
+        """`apply_saving`."""
+        self.apply(out, inputs, weights, **scratch)
+        for expert, rows in self.experts_with_rows(inputs):
+            pre = inputs.hidden_states[rows[0]].float() @ self.matrix(weights, "w13", expert).T
+            if self.problem.has_bias:
+                pre += weights["w13_bias"][expert].float()
+            saved["pre"][rows] = pre.to(saved["pre"].dtype)
+
+    def backward(
+        self, *, grads: Gradients, grad_out: torch.Tensor, saved: Any, inputs: ExpertInputs, weights: Any, **_: Any
+    ) -> None:
+        """`apply_backward`."""
         by_route = torch.zeros(*inputs.topk_ids.shape, grad_out.shape[1])
         routing = torch.zeros_like(inputs.topk_weights)
         operands: Operands = {}
@@ -70,7 +83,7 @@ class TrainingExperts(FakeExperts):
                 routing[rows] += (grad * weights["w2_bias"][expert].float()).sum(1)
                 one = torch.ones(len(x), 1)
                 operands[expert] |= {"w13_bias": (grad_pre, one), "w2_bias": (self.rounded(scale * grad), one)}
-        of_experts = {name: torch.zeros(tensor.shape) for name, tensor in weights.per_expert.items()}  # type: ignore[union-attr]
+        of_experts = {name: torch.zeros(tensor.shape) for name, tensor in weights.per_expert.items()}
         for expert, pairs in self.deep(operands).items():
             for name, (left, right) in pairs.items():
                 of_experts[name][expert] = (left.T @ right).view(of_experts[name][expert].shape)
@@ -107,11 +120,8 @@ class TrainingExperts(FakeExperts):
 
     def act(self, pre: torch.Tensor, grad: torch.Tensor) -> Rows:
         """The intermediate, and the gradient of what it is computed from."""
-        with torch.enable_grad():
-            leaf = pre.clone().requires_grad_()
-            act = self.problem.activation(leaf)
-            (slope,) = torch.autograd.grad(act, leaf, grad)
-        return act.detach(), self.rounded(slope)
+        activation = self.problem.activation
+        return activation(pre), self.rounded(activation_gradient(activation, pre, grad))
 
     def routing_gradient(self, grad_act: torch.Tensor, act: torch.Tensor) -> torch.Tensor:
         """[rows]."""
