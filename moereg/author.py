@@ -1,7 +1,7 @@
 """The names that authors of backends and platforms import. `moereg.testing` is the kit that checks a backend."""
 
 from moereg.dispatch import explain_backends
-from moereg.experts import ExpertInputs, Experts
+from moereg.experts import ExpertInputs, Experts, Gradients
 from moereg.kernels.plain.device import local_expert_ids
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance, tolerance
@@ -35,6 +35,7 @@ __all__ = [
     "ExpertWeights",
     "Experts",
     "Facts",
+    "Gradients",
     "Group",
     "GroupFacts",
     "GroupPrepareFinalize",

@@ -39,7 +39,7 @@ class BackendError(MoeregError, RuntimeError):
 
 
 class GradientError(MoeregError, RuntimeError):
-    """A backward pass came to experts that moereg ran, and it computes no gradients."""
+    """A backward pass came to experts that moereg ran, for a gradient that it does not compute."""
 
 
 class RegistrationError(MoeregError, ValueError):

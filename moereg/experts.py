@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -16,10 +16,13 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
-__all__ = ["INPUT_FORMS", "OUTPUT_FORMS", "BuildPlan", "ExpertInputs", "Experts", "Facts", "KernelBuilder"]
+__all__ = ["INPUT_FORMS", "OUTPUT_FORMS", "BuildPlan", "ExpertInputs", "Experts", "Facts", "Gradients", "KernelBuilder"]
 
 OUTPUT_FORMS: Final = ("reduced", "per_route", "per_expert")
 INPUT_FORMS: Final = ("unquantized", "quantized")
+
+SavedShapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Names of tensors to their shapes and dtypes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,30 @@ class ExpertInputs:
     expert_num_tokens: torch.Tensor | None = None
     expert_map: torch.Tensor | None = None
     hidden_scale: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """Outputs of `Experts.apply_backward`: contiguous tensors, None for what is not asked for.
+
+    Attributes:
+        hidden_states: [T,H] in the problem's dtype.
+        topk_weights: [T,K] fp32; 0 for routes without an expert here.
+        w13: [E,2I,H] in the problem's dtype, gate rows first as in `ExpertWeights`; [E,I,H] without a gate.
+        w2: [E,H,I] in the problem's dtype.
+        w13_bias: [E,2I] or [E,I] in the bias's dtype.
+        w2_bias: [E,H] in the bias's dtype.
+        accumulate: Whether gradients of weights and biases are added to what their tensors hold; otherwise those are
+            overwritten. The first two are always overwritten.
+    """
+
+    hidden_states: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    w13: torch.Tensor | None = None
+    w2: torch.Tensor | None = None
+    w13_bias: torch.Tensor | None = None
+    w2_bias: torch.Tensor | None = None
+    accumulate: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,3 +259,61 @@ class Experts(abc.ABC):
 
         No host synchronization and, if `facts.graph_capture`, no allocation that a capture forbids.
         """
+
+    # Training: for classes whose facts name gradients. They read weights in layout `canonical` if these are trained.
+
+    def saved_shapes(self, problem: MoEProblem, num_tokens: int) -> SavedShapes:
+        """Shapes and dtypes, by name, of the tensors that a forward pass keeps for the backward pass.
+
+        Inputs and weights are kept anyway. There is room for the rows before the activation, [N,2I] or without a gate
+        [N,I] in the problem's dtype, and for the order of routes: 24 bytes a route and 32 an expert.
+        """
+        raise NotImplementedError(f"{type(self).__name__} computes no gradients")
+
+    def apply_saving(
+        self,
+        out: torch.Tensor,
+        saved: Mapping[str, torch.Tensor],
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        """Runs the experts like `apply`, and keeps what the backward pass needs.
+
+        Args:
+            out, inputs, weights, workspace13, workspace2: As in `apply`; the output form is `reduced`.
+            saved: Overwritten: contiguous tensors of the shapes from `saved_shapes`, contents undefined.
+        """
+        raise NotImplementedError(f"{type(self).__name__} computes no gradients")
+
+    def backward_workspace_shapes(
+        self, problem: MoEProblem, num_tokens: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the workspaces of `apply_backward`, as `workspace_shapes` gives those of `apply`."""
+        return self.workspace_shapes(problem=problem, num_tokens=num_tokens)
+
+    def apply_backward(
+        self,
+        grads: Gradients,
+        grad_out: torch.Tensor,
+        saved: Mapping[str, torch.Tensor],
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        """Computes the gradients that are asked for, and only those.
+
+        Sums over routes and tokens in fp32 and in a fixed order: equal inputs give equal bits. Synchronizes with the
+        host no more than `apply` does.
+
+        Args:
+            grads: Tensors to write: every element, with zeros for experts without tokens.
+            grad_out: [T,H] in the problem's dtype, contiguous: the gradient of the output; only read.
+            saved: As `apply_saving` left them; only read, since a graph may be kept for another backward pass.
+            inputs, weights: As `apply_saving` got them; only read.
+            workspace13: Scratch memory of the shape from `backward_workspace_shapes`, as in `apply`.
+            workspace2: Likewise.
+        """
+        raise NotImplementedError(f"{type(self).__name__} computes no gradients")

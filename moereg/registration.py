@@ -39,6 +39,8 @@ HIGHEST_PRIORITY: Final = 1_000_000
 
 TIERS: Final = ("kernel", "emulation")
 
+_TRAINING: Final = ("saved_shapes", "apply_saving", "apply_backward")
+
 Probe = Callable[[Platform], str | None]
 """Looks for a toolchain or prebuilt library on the machine at hand; returns the reason it cannot run, or None."""
 
@@ -161,6 +163,8 @@ def check_experts(experts: type[Experts]) -> None:
     if not isinstance(experts.facts, Facts):
         raise ArgumentError(f"facts must be a moereg.author.Facts, got {type(experts.facts).__name__}")
     check_facts(experts.facts)
+    if experts.facts.gradients:
+        _check_training(experts)
     for name, known in (("output_form", OUTPUT_FORMS), ("input_form", INPUT_FORMS)):
         if (form := getattr(experts, name)) not in known:
             raise ArgumentError(f"{name} must be one of {known}, got {form!r}")
@@ -171,6 +175,23 @@ def check_experts(experts: type[Experts]) -> None:
     shared: object = vars(experts).get("shared_layouts", ())
     if not isinstance(shared, tuple) or not all(name in experts.layouts for name in shared):
         raise ArgumentError(f"shared_layouts must be a tuple of names in layouts {experts.layouts!r}, got {shared!r}")
+
+
+def _check_training(experts: type[Experts]) -> None:
+    """Checks that a class whose facts name gradients computes them."""
+    check_class(experts, Experts, (*_TRAINING, "backward_workspace_shapes"))
+    if missing := [name for name in _TRAINING if getattr(experts, name) is getattr(Experts, name)]:
+        named = ", ".join(sorted(experts.facts.gradients))
+        raise ArgumentError(f"facts name gradients of ({named}), and methods are missing: {', '.join(missing)}")
+    if experts.output_form != "reduced":
+        raise ArgumentError(
+            f"a class that computes gradients must have output_form 'reduced', got {experts.output_form!r}"
+        )
+    if "weights" in experts.facts.gradients and "canonical" not in experts.layouts:
+        raise ArgumentError(
+            f"a class that computes gradients of weights must read them in layout 'canonical', so that a trained "
+            f"parameter is read in place, got layouts {experts.layouts!r}"
+        )
 
 
 def share_layout(layout: str, *classes: type[Experts]) -> tuple[type[Experts], ...]:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Final
 
 from moereg.backends._loaded import Implementation, LoadedExperts
+from moereg.backends._loaded_training import LoadedTrainingExperts, TrainingImplementation
 from moereg.experts import Facts
 from moereg.platforms import Platform
 from moereg.registration import share_layout
@@ -73,6 +74,23 @@ class TorchPackedBatchedExperts(LoadedExperts):
         from moereg.backends._torch import plain
 
         return plain.HostBatched(self)
+
+
+# Below the packed weights, which serve what computes no gradients.
+@register_moe_backend(name="torch", priority=20, quant_schemes=("unquantized",), platforms=("cpu",))
+class TorchTrainingExperts(LoadedTrainingExperts):
+    """CPU, standard format, with all gradients: canonical weights, active experts only."""
+
+    facts = dataclasses.replace(
+        _CPU, router_weight_on_input=False, gradients=frozenset({"hidden_states", "topk_weights", "weights"})
+    )
+    wide_output = True
+    layouts = ("canonical",)
+
+    def _load(self) -> TrainingImplementation:
+        from moereg.backends._torch import training
+
+        return training.TrainingHost(self)
 
 
 # The last resort: E/K times the routed work.
@@ -176,6 +194,6 @@ class TorchInt8BatchedExperts(LoadedExperts):
 # The tensors of `ExpertWeights` under their names, static activation scales as one per expert, and nothing else.
 _SHARED: Final = share_layout(
     "canonical",
-    *(TorchPackedExperts, TorchPackedBatchedExperts, TorchDenseExperts, TorchBatchedExperts),
+    *(TorchPackedExperts, TorchPackedBatchedExperts, TorchTrainingExperts, TorchDenseExperts, TorchBatchedExperts),
     *(TorchQuantizedExperts, TorchQuantizedBatchedExperts, TorchInt8Experts, TorchInt8BatchedExperts),
 )

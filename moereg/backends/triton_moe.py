@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from moereg.backends._loaded import Implementation, LoadedExperts
+from moereg.backends._loaded_training import LoadedTrainingExperts, TrainingImplementation
 from moereg.experts import Experts, Facts
 from moereg.kernels.sizes import CODE_PAD, WEIGHT_PAD
 from moereg.platforms import Platform
+from moereg.registration import share_layout
 from moereg.registry import register_moe_backend
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat
@@ -319,3 +321,39 @@ class TritonQuantizedBatchedExperts(_QuantizedExperts):
         from moereg.backends._triton import quantized
 
         return quantized.Batched(self)
+
+
+# Below the class that permutes weights once: neither measured nor run on a GPU yet.
+@_cell(priority=90, quant_schemes=("unquantized",), platforms=_GPUS)
+class TritonTrainingExperts(LoadedTrainingExperts, _TritonExperts):
+    """Standard format, with gradients: grouped GEMMs over sorted routes that read weights where parameters lie.
+
+    A forward pass saves the rows before the activation and the plan of the routes. Backward, the gradient of the second
+    product's input gives those of the pre-activation and of the routing weights in one pass; the gradients of weights
+    are products as deep as an expert has routes.
+
+    Equal inputs give equal bits: no kernel adds atomically, an expert's rows are added in the order of its routes, and
+    a token's in the order of its experts.
+    """
+
+    facts = dataclasses.replace(
+        _FACTS, router_weight_on_input=False, gradients=frozenset({"hidden_states", "topk_weights", "weights"})
+    )
+    layouts = ("canonical",)
+
+    @classmethod
+    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
+        """Refuses sizes beyond the kernels' 32-bit offsets within one expert."""
+        elements = problem.activation.num_halves * problem.intermediate_size * problem.hidden_size
+        if elements >= 2**31:
+            return [f"requires fewer than 2**31 elements in one expert's w13, got {elements}"]
+        return []
+
+    def _load(self) -> TrainingImplementation:
+        from moereg.backends._triton import training
+
+        return training.Training(self)
+
+
+# As the classes of `torch_moe` share it.
+_SHARED: Final = share_layout("canonical", TritonTrainingExperts)

@@ -33,6 +33,7 @@ _COLUMNS: Final = {
     "numbers": ("numbers",),
     "drawn": ("drawn",),
     "faults": ("faults", "rounding"),
+    "gradients": ("gradients", "gradient_faults", "training"),
     "calls": ("workspaces", "equal_bits", "graph", "synchronization", "compile"),
 }
 """The table's columns, with the kinds of checks that each counts."""

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NoReturn
 
 import torch
@@ -20,7 +20,7 @@ from moereg.errors import (
     shown,
     stops_the_process,
 )
-from moereg.experts import Experts
+from moereg.experts import Experts, SavedShapes
 from moereg.platforms import KINDS, is_device_type
 from moereg.plugins.loader import current_platform
 from moereg.runtime.torch_state import plain_torch
@@ -135,10 +135,53 @@ def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) ->
     Raises:
         BackendError: The method raised or did not return two shapes.
     """
+    return _two_shapes(selection, experts, "workspace_shapes", num_tokens)
+
+
+def training_shapes(selection: Selection, experts: Experts, num_tokens: int, step: str) -> Shapes:
+    """Shapes of the two workspaces of `apply_saving` or `apply_backward`.
+
+    Raises:
+        BackendError: As `workspace_shapes` does.
+    """
+    method = "backward_workspace_shapes" if step == "apply_backward" else "workspace_shapes"
+    return _two_shapes(selection, experts, method, num_tokens)
+
+
+def saved_shapes(selection: Selection, experts: Experts, num_tokens: int, most_bytes: int) -> SavedShapes:
+    """Shapes of the tensors that a forward pass keeps.
+
+    Args:
+        selection, experts, num_tokens: As for the workspaces.
+        most_bytes: Room for them.
+
+    Raises:
+        BackendError: The method raised, returned something else, or asks for more room.
+    """
     try:
-        shapes: object = experts.workspace_shapes(problem=selection.problem, num_tokens=num_tokens)
+        shapes: object = experts.saved_shapes(problem=selection.problem, num_tokens=num_tokens)
+        assert isinstance(shapes, Mapping)
+        num_bytes = sum(-(-math.prod(shape) * dtype.itemsize // 256) * 256 for shape, dtype in shapes.values())
     except BaseException as error:
-        raise_named(selection, "workspace_shapes", error)
+        raise_named(selection, "saved_shapes", error)
+    if num_bytes > most_bytes:
+        found = f"{num_bytes} bytes for {num_tokens} tokens, and there is room for {most_bytes}"
+        raise _backend_error(
+            selection, "saved_shapes", "wants to keep more than the rows before the activation in", found
+        )
+    return shapes
+
+
+def raise_copied(selection: Selection) -> NoReturn:
+    """Raises for a class that copies weights which it is to train in place."""
+    raise _backend_error(selection, "permute_weights", "copied weights that are trained in place in", "other memory")
+
+
+def _two_shapes(selection: Selection, experts: Experts, method: str, num_tokens: int) -> Shapes:
+    try:
+        shapes: object = getattr(experts, method)(problem=selection.problem, num_tokens=num_tokens)
+    except BaseException as error:
+        raise_named(selection, method, error)
     if isinstance(shapes, (tuple, list)) and len(shapes) == 2:
         try:
             first, second = (tuple(map(operator.index, shape)) for shape in shapes)
@@ -147,7 +190,7 @@ def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) ->
         else:
             if min((*first, *second, 0)) == 0 and max(map(_extent, (first, second))) <= _MOST_ELEMENTS:
                 return first, second
-    raise _backend_error(selection, "workspace_shapes", "returned no two shapes from", shown(shapes))
+    raise _backend_error(selection, method, "returned no two shapes from", shown(shapes))
 
 
 def lacking_workspaces(selection: Selection, shapes: Sequence[tuple[int, ...]], error: BaseException) -> BaseException:

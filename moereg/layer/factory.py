@@ -20,6 +20,7 @@ from moereg.layer.kernel import MoEKernel
 from moereg.layer.one_expert import OneExpert
 from moereg.layer.plan import Asked, Movement, local_movement, plan_layer, winner_of
 from moereg.layer.ranges import RangeExperts, alone, make_copies, make_ranges
+from moereg.layer.train_op import check_trained
 from moereg.layer.warm_up import use_shipped_kernels
 from moereg.prepare_finalize import PrepareFinalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement
@@ -73,7 +74,8 @@ def make_kernel(
             it as often as the others, with its own tokens, possibly none. If the problem says that all experts are
             local, each rank gets an equal share.
         own_weights: Whether to copy tensors that would be shared: for kernels that are reloaded or updated after
-            graph capture, or whose canonical weights change.
+            graph capture, or whose canonical weights change. Not if the problem has gradients of weights: the kernel
+            then keeps these tensors, reads them in place, and backpropagates into them.
         expert_placement: Which rank of the group holds which experts, replicas included; None means equal slices in
             rank order.
         num_batches: Parts of a call over a group; with 2, one part's tokens move while the other is multiplied, which
@@ -151,6 +153,12 @@ def _builder(
     movement = local_movement(problem, prepare_finalize)
     place = outside_pools(lambda: resolve_expert_map(problem, ep_rank, expert_map, device), device)
     weights.check_against(problem)
+    if "weights" in problem.gradients:
+        check_trained(weights.tensors())
+        if own_weights:
+            raise ArgumentError(
+                "own_weights copies weights, and gradients of weights train them in place; leave it out"
+            )
     return functools.partial(_build, problem, weights, movement, place, own_weights)
 
 
@@ -225,7 +233,12 @@ def _build(
                     held.weights, held.borrowed = held.weights.with_own(held.borrowed), frozenset()
         parts = ranges[-1].experts, copies[0].weights, prepare_finalize, expert_map, copies[0].borrowed
         kernel = MoEKernel(problem, selection, *parts, ranges, copies[1:])
-        kernel.copied = CopiedFrom(repr(kernel), kernel.copied_from(weights))
+        copied = kernel.copied_from(weights)
+        if "weights" in problem.gradients:
+            if copied:
+                backend_calls.raise_copied(selection)
+            kernel.trained = weights.tensors()
+        kernel.copied = CopiedFrom(repr(kernel), copied)
         return kernel
 
     return outside_pools(made, weights.w13.device)

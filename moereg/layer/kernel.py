@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from threading import get_ident
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,7 +13,7 @@ import torch
 from moereg.arguments import check_count, check_flag, check_instance
 from moereg.dispatch import Selection
 from moereg.errors import ArgumentError, GradientError, LayoutMismatchError
-from moereg.experts import Experts
+from moereg.experts import Experts, Gradients
 from moereg.layer import backend_calls
 from moereg.layer.checks import check_call, check_no_alias, check_no_transform, check_values
 from moereg.layer.in_turn import InTurn
@@ -21,6 +21,7 @@ from moereg.layer.move_experts import exchange_experts
 from moereg.layer.no_backward import joined, wants_gradient
 from moereg.layer.one_expert import OneExpert
 from moereg.layer.ranges import RangeExperts, WeightsCopy
+from moereg.layer.train_op import cut_saved, run_training, trains
 from moereg.layer.warm_up import WarmUp, warm_up
 from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
@@ -54,6 +55,8 @@ class MoEKernel:
         expert_map: [num_experts] int32 on the weights' device, local expert or -1; update it in place. None if all
             experts are local.
         copied: Warns if an optimizer trains weights that this kernel has copies of; None if its owner reloads it.
+        trained: The canonical tensors that calls read and train in place, by name, if the problem has gradients of
+            weights; else empty.
         in_turn: Keeps calls and writes apart.
         cure: Advice for a captured graph that reads memory which a reload may not write; the owner may set it.
         checks_values: Whether values of routing are checked at all; an engine that warms up on memory that nothing
@@ -106,6 +109,12 @@ class MoEKernel:
         self._knows_counts = facts is None or not facts.max_num_tokens
         # Ranks may run experts of different ranges, and their results meet.
         self._sent_dtype = max((each.experts.rows_dtype for each in self.ranges), key=lambda dtype: dtype.itemsize)
+        self.trained: Mapping[str, torch.Tensor] = {}
+        if problem.gradients and isinstance(prepare_finalize, GroupPrepareFinalize):
+            raise ArgumentError(
+                f"gradients require experts that no group shares, got {prepare_finalize.name!r} with gradients of "
+                f"{', '.join(sorted(problem.gradients))}; make the kernel without a group"
+            )
         self._served: dict[int, _Served] = {}
         self._num_calls = [0] * 64
         self._handle = new_handle(self)
@@ -127,8 +136,8 @@ class MoEKernel:
             out: [T,H] to overwrite, contiguous, aliasing no input; None allocates one.
 
         Returns:
-            `out`: the sum over this rank's experts. Where an input requires a gradient, a backward pass raises
-            `GradientError`.
+            `out`: the sum over this rank's experts. A backward pass computes the problem's `gradients`; where another
+            input requires one, it raises `GradientError`.
 
         Raises:
             BackendError: The backend's own code raised; names it and its distribution.
@@ -141,11 +150,14 @@ class MoEKernel:
         """
         check_call(self.problem, self._device, hidden_states, topk_weights, topk_ids, out)
         is_own = out is None
-        if out is not None and wants_gradient(hidden_states, topk_weights):
+        followed = (hidden_states, topk_weights, *self.trained.values())
+        if out is not None and wants_gradient(*followed):
             raise GradientError(
                 "out must be None where an input requires a gradient, since a tensor that is passed stays outside of "
                 "autograd's graph; leave it out, or call under torch.no_grad()"
             )
+        if trains(self.problem, hidden_states, topk_weights, self.trained):
+            return run_training(self.problem, hidden_states, topk_weights, topk_ids, self.trained, self._handle)
         if out is None:
             out = torch.empty_like(hidden_states)
         if self._communicates or hidden_states.shape[0]:
@@ -153,7 +165,7 @@ class MoEKernel:
                 run_compiled(hidden_states, topk_weights, topk_ids, out, self._handle)
             else:
                 self.check_and_run(hidden_states, topk_weights, topk_ids, out, is_own)
-        return joined(out, hidden_states, topk_weights)
+        return joined(out, *followed)
 
     @property
     def weights(self) -> PermutedWeights:
@@ -162,7 +174,8 @@ class MoEKernel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoEKernel:
         # Compiled code finds a kernel by its handle, so a copy needs its own.
-        copied, expert_map = copy.deepcopy(([held.weights for held in self.copies], self.expert_map), memo)
+        parts_of = [held.weights for held in self.copies], self.expert_map, self.trained
+        copied, expert_map, trained = copy.deepcopy(parts_of, memo)
         own, *others = (
             WeightsCopy(held.range, weights, held.borrowed) for held, weights in zip(self.copies, copied, strict=True)
         )
@@ -176,7 +189,9 @@ class MoEKernel:
                 expert_map = moves.tables.expert_map
         # If the caller's tensors are copied along, shared memory stays shared between the copies.
         parts = self.problem, self.selection, self.experts, own.weights, moves, expert_map
-        return MoEKernel(*parts, own.borrowed, self.ranges, tuple(others))
+        made = MoEKernel(*parts, own.borrowed, self.ranges, tuple(others))
+        made.trained = trained
+        return made
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -375,6 +390,11 @@ class MoEKernel:
 
     def _check_may_write(self, others: Sequence[frozenset[str]]) -> None:
         names = frozenset[str]().union(*others)
+        if names and self.trained:
+            raise ArgumentError(
+                f"this kernel trains {', '.join(sorted(names))} in place, got other tensors; write the numbers into "
+                "the parameters, or say write_shared=True"
+            )
         if names and self._is_captured:
             shown = ", ".join(sorted(names))
             raise ArgumentError(
@@ -423,6 +443,95 @@ class MoEKernel:
         finally:
             self.in_turn.end(thread)
 
+    def training_kernel(self) -> MoEKernel:
+        """Itself, for the op by which layers train."""
+        return self
+
+    def run_saving(
+        self,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        weights: Mapping[str, torch.Tensor],
+        saved: torch.Tensor,
+    ) -> torch.Tensor:
+        """Runs a call whose shapes and dtypes were checked, and keeps what its backward pass needs.
+
+        Args:
+            hidden_states, topk_weights, topk_ids: As in a call.
+            weights: The canonical tensors to read, by name; empty means the kernel's own weights.
+            saved: uint8, overwritten.
+
+        Returns:
+            [T,H], new.
+        """
+        out = torch.empty_like(hidden_states)
+        if len(hidden_states):
+            if self.checks_values:
+                check_values(self.problem, self._device, topk_weights, topk_ids, self.expert_map)
+            self._num_calls[(len(hidden_states) - 1).bit_length()] += 1
+            self._train("apply_saving", saved, (hidden_states, topk_weights, topk_ids), weights, out=out)
+        return out
+
+    def run_backward(
+        self,
+        gradients: Mapping[str, torch.Tensor],
+        grad_out: torch.Tensor,
+        saved: torch.Tensor,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        weights: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Computes gradients of a call of `run_saving`.
+
+        Args:
+            gradients: Tensors to overwrite, by the names of `Gradients`.
+            grad_out: [T,H] in the problem's dtype, contiguous.
+            saved, hidden_states, topk_weights, topk_ids, weights: As in that call.
+        """
+        if len(hidden_states):
+            call = (hidden_states, topk_weights, topk_ids)
+            targets: dict[str, Any] = {**gradients}
+            self._train("apply_backward", saved, call, weights, grads=Gradients(**targets), grad_out=grad_out)
+        else:
+            for tensor in gradients.values():
+                tensor.zero_()
+
+    def _train(
+        self,
+        step: str,
+        saved: torch.Tensor,
+        call: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
+        **others: Any,
+    ) -> None:
+        """Runs a method of the experts for one direction of a call."""
+        thread, problem = get_ident(), self._experts_problem
+        served = self.range_of(len(call[0]))
+        selection, experts = served.selection, served.experts
+        try:
+            self.in_turn.begin(thread)
+            with plain_torch():
+                shapes = backend_calls.training_shapes(selection, experts, len(call[0]), step)
+                kept = cut_saved(saved, backend_calls.saved_shapes(selection, experts, len(call[0]), saved.numel()))
+                workspaces = self._scratch(served, shapes)
+                hidden_states, topk_weights, topk_ids = call
+                topk_ids = _in_32_bits(topk_ids, problem)
+                prepare = self.prepare_finalize.prepare
+                inputs = prepare(hidden_states, topk_weights, topk_ids, problem, self.expert_map).inputs
+                read = PermutedWeights("canonical", weights) if weights else self._copy_of(served).weights
+                names = {"workspace13": workspaces[0], "workspace2": workspaces[1]}
+                try:
+                    getattr(experts, step)(saved=kept, inputs=inputs, weights=read, **names, **others)
+                except BaseException as error:
+                    backend_calls.raise_named(selection, step, error)
+        except RuntimeError as error:
+            check_no_transform(error)
+            raise
+        finally:
+            self.in_turn.end(thread)
+
     def _run(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
@@ -441,9 +550,7 @@ class MoEKernel:
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
         problem = self._experts_problem
-        if topk_ids.dtype != torch.int32:
-            # Clamp first: an id beyond 32 bits must stay out of range, not wrap around into it.
-            topk_ids = topk_ids.clamp(-1, problem.num_experts).to(torch.int32)
+        topk_ids = _in_32_bits(topk_ids, problem)
         moves = self.prepare_finalize
         if isinstance(moves, GroupPrepareFinalize):
             tokens = Tokens(hidden_states, topk_weights, topk_ids)
@@ -544,6 +651,11 @@ class _Served(NamedTuple):
     copy: WeightsCopy
     rows: tuple[int, ...]
     scratch: tuple[tuple[int, ...], ...]
+
+
+def _in_32_bits(topk_ids: torch.Tensor, problem: MoEProblem) -> torch.Tensor:
+    # Clamp first: an id beyond 32 bits must stay out of range, not wrap around into it.
+    return topk_ids if topk_ids.dtype == torch.int32 else topk_ids.clamp(-1, problem.num_experts).to(torch.int32)
 
 
 def _may_be_captured(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Joins the output of experts to autograd's graph, where a backward pass raises: moereg computes no gradients."""
+"""Joins the output of experts to autograd's graph, where a backward pass raises, unless the layer has gradients."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ _LIBRARY.define("no_gradient(Tensor gradient, SymInt[] shape) -> Tensor")
 
 def _no_gradient(gradient: torch.Tensor, shape: list[int]) -> torch.Tensor:
     raise GradientError(
-        f"moereg computes no gradients, got a backward pass to an output of {list(gradient.shape)}; infer under "
-        "torch.no_grad(), or detach the output; in transformers, moereg.integrations.transformers.restore(model) "
-        "brings back freed weights, which train"
+        f"moereg computes only gradients that MoEProblem(gradients=...) names, got a backward pass to an output of "
+        f"{list(gradient.shape)} for another tensor; name it there, infer under torch.no_grad(), or detach the output; "
+        "in transformers, moereg.integrations.transformers.restore(model) brings back freed weights, which train"
     )
 
 

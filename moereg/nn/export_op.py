@@ -48,7 +48,9 @@ def run_exported(
         problem: The layer.
         **keywords: `ep_rank`, `require`, `prefer` and `deny`. Collections that JSON lacks, such as sets, become lists.
     """
-    layer = _said_of({"problem": problem.to_dict(), "tensors": list(tensors), **keywords})
+    said = problem.to_dict()
+    said.pop("gradients", None)  # A program infers.
+    layer = _said_of({"problem": said, "tensors": list(tensors), **keywords})
     call = detached([hidden_states, topk_weights, topk_ids, out])
     torch.ops.moereg.exported_layer(*call, detached(tensors.values()), layer)
 

@@ -16,15 +16,17 @@ from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.no_backward import joined
 from moereg.layer.one_expert import keeping_moves
+from moereg.layer.train_op import run_training, trains
 from moereg.nn.export_op import run_exported
 from moereg.nn.state import CanonicalModule, experts_of, has_shared_experts, router_tensors, zeros_for
 from moereg.routing import RouterSpec
 from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_op import is_exporting, new_handle, run_compiled
-from moereg.runtime.torch_state import in_plain_torch
+from moereg.runtime.torch_state import plain_torch
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import TENSOR_ROLES
 from moereg.weights.permuted import ExpertWeights
+from moereg.weights.versions import are_elsewhere
 
 __all__ = ["MoELayer"]
 
@@ -32,11 +34,14 @@ __all__ = ["MoELayer"]
 class MoELayer(CanonicalModule):
     """The routed experts of one layer as a module, optionally with their router.
 
-    Its parameters, which need no gradient, are the canonical tensors named as in `ExpertWeights`: `w13` [E,2I,H] with
-    gate rows first, `w2` [E,H,I], scales and biases; and `router_weight` [E,H], `router_bias` [E] and `correction_bias`
-    [E]. `state_dict` holds these on every machine, whatever layout the kernel reads. The kernel is made at the first
-    call, or by `prepare`, and follows `.to()`, `load_state_dict`, steps of torch's optimizers, and parameters that are
-    replaced or written. Writes through `parameter.data` or a raw pointer, which torch does not see, need `refresh()`.
+    Its parameters are the canonical tensors named as in `ExpertWeights`: `w13` [E,2I,H] with gate rows first, `w2`
+    [E,H,I], scales and biases; and `router_weight` [E,H], `router_bias` [E] and `correction_bias` [E]. `state_dict`
+    holds these on every machine, whatever layout the kernel reads. The kernel is made at the first call, or by
+    `prepare`, and follows `.to()`, `load_state_dict`, steps of torch's optimizers, and parameters that are replaced or
+    written. Writes through `parameter.data` or a raw pointer, which torch does not see, need `refresh()`.
+
+    Parameters require a gradient where the problem's `gradients` name them: the experts' as `weights`, which are then
+    read and trained in place, and the router's as `topk_weights`. See [docs/training.md](docs/training.md).
 
     With `keep_canonical=False` the experts' parameters are freed once the kernel is made, and `state_dict`, `.to()`
     and copies read them back from it.
@@ -109,6 +114,10 @@ class MoELayer(CanonicalModule):
         self.ep_rank = check_count("ep_rank", ep_rank, minimum=0)
         self.keep_canonical = keep_canonical
         self.has_shared_experts = False
+        if "weights" in problem.gradients and not keep_canonical:
+            raise ArgumentError(
+                "keep_canonical=False frees the parameters, and gradients of weights train them; leave one of them out"
+            )
         if weights is not None:
             check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
         if device is not None:
@@ -222,7 +231,9 @@ class MoELayer(CanonicalModule):
             topk_ids: The same shape, int32 or int64, global experts; given together with `topk_weights`.
 
         Returns:
-            [..., H]: the sum over this rank's experts. A backward pass to it raises `GradientError`.
+            [..., H]: the sum over this rank's experts. A backward pass computes the problem's `gradients`, and raises
+            `GradientError` where another tensor requires one. Under autocast a layer with gradients takes hidden states
+            of any float dtype, and computes and returns its own.
 
         Raises:
             ValueError: A shape, dtype or device is wrong, or the layer has no router and no experts were named.
@@ -231,6 +242,8 @@ class MoELayer(CanonicalModule):
         hidden_size = self.problem.hidden_size
         if not hidden_states.dim() or hidden_states.shape[-1] != hidden_size:
             raise ArgumentError(f"hidden_states must be [..., {hidden_size}], got {list(hidden_states.shape)}")
+        if self.problem.gradients and hidden_states.dtype != self.problem.torch_dtype and _is_autocast(hidden_states):
+            hidden_states = hidden_states.to(self.problem.torch_dtype)
         rows = hidden_states.reshape(-1, hidden_size).contiguous()
         if (topk_weights is None) != (topk_ids is None):
             raise ArgumentError("topk_weights and topk_ids go together; pass both, or none for the layer's router")
@@ -245,6 +258,10 @@ class MoELayer(CanonicalModule):
             topk_weights = topk_weights.float()
         if torch.compiler.is_compiling():
             check_call(self.problem, hidden_states.device, rows, topk_weights, topk_ids, None)
+            trained = self._trained
+            if not is_exporting() and trains(self.problem, rows, topk_weights, trained):
+                out = run_training(self.problem, rows, topk_weights, topk_ids, trained, self._handle)
+                return out.view(hidden_states.shape)
             out = torch.empty_like(rows)
             if is_exporting() and not self._is_freed:
                 held = {
@@ -270,7 +287,6 @@ class MoELayer(CanonicalModule):
             out = joined(out, rows, topk_weights, *self._parameters.values())
         return out.view(hidden_states.shape)
 
-    @in_plain_torch
     def route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Chooses experts like the model's router, with logits in the model's dtype for them.
 
@@ -287,12 +303,19 @@ class MoELayer(CanonicalModule):
             raise ArgumentError(
                 "this MoELayer has no router; pass topk_weights and topk_ids, or make it with router=..."
             )
+        if torch.compiler.is_compiling():
+            return self._route(self.router, hidden_states)
+        # Even if the problem does not name `topk_weights`: hidden states would lose a part of their gradient.
+        with plain_torch(keeps_gradients=bool(self.problem.gradients)):
+            return self._route(self.router, hidden_states)
+
+    def _route(self, router: RouterSpec, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weight, router_bias = self._parameters["router_weight"], self._parameters["router_bias"]
         assert weight is not None
-        dtype = torch.float32 if self.router.fp32_logits else weight.dtype
+        dtype = torch.float32 if router.fp32_logits else weight.dtype
         bias = None if router_bias is None else router_bias.to(dtype)
         logits = torch.nn.functional.linear(hidden_states.to(dtype), weight.to(dtype), bias)
-        return self.router.route(logits, self._parameters["correction_bias"])
+        return router.route(logits, self._parameters["correction_bias"])
 
     def prepare(self, selection: Selection | None = None, *, refresh: bool = False) -> MoEKernel:
         """Makes the kernel, or updates it with written or replaced parameters.
@@ -313,12 +336,19 @@ class MoELayer(CanonicalModule):
         if self._kernel is not None and selection is None:
             if self._is_freed:
                 return self._kernel
-            state = self._state(checks=not refresh)
-            if refresh or state != self._seen:
+            state = self._state(checks=not (refresh or self._trained))
+            if self._trained:
+                # Read in place, whoever wrote them; replaced parameters take a new kernel.
+                if self._seen is None or are_elsewhere(self._seen, state):
+                    self._kernel = None
+                else:
+                    self._kernel.trained, self._seen = self._trained, state
+            elif refresh or state != self._seen:
                 # In place, so that captured graphs see it.
                 self._kernel.reload(self._checked_weights())
                 self._seen = state
-            return self._kernel
+            if self._kernel is not None:
+                return self._kernel
         outside_pools(self._thaw, self._device)
         weights = self.weights
         if weights.w13.device.type == "meta":
@@ -332,6 +362,7 @@ class MoELayer(CanonicalModule):
         place = self._buffers["expert_map"]
         kernel = make_kernel(self.problem, weights, selection, ep_rank=self.ep_rank, expert_map=place)
         kernel.copied = None  # Later calls of this function reload it.
+        kernel.trained = self._trained
         kernel.cure = (
             "write into the parameters instead of replacing them (load_state_dict without assign=True), or drop the "
             "kernel with layer.to(layer.w13.device) and capture again"
@@ -385,6 +416,10 @@ class MoELayer(CanonicalModule):
         """
         self.prepare()(hidden_states, topk_weights, topk_ids, out)
 
+    def training_kernel(self) -> MoEKernel:
+        """The kernel, for the op by which layers train."""
+        return self.prepare()
+
     def extra_repr(self) -> str:
         """The problem, the backend and the router, for `repr`."""
         backend = "no kernel yet" if self._kernel is None else str(self._kernel.selection.backend)
@@ -403,3 +438,9 @@ class MoELayer(CanonicalModule):
                 f"{list(routes.shape)}; a route belongs to the token at its place"
             )
         return routes.reshape(-1, self.problem.top_k).contiguous()
+
+
+def _is_autocast(tensor: torch.Tensor) -> bool:
+    # Devices without autocast, such as meta, raise when asked about it.
+    kind = tensor.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -16,6 +16,7 @@ from moereg.checkpoints._models import MODEL_TYPES
 from moereg.errors import ArgumentError
 from moereg.layer.factory import MoEKernel
 from moereg.layer.one_expert import read_all
+from moereg.layer.train_op import WEIGHTS
 from moereg.routing import RouterSpec, language_config
 from moereg.runtime.torch_op import new_handle
 from moereg.spec.problem import DTYPES, MoEProblem
@@ -68,7 +69,17 @@ class CanonicalModule(torch.nn.Module):
         super().__delattr__(name)
 
     def _set(self, name: str, tensor: torch.Tensor | None) -> None:
-        self.register_parameter(name, None if tensor is None else _as_parameter(tensor))
+        parameter = None if tensor is None else _as_parameter(tensor)
+        trains_as = "weights" if name in WEIGHTS else "topk_weights" if name in _ROUTER else ""
+        if parameter is not None and trains_as in self.problem.gradients:
+            parameter.requires_grad_()
+        self.register_parameter(name, parameter)
+
+    @property
+    def _trained(self) -> dict[str, torch.Tensor]:
+        """Parameters that are read and trained in place, frozen ones included; empty for a layer that trains none."""
+        names = WEIGHTS if "weights" in self.problem.gradients else ()
+        return {name: tensor for name in names if (tensor := self._parameters[name]) is not None}
 
     def _count_writes(self) -> None:
         """Replaces parameters made in inference mode by ordinary ones, which count writes, in the same memory."""
@@ -232,6 +243,7 @@ def _as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor.detach(), requires_grad=False)
 
 
+_ROUTER: Final = ("router_weight", "router_bias")
 _SHARED: Final = re.compile(r"(^|\.)shared_(experts?|mlp)$")
 """transformers' names for shared experts."""
 

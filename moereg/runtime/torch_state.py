@@ -25,10 +25,10 @@ def fp32_is_exact() -> bool:
 
 
 @contextlib.contextmanager
-def plain_torch() -> Iterator[None]:
-    """Within this context gradients, autocast and reduced fp32 matmul precision are off."""
+def plain_torch(keeps_gradients: bool = False) -> Iterator[None]:
+    """Within this context autocast, reduced fp32 matmul precision and, unless they are kept, gradients are off."""
     with contextlib.ExitStack() as stack:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not keeps_gradients:
             stack.enter_context(torch.no_grad())
         for device_type in _device_types():
             if torch.is_autocast_enabled(device_type):

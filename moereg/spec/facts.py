@@ -15,7 +15,7 @@ from typing import Any, Final, TypedDict, TypeVar
 
 from moereg.errors import ArgumentError, shown, unknown_name_message
 from moereg.spec.activations import ACTIVATIONS
-from moereg.spec.problem import ACTIVATION_FORMATS, DTYPES, HELD_EXPERTS, PLACEMENTS, MoEProblem
+from moereg.spec.problem import ACTIVATION_FORMATS, DTYPES, GRADIENTS, HELD_EXPERTS, PLACEMENTS, MoEProblem
 from moereg.spec.reasons import Reason
 
 
@@ -92,6 +92,18 @@ class _Names(Fact):
     def stored(self, value: Any) -> Any:
         is_names = isinstance(value, (set, tuple, list)) and set(map(type, value)) <= {str}
         return frozenset(value) if is_names else value
+
+
+class _Gradients(_Names):
+    """Names of gradients, of which a problem may ask for several or none."""
+
+    def reasons(self, value: Any, asked: Any) -> Iterable[Reason]:
+        if lacking := asked.gradients - value:
+            text = f"does not compute gradients of ({', '.join(sorted(lacking))})"
+            yield Reason(self.code, f"{text}, got gradients of ({', '.join(sorted(asked.gradients))})")
+
+    def are_disjoint(self, one: Any, other: Any) -> bool:
+        return False
 
 
 class _Sizes(_Names):
@@ -257,6 +269,7 @@ class Facts(DeclaredFacts):
         max_num_tokens: Most tokens of a call, or None.
         graph_capture: Whether `apply` can be captured in a CUDA graph.
         deterministic: Whether equal inputs give equal bits.
+        gradients: Names of the gradients that `apply_backward` can compute, as in `MoEProblem.gradients`.
     """
 
     activations: frozenset[str] = _row(_Names("activation", ACTIVATIONS, "activation.name"), frozenset())
@@ -279,6 +292,7 @@ class Facts(DeclaredFacts):
     max_num_tokens: int | None = _row(_Limit("size", "max_num_tokens"), None)
     graph_capture: bool = _flag("graph_capture", "cannot be captured in a CUDA graph")
     deterministic: bool = _flag("deterministic", "does not give the same bits each time")
+    gradients: frozenset[str] = _row(_Gradients("gradients", GRADIENTS), frozenset())
 
 
 FACTS: Final = rows(Facts)
@@ -301,6 +315,7 @@ class NarrowedFacts(TypedDict, total=False):
     max_num_tokens: int | None
     graph_capture: bool
     deterministic: bool
+    gradients: Collection[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -317,6 +332,7 @@ class MovementFacts(DeclaredFacts):
         max_num_tokens: Whether room is allocated for the problem's `max_num_tokens`, which must then be set.
         max_top_k: Most experts per token, or None.
         hidden_sizes: The only supported hidden sizes, or None.
+        gradients: Names of the gradients that can return to the tokens' ranks. No dispatcher has any yet.
     """
 
     transports: frozenset[str] = _row(_Names("group", None, "group.transport", "a group over"), frozenset())
@@ -330,6 +346,7 @@ class MovementFacts(DeclaredFacts):
     max_num_tokens: bool = _row(_Flag("size", _lacks_room, is_need=True), False)
     max_top_k: int | None = _row(_Limit("size", "top_k"), None)
     hidden_sizes: frozenset[int] | None = _row(_Sizes("alignment", None, "hidden_size", "hidden_size in"), None)
+    gradients: frozenset[str] = _row(_Gradients("gradients", GRADIENTS), frozenset())
 
 
 class NarrowedMovementFacts(TypedDict, total=False):
@@ -344,6 +361,7 @@ class NarrowedMovementFacts(TypedDict, total=False):
     max_group_size: int | None
     max_top_k: int | None
     hidden_sizes: Collection[int] | None
+    gradients: Collection[str]
 
 
 def check_facts(facts: DeclaredFacts) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import torch
@@ -13,13 +13,14 @@ from moereg.errors import ArgumentError, shown
 from moereg.spec.activations import ACTIVATIONS, Activation
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme, get_scheme
 
-__all__ = ["ACTIVATION_FORMATS", "DTYPES", "HELD_EXPERTS", "PLACEMENTS", "MoEProblem"]
+__all__ = ["ACTIVATION_FORMATS", "DTYPES", "GRADIENTS", "HELD_EXPERTS", "PLACEMENTS", "MoEProblem"]
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
 _DTYPE_ALIASES: Final = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 ACTIVATION_FORMATS: Final = ("standard", "batched")
 PLACEMENTS: Final = ("contiguous", "map")
 HELD_EXPERTS: Final = ("all", "some")
+GRADIENTS: Final = ("hidden_states", "topk_weights", "weights")
 _REQUIRED: Final = ("num_experts", "hidden_size", "intermediate_size", "top_k")
 _FLAGS: Final = ("has_bias", "apply_router_weight_on_input", "graph_capture", "deterministic", "exact_activations")
 
@@ -49,6 +50,8 @@ class MoEProblem:
         deterministic: Requires equal bits for equal inputs.
         exact_activations: Rejects kernels that keep activations at 16 bits although the scheme quantizes them.
         max_num_tokens: Most tokens of a call, if known. Not part of a tuning key.
+        gradients: Names of those whose gradients a backward pass computes: `hidden_states`, `topk_weights`, and
+            `weights` for w13, w2 and their biases. Empty for inference.
 
     Raises:
         ArgumentError: A value has another type, a count is below 1, top_k exceeds num_experts, or values conflict.
@@ -80,6 +83,7 @@ class MoEProblem:
     deterministic: bool = False
     exact_activations: bool = False
     max_num_tokens: int | None = None
+    gradients: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -100,6 +104,7 @@ class MoEProblem:
         deterministic: bool = False,
         exact_activations: bool = False,
         max_num_tokens: int | None = None,
+        gradients: Collection[str] = (),
     ) -> None:
         given = locals()  # The arguments have the fields' names.
         resolved = {
@@ -109,6 +114,7 @@ class MoEProblem:
             "activation_format": check_one_of("activation format", activation_format, ACTIVATION_FORMATS),
             "num_local_experts": num_experts if num_local_experts is None else num_local_experts,
             "placement": check_one_of("placement", placement, PLACEMENTS),
+            "gradients": _names_of_gradients(gradients),
         }
         for field in dataclasses.fields(MoEProblem):
             object.__setattr__(self, field.name, resolved.get(field.name, given[field.name]))
@@ -135,6 +141,16 @@ class MoEProblem:
                 f"apply_router_weight_on_input requires top_k = 1: an input has one routing weight, "
                 f"got top_k={self.top_k}"
             )
+        if "weights" in self.gradients and self.quant.weight is not None:
+            raise ArgumentError(
+                f"gradients of weights require unquantized weights, got {self.quant.name}; leave 'weights' out of "
+                "gradients, or train weights in 16 or 32 bits"
+            )
+        if self.gradients and self.activation_format != "standard":
+            raise ArgumentError(
+                f"gradients require activation_format 'standard', got {self.activation_format!r} with gradients of "
+                f"{', '.join(sorted(self.gradients))}; use the standard format"
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -155,15 +171,17 @@ class MoEProblem:
     def to_dict(self) -> dict[str, Any]:
         """The constructor's arguments as JSON values; `MoEProblem.from_dict` reads them back.
 
-        Omits fields that are None. A scheme other than moereg's own cannot be found by name, so it is written as a
-        mapping.
+        Omits fields that are None, and `gradients` if empty. A scheme other than moereg's own cannot be found by name,
+        so it is written as a mapping.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values = {name: value for name, value in fields.items() if value is not None}
         known = self.quant == QUANT_SCHEMES.get(self.quant.name)
         values["quant"] = self.quant.name if known else dataclasses.asdict(self.quant)
         values["activation"] = str(self.activation)
-        return values
+        # A layer without gradients has the keys and fingerprints that it had before there were any.
+        values.pop("gradients")
+        return {**values, "gradients": sorted(self.gradients)} if self.gradients else values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MoEProblem:
@@ -195,7 +213,22 @@ class MoEProblem:
             flags.append(f"{self.num_local_experts} local experts")
         if self.placement != "contiguous":
             flags.append(f"placement {self.placement}")
+        if self.gradients:
+            flags.append(f"gradients of {' and '.join(sorted(self.gradients))}")
         return ", ".join([text, *flags])
+
+    def __repr__(self) -> str:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["gradients"] = sorted(self.gradients)
+        if not self.gradients:
+            del fields["gradients"]
+        return f"MoEProblem({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
+
+
+def _names_of_gradients(names: object) -> frozenset[str]:
+    if isinstance(names, str) or not isinstance(names, Collection):
+        raise ArgumentError(f"gradients must be a collection of names ({', '.join(GRADIENTS)}), got {shown(names)}")
+    return frozenset(check_one_of("gradient", name, GRADIENTS) for name in names)
 
 
 def _dtype_name(dtype: object) -> str:

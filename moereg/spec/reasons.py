@@ -29,6 +29,7 @@ CURES: Final[dict[str, str]] = {
     "size": "split the layer over more ranks or the call over more calls",
     "graph_capture": "run without graph capture",
     "deterministic": "ask without deterministic",
+    "gradients": "leave those tensors out of gradients, or train with another backend",
     "precision": "ask without exact_activations",
     "backend": "change that fact of the problem",
     "predicate_error": "report the bug to that backend's authors",

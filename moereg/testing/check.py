@@ -22,7 +22,7 @@ from moereg.plugins.modules import import_modules
 from moereg.registry import BackendCell
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
-from moereg.testing import checks
+from moereg.testing import checks, gradients
 from moereg.testing.cases import Case, is_imitated, machine, runnable_platform, running_as
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.guards import poisoned_empty
@@ -201,6 +201,7 @@ def _drawn(cell: BackendCell, argument: Mapping[str, Any]) -> None:
     case = layer.case() if argument["label"] == GIVEN else _case(cell, argument["layer"])
     assert case is not None, "this machine cannot run the layer"
     checks.check_case(case, layer, num_calls=2)
+    gradients.check_drawn_gradients(case, layer)
 
 
 KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
@@ -211,6 +212,9 @@ KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
     "numbers": lambda cell, argument: checks.check_numbers(_case(cell, argument), argument["is_first"]),
     "faults": lambda cell, argument: checks.check_faults_are_caught(cell, QuantScheme.from_dict(argument)),
     "rounding": lambda cell, argument: checks.check_activations_are_rounded(cell, QuantScheme.from_dict(argument)),
+    "gradients": lambda cell, argument: gradients.check_gradients(_case(cell, argument), argument["is_first"]),
+    "gradient_faults": lambda cell, argument: gradients.check_gradient_faults(cell),
+    "training": lambda cell, argument: gradients.check_training(cell),
     "reload": lambda cell, argument: checks.check_reload(cell),
     "equal_bits": lambda cell, argument: checks.check_equal_bits(cell),
     "graph": lambda cell, argument: checks.check_graph_replay(cell),
@@ -221,4 +225,7 @@ KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
 """Every kind of check in running order, cheap and decisive ones first for every cell."""
 
 # Poisoning would disturb `compile`, which inspects a compiled graph, and GPU kinds that watch launches.
-_POISONED_KINDS: Final = ("permute", "numbers", "faults", "rounding", "reload", "drawn")
+_POISONED_KINDS: Final = (
+    *("permute", "numbers", "faults", "rounding", "reload", "drawn"),
+    *("gradients", "gradient_faults", "training"),
+)

@@ -399,8 +399,9 @@ def check_workspaces_grow(cell: BackendCell) -> None:
     """Workspaces for more tokens are not smaller."""
     case = first_case(cell)
     experts = cell.experts(case.problem, case.platform)
+    methods = [experts.workspace_shapes, *([experts.backward_workspace_shapes] if cell.facts.gradients else [])]
     sizes = [
-        [torch.Size(shape).numel() for shape in experts.workspace_shapes(case.problem, num_tokens)]
+        [torch.Size(shape).numel() for shapes in methods for shape in shapes(case.problem, num_tokens)]
         for num_tokens in range(1, 700, 7)
     ]
     for fewer, more in itertools.pairwise(sizes):

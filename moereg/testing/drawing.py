@@ -169,7 +169,7 @@ def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
         top_k=top_k,
         dtype=choose(sorted(facts.dtypes, reverse=True)),
         quant=scheme,
-        activation=choose(_activations(cell)),
+        activation=choose(claimed_activations(cell)),
         has_bias=facts.bias and has_bias,
         activation_format=choose(sorted(facts.activation_formats)),
         placement=placement,
@@ -309,7 +309,7 @@ def _draw_size(choose: Choose, most: int, divisor: int) -> int:
     return -(-size // divisor) * divisor
 
 
-def _activations(cell: BackendCell) -> list[Activation]:
+def claimed_activations(cell: BackendCell) -> list[Activation]:
     """Activations that the cell claims, the most usual first, with further clamps and scalars if claimed."""
     facts = cell.facts
     known = sorted(facts.activations, key=lambda name: (name != "silu", name))

@@ -1,7 +1,7 @@
 """Faults that a comparison has to catch: each spoils weights the way a faulty kernel might read them.
 
 A fault in the weights has the effect of the same fault in a kernel's addressing. So a kernel on spoiled weights gives
-what a wrong kernel would give on right ones.
+what a wrong kernel would give on right ones. Faults of a backward pass spoil its inputs likewise, or its result.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from moereg.quantize import pack_nibbles
 from moereg.spec.quant_schemes import MATRICES
+from moereg.testing.inputs import Inputs
 from moereg.weights.permuted import ExpertWeights
 
 Fault = Callable[[ExpertWeights, str], ExpertWeights | None]
@@ -108,6 +109,63 @@ def plant_faults(weights: ExpertWeights) -> Iterator[tuple[str, ExpertWeights]]:
             spoiled = fault(weights, matrix)
             if spoiled is not None:
                 yield f"{name} in {matrix}", spoiled
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardPass:
+    """A backward pass to plant faults in, of a kernel or of the reference: how to run it, on what, and its result.
+
+    `local_ids` [T,K] int64 has each route's local expert or -1.
+    """
+
+    run: Callable[[ExpertWeights, Inputs], dict[str, torch.Tensor]]
+    weights: ExpertWeights
+    inputs: Inputs
+    local_ids: torch.Tensor
+    right: dict[str, torch.Tensor]
+
+
+def plant_gradient_faults(backward: BackwardPass) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Yields every fault that a backward pass can have, with its name and all gradients that it computes."""
+    right = backward.right
+    for name, spoiled in _spoiled_gradients(backward):
+        if spoiled.keys() & right.keys():
+            yield name, {key: spoiled.get(key, tensor) for key, tensor in right.items()}
+
+
+def _spoiled_gradients(backward: BackwardPass) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    weights, inputs, local_ids = backward.weights, backward.inputs, backward.local_ids
+    of_experts = {name: tensor for name, tensor in backward.right.items() if name in weights.tensors()}
+    if weights.num_halves == 2:
+        halves = {name: tensor.chunk(2, dim=1) for name, tensor in of_experts.items() if name.startswith("w13")}
+        yield "gradients of gate and up swapped", {name: torch.cat(each[::-1], dim=1) for name, each in halves.items()}
+    if weights.num_experts > 1:
+        yield "gradients of another expert", {name: tensor.roll(1, dims=0) for name, tensor in of_experts.items()}
+    yield "gradient of routing weights dropped", {"topk_weights": torch.zeros_like(inputs.topk_weights)}
+    ones = torch.ones_like(inputs.topk_weights)
+    unscaled = backward.run(weights, dataclasses.replace(inputs, topk_weights=ones))
+    unscaled |= {key: tensor for key, tensor in backward.right.items() if key == "topk_weights"}
+    yield "gradients not scaled by routing weights", unscaled
+
+    experts = local_ids[local_ids >= 0].unique().tolist()
+    if len(experts) > 1:
+        topk_ids = torch.full_like(inputs.topk_ids, -1)
+        for expert in experts[1:]:
+            token, slot = torch.nonzero(local_ids == expert)[0].tolist()
+            topk_ids[token, slot] = inputs.topk_ids[token, slot]
+        first_rows = backward.run(weights, dataclasses.replace(inputs, topk_ids=topk_ids))
+        longer = {name: tensor.clone() for name, tensor in of_experts.items()}
+        for name, tensor in longer.items():
+            tensor[experts[:-1]] += first_rows[name][experts[1:]]
+        yield "the next expert's first row in an expert's gradients", longer
+    if empty := sorted(set(range(weights.num_experts)) - set(experts)):
+        unwritten = {name: tensor.clone() for name, tensor in of_experts.items()}
+        for tensor in unwritten.values():
+            tensor[empty] = torch.nan
+        yield "gradients of an expert without rows not written", unwritten
+    # Before an optimizer made them a third larger.
+    before = {name: 0.75 * tensor for name, tensor in weights.tensors().items()}
+    yield "gradients with the weights before a step", backward.run(_with(weights, before), inputs)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

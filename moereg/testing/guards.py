@@ -179,11 +179,12 @@ class GuardedWorkspaces:
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Within this context layers get their scratch memory from here."""
-        return WORKSPACES.answered_by(self._take)
+        return WORKSPACES.answered_by(self.take)
 
-    def _take(
+    def take(
         self, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, device: torch.device
     ) -> tuple[torch.Tensor, ...]:
+        """Scratch memory of those shapes, the same at each call, with its initial contents."""
         tensors = self._tensors.get((shapes, dtype))
         if tensors is None:
             names = ("workspace13", "workspace2", "expert_out")

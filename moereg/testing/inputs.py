@@ -120,6 +120,13 @@ def make_inputs(problem: MoEProblem, num_tokens: int, routing: str, device: torc
     return Inputs(hidden_states.to(problem.torch_dtype), topk_weights, topk_ids)
 
 
+def make_grad_out(inputs: Inputs, seed: int = 0) -> torch.Tensor:
+    """Makes a random gradient of the output of a call."""
+    like = inputs.hidden_states
+    generator = torch.Generator(like.device).manual_seed(2000 + seed)
+    return torch.randn(like.shape, generator=generator, device=like.device).to(like.dtype)
+
+
 def make_expert_map(problem: MoEProblem, device: torch.device) -> torch.Tensor | None:
     """For placement `map`: local experts in reverse order on every second global expert; else None."""
     if problem.placement != "map":

@@ -19,6 +19,7 @@ from moereg.testing import cases
 from moereg.testing.cases import is_imitated, runnable_platform, running_as
 from moereg.testing.check import KINDS, CellName, Check, chosen_machine
 from moereg.testing.drawing import DrawnLayer, draw_layer, limits_of, redraw, simpler_layers
+from moereg.testing.gradients import gradient_cases
 from moereg.testing.problems import accepted_neighbor, accepted_problems
 
 _ALIKE_ON_A_GPU: Final = 8
@@ -163,6 +164,12 @@ def _promises(cell: BackendCell, is_idle: bool, is_known: bool) -> Iterator[tupl
     for scheme in cell.schemes:
         if scheme.activation is not None and scheme in served:
             yield "rounding", dataclasses.asdict(scheme)
+    trained = [] if is_known and is_imitated(cell) else gradient_cases(cell)
+    for place, case in enumerate(trained):
+        yield "gradients", {"problem": case.problem.to_dict(), "is_first": place == 0 and not is_known}
+    if trained:
+        yield "gradient_faults", None
+        yield "training", None
     yield "reload", None
     if cell.facts.deterministic and not is_imitated(cell):
         yield "equal_bits", None

@@ -13,7 +13,7 @@ from moereg.registry import BackendCell
 from moereg.selection.request import Request
 from moereg.spec.activations import ACTIVATIONS
 from moereg.spec.facts import Facts
-from moereg.spec.problem import MoEProblem
+from moereg.spec.problem import GRADIENTS, MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme
 
 
@@ -169,3 +169,6 @@ def rejected_problems(cell: BackendCell) -> Iterator[tuple[str, MoEProblem]]:
     ):
         if not is_claimed:
             yield code, changed(**changes)
+    gradients = set(GRADIENTS) - facts.gradients - ({"weights"} if inside.quant.weight is not None else set())
+    if gradients and inside.activation_format == "standard":
+        yield "gradients", changed(gradients=gradients)

@@ -9,6 +9,7 @@ object: of each target a list with one object a compiled kernel. Without cases i
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from moereg.backends import triton_moe
-from moereg.experts import ExpertInputs
+from moereg.experts import ExpertInputs, Gradients
 from moereg.kernels.launch import device as device_limits
 from moereg.kernels.launch.ahead import Target, _AbsentDriver
 from moereg.kernels.launch.device import can_overlap
@@ -284,8 +285,49 @@ def launch_layer(target: str, case: str) -> None:
     dummy._multiply(ExpertInputs(*rows, hidden_scale=scale), tokens)
 
 
-# Without products.
+# tokens, experts, top_k, hidden, intermediate, and what else the problem says.
+TRAINED: dict[str, tuple[int, int, int, int, int, dict[str, Any]]] = {
+    "trained": (4096, 128, 8, 2048, 768, {}),
+    "trained_few_rows": (1024, 128, 8, 2048, 768, {"dtype": "float16", "activation": "gelu_tanh"}),
+    "trained_gpt_oss": (4096, 32, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
+    "trained_not_gated": (4096, 64, 4, 2688, 1856, {"activation": "relu2"}),
+    "trained_fp32": (4096, 128, 8, 2048, 768, {"dtype": "float32"}),
+}
+
+
+def launch_trained(case: str, shared_bytes: int) -> None:
+    """A forward pass that saves, and all gradients, once overwritten and once added to."""
+    tokens, experts, top_k, hidden, intermediate, keywords = TRAINED[case]
+    sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": intermediate, "top_k": top_k}
+    problem = MoEProblem(**sizes, gradients=("hidden_states", "topk_weights", "weights"), **keywords)
+    layer = triton_moe.TritonTrainingExperts(problem, Platform.from_name("cuda:sm90"))
+    weights = list(empty_weights(layer))[-1]
+
+    def empty(*shape: int, of: torch.dtype = problem.torch_dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=of, device="meta")
+
+    inputs = ExpertInputs(
+        empty(tokens, hidden), empty(tokens, top_k, of=torch.float32), empty(tokens, top_k, of=torch.int32)
+    )
+    saved = {
+        name: empty(*shape, of=dtype)
+        for name, (shape, dtype) in layer.saved_shapes(problem=problem, num_tokens=tokens).items()
+    }
+    out = empty(tokens, hidden)
+    rooms = [empty(*shape) for shape in layer.workspace_shapes(problem=problem, num_tokens=tokens)]
+    layer.apply_saving(out, saved, inputs, weights, *rooms)
+    rooms = [empty(*shape) for shape in layer.backward_workspace_shapes(problem=problem, num_tokens=tokens)]
+    tensors = {name: torch.empty_like(weights[name]) for name in weights.per_expert}
+    for accumulate in (False, True):
+        grads = Gradients(
+            torch.empty_like(out), torch.empty_like(inputs.topk_weights), **tensors, accumulate=accumulate
+        )
+        layer.apply_backward(grads, out, saved, inputs, weights, *rooms)
+
+
+# Without products that layers of inference launch.
 PLAIN_CASES = {
+    **{case: functools.partial(launch_trained, case) for case in TRAINED},
     "routing": launch_routing,
     "exchange": launch_exchange,
     "short_routing": launch_short_routing,

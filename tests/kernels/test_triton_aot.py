@@ -110,6 +110,16 @@ MAX_SPILL_BYTES_SM90 = {
     "mx_prefill": (48, 0),
     "block_odd": (680, 448),
 }
+# Of trained layers, whose kernels have the names: saving forward, then both products of rows, gradients by kind.
+MAX_REGISTERS_OF_TRAINED_SM90 = {"trained": 253, "trained_few_rows": 124, "trained_not_gated": 240}
+# 8 bytes that ptxas parks at 80 registers, as in inference.
+MAX_SPILL_BYTES_OF_TRAINED = {"trained_fp32": 8}
+TRAINED_CASES = ("trained_few_rows", "trained_gpt_oss", "trained_not_gated", "trained_fp32")
+SLOW_TRAINED_CASES = {
+    "sm_90": TRAINED_CASES,
+    **dict.fromkeys(("sm_80", "gfx942"), ("trained", *TRAINED_CASES)),
+}
+
 # Quantizing holds a row, or a kilobyte of one; in the batched format also its place in the tiles.
 MAX_REGISTERS_OF_ROWS, MAX_REGISTERS_OF_BATCHED_ROWS = 96, 99
 
@@ -226,11 +236,31 @@ def check_rounded(target: str, rows: Rows, cases: tuple[str, ...]) -> None:
             check_resources(row, MAX_REGISTERS_OF_ROWS)
 
 
+def check_trained(target: str, rows: Rows, cases: tuple[str, ...]) -> None:
+    products = {"saving_gate_up", "rows", "down_input", "weight_gradients"}
+    for case in cases:
+        assert {row["kernel"] for row in rows if row["case"] == case} > {*products, "routing_gradients"}
+    for row in rows:
+        case = row["case"]
+        is_product = row["kernel"] in products and (case != "trained_fp32" or target == "gfx942")
+        assert set(row["matrix"]) == ({LARGE.get(target, "mma.sync")} if is_product else set()), row
+        if target == "sm_90" and row["kernel"] in products:
+            check_resources(row, MAX_REGISTERS_OF_TRAINED_SM90.get(case, 255), MAX_SPILL_BYTES_OF_TRAINED.get(case, 0))
+        elif target != "gfx942":
+            # There scalar registers are parked in those of vectors, which costs little.
+            assert row["spill_bytes"] <= MAX_SPILL_BYTES_OF_TRAINED.get(case, 0), row
+
+
 # The GPU whose registers are counted is quick; the slow tests run the others.
 RUNS: dict[str, tuple[Callable[[str, Rows, tuple[str, ...]], None], Cases]] = {
     "16 bits": (check_16_bits, {"sm_90": FAST_CASES}),
     "codes": (check_coded, {"sm_90": ("block_decode", "block_prefill", "int8_prefill")}),
     "rounded": (check_rounded, {"sm_90": ("rounded_nvfp4_static_prefill",)}),
+    "trained": (check_trained, {"sm_90": ("trained",)}),
+    "slow trained": (
+        check_trained,
+        {"sm_90": TRAINED_CASES, **dict.fromkeys(("sm_80", "gfx942"), ("trained", *TRAINED_CASES))},
+    ),
     "slow 16 bits elsewhere": (check_16_bits, dict.fromkeys(("sm_80", "sm_100", "gfx942"), FAST_CASES)),
     "slow 16 bits": (check_16_bits, SLOW_CASES),
     "slow packed weights": (check_packed, dict.fromkeys(TARGETS, PACKED_CASES)),

@@ -416,7 +416,9 @@ def test_a_broken_promise_is_seen(kind: str, fault: str, message: str, broken: A
 
 
 # Below: a GPU that is faked, and faults that are planted.
-ELSEWHERE = {"graph", "synchronization", "faults"}
+ELSEWHERE = {"graph", "synchronization", "faults"} | {
+    kind for kind in KINDS if kind.startswith(("gradient", "training"))
+}
 MORE_MESSAGES = [
     "a replayed graph gave another result than eager code",
     "planted by this check: error",

@@ -10,7 +10,7 @@ import pytest
 from moereg.plugins.loader import list_backends
 from moereg.registry import BackendCell
 from moereg.spec.problem import MoEProblem
-from moereg.testing import cases, checks, listing, problems
+from moereg.testing import cases, checks, gradients, listing, problems
 from moereg.testing.check import KINDS, Check
 from tests.support.kit import runnable_cells
 
@@ -88,6 +88,6 @@ def test_predicates_of_built_in_cells_refuse_nothing_that_facts_claim(cell: Back
 def test_verifying_runs_every_check_of_the_kit() -> None:
     listed = {check.kind for check in SUITES["torch"].checks} | {"graph", "synchronization", "drawn"}
     assert listed == set(KINDS)
-    tested = {name.removeprefix("check_") for name in vars(checks) if name.startswith("check_")}
+    tested = {name.removeprefix("check_") for name in (*vars(checks), *vars(gradients)) if name.startswith("check_")}
     # Of the names that differ, a layer and a case are what is drawn.
-    assert len(tested - {"case", "layer"}) == len(KINDS) - len({"drawn"})
+    assert len(tested - {"case", "layer", "drawn_gradients"}) == len(KINDS) - len({"drawn"})

@@ -134,6 +134,11 @@ REASONS = [
     undeclared("size", "requires max_num_tokens <= 128, got None", max_num_tokens=None),
     undeclared("graph_capture", "cannot be captured in a CUDA graph, got graph_capture=True", graph_capture=True),
     undeclared("deterministic", "does not give the same bits each time, got deterministic=True", deterministic=True),
+    undeclared(
+        "gradients",
+        "does not compute gradients of (hidden_states, weights), got gradients of (hidden_states, weights)",
+        gradients={"weights", "hidden_states"},
+    ),
     reason(
         "precision",
         "requires activations as nvfp4 has them, got nvfp4_w4a16 instead",
@@ -202,7 +207,7 @@ def test_one_reason(fakes: BackendRegistry, code: str, text: str, changes: dict[
     assert sole.reasons[0].text.startswith(text)
     assert not sole.accepted
     # With any fault in one backend, the other serves.
-    if code != "activation_format":
+    if code not in ("activation_format", "gradients"):
         assert selection.backend == "other"
     # Without that change nothing is wrong with it.
     add("control", 100, experts_class("Control", facts=EVERYTHING), quant_schemes=("unquantized",))

@@ -29,7 +29,7 @@ def test_fields_are_ratcheted() -> None:
     fields = (
         "num_experts hidden_size intermediate_size top_k dtype quant activation has_bias activation_format "
         "num_local_experts placement apply_router_weight_on_input graph_capture deterministic exact_activations "
-        "max_num_tokens"
+        "max_num_tokens gradients"
     )
     assert [field.name for field in dataclasses.fields(MoEProblem)] == fields.split()
 
@@ -84,6 +84,20 @@ def test_flags_are_checked(field: str) -> None:
             {"apply_router_weight_on_input": True},
             "apply_router_weight_on_input requires top_k = 1: an input has one routing weight, got top_k=2",
         ),
+        (
+            {"gradients": "weights"},
+            "gradients must be a collection of names (hidden_states, topk_weights, weights), got 'weights'",
+        ),
+        (
+            {"gradients": {"weights"}, "quant": "nvfp4"},
+            "gradients of weights require unquantized weights, got nvfp4; leave 'weights' out of gradients, or train "
+            "weights in 16 or 32 bits",
+        ),
+        (
+            {"gradients": {"topk_weights"}, "activation_format": "batched"},
+            "gradients require activation_format 'standard', got 'batched' with gradients of topk_weights; use the "
+            "standard format",
+        ),
         ({"activation": None}, "activation must be a name or an Activation, got None"),
     ],
 )
@@ -101,6 +115,10 @@ def test_contradictions_are_named(changes: dict[str, Any], text: str) -> None:
         (
             {"activation_format": "Batched"},
             "unknown activation format 'Batched', did you mean 'batched'? (known: batched, standard)",
+        ),
+        (
+            {"gradients": ["weight"]},
+            "unknown gradient 'weight', did you mean 'weights'? (known: hidden_states, topk_weights, weights)",
         ),
         (
             {"activation": "silo"},
@@ -143,6 +161,7 @@ PROBLEMS = [
     make_problem(quant=QuantScheme("weights_only", QuantFormat("int8", (1, -1)))),
     make_problem(num_local_experts=4, placement="map", activation_format="batched", max_num_tokens=17),
     make_problem(top_k=1, apply_router_weight_on_input=True, graph_capture=True, deterministic=True),
+    make_problem(gradients=["weights", "hidden_states"]),
 ]
 
 
@@ -159,6 +178,7 @@ def test_dict_holds_strings_and_numbers(problem: MoEProblem) -> None:
     if problem.quant.name in ("int4_w4a8_g128_zp", "weights_only"):
         # No name that another process could look up: the one value that is a mapping.
         assert isinstance(values.pop("quant"), dict)
+    assert values.pop("gradients", []) == sorted(problem.gradients)
     assert {type(value) for value in values.values()} <= {str, int, float, bool}
 
 
@@ -181,3 +201,16 @@ def test_text_names_what_is_unusual() -> None:
     assert str(problem).endswith("silu, has_bias, batched, 4 local experts, placement map")
     assert problem.is_expert_parallel
     assert not make_problem().is_expert_parallel
+    assert str(make_problem(gradients={"weights", "topk_weights"})).endswith(
+        "silu, gradients of topk_weights and weights"
+    )
+
+
+def test_a_layer_without_gradients_says_nothing_of_them() -> None:
+    plain = make_problem(gradients=())
+    assert plain == make_problem()
+    assert "gradients" not in plain.to_dict()
+    assert "gradients" not in repr(plain) + str(plain)
+    trained = make_problem(gradients=("weights", "hidden_states", "weights"))
+    assert trained.to_dict()["gradients"] == ["hidden_states", "weights"]
+    assert repr(trained).endswith("max_num_tokens=None, gradients=['hidden_states', 'weights'])")

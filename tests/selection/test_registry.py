@@ -138,6 +138,20 @@ def with_facts(**changes: Any) -> type[FakeExperts]:
     return subclass(facts=dataclasses.replace(EVERYTHING, **changes))
 
 
+def training(**members: Any) -> type[FakeExperts]:
+    def apply_saving(
+        self: Any, out: Any, saved: Any, inputs: Any, weights: Any, workspace13: Any, workspace2: Any
+    ) -> None: ...
+
+    def apply_backward(
+        self: Any, grads: Any, grad_out: Any, saved: Any, inputs: Any, weights: Any, workspace13: Any, workspace2: Any
+    ) -> None: ...
+
+    facts = dataclasses.replace(EVERYTHING, gradients=frozenset({"weights"}))
+    methods = {"apply_saving": apply_saving, "apply_backward": apply_backward}
+    return subclass(**{"facts": facts, "saved_shapes": lambda self, problem, num_tokens: {}, **methods, **members})
+
+
 class NoApply(Experts):
     facts = EVERYTHING
     layouts = ("canonical",)
@@ -201,6 +215,25 @@ class NoApply(Experts):
             "requires_multiple['hidden_size'] must be an integer of at least 1, got 0",
         ),
         (with_facts(requires_multiple={"dtype": 8}), "unknown size in requires_multiple 'dtype'"),
+        (
+            with_facts(gradients=frozenset({"weights"})),
+            "facts name gradients of (weights), and methods are missing: saved_shapes, apply_saving, apply_backward",
+        ),
+        (training(apply_backward=Experts.apply_backward), "and methods are missing: apply_backward"),
+        (
+            training(apply_saving=lambda self, out, saved, inputs, weights: None),
+            "apply_saving must take (self, out, saved, inputs, weights, workspace13, workspace2), "
+            "got (self, out, saved, inputs, weights)",
+        ),
+        (
+            training(output_form="per_route"),
+            "a class that computes gradients must have output_form 'reduced', got 'per_route'",
+        ),
+        (
+            training(layouts=("blocked",)),
+            "a class that computes gradients of weights must read them in layout 'canonical', so that a trained "
+            "parameter is read in place, got layouts ('blocked',)",
+        ),
     ],
 )
 def test_bad_classes(experts: Any, text: str) -> None:
@@ -210,6 +243,8 @@ def test_bad_classes(experts: Any, text: str) -> None:
 @pytest.mark.parametrize(
     "experts",
     [
+        training(),
+        training(facts=dataclasses.replace(EVERYTHING, gradients=frozenset({"topk_weights"})), layouts=("blocked",)),
         subclass(__init__=lambda self, problem, platform: None),
         subclass(__init__=lambda self, problem, platform, computes, stages=3: None),
         subclass(__init__=lambda self, problem, platform, **others: None),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moereg.kernels.rows.block_map import NUM_COUNTS, BlockMap, aligned
+from moereg.kernels.rows.block_map import NUM_COUNTS, BlockMap, aligned, cut_workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +95,10 @@ def plan_sizes(num_routes: int, num_local_experts: int, block_m: int, config: So
         "expert_counts": num_local_experts,
         "chunk_counts": chunks * num_local_experts,
     }
+
+
+def plan_in(workspace: torch.Tensor, num_routes: int, num_local_experts: int, block_m: int) -> RoutePlan:
+    """Returns the plan that `sort_routes`, given the same sizes and no other options, wrote to a workspace."""
+    pieces = cut_workspace(workspace, plan_sizes(num_routes, num_local_experts, block_m, DEFAULT_SORT_CONFIG))
+    del pieces["expert_counts"], pieces["chunk_counts"]
+    return RoutePlan(**pieces, block_m=block_m)

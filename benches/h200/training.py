@@ -1,0 +1,229 @@
+"""A layer's training step beside transformers' grouped_mm formulation under autograd, in one process.
+
+    python -m benches.h200.training [--tokens 4096 16384] [--routings uniform zipf] [--json FILE]
+
+Every gradient of both is compared with fp64 autograd of the reference before anything is timed, one expert after the
+other; a gradient beyond its bound ends the program. Then three steps of each are timed, interleaved: a forward pass
+that saves, forward and backward with frozen weights (gradients of tokens and routing weights), and with all weights.
+Saved bytes are those of the tensors that autograd holds between the passes, other than inputs and parameters.
+
+On a CPU it runs whatever is selected there, for a rehearsal: `--sizes 4,2,64,48` are experts, top-k, hidden and
+intermediate size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+from moereg.dispatch import select_backend
+from moereg.evidence.provenance import provenance
+from moereg.layer.factory import make_kernel
+from moereg.numerics.gradients import ReferenceGradients, reference_gradients
+from moereg.platforms import probe_platform
+from moereg.spec.model_shapes import get_shape
+from moereg.spec.problem import MoEProblem
+from moereg.tuning.inputs import Call, random_call, random_weights
+from moereg.weights.permuted import ExpertWeights
+
+MODEL: Final = "qwen3-30b-a3b"
+STEPS: Final = ("forward", "frozen", "all weights")
+ROUNDS: Final = 7
+REPEATS: Final = 3
+"""Steps between two events, so that the host runs ahead of the GPU as it does in training."""
+
+Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def grouped_mm_layer(weights: ExpertWeights) -> Layer:
+    """The experts as transformers' `grouped_mm` computes them: sort, gather, multiply, activate, multiply, add up."""
+    w13, w2, num_experts = weights.w13, weights.w2, len(weights.w13)
+    grouped_mm = torch.nn.functional.grouped_mm
+
+    def run(hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        top_k = topk_ids.shape[1]
+        order = topk_ids.flatten().argsort()  # [N]
+        counts = torch.histc(topk_ids.flatten().float(), bins=num_experts, min=0, max=num_experts - 1)
+        offsets = counts.cumsum(0).int()
+        rows = hidden_states[order // top_k]  # [N, H]
+        gate, up = grouped_mm(rows, w13.transpose(1, 2), offs=offsets).chunk(2, dim=1)  # [N, I] each
+        rows = grouped_mm(torch.nn.functional.silu(gate) * up, w2.transpose(1, 2), offs=offsets)  # [N, H]
+        rows = rows * topk_weights.flatten()[order, None].to(rows.dtype)
+        return rows[order.argsort()].view(-1, top_k, rows.shape[1]).sum(1)
+
+    return run
+
+
+class Training:
+    """Leaves of one call, and the layers that compute with them.
+
+    Attributes:
+        tensors: By name as in `Gradients`.
+        layers: By name.
+    """
+
+    def __init__(self, problem: MoEProblem, weights: ExpertWeights, layers: dict[str, Layer], call: Call) -> None:
+        self.problem, self.weights, self.layers = problem, weights, layers
+        self.tensors = {
+            "hidden_states": call.hidden_states.requires_grad_(),
+            "topk_weights": call.topk_weights.requires_grad_(),
+            **weights.tensors(),
+        }
+        self.topk_ids = call.topk_ids
+        self.grad_out = torch.randn_like(call.hidden_states.detach())
+
+    def forward(self, name: str) -> torch.Tensor:
+        """The output of a layer, with its graph."""
+        return self.layers[name](self.tensors["hidden_states"], self.tensors["topk_weights"], self.topk_ids)
+
+    def step(self, name: str, what: str) -> None:
+        """One step of `STEPS`; gradients are made anew."""
+        for tensor in self.weights.tensors().values():
+            tensor.requires_grad_(what == "all weights")
+        for tensor in self.tensors.values():
+            tensor.grad = None
+        out = self.forward(name)
+        if what != "forward":
+            out.backward(self.grad_out)
+
+    def reference(self) -> ReferenceGradients:
+        """All gradients in fp64."""
+        inputs = self.tensors["hidden_states"].detach(), self.tensors["topk_weights"].detach(), self.topk_ids
+        return reference_gradients(self.problem, self.weights, *inputs, self.grad_out)
+
+    def errors(self, name: str, truth: ReferenceGradients) -> dict[str, tuple[float, float]]:
+        """The largest error of each gradient, as a share of its bound, and that error."""
+        self.step(name, "all weights")
+        found: dict[str, tuple[float, float]] = {}
+        grads = {key: tensor.grad for key, tensor in self.tensors.items() if tensor.grad is not None}
+        assert grads.keys() == self.tensors.keys(), f"{name} has gradients of {sorted(grads)} only"
+        for one in truth.compare(grads):
+            key, share = one.name.split()[0], one.error / one.bound if one.bound else one.error
+            # NaN is larger than any number.
+            if key not in found or not share <= found[key][0]:
+                found[key] = share, one.error
+        return found
+
+    def saved_bytes(self, name: str, what: str) -> int:
+        """Bytes that autograd keeps for the backward pass, other than inputs and parameters."""
+        known = {tensor.untyped_storage().data_ptr() for tensor in (*self.tensors.values(), self.topk_ids)}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        for tensor in self.weights.tensors().values():
+            tensor.requires_grad_(what == "all weights")
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = self.forward(name)
+        del out
+        return sum(kept.values())
+
+    def milliseconds(self) -> dict[str, dict[str, float]]:
+        """Medians by layer and step; layers take turns."""
+        found: dict[str, dict[str, list[float]]] = {name: {what: [] for what in STEPS} for name in self.layers}
+        for what in STEPS:
+            for number in range(ROUNDS + 1):
+                for name in self.layers:
+                    taken = _timed(lambda name=name, what=what: self.step(name, what))
+                    # The first compiles.
+                    found[name][what] += [taken] if number else []
+        return {name: {what: statistics.median(times) for what, times in row.items()} for name, row in found.items()}
+
+
+def _timed(step: Callable[[], None]) -> float:
+    """Milliseconds of one step out of `REPEATS`."""
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - start)
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    first.record()
+    for _ in range(REPEATS):
+        step()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / REPEATS
+
+
+def measure(problem: MoEProblem, tokens: list[int], routings: list[str]) -> Iterator[dict[str, Any]]:
+    """One row for each number of tokens and routing.
+
+    Raises:
+        AssertionError: A gradient is beyond its bound.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weights = random_weights(problem, torch.Generator().manual_seed(0), device)
+    kernel = make_kernel(problem, weights, select_backend(problem, require="triton" if device.type == "cuda" else None))
+    layers = {"moereg": kernel, "grouped_mm": grouped_mm_layer(weights)}
+    generator = torch.Generator(device).manual_seed(0)
+    for num_tokens in tokens:
+        for routing in routings:
+            training = Training(problem, weights, layers, random_call(problem, num_tokens, routing, generator))
+            truth = training.reference()
+            errors = {name: training.errors(name, truth) for name in layers}
+            # At full size it has as many bytes as all that is timed.
+            del truth
+            for key, (share, error) in errors["moereg"].items():
+                assert share <= 1, f"T {num_tokens} {routing}: gradient of {key} has error {error:.2e}, {share} bounds"
+            saved = {
+                name: {what: training.saved_bytes(name, what) / num_tokens for what in STEPS[1:]} for name in layers
+            }
+            times = training.milliseconds()
+            yield {"tokens": num_tokens, "routing": routing, "errors": errors, "saved": saved, "ms": times}
+
+
+def _line(row: dict[str, Any]) -> str:
+    ours, theirs = row["ms"]["moereg"], row["ms"]["grouped_mm"]
+    cells = [str(row["tokens"]), row["routing"]]
+    cells += [f"{ours[what]:.2f} / {theirs[what]:.2f} = {theirs[what] / ours[what]:.2f}x" for what in STEPS]
+    for what in STEPS[1:]:
+        cells.append(" / ".join(f"{row['saved'][name][what] / 1e3:.1f}" for name in row["saved"]))
+    cells.append(" / ".join(f"{max(share for share, _ in errors.values()):.2f}" for errors in row["errors"].values()))
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> int:
+    """Measures the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", nargs="*", type=int, default=[4096, 16384])
+    parser.add_argument("--routings", nargs="*", default=["uniform", "zipf"])
+    parser.add_argument("--sizes", help="experts,top_k,hidden,intermediate")
+    parser.add_argument("--json", type=pathlib.Path)
+    arguments = parser.parse_args()
+    platform = probe_platform()
+    sizes: dict[str, Any] = get_shape(MODEL).problem_keywords()
+    if arguments.sizes:
+        names = ("num_experts", "top_k", "hidden_size", "intermediate_size")
+        sizes = dict(zip(names, map(int, arguments.sizes.split(",")), strict=True))
+    elif platform.kind != "cuda":
+        print(f"benches.h200.training needs an NVIDIA GPU or --sizes, got {platform}", file=sys.stderr)
+        return 3
+    problem = MoEProblem(**sizes, gradients=("hidden_states", "topk_weights", "weights"))
+    print(f"{problem} on {platform.device_name or platform}, ms and KB a token: moereg / grouped_mm")
+    print(f"| T | routing | {' | '.join(STEPS)} | saved frozen | saved, all weights | error in bounds |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    rows = []
+    for row in measure(problem, arguments.tokens, arguments.routings):
+        rows.append(row)
+        print(_line(row), flush=True)
+        if arguments.json is not None:
+            found = {"provenance": provenance(platform, ("torch", "triton")), "rows": rows}
+            arguments.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

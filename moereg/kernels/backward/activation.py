@@ -1,0 +1,69 @@
+"""Activation functions with their derivatives, in Triton."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from moereg.kernels.gemm.activation import activate
+
+
+class Slopes(NamedTuple):
+    """An activation's value and its derivatives, fp32 of equal shapes.
+
+    Attributes:
+        value: the activation.
+        gate: derivative by the gate half, or by the whole product where not gated.
+        up: derivative by the up half; as `gate` where not gated.
+    """
+
+    value: tl.tensor
+    gate: tl.tensor
+    up: tl.tensor
+
+
+@triton.jit
+def slopes_of_halves(gate, up, ACTIVATION: tl.constexpr):
+    """`Slopes` of `activate_halves`; as in torch, a clamp passes the gradient of its limit itself."""
+    BETA: tl.constexpr = ACTIVATION.beta
+    LIMIT: tl.constexpr = ACTIVATION.limit
+    if LIMIT is None:
+        value = activate(gate, ACTIVATION)
+        return Slopes(value * (up + BETA), slope(gate, ACTIVATION) * (up + BETA), value)
+    else:
+        # tl.where keeps NaN; tl.minimum would replace it by the limit.
+        clamped_gate = tl.where(gate > LIMIT, LIMIT, gate)
+        clamped_up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + BETA
+        value = activate(clamped_gate, ACTIVATION)
+        by_gate = tl.where(gate > LIMIT, 0.0, slope(clamped_gate, ACTIVATION) * clamped_up)
+        by_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, value)
+        return Slopes(value * clamped_up, by_gate, by_up)
+
+
+@triton.jit
+def slopes(x, ACTIVATION: tl.constexpr):
+    """`Slopes` of `activate`, which is not gated."""
+    by_x = slope(x, ACTIVATION)
+    return Slopes(activate(x, ACTIVATION), by_x, by_x)
+
+
+@triton.jit
+def slope(x, ACTIVATION: tl.constexpr):
+    """Derivative of `activate` at fp32 `x`."""
+    NAME: tl.constexpr = ACTIVATION.name
+    ALPHA: tl.constexpr = ACTIVATION.alpha
+    if NAME == "silu" or NAME == "swigluoai":
+        sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * x))
+        return sigmoid * (1.0 + ALPHA * x * (1.0 - sigmoid))
+    elif NAME == "gelu":
+        # The normal distribution, and x times its density.
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif NAME == "gelu_tanh":
+        # x * sigmoid(z), with z = 2 * sqrt(2 / pi) * (x + 0.044715 x^3).
+        sigmoid = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+        return sigmoid + x * sigmoid * (1.0 - sigmoid) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    else:
+        tl.static_assert(NAME == "relu2")
+        return tl.where(x < 0.0, 0.0, 2.0 * x)

@@ -1,0 +1,135 @@
+"""Launch configurations of the products of a layer that is trained: data only, no device code.
+
+None is measured yet: registers, shared memory and spills are those of compiled kernels, and the shapes of tiles those
+that were fastest in inference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from moereg.kernels.gemm.config import GroupedGemmConfig, fit_pipeline
+
+
+class ProductTile(NamedTuple):
+    """Compile-time constant: a product's tile and which of its loads need a mask.
+
+    Attributes:
+        block_m: rows; this and the next three as in `GroupedGemmConfig`.
+        block_n: columns.
+        block_k: elements of the reduction per step.
+        group_m: row tiles that share a column tile.
+        mask_m: whether tiles reach past the last row; read where the result is a weight's gradient.
+        mask_n: whether tiles reach past the last column.
+        mask_k: whether steps reach past the end of the reduction.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    mask_m: bool
+    mask_n: bool
+    mask_k: bool
+
+
+def product_tile(config: GroupedGemmConfig, num_columns: int, *, depth: int = 0, num_rows: int = 0) -> ProductTile:
+    """Returns the constant of a launch; a depth or number of rows that only the device knows is left out."""
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    masks = {"mask_m": num_rows % block_m != 0, "mask_n": num_columns % block_n != 0, "mask_k": depth % block_k != 0}
+    return ProductTile(block_m, block_n, block_k, config.group_m, **masks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfigs:
+    """Configurations of a call's products, and the limits within which they apply; the first two share a plan.
+
+    Attributes:
+        rows: products of sorted rows and weights: both of the forward pass, and routes' gradients of their tokens.
+        down_input: gradient of the pre-activation, whose epilogue holds more.
+        weights: gradients of w13 and w2; rows and columns are the weight's, and a step takes `block_k` routes.
+        element_bytes: bytes of an activation.
+        max_rows_per_expert: largest average number of rows per expert.
+        min_shared_bytes: least shared memory that a program may use on the device.
+    """
+
+    rows: GroupedGemmConfig
+    down_input: GroupedGemmConfig
+    weights: GroupedGemmConfig
+    element_bytes: int
+    max_rows_per_expert: float = math.inf
+    min_shared_bytes: int = 0
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a tile of the plan."""
+        return self.rows.block_m
+
+
+def _tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> GroupedGemmConfig:
+    return GroupedGemmConfig(block_m=m, block_n=n, block_k=k, group_m=group, num_warps=warps, num_stages=stages)
+
+
+# The first whose limits hold.
+TRAINING_CONFIGS: Final = (
+    TrainingConfigs(
+        element_bytes=2,
+        max_rows_per_expert=96,
+        rows=_tile(m=64, n=128, k=64, group=1, warps=4, stages=4),
+        down_input=_tile(m=64, n=64, k=64, group=1, warps=4, stages=4),
+        weights=_tile(m=128, n=128, k=64, group=4, warps=8, stages=4),
+    ),
+    TrainingConfigs(
+        element_bytes=2,
+        min_shared_bytes=200 * 1024,
+        rows=_tile(m=128, n=256, k=64, group=8, warps=8, stages=3),
+        down_input=_tile(m=128, n=128, k=64, group=8, warps=8, stages=4),
+        weights=_tile(m=128, n=256, k=64, group=4, warps=8, stages=4),
+    ),
+    # Before Hopper, whose matrix units read operands from shared memory, these and the product share the registers.
+    TrainingConfigs(
+        element_bytes=2,
+        rows=_tile(m=128, n=128, k=64, group=8, warps=8, stages=3),
+        down_input=_tile(m=128, n=64, k=64, group=8, warps=8, stages=3),
+        weights=_tile(m=128, n=128, k=64, group=4, warps=8, stages=3),
+    ),
+    TrainingConfigs(
+        element_bytes=4,
+        rows=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
+        down_input=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
+        weights=_tile(m=64, n=64, k=32, group=4, warps=8, stages=2),
+    ),
+)
+
+MIN_TRAINING_BLOCK_M: Final = min(configs.block_m for configs in TRAINING_CONFIGS)
+"""Sizes a plan before the configuration is known."""
+
+MIN_DOWN_INPUT_BLOCK_N: Final = min(configs.down_input.block_n for configs in TRAINING_CONFIGS)
+"""Likewise sizes the sums over the columns of tiles."""
+
+
+def select_training_configs(
+    rows_per_expert: float, element_bytes: int, shared_bytes: int | None = None
+) -> TrainingConfigs:
+    """Returns the configurations of a call.
+
+    Args:
+        rows_per_expert: average number of rows per expert.
+        element_bytes: 2 or 4, of an activation.
+        shared_bytes: shared memory that one program may use on the device, None for no limit; shortens pipelines that
+            would not fit.
+    """
+    room = math.inf if shared_bytes is None else shared_bytes
+    for configs in TRAINING_CONFIGS:
+        is_within = rows_per_expert <= configs.max_rows_per_expert and configs.min_shared_bytes <= room
+        if element_bytes == configs.element_bytes and is_within:
+            products = {"rows": configs.rows, "down_input": configs.down_input, "weights": configs.weights}
+            fitted = {
+                name: fit_pipeline(tile, tile.block_k * (tile.block_m + tile.block_n) * element_bytes, shared_bytes)
+                for name, tile in products.items()
+            }
+            return dataclasses.replace(configs, **fitted)
+    raise AssertionError(f"no launch configuration for {element_bytes}-byte elements")

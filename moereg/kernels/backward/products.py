@@ -1,0 +1,407 @@
+"""Grouped products of sorted rows and canonical weights, forward and back, in Triton.
+
+Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, P columns of the
+pre-activation: 2I with gates first, or I where not gated. Rows are in the compact order of a `RoutePlan`. Weights are
+read where the trained parameter lies: a product along the other axis of a weight takes its strides the other way
+around.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from moereg.kernels.backward.activation import slopes, slopes_of_halves
+from moereg.kernels.backward.config import product_tile
+from moereg.kernels.gemm.activation import activate_pairs
+from moereg.kernels.gemm.config import GroupedGemmConfig
+from moereg.kernels.gemm.epilogue import ActivationConstant
+from moereg.kernels.launch.replay import launch
+from moereg.kernels.rows.plan import RoutePlan
+from moereg.kernels.rows.tiles import claim_tile, plan_arguments, route_shape
+
+
+@triton.jit
+def _accumulate(a_rows, weights, columns, column_mask, stride_k, stride_n, depth, TILE: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] fp32: rows of activations times an expert's weights.
+
+    Args:
+        a_rows: [BLOCK_M] first elements of the rows; memory past their `depth` elements may hold NaN.
+        weights: the expert's first element.
+        columns: [BLOCK_N] columns of the product.
+        column_mask: [BLOCK_N] columns within the weight; read where tiles reach past them.
+        stride_k: between elements of the weights' reduction.
+        stride_n: between columns.
+        depth: elements of the reduction.
+        TILE: `ProductTile`.
+    """
+    BLOCK_K: tl.constexpr = TILE.block_k
+    offs_k = tl.arange(0, BLOCK_K)
+    a_pointers = a_rows[:, None] + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
+    b_pointers = weights + offs_k[:, None] * stride_k + columns[None, :] * stride_n  # [BLOCK_K, BLOCK_N]
+    accumulator = tl.zeros([TILE.block_m, TILE.block_n], dtype=tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        known = start + offs_k < depth  # [BLOCK_K]
+        a = tl.load(a_pointers, mask=known[None, :], other=0.0) if TILE.mask_k else tl.load(a_pointers)
+        if TILE.mask_k and TILE.mask_n:
+            b = tl.load(b_pointers, mask=known[:, None] & column_mask[None, :], other=0.0)
+        elif TILE.mask_k:
+            b = tl.load(b_pointers, mask=known[:, None], other=0.0)
+        elif TILE.mask_n:
+            b = tl.load(b_pointers, mask=column_mask[None, :], other=0.0)
+        else:
+            b = tl.load(b_pointers)
+        # TF32 would keep 10 bits of a 32-bit operand's mantissa.
+        accumulator = tl.dot(a, b, accumulator, input_precision="ieee")
+        a_pointers += BLOCK_K
+        b_pointers += BLOCK_K * stride_k
+    return accumulator
+
+
+@triton.jit
+def _halves(x, TILE: tl.constexpr):
+    """The left and the right half of [BLOCK_M, BLOCK_N] columns."""
+    return tl.split(tl.permute(tl.reshape(x, (TILE.block_m, 2, TILE.block_n // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _saving_gate_up_kernel(
+    act,
+    pre,
+    hidden_states,
+    w13,
+    bias,
+    plan,  # PlanArguments
+    depth,
+    width,
+    num_tiles_n,
+    stride_act,
+    stride_pre,
+    stride_hidden,
+    stride_expert,
+    stride_row,
+    stride_bias,
+    ROUTES: tl.constexpr,  # RouteShape
+    ACTIVATION: tl.constexpr,  # ActivationConstant
+    TILE: tl.constexpr,  # ProductTile
+):
+    used_blocks = tl.load(plan.num_blocks)
+    if tl.program_id(0) >= used_blocks * num_tiles_n:
+        return
+    tile = claim_tile(None, 0, plan, used_blocks, num_tiles_n, ROUTES, TILE)
+    HALVES: tl.constexpr = 2 if ACTIVATION.gated else 1
+    BLOCK_I: tl.constexpr = TILE.block_n // HALVES
+    numbers = tile.column_tile * TILE.block_n + tl.arange(0, TILE.block_n)  # [BLOCK_N]
+    # A program takes gate and up of the same columns of the activation, as neighbors.
+    columns = numbers % HALVES * width + numbers // HALVES
+    column_mask = numbers < HALVES * width
+    a_rows = hidden_states + (tile.routes // ROUTES.top_k).to(tl.int64) * stride_hidden
+    expert = tile.expert.to(tl.int64)
+    # [BLOCK_M, BLOCK_N] fp32
+    x = _accumulate(a_rows, w13 + expert * stride_expert, columns, column_mask, 1, stride_row, depth, TILE)
+    if bias is not None:
+        x += tl.load(bias + expert * stride_bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+
+    # By halves of the columns, since all at once would not fit in the registers.
+    both = _halves(x, TILE)  # [BLOCK_M, BLOCK_N / 2] each
+    for half in tl.static_range(2):
+        y = both[half]
+        out_columns = tile.column_tile * BLOCK_I + half * (BLOCK_I // 2) + tl.arange(0, BLOCK_I // 2)
+        mask = tile.row_mask[:, None] & (out_columns < width)[None, :]  # [BLOCK_M, BLOCK_I / 2]
+        rows = tile.rows.to(tl.int64)[:, None]
+        if pre is not None:
+            pointers = pre + rows * stride_pre + out_columns[None, :]
+            if ACTIVATION.gated:
+                gate, up = tl.split(tl.reshape(y, (TILE.block_m, BLOCK_I // 2, 2)))  # [BLOCK_M, BLOCK_I / 2] each
+                tl.store(pointers, gate.to(pre.dtype.element_ty), mask=mask)
+                tl.store(pointers + width, up.to(pre.dtype.element_ty), mask=mask)
+            else:
+                tl.store(pointers, y.to(pre.dtype.element_ty), mask=mask)
+        y = activate_pairs(y, ACTIVATION)  # [BLOCK_M, BLOCK_I / 2]
+        tl.store(act + rows * stride_act + out_columns[None, :], y.to(act.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rows_kernel(
+    out,
+    rows_in,
+    weights,
+    bias,
+    topk_weights,
+    plan,  # PlanArguments
+    depth,
+    num_columns,
+    num_tiles_n,
+    stride_out,
+    stride_rows,
+    stride_expert,
+    stride_k,
+    stride_n,
+    stride_bias,
+    ROUTES: tl.constexpr,  # RouteShape
+    TILE: tl.constexpr,  # ProductTile
+):
+    used_blocks = tl.load(plan.num_blocks)
+    if tl.program_id(0) >= used_blocks * num_tiles_n:
+        return
+    tile = claim_tile(None, 0, plan, used_blocks, num_tiles_n, ROUTES, TILE)
+    columns = tile.column_tile * TILE.block_n + tl.arange(0, TILE.block_n)  # [BLOCK_N]
+    column_mask = columns < num_columns
+    a_rows = rows_in + tile.valid_rows.to(tl.int64) * stride_rows
+    expert = tile.expert.to(tl.int64)
+    # [BLOCK_M, BLOCK_N] fp32
+    x = _accumulate(a_rows, weights + expert * stride_expert, columns, column_mask, stride_k, stride_n, depth, TILE)
+    if bias is not None:
+        x += tl.load(bias + expert * stride_bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    if topk_weights is not None:
+        x *= tl.load(topk_weights + tile.routes)[:, None]
+    mask = tile.row_mask[:, None] & column_mask[None, :]  # [BLOCK_M, BLOCK_N]
+    pointers = out + tile.rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    tl.store(pointers, x.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_routes"])
+def _down_input_kernel(
+    pre_grad,
+    act,
+    partials,
+    grad_out,
+    w2,
+    pre,
+    topk_weights,
+    plan,  # PlanArguments
+    num_routes,
+    depth,
+    width,
+    num_tiles_n,
+    stride_pre_grad,
+    stride_act,
+    stride_grad_out,
+    stride_pre,
+    stride_expert,
+    stride_row,
+    ROUTES: tl.constexpr,  # RouteShape
+    ACTIVATION: tl.constexpr,  # ActivationConstant
+    TILE: tl.constexpr,  # ProductTile
+):
+    used_blocks = tl.load(plan.num_blocks)
+    if tl.program_id(0) >= used_blocks * num_tiles_n:
+        return
+    tile = claim_tile(None, 0, plan, used_blocks, num_tiles_n, ROUTES, TILE)
+    columns = tile.column_tile * TILE.block_n + tl.arange(0, TILE.block_n)  # [BLOCK_N]
+    column_mask = columns < width
+    a_rows = grad_out + (tile.routes // ROUTES.top_k).to(tl.int64) * stride_grad_out
+    # Gradient of the activation but for the routing weight, [BLOCK_M, BLOCK_N] fp32.
+    expert = tile.expert.to(tl.int64)
+    x = _accumulate(a_rows, w2 + expert * stride_expert, columns, column_mask, stride_row, 1, depth, TILE)
+
+    factors = tl.load(topk_weights + tile.routes)[:, None]  # [BLOCK_M, 1]
+    partial = tl.zeros([TILE.block_m], dtype=tl.float32)
+    # By halves of the columns, since all at once would not fit in the registers.
+    both = _halves(x, TILE)  # [BLOCK_M, BLOCK_N / 2] each
+    for half in tl.static_range(2):
+        y = both[half]
+        columns = tile.column_tile * TILE.block_n + half * (TILE.block_n // 2) + tl.arange(0, TILE.block_n // 2)
+        mask = tile.row_mask[:, None] & (columns < width)[None, :]  # [BLOCK_M, BLOCK_N / 2]
+        rows = tile.rows.to(tl.int64)[:, None]
+        pointers = pre + rows * stride_pre + columns[None, :]
+        gate = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        if ACTIVATION.gated:
+            up = tl.load(pointers + width, mask=mask, other=0.0).to(tl.float32)
+            by = slopes_of_halves(gate, up, ACTIVATION)  # [BLOCK_M, BLOCK_N / 2] each
+        else:
+            by = slopes(gate, ACTIVATION)
+        # Columns past the end have weights of zero, and rows past it are not stored.
+        partial += tl.sum(y * by.value, 1)  # [BLOCK_M]
+        if act is not None:
+            value = (by.value * factors).to(act.dtype.element_ty)
+            tl.store(act + rows * stride_act + columns[None, :], value, mask=mask)
+        if pre_grad is not None:
+            y *= factors
+            pointers = pre_grad + rows * stride_pre_grad + columns[None, :]
+            tl.store(pointers, (y * by.gate).to(pre_grad.dtype.element_ty), mask=mask)
+            if ACTIVATION.gated:
+                tl.store(pointers + width, (y * by.up).to(pre_grad.dtype.element_ty), mask=mask)
+    if partials is not None:
+        tl.store(partials + tile.column_tile.to(tl.int64) * num_routes + tile.rows, partial, mask=tile.row_mask)
+
+
+def saving_gate_up(
+    act: torch.Tensor,
+    pre: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    plan: RoutePlan,
+    config: GroupedGemmConfig,
+    activation: ActivationConstant,
+    *,
+    top_k: int,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Writes `pre = hidden_states[token] @ w13[expert].T + bias` and its activation for every sorted row.
+
+    The activation is that of the product before it is rounded to be saved.
+
+    Args:
+        act: [N, I] bf16, fp16 or fp32, rows contiguous: overwritten up to the last valid row.
+        pre: [N, P], likewise; None: not saved.
+        hidden_states: [T, H], same dtype, rows contiguous.
+        w13: [E, P, H], same dtype, rows contiguous, gates first; fewer than 2**31 elements per expert.
+        plan: from `sort_routes` with `config.block_m`.
+        top_k: K.
+        bias: [E, P], any float dtype, rows contiguous; None: no bias.
+    """
+    width, halves = act.shape[1], 2 if activation.gated else 1
+    assert w13.shape[1:] == (halves * width, hidden_states.shape[1])
+    assert pre is None or pre.shape[1] == halves * width
+    _launch(
+        _saving_gate_up_kernel,
+        (act, pre, hidden_states, w13, bias),
+        plan,
+        config,
+        (hidden_states.shape[1], width),
+        (*_row_strides(act, pre, hidden_states), w13.stride(0), w13.stride(1), _row_strides(bias)[0]),
+        num_columns=halves * width,
+        depth=hidden_states.shape[1],
+        top_k=top_k,
+        ACTIVATION=activation,
+    )
+
+
+def down_rows(
+    out: torch.Tensor,
+    act: torch.Tensor,
+    w2: torch.Tensor,
+    plan: RoutePlan,
+    config: GroupedGemmConfig,
+    *,
+    topk_weights: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Writes `(act @ w2[expert].T + bias) * topk_weight` for every sorted row.
+
+    Args:
+        out: [N, H], rows contiguous: overwritten up to the last valid row.
+        act: [N, I] bf16, fp16 or fp32, rows contiguous.
+        w2: [E, H, I], same dtype, rows contiguous; fewer than 2**31 elements per expert.
+        plan: from `sort_routes` with `config.block_m`.
+        topk_weights: [T, K] fp32, contiguous.
+        bias: [E, H], any float dtype, rows contiguous; None: no bias.
+    """
+    assert w2.shape[1:] == (out.shape[1], act.shape[1]) and topk_weights.is_contiguous()
+    _multiply_rows((out, act, w2, bias, topk_weights), plan, config, (w2.stride(0), 1, w2.stride(1)))
+
+
+def gate_up_input_gradients(
+    out: torch.Tensor, pre_grad: torch.Tensor, w13: torch.Tensor, plan: RoutePlan, config: GroupedGemmConfig
+) -> None:
+    """Writes each sorted row's gradient of its token, `pre_grad @ w13[expert]`.
+
+    Args:
+        out: [N, H], rows contiguous: overwritten up to the last valid row.
+        pre_grad: [N, P] bf16, fp16 or fp32, rows contiguous.
+        w13: [E, P, H], same dtype, rows contiguous; fewer than 2**31 elements per expert.
+        plan: from `sort_routes` with `config.block_m`.
+    """
+    assert w13.shape[1:] == (pre_grad.shape[1], out.shape[1])
+    _multiply_rows((out, pre_grad, w13, None, None), plan, config, (w13.stride(0), w13.stride(1), 1))
+
+
+def down_input_gradients(
+    pre_grad: torch.Tensor | None,
+    act: torch.Tensor | None,
+    partials: torch.Tensor | None,
+    grad_out: torch.Tensor,
+    w2: torch.Tensor,
+    pre: torch.Tensor,
+    topk_weights: torch.Tensor,
+    plan: RoutePlan,
+    config: GroupedGemmConfig,
+    activation: ActivationConstant,
+) -> None:
+    """Writes for every sorted row what follows from `x = grad_out[token] @ w2[expert]`; a result of None is left out.
+
+    Args:
+        pre_grad: [N, P] bf16, fp16 or fp32, rows contiguous: gradient of the pre-activation, topk_weight * x times the
+            activation's derivative; overwritten up to the last valid row, as are the next two.
+        act: [N, I], same dtype, rows contiguous: topk_weight * activation, a factor of the gradient of w2.
+        partials: [tiles, N] fp32, contiguous: sums of x * activation over the columns of each of `num_partials` tiles.
+        grad_out: [T, H], same dtype, rows contiguous.
+        w2: [E, H, I], same dtype, rows contiguous; fewer than 2**31 elements per expert.
+        pre: [N, P], same dtype, rows contiguous, from `saving_gate_up`.
+        topk_weights: [T, K] fp32, contiguous.
+        plan: from `sort_routes` with `config.block_m`.
+    """
+    width, num_routes = w2.shape[2], topk_weights.numel()
+    assert w2.shape[1] == grad_out.shape[1] and pre.shape[1] == (2 if activation.gated else 1) * width
+    assert topk_weights.is_contiguous()
+    assert partials is None or partials.shape == (num_partials(width, config.block_n), num_routes)
+    _launch(
+        _down_input_kernel,
+        (pre_grad, act, partials, grad_out, w2, pre, topk_weights),
+        plan,
+        config,
+        (num_routes, grad_out.shape[1], width),
+        (*_row_strides(pre_grad, act, grad_out, pre), w2.stride(0), w2.stride(1)),
+        num_columns=width,
+        depth=grad_out.shape[1],
+        top_k=topk_weights.shape[1],
+        ACTIVATION=activation,
+    )
+
+
+def num_partials(width: int, block_n: int) -> int:
+    """Tiles over whose columns `down_input_gradients` adds up; `width` is I."""
+    return -(-width // block_n)
+
+
+def _row_strides(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    assert all(one is None or one.stride(-1) == 1 for one in tensors)
+    return tuple(0 if one is None else one.stride(0) for one in tensors)
+
+
+def _multiply_rows(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    plan: RoutePlan,
+    config: GroupedGemmConfig,
+    weight_strides: tuple[int, int, int],
+) -> None:
+    """`tensors`: result, rows, weights, bias and routing weights; strides of experts, the reduction and columns."""
+    out, rows, _, bias, _ = tensors
+    sizes = rows.shape[1], out.shape[1]
+    strides = (*_row_strides(out, rows), *weight_strides, *_row_strides(bias))
+    # Routes are only looked up, so K is not read.
+    named = {"num_columns": out.shape[1], "depth": rows.shape[1], "top_k": 1}
+    _launch(_rows_kernel, tensors, plan, config, sizes, strides, **named)
+
+
+def _launch(
+    kernel: Any,
+    tensors: tuple[torch.Tensor | None, ...],
+    plan: RoutePlan,
+    config: GroupedGemmConfig,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    *,
+    num_columns: int,
+    depth: int,
+    top_k: int,
+    **constants: Any,
+) -> None:
+    """Launches a program for every tile that any counts need; arguments are in the order of the kernels' own."""
+    assert config.block_m == plan.block_m
+    num_tiles_n = triton.cdiv(num_columns, config.block_n)
+    _, _, arguments = plan_arguments(plan, plan.expert_offsets.numel() - 1)
+    launch(
+        kernel,
+        (plan.max_blocks * num_tiles_n,),
+        *(*tensors, arguments, *sizes, num_tiles_n, *strides),
+        ROUTES=route_shape(plan, top_k),
+        TILE=product_tile(config, num_columns, depth=depth),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **constants,
+    )

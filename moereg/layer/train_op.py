@@ -1,0 +1,212 @@
+"""The differentiable torch op by which layers train: opaque to compiled code, with a backward op of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from moereg.errors import ArgumentError, GradientError
+from moereg.experts import SavedShapes
+from moereg.runtime.graph_pools import in_compiled_code
+from moereg.runtime.torch_op import layer_of
+from moereg.spec.problem import MoEProblem
+
+WEIGHTS: Final = ("w13", "w2", "w13_bias", "w2_bias")
+"""Tensors that train as `weights`."""
+
+_INPUTS: Final = ("hidden_states", "topk_weights", "topk_ids", *WEIGHTS)
+_DIFFERENTIABLE: Final = ("hidden_states", "topk_weights", *WEIGHTS)
+_ALIGNMENT: Final = 256
+
+_LIBRARY: Final = torch.library.Library("moereg", "FRAGMENT")
+_ARGUMENTS: Final = (
+    "Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor? w13, Tensor? w2, Tensor? w13_bias, "
+    "Tensor? w2_bias, Tensor handle"
+)
+_LIBRARY.define(
+    f"moe_train({_ARGUMENTS}, SymInt saved_bytes) -> (Tensor out, Tensor saved)",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_LIBRARY.define(
+    f"moe_train_backward(Tensor grad_out, Tensor saved, {_ARGUMENTS}, bool[] wanted) "
+    f"-> ({', '.join(f'Tensor {name}_grad' for name in _DIFFERENTIABLE)})",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+
+
+def trains(
+    problem: MoEProblem,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    weights: Mapping[str, torch.Tensor | None],
+) -> bool:
+    """Whether autograd follows tensors of a call, and the problem names all that it follows.
+
+    Args:
+        problem: The layer.
+        hidden_states, topk_weights: Of the call.
+        weights: Those that may be trained, by name.
+    """
+    if not problem.gradients or not torch.is_grad_enabled():
+        return False
+    follows = {
+        "hidden_states": hidden_states.requires_grad,
+        "topk_weights": topk_weights.requires_grad,
+        "weights": any(each is not None and each.requires_grad for each in weights.values()),
+    }
+    return any(follows.values()) and all(
+        name in problem.gradients for name, is_followed in follows.items() if is_followed
+    )
+
+
+def check_trained(weights: Mapping[str, torch.Tensor]) -> None:
+    """Checks that weights can be trained where they are.
+
+    Raises:
+        ArgumentError: One is sharded or not contiguous.
+    """
+    for name, tensor in weights.items():
+        if type(tensor).__name__ == "DTensor":
+            raise ArgumentError(
+                f"gradients of weights require plain tensors, got a DTensor as {name}; leave the layer's parameters "
+                "out of fully_shard, or use DistributedDataParallel"
+            )
+        if not tensor.is_contiguous():
+            raise ArgumentError(
+                f"gradients of weights require contiguous tensors, which are read in place, got {name} with strides "
+                f"{list(tensor.stride())}; make a parameter of {name}.contiguous()"
+            )
+
+
+def run_training(
+    problem: MoEProblem,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    weights: Mapping[str, torch.Tensor | None],
+    handle: torch.Tensor,
+) -> torch.Tensor:
+    """Runs a layer so that a backward pass to its output computes gradients.
+
+    Args:
+        problem: The layer.
+        hidden_states, topk_weights, topk_ids: As in `MoEKernel`, checked.
+        weights: Canonical tensors to read and to train, by name; none of them if the layer's own are not trained.
+        handle: From `new_handle`, of a layer whose `training_kernel` gives its kernel.
+
+    Returns:
+        [T,H] in the problem's dtype.
+    """
+    given = (weights.get(name) for name in WEIGHTS)
+    num_bytes = most_saved_bytes(problem, hidden_states.shape[0])
+    out: torch.Tensor = torch.ops.moereg.moe_train(hidden_states, topk_weights, topk_ids, *given, handle, num_bytes)[0]
+    if not torch.compiler.is_compiling():
+        # The graph keeps the layer: a caller may drop it before the backward pass.
+        out.grad_fn.moereg_layer = layer_of(handle)  # type: ignore[union-attr]
+    return out
+
+
+def most_saved_bytes(problem: MoEProblem, num_tokens: int) -> int:
+    """Bytes that a forward pass may keep: a bound by sizes alone, since compiled code does not know the kernel yet."""
+    row = problem.activation.num_halves * problem.intermediate_size * problem.torch_dtype.itemsize
+    return num_tokens * problem.top_k * (row + 24) + problem.num_local_experts * 32 + 16 * _ALIGNMENT
+
+
+def cut_saved(saved: torch.Tensor, shapes: SavedShapes) -> dict[str, torch.Tensor]:
+    """The tensors inside of the bytes that a forward pass keeps, by name; empty if there is not enough room."""
+    tensors, start = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if start + num_bytes > saved.numel():
+            return {}
+        tensors[name] = saved[start : start + num_bytes].view(dtype).view(shape)
+        start += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return tensors
+
+
+def _held(weights: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in zip(WEIGHTS, weights, strict=True) if each is not None}
+
+
+def _moe_train(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden_states, topk_weights, topk_ids, *weights, handle, saved_bytes = arguments
+    with in_compiled_code():
+        kernel = layer_of(handle).training_kernel()
+        saved = torch.empty(saved_bytes, dtype=torch.uint8, device=hidden_states.device)
+        return kernel.run_saving(hidden_states, topk_weights, topk_ids, _held(weights), saved), saved
+
+
+def _moe_train_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    grad_out, saved, hidden_states, topk_weights, topk_ids, *weights, handle, wanted = arguments
+    call = (hidden_states, topk_weights, topk_ids)
+    targets = _targets(hidden_states, topk_weights, weights, wanted)
+    with in_compiled_code():
+        kernel = layer_of(handle).training_kernel()
+        kernel.run_backward(
+            {
+                name: tensor
+                for name, tensor, is_wanted in zip(_DIFFERENTIABLE, targets, wanted, strict=True)
+                if is_wanted
+            },
+            grad_out.contiguous(),
+            saved,
+            *call,
+            _held(weights),
+        )
+    return targets
+
+
+def _targets(
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, weights: Any, wanted: list[bool]
+) -> tuple[torch.Tensor, ...]:
+    likes = (hidden_states, topk_weights, *weights)
+    return tuple(
+        torch.empty_like(like, memory_format=torch.contiguous_format) if is_wanted else hidden_states.new_empty(0)
+        for like, is_wanted in zip(likes, wanted, strict=True)
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], *tensors)
+
+
+def _differentiate(ctx: Any, grad_out: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
+    if grad_out is None:
+        return (None,) * (len(_INPUTS) + 2)
+    needs = dict(zip(_INPUTS, ctx.needs_input_grad, strict=False))
+    wanted = [needs[name] for name in _DIFFERENTIABLE]
+    found = torch.ops.moereg.moe_train_backward(grad_out, *ctx.saved_tensors, wanted)
+    gradients = {name: each for name, each in zip(_DIFFERENTIABLE, found, strict=True) if needs[name]}
+    return *(gradients.get(name) for name in _INPUTS), None, None
+
+
+def _refuse(ctx: Any, *gradients: torch.Tensor | None) -> None:
+    raise GradientError(
+        "moereg computes first gradients only, got a backward pass through a backward pass; call backward without "
+        "create_graph=True"
+    )
+
+
+def _fake_train(hidden_states: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    saved = torch.empty(others[-1], dtype=torch.uint8, device=hidden_states.device)
+    return torch.empty_like(hidden_states), saved
+
+
+def _fake_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    _, _, hidden_states, topk_weights, _, *weights, _, wanted = arguments
+    return _targets(hidden_states, topk_weights, weights, wanted)
+
+
+for _name, _run, _fake in (
+    ("moe_train", _moe_train, _fake_train),
+    ("moe_train_backward", _moe_train_backward, _fake_backward),
+):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moereg::{_name}", _fake, lib=_LIBRARY)
+torch.library.register_autograd("moereg::moe_train", _differentiate, setup_context=_keep, lib=_LIBRARY)
+torch.library.register_autograd("moereg::moe_train_backward", _refuse, lib=_LIBRARY)

@@ -1,0 +1,183 @@
+"""Reference gradients of a layer in fp64, and the bounds that a kernel's own are held to.
+
+torch's autograd runs backward through the reference's own steps. Gradients of weights and biases are judged expert by
+expert: an error in one with few rows would not show in the norm of all.
+
+**16-bit roundings.** Operands are given in 16 bits and sums are fp32. In between a 16-bit backend rounds at most seven
+times on the way to one gradient: gate and up as they are saved, the intermediate's gradient, that or the intermediate
+times the routing weight, the pre-activation's gradient, a route's row, and the sum over routes (for weights: what was
+accumulated before). As `moereg.numerics.tolerances` derives, that is sqrt(7) * 1.5e-3 = 4.0e-3 in bfloat16 and 4.8e-4
+in float16; the bounds are those of seven roundings there, 9.5e-3 and 1.2e-3. In float32 a gradient is three sums deep:
+sqrt(3) * 8e-6 = 1.4e-5, bound 2e-5. Below 64 independent elements bounds are 8 / sqrt(n) times larger, as for outputs.
+An expert's gradients have at most as many as its rows of the intermediate, since its input is exact.
+
+**Cancellation.** A routing weight's gradient is one sum of I products (and H with a bias), which may cancel: one in a
+hundred is a hundredth of its usual size. So its error is relative to the root of the sum of their squares. The other
+gradients have H elements or more.
+
+**Clamps.** An element that rounding moves across the clamp L of an activation has a wrong slope, which costs all of its
+gradient. If s is the share of elements within half a unit in the last place of L, that costs sqrt(s): about 2e-2 in
+bfloat16 with gates spread over 3.6, and any amount if there are few. So the bound adds how far gradients move with a
+clamp that far to either side. Kernels that clamp saved 16-bit values and kernels that clamp before are then both right.
+
+In 4,500 simulated calls of 15 to 130 columns, T from 1 to 63, with all activations, biases and clamps, and with three
+sets of these roundings, the largest error was 0.83 bounds without a clamp; with one 0.99, where it is nearly all of the
+bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+import torch
+
+from moereg.numerics.reference import LayerCall
+from moereg.numerics.tolerances import FEW_ELEMENTS, LARGEST_BOUND
+from moereg.runtime.torch_state import plain_torch
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import ExpertWeights
+
+GRADIENT_BOUNDS: Final[dict[str, float]] = {"bfloat16": 9.5e-3, "float16": 1.2e-3, "float32": 2e-5}
+"""Bounds by the problem's dtype, for gradients of many elements."""
+
+_OF_EXPERTS: Final = ("w13", "w2", "w13_bias", "w2_bias")
+# Gradients that depend on the activation's slope.
+_OF_SLOPES: Final = frozenset({"hidden_states", "w13", "w13_bias"})
+# Relative to the clamp: half a unit in the last place, or the error of fp32 sums.
+_NEAR_CLAMP: Final[dict[str, float]] = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-16}
+
+
+class Comparison(NamedTuple):
+    """The relative error of a gradient or, by a name such as `w13 of expert 3`, of a part; NaN where it has one."""
+
+    name: str
+    error: float
+    bound: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceGradients:
+    """The gradients of one call, in fp64.
+
+    Attributes:
+        problem: The layer.
+        tensors: `hidden_states` [T,H], `topk_weights` [T,K], `w13` [E,2I,H], `w2` [E,H,I], and biases if there are any.
+        local_ids: [T,K] int64, each route's local expert or -1.
+        sizes: Norms that errors are relative to, by name: [E], or [1] for the first two.
+        kinks: Likewise, norms of what rounding may move across the activation's clamp.
+    """
+
+    problem: MoEProblem
+    tensors: dict[str, torch.Tensor]
+    local_ids: torch.Tensor
+    sizes: dict[str, torch.Tensor]
+    kinks: dict[str, torch.Tensor]
+
+    def compare(self, found: Mapping[str, torch.Tensor]) -> list[Comparison]:
+        """Compares a kernel's gradients, those that there are, each with its bound. Synchronizes the device."""
+        return [each for name, tensor in found.items() for each in self._compare(name, tensor)]
+
+    def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> ReferenceGradients:
+        """Other gradients of the same call, such as those of a mistake."""
+        sizes = {name: _norms(name, tensor) for name, tensor in tensors.items() if name != "topk_weights"}
+        return dataclasses.replace(self, tensors=dict(tensors), sizes={**self.sizes, **sizes})
+
+    def _compare(self, name: str, found: torch.Tensor) -> Iterator[Comparison]:
+        is_routed = self.local_ids >= 0
+        if name in _OF_EXPERTS:
+            is_routed = torch.stack([self.local_ids == expert for expert in range(self.problem.num_local_experts)])
+        num_routes = is_routed.sum((-2, -1)).reshape(-1)
+        differences = _norms(name, found.double() - self.tensors[name])
+        numbers = (tensor.tolist() for tensor in (num_routes, differences, self.sizes[name], self.kinks[name]))
+        for expert, (count, difference, size, kink) in enumerate(zip(*numbers, strict=True)):
+            part = f"{name} of expert {expert}" if name in _OF_EXPERTS else name
+            if scale := size or kink:  # What a clamp cuts off altogether may be all that there is.
+                yield Comparison(part, difference / scale, self._bound(name, count) + kink / scale)
+            else:
+                yield Comparison(part, difference and math.inf, 0.0)
+
+    def _bound(self, name: str, num_routes: int) -> float:
+        outputs = self.problem.intermediate_size if name == "w13_bias" else self.problem.hidden_size
+        count = num_routes if name == "topk_weights" else min(num_routes * self.problem.intermediate_size, outputs)
+        few = math.sqrt(FEW_ELEMENTS / min(max(count, 1), FEW_ELEMENTS))
+        return min(GRADIENT_BOUNDS[self.problem.dtype] * few, LARGEST_BOUND)
+
+
+def reference_gradients(
+    problem: MoEProblem,
+    weights: ExpertWeights,
+    hidden_states: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    grad_out: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+) -> ReferenceGradients:
+    """Runs the reference forward and backward, and synchronizes the device.
+
+    Args:
+        problem, weights, hidden_states, topk_weights, topk_ids, expert_map: As in `reference_experts`, not quantized.
+        grad_out: [T,H], the output's gradient.
+    """
+    arguments = (weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float64, None)
+    with torch.inference_mode(False), plain_torch():
+        call = _LeafCall(**vars(LayerCall.of(problem, *arguments)))
+        tensors = call.gradients(grad_out.double())
+        kinks = {name: torch.zeros_like(_norms(name, tensor)) for name, tensor in tensors.items()}
+        limit = problem.activation.limit
+        for step in (-1, 1) if limit is not None else ():
+            moved = dataclasses.replace(problem.activation, limit=limit * (1 + step * _NEAR_CLAMP[problem.dtype]))
+            near = dataclasses.replace(call, problem=dataclasses.replace(problem, activation=moved))
+            found = near.gradients(grad_out.double())
+            for name in _OF_SLOPES & found.keys():
+                kinks[name] += _norms(name, found[name] - tensors[name])
+        sizes = {name: _norms(name, tensor) for name, tensor in tensors.items()}
+        sizes["topk_weights"] = call.terms(grad_out.double()).view(1)
+    return ReferenceGradients(problem, tensors, call.local_ids, sizes, kinks)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LeafCall(LayerCall):
+    """A call whose tensors are leaves of autograd's graph."""
+
+    leaves: dict[str, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
+
+    def gradients(self, grad_out: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The gradients of all of the call's tensors, zero where nothing depends on one."""
+        given = {"hidden_states": self.tokens, "topk_weights": self.topk_weights, **self.weights.tensors()}
+        leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
+        with torch.enable_grad():
+            # One node for all experts: that of an index would be as large as all of them for each.
+            experts = {name: leaf.unbind() for name, leaf in leaves.items() if name in _OF_EXPERTS}
+            tokens, routing = leaves["hidden_states"], leaves["topk_weights"]
+            out = dataclasses.replace(self, tokens=tokens, topk_weights=routing, leaves=experts).output()
+            if not out.requires_grad:
+                return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+            found = torch.autograd.grad(out, list(leaves.values()), grad_out, materialize_grads=True)
+        return dict(zip(leaves, found, strict=True))
+
+    def terms(self, grad_out: torch.Tensor) -> torch.Tensor:
+        """The root of the sum of squares of all products that the routing weights' gradients sum."""
+        total = grad_out.new_zeros(())
+        for expert in range(self.problem.num_local_experts):
+            rows = grad_out[self.routes(expert)[0]]
+            total += ((rows @ self.matrix("w2", expert)) * self.intermediate(expert)).square().sum()
+            if self.weights.w2_bias is not None:
+                total += (rows * self.bias("w2", expert)).square().sum()
+        return total.sqrt()
+
+    def matrix(self, name: str, expert: int) -> torch.Tensor:
+        """One expert's w13 or w2."""
+        return self.leaves[name][expert] if self.leaves else super().matrix(name, expert)
+
+    def bias(self, name: str, expert: int) -> torch.Tensor:
+        """One expert's bias of w13 or w2."""
+        return self.leaves[f"{name}_bias"][expert] if self.leaves else super().bias(name, expert)
+
+
+def _norms(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """[E] norms of an experts' tensor's parts, or the [1] norm of another."""
+    rows = tensor.flatten(1) if name in _OF_EXPERTS else tensor.flatten().unsqueeze(0)
+    return torch.linalg.vector_norm(rows, dim=1)

@@ -1,0 +1,148 @@
+"""The Triton class that trains, as a whole: interpreted on a CPU, compiled where there is a CUDA device.
+
+What every class with gradients has to do, such as numbers, neighbors and parts, `tests/kit/test_conformance.py` checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moereg.backends.triton_moe import TritonTrainingExperts
+from moereg.dispatch import select_backend
+from moereg.experts import ExpertInputs, Gradients
+from moereg.numerics.gradients import reference_gradients
+from moereg.platforms import Platform
+from moereg.spec.problem import MoEProblem
+from moereg.testing.inputs import make_grad_out, make_inputs, make_weights
+from tests.kernels.triton_cases import DEVICE, SM90
+
+GRADIENTS: Final = ("hidden_states", "topk_weights", "weights")
+SIZES: Final = {"num_experts": 3, "hidden_size": 72, "intermediate_size": 40, "top_k": 2}
+
+
+def problem_of(**changes: Any) -> MoEProblem:
+    return MoEProblem(**{**SIZES, "gradients": GRADIENTS, **changes})
+
+
+class Run:
+    """A class's instance with a layer's weights and one call."""
+
+    def __init__(self, problem: MoEProblem, num_tokens: int, routing: str = "uniform") -> None:
+        device = torch.device(DEVICE)
+        self.problem, self.num_tokens = problem, num_tokens
+        self.layer = TritonTrainingExperts(problem, SM90)
+        self.weights = make_weights(problem, device)
+        self.permuted = self.layer.permute_weights(weights=self.weights, problem=problem)
+        self.call = make_inputs(problem, num_tokens, routing, device, seed=1)
+        self.grad_out = make_grad_out(self.call)
+        self.inputs = ExpertInputs(*self.call.call)
+
+    def rooms(self, shapes: tuple[tuple[int, ...], ...]) -> dict[str, torch.Tensor]:
+        made = (torch.full(shape, torch.nan, dtype=self.problem.torch_dtype, device=DEVICE) for shape in shapes)
+        return dict(zip(("workspace13", "workspace2"), made, strict=True))
+
+    def forward(self, saves: bool = True) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        shapes = self.layer.saved_shapes(problem=self.problem, num_tokens=self.num_tokens)
+        saved = {
+            name: torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype, device=DEVICE)
+            for name, (shape, dtype) in shapes.items()
+        }
+        out = torch.full_like(self.inputs.hidden_states, torch.nan)
+        rooms = self.rooms(self.layer.workspace_shapes(problem=self.problem, num_tokens=self.num_tokens))
+        if saves:
+            self.layer.apply_saving(out=out, saved=saved, inputs=self.inputs, weights=self.permuted, **rooms)
+        else:
+            self.layer.apply(out=out, inputs=self.inputs, weights=self.permuted, **rooms)
+        return out, saved
+
+    def backward(self, saved: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
+        like = {"hidden_states": self.inputs.hidden_states, "topk_weights": self.inputs.topk_weights}
+        like |= self.weights.tensors()
+        grads = {name: torch.full_like(like[name], torch.nan) for name in names or like}
+        rooms = self.rooms(self.layer.backward_workspace_shapes(problem=self.problem, num_tokens=self.num_tokens))
+        given: dict[str, Any] = {"saved": saved, "inputs": self.inputs, "weights": self.permuted, **rooms}
+        self.layer.apply_backward(grads=Gradients(**grads), grad_out=self.grad_out, **given)
+        return grads
+
+
+# Beyond 96 rows an expert tiles are taller, and beyond 4,096 routes they are sorted in several launches.
+@pytest.mark.parametrize(
+    ("num_tokens", "changes"),
+    [
+        (200, {"dtype": "bfloat16", "num_experts": 2, "top_k": 1, "intermediate_size": 130}),
+        (2100, {"dtype": "float16", "num_experts": 64, "hidden_size": 32, "intermediate_size": 16}),
+    ],
+)
+def test_many_rows(num_tokens: int, changes: dict[str, Any]) -> None:
+    run = Run(problem_of(**changes), num_tokens)
+    _, saved = run.forward()
+    truth = reference_gradients(run.problem, run.weights, *run.call.call, run.grad_out)
+    for comparison in truth.compare(run.backward(saved)):
+        assert comparison.is_within, comparison
+
+
+def test_a_pass_that_saves_has_the_output_of_one_that_does_not() -> None:
+    run = Run(problem_of(has_bias=True), 9)
+    assert torch.equal(run.forward()[0], run.forward(saves=False)[0])
+
+
+@pytest.mark.parametrize(
+    "names", [("hidden_states", "topk_weights"), ("topk_weights",), ("w2",), ("w13", "w13_bias"), ("w2_bias",)]
+)
+def test_a_part_of_the_gradients_has_the_bits_of_all(names: tuple[str, ...]) -> None:
+    """And a second pass over what was saved, which is only read."""
+    run = Run(problem_of(has_bias=True, activation="swigluoai"), 17, "one_expert")
+    _, saved = run.forward()
+    before = {name: tensor.clone() for name, tensor in saved.items()}
+    everything = run.backward(saved)
+    for name, grad in run.backward(saved, *names).items():
+        assert torch.equal(grad, everything[name]), name
+    assert all(torch.equal(tensor.view(torch.uint8), saved[name].view(torch.uint8)) for name, tensor in before.items())
+
+
+def test_weights_are_read_where_they_lie() -> None:
+    run = Run(problem_of(has_bias=True), 1)
+    for name, tensor in run.weights.tensors().items():
+        assert run.permuted[name].data_ptr() == tensor.data_ptr()
+
+
+def test_it_serves_layers_with_gradients_alone() -> None:
+    problem = problem_of()
+    assert select_backend(problem, SM90).winner.cell.experts is TritonTrainingExperts
+    plain = dataclasses.replace(problem, gradients=())
+    assert select_backend(plain, SM90).winner.cell.experts is not TritonTrainingExperts
+    amd = select_backend(problem, Platform.from_name("rocm:gfx942"))
+    assert amd.winner.cell.experts is TritonTrainingExperts
+
+
+@pytest.mark.parametrize(("intermediate_size", "is_refused"), [(2**15, True), (2**15 - 1, False)])
+def test_offsets_within_an_expert_have_32_bits(intermediate_size: int, is_refused: bool) -> None:
+    """But those of experts have 64: all together may be larger."""
+    problem = problem_of(num_experts=128, hidden_size=2**15, intermediate_size=intermediate_size)
+    assert bool(TritonTrainingExperts.unsupported_reasons(problem, SM90)) == is_refused
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_more_tokens_never_need_less_scratch_memory(dtype: str) -> None:
+    problem = problem_of(dtype=dtype)
+    layer = TritonTrainingExperts(problem, SM90)
+    for sizes in (layer.workspace_shapes, layer.backward_workspace_shapes):
+        # Around the number of rows at which tiles change.
+        shapes = [sizes(problem=problem, num_tokens=tokens) for tokens in (*range(135, 155), 999)]
+        for numels in zip(*((first[0], second[0]) for first, second in shapes), strict=True):
+            assert list(numels) == sorted(numels)
+
+
+def test_saved_bytes_of_a_token() -> None:
+    """Of Qwen3-30B's layer: the rows before the activation, and little beside them."""
+    sizes = {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 768, "top_k": 8}
+    problem = MoEProblem(**sizes, gradients=GRADIENTS)
+    saved = TritonTrainingExperts(problem, SM90).saved_shapes(problem=problem, num_tokens=4096)
+    num_bytes = sum(torch.empty(shape, dtype=dtype, device="meta").nbytes for shape, dtype in saved.values())
+    assert num_bytes / 4096 < 1.02 * 8 * 2 * 768 * 2

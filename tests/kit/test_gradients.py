@@ -1,0 +1,446 @@
+"""Gradients in the kit: the reference and its bounds, planted faults, and classes that break one promise each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch
+
+from moereg.author import ExpertInputs, ExpertWeights, MoEProblem, PermutedWeights
+from moereg.numerics.gradients import reference_gradients
+from moereg.numerics.reference import reference_experts
+from moereg.platforms import Platform
+from moereg.spec.activations import ACTIVATIONS, Activation
+from moereg.spec.problem import GRADIENTS
+from moereg.testing import gradients, listing
+from moereg.testing.cases import Case, running_as
+from moereg.testing.check import KINDS, chosen_machine
+from moereg.testing.drawing import NATIVE, DrawnLayer, claimed_activations, draw_layer
+from moereg.testing.faults import BackwardPass, plant_gradient_faults
+from moereg.testing.gradients import GuardedTraining, check_gradients, gradient_cases
+from moereg.testing.inputs import Inputs, make_grad_out, make_inputs, make_weights
+from tests.support.fakes import LITTLE, FakeExperts, cell_of
+from tests.support.training import Operands, Rows, TrainingExperts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+CLAMPED: Final = [dataclasses.replace(ACTIVATIONS[name], limit=1.5) for name in ("silu", "gelu")]
+SMALL: Final[dict[str, Any]] = {"num_experts": 4, "hidden_size": 40, "intermediate_size": 24, "top_k": 2}
+
+
+def reference_of(problem: MoEProblem, num_tokens: int, routing: str, seed: int = 0) -> tuple[Any, ...]:
+    """Weights, inputs, the output's gradient and the reference."""
+    weights, inputs = make_weights(problem, CPU, seed), make_inputs(problem, num_tokens, routing, CPU, seed)
+    grad_out = make_grad_out(inputs, seed)
+    return weights, inputs, grad_out, reference_gradients(problem, weights, *inputs.call, grad_out)
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS.values(), *CLAMPED], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_reference_gradients_are_the_slopes_of_the_reference(activation: Activation, has_bias: bool) -> None:
+    problem = MoEProblem(**SMALL, dtype="float32", activation=activation, has_bias=has_bias)
+    weights, inputs, grad_out, found = reference_of(problem, 7, "unmapped")
+    generator = torch.Generator().manual_seed(1)
+    tensors = {"hidden_states": inputs.hidden_states, "topk_weights": inputs.topk_weights, **weights.tensors()}
+    assert set(found.tensors) == set(tensors)
+    for name, gradient in found.tensors.items():
+        step = torch.randn(gradient.shape, generator=generator, dtype=torch.float64)
+
+        def value(size: float, name: str = name, step: torch.Tensor = step) -> torch.Tensor:
+            moved = {key: tensor.double() for key, tensor in tensors.items()}
+            moved[name] += size * step
+            call = moved.pop("hidden_states"), moved.pop("topk_weights"), inputs.topk_ids
+            held = ExpertWeights.unchecked(moved, problem.quant)
+            return (reference_experts(problem, held, *call, dtype=torch.float64) * grad_out).sum()
+
+        slope = (value(1e-6) - value(-1e-6)) / 2e-6
+        assert torch.isclose(slope, (gradient * step).sum(), rtol=1e-5), name
+
+
+def test_nothing_depends_on_experts_without_rows_and_routes_that_go_nowhere() -> None:
+    problem = MoEProblem(**SMALL, has_bias=True)
+    *_, found = reference_of(problem, 5, "one_expert")
+    assert [bool(found.tensors["w13"][expert].any()) for expert in range(4)] == [False, False, True, True]
+    for num_tokens, routing in ((5, "nowhere"), (0, "uniform")):
+        *_, found = reference_of(problem, num_tokens, routing)
+        assert not any(tensor.any() for tensor in found.tensors.values())
+        assert all(each.error == each.bound == 0 for each in found.compare(found.tensors))
+        wrong = {"w2": torch.full_like(found.tensors["w2"], 1e-9)}
+        assert not any(each.error <= each.bound for each in found.compare(wrong))
+
+
+def found_by(experts: type[TrainingExperts], problem: MoEProblem, weights: Any, inputs: Any, grad_out: Any) -> Any:
+    case = Case(cell_of(experts), Platform.from_name("cpu"), dataclasses.replace(problem, gradients=GRADIENTS))
+    return GuardedTraining(case, weights).run(inputs, grad_out)[1]
+
+
+def drawn_layers(number: int) -> Iterator[DrawnLayer]:
+    choose = random.Random(5).choice
+    limits = dataclasses.replace(NATIVE, size=136, num_tokens=66, num_routes=200, num_experts=9)
+    while number:
+        layer = draw_layer(cell_of(TrainingExperts), choose, limits)
+        if layer.num_tokens and layer.problem.placement == "contiguous" and not layer.problem.is_expert_parallel:
+            number -= 1
+            yield layer
+
+
+def test_an_honest_kernel_is_within_its_bounds_and_these_are_tight() -> None:
+    largest: dict[str, float] = {}
+    for layer in drawn_layers(60):
+        weights, inputs, grad_out, truth = reference_of(layer.problem, layer.num_tokens, layer.routing, layer.seed)
+        for each in truth.compare(found_by(TrainingExperts, layer.problem, weights, inputs, grad_out)):
+            assert each.error <= each.bound, (each, str(layer))
+            if layer.problem.activation.limit is None and each.bound:
+                kind = f"{layer.problem.dtype}, {each.name.partition(' ')[0]}"
+                largest[kind] = max(largest.get(kind, 0.0), each.error / each.bound)
+    of_16_bits = {kind: ratio for kind, ratio in largest.items() if "float32" not in kind}
+    assert len(of_16_bits) == 12
+    # Without any rounding it would be 0; biases of w2 have two roundings only.
+    assert min(of_16_bits.values()) > 0.15, of_16_bits
+    assert max(of_16_bits.values()) < 0.85, of_16_bits
+
+
+def test_a_clamp_allows_for_what_is_beside_it_and_no_more() -> None:
+    problem = MoEProblem(**SMALL, activation=CLAMPED[0])
+    weights, inputs, grad_out, truth = reference_of(problem, 33, "uniform")
+    unclamped = dataclasses.replace(problem, activation=ACTIVATIONS["silu"])
+    through = reference_gradients(unclamped, weights, *inputs.call, grad_out)
+    wrong = truth.compare(through.tensors)
+    assert all(each.error > 5 * each.bound for each in wrong)
+    plain = reference_gradients(unclamped, weights, *inputs.call, grad_out).compare(through.tensors)
+    for each, unbent in zip(wrong, plain, strict=True):
+        is_bent = each.name.startswith(("w13", "hidden"))
+        assert unbent.bound < each.bound < 20 * unbent.bound if is_bent else each.bound == unbent.bound
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_planted_fault_is_far_outside_of_the_bounds(dtype: str) -> None:
+    for sizes, routing in ((SMALL, "one_expert"), ({**SMALL, "hidden_size": 130, "num_experts": 8}, "one_expert")):
+        problem = MoEProblem(**sizes, dtype=dtype, has_bias=True)
+        weights, inputs, grad_out, truth = reference_of(problem, 17, routing)
+
+        def run(
+            weights: ExpertWeights, inputs: Inputs, problem: MoEProblem = problem, grad_out: torch.Tensor = grad_out
+        ) -> dict[str, torch.Tensor]:
+            return reference_gradients(problem, weights, *inputs.call, grad_out).tensors
+
+        backward = BackwardPass(run, weights, inputs, truth.local_ids, truth.tensors)
+        planted = dict(plant_gradient_faults(backward))
+        assert len(planted) == 7
+        for fault, wrong in planted.items():
+            assert any(not each.error <= 10 * each.bound for each in truth.compare(wrong)), fault
+
+
+def test_a_fault_that_a_layer_cannot_have_is_not_planted() -> None:
+    problem = MoEProblem(num_experts=1, hidden_size=16, intermediate_size=16, top_k=1, activation="relu2")
+    weights, inputs, grad_out, truth = reference_of(problem, 3, "uniform")
+    run = lambda weights, inputs: reference_gradients(problem, weights, *inputs.call, grad_out).tensors  # noqa: E731
+    backward = BackwardPass(run, weights, inputs, truth.local_ids, truth.tensors)
+    assert {name for name, _ in plant_gradient_faults(backward)} == {
+        "gradient of routing weights dropped",
+        "gradients not scaled by routing weights",
+        "gradients with the weights before a step",
+    }
+
+
+# Below: checks, and classes that break what they promise.
+def case_of(experts: type[FakeExperts], **changes: Any) -> Case:
+    problem = MoEProblem(**{**SMALL, "has_bias": True, "gradients": GRADIENTS, **changes})
+    return Case(cell_of(experts), Platform.from_name("cpu"), problem)
+
+
+class SwappedExperts(TrainingExperts):
+    def write(self, name: str, out: Any, found: torch.Tensor, *others: Any) -> None:
+        if name.startswith("w13"):
+            found = torch.cat(found.chunk(2, dim=1)[::-1], dim=1)
+        super().write(name, out, found, *others)
+
+
+class RotatedExperts(TrainingExperts):
+    def write(self, name: str, out: Any, found: torch.Tensor, *others: Any) -> None:
+        super().write(name, out, found.roll(1, 0) if name.startswith("w") else found, *others)
+
+
+class DroppedRoutingExperts(TrainingExperts):
+    def routing_gradient(self, grad_act: torch.Tensor, act: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(act))
+
+    def write(self, name: str, out: Any, found: torch.Tensor, *others: Any) -> None:
+        super().write(name, out, torch.zeros_like(found) if name == "topk_weights" else found, *others)
+
+
+class UnscaledExperts(TrainingExperts):
+    def routing_weights(self, inputs: ExpertInputs, rows: Rows) -> torch.Tensor:
+        return torch.ones(len(rows[0]), 1)
+
+
+class TailExperts(TrainingExperts):
+    """Sums over one row more than an expert has, which is the next expert's first."""
+
+    def deep(self, operands: Operands) -> Operands:
+        experts = list(operands)
+        return {
+            expert: {
+                name: tuple(torch.cat([mine, more[:1]]) for mine, more in zip(pair, operands[after][name], strict=True))
+                for name, pair in operands[expert].items()
+            }
+            for expert, after in itertools.pairwise(experts)
+        } | {expert: operands[expert] for expert in experts[-1:]}  # type: ignore[return-value]
+
+
+class UnwrittenExperts(TrainingExperts):
+    def write(
+        self, name: str, out: torch.Tensor | None, found: torch.Tensor, accumulates: bool, inputs: ExpertInputs
+    ) -> None:
+        if name.startswith("w") and out is not None:
+            for expert, _ in self.experts_with_rows(inputs):
+                super().write(name, out[expert], found[expert], accumulates, inputs)
+        else:
+            super().write(name, out, found, accumulates, inputs)
+
+
+class StaleExperts(TrainingExperts):
+    """Multiplies with the weights of its first call in the backward pass."""
+
+    kept: dict[str, torch.Tensor]
+
+    def backward(self, *, weights: Any, **others: Any) -> None:
+        if not hasattr(self, "kept"):
+            self.kept = {name: weights[name].clone() for name in weights.per_expert}
+        super().backward(weights=PermutedWeights("canonical", self.kept), **others)
+
+
+class CopyingExperts(TrainingExperts):
+    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
+        return PermutedWeights("canonical", {name: tensor.clone() for name, tensor in weights.tensors().items()})
+
+
+class OverwritingExperts(TrainingExperts):
+    def write(self, name: str, out: Any, found: torch.Tensor, accumulates: bool, inputs: ExpertInputs) -> None:
+        super().write(name, out, found, False, inputs)
+
+
+class AddingExperts(TrainingExperts):
+    """Adds the gradients of its inputs too."""
+
+    def write(self, name: str, out: Any, found: torch.Tensor, accumulates: bool, inputs: ExpertInputs) -> None:
+        super().write(name, out, found, accumulates or name == "hidden_states", inputs)
+
+
+class AllExperts(TrainingExperts):
+    """Computes w13's gradient only beside w2's."""
+
+    w2: torch.Tensor | None = None
+
+    def backward(self, *, grads: Any, **others: Any) -> None:
+        self.w2 = grads.w2
+        super().backward(grads=grads, **others)
+
+    def write(self, name: str, out: Any, found: torch.Tensor, *others: Any) -> None:
+        super().write(name, None if name == "w13" and self.w2 is None else out, found, *others)
+
+
+class MaskingExperts(TrainingExperts):
+    """Multiplies all tokens' rows with a mask, which NaN passes."""
+
+    def backward(self, *, grads: Any, grad_out: torch.Tensor, **others: Any) -> None:
+        super().backward(grads=grads, grad_out=grad_out, **others)
+        if grads.w2_bias is not None:
+            grads.w2_bias.add_((grad_out * 0).sum(0))
+
+
+class UnmaskedSlopeExperts(TrainingExperts):
+    """Lets gradients through a clamp."""
+
+    def act(self, pre: torch.Tensor, grad: torch.Tensor) -> Rows:
+        clamped = self.problem
+        self.problem = dataclasses.replace(clamped, activation=ACTIVATIONS["silu"])
+        _, slope = super().act(pre, grad)
+        self.problem = clamped
+        return super().act(pre, grad)[0], slope
+
+
+class TF32Experts(TrainingExperts):
+    """Rounds fp32 operands to 11 bits."""
+
+    def rounded(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.half().float()
+
+
+class VaryingExperts(TrainingExperts):
+    num_calls = 0
+
+    def write(self, name: str, out: Any, found: torch.Tensor, *others: Any) -> None:
+        self.num_calls += name == "w2"
+        super().write(name, out, found * (1 + 0.004 * (self.num_calls % 2)) if name == "w2" else found, *others)
+
+
+class ScratchExperts(TrainingExperts):
+    def backward(self, *, grads: Any, workspace2: torch.Tensor, **others: Any) -> None:
+        super().backward(grads=grads, workspace2=workspace2, **others)
+        if grads.topk_weights is not None:
+            grads.topk_weights.add_(workspace2.flatten()[0] * 0)
+
+
+class WrongForwardExperts(TrainingExperts):
+    def forward(self, *, out: torch.Tensor, **others: Any) -> None:
+        super().forward(out=out, **others)
+        out *= 1.1
+
+
+def writing(reach: Callable[..., torch.Tensor]) -> type[TrainingExperts]:
+    """A class that writes to a tensor of its backward pass."""
+
+    class WritingExperts(TrainingExperts):
+        def backward(self, **given: Any) -> None:
+            super().backward(**given)
+            reach(**given).fill_(1)
+
+    return WritingExperts
+
+
+def behind(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided((1,), (1,), tensor.storage_offset() + tensor.numel())
+
+
+def check_first(experts: type[FakeExperts], **changes: Any) -> None:
+    with running_as(chosen_machine("cpu")):
+        case = case_of(experts, **changes)
+        KINDS["gradients"](case.cell, {"problem": case.problem.to_dict(), "is_first": True})
+
+
+def check_drawn(experts: type[FakeExperts]) -> None:
+    case = case_of(experts, gradients=())
+    layer = DrawnLayer(
+        backend="fresh", experts="", rule="cpu", computes="", problem=case.problem, num_tokens=9, form="offset"
+    )
+    with running_as(chosen_machine("cpu")):
+        KINDS["drawn"](case.cell, {"label": "", "layer": layer.to_dict()})
+
+
+def check_of(kind: str, experts: type[FakeExperts]) -> None:
+    with running_as(chosen_machine("cpu")):
+        KINDS[kind](cell_of(experts), None)
+
+
+BROKEN: Final[list[tuple[str, Callable[[type[FakeExperts]], None], type[FakeExperts], str]]] = [
+    ("gate and up", check_first, SwappedExperts, "likely cause: gradients of gate and up swapped"),
+    ("experts", check_first, RotatedExperts, "likely cause: gradients of another expert"),
+    ("routing", check_first, DroppedRoutingExperts, "likely cause: gradient of routing weights dropped"),
+    ("unscaled", check_first, UnscaledExperts, "likely cause: gradients not scaled by routing weights"),
+    ("tail", check_first, TailExperts, "likely cause: the next expert's first row in an expert's gradients"),
+    ("unwritten", check_first, UnwrittenExperts, "likely cause: gradients of an expert without rows not written"),
+    ("parts", check_first, AllExperts, "asked for w13 alone: gradient of w13 of expert 0"),
+    ("overwrites", check_first, OverwritingExperts, "half of what is added to an equal gradient: gradient of w"),
+    ("adds", check_first, AddingExperts, "gradient of hidden_states: error nan"),
+    ("neighbors", check_first, MaskingExperts, "token 5 of 17 is NaN, and another token or expert is wrong"),
+    ("varies", check_first, VaryingExperts, "equal inputs gave other bits in gradients of w2"),
+    ("scratch", check_first, ScratchExperts, "gradient of topk_weights: error nan"),
+    ("forward", check_first, WrongForwardExperts, "the forward pass of training: error 1."),
+    ("behind", check_first, writing(lambda grads, **_: behind(grads.w2)), "bytes behind gradient of w2 was written to"),
+    ("saved", check_first, writing(lambda saved, **_: saved["pre"]), "saved pre was written to"),
+    ("grad_out", check_first, writing(lambda grad_out, **_: grad_out), "grad_out was written to"),
+    ("weights", check_first, writing(lambda weights, **_: weights["w2"]), "canonical w2 was written to"),
+    ("scratch behind", check_first, writing(lambda workspace13, **_: behind(workspace13)), "behind workspace13"),
+    ("drawn", check_drawn, SwappedExperts, "likely cause: gradients of gate and up swapped"),
+    ("stale", lambda experts: check_of("training", experts), StaleExperts, "after a step: gradient of"),
+    ("copies", lambda experts: check_of("training", experts), CopyingExperts, "copied weights that are trained"),
+    ("clamp", lambda experts: check_first(experts, activation=CLAMPED[0]), UnmaskedSlopeExperts, ": error "),
+    ("fp32", lambda experts: check_first(experts, dtype="float32"), TF32Experts, ": error "),
+]
+
+
+@pytest.mark.parametrize(("run", "experts", "text"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN])
+def test_a_broken_promise_is_seen(run: Any, experts: type[FakeExperts], text: str) -> None:
+    with pytest.raises(Exception, match=re.escape(text)):
+        run(experts)
+
+
+def test_an_honest_class_keeps_every_promise() -> None:
+    check_first(TrainingExperts)
+    check_first(TF32Experts)
+    check_drawn(TrainingExperts)
+    for kind in ("gradient_faults", "training", "workspaces"):
+        check_of(kind, TrainingExperts)
+
+
+@pytest.mark.parametrize("share", [9, 30])
+def test_each_fault_must_be_seen_well_above_the_bounds(share: float) -> None:
+    def planted(backward: BackwardPass) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        yield "slightly larger", {name: tensor * (1 + share * 9.5e-3) for name, tensor in backward.right.items()}
+
+    told = pytest.raises(AssertionError, match="slightly larger, planted by this check: no gradient has an error")
+    with (
+        mock.patch.object(gradients, "plant_gradient_faults", planted),
+        told if share < 10 else contextlib.nullcontext(),
+    ):
+        check_of("gradient_faults", TrainingExperts)
+
+
+def test_only_classes_that_compute_gradients_are_asked_for_them() -> None:
+    for experts, is_asked in ((FakeExperts, False), (TrainingExperts, True)):
+        kinds = {kind for kind, _ in listing._promises(cell_of(experts), False, False)}
+        asked = {"gradients", "gradient_faults", "training"}
+        assert kinds & asked == (asked if is_asked else set())
+    assert not gradient_cases(cell_of(FakeExperts))
+
+
+def test_gradients_are_checked_in_every_claimed_combination() -> None:
+    found = [case.problem for case in gradient_cases(cell_of(TrainingExperts))]
+    assert all(problem.gradients == frozenset(GRADIENTS) for problem in found)
+    combinations = {(problem.dtype, str(problem.activation), problem.has_bias) for problem in found}
+    assert len(combinations) == 3 * len(claimed_activations(cell_of(TrainingExperts))) * 2
+    assert {str(problem.activation) for problem in found} >= {*ACTIVATIONS, "silu(limit=1.5)", "silu(beta=0.5)"}
+    assert {(problem.num_experts, problem.top_k) for problem in found} >= {(1, 1), (8, 8), (40, 3)}
+    assert {problem.placement for problem in found if problem.is_expert_parallel} == {"contiguous", "map"}
+
+
+class InputsOnlyExperts(TrainingExperts):
+    facts = dataclasses.replace(LITTLE, gradients=frozenset({"hidden_states"}))
+
+
+def test_a_class_is_asked_for_the_gradients_that_it_computes() -> None:
+    cases = gradient_cases(cell_of(InputsOnlyExperts))
+    assert {case.problem.gradients for case in cases} == {frozenset({"hidden_states"})}
+    training = GuardedTraining(cases[0], make_weights(cases[0].problem, CPU))
+    inputs = make_inputs(cases[0].problem, 5, "uniform", CPU)
+    assert list(training.run(inputs, make_grad_out(inputs))[1]) == ["hidden_states"]
+    check_gradients(cases[0], is_first=True)
+    check_of("training", InputsOnlyExperts)
+    check_of("gradient_faults", InputsOnlyExperts)
+
+
+def test_an_imitated_class_is_asked_for_each_value_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "is_imitated", lambda cell: True)
+    found = [case.problem for case in gradient_cases(cell_of(TrainingExperts))]
+    first = [problem for problem in found if problem.num_experts == 6 and not problem.is_expert_parallel]
+    assert len(first) == len(claimed_activations(cell_of(TrainingExperts)))
+    assert {problem.dtype for problem in first} == {"bfloat16", "float16", "float32"}
+    assert {problem.has_bias for problem in first} == {False, True}
+
+
+def test_on_a_gpu_a_backward_pass_must_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    seen: list[str] = []
+
+    class SeeingExperts(TrainingExperts):
+        def backward(self, **given: Any) -> None:
+            seen.append(modes[-1] if modes else "default")
+            super().backward(**given)
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check_of("training", SeeingExperts)
+    assert not modes
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_of("training", SeeingExperts)
+    assert seen == ["default", "default", "default", "error"]
+    assert modes == ["error", "default"]

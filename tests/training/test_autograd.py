@@ -1,0 +1,366 @@
+"""Kernels and layers inside of autograd: compiled, checkpointed, frozen, under autocast, refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import moereg
+from moereg.backends.torch_moe import TorchTrainingExperts
+from moereg.errors import ArgumentError, BackendError, GradientError, UnsupportedProblemError
+from moereg.experts import Gradients
+from moereg.layer.movement import explain_movements
+from moereg.prepare_finalize import GroupFacts
+from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.weights.permuted import PermutedWeights
+from tests.training.layers import ALL, Call, drawn_call, error, expected, trained_problem
+
+
+@pytest.fixture
+def compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("kind", ["kernel", "layer"])
+def test_compiled_code_gives_the_same_bits(kind: str, dynamic: bool | None) -> None:
+    problem = trained_problem(dtype="bfloat16", has_bias=True)
+    call = drawn_call(problem)
+    layer: Any
+    if kind == "kernel":
+        layer = moereg.make_kernel(problem, call.weights)
+    else:
+        layer = moereg.MoELayer(problem, call.weights)
+        call = call._replace(tensors=call.tensors | dict(layer.named_parameters()))
+    fast = torch.compile(lambda *tensors: layer(*tensors) * 1.0, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for num_tokens in (13, 7, 30):
+        other = drawn_call(problem, num_tokens, seed=num_tokens)
+        tensors = call.tensors | {name: other.tensors[name] for name in ("hidden_states", "topk_weights")}
+        each = Call(tensors, other.topk_ids, other.grad_out)
+        # The layer was never called: compiled code makes its kernel.
+        found, gradients = each.run(fast), each.gradients()
+        truth, wanted = each.run(layer), each.gradients()
+        assert torch.equal(found, truth)
+        assert gradients.keys() == wanted.keys() == call.tensors.keys()
+        assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.slow
+def test_inductor_gives_the_same_bits() -> None:
+    problem = trained_problem()
+    call = drawn_call(problem)
+    kernel = moereg.make_kernel(problem, call.weights)
+    truth, wanted = call.run(kernel), call.gradients()
+    found = call.run(torch.compile(lambda *tensors: kernel(*tensors), fullgraph=True))
+    assert torch.equal(found, truth)
+    assert all(torch.equal(wanted[name], gradient) for name, gradient in call.gradients().items())
+
+
+def _saves_experts(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_ours = op is torch.ops.moereg.moe_train.default
+    return CheckpointPolicy.MUST_SAVE if is_ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(("selective", "runs"), [(False, 2), (True, 1)], ids=["whole", "selective"])
+def test_checkpointing(selective: bool, runs: int) -> None:
+    problem = trained_problem()
+    call = drawn_call(problem)
+    kernel = moereg.make_kernel(problem, call.weights)
+    truth, wanted = call.run(kernel), call.gradients()
+    before = sum(kernel.token_histogram().values())
+
+    def checkpointed(*tensors: torch.Tensor) -> torch.Tensor:
+        if not selective:
+            return checkpoint(kernel, *tensors, use_reentrant=False)  # type: ignore[no-any-return]
+        contexts = lambda: create_selective_checkpoint_contexts(_saves_experts)  # noqa: E731
+        return checkpoint(kernel, *tensors, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+
+    found = call.run(checkpointed)
+    assert torch.equal(found, truth)
+    assert all(torch.equal(wanted[name], gradient) for name, gradient in call.gradients().items())
+    assert sum(kernel.token_histogram().values()) - before == runs
+
+
+class RecordingExperts(TorchTrainingExperts):
+    """Keeps the names of the gradients that were asked for, with their addresses."""
+
+    asked: list[dict[str, int]]
+
+    def apply_backward(
+        self,
+        grads: Gradients,
+        grad_out: torch.Tensor,
+        saved: Mapping[str, torch.Tensor],
+        inputs: Any,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        held = {name: value for name, value in vars(grads).items() if isinstance(value, torch.Tensor)}
+        type(self).asked.append({name: value.data_ptr() for name, value in held.items()})
+        assert not grads.accumulate
+        super().apply_backward(grads, grad_out, saved, inputs, weights, workspace13, workspace2)
+
+
+def register(experts: type[TorchTrainingExperts], registry: BackendRegistry) -> None:
+    register_moe_backend("stub", 1000, ("unquantized",), ("cpu",), registry=registry)(experts)
+
+
+@pytest.mark.parametrize(
+    "followed",
+    [
+        {"hidden_states"},
+        {"topk_weights"},
+        {"w13"},
+        {"w2", "w13_bias"},
+        {"hidden_states", "w2_bias"},
+        {"hidden_states", "topk_weights", "w13", "w2", "w13_bias", "w2_bias"},
+    ],
+    ids=lambda names: "+".join(sorted(names)),
+)
+def test_only_what_requires_a_gradient_is_computed(followed: set[str], isolated_registry: BackendRegistry) -> None:
+    asked: list[dict[str, int]] = []
+    register(type("Recording", (RecordingExperts,), {"asked": asked}), isolated_registry)
+    problem = trained_problem(has_bias=True)
+    call = drawn_call(problem)
+    _, truth = expected(problem, call)
+    for name, tensor in call.tensors.items():
+        tensor.requires_grad_(name in followed)
+    selection = moereg.select_backend(problem, platform="cpu", require="stub")
+    call.run(moereg.make_kernel(problem, call.weights, selection))
+    found = call.gradients()
+    # Each tensor becomes its leaf's gradient without a copy.
+    assert asked == [{name: gradient.data_ptr() for name, gradient in found.items()}]
+    assert found.keys() == followed
+    assert all(error(gradient, truth[name]) < 5e-6 for name, gradient in found.items())
+
+
+def test_nothing_is_saved_without_gradients(isolated_registry: BackendRegistry) -> None:
+    def apply_saving(
+        self: Any, out: Any, saved: Any, inputs: Any, weights: Any, workspace13: Any, workspace2: Any
+    ) -> None:
+        raise AssertionError("a call without gradients needs nothing saved")
+
+    register(type("Inferring", (TorchTrainingExperts,), {"apply_saving": apply_saving}), isolated_registry)
+    problem = trained_problem()
+    call = drawn_call(problem)
+    kernel = moereg.make_kernel(problem, call.weights, moereg.select_backend(problem, platform="cpu", require="stub"))
+    routes = call.tensors["topk_weights"], call.topk_ids
+    with torch.no_grad():
+        assert not kernel(call.tensors["hidden_states"], *routes).requires_grad
+    for tensor in call.tensors.values():
+        tensor.requires_grad_(False)
+    out = torch.empty_like(call.tensors["hidden_states"])
+    assert kernel(call.tensors["hidden_states"], *routes, out=out) is out
+
+
+def test_what_the_problem_does_not_name_is_refused_in_the_backward_pass() -> None:
+    problem = trained_problem(gradients={"weights"})
+    call = drawn_call(problem)
+    kernel = moereg.make_kernel(problem, call.weights)
+    with pytest.raises(
+        GradientError, match=r"MoEProblem\(gradients=\.\.\.\) names, got a backward pass .* name it there"
+    ):
+        call.run(kernel)
+    for name in ("hidden_states", "topk_weights"):
+        call.tensors[name].requires_grad_(False)
+    _, truth = expected(problem, call)
+    call.run(kernel)
+    assert all(error(gradient, truth[name]) < 5e-6 for name, gradient in call.gradients().items())
+
+
+def test_a_given_output_stays_outside_of_the_graph() -> None:
+    problem = trained_problem(gradients={"weights"})
+    call = drawn_call(problem)
+    kernel = moereg.make_kernel(problem, call.weights)
+    routes = call.tensors["topk_weights"].detach(), call.topk_ids
+    with pytest.raises(GradientError, match="out must be None"):
+        kernel(call.tensors["hidden_states"].detach(), *routes, out=torch.empty_like(call.grad_out))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    problem = trained_problem()
+    call = drawn_call(problem)
+    kernel = moereg.make_kernel(problem, call.weights)
+    x = call.tensors["hidden_states"]
+    out = kernel(x, call.tensors["topk_weights"], call.topk_ids)
+    (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(GradientError, match="first gradients only, got a backward pass through a backward pass; call"):
+        first.sum().backward()
+
+
+def test_weights_written_between_the_passes_are_an_error() -> None:
+    problem = trained_problem()
+    call = drawn_call(problem)
+    kernel = moereg.make_kernel(problem, call.weights)
+    out = kernel(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids)
+    with torch.no_grad():
+        call.tensors["w2"].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_graph_keeps_its_kernel() -> None:
+    problem = trained_problem()
+    call = drawn_call(problem)
+    kernel = moereg.make_kernel(problem, call.weights)
+    out = kernel(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids)
+    del kernel
+    gc.collect()
+    _, truth = expected(problem, call)
+    out.backward(call.grad_out)
+    assert all(error(gradient, truth[name]) < 5e-6 for name, gradient in call.gradients().items())
+
+
+def test_a_deep_copy_trains_its_own_weights() -> None:
+    problem = trained_problem()
+    call = drawn_call(problem)
+    kernel = moereg.make_kernel(problem, call.weights)
+    copied = copy.deepcopy(kernel)
+    call.run(copied)
+    assert call.gradients().keys() == {"hidden_states", "topk_weights"}
+    assert copied.trained["w13"].grad is not None
+    with torch.no_grad():
+        copied.trained["w2"].zero_()
+        out = copied(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids)
+    assert not out.any()
+    assert call.tensors["w2"].any()
+
+
+def test_a_frozen_layer_of_a_quantized_scheme_is_refused_by_every_backend() -> None:
+    problem = trained_problem(dtype="bfloat16", quant="int8_w8a16", gradients={"hidden_states"})
+    selection = moereg.explain_backends(problem, platform="cpu")
+    assert selection.winner is None
+    texts = {
+        reason.text for decision in selection.decisions for reason in decision.reasons if reason.code == "gradients"
+    }
+    assert texts == {"does not compute gradients of (hidden_states), got gradients of (hidden_states)"}
+    with pytest.raises(UnsupportedProblemError, match="does not compute gradients of"):
+        moereg.select_backend(problem, platform="cpu")
+
+
+def test_inference_does_not_take_the_class_that_trains() -> None:
+    for gradients in (frozenset(), ALL):
+        selection = moereg.select_backend(trained_problem(gradients=gradients), platform="cpu")
+        assert (selection.decisions[0].experts == "TorchTrainingExperts") == bool(gradients)
+
+
+def test_scaled_inputs_and_groups_have_a_reason() -> None:
+    problem = trained_problem(top_k=1, apply_router_weight_on_input=True)
+    reasons = [reason for one in moereg.explain_backends(problem, platform="cpu").decisions for reason in one.reasons]
+    assert "router_weight_on_input" in {reason.code for reason in reasons}
+    assert moereg.explain_backends(problem, platform="cpu").winner is None
+    movement = explain_movements(trained_problem(), GroupFacts(2, "gloo", "cpu"), moereg.Platform("cpu", ""))
+    assert movement.winner is None
+    assert all("gradients" in {reason.code for reason in one.reasons} for one in movement.decisions)
+
+
+def test_weights_that_cannot_be_read_in_place_are_refused() -> None:
+    problem = trained_problem()
+    call = drawn_call(problem)
+    turned = call.tensors["w2"].detach().transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ArgumentError, match=r"require contiguous tensors, .* got w2 with strides \[240, 1, 24\]; make"):
+        moereg.make_kernel(problem, moereg.ExpertWeights(w13=call.tensors["w13"], w2=turned))
+    with pytest.raises(ArgumentError, match="own_weights copies weights, and gradients of weights train them in place"):
+        moereg.make_kernel(problem, call.weights, own_weights=True)
+    other = drawn_call(problem, seed=1)
+    with pytest.raises(
+        ArgumentError, match="this kernel trains w13, w2 in place, got other tensors; write the numbers"
+    ):
+        moereg.make_kernel(problem, call.weights).reload(other.weights)
+    with pytest.raises(ArgumentError, match="keep_canonical=False frees the parameters, and gradients of weights"):
+        moereg.MoELayer(problem, keep_canonical=False)
+
+
+def test_a_sharded_parameter_is_refused() -> None:
+    problem = trained_problem()
+    call = drawn_call(problem)
+    sharded: torch.Tensor = call.tensors["w2"].detach().as_subclass(type("DTensor", (torch.Tensor,), {}))
+    with pytest.raises(ArgumentError, match="require plain tensors, got a DTensor as w2; leave the layer's parameters"):
+        moereg.make_kernel(problem, moereg.ExpertWeights(w13=call.tensors["w13"], w2=sharded))
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "text"),
+    [
+        ("saved_shapes", {"pre": ((10**9,), torch.float32)}, "wants to keep more than the rows before the activation"),
+        ("saved_shapes", [1], "raised in Stub.saved_shapes"),
+        ("backward_workspace_shapes", (3,), "returned no two shapes from Stub.backward_workspace_shapes"),
+        ("apply_backward", None, "raised in Stub.apply_backward: ZeroDivisionError"),
+    ],
+)
+def test_a_backend_with_a_fault_is_named(
+    method: str, value: Any, text: str, isolated_registry: BackendRegistry
+) -> None:
+    def shapes(self: Any, problem: Any, num_tokens: int) -> Any:
+        return value
+
+    def apply_backward(
+        self: Any, grads: Any, grad_out: Any, saved: Any, inputs: Any, weights: Any, workspace13: Any, workspace2: Any
+    ) -> None:
+        raise ZeroDivisionError
+
+    members = {method: apply_backward if method == "apply_backward" else shapes}
+    register(type("Stub", (TorchTrainingExperts,), members), isolated_registry)
+    problem = trained_problem()
+    call = drawn_call(problem)
+    kernel = moereg.make_kernel(problem, call.weights, moereg.select_backend(problem, platform="cpu", require="stub"))
+    with pytest.raises(BackendError, match=f"backend 'stub' .*{text}"):
+        call.run(kernel)
+
+
+def test_a_class_that_copies_trained_weights_is_named(isolated_registry: BackendRegistry) -> None:
+    def permute_weights(self: Any, weights: moereg.ExpertWeights, problem: Any) -> PermutedWeights:
+        return PermutedWeights("canonical", {name: value.clone() for name, value in weights.tensors().items()})
+
+    register(type("Copying", (TorchTrainingExperts,), {"permute_weights": permute_weights}), isolated_registry)
+    problem = trained_problem()
+    selection = moereg.select_backend(problem, platform="cpu", require="stub")
+    with pytest.raises(BackendError, match="copied weights that are trained in place"):
+        moereg.make_kernel(problem, drawn_call(problem).weights, selection)
+
+
+def test_autocast_changes_no_number() -> None:
+    problem = trained_problem(dtype="bfloat16")
+    call = drawn_call(problem)
+    layer = moereg.MoELayer(problem, call.weights)
+    call = call._replace(tensors=call.tensors | dict(layer.named_parameters()))
+    truth, wanted = call.run(layer), call.gradients()
+    wide = call.tensors["hidden_states"].detach().float().requires_grad_()
+    widened = call._replace(tensors=call.tensors | {"hidden_states": wide})
+    with torch.autocast("cpu", dtype=torch.float16):
+        found = widened.run(layer)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, truth)
+    gradients = widened.gradients()
+    assert gradients["hidden_states"].dtype == torch.float32
+    assert all(torch.equal(gradient.to(wanted[name].dtype), wanted[name]) for name, gradient in gradients.items())
+    with pytest.raises(ValueError, match="hidden_states must be bfloat16, got float32"):
+        widened.run(layer)
+
+
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    problem = trained_problem()
+    call = drawn_call(problem)
+    layer = moereg.MoELayer(problem, call.weights)
+    call = call._replace(tensors=call.tensors | dict(layer.named_parameters()))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        call.run(torch.nn.parallel.DistributedDataParallel(layer))
+    finally:
+        torch.distributed.destroy_process_group()
+    found = call.gradients()
+    call.run(layer)
+    assert all(torch.equal(found[name], gradient) for name, gradient in call.gradients().items())
+    assert found.keys() == call.tensors.keys()

@@ -1,0 +1,159 @@
+"""Training: optimizers write parameters that are read in place, and losses fall as with plain autograd."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import moereg
+from moereg.errors import GradientError
+from moereg.routing import RouterSpec
+from tests.training.layers import ALL, drawn_call, error, expected, plain_layer, trained_problem
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "plain": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+ROUTER = RouterSpec(kind="softmax_topk", num_experts=6, top_k=2, renormalize=True)
+
+
+def drawn_layer(problem: moereg.MoEProblem, **keywords: Any) -> moereg.MoELayer:
+    layer = moereg.MoELayer(problem, drawn_call(problem).weights, **keywords)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name.startswith("router"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return layer
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("made", ["kernel", "layer"])
+def test_a_step_is_seen_by_the_next_call(made: str, kind: str) -> None:
+    problem = trained_problem(has_bias=True)
+    call = drawn_call(problem)
+    layer: Any
+    if made == "kernel":
+        layer = moereg.make_kernel(problem, call.weights)
+    else:
+        layer = moereg.MoELayer(problem, call.weights)
+        call = call._replace(tensors=call.tensors | dict(layer.named_parameters()))
+    held = list(call.weights.tensors().values())
+    optimizer = torch.optim.AdamW(held, lr=0.1, **OPTIMIZERS[kind])
+    for _ in range(3):
+        truth, gradients = expected(problem, call)
+        before = [tensor.detach().clone() for tensor in held]
+        assert error(call.run(layer), truth) < 5e-6
+        for name, tensor in call.tensors.items():
+            assert tensor.grad is not None
+            assert error(tensor.grad, gradients[name]) < 5e-6, name
+        optimizer.step()
+        assert not any(torch.equal(one, other) for one, other in zip(before, held, strict=True))
+        call.gradients()
+        with torch.no_grad():
+            inferred = layer(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids)
+        assert error(inferred, expected(problem, call)[0]) < 5e-6
+
+
+def losses_of(
+    run: Callable[[torch.Tensor], torch.Tensor],
+    parameters: list[torch.Tensor],
+    inputs: torch.Tensor,
+    target: torch.Tensor,
+) -> list[float]:
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3, fused=True)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = (run(inputs) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_thirty_steps_lose_what_plain_autograd_loses(has_bias: bool) -> None:
+    problem = trained_problem(has_bias=has_bias)
+    layer = drawn_layer(problem, router=ROUTER)
+    tensors = {name: value.detach().clone().requires_grad_() for name, value in layer.named_parameters()}
+    generator = torch.Generator().manual_seed(7)
+    inputs, target = torch.randn(2, 20, 24, generator=generator).unbind()
+
+    def plainly(inputs: torch.Tensor) -> torch.Tensor:
+        topk_weights, topk_ids = ROUTER.route(inputs @ tensors["router_weight"].t())
+        return plain_layer(problem, {**tensors, "hidden_states": inputs, "topk_weights": topk_weights}, topk_ids)
+
+    wanted = losses_of(plainly, list(tensors.values()), inputs, target)
+    found = losses_of(layer, list(layer.parameters()), inputs, target)
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert found[-1] < 0.9 * found[0]
+
+
+def test_parameters_require_what_the_problem_names() -> None:
+    for gradients in (frozenset(), {"weights"}, {"topk_weights"}, ALL):
+        layer = drawn_layer(trained_problem(gradients=gradients, has_bias=True), router=ROUTER)
+        wanted = {"router_weight"} if "topk_weights" in gradients else set()
+        wanted |= {"w13", "w2", "w13_bias", "w2_bias"} if "weights" in gradients else set()
+        for each in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert {name for name, value in each.named_parameters() if value.requires_grad} == wanted
+
+
+def test_a_router_that_the_problem_does_not_name_is_refused_in_the_backward_pass() -> None:
+    layer = drawn_layer(trained_problem(gradients={"weights", "hidden_states"}), router=ROUTER)
+    layer(torch.randn(3, 24)).sum().backward()
+    # The gradient of hidden states has a part that comes through the router.
+    with pytest.raises(GradientError, match="for another tensor"):
+        layer(torch.randn(3, 24, requires_grad=True)).sum().backward()
+    layer.get_parameter("router_weight").requires_grad_()
+    with pytest.raises(GradientError, match="for another tensor"):
+        layer(torch.randn(3, 24)).sum().backward()
+
+
+def test_a_layer_follows_its_parameters_to_another_dtype_and_place() -> None:
+    layer = drawn_layer(trained_problem())
+    call = drawn_call(layer.problem)
+    tensors = {name: call.tensors[name] for name in ("hidden_states", "topk_weights")}
+
+    def check(bound: float) -> None:
+        each = call._replace(tensors=tensors | dict(layer.named_parameters()))
+        if tensors["hidden_states"].dtype != layer.problem.torch_dtype:
+            tensors["hidden_states"] = tensors["hidden_states"].detach().to(layer.problem.torch_dtype).requires_grad_()
+            each = each._replace(tensors=each.tensors | tensors, grad_out=call.grad_out.to(layer.problem.torch_dtype))
+        truth, gradients = expected(layer.problem, each)
+        assert error(each.run(layer), truth) < bound
+        found = each.gradients()
+        assert found.keys() == gradients.keys()
+        assert all(error(found[name], gradients[name]) < bound for name in found)
+
+    check(5e-6)
+    other = drawn_layer(trained_problem())
+    with torch.no_grad():
+        other.get_parameter("w13").mul_(0.5)
+    layer.load_state_dict(other.state_dict())
+    check(5e-6)
+    with torch.no_grad():
+        replaced = {name: torch.nn.Parameter(value * 0.25) for name, value in other.state_dict().items()}
+    layer.load_state_dict(replaced, assign=True)
+    check(5e-6)
+    layer.register_parameter("w13", torch.nn.Parameter(layer.get_parameter("w13").detach()))  # In the same memory.
+    check(5e-6)
+    layer.get_parameter("w2").data.mul_(3.0)  # torch does not count this, and the layer reads it in place.
+    check(5e-6)
+    layer.to(torch.bfloat16)
+    assert layer.problem.gradients == ALL
+    check(2.0 * 2**-7)
+
+
+def test_an_exported_layer_infers() -> None:
+    layer = drawn_layer(trained_problem(), router=ROUTER)
+    x = torch.randn(5, 24)
+    with torch.no_grad():
+        program = torch.export.export(layer, (x,))
+        assert error(program.module()(x), layer(x).double()) < 5e-6
