@@ -329,10 +329,15 @@ GPUS = ("cuda:sm90", "cuda:sm100", "cuda:sm103", "cuda:sm120", "rocm:gfx942", "r
 OTHERS = ("cuda:sm75", "cuda:sm80", "cuda:sm89", "cuda:sm110", "rocm:gfx90a", "cpu", "xpu", "npu", "tpu")
 
 
+_RAN_ON: dict[int, frozenset[str]] = {}
+
+
 def ever_ran(cell: BackendCell, platform: Platform) -> bool:
     """Whether the ledger has it there, in any version; `tests/kit/stale_evidence.txt` names those changed since."""
-    evidence = evidence_of(cell)
-    return any(record.platform == str(platform) for record in (*evidence.current, *evidence.stale))
+    if id(cell) not in _RAN_ON:
+        evidence = evidence_of(cell)
+        _RAN_ON[id(cell)] = frozenset(record.platform for record in (*evidence.current, *evidence.stale))
+    return str(platform) in _RAN_ON[id(cell)]
 
 
 def has_records(platform: str) -> bool:

@@ -47,8 +47,9 @@ _Position = tuple[int, int]
 
 @contextlib.contextmanager
 def files_stay() -> Iterator[None]:
-    """Caches modules' files within the context, for lists of many cells with mostly the same modules."""
-    token = _FOUND.set({})
+    """Caches modules' files within the outermost context, for lists of many cells with mostly the same modules."""
+    known = _FOUND.get()
+    token = _FOUND.set({} if known is None else known)
     try:
         yield
     finally:
@@ -68,6 +69,7 @@ def class_digest(experts: type) -> str:
     return code_digest(module, _OWN_CODE if root == _PACKAGE else f"{root}.", of=experts.__qualname__)
 
 
+@files_stay()
 def code_digest(module: str, followed: str | tuple[str, ...], of: str | None = None) -> str:
     """A digest of a module and of everything that it imports, directly or not.
 
@@ -124,25 +126,69 @@ def code_digest(module: str, followed: str | tuple[str, ...], of: str | None = N
     return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
 
 
-def _tree_digest(text: str, tree: ast.Module) -> str:
-    """A digest of a module's tokens, equal for every Python version that can read it.
+class _Chunk:
+    """Statements at the top of a module that share lines, nearly always one. It is read once for all classes."""
 
-    Omits imports, comments, blank lines, line breaks and indentation as such, and strings that are statements, such as
-    docstrings.
-    """
+    def __init__(self, lines: list[str], statements: list[ast.stmt]) -> None:
+        """Takes the lines of the module and the statements, and keeps no nodes, which are many times as large."""
+        first, last = _span(statements)
+        self._lines = lines[first - 1 : last]
+        inner = [node for statement in statements for node in _statements(statement)]
+        self._left_out = [
+            (
+                _position(self._lines, node.lineno - first + 1, node.col_offset),
+                _position(self._lines, (node.end_lineno or 0) - first + 1, node.end_col_offset),
+            )
+            for node in inner
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            )
+            or isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
+        self.imports = frozenset(imported for node in inner for imported in _imports(node))
+        defined = [_defined(statement) for statement in statements]
+        self.defined = [name for names in defined for name in names] if all(defined) else []
+        """The names that it defines; empty if it does anything else."""
+        self.names = frozenset(name for statement in statements for name in _names(statement))
+
+    @functools.cached_property
+    def tokens(self) -> str:
+        """Its tokens as items of JSON, equal for every Python version that can read it.
+
+        Omits imports, comments, blank lines, line breaks and indentation as such, and strings that are statements,
+        such as docstrings.
+        """
+        return json.dumps(list(_tokens(self._lines, self._left_out)))[1:-1]
+
+
+def _chunks(text: str) -> list[_Chunk]:
+    groups: list[list[ast.stmt]] = []
+    for statement in _parsed(text).body:
+        if groups and _span([statement])[0] <= _span(groups[-1])[1]:
+            groups[-1].append(statement)
+        else:
+            groups.append([statement])
     lines = text.split("\n")
-    left_out = [
-        (_position(lines, node.lineno, node.col_offset), _position(lines, node.end_lineno, node.end_col_offset))
-        for node in _statements(tree)
-        if (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str))
-        or isinstance(node, (ast.Import, ast.ImportFrom))
-    ]
-    return hashlib.sha256(json.dumps(list(_tokens(text, lines, left_out))).encode()).hexdigest()
+    return [_Chunk(lines, group) for group in groups]
 
 
-def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yields every statement, including nested ones. Skips expressions, ten times as many, which contain none."""
-    pending: list[ast.AST] = list(tree.body)
+def _span(statements: list[ast.stmt]) -> tuple[int, int]:
+    """The first and the last line of statements that follow each other."""
+    first, last = statements[0], statements[-1].end_lineno
+    assert last is not None
+    return min([first.lineno, *(node.lineno for node in getattr(first, "decorator_list", []))]), last
+
+
+def _digest(chunks: list[_Chunk]) -> str:
+    items = ", ".join(filter(None, (chunk.tokens for chunk in chunks)))
+    return hashlib.sha256(f"[{items}]".encode()).hexdigest()
+
+
+def _statements(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """Yields a statement and those in it. Skips expressions, ten times as many, which contain none."""
+    pending: list[ast.AST] = [statement]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.stmt):
@@ -153,13 +199,13 @@ def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
                 pending += inner
 
 
-def _tokens(text: str, lines: list[str], left_out: list[tuple[_Position, _Position]]) -> Iterator[tuple[str, str]]:
+def _tokens(lines: list[str], left_out: list[tuple[_Position, _Position]]) -> Iterator[tuple[str, str]]:
     ends = dict(left_out)
     skipped_to: _Position = (0, 0)
     is_behind_left_out = False
     depth = 0
     string_start: _Position = (0, 0)
-    for kind, string, start, end, _ in tokenize.generate_tokens(io.StringIO(text).readline):
+    for kind, string, start, end, _ in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
         name = token.tok_name[kind]
         if start < skipped_to or kind in _IGNORED:
             continue
@@ -231,50 +277,45 @@ def _read(file: pathlib.Path, only: str | None = None) -> _Source | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_once(file: pathlib.Path, only: str | None, _changed_ns: int, _num_bytes: int) -> _Source | None:
+def _read_once(file: pathlib.Path, only: str | None, changed_ns: int, num_bytes: int) -> _Source | None:
     try:
-        source = file.read_bytes()
         if file.suffix != ".py":
-            return _Source(hashlib.sha256(source).hexdigest(), frozenset())
-        text = _text(source) if only is None else _text_of(only, _text(source))
-        tree = _parsed(text)
-        imports: set[_Import] = set()
-        for node in _statements(tree):
-            if isinstance(node, ast.Import):
-                imports |= {_Import(0, alias.name, None, alias.asname) for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                imports |= {_Import(node.level, node.module or "", alias.name, alias.asname) for alias in node.names}
-        return _Source(_tree_digest(text, tree), frozenset(imports))
+            return _Source(hashlib.sha256(file.read_bytes()).hexdigest(), frozenset())
+        chunks = _chunks_of_file(file, changed_ns, num_bytes)
+        if only is not None:
+            chunks = _needed(only, chunks)
+        return _Source(_digest(chunks), frozenset().union(*(chunk.imports for chunk in chunks)))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError, tokenize.TokenError):
         return None  # It is broken, or needs a later Python.
 
 
-def _text_of(name: str, text: str) -> str:
-    """A module's text without the definitions and imports that one of its names does not need.
+@functools.lru_cache(maxsize=256)
+def _chunks_of_file(file: pathlib.Path, _changed_ns: int, _num_bytes: int) -> list[_Chunk]:
+    return _chunks(_text(file.read_bytes()))
+
+
+def _needed(name: str, chunks: list[_Chunk]) -> list[_Chunk]:
+    """A module without the definitions and imports that one of its names does not need.
 
     Keeps the class or function, statements that do more than define names, and everything that these name.
     """
-    statements = _parsed(text).body
-    definitions: dict[str, list[ast.stmt]] = {}
-    reached: list[ast.stmt] = []
-    for statement in statements:
-        defined = _defined(statement)
-        for each in defined:
-            definitions.setdefault(each, []).append(statement)
-        if not defined:
-            reached.append(statement)
+    definitions: dict[str, list[_Chunk]] = {}
+    reached: list[_Chunk] = []
+    for chunk in chunks:
+        for each in chunk.defined:
+            definitions.setdefault(each, []).append(chunk)
+        if not chunk.defined:
+            reached.append(chunk)
     if name not in definitions:
-        return text
+        return chunks
     reached += definitions.pop(name)
     kept = set()
     while reached:
-        statement = reached.pop()
-        kept |= _lines_of(statement)
-        for named in _names(statement):
-            reached += definitions.pop(named, [])
-    lines = text.split("\n")
-    dropped = set().union(*map(_lines_of, statements)) - kept
-    return "\n".join(line for number, line in enumerate(lines, 1) if number not in dropped)
+        chunk = reached.pop()
+        kept.add(chunk)
+        for named in definitions.keys() & chunk.names:
+            reached += definitions.pop(named)
+    return [chunk for chunk in chunks if chunk in kept]
 
 
 def _defined(statement: ast.stmt) -> list[str]:
@@ -292,10 +333,12 @@ def _defined(statement: ast.stmt) -> list[str]:
     return names if len(names) == len(targets) else []
 
 
-def _lines_of(statement: ast.stmt) -> set[int]:
-    first = min([statement.lineno, *(node.lineno for node in getattr(statement, "decorator_list", []))])
-    assert statement.end_lineno is not None
-    return set(range(first, statement.end_lineno + 1))
+def _imports(statement: ast.stmt) -> Iterator[_Import]:
+    if isinstance(statement, ast.Import):
+        yield from (_Import(0, alias.name, None, alias.asname) for alias in statement.names)
+    elif isinstance(statement, ast.ImportFrom):
+        level, module = statement.level, statement.module or ""
+        yield from (_Import(level, module, alias.name, alias.asname) for alias in statement.names)
 
 
 def _names(tree: ast.AST) -> Iterator[str]:

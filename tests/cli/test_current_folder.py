@@ -18,7 +18,7 @@ IMPORTED = ("numpy", "safetensors", "tempfile", "torch", "triton", "typing_exten
     "line",
     [
         pytest.param(f"run --ep 2 {SIZES} --dtype float32 --tokens 2", id="ranks"),
-        pytest.param("verify torch --platform cpu --check permute", id="checks"),
+        pytest.param("verify torch --platform cpu --check permute/TorchDense", id="checks"),
         pytest.param(f"compile {SIZES} --platform cuda:sm90 --tokens 1 --jobs 1 --require torch", id="compilers"),
     ],
 )

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,13 +175,13 @@ def test_what_is_not_three_percent_faster_changes_nothing(world: World, cost: fl
 
 @pytest.mark.parametrize("cost", [94.0, 100.0])
 def test_a_noisy_machine_changes_no_choice_that_a_quiet_one_did_not(world: World, cost: float) -> None:
-    """Ten layers' worth of choices beside a neighbor that makes samples differ by 60 %."""
+    """Beside a neighbor that makes samples differ by 60 %; test_significance.py draws thousands of choices."""
     world.add("fake_default", flat(100))
     world.add("fake_other", flat(cost))
     quiet = selected(world.tune(4))
     world.noise = 0.6
     allowed = {"fake_default", quiet}
-    assert {selected(world.tune(4, refresh=True)) for _ in range(10)} <= allowed
+    assert {selected(world.tune(4, refresh=True)) for _ in range(3)} <= allowed
 
 
 def test_what_is_far_behind_everywhere_is_left_out(world: World, pack: Path) -> None:
@@ -229,18 +230,18 @@ class Killed(BaseException):
     """The command was ended."""
 
 
-@pytest.mark.parametrize("at", [1, 2, 7, 15, 16, 31])
+@pytest.mark.parametrize("at", [1, 2, 7, 11, 12, 19])
 def test_a_run_that_was_ended_goes_on_where_it_was(world: World, pack: Path, at: int) -> None:
     world.add("fake_default", flat(100))
     world.add("fake_large", lambda tokens: 70 if tokens >= 3 else 110)
     world.ends[at] = Killed()
     with pytest.raises(Killed):
-        world.tune()
+        world.tune(4)
     before = read_pack(pack, is_own=True).layers[0].rows if at > 1 else ()
     done = world.points[:-1]
     assert len({(row.session, row.routing, row.tokens) for row in before}) == at - 1 == len(done)
     world.asked.clear()
-    assert selected(world.tune()) == "fake_large"
+    assert selected(world.tune(4)) == "fake_large"
     rows = read_pack(pack, is_own=True).layers[0].rows
     assert rows[: len(before)] == before
     assert len(done) + len(world.points) == len({(row.session, row.routing, row.tokens) for row in rows})
@@ -255,11 +256,15 @@ def test_time_that_is_over_leaves_what_was_measured(world: World, pack: Path) ->
     assert world.tune().code == 0
 
 
-def test_wrong_numbers_are_quarantined_and_not_timed(world: World, pack: Path) -> None:
+def test_wrong_numbers_are_quarantined_and_not_timed(
+    world: World, pack: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     world.add("fake_default", flat(100))
     world.add("fake_wrong", flat(10), WrongExperts)
     result = world.tune(2)
     assert (result.code, selected(result)) == (1, "fake_default")
+    result.show()
+    assert "WRONG: fake_wrong (Fake_Wrong): wrong numbers: error" in " ".join(capsys.readouterr().out.split())
     assert timed(pack) == {"fake_default"}
     (record,) = QUARANTINE.read().records
     assert record.backend == "fake_wrong"
@@ -470,9 +475,7 @@ BACKEND = """
     @register_moe_backend("mine_other", 800, ("unquantized",), ("cpu",))
     class OtherExperts(MineExperts):
         pass
-"""
 
-FAULTS = """
 
     @register_moe_backend("mine_wrong", 700, ("unquantized",), ("cpu",))
     class WrongExperts(MineExperts):
@@ -493,42 +496,36 @@ def write_backends(folder: Path, text: str) -> Path:
     return path
 
 
-def test_two_real_sessions_and_what_selection_reads_of_them(tmp_path: Path, pack: Path) -> None:
-    file = write_backends(tmp_path, BACKEND + FAULTS)
-    ran = run_module(f"tune {file} {SIZES} --tokens 1 --require mine_*")
-    assert ran.returncode == 1, ran.stderr
-    text = " ".join(ran.stdout.split())
-    assert "WRONG: mine_wrong (WrongExperts): wrong numbers: error" in text
-    assert "WRONG: mine_crash (CrashExperts): the process died of SIGABRT in apply" in text
-    found = read_pack(pack, is_own=True)
-    (layer,) = [layer for layer in found.layers if layer.rows]
-    assert {found.cells[row.cell].backend for row in layer.rows} <= {"mine_right", "mine_other"}
-    assert len({row.session for row in layer.rows}) == 2
-    explained = run_module(f"explain {file} {SIZES} --require mine_*")
-    assert explained.returncode == 0, explained.stderr
-    assert "measured 2" in explained.stdout or "pack unused: a choice takes two sessions" in explained.stdout
-    assert "quarantined" in explained.stdout
-
-
-def test_a_killed_command_goes_on(tmp_path: Path, pack: Path) -> None:
+def test_a_killed_command_goes_on_and_selection_reads_its_real_sessions(tmp_path: Path, pack: Path) -> None:
     file = write_backends(tmp_path, BACKEND)
-    line = f"tune {file} {SIZES} --tokens 2 --require mine_*"
+    line = f"tune {file} {SIZES} --tokens 1 --require mine_*"
     command = [sys.executable, "-m", "moereg", *line.split()]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     before: tuple[Row, ...] = ()
     while not before and process.poll() is None:
         with contextlib.suppress(ValueError):
             before = tuple(row for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
+        time.sleep(0.02)  # Two processes measure meanwhile.
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert before, "it was killed before its end"
     # Whatever the killed one still wrote; its own session's process ends by itself when it answers.
-    before = tuple(row for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
+    found = read_pack(pack, is_own=True)
+    before = tuple(row for layer in found.layers for row in layer.rows)
+    broken = {each.backend: each.failure for each in QUARANTINE.read().records}
+    assert broken["mine_wrong"].startswith("moereg tune: wrong numbers: error")
+    assert broken["mine_crash"] == "moereg tune: the process died of SIGABRT in apply"
     ran = run_module(line)
     assert ran.returncode == 0, ran.stderr
-    after = tuple(row for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
-    assert after[: len(before)] == before
-    assert {row.session for row in after} == {1, 2}
+    found = read_pack(pack, is_own=True)
+    (layer,) = [layer for layer in found.layers if layer.rows]
+    assert layer.rows[: len(before)] == before
+    assert {found.cells[row.cell].backend for row in layer.rows} <= {"mine_right", "mine_other"}
+    assert {row.session for row in layer.rows} == {1, 2}
+    explained = run_module(f"explain {file} {SIZES} --require mine_*")
+    assert explained.returncode == 0, explained.stderr
+    assert "measured 2" in explained.stdout or "pack unused: a choice takes two sessions" in explained.stdout
+    assert "quarantined" in explained.stdout
 
 
 @pytest.mark.slow

@@ -55,8 +55,7 @@ async def g():
 
 
 def source_digest(source: bytes) -> str:
-    text = digest._text(source)
-    return digest._tree_digest(text, digest._parsed(text))
+    return digest._digest(digest._chunks(digest._text(source)))
 
 
 def of(text: str) -> str:
@@ -108,7 +107,7 @@ def test_the_installed_versions_of_python_agree() -> None:
     code = (
         "import importlib.util, sys; spec = importlib.util.spec_from_file_location('d', sys.argv[1]); "
         "d = importlib.util.module_from_spec(spec); sys.modules['d'] = d; spec.loader.exec_module(d); "
-        "text = d._text(sys.stdin.buffer.read()); print(d._tree_digest(text, d._parsed(text)))"
+        "print(d._digest(d._chunks(d._text(sys.stdin.buffer.read()))))"
     )
     for name in ("python3.10", "python3.11", "python3.12", "python3.13", "python3.14"):
         python = shutil.which(name)
