@@ -110,4 +110,8 @@ def host_table() -> str:
     return table(["moereg runs", "tokens", "vLLM us", "moereg us"], rows)
 
 
-TABLES: Final[dict[str, Callable[[], str]]] = {"serving": summary_table, "serving_rows": rows_table, "serving_host": host_table}
+TABLES: Final[dict[str, Callable[[], str]]] = {
+    "serving": summary_table,
+    "serving_rows": rows_table,
+    "serving_host": host_table,
+}

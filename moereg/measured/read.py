@@ -237,10 +237,10 @@ def _nearest(pack: Pack, key: Mapping[str, Any]) -> list[str]:
         return []
 
     def differing(other: Mapping[str, Any]) -> list[str]:
-        return [name for name in key if other.get(name) != key[name]]
+        return [name for name in {**key, **other} if other.get(name) != key.get(name)]
 
     nearest = min((layer.problem for layer in pack.layers), key=lambda other: len(differing(other)))
-    texts = ", ".join(f"{name} {shown(nearest.get(name))}, here {shown(key[name])}" for name in differing(nearest))
+    texts = ", ".join(f"{name} {shown(nearest.get(name))}, here {shown(key.get(name))}" for name in differing(nearest))
     return [f"untuned: the nearest measured layer has {texts}"]
 
 

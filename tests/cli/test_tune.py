@@ -514,7 +514,7 @@ def test_a_killed_command_goes_on_and_selection_reads_its_real_sessions(tmp_path
     before = tuple(row for layer in found.layers for row in layer.rows)
     broken = {each.backend: each.failure for each in QUARANTINE.read().records}
     assert broken["mine_wrong"].startswith("moereg tune: wrong numbers: error")
-    assert broken["mine_crash"] == "moereg tune: the process died of SIGABRT in apply"
+    assert broken["mine_crash"].startswith("moereg tune: the process died of SIGABRT in apply")
     ran = run_module(line)
     assert ran.returncode == 0, ran.stderr
     found = read_pack(pack, is_own=True)

@@ -34,6 +34,7 @@ OTHERS: dict[str, Any] = {
     "graph_capture": True,
     "deterministic": True,
     "exact_activations": True,
+    "gradients": ["weights"],
 }
 
 
