@@ -51,7 +51,7 @@ def test_every_field_of_a_problem_but_the_most_tokens_counts() -> None:
     assert len(keys_of_all) == len(OTHERS) + 1
 
 
-@pytest.mark.parametrize("field", sorted(OTHERS.keys() - {"activation_format", "quant"}))
+@pytest.mark.parametrize("field", sorted(OTHERS.keys() - {"activation_format", "quant", "gradients"}))
 def test_times_of_another_layer_are_not_used_and_the_nearest_is_named(field: str) -> None:
     cells = make_cells()
     pack = pack_of(cells, rows_of({1: -0.2}), problem=other(field))
