@@ -126,9 +126,9 @@ def reference_gradients(
         call = _LeafCall(**vars(LayerCall.of(problem, *arguments)))
         tensors = call.gradients(grad_out.double())
         kinks = {name: torch.zeros_like(_norms(name, tensor)) for name, tensor in tensors.items()}
-        limit = problem.activation.limit
-        for step in (-1, 1) if limit is not None else ():
-            moved = dataclasses.replace(problem.activation, limit=limit * (1 + step * _NEAR_CLAMP[problem.dtype]))
+        limit, share = problem.activation.limit, _NEAR_CLAMP[problem.dtype]
+        for bound in () if limit is None else (limit * (1 - share), limit * (1 + share)):
+            moved = dataclasses.replace(problem.activation, limit=bound)
             near = dataclasses.replace(call, problem=dataclasses.replace(problem, activation=moved))
             found = near.gradients(grad_out.double())
             for name in _OF_SLOPES & found.keys():
@@ -180,4 +180,5 @@ class _LeafCall(LayerCall):
 def _norms(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """[E] norms of an experts' tensor's parts, or the [1] norm of another."""
     rows = tensor.flatten(1) if name in _OF_EXPERTS else tensor.flatten().unsqueeze(0)
-    return torch.linalg.vector_norm(rows, dim=1)
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
+    return norms

@@ -692,7 +692,7 @@ class WiderSharingExperts(SharingExperts):
         (SharingExperts, ""),
         (
             RolledSharingExperts,
-            "shared_layouts has 'canonical' like torch (TorchDenseExperts), whose w2 has other bytes",
+            "shared_layouts has 'canonical' like torch (TorchTrainingExperts), whose w2 has other bytes",
         ),
         (WiderSharingExperts, "which has tensors ['w13', 'w2'] there, not ['table', 'w13', 'w2']"),
     ],

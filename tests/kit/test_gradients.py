@@ -108,6 +108,31 @@ def test_an_honest_kernel_is_within_its_bounds_and_these_are_tight() -> None:
     assert max(of_16_bits.values()) < 0.85, of_16_bits
 
 
+def test_an_error_in_an_expert_with_one_row_is_seen_beside_experts_with_many() -> None:
+    problem = MoEProblem(num_experts=2, hidden_size=40, intermediate_size=24, top_k=1)
+    weights, inputs = make_weights(problem, CPU), make_inputs(problem, 99, "uniform", CPU)
+    inputs.topk_ids[:] = torch.arange(99).view(-1, 1).clamp(max=1)
+    truth = reference_gradients(problem, weights, *inputs.call, make_grad_out(inputs))
+    for name in ("w13", "w2"):
+        wrong = truth.tensors[name].clone()
+        wrong[0] *= 1.03
+        assert [each.name for each in truth.compare({name: wrong}) if each.error > each.bound] == [
+            f"{name} of expert 0"
+        ]
+
+
+def test_a_sum_that_cancels_is_judged_by_its_terms() -> None:
+    problem = MoEProblem(**{**SMALL, "top_k": 1}, dtype="float32")
+    weights, inputs = make_weights(problem, CPU), make_inputs(problem, 1, "uniform", CPU)
+    out = reference_experts(problem, weights, *inputs.call)
+    grad_out = make_grad_out(inputs)
+    grad_out -= out * (grad_out * out).sum() / out.square().sum()
+    truth = reference_gradients(problem, weights, *inputs.call, grad_out)
+    (compared,) = truth.compare({"topk_weights": truth.tensors["topk_weights"] + 1e-6})
+    assert abs(float(truth.tensors["topk_weights"])) < 1e-6
+    assert compared.error <= compared.bound < 1e-3
+
+
 def test_a_clamp_allows_for_what_is_beside_it_and_no_more() -> None:
     problem = MoEProblem(**SMALL, activation=CLAMPED[0])
     weights, inputs, grad_out, truth = reference_of(problem, 33, "uniform")
