@@ -71,20 +71,13 @@ class Run:
         return grads
 
 
-# Beyond 96 rows an expert tiles are taller, and beyond 4,096 routes they are sorted in several launches.
-@pytest.mark.parametrize(
-    ("num_tokens", "changes"),
-    [
-        (200, {"dtype": "bfloat16", "num_experts": 2, "top_k": 1, "intermediate_size": 130}),
-        (2100, {"dtype": "float16", "num_experts": 64, "hidden_size": 32, "intermediate_size": 16}),
-    ],
-)
-def test_many_rows(num_tokens: int, changes: dict[str, Any]) -> None:
-    run = Run(problem_of(**changes), num_tokens)
+def test_many_rows() -> None:
+    """Beyond 96 rows an expert tiles are taller; and several tiles of columns add to a routing weight's gradient."""
+    run = Run(problem_of(num_experts=2, top_k=1, hidden_size=40, intermediate_size=130), 194)
     _, saved = run.forward()
     truth = reference_gradients(run.problem, run.weights, *run.call.call, run.grad_out)
     for comparison in truth.compare(run.backward(saved)):
-        assert comparison.is_within, comparison
+        assert comparison.error <= comparison.bound, comparison
 
 
 def test_a_pass_that_saves_has_the_output_of_one_that_does_not() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from moereg.kernels.gemm.config import GroupedGemmConfig, fit_pipeline
 
@@ -127,7 +127,7 @@ def select_training_configs(
         is_within = rows_per_expert <= configs.max_rows_per_expert and configs.min_shared_bytes <= room
         if element_bytes == configs.element_bytes and is_within:
             products = {"rows": configs.rows, "down_input": configs.down_input, "weights": configs.weights}
-            fitted = {
+            fitted: dict[str, Any] = {
                 name: fit_pipeline(tile, tile.block_k * (tile.block_m + tile.block_n) * element_bytes, shared_bytes)
                 for name, tile in products.items()
             }

@@ -101,4 +101,4 @@ def plan_in(workspace: torch.Tensor, num_routes: int, num_local_experts: int, bl
     """Returns the plan that `sort_routes`, given the same sizes and no other options, wrote to a workspace."""
     pieces = cut_workspace(workspace, plan_sizes(num_routes, num_local_experts, block_m, DEFAULT_SORT_CONFIG))
     del pieces["expert_counts"], pieces["chunk_counts"]
-    return RoutePlan(**pieces, block_m=block_m)
+    return RoutePlan(**pieces, block_m=block_m, slack=0, tall=0, heavy_first=False, flags=None)
