@@ -26,7 +26,7 @@ import torch
 from moereg.arguments import check_flag, check_text
 from moereg.dispatch import Names, explain_backends, platform_of, select_backend
 from moereg.errors import ArgumentError, one_line, shown
-from moereg.integrations._experts import memory, serving
+from moereg.integrations._experts import memory, serving, training
 from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch
 from moereg.integrations._experts.calls import call
 from moereg.layer.one_expert import keeping_moves
@@ -286,6 +286,8 @@ def _prepare_layer(plan: _Plan, request: Mapping[str, Names], free: bool, shared
     served.follow_parameters()
     kernel = served.kernel(plan.top_k, plan.dtype, plan.selection)
     serving.attach(found.module, served)
+    if serving.has_interface(found.module) and not served.released:
+        training.plan(found.module, plan.top_k)  # Compiled code cannot.
     if found.block is not None:
         patch(found.block)
     kept = memory.release(served, shared) if free or was_freed else None

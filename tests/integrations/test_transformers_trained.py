@@ -1,4 +1,4 @@
-"""Live models that are trained: on transformers' own code, and back on moereg with fresh weights in inference."""
+"""Live models that moereg does not train: on transformers' own code, and back on moereg with fresh weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], boun
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "llama4", "dbrx"])
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4", "dbrx"])
 def test_gradients_are_those_of_transformers(
     family: str, mode: str, kernel_calls: list[MoEKernel], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -65,12 +65,13 @@ def test_gradients_are_those_of_transformers(
         gradients(model)
     assert not kernel_calls
     (said,) = [record.message for record in caplog.records if record.name == "moereg"]
-    assert f"runs transformers' own {way} in train() and where inputs or weights require a gradient; model.ev" in said
+    assert said.startswith("moereg does not train ")
+    assert f"), which runs transformers' own {way} in train() and where inputs or weights require a gradient; m" in said
     logits_of(model.eval())
     assert len(kernel_calls) == 2
 
 
-@pytest.mark.parametrize("family", ["mixtral", "dbrx"])
+@pytest.mark.parametrize("family", ["gpt_oss", "dbrx"])
 def test_weights_are_fresh_after_training_whoever_wrote_them(family: str, kernel_calls: list[MoEKernel]) -> None:
     model = tiny_model(family)
     prepare(model, progress=False)
@@ -107,7 +108,7 @@ def with_attention_adapters(model: Any) -> Any:
 
 
 def test_adapters_of_attention_train_through_frozen_experts(kernel_calls: list[MoEKernel]) -> None:
-    model, plain = (with_attention_adapters(tiny_model("mixtral")) for _ in range(2))
+    model, plain = (with_attention_adapters(tiny_model("gpt_oss")) for _ in range(2))
     plain.set_experts_implementation("grouped_mm")
     prepare(model, progress=False)
     for each in (model, plain):
@@ -156,8 +157,9 @@ def raising(error: Exception) -> Callable[..., torch.Tensor]:
     ids=["raises", "cut off"],
 )
 def test_eager_trains_where_grouped_mm_does_not(
-    way: Callable[..., torch.Tensor], said: str, monkeypatch: pytest.MonkeyPatch, caplog: Any, model: Any
+    way: Callable[..., torch.Tensor], said: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
+    model = tiny_model("gpt_oss")
     expected = gradients(model)
     prepare(model, progress=False)
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", way)
@@ -172,7 +174,8 @@ def test_eager_trains_where_grouped_mm_does_not(
     refuses_backward(out)
 
 
-def test_a_lack_of_memory_is_no_reason_for_eager(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+def test_a_lack_of_memory_is_no_reason_for_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gpt_oss")
     prepare(model, progress=False)
     error = torch.OutOfMemoryError("no memory is left")
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", raising(error))

@@ -14,7 +14,7 @@ import torch
 from moereg.errors import ArgumentError
 from moereg.integrations._experts.calls import call
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
-from moereg.integrations._experts.own import own_output
+from moereg.integrations._experts.own import follows, own_output
 from moereg.integrations._experts.serving import has_interface, served
 
 
@@ -67,6 +67,7 @@ def find_experts(model: torch.nn.Module) -> tuple[FoundExperts, ...]:
     return tuple(found)
 
 
+_UNTRAINED: Final = "it does not use transformers' experts interface"
 _NO_INTERFACE: Final = "it does not use transformers' experts interface, and moereg has no patch for it"
 _EXPERTS_NAME: Final = re.compile(r"(?<!Shared)(Experts|SparseMLP)$")
 
@@ -136,8 +137,11 @@ def patch(block: torch.nn.Module) -> None:
             found = served(self.get_submodule(row.experts) if row.experts else self)
             if found is None:
                 return original(self, *args, **kwargs)
-            inputs = (*args, *kwargs.values())
-            own = own_output(self, found, inputs, {"code": lambda: original(self, *args, **kwargs)})
+            is_followed = follows(self, (*args, *kwargs.values()))
+            if found.released or not (is_followed or self.training):
+                return row.forward(self, *args, **kwargs)
+            ways = {"code": lambda: original(self, *args, **kwargs)}
+            own = own_output(self, found, is_followed, _UNTRAINED, ways)
             return row.forward(self, *args, **kwargs) if own is None else own
 
         forward._is_moereg = True

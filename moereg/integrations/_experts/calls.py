@@ -7,17 +7,14 @@ from typing import Any, Final
 
 import torch
 
-from moereg.integrations._experts.own import own_output, weights_of
-from moereg.integrations._experts.serving import ServedExperts, attach, has_interface, served
+from moereg.integrations._experts.own import follows, own_output, weights_of
+from moereg.integrations._experts.serving import NOT_IN_COMPILED_CODE, ServedExperts, attach, has_interface, served
+from moereg.integrations._experts.training import trainer_of
 from moereg.layer.no_backward import joined
 from moereg.runtime.graph_pools import in_compiled_code
 from moereg.runtime.torch_op import detached, layer_of
 
-_attach_while_compiling = torch.compiler.disable(
-    attach,
-    reason="moereg makes kernels outside of compiled code: call moereg.integrations.transformers.prepare(model), or "
-    "the model once, before torch.compile(fullgraph=True)",
-)
+_attach_while_compiling = torch.compiler.disable(attach, reason=NOT_IN_COMPILED_CODE)
 
 
 def call(
@@ -32,21 +29,31 @@ def call(
         top_k_weights: [T,K] in fp32 or the model's dtype.
 
     Returns:
-        [T,H] in the dtype of `hidden_states`. A backward pass to what a kernel computed raises `GradientError`.
+        [T,H] in the dtype of `hidden_states`. A backward pass raises `GradientError` if neither moereg nor the module's
+        own code has one.
 
     Raises:
         ArgumentError: The module cannot be served.
     """
+    inputs = (hidden_states, top_k_index, top_k_weights)
+    is_followed = follows(module, inputs)
     found = served(module)
-    if has_interface(module):  # The others are patched where their own code is known.
-        inputs = (hidden_states, top_k_index, top_k_weights)
-        ways: dict[str, Callable[[], torch.Tensor]] = {
-            "grouped_mm": lambda: _functions(module)["grouped_mm"](module, *inputs),
-            "eager": lambda: type(module).forward.__wrapped__(module, *inputs),  # type: ignore[attr-defined]
-        }
-        own = own_output(module, found, inputs, ways)
-        if own is not None:
-            return own  # type: ignore[no-any-return]
+    # The others are patched where their own code is known.
+    if has_interface(module) and (is_followed or module.training) and not (found is not None and found.released):
+        trainer = trainer_of(module, top_k_index.shape[-1])
+        found = served(module)
+        if isinstance(trainer, str):
+            ways: dict[str, Callable[[], torch.Tensor]] = {
+                "grouped_mm": lambda: _functions(module)["grouped_mm"](module, *inputs),
+                "eager": lambda: type(module).forward.__wrapped__(module, *inputs),  # type: ignore[attr-defined]
+            }
+            own = own_output(module, found, is_followed, trainer, ways)
+            if own is not None:
+                return own  # type: ignore[no-any-return]
+        elif is_followed:
+            if found is not None and any(each.requires_grad for each in module.parameters()):
+                found.forget()  # Inference reads all weights again: training may write them where torch does not count.
+            return trainer.run(module, *inputs)
     if found is None:
         found = _attach_while_compiling(module) if torch.compiler.is_compiling() else attach(module)
     if torch.compiler.is_compiling():
@@ -54,7 +61,7 @@ def call(
         out: torch.Tensor = torch.ops.moereg.live_experts(rows, ids, weights, found.handle)
     else:
         out = found.run(hidden_states, top_k_index, top_k_weights)
-    if not torch.is_grad_enabled():
+    if not is_followed:
         return out
     return joined(out, hidden_states, top_k_weights, *weights_of(module))
 

@@ -15,6 +15,7 @@ from moereg.spec.problem import DTYPES, MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
 _FP8_BLOCK: Final = (128, 128)
+_QUANTIZED: Final = "its weights are quantized"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,8 @@ class LiveExperts:
         dtype: The problem's dtype; None if the weights are quantized, since hidden states decide it.
         quant: Scheme of the weights.
         has_bias: Whether both matmuls have biases.
+        moved: How the parameters differ from canonical tensors, as a clause; None if they are those tensors, named in
+            the order w13, w2, w13_bias, w2_bias.
     """
 
     num_experts: int
@@ -42,6 +45,7 @@ class LiveExperts:
     dtype: str | None = None
     quant: str = "unquantized"
     has_bias: bool = False
+    moved: str | None = None
 
     def problem(self, top_k: int, dtype: torch.dtype, all_experts: int | None = None, **others: Any) -> MoEProblem:
         """The layer's problem, in the weights' dtype if they have one; `all_experts` counts all ranks' experts."""
@@ -152,6 +156,12 @@ def _fused(module: torch.nn.Module) -> LiveExperts:
             fields |= {field: _in_halves(fields[field]) for field in ("w13", "w13_bias") if field in fields}
         return ExpertWeights(**fields)  # type: ignore[arg-type]
 
+    moved = None
+    if is_transposed:
+        moved = "its matrices are transposed, and moereg trains [E,2I,H] and [E,H,I] in place"
+    elif is_gated and not is_concatenated:
+        moved = "its gate and up rows alternate, and moereg trains all of gate before all of up in place"
+
     def stored(weights: ExpertWeights) -> Mapping[str, torch.Tensor]:
         fields = {field: getattr(weights, field) for field in names}
         if is_gated and not is_concatenated:
@@ -172,6 +182,7 @@ def _fused(module: torch.nn.Module) -> LiveExperts:
         parameters=tuple(names.values()),
         canonical=canonical,
         stored=stored,
+        moved=moved,
     )
 
 
@@ -204,6 +215,7 @@ def _flat(module: torch.nn.Module) -> LiveExperts:
         parameters=("mlp.w1", "mlp.v1", "mlp.w2"),
         canonical=canonical,
         stored=stored,
+        moved="its gate and up matrices are apart, and moereg trains one tensor of both in place",
     )
 
 
@@ -257,6 +269,7 @@ def _fp8(module: torch.nn.Module) -> LiveExperts:
         activation=activation,
         parameters=tuple(names.values()),
         canonical=canonical,
+        moved=_QUANTIZED,
     )
 
 
@@ -289,6 +302,7 @@ def _mxfp4(module: torch.nn.Module) -> LiveExperts:
         # Once swizzled, the codes are no longer parameters.
         parameters=tuple(biases.values()),
         canonical=canonical,
+        moved=_QUANTIZED,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -17,33 +17,35 @@ from moereg.layer.no_backward import wants_gradient
 logger: Final = logging.getLogger("moereg")
 
 
+def follows(module: torch.nn.Module, inputs: Iterable[Any]) -> bool:
+    """Whether autograd follows a call of a module, by its inputs or weights."""
+    # Grad mode first: reading the weights of an adapter computes them.
+    return torch.is_grad_enabled() and wants_gradient(
+        *(each for each in inputs if isinstance(each, torch.Tensor)), *weights_of(module)
+    )
+
+
 def own_output(
     module: torch.nn.Module,
     found: ServedExperts | None,
-    inputs: tuple[Any, ...],
+    is_followed: bool,
+    reason: str,
     ways: Mapping[str, Callable[[], Any]],
 ) -> Any | None:
-    """Output of a module's own code, on its own weights.
+    """Output of a module's own code, on its own weights, where moereg does not train it.
 
     Args:
         module: The experts, or the block around them whose forward is patched.
         found: Their kernels, which read all weights again at their next call: training may write them in a way that
             torch does not count.
-        inputs: Arguments of the call.
+        is_followed: Whether autograd follows the call.
+        reason: Why moereg does not train it, as a clause.
         ways: Calls of the module's own code by name, the first choice first.
 
     Returns:
-        What the first way returned that does not raise; None where moereg is to run: nobody trains the module or may
-        call for gradients, its weights were freed, or its own code has no backward either.
+        What the first way returned that does not raise; None where moereg is to infer: its own code has no backward
+        either.
     """
-    if found is not None and found.released:
-        return None
-    # Grad mode first: reading the weights of an adapter computes them.
-    wanted = torch.is_grad_enabled() and wants_gradient(
-        *(each for each in inputs if isinstance(each, torch.Tensor)), *weights_of(module)
-    )
-    if not (wanted or module.training):
-        return None
     if found is not None:
         found.forget()
     reasons = ""
@@ -55,15 +57,15 @@ def own_output(
                 raise
             reasons += f"; {name} raised {described(error)}"
             continue
-        if wanted and not (out[0] if isinstance(out, tuple) else out).requires_grad:
+        if is_followed and not (out[0] if isinstance(out, tuple) else out).requires_grad:
             reasons += f"; {name} has no backward"
             continue
         _say(
-            f"moereg computes no gradients, so {type(module).__name__} runs transformers' own {name} in train() and "
-            f"where inputs or weights require a gradient; model.eval() under torch.no_grad() runs moereg{reasons}"
+            f"moereg does not train {type(module).__name__} ({reason}), which runs transformers' own {name} in train() "
+            f"and where inputs or weights require a gradient; model.eval() under torch.no_grad() runs moereg{reasons}"
         )
         return out
-    _say(f"moereg computes no gradients, so a backward pass to {type(module).__name__} will raise{reasons}")
+    _say(f"moereg does not train {type(module).__name__} ({reason}), so a backward pass to it will raise{reasons}")
     return None
 
 

@@ -25,6 +25,11 @@ from moereg.weights.versions import TensorState, are_elsewhere, check_counted, s
 NAMES: Final[set[str]] = set()
 """Names under which transformers knows `call`."""
 
+NOT_IN_COMPILED_CODE: Final = (
+    "moereg makes kernels outside of compiled code: call moereg.integrations.transformers.prepare(model), or the model "
+    "once, before torch.compile(fullgraph=True)"
+)
+
 _ATTRIBUTE: Final = "_moereg"
 """A plain attribute of the module: no parameter, no buffer, nothing in `state_dict`."""
 
@@ -96,12 +101,14 @@ class ServedExperts:
         request: Keywords of `select_backend`.
         kernels: Kernels by top_k and dtype of hidden states; usually one.
         released: The module's freed parameters, as shapes and dtypes on meta.
+        trainers: How it trains, or why it does not, by what that depends on; see `training`.
     """
 
     def __init__(self, module: torch.nn.Module, request: Mapping[str, Names] | None = None) -> None:
         self.request = dict(request or {})
         self.kernels: dict[tuple[int, torch.dtype], MoEKernel] = {}
         self.released: dict[str, torch.nn.Parameter] = {}
+        self.trainers: dict[tuple[Any, ...], Any] = {}
         self._module = weakref.ref(module)
         self._live: LiveExperts | None = None
         self._states: tuple[TensorState, ...] = ()

@@ -1,0 +1,133 @@
+"""Trains a live module's experts in place, through moereg's differentiable operator."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, Final
+
+import torch
+from torch.nn.utils import parametrize
+
+from moereg.dispatch import platform_of, select_backend
+from moereg.errors import MoeregError, one_line
+from moereg.integrations._experts.layouts import LiveExperts, read_experts
+from moereg.integrations._experts.serving import NOT_IN_COMPILED_CODE, ServedExperts, attach, check_servable, served
+from moereg.layer.checks import check_call
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.layer.train_op import WEIGHTS, check_trained, run_training
+from moereg.runtime.graph_pools import outside_pools
+from moereg.runtime.torch_op import new_handle
+from moereg.selection.result import Selection
+from moereg.spec.problem import GRADIENTS
+from moereg.weights.permuted import PermutedWeights
+
+
+class Trainer:
+    """Differentiable calls of a module's experts.
+
+    Its kernel keeps no weights: each call reads the module's parameters where they are, whoever wrote or moved them.
+
+    Attributes:
+        problem: The layer with all gradients, of which a backward pass computes what autograd asks for.
+        handle: The number by which the operator finds this object.
+    """
+
+    def __init__(self, module: torch.nn.Module, live: LiveExperts, selection: Selection) -> None:
+        self.problem = selection.problem
+        self.handle = new_handle(self)
+        self._module = weakref.ref(module)
+        self._live = live
+        self._selection = selection
+        self._kernel: MoEKernel | None = None
+
+    def training_kernel(self) -> MoEKernel:
+        """The kernel, made at the first call."""
+        if self._kernel is None:
+            module = self._module()
+            assert module is not None, "a layer's first call is a forward pass"
+            with torch.no_grad():
+                weights = self._live.canonical(module)
+                made = functools.partial(make_kernel, self.problem, weights, self._selection)
+                kernel = outside_pools(made, weights.w13.device)
+            # Otherwise parameters that move away would keep their old memory.
+            for held in kernel.copies:
+                empty = {name: torch.empty_like(each, device="meta") for name, each in weights.tensors().items()}
+                held.weights, held.borrowed = PermutedWeights(held.weights.layout, empty), frozenset()
+            kernel.trained, kernel.copied = {}, None
+            self._kernel = kernel
+        return self._kernel
+
+    def run(
+        self, module: torch.nn.Module, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Runs the module as part of autograd's graph; arguments and result as in `ServedExperts.run`."""
+        problem = self.problem
+        tensors: dict[str, torch.Tensor | None] = {
+            name: getattr(module, parameter) for name, parameter in zip(WEIGHTS, self._live.parameters, strict=False)
+        }
+        rows = hidden_states.reshape(-1, problem.hidden_size).to(problem.torch_dtype).contiguous()
+        ids = topk_ids.reshape(rows.shape[0], problem.top_k).to(torch.int32).contiguous()
+        weights = topk_weights.reshape(ids.shape).to(torch.float32).contiguous()
+        check_call(problem, getattr(module, self._live.parameters[0]).device, rows, weights, ids, None)
+        out = run_training(problem, rows, weights, ids, tensors, self.handle)
+        return out.reshape(hidden_states.shape).to(hidden_states.dtype)
+
+
+def trainer_of(module: torch.nn.Module, top_k: int) -> Trainer | str:
+    """How moereg trains a module in a call with that top_k, or why it does not, as a clause."""
+    if parametrize.is_parametrized(module):
+        return "an adapter computes its weights"
+    found = served(module)
+    key = _key(module, top_k)
+    is_compiling = torch.compiler.is_compiling()
+    if found is None or key not in found.trainers:
+        answer: Trainer | str = (_plan_while_compiling if is_compiling else plan)(module, top_k)
+    else:
+        answer = found.trainers[key]
+    if isinstance(answer, str):
+        return answer
+    if not is_compiling:
+        try:
+            answer.training_kernel()
+        except MoeregError as error:
+            attach(module).trainers[key] = reason = one_line(str(error))
+            return reason
+    dtype, device = answer.problem.torch_dtype, next(module.parameters()).device.type
+    if (
+        torch.amp.is_autocast_available(device)
+        and torch.is_autocast_enabled(device)
+        and torch.get_autocast_dtype(device) != dtype
+    ):
+        return f"autocast asks for another dtype than its weights', {str(dtype).removeprefix('torch.')}"
+    return answer
+
+
+def plan(module: torch.nn.Module, top_k: int) -> Trainer | str:
+    """Decides whether moereg trains a module in calls with that top_k; makes no kernel yet."""
+    found = attach(module)
+    answer = found.trainers[_key(module, top_k)] = _planned(module, found, top_k)
+    return answer
+
+
+_plan_while_compiling: Final = torch.compiler.disable(plan, reason=NOT_IN_COMPILED_CODE)
+
+
+def _planned(module: torch.nn.Module, found: ServedExperts, top_k: int) -> Trainer | str:
+    if getattr(module, "_is_expert_parallel", False):
+        return "other ranks have some of its experts"
+    try:
+        live = read_experts(module)
+        if live.moved is not None:
+            return live.moved
+        device = check_servable(module, live)
+        check_trained({name: getattr(module, name) for name in live.parameters})
+        problem = live.problem(top_k, torch.float32, gradients=GRADIENTS)  # The weights have a dtype of their own.
+        return Trainer(module, live, select_backend(problem, platform_of(device), **found.request))
+    except MoeregError as error:
+        return one_line(str(error))
+
+
+def _key(module: torch.nn.Module, top_k: int) -> tuple[Any, ...]:
+    """Key of a plan: parameters may be converted, moved and replaced."""
+    return (top_k, *((each.dtype, each.device, tuple(each.shape)) for each in module.parameters()))

@@ -1,0 +1,230 @@
+"""Live models whose experts moereg trains: losses and gradients of eager, and inference that is never stale."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from moereg.integrations._experts import own
+from moereg.integrations._experts.serving import served
+from moereg.integrations.transformers import prepare
+from moereg.layer import MoEKernel
+from tests.integrations.test_transformers_trained import gradients, same, with_attention_adapters
+from tests.support.live_models import PROMPT, close, eager, logits_of
+from tests.support.tiny_models import needs, tiny_model
+
+FAMILY = "qwen3_moe"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_was_said() -> None:
+    own._say_once.cache_clear()
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What kernels did, in order: `infer`, `forward`, or `backward` with the gradients that it computed."""
+    found: list[str] = []
+    infer, save, differentiate = MoEKernel.__call__, MoEKernel.run_saving, MoEKernel.run_backward
+
+    def backward(self: MoEKernel, gradients: Any, *arguments: Any) -> None:
+        found.append(f"backward {' '.join(sorted(gradients))}")
+        differentiate(self, gradients, *arguments)
+
+    monkeypatch.setattr(MoEKernel, "__call__", lambda self, *args: found.append("infer") or infer(self, *args))
+    monkeypatch.setattr(MoEKernel, "run_saving", lambda self, *args: found.append("forward") or save(self, *args))
+    monkeypatch.setattr(MoEKernel, "run_backward", backward)
+    return found
+
+
+def asking(model: Any) -> Any:
+    """The model with moereg's implementation, as `from_pretrained(experts_implementation="moereg")` makes it."""
+    model.set_experts_implementation("moereg")
+    return model
+
+
+def losses_of(model: Any, num_steps: int = 30) -> list[float]:
+    model.train()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=3e-3, fused=True)
+    losses = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = model(PROMPT, labels=PROMPT).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+BACKWARD = {"all": "backward hidden_states topk_weights w13 w2", "attention": "backward hidden_states topk_weights"}
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("what", BACKWARD)
+def test_thirty_steps_lose_what_eager_loses(what: str, is_checkpointed: bool, steps: list[str]) -> None:
+    models = []
+    for _ in range(2):
+        model = tiny_model(FAMILY)
+        if what == "attention":
+            with_attention_adapters(model)
+        if is_checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.enable_input_require_grads()
+        models.append(model)
+    model, plain = models
+    plain.set_experts_implementation("eager")
+    wanted = losses_of(plain)
+    assert losses_of(asking(model)) == pytest.approx(wanted, rel=1e-4)
+    assert wanted[-1] < wanted[0]
+    # Two layers; checkpointing runs each forward pass once more.
+    assert steps.count("forward") == 30 * 2 * (1 + is_checkpointed)
+    assert steps.count(BACKWARD[what]) == 30 * 2
+    assert "infer" not in steps
+    prompt = PROMPT[:1]
+    tokens = model.eval().generate(prompt, max_new_tokens=6, do_sample=False)
+    assert "infer" in steps
+    model.set_experts_implementation("eager")
+    assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), tokens)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("family", [FAMILY, "mixtral"])
+def test_gradients_are_those_of_eager(
+    family: str, mode: str, steps: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, plain = tiny_model(family), tiny_model(family)
+    prepare(model, progress=False)
+    plain.set_experts_implementation("eager")
+    for each in (model, plain):
+        each.train(mode == "train")
+    with caplog.at_level(logging.WARNING, "moereg"):
+        assert same(gradients(model), gradients(plain), 1e-5)
+    assert steps == ["forward"] * 2 + [BACKWARD["all"]] * 2
+    assert not [record for record in caplog.records if record.name == "moereg"]
+
+
+@pytest.mark.parametrize("is_prepared", [False, True], ids=["registered", "prepared"])
+@pytest.mark.parametrize(
+    "options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=["plain", "foreach", "fused"]
+)
+def test_inference_between_steps_sees_each_of_them(options: Any, is_prepared: bool, steps: list[str]) -> None:
+    model = asking(tiny_model(FAMILY))
+    if is_prepared:
+        prepare(model, progress=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, **options)
+    before = logits_of(model)
+    for mode in (True, False):
+        gradients(model.train())
+        steps.clear()
+        optimizer.step()
+        found = logits_of(model.train(mode))  # Without gradients, train() too infers.
+        assert steps == ["infer", "infer"]
+        assert not close(found, before, 1e-3)
+        expected = eager(model)
+        asking(model)
+        assert close(found, expected, 1e-5)
+        before = found
+
+
+def test_weights_are_fresh_whoever_wrote_them() -> None:
+    model = asking(tiny_model(FAMILY))
+    before = logits_of(model)
+    for name, gradient in gradients(model.train()).items():
+        model.get_parameter(name).data.sub_(0.1 * gradient.sign())  # No version, and no step of torch's optimizers.
+    found = logits_of(model)
+    assert not close(found, before, 1e-3)
+    assert close(found, eager(model), 1e-5)
+
+
+def test_frozen_experts_are_not_read_again_for_each_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = asking(with_attention_adapters(tiny_model(FAMILY)))
+    logits_of(model)
+    read: list[MoEKernel] = []
+    monkeypatch.setattr(MoEKernel, "reload", lambda self, *_, **__: read.append(self))
+    gradients(model.train())
+    logits_of(model.eval())
+    assert not read
+
+
+def test_the_trained_parameters_are_the_only_copy() -> None:
+    model = asking(tiny_model(FAMILY))
+    gradients(model.train())
+    for layer in model.model.layers:
+        found = served(layer.mlp.experts)
+        assert found is not None
+        assert not found.kernels
+        (trainer,) = found.trainers.values()
+        assert all(each.is_meta for each in trainer.training_kernel().weights.flat())
+
+
+def test_parameters_that_are_replaced_or_converted_train() -> None:
+    model, plain = tiny_model(FAMILY), tiny_model(FAMILY)
+    plain.set_experts_implementation("eager")
+    gradients(asking(model).train())
+    for each in (model, plain):
+        experts = each.model.layers[0].mlp.experts
+        experts.down_proj = torch.nn.Parameter(experts.down_proj.detach() * 2)
+    assert same(gradients(model), gradients(plain), 1e-5)
+    for each in (model, plain):
+        each.to(torch.float64).float()
+        each.to(torch.bfloat16)
+    for name, gradient in gradients(model).items():
+        assert gradient.dtype == torch.bfloat16, name
+
+
+def test_16_bit_gradients_of_a_layer_are_near_those_of_32_bits() -> None:
+    experts = asking(tiny_model(FAMILY)).model.layers[0].mlp.experts
+    generator = torch.Generator().manual_seed(3)
+    rows, out_grad = torch.randn(2, 24, 32, generator=generator).bfloat16().unbind()
+    weights, ids = torch.rand(24, 4, generator=generator).topk(2)
+    found = {}
+    experts.bfloat16()
+    for dtype in (torch.bfloat16, torch.float32):
+        experts.to(dtype)
+        leaves = [rows.to(dtype).requires_grad_(), weights.clone().requires_grad_(), *experts.parameters()]
+        out = experts(leaves[0], ids, leaves[1])
+        found[dtype] = torch.autograd.grad(out, leaves, out_grad.to(dtype))
+    for low, high in zip(found[torch.bfloat16], found[torch.float32], strict=True):
+        # Each of up to four products in a row rounds its operands to 8 bits.
+        assert 0 < float((low.float() - high).norm() / high.norm()) < 4 * 2**-8
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("gpt_oss", "its matrices are transposed, and moereg trains [E,2I,H] and [E,H,I] in place"),
+        ("dbrx", "it does not use transformers' experts interface"),
+    ],
+)
+def test_other_layouts_train_on_their_own_code_and_say_so_once(
+    family: str, reason: str, steps: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    needs(family)
+    model, plain = tiny_model(family), tiny_model(family)
+    prepare(model, progress=False)
+    if family == "gpt_oss":
+        plain.set_experts_implementation("eager")
+    with caplog.at_level(logging.WARNING, "moereg"):
+        assert losses_of(model, 3) == pytest.approx(losses_of(plain, 3), rel=1e-4)
+    assert not steps
+    (said,) = [record.message for record in caplog.records if record.name == "moereg"]
+    assert said.startswith("moereg does not train ")
+    assert f" ({reason}), which runs transformers' own " in said
+    assert close(logits_of(model.eval()), logits_of(plain.eval()), 1e-3)
+    assert steps == ["infer", "infer"]
+
+
+def test_autocast_to_another_dtype_is_left_to_transformers(
+    steps: list[str], caplog: pytest.LogCaptureFixture, model: Any
+) -> None:
+    asking(model).train()
+    with torch.autocast("cpu", torch.bfloat16), caplog.at_level(logging.WARNING, "moereg"):
+        gradients(model)
+    assert not steps
+    assert "(autocast asks for another dtype than its weights', float32), which runs" in caplog.text
+    gradients(model)
+    assert steps.count(BACKWARD["all"]) == 2
