@@ -323,8 +323,8 @@ class TritonQuantizedBatchedExperts(_QuantizedExperts):
         return quantized.Batched(self)
 
 
-# Below the class that permutes weights once: neither measured nor run on a GPU yet.
-@_cell(priority=90, quant_schemes=("unquantized",), platforms=_GPUS)
+# Below all that infer, for what computes no gradients: neither measured nor run on a GPU yet.
+@_cell(priority=9, quant_schemes=("unquantized",), platforms=_GPUS)
 class TritonTrainingExperts(LoadedTrainingExperts, _TritonExperts):
     """Standard format, with gradients: grouped GEMMs over sorted routes that read weights where parameters lie.
 
