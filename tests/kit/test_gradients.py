@@ -128,8 +128,8 @@ def test_a_sum_that_cancels_is_judged_by_its_terms() -> None:
     grad_out = make_grad_out(inputs)
     grad_out -= out * (grad_out * out).sum() / out.square().sum()
     truth = reference_gradients(problem, weights, *inputs.call, grad_out)
-    (compared,) = truth.compare({"topk_weights": truth.tensors["topk_weights"] + 1e-6})
-    assert abs(float(truth.tensors["topk_weights"])) < 1e-6
+    (compared,) = truth.compare({"topk_weights": truth.tensors["topk_weights"] + 1e-5})
+    assert abs(float(truth.tensors["topk_weights"])) < 1e-4
     assert compared.error <= compared.bound < 1e-3
 
 
