@@ -329,8 +329,7 @@ class TritonTrainingExperts(LoadedTrainingExperts, _TritonExperts):
     """Standard format, with gradients: grouped GEMMs over sorted routes that read weights where parameters lie.
 
     A forward pass saves the rows before the activation and the plan of the routes. Backward, the gradient of the second
-    product's input gives those of the pre-activation and of the routing weights in one pass; the gradients of weights
-    are products as deep as an expert has routes.
+    product's input gives those of the pre-activation and of the routing weights in one pass.
 
     Equal inputs give equal bits: no kernel adds atomically, an expert's rows are added in the order of its routes, and
     a token's in the order of its experts.

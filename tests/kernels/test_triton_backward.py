@@ -86,7 +86,7 @@ LAYERS = [
     Layer(17, 2, 4, 64, 64, BF16),
     Layer(23, 2, 8, 72, 40, FP16, "gelu", bias=FP16),
     Layer(19, 2, 4, 130, 88, BF16, "gelu_tanh", bias=FP32, kind="out_of_range"),
-    Layer(17, 4, 8, 96, 129, BF16, "swigluoai", bias=BF16),
+    Layer(9, 4, 8, 80, 65, BF16, "swigluoai", bias=BF16),
     Layer(40, 2, 4, 65, 64, FP32, "silu(limit=0.5)", kind="one_expert"),
     Layer(17, 2, 8, 72, 33, FP32, "relu2", bias=FP32),
     Layer(17, 1, 4, 64, 64, BF16, kind="nothing"),

@@ -63,7 +63,7 @@ class Training(TrainingImplementation):
         return self._numel(*first), self._numel(*second)
 
     def run(self, call: Call) -> None:
-        plan = cut(call.workspace2.view(torch.uint8), *self._results(self._num_tokens(call)))[1]
+        plan = cut(call.workspace2.view(torch.uint8), *self._results(len(call.inputs.topk_ids)))[1]
         self._forward(call, None, plan)
 
     def run_saving(self, call: Call, saved: Mapping[str, torch.Tensor]) -> None:
@@ -71,7 +71,7 @@ class Training(TrainingImplementation):
 
     def _forward(self, call: Call, pre: torch.Tensor | None, plan_words: torch.Tensor) -> None:
         problem, inputs, weights = self.problem, call.inputs, call.weights
-        configs, num_tokens = self._configs(call), self._num_tokens(call)
+        configs, num_tokens = self._configs(call), len(inputs.topk_ids)
         counts = problem.num_experts, problem.num_local_experts
         plan = sort_routes(inputs.topk_ids, inputs.expert_map, *counts, configs.block_m, plan_words)
         act = cut(call.workspace13.view(torch.uint8), self._activation(num_tokens))[0]
@@ -95,7 +95,7 @@ class Training(TrainingImplementation):
 
     def run_backward(self, call: Call, grads: Gradients, saved: Mapping[str, torch.Tensor]) -> None:
         problem, inputs, weights, grad_out = self.problem, call.inputs, call.weights, call.out
-        configs, num_tokens = self._configs(call), self._num_tokens(call)
+        configs, num_tokens = self._configs(call), len(inputs.topk_ids)
         plan = plan_in(saved["plan"], inputs.topk_ids.numel(), problem.num_local_experts, configs.block_m)
         first, second = call.workspace13.view(torch.uint8), call.workspace2.view(torch.uint8)
         pre_grad, act = cut(first, self._pre_gradient(num_tokens), self._activation(num_tokens))
@@ -134,10 +134,6 @@ class Training(TrainingImplementation):
     @property
     def _pre_columns(self) -> int:
         return self.problem.activation.num_halves * self.problem.intermediate_size
-
-    @staticmethod
-    def _num_tokens(call: Call) -> int:
-        return len(call.inputs.topk_ids)
 
     def _configs(self, call: Call) -> TrainingConfigs:
         rows_per_expert = call.inputs.topk_ids.numel() / self.problem.num_experts

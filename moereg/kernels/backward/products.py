@@ -38,11 +38,13 @@ def _accumulate(a_rows, weights, columns, column_mask, stride_k, stride_n, depth
         depth: elements of the reduction.
         TILE: `ProductTile`.
     """
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_K: tl.constexpr = TILE.block_k
     offs_k = tl.arange(0, BLOCK_K)
     a_pointers = a_rows[:, None] + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
     b_pointers = weights + offs_k[:, None] * stride_k + columns[None, :] * stride_n  # [BLOCK_K, BLOCK_N]
-    accumulator = tl.zeros([TILE.block_m, TILE.block_n], dtype=tl.float32)
+    accumulator = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(0, depth, BLOCK_K):
         known = start + offs_k < depth  # [BLOCK_K]
         a = tl.load(a_pointers, mask=known[None, :], other=0.0) if TILE.mask_k else tl.load(a_pointers)
@@ -64,7 +66,9 @@ def _accumulate(a_rows, weights, columns, column_mask, stride_k, stride_n, depth
 @triton.jit
 def _halves(x, TILE: tl.constexpr):
     """The left and the right half of [BLOCK_M, BLOCK_N] columns."""
-    return tl.split(tl.permute(tl.reshape(x, (TILE.block_m, 2, TILE.block_n // 2)), (0, 2, 1)))
+    BLOCK_M: tl.constexpr = TILE.block_m
+    HALF: tl.constexpr = TILE.block_n // 2
+    return tl.split(tl.permute(tl.reshape(x, (BLOCK_M, 2, HALF)), (0, 2, 1)))
 
 
 @triton.jit
@@ -92,9 +96,11 @@ def _saving_gate_up_kernel(
     if tl.program_id(0) >= used_blocks * num_tiles_n:
         return
     tile = claim_tile(None, 0, plan, used_blocks, num_tiles_n, ROUTES, TILE)
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
     HALVES: tl.constexpr = 2 if ACTIVATION.gated else 1
-    BLOCK_I: tl.constexpr = TILE.block_n // HALVES
-    numbers = tile.column_tile * TILE.block_n + tl.arange(0, TILE.block_n)  # [BLOCK_N]
+    HALF: tl.constexpr = BLOCK_N // HALVES // 2
+    numbers = tile.column_tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     # A program takes gate and up of the same columns of the activation, as neighbors.
     columns = numbers % HALVES * width + numbers // HALVES
     column_mask = numbers < HALVES * width
@@ -109,18 +115,18 @@ def _saving_gate_up_kernel(
     both = _halves(x, TILE)  # [BLOCK_M, BLOCK_N / 2] each
     for half in tl.static_range(2):
         y = both[half]
-        out_columns = tile.column_tile * BLOCK_I + half * (BLOCK_I // 2) + tl.arange(0, BLOCK_I // 2)
-        mask = tile.row_mask[:, None] & (out_columns < width)[None, :]  # [BLOCK_M, BLOCK_I / 2]
+        out_columns = (tile.column_tile * 2 + half) * HALF + tl.arange(0, HALF)  # [HALF]
+        mask = tile.row_mask[:, None] & (out_columns < width)[None, :]  # [BLOCK_M, HALF]
         rows = tile.rows.to(tl.int64)[:, None]
         if pre is not None:
             pointers = pre + rows * stride_pre + out_columns[None, :]
             if ACTIVATION.gated:
-                gate, up = tl.split(tl.reshape(y, (TILE.block_m, BLOCK_I // 2, 2)))  # [BLOCK_M, BLOCK_I / 2] each
+                gate, up = tl.split(tl.reshape(y, (BLOCK_M, HALF, 2)))  # [BLOCK_M, HALF] each
                 tl.store(pointers, gate.to(pre.dtype.element_ty), mask=mask)
                 tl.store(pointers + width, up.to(pre.dtype.element_ty), mask=mask)
             else:
                 tl.store(pointers, y.to(pre.dtype.element_ty), mask=mask)
-        y = activate_pairs(y, ACTIVATION)  # [BLOCK_M, BLOCK_I / 2]
+        y = activate_pairs(y, ACTIVATION)  # [BLOCK_M, HALF]
         tl.store(act + rows * stride_act + out_columns[None, :], y.to(act.dtype.element_ty), mask=mask)
 
 
@@ -148,7 +154,8 @@ def _rows_kernel(
     if tl.program_id(0) >= used_blocks * num_tiles_n:
         return
     tile = claim_tile(None, 0, plan, used_blocks, num_tiles_n, ROUTES, TILE)
-    columns = tile.column_tile * TILE.block_n + tl.arange(0, TILE.block_n)  # [BLOCK_N]
+    BLOCK_N: tl.constexpr = TILE.block_n
+    columns = tile.column_tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     column_mask = columns < num_columns
     a_rows = rows_in + tile.valid_rows.to(tl.int64) * stride_rows
     expert = tile.expert.to(tl.int64)
@@ -191,7 +198,8 @@ def _down_input_kernel(
     if tl.program_id(0) >= used_blocks * num_tiles_n:
         return
     tile = claim_tile(None, 0, plan, used_blocks, num_tiles_n, ROUTES, TILE)
-    columns = tile.column_tile * TILE.block_n + tl.arange(0, TILE.block_n)  # [BLOCK_N]
+    BLOCK_N: tl.constexpr = TILE.block_n
+    columns = tile.column_tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     column_mask = columns < width
     a_rows = grad_out + (tile.routes // ROUTES.top_k).to(tl.int64) * stride_grad_out
     # Gradient of the activation but for the routing weight, [BLOCK_M, BLOCK_N] fp32.
@@ -199,19 +207,21 @@ def _down_input_kernel(
     x = _accumulate(a_rows, w2 + expert * stride_expert, columns, column_mask, stride_row, 1, depth, TILE)
 
     factors = tl.load(topk_weights + tile.routes)[:, None]  # [BLOCK_M, 1]
-    partial = tl.zeros([TILE.block_m], dtype=tl.float32)
+    BLOCK_M: tl.constexpr = TILE.block_m
+    HALF: tl.constexpr = BLOCK_N // 2
+    partial = tl.zeros([BLOCK_M], dtype=tl.float32)
     # By halves of the columns, since all at once would not fit in the registers.
     both = _halves(x, TILE)  # [BLOCK_M, BLOCK_N / 2] each
     for half in tl.static_range(2):
         y = both[half]
-        columns = tile.column_tile * TILE.block_n + half * (TILE.block_n // 2) + tl.arange(0, TILE.block_n // 2)
-        mask = tile.row_mask[:, None] & (columns < width)[None, :]  # [BLOCK_M, BLOCK_N / 2]
+        columns = (tile.column_tile * 2 + half) * HALF + tl.arange(0, HALF)  # [HALF]
+        mask = tile.row_mask[:, None] & (columns < width)[None, :]  # [BLOCK_M, HALF]
         rows = tile.rows.to(tl.int64)[:, None]
         pointers = pre + rows * stride_pre + columns[None, :]
         gate = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
         if ACTIVATION.gated:
             up = tl.load(pointers + width, mask=mask, other=0.0).to(tl.float32)
-            by = slopes_of_halves(gate, up, ACTIVATION)  # [BLOCK_M, BLOCK_N / 2] each
+            by = slopes_of_halves(gate, up, ACTIVATION)  # [BLOCK_M, HALF] each
         else:
             by = slopes(gate, ACTIVATION)
         # Columns past the end have weights of zero, and rows past it are not stored.

@@ -54,20 +54,23 @@ def _weight_gradients_kernel(
     end = tl.load(expert_offsets + expert + 1)
     if ACCUMULATE and first == end:
         return
-    rows = row_tile * TILE.block_m + tl.arange(0, TILE.block_m)  # [BLOCK_M]
-    columns = column_tile * TILE.block_n + tl.arange(0, TILE.block_n)  # [BLOCK_N]
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_K: tl.constexpr = TILE.block_k
+    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     row_mask, column_mask = rows < num_rows, columns < num_columns
-    offs_k = tl.arange(0, TILE.block_k)
-    accumulator = tl.zeros([TILE.block_m, TILE.block_n], dtype=tl.float32)
+    offs_k = tl.arange(0, BLOCK_K)
+    accumulator = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     # Read a step ahead: to the compiler's pipeline, rows whose number is loaded in the same step are a chain of loads.
     routes = tl.load(sorted_routes + first + offs_k, mask=first + offs_k < end, other=0)  # [BLOCK_K]
-    for start in range(first, end, TILE.block_k):
+    for start in range(first, end, BLOCK_K):
         places = start + offs_k  # [BLOCK_K]
         # Past the end lie the next expert's rows, or rows that may hold NaN: neither side may read them.
         known = places < end
         left_rows = routes // LEFT_TOP_K if LEFT_TOP_K > 0 else places
         right_rows = routes // RIGHT_TOP_K if RIGHT_TOP_K > 0 else places
-        ahead = places + TILE.block_k
+        ahead = places + BLOCK_K
         routes = tl.load(sorted_routes + ahead, mask=ahead < end, other=0)
         left_mask = known[:, None]  # [BLOCK_K, 1], or with rows [BLOCK_K, BLOCK_M]
         if TILE.mask_m:
