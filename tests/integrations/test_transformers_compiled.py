@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moereg.integrations.transformers import prepare
+from moereg.layer import MoEKernel
 from tests.support.live_models import close
 from tests.support.no_backward import refuses_backward
 from tests.support.tiny_models import tiny_model
@@ -49,7 +50,12 @@ class TestCompiled:
         ):
             compiled(*(tensor[:1] for tensor in CALL))  # Dynamo keeps code by sizes, from other tests too.
 
-    def test_compiled_experts_train_and_are_fresh_afterwards(self, experts: Any) -> None:
+    def test_compiled_experts_train_and_are_fresh_afterwards(
+        self, experts: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        trained: list[MoEKernel] = []
+        right = MoEKernel.run_backward
+        monkeypatch.setattr(MoEKernel, "run_backward", lambda self, *args: trained.append(self) or right(self, *args))
         prepare(torch.nn.Sequential(Holder(experts)), progress=False)
         compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
         with torch.no_grad():
@@ -63,6 +69,7 @@ class TestCompiled:
             expected = 2 * expected
             with torch.no_grad():
                 assert close(compiled(*CALL), expected)
+        assert len(trained) == 2
 
     def test_a_backward_pass_of_compiled_code_says_why_not(self, experts: Any) -> None:
         prepare(torch.nn.Sequential(Holder(experts)), free=True, progress=False)

@@ -63,7 +63,7 @@ def losses_of(model: Any, num_steps: int = 30) -> list[float]:
 BACKWARD = {"all": "backward hidden_states topk_weights w13 w2", "attention": "backward hidden_states topk_weights"}
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("what", BACKWARD)
 def test_thirty_steps_lose_what_eager_loses(what: str, is_checkpointed: bool, steps: list[str]) -> None:
     models = []
