@@ -475,7 +475,9 @@ BACKEND = """
     @register_moe_backend("mine_other", 800, ("unquantized",), ("cpu",))
     class OtherExperts(MineExperts):
         pass
+"""
 
+FAULTS = """
 
     @register_moe_backend("mine_wrong", 700, ("unquantized",), ("cpu",))
     class WrongExperts(MineExperts):
@@ -496,9 +498,26 @@ def write_backends(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_killed_command_goes_on_and_selection_reads_its_real_sessions(tmp_path: Path, pack: Path) -> None:
+def test_two_real_sessions_and_what_selection_reads_of_them(tmp_path: Path, pack: Path) -> None:
+    file = write_backends(tmp_path, BACKEND + FAULTS)
+    ran = run_module(f"tune {file} {SIZES} --tokens 1 --require mine_*")
+    assert ran.returncode == 1, ran.stderr
+    text = " ".join(ran.stdout.split())
+    assert "WRONG: mine_wrong (WrongExperts): wrong numbers: error" in text
+    assert "WRONG: mine_crash (CrashExperts): the process died of SIGABRT in apply" in text
+    found = read_pack(pack, is_own=True)
+    (layer,) = [layer for layer in found.layers if layer.rows]
+    assert {found.cells[row.cell].backend for row in layer.rows} <= {"mine_right", "mine_other"}
+    assert len({row.session for row in layer.rows}) == 2
+    explained = run_module(f"explain {file} {SIZES} --require mine_*")
+    assert explained.returncode == 0, explained.stderr
+    assert "measured 2" in explained.stdout or "pack unused: a choice takes two sessions" in explained.stdout
+    assert "quarantined" in explained.stdout
+
+
+def test_a_killed_command_goes_on(tmp_path: Path, pack: Path) -> None:
     file = write_backends(tmp_path, BACKEND)
-    line = f"tune {file} {SIZES} --tokens 1 --require mine_*"
+    line = f"tune {file} {SIZES} --tokens 2 --require mine_*"
     command = [sys.executable, "-m", "moereg", *line.split()]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     before: tuple[Row, ...] = ()
@@ -510,22 +529,12 @@ def test_a_killed_command_goes_on_and_selection_reads_its_real_sessions(tmp_path
     process.wait()
     assert before, "it was killed before its end"
     # Whatever the killed one still wrote; its own session's process ends by itself when it answers.
-    found = read_pack(pack, is_own=True)
-    before = tuple(row for layer in found.layers for row in layer.rows)
-    broken = {each.backend: each.failure for each in QUARANTINE.read().records}
-    assert broken["mine_wrong"].startswith("moereg tune: wrong numbers: error")
-    assert broken["mine_crash"].startswith("moereg tune: the process died of SIGABRT in apply")
+    before = tuple(row for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
     ran = run_module(line)
     assert ran.returncode == 0, ran.stderr
-    found = read_pack(pack, is_own=True)
-    (layer,) = [layer for layer in found.layers if layer.rows]
-    assert layer.rows[: len(before)] == before
-    assert {found.cells[row.cell].backend for row in layer.rows} <= {"mine_right", "mine_other"}
-    assert {row.session for row in layer.rows} == {1, 2}
-    explained = run_module(f"explain {file} {SIZES} --require mine_*")
-    assert explained.returncode == 0, explained.stderr
-    assert "measured 2" in explained.stdout or "pack unused: a choice takes two sessions" in explained.stdout
-    assert "quarantined" in explained.stdout
+    after = tuple(row for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
+    assert after[: len(before)] == before
+    assert {row.session for row in after} == {1, 2}
 
 
 @pytest.mark.slow

@@ -45,29 +45,10 @@ def kind_of(cell: BackendCell, check: Check) -> object:
     return check
 
 
-def slow_kind_of(cell: BackendCell, check: Check) -> object:
-    """Interpreted checks of which one is enough for all tests here: code of theirs ran in another one.
-
-    On the hardware itself nothing is interpreted, so that all of them run.
-    """
-    name, is_batched = cell.class_name, cell.experts.output_form == "per_expert"
-    match check.kind:
-        case "numbers" if is_batched:
-            # The codecs are the standard class's, which reads every scheme; those of its own scheme have all sizes.
-            problem = MoEProblem.from_dict(json.loads(check.argument)["problem"])
-            fmt = problem.quant.weight
-            if problem.quant != cell.schemes[0] and fmt is not None:
-                return name, fmt.dtype, fmt.scale_dtype, fmt.symmetric
-        case "faults" | "compile":
-            return name
-    return check
-
-
 def promises() -> list[Any]:
     """A parameter for each check of each cell that runs here."""
     found: list[Any] = []
     seen: set[object] = set()
-    seen_slow: set[object] = set()
     for suite in SUITES.values():
         names = {name: name.find() for name in suite.running}
         for check in suite.checks:
@@ -79,10 +60,6 @@ def promises() -> list[Any]:
             is_imitated = check.cell in suite.imitated
             is_slow = is_imitated and (key in seen or key[1] is None)
             seen |= {key} if is_imitated else set()
-            slow_key = check.kind, slow_kind_of(cell, check)
-            if is_slow and slow_key in seen_slow:
-                continue
-            seen_slow |= {slow_key} if is_imitated else set()
             marks = [pytest.mark.slow] if is_slow else []
             marks += [pytest.mark.gpu] if check.kind in ("graph", "synchronization") else []
             found.append(pytest.param(cell, check, marks=marks, id=check.id))
