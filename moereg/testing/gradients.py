@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -63,7 +63,11 @@ def gradient_cases(cell: BackendCell) -> list[Case]:
     if not facts.gradients:
         return []
     first, *others = claimed_problems(cell)
-    values = (sorted(facts.dtypes), claimed_activations(cell), [True, False] if facts.bias else [False])
+    values: tuple[list[Any], ...] = (
+        sorted(facts.dtypes),
+        list(claimed_activations(cell)),
+        [True, False] if facts.bias else [False],
+    )
     combinations = list(itertools.product(*values))
     if is_imitated(cell):
         longest = max(map(len, values))
@@ -216,7 +220,7 @@ class GuardedTraining:
 def check_gradients(case: Case, is_first: bool = False) -> None:
     """A case's gradients agree with autograd, under guard bands; the first case of a class gets more calls."""
     training = GuardedTraining(case, make_weights(case.problem, case.device))
-    calls = _FEWER_CALLS[:1] if case.is_imitated else [(63, "unmapped")]
+    calls: Sequence[tuple[int, str]] = _FEWER_CALLS[:1] if case.is_imitated else [(63, "unmapped")]
     if is_first:
         calls = _FEWER_CALLS if case.is_imitated else [call for call in calls_of(case, True) if call[0]]
     for num_tokens, routing in calls:
