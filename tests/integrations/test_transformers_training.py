@@ -200,6 +200,7 @@ def test_16_bit_gradients_of_a_layer_are_near_those_of_32_bits() -> None:
         ("gpt_oss", "its matrices are transposed, and moereg trains [E,2I,H] and [E,H,I] in place"),
         ("dbrx", "it does not use transformers' experts interface"),
     ],
+    ids=["gpt_oss", "dbrx"],
 )
 def test_other_layouts_train_on_their_own_code_and_say_so_once(
     family: str, reason: str, steps: list[str], caplog: pytest.LogCaptureFixture
