@@ -61,7 +61,8 @@ class Row:
     def moe_problem(self) -> MoEProblem:
         """The layer, with sizes that every backend takes."""
         sizes = {"num_experts": 64, "hidden_size": 2048, "intermediate_size": 1024, "top_k": 4}
-        return MoEProblem(**{**sizes, **self.problem})
+        gradients = self.problem.get("gradients", "").split()
+        return MoEProblem(**{**sizes, **self.problem, "gradients": gradients})
 
     def machine(self) -> Platform:
         """The platform: a name, or a machine with packages."""

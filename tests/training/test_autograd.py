@@ -17,6 +17,7 @@ from moereg.backends.torch_moe import TorchTrainingExperts
 from moereg.errors import ArgumentError, BackendError, GradientError, UnsupportedProblemError
 from moereg.experts import Gradients
 from moereg.layer.movement import explain_movements
+from moereg.layer.train_op import cut_saved
 from moereg.prepare_finalize import GroupFacts
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.weights.permuted import PermutedWeights
@@ -329,6 +330,17 @@ def test_a_class_that_copies_trained_weights_is_named(isolated_registry: Backend
     selection = moereg.select_backend(problem, platform="cpu", require="stub")
     with pytest.raises(BackendError, match="copied weights that are trained in place"):
         moereg.make_kernel(problem, drawn_call(problem).weights, selection)
+
+
+def test_saved_tensors_do_not_overlap() -> None:
+    saved = torch.zeros(1024, dtype=torch.uint8)
+    shapes = {"pre": ((3, 5), torch.float32), "order": ((7,), torch.int32)}
+    parts = cut_saved(saved, shapes)
+    parts["pre"].fill_(1.0)
+    assert not parts["order"].any()
+    assert {name: (part.shape, part.dtype) for name, part in parts.items()} == shapes
+    assert {(part.data_ptr() - saved.data_ptr()) % 256 for part in parts.values()} == {0}
+    assert cut_saved(saved[:283], shapes) == {}  # One byte short.
 
 
 def test_autocast_changes_no_number() -> None:

@@ -128,6 +128,10 @@ def test_a_layer_follows_its_parameters_to_another_dtype_and_place() -> None:
             each = each._replace(tensors=each.tensors | tensors, grad_out=call.grad_out.to(layer.problem.torch_dtype))
         truth, gradients = expected(layer.problem, each)
         assert error(each.run(layer), truth) < bound
+        with torch.no_grad():
+            assert (
+                error(layer(each.tensors["hidden_states"], each.tensors["topk_weights"], each.topk_ids), truth) < bound
+            )
         found = each.gradients()
         assert found.keys() == gradients.keys()
         assert all(error(found[name], gradients[name]) < bound for name in found)
@@ -143,6 +147,8 @@ def test_a_layer_follows_its_parameters_to_another_dtype_and_place() -> None:
     layer.load_state_dict(replaced, assign=True)
     check(5e-6)
     layer.register_parameter("w13", torch.nn.Parameter(layer.get_parameter("w13").detach()))  # In the same memory.
+    check(5e-6)
+    layer.register_parameter("w2", torch.nn.Parameter(layer.get_parameter("w2").detach() * 0.5))
     check(5e-6)
     layer.get_parameter("w2").data.mul_(3.0)  # torch does not count this, and the layer reads it in place.
     check(5e-6)
