@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from moereg.integrations._experts import own
-from moereg.integrations._experts.serving import served
+from moereg.integrations._experts import own, training
+from moereg.integrations._experts.serving import detach, served
 from moereg.integrations.transformers import prepare
 from moereg.layer import MoEKernel
 from tests.integrations.test_transformers_trained import gradients, same, with_attention_adapters
@@ -199,6 +200,7 @@ def test_16_bit_gradients_of_a_layer_are_near_those_of_32_bits() -> None:
         ("gpt_oss", "its matrices are transposed, and moereg trains [E,2I,H] and [E,H,I] in place"),
         ("dbrx", "it does not use transformers' experts interface"),
     ],
+    ids=["gpt_oss", "dbrx"],
 )
 def test_other_layouts_train_on_their_own_code_and_say_so_once(
     family: str, reason: str, steps: list[str], caplog: pytest.LogCaptureFixture
@@ -228,3 +230,33 @@ def test_autocast_to_another_dtype_is_left_to_transformers(
     assert "(autocast asks for another dtype than its weights', float32), which runs" in caplog.text
     gradients(model)
     assert steps.count(BACKWARD["all"]) == 2
+
+
+def as_one_rank_of_two(experts: Any) -> None:
+    detach(experts)  # A plan is made once for the same parameters.
+    experts._is_expert_parallel = True
+
+
+def in_double_precision(experts: Any) -> None:
+    experts.double()
+
+
+def not_contiguous(experts: Any) -> None:
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.detach().mT.contiguous().mT)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (as_one_rank_of_two, "other ranks have some of its experts"),
+        (in_double_precision, "must be bfloat16, float16, float32, got float64"),
+        (not_contiguous, "gradients of weights require contiguous tensors"),
+    ],
+)
+def test_what_is_not_trained_has_a_reason(change: Callable[[Any], None], reason: str, model: Any) -> None:
+    experts = model.model.layers[0].mlp.experts
+    assert isinstance(training.trainer_of(experts, 2), training.Trainer)
+    change(experts)
+    found = training.trainer_of(experts, 2)
+    assert isinstance(found, str)
+    assert reason in found
