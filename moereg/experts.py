@@ -6,7 +6,7 @@ import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar, Final, TypeAlias
 
 import torch
 
@@ -21,7 +21,7 @@ __all__ = ["INPUT_FORMS", "OUTPUT_FORMS", "BuildPlan", "ExpertInputs", "Experts"
 OUTPUT_FORMS: Final = ("reduced", "per_route", "per_expert")
 INPUT_FORMS: Final = ("unquantized", "quantized")
 
-SavedShapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+SavedShapes: TypeAlias = "Mapping[str, tuple[tuple[int, ...], torch.dtype]]"
 """Names of tensors to their shapes and dtypes."""
 
 

@@ -112,7 +112,7 @@ def main() -> int:
 def _provenance() -> dict[str, Any]:
     platform = current_platform()
     required = {Requirement(text).name for cell in load_backends().cells for text in cell.requires}
-    return {**provenance(platform, {"moereg", "torch", "triton", *required}), **clocks(platform)}
+    return {"schema": 1, **provenance(platform, {"moereg", "torch", "triton", *required}), **clocks(platform)}
 
 
 class _Clock:

@@ -13,7 +13,6 @@ from moereg.backends._loaded_training import LoadedTrainingExperts, TrainingImpl
 from moereg.experts import Experts, Facts
 from moereg.kernels.sizes import CODE_PAD, WEIGHT_PAD
 from moereg.platforms import Platform
-from moereg.registration import share_layout
 from moereg.registry import register_moe_backend
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat
@@ -352,7 +351,3 @@ class TritonTrainingExperts(LoadedTrainingExperts, _TritonExperts):
         from moereg.backends._triton import training
 
         return training.Training(self)
-
-
-# As the classes of `torch_moe` share it.
-_SHARED: Final = share_layout("canonical", TritonTrainingExperts)

@@ -28,7 +28,7 @@ MEASUREMENTS = ["relative_error", "tolerance", "time_us", "permute_ms"]
         ("run --dtype float32 --json", (r"4\.[89] GB", "--dtype bfloat16")),
         (
             "bench --dtype float32 --json",
-            ("permuted for 2 kernels", "--dtype bfloat16", "--require with fewer backends"),
+            ("permuted for 3 kernels", "--dtype bfloat16", "--require with fewer backends"),
         ),
         ("bench --ep 2 --platform cpu", ("permuted for 2 kernels",)),
     ],

@@ -21,8 +21,12 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 SM90 = Platform.from_name("cuda:sm90")
 
+# A class that trains reads parameters wherever they are.
 CLAIMS = dict.fromkeys(
-    (cell.experts, scheme) for cell in load_backends().cells if cell.name == "triton" for scheme in cell.schemes
+    (cell.experts, scheme)
+    for cell in load_backends().cells
+    if cell.name == "triton" and not cell.facts.gradients
+    for scheme in cell.schemes
 )
 
 
