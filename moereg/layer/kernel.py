@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from threading import get_ident
@@ -191,6 +192,10 @@ class MoEKernel:
         parts = self.problem, self.selection, self.experts, own.weights, moves, expert_map
         made = MoEKernel(*parts, own.borrowed, self.ranges, tuple(others))
         made.trained = trained
+        if trained:
+            # Parameters are copied into memory of their own, which the copy's calls without gradients must read too.
+            tensors = {name: tensor.detach() for name, tensor in trained.items()}
+            made.copies[0].weights = dataclasses.replace(own.weights, per_expert=tensors)
         return made
 
     def __reduce__(self) -> NoReturn:
@@ -512,6 +517,8 @@ class MoEKernel:
         selection, experts = served.selection, served.experts
         try:
             self.in_turn.begin(thread)
+            if self._borrowed and not self._is_captured:
+                self._is_captured = _may_be_captured(self._device)
             with plain_torch():
                 shapes = backend_calls.training_shapes(selection, experts, len(call[0]), step)
                 kept = cut_saved(saved, backend_calls.saved_shapes(selection, experts, len(call[0]), saved.numel()))

@@ -261,7 +261,7 @@ class MoELayer(CanonicalModule):
             trained = self._trained
             if not is_exporting() and trains(self.problem, rows, topk_weights, trained):
                 out = run_training(self.problem, rows, topk_weights, topk_ids, trained, self._handle)
-                return out.view(hidden_states.shape)
+                return joined(out, *self._untrained).view(hidden_states.shape)
             out = torch.empty_like(rows)
             if is_exporting() and not self._is_freed:
                 held = {
@@ -283,8 +283,9 @@ class MoELayer(CanonicalModule):
                 check_no_transform(error)
                 raise
             out = kernel(rows, topk_weights, topk_ids)
-        if not out.requires_grad:
-            out = joined(out, rows, topk_weights, *self._parameters.values())
+        # The kernel follows what it trains.
+        followed = self._untrained if out.requires_grad else (rows, topk_weights, *self._parameters.values())
+        out = joined(out, *followed)
         return out.view(hidden_states.shape)
 
     def route(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -414,7 +415,8 @@ class MoELayer(CanonicalModule):
         Args:
             hidden_states, topk_weights, topk_ids, out: As in `MoEKernel.check_and_run`.
         """
-        self.prepare()(hidden_states, topk_weights, topk_ids, out)
+        with torch.no_grad():
+            self.prepare()(hidden_states, topk_weights, topk_ids, out)
 
     def training_kernel(self) -> MoEKernel:
         """The kernel, for the op by which layers train."""

@@ -81,6 +81,11 @@ class CanonicalModule(torch.nn.Module):
         names = WEIGHTS if "weights" in self.problem.gradients else ()
         return {name: tensor for name in names if (tensor := self._parameters[name]) is not None}
 
+    @property
+    def _untrained(self) -> list[torch.Tensor | None]:
+        """The experts' parameters if they are not trained: a gradient that they require is an error."""
+        return [] if self._trained else [self._parameters[name] for name in WEIGHTS]
+
     def _count_writes(self) -> None:
         """Replaces parameters made in inference mode by ordinary ones, which count writes, in the same memory."""
         self._seen = None  # Earlier writes were not counted.

@@ -63,13 +63,13 @@ class LayerRecord:
         self.pack = write_pack(self._path, machine_of(self._platform), changed)
 
     def _with_layers(self, pack: Pack, change: Callable[[TunedLayer], TunedLayer]) -> Pack:
-        """With the layer changed beside each default, and without sessions that no row names any more."""
+        """With the layer changed beside each default, and without sessions whose last row that takes out."""
         key = problem_key(self._problem)
         layers = tuple(change(layer) if layer.problem == key else layer for layer in pack.layers)
-        used = {row.session for layer in layers for row in layer.rows}
-        return dataclasses.replace(
-            pack, layers=layers, sessions=tuple(one for one in pack.sessions if one.number in used)
-        )
+        before, after = ({row.session for layer in each for row in layer.rows} for each in (pack.layers, layers))
+        # Another command's session may have no rows yet.
+        sessions = tuple(one for one in pack.sessions if one.number not in before - after)
+        return dataclasses.replace(pack, layers=layers, sessions=sessions)
 
     def _emptied(self, pack: Pack) -> Pack:
         return self._with_layers(pack, lambda layer: dataclasses.replace(layer, rows=(), wrong=(), left_out=()))
@@ -164,7 +164,14 @@ class LayerRecord:
         def without(layer: TunedLayer) -> TunedLayer:
             return dataclasses.replace(layer, rows=tuple(row for row in layer.rows if row.session != session))
 
-        self._change(lambda pack: self._with_layers(pack, without))
+        def dropped(pack: Pack) -> Pack:
+            pack = self._with_layers(pack, without)
+            used = {row.session for layer in pack.layers for row in layer.rows}
+            return dataclasses.replace(
+                pack, sessions=tuple(one for one in pack.sessions if one.number != session or session in used)
+            )
+
+        self._change(dropped)
 
     def decide(self, calls: Mapping[int, int], num_bytes: float) -> dict[Key, int]:
         """Writes what weighs the choice, and who has memory for a layout of its own; returns the latter with its bytes.

@@ -376,3 +376,28 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
     call.run(layer)
     assert all(torch.equal(found[name], gradient) for name, gradient in call.gradients().items())
     assert found.keys() == call.tensors.keys()
+
+
+def test_a_deep_copy_of_parameters_is_read_with_and_without_gradients() -> None:
+    problem = trained_problem()
+    call = drawn_call(problem)
+    tensors = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in call.weights.tensors().items()}
+    kernel = copy.deepcopy(moereg.make_kernel(problem, moereg.ExpertWeights(**tensors)))
+    with torch.no_grad():
+        kernel.trained["w2"].zero_()
+        if "w2_bias" in kernel.trained:
+            kernel.trained["w2_bias"].zero_()
+        assert not kernel(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids).any()
+    assert not kernel(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids).any()
+
+
+def test_parameters_that_the_problem_does_not_name_are_no_silent_loss() -> None:
+    problem = trained_problem(gradients={"hidden_states", "topk_weights"})
+    call = drawn_call(problem)
+    layer = moereg.MoELayer(problem, moereg.ExpertWeights(**{n: t.detach() for n, t in call.weights.tensors().items()}))
+    arguments = call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids
+    layer(*arguments).sum().backward()
+    layer.requires_grad_(True)
+    for run in (layer, torch.compile(layer, backend="aot_eager")):
+        with pytest.raises(GradientError):
+            run(*arguments).sum().backward()

@@ -130,4 +130,7 @@ def _planned(module: torch.nn.Module, found: ServedExperts, top_k: int) -> Train
 
 def _key(module: torch.nn.Module, top_k: int) -> tuple[Any, ...]:
     """Key of a plan: parameters may be converted, moved and replaced."""
-    return (top_k, *((each.dtype, each.device, tuple(each.shape), each.stride()) for each in module.parameters()))
+    return (
+        top_k,
+        *((type(each), each.dtype, each.device, tuple(each.shape), each.stride()) for each in module.parameters()),
+    )

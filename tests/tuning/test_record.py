@@ -1,0 +1,39 @@
+"""The record of a layer's times, which several commands may write at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moereg.tuning.points import Point
+from moereg.tuning.record import LayerRecord
+from moereg.tuning.session import key_of
+from tests.measured.packs import HERE, PROBLEM, choose, make_cells, row
+
+
+@pytest.mark.parametrize("ends", [lambda record: record.decide({}, 0.0), lambda record: record.drop(1)])
+def test_the_end_of_a_run_leaves_the_session_that_another_one_began(
+    tmp_path: Path, ends: Callable[[LayerRecord], object]
+) -> None:
+    decisions = {key_of(each, HERE): each for each in choose(make_cells(("first", "second"))).decisions}
+    mine, other = (LayerRecord(tmp_path / "pack.json", HERE, PROBLEM, decisions) for _ in range(2))
+    values = row(0, 0, "", 0)._asdict()
+    times = {
+        key: {name: values[name] for name in values.keys() - {"session", "cell", "routing", "tokens"}}
+        for key in decisions
+    }
+    mine.add_times(mine.begin(None, {}), Point("uniform", 1), times)
+    began = other.begin(None, {})
+    ends(mine)
+    other.add_times(began, Point("uniform", 1), times)
+    assert began == 2
+    assert began in other.sessions
+
+
+def test_a_session_that_is_dropped_leaves_no_name(tmp_path: Path) -> None:
+    decisions = {key_of(each, HERE): each for each in choose(make_cells(("first", "second"))).decisions}
+    record = LayerRecord(tmp_path / "pack.json", HERE, PROBLEM, decisions)
+    record.drop(record.begin(None, {}))
+    assert record.pack.sessions == ()
