@@ -72,7 +72,7 @@ test-machines: $(VENV)/.test-stamp
 	env -u ATEN_CPU_CAPABILITY -u ONEDNN_MAX_CPU_ISA OMP_NUM_THREADS=1 $(ON_CPUS) $(CPU_TESTS) $(CPU_KIT) --vnni -p randomly --randomly-dont-reset-seed
 
 test-peers: $(VENV)/.peers-stamp
-	$(IN_PARALLEL) -m 'peers and not gpu' $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'peers and not gpu' $(PYTEST_ARGS)
 
 # Engines run two at a time in processes of their own.
 test-vllm: $(VLLM_VENV)/.stamp
