@@ -19,10 +19,6 @@ gradients have H elements or more.
 gradient. If s is the share of elements within half a unit in the last place of L, that costs sqrt(s): about 2e-2 in
 bfloat16 with gates spread over 3.6, and any amount if there are few. So the bound adds how far gradients move with a
 clamp that far to either side. Kernels that clamp saved 16-bit values and kernels that clamp before are then both right.
-
-In 4,500 simulated calls of 15 to 130 columns, T from 1 to 63, with all activations, biases and clamps, and with three
-sets of these roundings, the largest error was 0.83 bounds without a clamp; with one 0.99, where it is nearly all of the
-bound.
 """
 
 from __future__ import annotations

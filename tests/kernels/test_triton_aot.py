@@ -257,6 +257,7 @@ RUNS: dict[str, tuple[Callable[[str, Rows, tuple[str, ...]], None], Cases]] = {
     "codes": (check_coded, {"sm_90": ("block_decode", "block_prefill", "int8_prefill")}),
     "rounded": (check_rounded, {"sm_90": ("rounded_nvfp4_static_prefill",)}),
     "trained": (check_trained, {"sm_90": ("trained",)}),
+    "slow trained": (check_trained, SLOW_TRAINED_CASES),
     "slow 16 bits elsewhere": (check_16_bits, dict.fromkeys(("sm_80", "sm_100", "gfx942"), FAST_CASES)),
     "slow 16 bits": (check_16_bits, SLOW_CASES),
     "slow packed weights": (check_packed, dict.fromkeys(TARGETS, PACKED_CASES)),

@@ -29,7 +29,7 @@ from moereg.kernels.backward.products import (
     saving_gate_up,
 )
 from moereg.kernels.backward.weights import bias_gradients, routing_gradients, weight_gradients
-from moereg.kernels.launch.device import max_shared_bytes
+from moereg.kernels.launch import device as limits
 from moereg.kernels.rows.plan import plan_in, route_workspace_numel
 from moereg.kernels.rows.reduce import reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
@@ -138,7 +138,7 @@ class Training(TrainingImplementation):
     def _configs(self, call: Call) -> TrainingConfigs:
         rows_per_expert = call.inputs.topk_ids.numel() / self.problem.num_experts
         element_bytes = self.problem.torch_dtype.itemsize
-        return select_training_configs(rows_per_expert, element_bytes, max_shared_bytes(call.out.device))
+        return select_training_configs(rows_per_expert, element_bytes, limits.max_shared_bytes(call.out.device))
 
     def _plan_words(self, num_tokens: int) -> int:
         problem = self.problem
