@@ -401,3 +401,14 @@ def test_parameters_that_the_problem_does_not_name_are_no_silent_loss() -> None:
     for run in (layer, torch.compile(layer, backend="aot_eager")):
         with pytest.raises(GradientError):
             run(*arguments).sum().backward()
+
+
+def test_compiled_code_raises_in_the_backward_pass_alone() -> None:
+    problem = trained_problem(gradients={"weights"})
+    call = drawn_call(problem)
+    layer = moereg.MoELayer(problem, moereg.ExpertWeights(**{n: t.detach() for n, t in call.weights.tensors().items()}))
+    out = torch.compile(layer, backend="eager")(
+        call.tensors["hidden_states"], call.tensors["topk_weights"].detach(), call.topk_ids
+    )
+    with pytest.raises(GradientError, match=r"only gradients that MoEProblem\(gradients=...\) names"):
+        out.sum().backward()
