@@ -25,12 +25,14 @@ from moereg.registry import API_VERSION, BackendCell, register_moe_backend
 from moereg.spec.facts import Facts
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantFormat, QuantScheme
+from moereg.weights.adapters import ExpertAdapters
 from moereg.weights.layouts import deinterleave_gate_up, interleave_gate_up, pad_columns, round_up
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 __all__ = [
     "API_VERSION",
     "BackendCell",
+    "ExpertAdapters",
     "ExpertInputs",
     "ExpertWeights",
     "Experts",

@@ -14,6 +14,7 @@ from moereg.platforms import Platform
 from moereg.spec.facts import Facts
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
+from moereg.weights.adapters import ExpertAdapters
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 __all__ = ["INPUT_FORMS", "OUTPUT_FORMS", "BuildPlan", "ExpertInputs", "Experts", "Facts", "Gradients", "KernelBuilder"]
@@ -37,6 +38,7 @@ class ExpertInputs:
         expert_map: [num_experts] int32, local expert or -1; None if all experts are local.
         hidden_scale: Scales of `hidden_states` if they arrive quantized in the computed scheme: [T,groups] in its scale
             dtype, contiguous. Always None for a class whose `input_form` is not `quantized`.
+        adapters: Low-rank adapters of the experts, in the problem's dtype, contiguous. Always None in `apply`.
     """
 
     hidden_states: torch.Tensor
@@ -45,6 +47,7 @@ class ExpertInputs:
     expert_num_tokens: torch.Tensor | None = None
     expert_map: torch.Tensor | None = None
     hidden_scale: torch.Tensor | None = None
+    adapters: ExpertAdapters | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +61,12 @@ class Gradients:
         w2: [E,H,I] in the problem's dtype.
         w13_bias: [E,2I] or [E,I] in the bias's dtype.
         w2_bias: [E,H] in the bias's dtype.
-        accumulate: Whether gradients of weights and biases are added to what their tensors hold; otherwise those are
-            overwritten. The first two are always overwritten.
+        w13_a: [E,R,H] in the problem's dtype; this and the next three as in `ExpertAdapters`.
+        w13_b: [E,2I,R] or [E,I,R].
+        w2_a: [E,R,I].
+        w2_b: [E,H,R].
+        accumulate: Whether gradients of weights, biases and adapters are added to what their tensors hold; otherwise
+            those are overwritten. The first two are always overwritten.
     """
 
     hidden_states: torch.Tensor | None = None
@@ -68,6 +75,10 @@ class Gradients:
     w2: torch.Tensor | None = None
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
+    w13_a: torch.Tensor | None = None
+    w13_b: torch.Tensor | None = None
+    w2_a: torch.Tensor | None = None
+    w2_b: torch.Tensor | None = None
     accumulate: bool = False
 
 
@@ -266,7 +277,8 @@ class Experts(abc.ABC):
         """Shapes and dtypes, by name, of the tensors that a forward pass keeps for the backward pass.
 
         Inputs and weights are kept anyway. There is room for the rows before the activation, [N,2I] or without a gate
-        [N,I] in the problem's dtype, and for the order of routes: 24 bytes a route and 32 an expert.
+        [N,I] in the problem's dtype, for two rows [N,R] of the problem's `adapter_rank`, and for the order of routes:
+        24 bytes a route and 32 an expert.
         """
         raise NotImplementedError(f"{type(self).__name__} computes no gradients")
 
@@ -279,7 +291,7 @@ class Experts(abc.ABC):
         workspace13: torch.Tensor,
         workspace2: torch.Tensor,
     ) -> None:
-        """Runs the experts like `apply`, and keeps what the backward pass needs.
+        """Runs the experts like `apply`, with their adapters if there are any, and keeps what the backward pass needs.
 
         Args:
             out, inputs, weights, workspace13, workspace2: As in `apply`; the output form is `reduced`.
@@ -312,7 +324,7 @@ class Experts(abc.ABC):
             grads: Tensors to write: every element, with zeros for experts without tokens.
             grad_out: [T,H] in the problem's dtype, contiguous: the gradient of the output; only read.
             saved: As `apply_saving` left them; only read, since a graph may be kept for another backward pass.
-            inputs, weights: As `apply_saving` got them; only read.
+            inputs, weights: As `apply_saving` got them, adapters included; only read.
             workspace13: Scratch memory of the shape from `backward_workspace_shapes`, as in `apply`.
             workspace2: Likewise.
         """

@@ -11,6 +11,7 @@ from moereg.experts import Facts
 from moereg.platforms import Platform
 from moereg.registration import share_layout
 from moereg.registry import register_moe_backend
+from moereg.spec.problem import GRADIENTS
 from moereg.spec.quant_schemes import QUANT_SCHEMES
 
 _BATCHED: Final = frozenset({"batched"})
@@ -81,9 +82,7 @@ class TorchPackedBatchedExperts(LoadedExperts):
 class TorchTrainingExperts(LoadedTrainingExperts):
     """CPU, standard format, with all gradients: canonical weights, active experts only."""
 
-    facts = dataclasses.replace(
-        _CPU, router_weight_on_input=False, gradients=frozenset({"hidden_states", "topk_weights", "weights"})
-    )
+    facts = dataclasses.replace(_CPU, router_weight_on_input=False, gradients=frozenset(GRADIENTS))
     wide_output = True
     layouts = ("canonical",)
 

@@ -22,7 +22,7 @@ from moereg.layer.move_experts import exchange_experts
 from moereg.layer.no_backward import joined, wants_gradient
 from moereg.layer.one_expert import OneExpert
 from moereg.layer.ranges import RangeExperts, WeightsCopy
-from moereg.layer.train_op import cut_saved, run_training, trains
+from moereg.layer.train_op import CallTensors, cut_saved, run_training, trains
 from moereg.layer.warm_up import WarmUp, warm_up
 from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
@@ -33,6 +33,7 @@ from moereg.runtime.torch_op import new_handle, run_compiled
 from moereg.runtime.torch_state import fp32_is_exact, plain_torch
 from moereg.runtime.workspace import WORKSPACES
 from moereg.spec.problem import MoEProblem
+from moereg.weights.adapters import ExpertAdapters
 from moereg.weights.expert_weights import check_expert
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from moereg.weights.versions import CopiedFrom
@@ -126,6 +127,7 @@ class MoEKernel:
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         out: torch.Tensor | None = None,
+        adapters: ExpertAdapters | None = None,
     ) -> torch.Tensor:
         """Runs the layer. No host synchronization on a GPU; T = 0 works.
 
@@ -135,6 +137,8 @@ class MoEKernel:
             topk_ids: [T,K] int32 (int64 is converted), global experts, distinct within a token; ids outside
                 [0, num_experts) or not mapped add nothing.
             out: [T,H] to overwrite, contiguous, aliasing no input; None allocates one.
+            adapters: Of this rank's experts, if the problem has gradients of adapters, which need not be wanted; None
+                runs the layer without.
 
         Returns:
             `out`: the sum over this rank's experts. A backward pass computes the problem's `gradients`; where another
@@ -151,14 +155,23 @@ class MoEKernel:
         """
         check_call(self.problem, self._device, hidden_states, topk_weights, topk_ids, out)
         is_own = out is None
-        followed = (hidden_states, topk_weights, *self.trained.values())
+        followed: tuple[torch.Tensor, ...] = (hidden_states, topk_weights, *self.trained.values())
+        if adapters is not None:
+            adapters.check_against(self.problem, self._device)
+            adapters = adapters.computed_in(self.problem.torch_dtype)
+            followed = (*followed, *adapters.tensors().values())
         if out is not None and wants_gradient(*followed):
             raise GradientError(
                 "out must be None where an input requires a gradient, since a tensor that is passed stays outside of "
                 "autograd's graph; leave it out, or call under torch.no_grad()"
             )
-        if trains(self.problem, hidden_states, topk_weights, self.trained):
-            return run_training(self.problem, hidden_states, topk_weights, topk_ids, self.trained, self._handle)
+        call = hidden_states, topk_weights, topk_ids
+        if trains(self.problem, hidden_states, topk_weights, self.trained, adapters):
+            return run_training(self.problem, *call, self.trained, self._handle, adapters)
+        if adapters is not None:
+            with torch.no_grad():
+                found = run_training(self.problem, *call, self.trained, self._handle, adapters)
+            return joined(found if out is None else out.copy_(found), *followed)
         if out is None:
             out = torch.empty_like(hidden_states)
         if self._communicates or hidden_states.shape[0]:
@@ -457,14 +470,14 @@ class MoEKernel:
         hidden_states: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        weights: Mapping[str, torch.Tensor],
+        tensors: CallTensors,
         saved: torch.Tensor,
     ) -> torch.Tensor:
         """Runs a call whose shapes and dtypes were checked, and keeps what its backward pass needs.
 
         Args:
             hidden_states, topk_weights, topk_ids: As in a call.
-            weights: The canonical tensors to read, by name; empty means the kernel's own weights.
+            tensors: The weights to read, and adapters.
             saved: uint8, overwritten.
 
         Returns:
@@ -475,7 +488,7 @@ class MoEKernel:
             if self.checks_values:
                 check_values(self.problem, self._device, topk_weights, topk_ids, self.expert_map)
             self._num_calls[(len(hidden_states) - 1).bit_length()] += 1
-            self._train("apply_saving", saved, (hidden_states, topk_weights, topk_ids), weights, out=out)
+            self._train("apply_saving", saved, (hidden_states, topk_weights, topk_ids), tensors, out=out)
         return out
 
     def run_backward(
@@ -486,19 +499,19 @@ class MoEKernel:
         hidden_states: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        weights: Mapping[str, torch.Tensor],
+        tensors: CallTensors,
     ) -> None:
         """Computes gradients of a call of `run_saving`.
 
         Args:
             gradients: Tensors to overwrite, by the names of `Gradients`.
             grad_out: [T,H] in the problem's dtype, contiguous.
-            saved, hidden_states, topk_weights, topk_ids, weights: As in that call.
+            saved, hidden_states, topk_weights, topk_ids, tensors: As in that call.
         """
         if len(hidden_states):
             call = (hidden_states, topk_weights, topk_ids)
             targets: dict[str, Any] = {**gradients}
-            self._train("apply_backward", saved, call, weights, grads=Gradients(**targets), grad_out=grad_out)
+            self._train("apply_backward", saved, call, tensors, grads=Gradients(**targets), grad_out=grad_out)
         else:
             for tensor in gradients.values():
                 tensor.zero_()
@@ -508,7 +521,7 @@ class MoEKernel:
         step: str,
         saved: torch.Tensor,
         call: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        weights: Mapping[str, torch.Tensor],
+        tensors: CallTensors,
         **others: Any,
     ) -> None:
         """Runs a method of the experts for one direction of a call."""
@@ -527,7 +540,9 @@ class MoEKernel:
                 topk_ids = _in_32_bits(topk_ids, problem)
                 prepare = self.prepare_finalize.prepare
                 inputs = prepare(hidden_states, topk_weights, topk_ids, problem, self.expert_map).inputs
-                read = PermutedWeights("canonical", weights) if weights else self._copy_of(served).weights
+                inputs = dataclasses.replace(inputs, adapters=tensors.adapters)
+                own = self._copy_of(served).weights
+                read = PermutedWeights("canonical", tensors.weights) if tensors.weights else own
                 names = {"workspace13": workspaces[0], "workspace2": workspaces[1]}
                 try:
                     getattr(experts, step)(saved=kept, inputs=inputs, weights=read, **names, **others)

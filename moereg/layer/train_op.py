@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -13,18 +13,22 @@ from moereg.experts import SavedShapes
 from moereg.runtime.graph_pools import in_compiled_code
 from moereg.runtime.torch_op import layer_of
 from moereg.spec.problem import MoEProblem
+from moereg.weights.adapters import ADAPTER_TENSORS, ExpertAdapters
 
 WEIGHTS: Final = ("w13", "w2", "w13_bias", "w2_bias")
 """Tensors that train as `weights`."""
 
-_INPUTS: Final = ("hidden_states", "topk_weights", "topk_ids", *WEIGHTS)
-_DIFFERENTIABLE: Final = ("hidden_states", "topk_weights", *WEIGHTS)
+_TENSORS: Final = (*WEIGHTS, *ADAPTER_TENSORS)
+_INPUTS: Final = ("hidden_states", "topk_weights", "topk_ids", *_TENSORS)
+_DIFFERENTIABLE: Final = ("hidden_states", "topk_weights", *_TENSORS)
+_NUM_OTHERS: Final = 4
+"""Arguments after the tensors: the handle, two scalings, and the saved bytes."""
 _ALIGNMENT: Final = 256
 
 _LIBRARY: Final = torch.library.Library("moereg", "FRAGMENT")
 _ARGUMENTS: Final = (
-    "Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, Tensor? w13, Tensor? w2, Tensor? w13_bias, "
-    "Tensor? w2_bias, Tensor handle"
+    f"Tensor hidden_states, Tensor topk_weights, Tensor topk_ids, {', '.join(f'Tensor? {name}' for name in _TENSORS)}, "
+    "Tensor handle, float w13_scaling, float w2_scaling"
 )
 _LIBRARY.define(
     f"moe_train({_ARGUMENTS}, SymInt saved_bytes) -> (Tensor out, Tensor saved)",
@@ -42,6 +46,7 @@ def trains(
     hidden_states: torch.Tensor,
     topk_weights: torch.Tensor,
     weights: Mapping[str, torch.Tensor | None],
+    adapters: ExpertAdapters | None = None,
 ) -> bool:
     """Whether autograd follows tensors of a call, and the problem names all that it follows.
 
@@ -49,6 +54,7 @@ def trains(
         problem: The layer.
         hidden_states, topk_weights: Of the call.
         weights: Those that may be trained, by name.
+        adapters: Of the call.
     """
     if not problem.gradients or not torch.is_grad_enabled():
         return False
@@ -56,6 +62,7 @@ def trains(
         "hidden_states": hidden_states.requires_grad,
         "topk_weights": topk_weights.requires_grad,
         "weights": any(each is not None and each.requires_grad for each in weights.values()),
+        "adapters": any(each.requires_grad for each in _adapter_tensors(adapters).values()),
     }
     return any(follows.values()) and all(
         name in problem.gradients for name, is_followed in follows.items() if is_followed
@@ -88,6 +95,7 @@ def run_training(
     topk_ids: torch.Tensor,
     weights: Mapping[str, torch.Tensor | None],
     handle: torch.Tensor,
+    adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """Runs a layer so that a backward pass to its output computes gradients.
 
@@ -96,14 +104,17 @@ def run_training(
         hidden_states, topk_weights, topk_ids: As in `MoEKernel`, checked.
         weights: Canonical tensors to read and to train, by name; none of them if the layer's own are not trained.
         handle: From `new_handle`, of a layer whose `training_kernel` gives its kernel.
+        adapters: Of the experts, in the problem's dtype, contiguous; they may be read without gradients too.
 
     Returns:
         [T,H] in the problem's dtype.
     """
-    given = (weights.get(name) for name in WEIGHTS)
-    num_bytes = most_saved_bytes(problem, hidden_states.shape[0])
-    out: torch.Tensor = torch.ops.moereg.moe_train(hidden_states, topk_weights, topk_ids, *given, handle, num_bytes)[0]
-    if not torch.compiler.is_compiling():
+    adapters = adapters or ExpertAdapters()
+    tensors = {**weights, **adapters.tensors()}
+    call = hidden_states, topk_weights, topk_ids, *(tensors.get(name) for name in _TENSORS)
+    others = handle, adapters.w13_scaling, adapters.w2_scaling, most_saved_bytes(problem, hidden_states.shape[0])
+    out: torch.Tensor = torch.ops.moereg.moe_train(*call, *others)[0]
+    if out.requires_grad and not torch.compiler.is_compiling():
         # The graph keeps the layer: a caller may drop it before the backward pass.
         out.grad_fn.moereg_layer = layer_of(handle)  # type: ignore[union-attr]
     return out
@@ -111,7 +122,8 @@ def run_training(
 
 def most_saved_bytes(problem: MoEProblem, num_tokens: int) -> int:
     """Bytes that a forward pass may keep: a bound by sizes alone, since compiled code does not know the kernel yet."""
-    row = problem.activation.num_halves * problem.intermediate_size * problem.torch_dtype.itemsize
+    columns = problem.activation.num_halves * problem.intermediate_size + 2 * problem.adapter_rank
+    row = columns * problem.torch_dtype.itemsize
     return num_tokens * problem.top_k * (row + 24) + problem.num_local_experts * 32 + 16 * _ALIGNMENT
 
 
@@ -127,22 +139,45 @@ def cut_saved(saved: torch.Tensor, shapes: SavedShapes) -> dict[str, torch.Tenso
     return tensors
 
 
-def _held(weights: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    return {name: each for name, each in zip(WEIGHTS, weights, strict=True) if each is not None}
+def _adapter_tensors(adapters: ExpertAdapters | None) -> dict[str, torch.Tensor]:
+    return {} if adapters is None else adapters.tensors()
+
+
+class CallTensors(NamedTuple):
+    """Parameters that a call reads, and trains as far as its gradients are wanted.
+
+    Attributes:
+        weights: Canonical tensors by name; empty means the kernel's own weights.
+        adapters: Of the experts, or None.
+    """
+
+    weights: dict[str, torch.Tensor]
+    adapters: ExpertAdapters | None
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor | None], w13_scaling: float, w2_scaling: float) -> CallTensors:
+        """Those of an op's arguments."""
+        held = {name: each for name, each in zip(_TENSORS, tensors, strict=True) if each is not None}
+        factors: dict[str, Any] = {name: held.pop(name) for name in ADAPTER_TENSORS if name in held}
+        adapters = ExpertAdapters(**factors, w13_scaling=w13_scaling, w2_scaling=w2_scaling) if factors else None
+        return cls(held, adapters)
 
 
 def _moe_train(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden_states, topk_weights, topk_ids, *weights, handle, saved_bytes = arguments
+    hidden_states, topk_weights, topk_ids, *tensors, handle, w13_scaling, w2_scaling, saved_bytes = arguments
     with in_compiled_code():
         kernel = layer_of(handle).training_kernel()
         saved = torch.empty(saved_bytes, dtype=torch.uint8, device=hidden_states.device)
-        return kernel.run_saving(hidden_states, topk_weights, topk_ids, _held(weights), saved), saved
+        parameters = CallTensors.of(tensors, w13_scaling, w2_scaling)
+        return kernel.run_saving(hidden_states, topk_weights, topk_ids, parameters, saved), saved
 
 
 def _moe_train_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    grad_out, saved, hidden_states, topk_weights, topk_ids, *weights, handle, wanted = arguments
+    grad_out, saved, hidden_states, topk_weights, topk_ids, *tensors, handle, w13_scaling, w2_scaling, wanted = (
+        arguments
+    )
     call = (hidden_states, topk_weights, topk_ids)
-    targets = _targets(hidden_states, topk_weights, weights, wanted)
+    targets = _targets(hidden_states, topk_weights, tensors, wanted)
     with in_compiled_code():
         kernel = layer_of(handle).training_kernel()
         kernel.run_backward(
@@ -154,15 +189,15 @@ def _moe_train_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
             grad_out.contiguous(),
             saved,
             *call,
-            _held(weights),
+            CallTensors.of(tensors, w13_scaling, w2_scaling),
         )
     return targets
 
 
 def _targets(
-    hidden_states: torch.Tensor, topk_weights: torch.Tensor, weights: Any, wanted: list[bool]
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, tensors: Any, wanted: list[bool]
 ) -> tuple[torch.Tensor, ...]:
-    likes = (hidden_states, topk_weights, *weights)
+    likes = (hidden_states, topk_weights, *tensors)
     return tuple(
         torch.empty_like(like, memory_format=torch.contiguous_format) if is_wanted else hidden_states.new_empty(0)
         for like, is_wanted in zip(likes, wanted, strict=True)
@@ -170,19 +205,20 @@ def _targets(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, _ = inputs
+    *tensors, w13_scaling, w2_scaling, _ = inputs
     ctx.set_materialize_grads(False)
+    ctx.scaling = (w13_scaling, w2_scaling)
     ctx.save_for_backward(output[1], *tensors)
 
 
 def _differentiate(ctx: Any, grad_out: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
     if grad_out is None:
-        return (None,) * (len(_INPUTS) + 2)
+        return (None,) * (len(_INPUTS) + _NUM_OTHERS)
     needs = dict(zip(_INPUTS, ctx.needs_input_grad, strict=False))
     wanted = [needs[name] for name in _DIFFERENTIABLE]
-    found = torch.ops.moereg.moe_train_backward(grad_out, *ctx.saved_tensors, wanted)
+    found = torch.ops.moereg.moe_train_backward(grad_out, *ctx.saved_tensors, *ctx.scaling, wanted)
     gradients = {name: each for name, each in zip(_DIFFERENTIABLE, found, strict=True) if needs[name]}
-    return *(gradients.get(name) for name in _INPUTS), None, None
+    return *(gradients.get(name) for name in _INPUTS), *(None,) * _NUM_OTHERS
 
 
 def _refuse(ctx: Any, *gradients: torch.Tensor | None) -> None:
@@ -198,8 +234,8 @@ def _fake_train(hidden_states: torch.Tensor, *others: Any) -> tuple[torch.Tensor
 
 
 def _fake_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    _, _, hidden_states, topk_weights, _, *weights, _, wanted = arguments
-    return _targets(hidden_states, topk_weights, weights, wanted)
+    _, _, hidden_states, topk_weights, _, *tensors, _, _, _, wanted = arguments
+    return _targets(hidden_states, topk_weights, tensors, wanted)
 
 
 for _name, _run, _fake in (

@@ -9,7 +9,9 @@ times the routing weight, the pre-activation's gradient, a route's row, and the 
 accumulated before). As `moereg.numerics.tolerances` derives, that is sqrt(7) * 1.5e-3 = 4.0e-3 in bfloat16 and 4.8e-4
 in float16; the bounds are those of seven roundings there, 9.5e-3 and 1.2e-3. In float32 a gradient is three sums deep:
 sqrt(3) * 8e-6 = 1.4e-5, bound 2e-5. Below 64 independent elements bounds are 8 / sqrt(n) times larger, as for outputs.
-An expert's gradients have at most as many as its rows of the intermediate, since its input is exact.
+An expert's gradients have at most as many as its rows of the intermediate, since its input is exact, and an adapter's
+as many as its rows of R, which are rounded between its two products: once more on the way, where those before the
+activation do not count.
 
 **Cancellation.** A routing weight's gradient is one sum of I products (and H with a bias), which may cancel: one in a
 hundred is a hundredth of its usual size. So its error is relative to the root of the sum of their squares. The other
@@ -26,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -34,14 +36,15 @@ from moereg.numerics.reference import LayerCall
 from moereg.numerics.tolerances import FEW_ELEMENTS, LARGEST_BOUND
 from moereg.runtime.torch_state import plain_torch
 from moereg.spec.problem import MoEProblem
+from moereg.weights.adapters import ADAPTER_TENSORS, ExpertAdapters
 from moereg.weights.permuted import ExpertWeights
 
 GRADIENT_BOUNDS: Final[dict[str, float]] = {"bfloat16": 9.5e-3, "float16": 1.2e-3, "float32": 2e-5}
 """Bounds by the problem's dtype, for gradients of many elements."""
 
-_OF_EXPERTS: Final = ("w13", "w2", "w13_bias", "w2_bias")
+_OF_EXPERTS: Final = ("w13", "w2", "w13_bias", "w2_bias", *ADAPTER_TENSORS)
 # Gradients that depend on the activation's slope.
-_OF_SLOPES: Final = frozenset({"hidden_states", "w13", "w13_bias"})
+_OF_SLOPES: Final = frozenset({"hidden_states", "w13", "w13_bias", "w13_a", "w13_b"})
 # Relative to the clamp: half a unit in the last place, or the error of fp32 sums.
 _NEAR_CLAMP: Final[dict[str, float]] = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-16}
 
@@ -60,13 +63,16 @@ class ReferenceGradients:
 
     Attributes:
         problem: The layer.
-        tensors: `hidden_states` [T,H], `topk_weights` [T,K], `w13` [E,2I,H], `w2` [E,H,I], and biases if there are any.
+        output: [T,H], the layer's output.
+        tensors: `hidden_states` [T,H], `topk_weights` [T,K], `w13` [E,2I,H], `w2` [E,H,I], and biases and adapters if
+            there are any.
         local_ids: [T,K] int64, each route's local expert or -1.
         sizes: Norms that errors are relative to, by name: [E], or [1] for the first two.
         kinks: Likewise, norms of what rounding may move across the activation's clamp.
     """
 
     problem: MoEProblem
+    output: torch.Tensor
     tensors: dict[str, torch.Tensor]
     local_ids: torch.Tensor
     sizes: dict[str, torch.Tensor]
@@ -97,7 +103,10 @@ class ReferenceGradients:
 
     def _bound(self, name: str, num_routes: int) -> float:
         outputs = self.problem.intermediate_size if name == "w13_bias" else self.problem.hidden_size
-        count = num_routes if name == "topk_weights" else min(num_routes * self.problem.intermediate_size, outputs)
+        if name in ADAPTER_TENSORS:
+            count = num_routes * min(self.tensors[name].shape[1:])
+        else:
+            count = num_routes if name == "topk_weights" else min(num_routes * self.problem.intermediate_size, outputs)
         few = math.sqrt(FEW_ELEMENTS / min(max(count, 1), FEW_ELEMENTS))
         return min(GRADIENT_BOUNDS[self.problem.dtype] * few, LARGEST_BOUND)
 
@@ -110,39 +119,43 @@ def reference_gradients(
     topk_ids: torch.Tensor,
     grad_out: torch.Tensor,
     expert_map: torch.Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
 ) -> ReferenceGradients:
     """Runs the reference forward and backward, and synchronizes the device.
 
     Args:
         problem, weights, hidden_states, topk_weights, topk_ids, expert_map: As in `reference_experts`, not quantized.
         grad_out: [T,H], the output's gradient.
+        adapters: Of the experts; their products are added to the weights.
     """
     arguments = (weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float64, None)
     with torch.inference_mode(False), plain_torch():
-        call = _LeafCall(**vars(LayerCall.of(problem, *arguments)))
-        tensors = call.gradients(grad_out.double())
+        call = _LeafCall(**vars(LayerCall.of(problem, *arguments)), adapters=adapters)
+        output, tensors = call.gradients(grad_out.double())
         kinks = {name: torch.zeros_like(_norms(name, tensor)) for name, tensor in tensors.items()}
         limit, share = problem.activation.limit, _NEAR_CLAMP[problem.dtype]
         for bound in () if limit is None else (limit * (1 - share), limit * (1 + share)):
             moved = dataclasses.replace(problem.activation, limit=bound)
             near = dataclasses.replace(call, problem=dataclasses.replace(problem, activation=moved))
-            found = near.gradients(grad_out.double())
+            found = near.gradients(grad_out.double())[1]
             for name in _OF_SLOPES & found.keys():
                 kinks[name] += _norms(name, found[name] - tensors[name])
         sizes = {name: _norms(name, tensor) for name, tensor in tensors.items()}
         sizes["topk_weights"] = call.terms(grad_out.double()).view(1)
-    return ReferenceGradients(problem, tensors, call.local_ids, sizes, kinks)
+    return ReferenceGradients(problem, output, tensors, call.local_ids, sizes, kinks)
 
 
 @dataclasses.dataclass(frozen=True)
 class _LeafCall(LayerCall):
     """A call whose tensors are leaves of autograd's graph."""
 
+    adapters: ExpertAdapters | None = None
     leaves: dict[str, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
 
-    def gradients(self, grad_out: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The gradients of all of the call's tensors, zero where nothing depends on one."""
+    def gradients(self, grad_out: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The output, and the gradients of all of the call's tensors, zero where nothing depends on one."""
         given = {"hidden_states": self.tokens, "topk_weights": self.topk_weights, **self.weights.tensors()}
+        given |= {} if self.adapters is None else self.adapters.tensors()
         leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
         with torch.enable_grad():
             # One node for all experts: that of an index would be as large as all of them for each.
@@ -150,9 +163,9 @@ class _LeafCall(LayerCall):
             tokens, routing = leaves["hidden_states"], leaves["topk_weights"]
             out = dataclasses.replace(self, tokens=tokens, topk_weights=routing, leaves=experts).output()
             if not out.requires_grad:
-                return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+                return out, {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             found = torch.autograd.grad(out, list(leaves.values()), grad_out, materialize_grads=True)
-        return dict(zip(leaves, found, strict=True))
+        return out.detach(), dict(zip(leaves, found, strict=True))
 
     def terms(self, grad_out: torch.Tensor) -> torch.Tensor:
         """The root of the sum of squares of all products that the routing weights' gradients sum."""
@@ -165,8 +178,13 @@ class _LeafCall(LayerCall):
         return total.sqrt()
 
     def matrix(self, name: str, expert: int) -> torch.Tensor:
-        """One expert's w13 or w2."""
-        return self.leaves[name][expert] if self.leaves else super().matrix(name, expert)
+        """One expert's w13 or w2, with its adapter."""
+        matrix = self.leaves[name][expert] if self.leaves else super().matrix(name, expert)
+        if self.adapters is None or getattr(self.adapters, f"{name}_a") is None:
+            return matrix
+        held: Any = self.leaves or {key: each.double() for key, each in self.adapters.tensors().items()}
+        scaling = getattr(self.adapters, f"{name}_scaling")
+        return torch.addmm(matrix, held[f"{name}_b"][expert], held[f"{name}_a"][expert], alpha=scaling)
 
     def bias(self, name: str, expert: int) -> torch.Tensor:
         """One expert's bias of w13 or w2."""

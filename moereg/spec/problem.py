@@ -20,8 +20,9 @@ _DTYPE_ALIASES: Final = {"bf16": "bfloat16", "fp16": "float16", "half": "float16
 ACTIVATION_FORMATS: Final = ("standard", "batched")
 PLACEMENTS: Final = ("contiguous", "map")
 HELD_EXPERTS: Final = ("all", "some")
-GRADIENTS: Final = ("hidden_states", "topk_weights", "weights")
+GRADIENTS: Final = ("hidden_states", "topk_weights", "weights", "adapters")
 _REQUIRED: Final = ("num_experts", "hidden_size", "intermediate_size", "top_k")
+_OF_TRAINING: Final = ("gradients", "adapter_rank")
 _FLAGS: Final = ("has_bias", "apply_router_weight_on_input", "graph_capture", "deterministic", "exact_activations")
 
 
@@ -50,8 +51,9 @@ class MoEProblem:
         deterministic: Requires equal bits for equal inputs.
         exact_activations: Rejects kernels that keep activations at 16 bits although the scheme quantizes them.
         max_num_tokens: Most tokens of a call, if known. Not part of a tuning key.
-        gradients: Names of those whose gradients a backward pass computes: `hidden_states`, `topk_weights`, and
-            `weights` for w13, w2 and their biases. Empty for inference.
+        gradients: Names of those whose gradients a backward pass computes: `hidden_states`, `topk_weights`,
+            `weights` for w13, w2 and their biases, and `adapters`. Empty for inference.
+        adapter_rank: Largest rank of the experts' low-rank adapters, if `gradients` names them, else 0.
 
     Raises:
         ArgumentError: A value has another type, a count is below 1, top_k exceeds num_experts, or values conflict.
@@ -84,6 +86,7 @@ class MoEProblem:
     exact_activations: bool = False
     max_num_tokens: int | None = None
     gradients: frozenset[str] = frozenset()
+    adapter_rank: int = 0
 
     def __init__(
         self,
@@ -105,6 +108,7 @@ class MoEProblem:
         exact_activations: bool = False,
         max_num_tokens: int | None = None,
         gradients: Collection[str] = (),
+        adapter_rank: int = 0,
     ) -> None:
         given = locals()  # The arguments have the fields' names.
         resolved = {
@@ -146,6 +150,15 @@ class MoEProblem:
                 f"gradients of weights require unquantized weights, got {self.quant.name}; leave 'weights' out of "
                 "gradients, or train weights in 16 or 32 bits"
             )
+        if check_count("adapter_rank", adapter_rank, minimum=0) != 0 and "adapters" not in self.gradients:
+            raise ArgumentError(
+                f"adapter_rank is that of adapters with gradients, got {adapter_rank} with gradients of "
+                f"({', '.join(sorted(self.gradients))}); add 'adapters' to gradients"
+            )
+        if "adapters" in self.gradients and not adapter_rank:
+            raise ArgumentError(
+                "gradients of adapters require their largest rank, got adapter_rank=0; pass adapter_rank"
+            )
         if self.gradients and self.activation_format != "standard":
             raise ArgumentError(
                 f"gradients require activation_format 'standard', got {self.activation_format!r} with gradients of "
@@ -171,8 +184,8 @@ class MoEProblem:
     def to_dict(self) -> dict[str, Any]:
         """The constructor's arguments as JSON values; `MoEProblem.from_dict` reads them back.
 
-        Omits fields that are None, and `gradients` if empty. A scheme other than moereg's own cannot be found by name,
-        so it is written as a mapping.
+        Omits fields that are None, and `gradients` and `adapter_rank` if empty. A scheme other than moereg's own cannot
+        be found by name, so it is written as a mapping.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values = {name: value for name, value in fields.items() if value is not None}
@@ -180,8 +193,11 @@ class MoEProblem:
         values["quant"] = self.quant.name if known else dataclasses.asdict(self.quant)
         values["activation"] = str(self.activation)
         # A layer without gradients has the keys and fingerprints that it had before there were any.
-        values.pop("gradients")
-        return {**values, "gradients": sorted(self.gradients)} if self.gradients else values
+        values["gradients"] = sorted(self.gradients)
+        for name in _OF_TRAINING:
+            if not values[name]:
+                del values[name]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MoEProblem:
@@ -215,13 +231,14 @@ class MoEProblem:
             flags.append(f"placement {self.placement}")
         if self.gradients:
             flags.append(f"gradients of {' and '.join(sorted(self.gradients))}")
+        if self.adapter_rank:
+            flags.append(f"adapter rank {self.adapter_rank}")
         return ", ".join([text, *flags])
 
     def __repr__(self) -> str:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["gradients"] = sorted(self.gradients)
-        if not self.gradients:
-            del fields["gradients"]
+        fields = {name: value for name, value in fields.items() if value or name not in _OF_TRAINING}
         return f"MoEProblem({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
 
 

@@ -15,6 +15,7 @@ import torch
 from moereg.quantize import pack_nibbles
 from moereg.spec.quant_schemes import MATRICES
 from moereg.testing.inputs import Inputs
+from moereg.weights.adapters import ExpertAdapters
 from moereg.weights.permuted import ExpertWeights
 
 Fault = Callable[[ExpertWeights, str], ExpertWeights | None]
@@ -118,9 +119,10 @@ class BackwardPass:
     `local_ids` [T,K] int64 has each route's local expert or -1.
     """
 
-    run: Callable[[ExpertWeights, Inputs], dict[str, torch.Tensor]]
+    run: Callable[[ExpertWeights, Inputs, ExpertAdapters | None], dict[str, torch.Tensor]]
     weights: ExpertWeights
     inputs: Inputs
+    adapters: ExpertAdapters | None
     local_ids: torch.Tensor
     right: dict[str, torch.Tensor]
 
@@ -134,16 +136,19 @@ def plant_gradient_faults(backward: BackwardPass) -> Iterator[tuple[str, dict[st
 
 
 def _spoiled_gradients(backward: BackwardPass) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    weights, inputs, local_ids = backward.weights, backward.inputs, backward.local_ids
-    of_experts = {name: tensor for name, tensor in backward.right.items() if name in weights.tensors()}
+    weights, inputs, local_ids, adapters = backward.weights, backward.inputs, backward.local_ids, backward.adapters
+    experts_own = weights.tensors().keys() | (set() if adapters is None else adapters.tensors().keys())
+    of_experts = {name: tensor for name, tensor in backward.right.items() if name in experts_own}
     if weights.num_halves == 2:
-        halves = {name: tensor.chunk(2, dim=1) for name, tensor in of_experts.items() if name.startswith("w13")}
+        halves = {
+            name: tensor.chunk(2, dim=1) for name, tensor in of_experts.items() if name in ("w13", "w13_bias", "w13_b")
+        }
         yield "gradients of gate and up swapped", {name: torch.cat(each[::-1], dim=1) for name, each in halves.items()}
     if weights.num_experts > 1:
         yield "gradients of another expert", {name: tensor.roll(1, dims=0) for name, tensor in of_experts.items()}
     yield "gradient of routing weights dropped", {"topk_weights": torch.zeros_like(inputs.topk_weights)}
     ones = torch.ones_like(inputs.topk_weights)
-    unscaled = backward.run(weights, dataclasses.replace(inputs, topk_weights=ones))
+    unscaled = backward.run(weights, dataclasses.replace(inputs, topk_weights=ones), adapters)
     unscaled |= {key: tensor for key, tensor in backward.right.items() if key == "topk_weights"}
     yield "gradients not scaled by routing weights", unscaled
 
@@ -153,7 +158,7 @@ def _spoiled_gradients(backward: BackwardPass) -> Iterator[tuple[str, dict[str, 
         for expert in experts[1:]:
             token, slot = torch.nonzero(local_ids == expert)[0].tolist()
             topk_ids[token, slot] = inputs.topk_ids[token, slot]
-        first_rows = backward.run(weights, dataclasses.replace(inputs, topk_ids=topk_ids))
+        first_rows = backward.run(weights, dataclasses.replace(inputs, topk_ids=topk_ids), adapters)
         longer = {name: tensor.clone() for name, tensor in of_experts.items()}
         for name, tensor in longer.items():
             tensor[experts[:-1]] += first_rows[name][experts[1:]]
@@ -165,7 +170,26 @@ def _spoiled_gradients(backward: BackwardPass) -> Iterator[tuple[str, dict[str, 
         yield "gradients of an expert without rows not written", unwritten
     # Before an optimizer made them a third larger.
     before = {name: 0.75 * tensor for name, tensor in weights.tensors().items()}
-    yield "gradients with the weights before a step", backward.run(_with(weights, before), inputs)
+    yield "gradients with the weights before a step", backward.run(_with(weights, before), inputs, adapters)
+    if adapters is not None:
+        tensors = adapters.tensors()
+        inert = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        yield "adapters ignored", {**backward.run(weights, inputs, None), **inert}
+        unscaled_adapters = dataclasses.replace(adapters, w13_scaling=1.0, w2_scaling=1.0)
+        yield "adapters not scaled", backward.run(weights, inputs, unscaled_adapters)
+        before = {name: 0.75 * tensor for name, tensor in tensors.items()}
+        yield "gradients with the adapters before a step", backward.run(weights, inputs, adapters.with_tensors(before))
+        if weights.num_experts > 1:
+            # As if the expert came before the rank in memory, where it comes after.
+            others = {name: _misread(tensor) for name, tensor in tensors.items() if name.endswith("_b")}
+            yield "experts of lora_B misordered", backward.run(weights, inputs, adapters.with_tensors(others))
+
+
+def _misread(b: torch.Tensor) -> torch.Tensor:
+    """[E,rows,R], stored as [rows,R*E] with the expert fastest, read with the expert slower than the rank."""
+    num_experts, num_rows, rank = b.shape
+    stored = b.permute(1, 2, 0).reshape(num_rows, rank * num_experts)
+    return stored.view(num_rows, num_experts, rank).transpose(0, 1).contiguous()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from moereg.layer.backend_calls import make_experts, permute
 from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.factory import make_unchecked_kernel
 from moereg.numerics.gradients import reference_gradients
-from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.reference import relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import BackendCell
 from moereg.runtime.torch_state import plain_torch
@@ -33,28 +33,34 @@ from moereg.testing.diagnosis import worded
 from moereg.testing.drawing import DrawnLayer, claimed_activations
 from moereg.testing.faults import BackwardPass, plant_gradient_faults
 from moereg.testing.guards import GuardedMemory, GuardedWorkspaces, guard_weights
-from moereg.testing.inputs import Inputs, make_expert_map, make_grad_out, make_inputs, make_weights
+from moereg.testing.inputs import Inputs, make_adapters, make_expert_map, make_grad_out, make_inputs, make_weights
 from moereg.testing.problems import accepted_neighbor, claimed_problems
+from moereg.weights.adapters import ExpertAdapters
 from moereg.weights.permuted import ExpertWeights
 from moereg.weights.unpermute import same_bits
 
 _SIZES: Final = ((72, 40), (130, 88), (255, 129), (64, 96), (128, 64))
 _FEWER_CALLS: Final = ((17, "unmapped"), (33, "skewed"), (1, "uniform"), (17, "one_expert"))
 _SPOILED: Final = 5  # A token.
+_RANKS: Final = (16, 0, 5, 64, 4)
 
 
-def with_gradients(case: Case) -> Case | None:
-    """The case with all gradients that its class computes; None if it computes none for such a layer."""
+def with_gradients(case: Case, adapter_rank: int) -> Case | None:
+    """The case with all gradients that its class computes, of adapters if it has some; None if it computes none."""
     names = case.cell.facts.gradients
+    if not adapter_rank or "adapters" not in names:
+        names, adapter_rank = names - {"adapters"}, 0
     if not names or case.problem.quant.weight is not None or case.problem.activation_format != "standard":
         return None
-    problem = dataclasses.replace(case.problem, gradients=names)
+    problem = dataclasses.replace(case.problem, gradients=names, adapter_rank=adapter_rank)
     asked = evaluate(case.cell, problem, case.platform, Request(require=(case.cell.name,)))
     return dataclasses.replace(case, problem=problem) if asked.accepted else None
 
 
 def gradient_cases(cell: BackendCell) -> list[Case]:
     """A layer of every claimed combination of dtype, activation, clamp and bias, and of other experts and placements.
+
+    Those of a class that has adapters differ in rank; some have none.
 
     An imitated class gets each value once only.
     """
@@ -80,21 +86,33 @@ def gradient_cases(cell: BackendCell) -> list[Case]:
     ]
     problems += [other for other in others if other.num_experts != first.num_experts or other.is_expert_parallel]
     accepted = [accepted_neighbor(cell, problem, platform) for problem in problems]
-    cases = [with_gradients(Case(cell, platform, problem)) for problem in accepted if problem is not None]
+    cases = [
+        with_gradients(Case(cell, platform, problem), rank)
+        for problem, rank in zip(accepted, itertools.cycle(_RANKS), strict=False)
+        if problem is not None
+    ]
     return list({case.problem: case for case in cases if case is not None}.values())
 
 
 class Expected:
     """The expected gradients of a call, `truth`."""
 
-    def __init__(self, problem: MoEProblem, weights: ExpertWeights, inputs: Inputs, *others: Any) -> None:
-        """Computes them; `others` are those of `reference_gradients`."""
+    def __init__(
+        self,
+        problem: MoEProblem,
+        weights: ExpertWeights,
+        inputs: Inputs,
+        grad_out: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        adapters: ExpertAdapters | None,
+    ) -> None:
+        """Computes them; arguments as in `reference_gradients`."""
 
-        def run(weights: ExpertWeights, inputs: Inputs) -> dict[str, torch.Tensor]:
-            return reference_gradients(problem, weights, *inputs.call, *others).tensors
+        def run(weights: ExpertWeights, inputs: Inputs, adapters: ExpertAdapters | None) -> dict[str, torch.Tensor]:
+            return reference_gradients(problem, weights, *inputs.call, grad_out, expert_map, adapters).tensors
 
-        self.truth = reference_gradients(problem, weights, *inputs.call, *others)
-        self._backward = BackwardPass(run, weights, inputs, self.truth.local_ids, self.truth.tensors)
+        self.truth = reference_gradients(problem, weights, *inputs.call, grad_out, expert_map, adapters)
+        self._backward = BackwardPass(run, weights, inputs, adapters, self.truth.local_ids, self.truth.tensors)
 
     def check(self, found: Mapping[str, torch.Tensor]) -> None:
         """Raises AssertionError if an error exceeds its bound, naming usual mistakes that explain it."""
@@ -122,8 +140,15 @@ class Expected:
 class GuardedTraining:
     """A case's experts class on canonical weights, with guard bands around all tensors; `names` are its gradients."""
 
-    def __init__(self, case: Case, weights: ExpertWeights, ep_rank: int = 0, form: str = "contiguous") -> None:
-        """Permutes the weights; arguments as in `moereg.testing.checks.GuardedLayer`."""
+    def __init__(
+        self,
+        case: Case,
+        weights: ExpertWeights,
+        adapters: ExpertAdapters | None,
+        ep_rank: int = 0,
+        form: str = "contiguous",
+    ) -> None:
+        """Permutes the weights; other arguments as in `moereg.testing.checks.GuardedLayer`."""
         self.case = case
         self._memory, self._scratch = GuardedMemory(case.device), GuardedMemory(case.device)
         self._workspaces = GuardedWorkspaces(self._scratch)
@@ -132,17 +157,28 @@ class GuardedTraining:
         self._expert_map = resolve_expert_map(case.problem, ep_rank, given, self.weights.w13.device)
         if self._expert_map is not None:
             self._expert_map = self._memory.copy("expert_map", self._expert_map)
+        self.adapters = adapters
+        if adapters is not None:
+            copies = {name: self._memory.copy(name, tensor) for name, tensor in adapters.tensors().items()}
+            self.adapters = adapters.with_tensors(copies)
         self._memory.freeze()
         selection = select_cell(case)
         self._experts = make_experts(selection, selection.decisions[0])
         self._permuted = permute(selection, self._experts, self.weights)
         self._memory.check()
         asked = case.problem.gradients
-        self.names = tuple(sorted(asked - {"weights"})) + tuple(weights.tensors() if "weights" in asked else ())
+        self.names = tuple(sorted(asked - {"weights", "adapters"}))
+        self.names += tuple(weights.tensors() if "weights" in asked else ())
+        self.names += () if adapters is None else tuple(adapters.tensors())
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Weights and adapters by name."""
+        return {**self.weights.tensors(), **({} if self.adapters is None else self.adapters.tensors())}
 
     def expected(self, inputs: Inputs, grad_out: torch.Tensor) -> Expected:
         """The expected gradients of a call."""
-        return Expected(self.case.problem, self.weights, inputs, grad_out, self._expert_map)
+        return Expected(self.case.problem, self.weights, inputs, grad_out, self._expert_map, self.adapters)
 
     def run(
         self,
@@ -158,7 +194,7 @@ class GuardedTraining:
             inputs, grad_out: One call with at least one token, and [T,H].
             fill: Contents of the workspaces, one of `moereg.testing.guards.FILLS`.
             names: Gradients to ask for; all if None.
-            before: What those of weights are added to; they are overwritten if None.
+            before: What those of weights and adapters are added to; they are overwritten if None.
 
         Returns:
             The output, and the gradients by name.
@@ -174,12 +210,11 @@ class GuardedTraining:
         out = memory.allocate("out", tuple(grad_out.shape), grad_out.dtype)
         kept = experts.saved_shapes(problem=problem, num_tokens=num_tokens)
         saved = {name: memory.allocate(f"saved {name}", tuple(shape), dtype) for name, (shape, dtype) in kept.items()}
-        of_weights = self.weights.tensors()
         grads = {
             name: written.copy(f"gradient of {name}", before[name])
-            if before is not None and name in of_weights
+            if before is not None and name in self.parameters
             else written.allocate(f"gradient of {name}", tuple(like.shape), like.dtype)
-            for name, like in {**copied, **of_weights}.items()
+            for name, like in {**copied, **self.parameters}.items()
             if name in (self.names if names is None else names)
         }
         self._workspaces.fill = fill
@@ -187,7 +222,8 @@ class GuardedTraining:
         def given(workspace_shapes: Callable[..., tuple[tuple[int, ...], ...]]) -> dict[str, Any]:
             shapes = workspace_shapes(problem=problem, num_tokens=num_tokens)
             scratch = self._workspaces.take(shapes, problem.torch_dtype, self.case.device)
-            call = {"inputs": ExpertInputs(**copied, expert_map=self._expert_map), "weights": self._permuted}
+            inputs = ExpertInputs(**copied, expert_map=self._expert_map, adapters=self.adapters)
+            call = {"inputs": inputs, "weights": self._permuted}
             return {**call, "workspace13": scratch[0], "workspace2": scratch[1]}
 
         with plain_torch():
@@ -204,11 +240,11 @@ class GuardedTraining:
 
     def check(self, inputs: Inputs, num_calls: int = 2) -> None:
         """Compares a call with the reference, and its bits with those of calls at other addresses."""
-        grad_out, problem = make_grad_out(inputs), self.case.problem
+        grad_out = make_grad_out(inputs)
         expected = self.expected(inputs, grad_out)
         out, found = self.run(inputs, grad_out)
-        error = relative_error(out, reference_experts(problem, self.weights, *inputs.call, self._expert_map))
-        bound = layer_tolerance(problem, len(out), self.case.computes)
+        error = relative_error(out, expected.truth.output)
+        bound = layer_tolerance(self.case.problem, len(out), self.case.computes)
         assert error <= bound, f"the forward pass of training: error {error:.2e}, bound {bound:.0e}"
         expected.check(found)
         for _ in range(num_calls - 1):
@@ -219,7 +255,7 @@ class GuardedTraining:
 
 def check_gradients(case: Case, is_first: bool = False) -> None:
     """A case's gradients agree with autograd, under guard bands; the first case of a class gets more calls."""
-    training = GuardedTraining(case, make_weights(case.problem, case.device))
+    training = _training(case)
     calls: Sequence[tuple[int, str]] = _FEWER_CALLS[:1] if case.is_imitated else [(63, "unmapped")]
     if is_first:
         calls = _FEWER_CALLS if case.is_imitated else [call for call in calls_of(case, True) if call[0]]
@@ -234,27 +270,33 @@ def check_gradients(case: Case, is_first: bool = False) -> None:
 
 def check_drawn_gradients(case: Case, layer: DrawnLayer) -> None:
     """The gradients of a drawn layer's call agree with the reference, if the class computes them."""
-    trained = with_gradients(case)
+    trained = with_gradients(case, _RANKS[layer.seed % len(_RANKS)])
     if trained is not None and layer.num_tokens:
         inputs = make_inputs(case.problem, layer.num_tokens, layer.routing, case.device, layer.seed)
-        weights = make_weights(case.problem, case.device, layer.seed)
-        GuardedTraining(trained, weights, layer.ep_rank, layer.form).check(inputs)
+        _training(trained, layer.seed, layer.ep_rank, layer.form).check(inputs)
+
+
+def _training(case: Case, seed: int = 0, ep_rank: int = 0, form: str = "contiguous") -> GuardedTraining:
+    problem, device = case.problem, case.device
+    weights, adapters = make_weights(problem, device, seed), make_adapters(problem, device, seed)
+    return GuardedTraining(case, weights, adapters, ep_rank, form)
 
 
 def check_gradient_faults(cell: BackendCell) -> None:
     """Faults of a backward pass give errors well above the bounds."""
-    case = max(gradient_cases(cell)[:2], key=lambda case: case.problem.has_bias)
-    training = GuardedTraining(case, make_weights(case.problem, case.device))
+    case = max(gradient_cases(cell)[:3], key=lambda case: (case.problem.adapter_rank > 0, case.problem.has_bias))
+    training = _training(case)
     # All rows go to a few experts, so that others are empty.
     inputs = make_inputs(case.problem, 5 if case.is_imitated else 17, "one_expert", case.device)
     grad_out = make_grad_out(inputs)
     truth = training.expected(inputs, grad_out).truth
 
-    def run(weights: ExpertWeights, inputs: Inputs) -> dict[str, torch.Tensor]:
-        return GuardedTraining(case, weights).run(inputs, grad_out)[1]
+    def run(weights: ExpertWeights, inputs: Inputs, adapters: ExpertAdapters | None) -> dict[str, torch.Tensor]:
+        return GuardedTraining(case, weights, adapters).run(inputs, grad_out)[1]
 
     right = training.run(inputs, grad_out)[1]
-    for fault, wrong in plant_gradient_faults(BackwardPass(run, training.weights, inputs, truth.local_ids, right)):
+    backward = BackwardPass(run, training.weights, inputs, training.adapters, truth.local_ids, right)
+    for fault, wrong in plant_gradient_faults(backward):
         # NaN is no number to compare, and is seen.
         assert any(not each.error <= 10 * each.bound for each in truth.compare(wrong)), (
             f"{fault}, planted by this check: no gradient has an error above 10 bounds"
@@ -270,21 +312,27 @@ def check_training(cell: BackendCell) -> None:
         for name, tensor in make_weights(problem, case.device).tensors().items()
     }
     weights = ExpertWeights(**tensors)  # type: ignore[arg-type]
+    adapters = make_adapters(problem, case.device)
+    if adapters is not None:
+        factors = {name: torch.nn.Parameter(tensor) for name, tensor in adapters.tensors().items()}
+        adapters, tensors = adapters.with_tensors(factors), {**tensors, **factors}
     kernel = make_unchecked_kernel(problem, weights, selection=select_cell(case), expert_map=expert_map)
     for call, num_tokens, seed in (("at first", 17, 0), ("without tokens", 0, 0), ("after a step", 17, 7)):
         with torch.no_grad():
-            for name, tensor in make_weights(problem, case.device, seed).tensors().items():
+            made = make_weights(problem, case.device, seed), make_adapters(problem, case.device, seed)
+            for name, tensor in [pair for each in made if each is not None for pair in each.tensors().items()]:
                 tensors[name].copy_(tensor)
         inputs = make_inputs(problem, num_tokens, "uniform", case.device)
         grad_out = make_grad_out(inputs)
-        expected = Expected(problem, weights, inputs, grad_out, expert_map)
+        expected = Expected(problem, weights, inputs, grad_out, expert_map, adapters)
         leaves = {**vars(inputs), **tensors}
-        for name in problem.gradients - {"weights"}:
+        for name in problem.gradients - {"weights", "adapters"}:
             leaves[name].requires_grad_()
         followed = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         must_not_wait = call == "after a step" and torch.cuda.is_available()  # The first call may compile.
         with _no_waiting() if must_not_wait else contextlib.nullcontext(), torch.enable_grad():
-            found = torch.autograd.grad(kernel(*inputs.call), list(followed.values()), grad_out)
+            out = kernel(*inputs.call, adapters=adapters)
+            found = torch.autograd.grad(out, list(followed.values()), grad_out)
         with _prefixed(call):
             expected.check(dict(zip(followed, found, strict=True)))
 
@@ -300,8 +348,8 @@ def _check_parts(training: GuardedTraining) -> None:
     found = training.run(inputs, grad_out)[1]
     added = training.run(inputs, grad_out, before=found)[1]
     with _prefixed("half of what is added to an equal gradient"):
-        of_weights = training.weights.tensors()
-        expected.check({name: tensor / 2 if name in of_weights else tensor for name, tensor in added.items()})
+        halves = {name: tensor / 2 if name in training.parameters else tensor for name, tensor in added.items()}
+        expected.check(halves)
 
 
 def _check_neighbors(training: GuardedTraining) -> None:
@@ -315,7 +363,7 @@ def _check_neighbors(training: GuardedTraining) -> None:
     inputs.hidden_states[_SPOILED] = grad_out[_SPOILED] = torch.nan
     found = training.run(inputs, grad_out)[1]
     for name, tensor in found.items():
-        place = spoiled[spoiled >= 0] if name in training.weights.tensors() else _SPOILED
+        place = spoiled[spoiled >= 0] if name in training.parameters else _SPOILED
         tensor[place] = expected.truth.tensors[name][place].to(tensor.dtype)
     with _prefixed(f"token {_SPOILED} of 17 is NaN, and another token or expert is wrong"):
         expected.check(found)

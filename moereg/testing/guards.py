@@ -246,7 +246,7 @@ class GuardedPrepareFinalize(PrepareFinalize):
         prepared = self.inner.prepare(hidden_states, topk_weights, topk_ids, problem, expert_map)
         given = (hidden_states, topk_weights, topk_ids, expert_map)
         self.memory = GuardedMemory(hidden_states.device)
-        moved: dict[str, torch.Tensor] = {}
+        moved: dict[str, Any] = {}
         for field in dataclasses.fields(ExpertInputs):
             tensor = getattr(prepared.inputs, field.name)
             if tensor is not None and not any(tensor is other for other in given):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from moereg.numerics.reference import calibrate_activation_scales
 from moereg.quantize import quantize_weights
 from moereg.spec.problem import MoEProblem
+from moereg.weights.adapters import ExpertAdapters, adapter_shapes
 from moereg.weights.permuted import ExpertWeights
 
 ROUTINGS: Final = ("uniform", "skewed", "one_expert", "unmapped", "nowhere")
@@ -125,6 +126,25 @@ def make_grad_out(inputs: Inputs, seed: int = 0) -> torch.Tensor:
     like = inputs.hidden_states
     generator = torch.Generator(like.device).manual_seed(2000 + seed)
     return torch.randn(like.shape, generator=generator, device=like.device).to(like.dtype)
+
+
+def make_adapters(problem: MoEProblem, device: torch.device, seed: int = 0) -> ExpertAdapters | None:
+    """Makes random adapters about as large as the weights; None if the problem has none.
+
+    Scalings, experts, and the ranks of w13 and w2 differ, so that no swap can pass.
+    """
+    if not problem.adapter_rank:
+        return None
+    generator = torch.Generator(device).manual_seed(3000 + seed)
+    ranks = {"w13": problem.adapter_rank, "w2": problem.adapter_rank - problem.adapter_rank // 4}
+    tensors: dict[str, Any] = {}
+    for matrix, rank in ranks.items():
+        for name, shape in adapter_shapes(problem, rank).items():
+            if name.startswith(f"{matrix}_"):
+                scale = torch.linspace(1.4, 0.7, shape[0], device=device).view(-1, 1, 1) / shape[2] ** 0.5
+                random = torch.randn(shape, generator=generator, device=device)
+                tensors[name] = (random * scale).to(problem.torch_dtype)
+    return ExpertAdapters(**tensors, w13_scaling=0.75, w2_scaling=1.25)
 
 
 def make_expert_map(problem: MoEProblem, device: torch.device) -> torch.Tensor | None:

@@ -171,4 +171,5 @@ def rejected_problems(cell: BackendCell) -> Iterator[tuple[str, MoEProblem]]:
             yield code, changed(**changes)
     gradients = set(GRADIENTS) - facts.gradients - ({"weights"} if inside.quant.weight is not None else set())
     if gradients and inside.activation_format == "standard":
-        yield "gradients", changed(gradients=gradients)
+        rank = 16 if "adapters" in gradients else 0
+        yield "gradients", changed(gradients=gradients, adapter_rank=rank)

@@ -122,7 +122,9 @@ def _planned(module: torch.nn.Module, found: ServedExperts, top_k: int) -> Train
             return live.moved
         device = check_servable(module, live)
         check_trained({name: getattr(module, name) for name in live.parameters})
-        problem = live.problem(top_k, torch.float32, gradients=GRADIENTS)  # The weights have a dtype of their own.
+        problem = live.problem(
+            top_k, torch.float32, gradients=set(GRADIENTS) - {"adapters"}
+        )  # The weights have a dtype of their own.
         return Trainer(module, live, select_backend(problem, platform_of(device), **found.request))
     except MoeregError as error:
         return one_line(str(error))
