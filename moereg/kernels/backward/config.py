@@ -52,6 +52,8 @@ class TrainingConfigs:
         down_input: gradient of the pre-activation, whose epilogue holds more.
         weights: gradients of w13 and w2; rows and columns are the weight's, and a step takes `block_k` routes.
         element_bytes: bytes of an activation.
+        low_rank: products of sorted rows and an adapter's matrix, whose columns `with_columns` sets by the rank.
+        low_rank_weights: gradients of adapters, whose side of the rank is set likewise.
         max_rows_per_expert: largest average number of rows per expert.
         min_shared_bytes: least shared memory that a program may use on the device.
     """
@@ -59,6 +61,8 @@ class TrainingConfigs:
     rows: GroupedGemmConfig
     down_input: GroupedGemmConfig
     weights: GroupedGemmConfig
+    low_rank: GroupedGemmConfig
+    low_rank_weights: GroupedGemmConfig
     element_bytes: int
     max_rows_per_expert: float = math.inf
     min_shared_bytes: int = 0
@@ -68,10 +72,31 @@ class TrainingConfigs:
         """Rows of a tile of the plan."""
         return self.rows.block_m
 
+    def low_rank_products(self, rank: int) -> GroupedGemmConfig:
+        """Of products with as many columns as an adapter's rank."""
+        return dataclasses.replace(self.low_rank, block_n=low_rank_block(rank))
+
+    def a_gradients(self, rank: int) -> GroupedGemmConfig:
+        """Of gradients with as many rows as an adapter's rank."""
+        return dataclasses.replace(self.low_rank_weights, block_m=low_rank_block(rank))
+
+    def b_gradients(self, rank: int) -> GroupedGemmConfig:
+        """Of gradients with as many columns as an adapter's rank."""
+        one = self.low_rank_weights
+        return dataclasses.replace(one, block_m=one.block_n, block_n=low_rank_block(rank))
+
 
 def _tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> GroupedGemmConfig:
     return GroupedGemmConfig(block_m=m, block_n=n, block_k=k, group_m=group, num_warps=warps, num_stages=stages)
 
+
+def low_rank_block(rank: int) -> int:
+    """Elements of a tile, or of a step, along an adapter's rank: a power of two that a matrix unit can take."""
+    return min(max(16, 1 << (rank - 1).bit_length()), 64)
+
+
+_LOW_RANK_WEIGHTS: Final = _tile(m=16, n=128, k=64, group=4, warps=4, stages=4)
+_LOW_RANK_WEIGHTS_FP32: Final = _tile(m=16, n=64, k=32, group=4, warps=4, stages=2)
 
 # The first whose limits hold.
 TRAINING_CONFIGS: Final = (
@@ -81,6 +106,8 @@ TRAINING_CONFIGS: Final = (
         rows=_tile(m=64, n=128, k=64, group=1, warps=4, stages=4),
         down_input=_tile(m=64, n=64, k=64, group=1, warps=4, stages=4),
         weights=_tile(m=128, n=128, k=64, group=4, warps=8, stages=4),
+        low_rank=_tile(m=64, n=16, k=64, group=1, warps=4, stages=4),
+        low_rank_weights=_LOW_RANK_WEIGHTS,
     ),
     TrainingConfigs(
         element_bytes=2,
@@ -88,6 +115,8 @@ TRAINING_CONFIGS: Final = (
         rows=_tile(m=128, n=256, k=64, group=8, warps=8, stages=3),
         down_input=_tile(m=128, n=128, k=64, group=8, warps=8, stages=4),
         weights=_tile(m=128, n=256, k=64, group=4, warps=8, stages=4),
+        low_rank=_tile(m=128, n=16, k=64, group=1, warps=4, stages=4),
+        low_rank_weights=_LOW_RANK_WEIGHTS,
     ),
     # Before Hopper, whose matrix units read operands from shared memory, these and the product share the registers.
     TrainingConfigs(
@@ -95,12 +124,16 @@ TRAINING_CONFIGS: Final = (
         rows=_tile(m=128, n=128, k=64, group=8, warps=8, stages=3),
         down_input=_tile(m=128, n=64, k=64, group=8, warps=8, stages=3),
         weights=_tile(m=128, n=128, k=64, group=4, warps=8, stages=3),
+        low_rank=_tile(m=128, n=16, k=64, group=1, warps=4, stages=3),
+        low_rank_weights=_LOW_RANK_WEIGHTS,
     ),
     TrainingConfigs(
         element_bytes=4,
         rows=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
         down_input=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
         weights=_tile(m=64, n=64, k=32, group=4, warps=8, stages=2),
+        low_rank=_tile(m=64, n=16, k=32, group=1, warps=4, stages=2),
+        low_rank_weights=_LOW_RANK_WEIGHTS_FP32,
     ),
 )
 
@@ -126,10 +159,11 @@ def select_training_configs(
     for configs in TRAINING_CONFIGS:
         is_within = rows_per_expert <= configs.max_rows_per_expert and configs.min_shared_bytes <= room
         if element_bytes == configs.element_bytes and is_within:
-            products = {"rows": configs.rows, "down_input": configs.down_input, "weights": configs.weights}
-            fitted: dict[str, Any] = {
-                name: fit_pipeline(tile, tile.block_k * (tile.block_m + tile.block_n) * element_bytes, shared_bytes)
-                for name, tile in products.items()
-            }
+            products = "rows", "down_input", "weights", "low_rank", "low_rank_weights"
+            fitted: dict[str, Any] = {}
+            for name in products:
+                tile = getattr(configs, name)
+                step = tile.block_k * (tile.block_m + tile.block_n) * element_bytes
+                fitted[name] = fit_pipeline(tile, step, shared_bytes)
             return dataclasses.replace(configs, **fitted)
     raise AssertionError(f"no launch configuration for {element_bytes}-byte elements")

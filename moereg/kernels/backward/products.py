@@ -4,18 +4,21 @@ Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidde
 pre-activation: 2I with gates first, or I where not gated. Rows are in the compact order of a `RoutePlan`. Weights are
 read where the trained parameter lies: a product along the other axis of a weight takes its strides the other way
 around.
+
+An adapter of rank R adds two thin products to each: rows become low-rank rows [N, R], scaled once there, and these are
+expanded by one more step of the full product's reduction.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from moereg.kernels.backward.activation import slopes, slopes_of_halves
-from moereg.kernels.backward.config import product_tile
+from moereg.kernels.backward.config import low_rank_block, product_tile
 from moereg.kernels.gemm.activation import activate_pairs
 from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.epilogue import ActivationConstant
@@ -63,6 +66,53 @@ def _accumulate(a_rows, weights, columns, column_mask, stride_k, stride_n, depth
     return accumulator
 
 
+class LowRank(NamedTuple):
+    """An adapter's part of a product, as one kernel argument.
+
+    Attributes:
+        rows: [N, R] scaled low-rank rows, sorted.
+        matrix: [E, R, columns] by strides: expands them.
+        rank: R.
+        stride_rows: between rows.
+        stride_expert: between matrices.
+        stride_k: between elements of the reduction, R.
+        stride_n: between columns.
+    """
+
+    rows: torch.Tensor
+    matrix: torch.Tensor
+    rank: int
+    stride_rows: int
+    stride_expert: int
+    stride_k: int
+    stride_n: int
+
+
+@triton.jit
+def _expand(x, low_rank, rows, expert, columns, column_mask, LOW_K: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] fp32: x and the adapter's part.
+
+    Args:
+        x: [BLOCK_M, BLOCK_N] fp32, the product without adapter.
+        low_rank: `LowRank`.
+        rows: [BLOCK_M] valid rows.
+        expert: int64.
+        columns: [BLOCK_N] columns of the product.
+        column_mask: [BLOCK_N] columns within the matrix.
+        LOW_K: elements of the reduction per step.
+    """
+    a_rows = low_rank.rows + rows.to(tl.int64)[:, None] * low_rank.stride_rows
+    b_columns = low_rank.matrix + expert * low_rank.stride_expert + columns[None, :] * low_rank.stride_n
+    for start in range(0, low_rank.rank, LOW_K):
+        offs_k = start + tl.arange(0, LOW_K)  # [LOW_K]
+        known = offs_k < low_rank.rank
+        a = tl.load(a_rows + offs_k[None, :], mask=known[None, :], other=0.0)  # [BLOCK_M, LOW_K]
+        mask = known[:, None] & column_mask[None, :]
+        b = tl.load(b_columns + offs_k[:, None] * low_rank.stride_k, mask=mask, other=0.0)  # [LOW_K, BLOCK_N]
+        x = tl.dot(a, b, x, input_precision="ieee")
+    return x
+
+
 @triton.jit
 def _halves(x, TILE: tl.constexpr):
     """The left and the right half of [BLOCK_M, BLOCK_N] columns."""
@@ -78,6 +128,7 @@ def _saving_gate_up_kernel(
     hidden_states,
     w13,
     bias,
+    low_rank,  # LowRank
     plan,  # PlanArguments
     depth,
     width,
@@ -91,6 +142,7 @@ def _saving_gate_up_kernel(
     ROUTES: tl.constexpr,  # RouteShape
     ACTIVATION: tl.constexpr,  # ActivationConstant
     TILE: tl.constexpr,  # ProductTile
+    LOW_K: tl.constexpr,
 ):
     used_blocks = tl.load(plan.num_blocks)
     if tl.program_id(0) >= used_blocks * num_tiles_n:
@@ -108,6 +160,8 @@ def _saving_gate_up_kernel(
     expert = tile.expert.to(tl.int64)
     # [BLOCK_M, BLOCK_N] fp32
     x = _accumulate(a_rows, w13 + expert * stride_expert, columns, column_mask, 1, stride_row, depth, TILE)
+    if low_rank is not None:
+        x = _expand(x, low_rank, tile.valid_rows, expert, columns, column_mask, LOW_K)
     if bias is not None:
         x += tl.load(bias + expert * stride_bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
 
@@ -137,6 +191,7 @@ def _rows_kernel(
     weights,
     bias,
     topk_weights,
+    low_rank,  # LowRank
     plan,  # PlanArguments
     depth,
     num_columns,
@@ -147,8 +202,11 @@ def _rows_kernel(
     stride_k,
     stride_n,
     stride_bias,
+    scaling,
+    GATHERS: tl.constexpr,
     ROUTES: tl.constexpr,  # RouteShape
     TILE: tl.constexpr,  # ProductTile
+    LOW_K: tl.constexpr,
 ):
     used_blocks = tl.load(plan.num_blocks)
     if tl.program_id(0) >= used_blocks * num_tiles_n:
@@ -157,14 +215,19 @@ def _rows_kernel(
     BLOCK_N: tl.constexpr = TILE.block_n
     columns = tile.column_tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     column_mask = columns < num_columns
-    a_rows = rows_in + tile.valid_rows.to(tl.int64) * stride_rows
+    rows = tile.routes // ROUTES.top_k if GATHERS else tile.valid_rows
+    a_rows = rows_in + rows.to(tl.int64) * stride_rows
     expert = tile.expert.to(tl.int64)
     # [BLOCK_M, BLOCK_N] fp32
     x = _accumulate(a_rows, weights + expert * stride_expert, columns, column_mask, stride_k, stride_n, depth, TILE)
+    if low_rank is not None:
+        x = _expand(x, low_rank, tile.valid_rows, expert, columns, column_mask, LOW_K)
     if bias is not None:
         x += tl.load(bias + expert * stride_bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     if topk_weights is not None:
         x *= tl.load(topk_weights + tile.routes)[:, None]
+    if scaling is not None:
+        x *= scaling
     mask = tile.row_mask[:, None] & column_mask[None, :]  # [BLOCK_M, BLOCK_N]
     pointers = out + tile.rows.to(tl.int64)[:, None] * stride_out + columns[None, :]
     tl.store(pointers, x.to(out.dtype.element_ty), mask=mask)
@@ -179,6 +242,7 @@ def _down_input_kernel(
     w2,
     pre,
     topk_weights,
+    low_rank,  # LowRank
     plan,  # PlanArguments
     num_routes,
     depth,
@@ -193,6 +257,7 @@ def _down_input_kernel(
     ROUTES: tl.constexpr,  # RouteShape
     ACTIVATION: tl.constexpr,  # ActivationConstant
     TILE: tl.constexpr,  # ProductTile
+    LOW_K: tl.constexpr,
 ):
     used_blocks = tl.load(plan.num_blocks)
     if tl.program_id(0) >= used_blocks * num_tiles_n:
@@ -205,6 +270,8 @@ def _down_input_kernel(
     # Gradient of the activation but for the routing weight, [BLOCK_M, BLOCK_N] fp32.
     expert = tile.expert.to(tl.int64)
     x = _accumulate(a_rows, w2 + expert * stride_expert, columns, column_mask, stride_row, 1, depth, TILE)
+    if low_rank is not None:
+        x = _expand(x, low_rank, tile.valid_rows, expert, columns, column_mask, LOW_K)
 
     factors = tl.load(topk_weights + tile.routes)[:, None]  # [BLOCK_M, 1]
     BLOCK_M: tl.constexpr = TILE.block_m
@@ -250,6 +317,7 @@ def saving_gate_up(
     *,
     top_k: int,
     bias: torch.Tensor | None = None,
+    low_rank: LowRank | None = None,
 ) -> None:
     """Writes `pre = hidden_states[token] @ w13[expert].T + bias` and its activation for every sorted row.
 
@@ -263,13 +331,14 @@ def saving_gate_up(
         plan: from `sort_routes` with `config.block_m`.
         top_k: K.
         bias: [E, P], any float dtype, rows contiguous; None: no bias.
+        low_rank: an adapter's part, from `expanding`; None: no adapter.
     """
     width, halves = act.shape[1], 2 if activation.gated else 1
     assert w13.shape[1:] == (halves * width, hidden_states.shape[1])
     assert pre is None or pre.shape[1] == halves * width
     _launch(
         _saving_gate_up_kernel,
-        (act, pre, hidden_states, w13, bias),
+        (act, pre, hidden_states, w13, bias, low_rank),
         plan,
         config,
         (hidden_states.shape[1], width),
@@ -290,6 +359,7 @@ def down_rows(
     *,
     topk_weights: torch.Tensor,
     bias: torch.Tensor | None = None,
+    low_rank: LowRank | None = None,
 ) -> None:
     """Writes `(act @ w2[expert].T + bias) * topk_weight` for every sorted row.
 
@@ -300,13 +370,56 @@ def down_rows(
         plan: from `sort_routes` with `config.block_m`.
         topk_weights: [T, K] fp32, contiguous.
         bias: [E, H], any float dtype, rows contiguous; None: no bias.
+        low_rank: an adapter's part, from `expanding`; None: no adapter.
     """
     assert w2.shape[1:] == (out.shape[1], act.shape[1]) and topk_weights.is_contiguous()
-    _multiply_rows((out, act, w2, bias, topk_weights), plan, config, (w2.stride(0), 1, w2.stride(1)))
+    _multiply_rows((out, act, w2, bias, topk_weights, low_rank), plan, config, (w2.stride(0), 1, w2.stride(1)))
+
+
+def low_rank_rows(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    matrix: torch.Tensor,
+    plan: RoutePlan,
+    config: GroupedGemmConfig,
+    *,
+    scaling: float,
+    top_k: int | None = None,
+) -> None:
+    """Writes `scaling * rows @ matrix[expert]` for every sorted row: rows of an adapter's rank.
+
+    Args:
+        out: [N, R], rows contiguous: overwritten up to the last valid row.
+        rows: [N, D] bf16, fp16 or fp32, sorted, rows contiguous; or [T, D], gathered by token, with `top_k`.
+        matrix: [E, D, R], same dtype, any strides; fewer than 2**31 elements per expert.
+        plan: from `sort_routes` with `config.block_m`.
+        scaling: of the adapter.
+        top_k: K, where rows are those of tokens.
+    """
+    assert matrix.shape[1:] == (rows.shape[1], out.shape[1])
+    tensors = out, rows, matrix, None, None, None
+    _multiply_rows(tensors, plan, config, matrix.stride(), scaling=scaling, top_k=top_k)
+
+
+def expanding(rows: torch.Tensor, matrix: torch.Tensor) -> LowRank:
+    """An adapter's part of a product.
+
+    Args:
+        rows: [N, R] from `low_rank_rows`, rows contiguous.
+        matrix: [E, R, columns], same dtype, any strides; fewer than 2**31 elements per expert.
+    """
+    assert matrix.shape[1] == rows.shape[1] and rows.stride(1) == 1
+    return LowRank(rows, matrix, rows.shape[1], rows.stride(0), *matrix.stride())
 
 
 def gate_up_input_gradients(
-    out: torch.Tensor, pre_grad: torch.Tensor, w13: torch.Tensor, plan: RoutePlan, config: GroupedGemmConfig
+    out: torch.Tensor,
+    pre_grad: torch.Tensor,
+    w13: torch.Tensor,
+    plan: RoutePlan,
+    config: GroupedGemmConfig,
+    *,
+    low_rank: LowRank | None = None,
 ) -> None:
     """Writes each sorted row's gradient of its token, `pre_grad @ w13[expert]`.
 
@@ -315,9 +428,10 @@ def gate_up_input_gradients(
         pre_grad: [N, P] bf16, fp16 or fp32, rows contiguous.
         w13: [E, P, H], same dtype, rows contiguous; fewer than 2**31 elements per expert.
         plan: from `sort_routes` with `config.block_m`.
+        low_rank: an adapter's part, from `expanding`; None: no adapter.
     """
     assert w13.shape[1:] == (pre_grad.shape[1], out.shape[1])
-    _multiply_rows((out, pre_grad, w13, None, None), plan, config, (w13.stride(0), w13.stride(1), 1))
+    _multiply_rows((out, pre_grad, w13, None, None, low_rank), plan, config, (w13.stride(0), w13.stride(1), 1))
 
 
 def down_input_gradients(
@@ -331,6 +445,8 @@ def down_input_gradients(
     plan: RoutePlan,
     config: GroupedGemmConfig,
     activation: ActivationConstant,
+    *,
+    low_rank: LowRank | None = None,
 ) -> None:
     """Writes for every sorted row what follows from `x = grad_out[token] @ w2[expert]`; a result of None is left out.
 
@@ -344,6 +460,7 @@ def down_input_gradients(
         pre: [N, P], same dtype, rows contiguous, from `saving_gate_up`.
         topk_weights: [T, K] fp32, contiguous.
         plan: from `sort_routes` with `config.block_m`.
+        low_rank: an adapter's part of x, from `expanding`; None: no adapter.
     """
     width, num_routes = w2.shape[2], topk_weights.numel()
     assert w2.shape[1] == grad_out.shape[1] and pre.shape[1] == (2 if activation.gated else 1) * width
@@ -351,7 +468,7 @@ def down_input_gradients(
     assert partials is None or partials.shape == (num_partials(width, config.block_n), num_routes)
     _launch(
         _down_input_kernel,
-        (pre_grad, act, partials, grad_out, w2, pre, topk_weights),
+        (pre_grad, act, partials, grad_out, w2, pre, topk_weights, low_rank),
         plan,
         config,
         (num_routes, grad_out.shape[1], width),
@@ -374,35 +491,46 @@ def _row_strides(*tensors: torch.Tensor | None) -> tuple[int, ...]:
 
 
 def _multiply_rows(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    tensors: tuple[Any, ...],
     plan: RoutePlan,
     config: GroupedGemmConfig,
-    weight_strides: tuple[int, int, int],
+    weight_strides: tuple[int, ...],
+    *,
+    scaling: float | None = None,
+    top_k: int | None = None,
 ) -> None:
-    """`tensors`: result, rows, weights, bias and routing weights; strides of experts, the reduction and columns."""
-    out, rows, _, bias, _ = tensors
+    """Multiplies sorted rows, or with `top_k` those of tokens.
+
+    `tensors` are result, rows, weights, bias, routing weights and an adapter's part; strides are those of experts, the
+    reduction and columns.
+    """
+    out, rows, _, bias, *_ = tensors
     sizes = rows.shape[1], out.shape[1]
-    strides = (*_row_strides(out, rows), *weight_strides, *_row_strides(bias))
-    # Routes are only looked up, so K is not read.
-    named = {"num_columns": out.shape[1], "depth": rows.shape[1], "top_k": 1}
+    strides = (*_row_strides(out, rows), *weight_strides, *_row_strides(bias), scaling)
+    # Where routes are only looked up, K is not read.
+    named = {"num_columns": out.shape[1], "depth": rows.shape[1], "top_k": top_k or 1, "GATHERS": top_k is not None}
     _launch(_rows_kernel, tensors, plan, config, sizes, strides, **named)
 
 
 def _launch(
     kernel: Any,
-    tensors: tuple[torch.Tensor | None, ...],
+    tensors: tuple[Any, ...],
     plan: RoutePlan,
     config: GroupedGemmConfig,
     sizes: tuple[int, ...],
-    strides: tuple[int, ...],
+    strides: tuple[Any, ...],
     *,
     num_columns: int,
     depth: int,
     top_k: int,
     **constants: Any,
 ) -> None:
-    """Launches a program for every tile that any counts need; arguments are in the order of the kernels' own."""
+    """Launches a program for every tile that any counts need; arguments are in the order of the kernels' own.
+
+    An adapter's part, or None, is the last of `tensors`.
+    """
     assert config.block_m == plan.block_m
+    low_rank = tensors[-1]
     num_tiles_n = triton.cdiv(num_columns, config.block_n)
     _, _, arguments = plan_arguments(plan, plan.expert_offsets.numel() - 1)
     launch(
@@ -412,6 +540,7 @@ def _launch(
         ROUTES=route_shape(plan, top_k),
         TILE=product_tile(config, num_columns, depth=depth),
         num_warps=config.num_warps,
+        LOW_K=16 if low_rank is None else low_rank_block(low_rank.rank),
         num_stages=config.num_stages,
         **constants,
     )

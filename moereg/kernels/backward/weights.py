@@ -169,7 +169,7 @@ def weight_gradients(
     config: GroupedGemmConfig,
     *,
     top_k: int,
-    gathers: str,
+    gathers: str | None,
     accumulate: bool,
 ) -> None:
     """Writes `left[rows].T @ right[rows]` over each expert's rows, summed in fp32 in the order of the plan.
@@ -181,11 +181,11 @@ def weight_gradients(
         right: [N, C], same dtype, rows contiguous, or [T, C] if it `gathers`.
         plan: from `sort_routes`; tiles are not read.
         top_k: K.
-        gathers: the side, `left` or `right`, that has a row for each token.
+        gathers: the side, `left` or `right`, that has a row for each token; None: neither.
         accumulate: whether to add to what `grad` holds.
     """
     num_experts, num_rows, num_columns = grad.shape
-    assert (left.shape[1], right.shape[1]) == (num_rows, num_columns) and gathers in ("left", "right")
+    assert (left.shape[1], right.shape[1]) == (num_rows, num_columns) and gathers in ("left", "right", None)
     assert grad.stride(2) == left.stride(1) == right.stride(1) == 1
     num_tiles_m, num_tiles_n = triton.cdiv(num_rows, config.block_m), triton.cdiv(num_columns, config.block_n)
     launch(
