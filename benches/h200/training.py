@@ -1,11 +1,12 @@
 """A layer's training step beside transformers' grouped_mm formulation under autograd, in one process.
 
-    python -m benches.h200.training [--tokens 4096 16384] [--routings uniform zipf] [--json FILE]
+    python -m benches.h200.training [--tokens 4096 16384] [--routings uniform zipf] [--rank 16] [--json FILE]
 
 Every gradient of both is compared with fp64 autograd of the reference before anything is timed, one expert after the
-other; a gradient beyond its bound ends the program. Then three steps of each are timed, interleaved: a forward pass
-that saves, forward and backward with frozen weights (gradients of tokens and routing weights), and with all weights.
-Saved bytes are those of the tensors that autograd holds between the passes, other than inputs and parameters.
+other; a gradient beyond its bound ends the program. Then four steps of each are timed, interleaved: a forward pass
+that saves, forward and backward with frozen weights (gradients of tokens and routing weights), with all weights, and
+with frozen weights and trained adapters of every expert. The peer multiplies adapters out into the weights, as PEFT
+does for `target_parameters`, and its backward pass goes through the gradient of those weights. Saved bytes are those of the tensors that autograd holds between the passes, other than inputs and parameters.
 
 On a CPU it runs whatever is selected there, for a rehearsal: `--sizes 4,2,64,48` are experts, top-k, hidden and
 intermediate size.
@@ -30,25 +31,35 @@ from moereg.layer.factory import make_kernel
 from moereg.numerics.gradients import ReferenceGradients, reference_gradients
 from moereg.platforms import probe_platform
 from moereg.spec.model_shapes import get_shape
-from moereg.spec.problem import MoEProblem
+from moereg.spec.problem import GRADIENTS, MoEProblem
 from moereg.tuning.inputs import Call, random_call, random_weights
+from moereg.weights.adapters import ExpertAdapters, adapter_shapes
 from moereg.weights.permuted import ExpertWeights
 
 MODEL: Final = "qwen3-30b-a3b"
-STEPS: Final = ("forward", "frozen", "all weights")
+STEPS: Final = ("forward", "frozen", "all weights", "adapters")
 ROUNDS: Final = 7
 REPEATS: Final = 3
 """Steps between two events, so that the host runs ahead of the GPU as it does in training."""
 
-Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertAdapters | None], torch.Tensor]
 
 
 def grouped_mm_layer(weights: ExpertWeights) -> Layer:
     """The experts as transformers' `grouped_mm` computes them: sort, gather, multiply, activate, multiply, add up."""
-    w13, w2, num_experts = weights.w13, weights.w2, len(weights.w13)
+    num_experts = len(weights.w13)
     grouped_mm = torch.nn.functional.grouped_mm
 
-    def run(hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    def run(
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        adapters: ExpertAdapters | None,
+    ) -> torch.Tensor:
+        w13, w2 = weights.w13, weights.w2
+        if adapters is not None:
+            w13 = torch.baddbmm(w13, adapters.w13_b, adapters.w13_a, alpha=adapters.w13_scaling)
+            w2 = torch.baddbmm(w2, adapters.w2_b, adapters.w2_a, alpha=adapters.w2_scaling)
         top_k = topk_ids.shape[1]
         order = topk_ids.flatten().argsort()  # [N]
         counts = torch.histc(topk_ids.flatten().float(), bins=num_experts, min=0, max=num_experts - 1)
@@ -70,41 +81,53 @@ class Training:
         layers: By name.
     """
 
-    def __init__(self, problem: MoEProblem, weights: ExpertWeights, layers: dict[str, Layer], call: Call) -> None:
-        self.problem, self.weights, self.layers = problem, weights, layers
+    def __init__(
+        self,
+        problem: MoEProblem,
+        weights: ExpertWeights,
+        adapters: ExpertAdapters,
+        layers: dict[str, Layer],
+        call: Call,
+    ) -> None:
+        self.problem, self.weights, self.adapters, self.layers = problem, weights, adapters, layers
         self.tensors = {
             "hidden_states": call.hidden_states.requires_grad_(),
             "topk_weights": call.topk_weights.requires_grad_(),
             **weights.tensors(),
+            **adapters.tensors(),
         }
         self.topk_ids = call.topk_ids
         self.grad_out = torch.randn_like(call.hidden_states.detach())
 
-    def forward(self, name: str) -> torch.Tensor:
-        """The output of a layer, with its graph."""
-        return self.layers[name](self.tensors["hidden_states"], self.tensors["topk_weights"], self.topk_ids)
+    def forward(self, name: str, what: str) -> torch.Tensor:
+        """The output of a layer, with the graph of a step of `STEPS`."""
+        for trained, tensors in (("all weights", self.weights.tensors()), ("adapters", self.adapters.tensors())):
+            for tensor in tensors.values():
+                tensor.requires_grad_(what == trained)
+        inputs = self.tensors["hidden_states"], self.tensors["topk_weights"], self.topk_ids
+        return self.layers[name](*inputs, self.adapters if what == "adapters" else None)
 
     def step(self, name: str, what: str) -> None:
         """One step of `STEPS`; gradients are made anew."""
-        for tensor in self.weights.tensors().values():
-            tensor.requires_grad_(what == "all weights")
         for tensor in self.tensors.values():
             tensor.grad = None
-        out = self.forward(name)
+        out = self.forward(name, what)
         if what != "forward":
             out.backward(self.grad_out)
 
-    def reference(self) -> ReferenceGradients:
-        """All gradients in fp64."""
+    def reference(self, what: str) -> ReferenceGradients:
+        """All gradients of a step in fp64."""
         inputs = self.tensors["hidden_states"].detach(), self.tensors["topk_weights"].detach(), self.topk_ids
-        return reference_gradients(self.problem, self.weights, *inputs, self.grad_out)
+        adapters = self.adapters if what == "adapters" else None
+        return reference_gradients(self.problem, self.weights, *inputs, self.grad_out, None, adapters)
 
-    def errors(self, name: str, truth: ReferenceGradients) -> dict[str, tuple[float, float]]:
-        """The largest error of each gradient, as a share of its bound, and that error."""
-        self.step(name, "all weights")
+    def errors(self, name: str, what: str, truth: ReferenceGradients) -> dict[str, tuple[float, float]]:
+        """The largest error of each gradient of a step, as a share of its bound, and that error."""
+        self.step(name, what)
         found: dict[str, tuple[float, float]] = {}
         grads = {key: tensor.grad for key, tensor in self.tensors.items() if tensor.grad is not None}
-        assert grads.keys() == self.tensors.keys(), f"{name} has gradients of {sorted(grads)} only"
+        trained = (self.adapters if what == "adapters" else self.weights).tensors().keys()
+        assert grads.keys() == {"hidden_states", "topk_weights", *trained}, f"{name} has gradients of {sorted(grads)}"
         for one in truth.compare(grads):
             key, share = one.name.split()[0], one.error / one.bound if one.bound else one.error
             # NaN is larger than any number.
@@ -123,10 +146,8 @@ class Training:
                 kept[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        for tensor in self.weights.tensors().values():
-            tensor.requires_grad_(what == "all weights")
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            out = self.forward(name)
+            out = self.forward(name, what)
         del out
         return sum(kept.values())
 
@@ -158,6 +179,16 @@ def _timed(step: Callable[[], None]) -> float:
     return float(first.elapsed_time(last)) / REPEATS
 
 
+def random_adapters(problem: MoEProblem, device: torch.device) -> ExpertAdapters:
+    """Adapters a tenth as large as weights of unit rows, alpha twice the rank."""
+    generator = torch.Generator(device).manual_seed(0)
+    tensors: dict[str, Any] = {}
+    for name, shape in adapter_shapes(problem, problem.adapter_rank).items():
+        tensor = torch.randn(shape, generator=generator, device=device) * (0.05 if name.endswith("b") else 1.0)
+        tensors[name] = (tensor / shape[2] ** 0.5).to(problem.torch_dtype)
+    return ExpertAdapters(**tensors, w13_scaling=2.0, w2_scaling=2.0)
+
+
 def measure(problem: MoEProblem, tokens: list[int], routings: list[str]) -> Iterator[dict[str, Any]]:
     """One row for each number of tokens and routing.
 
@@ -167,15 +198,26 @@ def measure(problem: MoEProblem, tokens: list[int], routings: list[str]) -> Iter
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights = random_weights(problem, torch.Generator().manual_seed(0), device)
     kernel = make_kernel(problem, weights, select_backend(problem, require="triton" if device.type == "cuda" else None))
-    layers = {"moereg": kernel, "grouped_mm": grouped_mm_layer(weights)}
+    adapters = random_adapters(problem, device)
+
+    def moereg(*inputs: torch.Tensor) -> torch.Tensor:
+        *call, given = inputs
+        return kernel(*call, adapters=given)
+
+    layers: dict[str, Layer] = {"moereg": moereg, "grouped_mm": grouped_mm_layer(weights)}
     generator = torch.Generator(device).manual_seed(0)
     for num_tokens in tokens:
         for routing in routings:
-            training = Training(problem, weights, layers, random_call(problem, num_tokens, routing, generator))
-            truth = training.reference()
-            errors = {name: training.errors(name, truth) for name in layers}
-            # At full size it has as many bytes as all that is timed.
-            del truth
+            call = random_call(problem, num_tokens, routing, generator)
+            training = Training(problem, weights, adapters, layers, call)
+            errors: dict[str, dict[str, tuple[float, float]]] = {name: {} for name in layers}
+            for what in ("all weights", "adapters"):
+                truth = training.reference(what)
+                for name in layers:
+                    found = training.errors(name, what, truth)
+                    errors[name] |= {f"{key}, {what}": one for key, one in found.items()}
+                # At full size it has as many bytes as all that is timed.
+                del truth
             for key, (share, error) in errors["moereg"].items():
                 assert share <= 1, f"T {num_tokens} {routing}: gradient of {key} has error {error:.2e}, {share} bounds"
             saved = {
@@ -200,6 +242,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", nargs="*", type=int, default=[4096, 16384])
     parser.add_argument("--routings", nargs="*", default=["uniform", "zipf"])
+    parser.add_argument("--rank", type=int, default=16, help="of adapters")
     parser.add_argument("--sizes", help="experts,top_k,hidden,intermediate")
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
@@ -211,10 +254,10 @@ def main() -> int:
     elif platform.kind != "cuda":
         print(f"benches.h200.training needs an NVIDIA GPU or --sizes, got {platform}", file=sys.stderr)
         return 3
-    problem = MoEProblem(**sizes, gradients=("hidden_states", "topk_weights", "weights"))
+    problem = MoEProblem(**sizes, gradients=GRADIENTS, adapter_rank=arguments.rank)
     print(f"{problem} on {platform.device_name or platform}, ms and KB a token: moereg / grouped_mm")
-    print(f"| T | routing | {' | '.join(STEPS)} | saved frozen | saved, all weights | error in bounds |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    columns = ["T", "routing", *STEPS, *(f"saved {what}" for what in STEPS[1:]), "error in bounds"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     rows = []
     for row in measure(problem, arguments.tokens, arguments.routings):
         rows.append(row)

@@ -48,6 +48,7 @@ from moereg.layer.warm_up.dummy import DummyLayer, empty_weights
 from moereg.platforms import Platform
 from moereg.prepare_finalize.exchange import RowLayout
 from moereg.spec.problem import MoEProblem
+from moereg.weights.adapters import ExpertAdapters, adapter_shapes
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
@@ -292,6 +293,9 @@ TRAINED: dict[str, tuple[int, int, int, int, int, dict[str, Any]]] = {
     "trained_gpt_oss": (4096, 32, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
     "trained_not_gated": (4096, 64, 4, 2688, 1856, {"activation": "relu2"}),
     "trained_fp32": (4096, 128, 8, 2048, 768, {"dtype": "float32"}),
+    "trained_adapters": (4096, 128, 8, 2048, 768, {"adapter_rank": 16}),
+    "trained_wide_adapters": (1024, 128, 8, 2048, 768, {"adapter_rank": 128}),
+    "trained_fp32_adapters": (4096, 128, 8, 2048, 768, {"adapter_rank": 16, "dtype": "float32"}),
 }
 
 
@@ -299,15 +303,19 @@ def launch_trained(case: str, shared_bytes: int) -> None:
     """A forward pass that saves, and all gradients, once overwritten and once added to."""
     tokens, experts, top_k, hidden, intermediate, keywords = TRAINED[case]
     sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": intermediate, "top_k": top_k}
-    problem = MoEProblem(**sizes, gradients=("hidden_states", "topk_weights", "weights"), **keywords)
+    names = ("hidden_states", "topk_weights", "adapters" if "adapter_rank" in keywords else "weights")
+    problem = MoEProblem(**sizes, gradients=names, **keywords)
     layer = triton_moe.TritonTrainingExperts(problem, Platform.from_name("cuda:sm90"))
     weights = list(empty_weights(layer))[-1]
 
     def empty(*shape: int, of: torch.dtype = problem.torch_dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=of, device="meta")
 
+    shapes = adapter_shapes(problem, problem.adapter_rank) if problem.adapter_rank else {}
+    factors: dict[str, Any] = {name: empty(*shape) for name, shape in shapes.items()}
+    rows = empty(tokens, hidden), empty(tokens, top_k, of=torch.float32), empty(tokens, top_k, of=torch.int32)
     inputs = ExpertInputs(
-        empty(tokens, hidden), empty(tokens, top_k, of=torch.float32), empty(tokens, top_k, of=torch.int32)
+        *rows, adapters=ExpertAdapters(**factors, w13_scaling=2.0, w2_scaling=2.0) if factors else None
     )
     saved = {
         name: empty(*shape, of=dtype)
@@ -317,7 +325,8 @@ def launch_trained(case: str, shared_bytes: int) -> None:
     rooms = [empty(*shape) for shape in layer.workspace_shapes(problem=problem, num_tokens=tokens)]
     layer.apply_saving(out, saved, inputs, weights, *rooms)
     rooms = [empty(*shape) for shape in layer.backward_workspace_shapes(problem=problem, num_tokens=tokens)]
-    tensors = {name: torch.empty_like(weights[name]) for name in weights.per_expert}
+    trained = factors or {name: weights[name] for name in weights.per_expert}
+    tensors = {name: torch.empty_like(tensor) for name, tensor in trained.items()}
     for accumulate in (False, True):
         grads = Gradients(
             torch.empty_like(out), torch.empty_like(inputs.topk_weights), **tensors, accumulate=accumulate
