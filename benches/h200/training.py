@@ -6,7 +6,8 @@ Every gradient of both is compared with fp64 autograd of the reference before an
 other; a gradient beyond its bound ends the program. Then four steps of each are timed, interleaved: a forward pass
 that saves, forward and backward with frozen weights (gradients of tokens and routing weights), with all weights, and
 with frozen weights and trained adapters of every expert. The peer multiplies adapters out into the weights, as PEFT
-does for `target_parameters`, and its backward pass goes through the gradient of those weights. Saved bytes are those of the tensors that autograd holds between the passes, other than inputs and parameters.
+does for `target_parameters`, and its backward pass goes through the gradient of those weights. Saved bytes are those of
+the tensors that autograd holds between the passes, other than inputs and parameters.
 
 On a CPU it runs whatever is selected there, for a rehearsal: `--sizes 4,2,64,48` are experts, top-k, hidden and
 intermediate size.

@@ -6,8 +6,10 @@ pre-activation, 2I where gated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -34,11 +36,20 @@ from moereg.kernels.backward.products import (
 )
 from moereg.kernels.backward.weights import bias_gradients, routing_gradients, weight_gradients
 from moereg.kernels.launch import device as limits
+from moereg.kernels.launch.remembered import launch_remembered
 from moereg.kernels.rows.plan import RoutePlan, plan_in, route_workspace_numel
 from moereg.kernels.rows.reduce import reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
-from moereg.weights.adapters import ExpertAdapters
+from moereg.weights.adapters import ADAPTER_TENSORS, ExpertAdapters
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
+
+_GRADIENTS: Final = tuple(field.name for field in dataclasses.fields(Gradients) if field.name != "accumulate")
+
+
+@functools.lru_cache(maxsize=1024)
+def _shape_of_layer(*_facts: Hashable) -> object:
+    """A key that layers with equal facts share, quicker to hash than a problem."""
+    return object()
 
 
 class Training(TrainingImplementation):
@@ -76,7 +87,8 @@ class Training(TrainingImplementation):
         self._forward(call, None, None, plan)
 
     def run_saving(self, call: Call, saved: Mapping[str, torch.Tensor]) -> None:
-        self._forward(call, saved["pre"], saved.get("w13_low"), saved["plan"])
+        launches = functools.partial(self._forward, call, saved["pre"], saved.get("w13_low"), saved["plan"])
+        self._launch("saving", launches, call, saved, Gradients())
 
     def _forward(
         self, call: Call, pre: torch.Tensor | None, w13_low: torch.Tensor | None, plan_words: torch.Tensor
@@ -113,6 +125,25 @@ class Training(TrainingImplementation):
         reduce_sorted_rows(call.out, rows, plan.route_row, None)
 
     def run_backward(self, call: Call, grads: Gradients, saved: Mapping[str, torch.Tensor]) -> None:
+        self._launch("backward", functools.partial(self._backward, call, grads, saved), call, saved, grads)
+
+    def _launch(
+        self, what: str, launches: Callable[[], None], call: Call, saved: Mapping[str, torch.Tensor], grads: Gradients
+    ) -> None:
+        """Launches, or replays an earlier step of any layer of this shape: a step of 20 kernels waits for the host."""
+        inputs, adapters = call.inputs, call.inputs.adapters
+        tensors = (
+            *(call.out, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, inputs.expert_map),
+            *(call.workspace13, call.workspace2, *(saved.get(name) for name in ("pre", "plan", "w13_low"))),
+            *(call.weights.get(name) for name in ("w13", "w2", "w13_bias", "w2_bias")),
+            *(getattr(adapters, name, None) for name in ADAPTER_TENSORS),
+            *(getattr(grads, name) for name in _GRADIENTS),
+        )
+        scalings = () if adapters is None else (adapters.w13_scaling, adapters.w2_scaling)
+        key = what, _shape_of_layer(self.problem, str(self.platform))
+        launch_remembered(key, launches, tensors, (grads.accumulate, *scalings))
+
+    def _backward(self, call: Call, grads: Gradients, saved: Mapping[str, torch.Tensor]) -> None:
         problem, inputs, weights, grad_out = self.problem, call.inputs, call.weights, call.out
         configs, num_tokens = self._configs(call), len(inputs.topk_ids)
         plan = plan_in(saved["plan"], inputs.topk_ids.numel(), problem.num_local_experts, configs.block_m)
