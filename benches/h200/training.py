@@ -1,13 +1,13 @@
-"""A layer's training step beside transformers' grouped_mm formulation under autograd, in one process.
+"""A layer's training step beside transformers' grouped_mm and eager formulations under autograd, in one process.
 
     python -m benches.h200.training [--tokens 4096 16384] [--routings uniform zipf] [--rank 16] [--json FILE]
 
-Every gradient of both is compared with fp64 autograd of the reference before anything is timed, one expert after the
+Every gradient of all is compared with fp64 autograd of the reference before anything is timed, one expert after the
 other; a gradient beyond its bound ends the program. Then four steps of each are timed, interleaved: a forward pass
 that saves, forward and backward with frozen weights (gradients of tokens and routing weights), with all weights, and
-with frozen weights and trained adapters of every expert. The peer multiplies adapters out into the weights, as PEFT
-does for `target_parameters`, and its backward pass goes through the gradient of those weights. Saved bytes are those of
-the tensors that autograd holds between the passes, other than inputs and parameters.
+with frozen weights and trained adapters of every expert. The peers multiply adapters out into the weights, as PEFT
+does for `target_parameters`, and their backward pass goes through the gradient of those weights. Saved bytes are those
+of the tensors that autograd holds between the passes, other than inputs and parameters.
 
 On a CPU it runs whatever is selected there, for a rehearsal: `--sizes 4,2,64,48` are experts, top-k, hidden and
 intermediate size.
@@ -57,10 +57,7 @@ def grouped_mm_layer(weights: ExpertWeights) -> Layer:
         topk_ids: torch.Tensor,
         adapters: ExpertAdapters | None,
     ) -> torch.Tensor:
-        w13, w2 = weights.w13, weights.w2
-        if adapters is not None:
-            w13 = torch.baddbmm(w13, adapters.w13_b, adapters.w13_a, alpha=adapters.w13_scaling)
-            w2 = torch.baddbmm(w2, adapters.w2_b, adapters.w2_a, alpha=adapters.w2_scaling)
+        w13, w2 = _multiplied_out(weights, adapters)
         top_k = topk_ids.shape[1]
         order = topk_ids.flatten().argsort()  # [N]
         counts = torch.histc(topk_ids.flatten().float(), bins=num_experts, min=0, max=num_experts - 1)
@@ -72,6 +69,35 @@ def grouped_mm_layer(weights: ExpertWeights) -> Layer:
         return rows[order.argsort()].view(-1, top_k, rows.shape[1]).sum(1)
 
     return run
+
+
+def eager_layer(weights: ExpertWeights) -> Layer:
+    """The experts as transformers' `eager` computes them: those that have tokens, one after the other."""
+
+    def run(
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        adapters: ExpertAdapters | None,
+    ) -> torch.Tensor:
+        w13, w2 = _multiplied_out(weights, adapters)
+        out = torch.zeros_like(hidden_states)
+        for expert in topk_ids.unique().tolist():
+            token, slot = torch.nonzero(topk_ids == expert, as_tuple=True)
+            gate, up = torch.nn.functional.linear(hidden_states[token], w13[expert]).chunk(2, dim=1)
+            rows = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, w2[expert])
+            rows = rows * topk_weights[token, slot, None].to(rows.dtype)
+            out = out.index_add(0, token, rows)
+        return out
+
+    return run
+
+
+def _multiplied_out(weights: ExpertWeights, adapters: ExpertAdapters | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if adapters is None:
+        return weights.w13, weights.w2
+    w13 = torch.baddbmm(weights.w13, adapters.w13_b, adapters.w13_a, alpha=adapters.w13_scaling)
+    return w13, torch.baddbmm(weights.w2, adapters.w2_b, adapters.w2_a, alpha=adapters.w2_scaling)
 
 
 class Training:
@@ -180,6 +206,10 @@ def _timed(step: Callable[[], None]) -> float:
     return float(first.elapsed_time(last)) / REPEATS
 
 
+PEERS: Final = {"grouped_mm": grouped_mm_layer, "eager": eager_layer}
+"""On a CPU the first one's backward pass raises in float32; on a GPU the second waits for the device at each expert."""
+
+
 def random_adapters(problem: MoEProblem, device: torch.device) -> ExpertAdapters:
     """Adapters a tenth as large as weights of unit rows, alpha twice the rank."""
     generator = torch.Generator(device).manual_seed(0)
@@ -205,7 +235,8 @@ def measure(problem: MoEProblem, tokens: list[int], routings: list[str]) -> Iter
         *call, given = inputs
         return kernel(*call, adapters=given)
 
-    layers: dict[str, Layer] = {"moereg": moereg, "grouped_mm": grouped_mm_layer(weights)}
+    peers = [peer for peer in PEERS if peer != "grouped_mm" or device.type == "cuda" or problem.dtype == "bfloat16"]
+    layers: dict[str, Layer] = {"moereg": moereg, **{peer: PEERS[peer](weights) for peer in peers}}
     generator = torch.Generator(device).manual_seed(0)
     for num_tokens in tokens:
         for routing in routings:
@@ -229,9 +260,11 @@ def measure(problem: MoEProblem, tokens: list[int], routings: list[str]) -> Iter
 
 
 def _line(row: dict[str, Any]) -> str:
-    ours, theirs = row["ms"]["moereg"], row["ms"]["grouped_mm"]
+    ours, *peers = row["ms"].values()
     cells = [str(row["tokens"]), row["routing"]]
-    cells += [f"{ours[what]:.2f} / {theirs[what]:.2f} = {theirs[what] / ours[what]:.2f}x" for what in STEPS]
+    for what in STEPS:
+        theirs = min(peer[what] for peer in peers)
+        cells.append(f"{ours[what]:.2f} / {theirs:.2f} = {theirs / ours[what]:.2f}x")
     for what in STEPS[1:]:
         cells.append(" / ".join(f"{row['saved'][name][what] / 1e3:.1f}" for name in row["saved"]))
     cells.append(" / ".join(f"{max(share for share, _ in errors.values()):.2f}" for errors in row["errors"].values()))
@@ -244,6 +277,7 @@ def main() -> int:
     parser.add_argument("--tokens", nargs="*", type=int, default=[4096, 16384])
     parser.add_argument("--routings", nargs="*", default=["uniform", "zipf"])
     parser.add_argument("--rank", type=int, default=16, help="of adapters")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--sizes", help="experts,top_k,hidden,intermediate")
     parser.add_argument("--json", type=pathlib.Path)
     arguments = parser.parse_args()
@@ -255,8 +289,8 @@ def main() -> int:
     elif platform.kind != "cuda":
         print(f"benches.h200.training needs an NVIDIA GPU or --sizes, got {platform}", file=sys.stderr)
         return 3
-    problem = MoEProblem(**sizes, gradients=GRADIENTS, adapter_rank=arguments.rank)
-    print(f"{problem} on {platform.device_name or platform}, ms and KB a token: moereg / grouped_mm")
+    problem = MoEProblem(**sizes, dtype=arguments.dtype, gradients=GRADIENTS, adapter_rank=arguments.rank)
+    print(f"{problem} on {platform.device_name or platform}, ms: moereg / fastest peer = ratio; KB a token: each")
     columns = ["T", "routing", *STEPS, *(f"saved {what}" for what in STEPS[1:]), "error in bounds"]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     rows = []
