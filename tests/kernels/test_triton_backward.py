@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import math
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ from moereg.kernels.backward.config import (
 from moereg.kernels.backward.products import (
     down_input_gradients,
     down_rows,
+    expanding,
     gate_up_input_gradients,
+    low_rank_rows,
     num_partials,
     saving_gate_up,
 )
@@ -59,6 +62,8 @@ SMALL = TrainingConfigs(
     rows=tile(m=16, n=64, k=32),
     down_input=tile(m=16, n=32, k=64),
     weights=tile(m=32, n=64, k=16),
+    low_rank=tile(m=16, n=16, k=32),
+    low_rank_weights=tile(m=16, n=32, k=16),
 )
 
 
@@ -229,6 +234,78 @@ def test_gradients_of_each_routes_token(layer: Layer) -> None:
     case.check(out, torch.einsum("nc,nch->nh", pre_grad[: case.num_rows].double(), case.w13[case.experts].double()))
 
 
+@pytest.mark.parametrize("rank", [1, 16, 70])
+@pytest.mark.parametrize("layer", LAYERS[2:5], ids=str)
+def test_low_rank_rows_and_each_product_that_they_are_added_to(layer: Layer, rank: int) -> None:
+    """Of an adapter: of tokens or of sorted rows, then expanded in steps of at most 64."""
+    case, config = Case(layer), SMALL.low_rank_products(rank)
+    width, hidden = layer.intermediate_size, layer.hidden_size
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        made = rows_with_gaps(layer.num_experts * rows, columns, layer.dtype).unflatten(0, (layer.num_experts, rows))
+        return made * columns**-0.5
+
+    narrow = matrix(rank, hidden).transpose(1, 2)  # [E, H, R], read along the other axis.
+    low = case.guarded(rank)
+    low_rank_rows(low.tensor, case.x, narrow, case.plan, config, scaling=0.5, top_k=layer.top_k)
+    case.check(low, 0.5 * torch.einsum("nh,nhr->nr", case.x[case.tokens].double(), narrow[case.experts].double()))
+    act, wide = case.sorted_rows(width), matrix(width, rank)
+    low_rank_rows(low.tensor, act, wide, case.plan, config, scaling=2.0)
+    case.check(low, 2 * torch.einsum("ni,nir->nr", act[: case.num_rows].double(), wide[case.experts].double()))
+
+    rows = low.tensor[: case.num_rows].double()
+
+    def check(product: Callable[..., None], size: int, expanding_matrix: torch.Tensor) -> None:
+        part = torch.einsum("nr,nrc->nc", rows, expanding_matrix[case.experts].double())
+        with_part, without = case.guarded(size, FP32), case.guarded(size, FP32)
+        product(with_part.tensor, low_rank=expanding(low.tensor, expanding_matrix))
+        product(without.tensor, low_rank=None)
+        case.check(with_part, without.tensor[: case.num_rows].double() + part)
+
+    pre_grad, ones = case.sorted_rows(case.columns), torch.ones_like(case.topk_weights)
+    products = {
+        "down": lambda out, low_rank: down_rows(
+            out, act, case.w2, case.plan, SMALL.rows, topk_weights=ones, low_rank=low_rank
+        ),
+        "input": lambda out, low_rank: gate_up_input_gradients(
+            out, pre_grad, case.w13, case.plan, SMALL.rows, low_rank=low_rank
+        ),
+    }
+    for product in products.values():
+        check(product, hidden, matrix(hidden, rank).transpose(1, 2))
+        check(product, hidden, matrix(rank, hidden))
+
+    def gate_up(out: torch.Tensor, low_rank: Any) -> None:
+        config, constant = SMALL.rows, case.constant
+        room = case.guarded(width).tensor
+        saving_gate_up(room, out, case.x, case.w13, case.plan, config, constant, top_k=layer.top_k, low_rank=low_rank)
+
+    check(gate_up, case.columns, matrix(case.columns, rank).transpose(1, 2))
+
+    def down_input(out: torch.Tensor, low_rank: Any) -> None:
+        # An activation of slope one: both halves are 1, and the clamp is far.
+        config, constant = SMALL.down_input, ActivationConstant("relu2", False)
+        half = torch.full((case.ids.numel(), width), 0.5, dtype=layer.dtype, device=DEVICE)
+        given = case.grad_out, case.w2, half, ones, case.plan, config, constant
+        down_input_gradients(out, None, None, *given, low_rank=low_rank)
+
+    check(down_input, width, matrix(rank, width))
+
+
+@pytest.mark.parametrize("layer", LAYERS[2:5], ids=str)
+def test_gradients_of_a_product_of_sorted_rows_alone(layer: Layer) -> None:
+    """Thin ones, as an adapter has: rows of the rank, or columns."""
+    case, rank = Case(layer), 5
+    low, rows = case.sorted_rows(rank), case.sorted_rows(layer.intermediate_size)
+    for left, right, config in ((low, rows, SMALL.a_gradients(rank)), (rows, low, SMALL.b_gradients(rank))):
+        grad = Guarded(layer.num_experts, left.shape[1], right.shape[1], dtype=layer.dtype)
+        named: dict[str, Any] = {"top_k": layer.top_k, "gathers": None, "accumulate": False}
+        weight_gradients(grad.tensor, left, right, case.plan, config, **named)
+        grad.check()
+        expected = [left[row:end].double().T @ right[row:end].double() for row, end in case.rows]
+        case.compare(grad.tensor, torch.stack(expected))
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("gathers", ["left", "right"])
 @each_layer
@@ -348,6 +425,7 @@ def test_configs_share_a_plan_and_fit_shared_memory(element_bytes: int, shared_b
         configs = select_training_configs(rows, element_bytes, shared_bytes)
         assert configs.rows.block_m == configs.down_input.block_m
         assert configs.block_m >= MIN_TRAINING_BLOCK_M
-        for config in (configs.rows, configs.down_input, configs.weights):
+        thin = configs.low_rank_products(64), configs.a_gradients(64), configs.b_gradients(64)
+        for config in (configs.rows, configs.down_input, configs.weights, *thin):
             stage = (config.block_m + config.block_n) * config.block_k * element_bytes
             assert config.num_stages == 1 or config.num_stages * stage < shared_bytes

@@ -53,8 +53,8 @@ class TrainingConfigs:
         down_input: gradient of the pre-activation, whose epilogue holds more.
         weights: gradients of w13 and w2; rows and columns are the weight's, and a step takes `block_k` routes.
         element_bytes: bytes of an activation.
-        low_rank: products of sorted rows and an adapter's matrix, whose columns `with_columns` sets by the rank.
-        low_rank_weights: gradients of adapters, whose side of the rank is set likewise.
+        low_rank: products of sorted rows and an adapter's matrix; as wide as for the highest ranks.
+        low_rank_weights: gradients of adapters, likewise with as many rows.
         max_rows_per_expert: largest average number of rows per expert.
         min_shared_bytes: least shared memory that a program may use on the device.
     """
@@ -96,8 +96,8 @@ def low_rank_block(rank: int) -> int:
     return min(max(16, 1 << (rank - 1).bit_length()), 64)
 
 
-_LOW_RANK_WEIGHTS: Final = _tile(m=16, n=128, k=64, group=4, warps=4, stages=4)
-_LOW_RANK_WEIGHTS_FP32: Final = _tile(m=16, n=64, k=32, group=4, warps=4, stages=2)
+_LOW_RANK_WEIGHTS: Final = _tile(m=64, n=128, k=64, group=4, warps=4, stages=4)
+_LOW_RANK_WEIGHTS_FP32: Final = _tile(m=64, n=64, k=32, group=4, warps=4, stages=2)
 
 # The first whose limits hold.
 TRAINING_CONFIGS: Final = (
@@ -107,7 +107,7 @@ TRAINING_CONFIGS: Final = (
         rows=_tile(m=64, n=128, k=64, group=1, warps=4, stages=4),
         down_input=_tile(m=64, n=64, k=64, group=1, warps=4, stages=4),
         weights=_tile(m=128, n=128, k=64, group=4, warps=8, stages=4),
-        low_rank=_tile(m=64, n=16, k=64, group=1, warps=4, stages=4),
+        low_rank=_tile(m=64, n=64, k=64, group=1, warps=4, stages=4),
         low_rank_weights=_LOW_RANK_WEIGHTS,
     ),
     TrainingConfigs(
@@ -116,7 +116,7 @@ TRAINING_CONFIGS: Final = (
         rows=_tile(m=128, n=256, k=64, group=8, warps=8, stages=3),
         down_input=_tile(m=128, n=128, k=64, group=8, warps=8, stages=4),
         weights=_tile(m=128, n=256, k=64, group=4, warps=8, stages=3),
-        low_rank=_tile(m=128, n=16, k=64, group=1, warps=4, stages=4),
+        low_rank=_tile(m=128, n=64, k=64, group=1, warps=4, stages=4),
         low_rank_weights=_LOW_RANK_WEIGHTS,
     ),
     # Before Hopper, whose matrix units read operands from shared memory, these and the product share the registers.
@@ -125,7 +125,7 @@ TRAINING_CONFIGS: Final = (
         rows=_tile(m=128, n=128, k=64, group=8, warps=8, stages=3),
         down_input=_tile(m=128, n=64, k=64, group=8, warps=8, stages=3),
         weights=_tile(m=128, n=128, k=64, group=4, warps=8, stages=3),
-        low_rank=_tile(m=128, n=16, k=64, group=1, warps=4, stages=3),
+        low_rank=_tile(m=128, n=64, k=64, group=1, warps=4, stages=3),
         low_rank_weights=_LOW_RANK_WEIGHTS,
     ),
     TrainingConfigs(
@@ -133,7 +133,7 @@ TRAINING_CONFIGS: Final = (
         rows=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
         down_input=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
         weights=_tile(m=64, n=64, k=32, group=4, warps=8, stages=2),
-        low_rank=_tile(m=64, n=16, k=32, group=1, warps=4, stages=2),
+        low_rank=_tile(m=64, n=64, k=32, group=1, warps=4, stages=2),
         low_rank_weights=_LOW_RANK_WEIGHTS_FP32,
     ),
 )
