@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 
 from moereg.dispatch import select_backend
-from moereg.evidence.provenance import provenance
+from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.factory import make_kernel
 from moereg.numerics.gradients import ReferenceGradients, reference_gradients
 from moereg.platforms import probe_platform
@@ -298,8 +298,9 @@ def main() -> int:
         rows.append(row)
         print(_line(row), flush=True)
         if arguments.json is not None:
-            found = {"provenance": provenance(platform, ("torch", "triton")), "rows": rows}
-            arguments.json.write_text(json.dumps(found, indent=1))
+            facts = {**provenance(platform, ("moereg", "torch", "triton")), **clocks(platform)}
+            found = {"schema": 1, **facts, "problem": problem.to_dict(), "rows": rows}
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 

@@ -25,6 +25,7 @@ from moereg.numerics.gradients import reference_gradients
 from moereg.numerics.reference import relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import BackendCell
+from moereg.runtime.gc_pause import collecting_later
 from moereg.runtime.torch_state import plain_torch
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem
@@ -304,7 +305,10 @@ def check_gradient_faults(cell: BackendCell) -> None:
 
 
 def check_training(cell: BackendCell) -> None:
-    """A layer backpropagates, also without tokens and after a step in place, and on a GPU without waiting for it."""
+    """A layer backpropagates, also without tokens and after a step in place.
+
+    On a GPU it does not wait for it, and can be captured in a graph where the class says so.
+    """
     case = gradient_cases(cell)[0]
     problem, expert_map = case.problem, make_expert_map(case.problem, case.device)
     tensors = {
@@ -335,6 +339,29 @@ def check_training(cell: BackendCell) -> None:
             found = torch.autograd.grad(out, list(followed.values()), grad_out)
         with _prefixed(call):
             expected.check(dict(zip(followed, found, strict=True)))
+    if cell.facts.graph_capture and case.device.type == "cuda":
+        leaves_of_step = list(followed.values())
+        _check_capture(
+            lambda: torch.autograd.grad(kernel(*inputs.call, adapters=adapters), leaves_of_step, grad_out),
+            inputs,
+            make_inputs(problem, len(grad_out), "skewed", case.device, seed=1),
+        )
+
+
+def _check_capture(step: Callable[[], tuple[torch.Tensor, ...]], inputs: Inputs, others: Inputs) -> None:
+    """A captured forward and backward pass, replayed, reads the current contents of its inputs."""
+    graph = torch.cuda.CUDAGraph()
+    with collecting_later(), torch.cuda.graph(graph), torch.enable_grad():
+        captured = step()
+    with torch.no_grad():
+        for tensor, other in zip(inputs.call, others.call, strict=True):
+            tensor.copy_(other)
+        for tensor in captured:
+            tensor.fill_(torch.nan)
+    graph.replay()
+    with torch.enable_grad():
+        eager = step()
+    assert all(map(torch.equal, captured, eager)), "a replayed graph gave other gradients than eager code"
 
 
 def _check_parts(training: GuardedTraining) -> None:
