@@ -8,6 +8,7 @@
 | `sweep` | how far a shape that was never tuned is from its own best |
 | `full_size` | errors, replays and memory of every backend at full size |
 | `training` | training steps beside grouped_mm under autograd, and the error of every gradient |
+| `quack_backward` | QuACK's four products of a backward pass, each checked before it is timed |
 
 What they share: `precompile` compiles kernels on all cores before anything is timed, `candidates` times launch
 configurations beside each other, `quant_configs` lists those of quantized layers, and `leave_one_out` draws the
