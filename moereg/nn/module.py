@@ -152,6 +152,7 @@ class MoELayer(CanonicalModule):
     def _set_adapters(self, adapters: ExpertAdapters | None, place: torch.device) -> None:
         if adapters is not None:
             check_instance("adapters", adapters, ExpertAdapters, "make them with ExpertAdapters(w13_a=..., w13_b=...)")
+            adapters = adapters.with_tensors({name: tensor.to(place) for name, tensor in adapters.tensors().items()})
             adapters.check_against(self.problem, place)
             self._adapter_scaling = (adapters.w13_scaling, adapters.w2_scaling)
         for name in ADAPTER_TENSORS:
