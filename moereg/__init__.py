@@ -13,7 +13,8 @@ A choice
 
 A kernel
     `make_kernel` permutes the weights for the chosen backend and returns a `MoEKernel`, which runs the layer.
-    `MoELayer` is a torch module around one, with parameters, `state_dict` and a router.
+    `MoELayer` is a torch module around one, with parameters, `state_dict` and a router. `ExpertAdapters` are low-rank
+    adapters of the experts, which both train.
 
 Many GPUs
     `ExpertPlacement` says which rank holds which experts, replicas included; `balance_experts` makes one from measured
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from moereg.spec.activations import Activation
     from moereg.spec.problem import MoEProblem
     from moereg.spec.quant_schemes import QuantScheme
+    from moereg.weights.adapters import ExpertAdapters
     from moereg.weights.permuted import ExpertWeights
 
 __all__ = [
@@ -81,6 +83,7 @@ __all__ = [
     "ArgumentError",
     "BackendError",
     "CheckpointError",
+    "ExpertAdapters",
     "ExpertPlacement",
     "ExpertWeights",
     "GroupError",
@@ -132,6 +135,7 @@ _NAMES_OF: Final = {
     "moereg.spec.problem": "MoEProblem",
     "moereg.spec.quant_schemes": "QuantScheme",
     "moereg.registry": "register_moe_backend",
+    "moereg.weights.adapters": "ExpertAdapters",
     "moereg.weights.permuted": "ExpertWeights",
 }
 _HOMES: Final = {module: names.split() for module, names in _NAMES_OF.items()}

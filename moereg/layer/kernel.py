@@ -157,6 +157,7 @@ class MoEKernel:
         is_own = out is None
         followed: tuple[torch.Tensor, ...] = (hidden_states, topk_weights, *self.trained.values())
         if adapters is not None:
+            check_instance("adapters", adapters, ExpertAdapters, "make them with ExpertAdapters(w13_a=..., w13_b=...)")
             adapters.check_against(self.problem, self._device)
             adapters = adapters.computed_in(self.problem.torch_dtype)
             followed = (*followed, *adapters.tensors().values())

@@ -25,6 +25,7 @@ from moereg.runtime.torch_op import is_exporting, new_handle, run_compiled
 from moereg.runtime.torch_state import plain_torch
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import TENSOR_ROLES
+from moereg.weights.adapters import ADAPTER_TENSORS, ExpertAdapters
 from moereg.weights.permuted import ExpertWeights
 from moereg.weights.versions import are_elsewhere
 
@@ -35,13 +36,14 @@ class MoELayer(CanonicalModule):
     """The routed experts of one layer as a module, optionally with their router.
 
     Its parameters are the canonical tensors named as in `ExpertWeights`: `w13` [E,2I,H] with gate rows first, `w2`
-    [E,H,I], scales and biases; and `router_weight` [E,H], `router_bias` [E] and `correction_bias` [E]. `state_dict`
-    holds these on every machine, whatever layout the kernel reads. The kernel is made at the first call, or by
-    `prepare`, and follows `.to()`, `load_state_dict`, steps of torch's optimizers, and parameters that are replaced or
-    written. Writes through `parameter.data` or a raw pointer, which torch does not see, need `refresh()`.
+    [E,H,I], scales and biases; `router_weight` [E,H], `router_bias` [E] and `correction_bias` [E]; and those of
+    `ExpertAdapters`. `state_dict` holds these on every machine, whatever layout the kernel reads. The kernel is made at
+    the first call, or by `prepare`, and follows `.to()`, `load_state_dict`, steps of torch's optimizers, and parameters
+    that are replaced or written. Writes through `parameter.data` or a raw pointer, which torch does not see, need
+    `refresh()`.
 
     Parameters require a gradient where the problem's `gradients` name them: the experts' as `weights`, which are then
-    read and trained in place, and the router's as `topk_weights`. See [docs/training.md](docs/training.md).
+    read and trained in place, the router's as `topk_weights`, and `adapters`. See [docs/training.md](docs/training.md).
 
     With `keep_canonical=False` the experts' parameters are freed once the kernel is made, and `state_dict`, `.to()`
     and copies read them back from it.
@@ -58,6 +60,9 @@ class MoELayer(CanonicalModule):
         router_weight: [E,H], all experts, in the problem's dtype; with a router None makes zeros.
         router_bias: [E] in the problem's dtype, or None.
         correction_bias: [E] fp32, only for routers that have one; None makes zeros.
+        adapters: Low-rank adapters of the experts, for a problem with gradients of them; their tensors become
+            parameters without a copy. Their scalings are the layer's, like its activation, and not in `state_dict`.
+            None makes `ExpertAdapters.initial`, which change nothing yet, with a scaling of 1.
         ep_rank: As in `make_kernel`.
         expert_map: As in `make_kernel`.
         keep_canonical: Whether the parameters stay after the kernel was made.
@@ -97,6 +102,7 @@ class MoELayer(CanonicalModule):
         router_weight: torch.Tensor | None = None,
         router_bias: torch.Tensor | None = None,
         correction_bias: torch.Tensor | None = None,
+        adapters: ExpertAdapters | None = None,
         ep_rank: int = 0,
         expert_map: torch.Tensor | None = None,
         keep_canonical: bool = True,
@@ -136,9 +142,21 @@ class MoELayer(CanonicalModule):
         routing = router_tensors(problem, router, given, place)
         for name in given:
             self._set(name, routing.get(name))
+        if adapters is None and problem.adapter_rank:
+            adapters = ExpertAdapters.initial(problem, problem.adapter_rank, device=place)
+        self._set_adapters(adapters, place)
         resolved = resolve_expert_map(problem, ep_rank, expert_map, place)
         self.register_buffer("expert_map", resolved if problem.placement == "map" else None, persistent=False)
         self._handle = new_handle(self)
+
+    def _set_adapters(self, adapters: ExpertAdapters | None, place: torch.device) -> None:
+        if adapters is not None:
+            check_instance("adapters", adapters, ExpertAdapters, "make them with ExpertAdapters(w13_a=..., w13_b=...)")
+            adapters = adapters.with_tensors({name: tensor.to(place) for name, tensor in adapters.tensors().items()})
+            adapters.check_against(self.problem, place)
+            self._adapter_scaling = (adapters.w13_scaling, adapters.w2_scaling)
+        for name in ADAPTER_TENSORS:
+            self._set(name, None if adapters is None else getattr(adapters, name))
 
     @classmethod
     def from_checkpoint(
@@ -258,12 +276,21 @@ class MoELayer(CanonicalModule):
             topk_weights = topk_weights.float()
         if torch.compiler.is_compiling():
             check_call(self.problem, hidden_states.device, rows, topk_weights, topk_ids, None)
-            trained = self._trained
-            if not is_exporting() and trains(self.problem, rows, topk_weights, trained):
-                out = run_training(self.problem, rows, topk_weights, topk_ids, trained, self._handle)
+            trained, adapters = self._trained, self.adapters
+            if adapters is not None:
+                if is_exporting():
+                    raise ArgumentError(
+                        "an exported program has no adapters; export a layer of layer.adapters.merged(layer.weights)"
+                    )
+                adapters = adapters.computed_in(self.problem.torch_dtype)
+            if not is_exporting() and trains(self.problem, rows, topk_weights, trained, adapters):
+                out = run_training(self.problem, rows, topk_weights, topk_ids, trained, self._handle, adapters)
                 return joined(out, *self._untrained).view(hidden_states.shape)
             out = torch.empty_like(rows)
-            if is_exporting() and not self._is_freed:
+            if adapters is not None:
+                with torch.no_grad():
+                    out = run_training(self.problem, rows, topk_weights, topk_ids, trained, self._handle, adapters)
+            elif is_exporting() and not self._is_freed:
                 held = {
                     name: tensor
                     for name, tensor in self._parameters.items()
@@ -282,7 +309,7 @@ class MoELayer(CanonicalModule):
             except RuntimeError as error:
                 check_no_transform(error)
                 raise
-            out = kernel(rows, topk_weights, topk_ids)
+            out = kernel(rows, topk_weights, topk_ids, adapters=self.adapters)
         # The kernel follows what it trains.
         followed = self._untrained if out.requires_grad else (rows, topk_weights, *self._parameters.values())
         out = joined(out, *followed)

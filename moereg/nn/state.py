@@ -21,6 +21,7 @@ from moereg.routing import RouterSpec, language_config
 from moereg.runtime.torch_op import new_handle
 from moereg.spec.problem import DTYPES, MoEProblem
 from moereg.spec.quant_schemes import TENSOR_ROLES
+from moereg.weights.adapters import ADAPTER_TENSORS, ExpertAdapters
 from moereg.weights.permuted import ExpertWeights
 from moereg.weights.versions import TensorState, check_counted, states_of
 
@@ -34,6 +35,7 @@ class CanonicalModule(torch.nn.Module):
 
     problem: MoEProblem
     _handle: torch.Tensor
+    _adapter_scaling: tuple[float, float]
     # _seen: State of the parameters that the kernel was made from; None if it is out of date.
     # _freed: Freed parameters by name, on meta.
 
@@ -68,10 +70,18 @@ class CanonicalModule(torch.nn.Module):
             )
         super().__delattr__(name)
 
+    @property
+    def adapters(self) -> ExpertAdapters | None:
+        """The experts' adapters, whose tensors are the parameters; None if the layer has none."""
+        tensors: dict[str, Any] = {name: self._parameters[name] for name in ADAPTER_TENSORS}
+        if all(tensor is None for tensor in tensors.values()):
+            return None
+        w13_scaling, w2_scaling = self._adapter_scaling
+        return ExpertAdapters(**tensors, w13_scaling=w13_scaling, w2_scaling=w2_scaling)
+
     def _set(self, name: str, tensor: torch.Tensor | None) -> None:
         parameter = None if tensor is None else _as_parameter(tensor)
-        trains_as = "weights" if name in WEIGHTS else "topk_weights" if name in _ROUTER else ""
-        if parameter is not None and trains_as in self.problem.gradients:
+        if parameter is not None and _TRAINS_AS.get(name) in self.problem.gradients:
             parameter.requires_grad_()
         self.register_parameter(name, parameter)
 
@@ -89,7 +99,7 @@ class CanonicalModule(torch.nn.Module):
     def _count_writes(self) -> None:
         """Replaces parameters made in inference mode by ordinary ones, which count writes, in the same memory."""
         self._seen = None  # Earlier writes were not counted.
-        for name in TENSOR_ROLES:
+        for name in (*TENSOR_ROLES, *ADAPTER_TENSORS):
             tensor = self._parameters[name]
             if tensor is not None and tensor.is_inference():
                 self._set(name, tensor)
@@ -248,7 +258,12 @@ def _as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor.detach(), requires_grad=False)
 
 
-_ROUTER: Final = ("router_weight", "router_bias")
+_TRAINS_AS: Final = {
+    **dict.fromkeys(WEIGHTS, "weights"),
+    **dict.fromkeys(("router_weight", "router_bias"), "topk_weights"),
+    **dict.fromkeys(ADAPTER_TENSORS, "adapters"),
+}
+"""Names in a problem's `gradients` by parameter."""
 _SHARED: Final = re.compile(r"(^|\.)shared_(experts?|mlp)$")
 """transformers' names for shared experts."""
 

@@ -9,8 +9,10 @@ from typing import Any, Final
 
 import torch
 
+from moereg.arguments import check_instance, check_list, check_number, check_one_of
 from moereg.errors import ArgumentError
 from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import MATRICES
 from moereg.weights.expert_weights import ExpertWeights
 
 __all__ = ["ADAPTER_TENSORS", "ExpertAdapters"]
@@ -24,6 +26,7 @@ class ExpertAdapters:
     """One adapter of each expert: it computes with `w13 + w13_scaling * w13_b @ w13_a`, and likewise with w2.
 
     R is the rank, which may differ between w13 and w2. Either of them may be without an adapter: None, in pairs.
+    `MoEKernel` takes adapters at a call and `MoELayer` when made, for problems with gradients of `adapters`.
 
     Attributes:
         w13_a: [E,R,H], any float dtype; a layer computes in its own.
@@ -34,7 +37,17 @@ class ExpertAdapters:
         w2_scaling: Likewise.
 
     Raises:
-        ArgumentError: A tensor comes without the other one of its pair.
+        ArgumentError: A tensor comes without the other one of its pair, or a value has another type.
+
+    Example:
+        >>> problem = moereg.MoEProblem(
+        ...     num_experts=8, hidden_size=64, intermediate_size=32, top_k=2, gradients={"adapters"}, adapter_rank=4
+        ... )
+        >>> adapters = moereg.ExpertAdapters.initial(problem, alpha=8, targets=("w13",))
+        >>> {name: list(tensor.shape) for name, tensor in adapters.tensors().items()}
+        {'w13_a': [8, 4, 64], 'w13_b': [8, 64, 4]}
+        >>> adapters.w13_scaling
+        2.0
     """
 
     w13_a: torch.Tensor | None = None
@@ -45,7 +58,11 @@ class ExpertAdapters:
     w2_scaling: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("w13", "w2"):
+        """Checks types and pairs."""
+        for name, tensor in self.tensors().items():
+            check_instance(name, tensor, torch.Tensor, "pass one as in the text of ExpertAdapters")
+        for name in MATRICES:
+            check_number(f"{name}_scaling", getattr(self, f"{name}_scaling"))
             if (getattr(self, f"{name}_a") is None) != (getattr(self, f"{name}_b") is None):
                 raise ArgumentError(f"{name}_a and {name}_b are one adapter, got one of the two; pass both or none")
 
@@ -55,7 +72,7 @@ class ExpertAdapters:
         problem: MoEProblem,
         alpha: float,
         *,
-        targets: tuple[str, ...] = ("w13", "w2"),
+        targets: tuple[str, ...] = MATRICES,
         rank_stabilized: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -69,8 +86,17 @@ class ExpertAdapters:
             rank_stabilized: Whether to divide alpha by sqrt(R) instead of R.
             dtype: None means the problem's.
             device: None means torch's default.
+
+        Raises:
+            ArgumentError: The problem has no `adapter_rank`, or a value has another type.
+            UnknownNameError: A target is unknown.
         """
+        check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
         rank = problem.adapter_rank
+        if not rank:
+            raise ArgumentError(f"adapters have the problem's adapter_rank, got none in {problem}; make it with one")
+        check_number("alpha", alpha)
+        check_list("targets", targets, lambda name, value: check_one_of(name, value, MATRICES))
         tensors: dict[str, Any] = {
             name: torch.zeros(shape, dtype=dtype or problem.torch_dtype, device=device)
             for name, shape in adapter_shapes(problem, rank).items()
@@ -101,7 +127,7 @@ class ExpertAdapters:
         Raises:
             ArgumentError: They are not of this layer, or their rank exceeds its `adapter_rank`.
         """
-        for name in ("w13", "w2"):
+        for name in MATRICES:
             tensor = getattr(self, f"{name}_a")
             rank = tensor.shape[1] if tensor is not None and tensor.dim() == 3 else 1
             if rank > problem.adapter_rank:
@@ -119,6 +145,7 @@ class ExpertAdapters:
                         f"{tensor.dtype} on {tensor.device}"
                     )
 
+    @torch.no_grad()
     def merged(self, weights: ExpertWeights) -> ExpertWeights:
         """Weights of a layer that computes the same without adapters.
 
@@ -127,6 +154,9 @@ class ExpertAdapters:
 
         Returns:
             New tensors for what has an adapter; sums are in fp32, rounded once, one expert after the other.
+
+        Raises:
+            ArgumentError: The weights are quantized.
         """
         if weights.scheme.weight is not None:
             raise ArgumentError(
@@ -134,7 +164,7 @@ class ExpertAdapters:
                 "with moereg.quantize.dequantize_weights"
             )
         tensors = weights.tensors()
-        for name in ("w13", "w2"):
+        for name in MATRICES:
             a, b = getattr(self, f"{name}_a"), getattr(self, f"{name}_b")
             if a is None:
                 continue

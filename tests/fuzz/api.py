@@ -24,6 +24,7 @@ from moereg.spec.activations import Activation
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantFormat, QuantScheme, get_scheme
+from moereg.weights.adapters import ExpertAdapters
 from moereg.weights.permuted import ExpertWeights
 from tests.fuzz.area import Area, Case
 from tests.fuzz.contract import NOTHING, breach_of
@@ -188,6 +189,15 @@ _CALLS: Final[Mapping[str, tuple[Callable[..., Any], int, Mapping[str, list[Any]
          "w2_bias": [None, _tensor([4, 8])], "w13_scale": [None, _tensor([4])], "a13_scale": [None, _tensor([])],
          "w2_zero_point": [None], "quant": ["unquantized", "int8_w8a16", "fp8_tensor_static"]},
     ),
+    "ExpertAdapters": (
+        ExpertAdapters, 2,
+        {"w13_a": [_tensor([4, 2, 8])], "w13_b": [_tensor([4, 16, 2])], "w2_a": [None, _tensor([4, 2, 8])],
+         "w2_b": [None, _tensor([4, 8, 2])], "w13_scaling": [0.5], "w2_scaling": [2]},
+    ),
+    "ExpertAdapters.initial": (
+        ExpertAdapters.initial, 2,
+        {"problem": [_tagged("problem")], "alpha": [8], "targets": [_tagged("tuple")], "rank_stabilized": [True]},
+    ),
     "ExpertWeights.to": (lambda device: _weights().to(device), 1, {"device": ["cpu", _tagged("device")]}),
     "check_against": (lambda problem: _weights().check_against(problem), 1, {"problem": [_tagged("problem")]}),
     "select_backend": (
@@ -208,7 +218,8 @@ _CALLS: Final[Mapping[str, tuple[Callable[..., Any], int, Mapping[str, list[Any]
     "a kernel": (
         lambda **keywords: _VALUES["kernel"]()(**keywords), 3,
         {"hidden_states": [_tensor([3, 8])], "topk_weights": [_tensor([3, 2])],
-         "topk_ids": [{"$": "ids", "shape": [3, 2]}], "out": [None, _tensor([3, 8])]},
+         "topk_ids": [{"$": "ids", "shape": [3, 2]}], "out": [None, _tensor([3, 8])],
+         "adapters": [None, {}]},
     ),
     "MoEKernel.reload": (lambda weights: _VALUES["kernel"]().reload(weights), 1, {"weights": [_tagged("weights")]}),
     "softmax_topk": (routing.softmax_topk, 3, {"router_logits": _LOGITS, "top_k": [2], "renormalize": [True]}),

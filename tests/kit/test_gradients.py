@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from moereg.author import ExpertInputs, ExpertWeights, MoEProblem, PermutedWeights
+from moereg.author import ExpertAdapters, ExpertInputs, ExpertWeights, MoEProblem, PermutedWeights
 from moereg.numerics.gradients import reference_gradients
 from moereg.numerics.reference import reference_experts
 from moereg.platforms import Platform
@@ -26,7 +26,8 @@ from moereg.testing.check import KINDS, chosen_machine
 from moereg.testing.drawing import NATIVE, DrawnLayer, claimed_activations, draw_layer
 from moereg.testing.faults import BackwardPass, plant_gradient_faults
 from moereg.testing.gradients import GuardedTraining, check_gradients, gradient_cases
-from moereg.testing.inputs import Inputs, make_grad_out, make_inputs, make_weights
+from moereg.testing.inputs import Inputs, make_adapters, make_grad_out, make_inputs, make_weights
+from moereg.weights.adapters import ADAPTER_TENSORS
 from tests.support.fakes import LITTLE, FakeExperts, cell_of
 from tests.support.training import Operands, Rows, TrainingExperts
 
@@ -36,20 +37,26 @@ CLAMPED: Final = [dataclasses.replace(ACTIVATIONS[name], limit=1.5) for name in 
 SMALL: Final[dict[str, Any]] = {"num_experts": 4, "hidden_size": 40, "intermediate_size": 24, "top_k": 2}
 
 
+ADAPTED: Final[dict[str, Any]] = {"gradients": GRADIENTS, "adapter_rank": 16}
+
+
 def reference_of(problem: MoEProblem, num_tokens: int, routing: str, seed: int = 0) -> tuple[Any, ...]:
-    """Weights, inputs, the output's gradient and the reference."""
+    """Weights, inputs, the output's gradient and the reference, with adapters if the problem has some."""
     weights, inputs = make_weights(problem, CPU, seed), make_inputs(problem, num_tokens, routing, CPU, seed)
-    grad_out = make_grad_out(inputs, seed)
-    return weights, inputs, grad_out, reference_gradients(problem, weights, *inputs.call, grad_out)
+    grad_out, adapters = make_grad_out(inputs, seed), make_adapters(problem, CPU, seed)
+    return weights, inputs, grad_out, reference_gradients(problem, weights, *inputs.call, grad_out, adapters=adapters)
 
 
 @pytest.mark.parametrize("activation", [*ACTIVATIONS.values(), *CLAMPED], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_reference_gradients_are_the_slopes_of_the_reference(activation: Activation, has_bias: bool) -> None:
-    problem = MoEProblem(**SMALL, dtype="float32", activation=activation, has_bias=has_bias)
+    problem = MoEProblem(**SMALL, dtype="float32", activation=activation, has_bias=has_bias, **ADAPTED)
     weights, inputs, grad_out, found = reference_of(problem, 7, "unmapped")
+    adapters = make_adapters(problem, CPU)
+    assert adapters is not None
     generator = torch.Generator().manual_seed(1)
-    tensors = {"hidden_states": inputs.hidden_states, "topk_weights": inputs.topk_weights, **weights.tensors()}
+    tensors = {**vars(inputs), **weights.tensors(), **adapters.tensors()}
+    del tensors["topk_ids"]
     assert set(found.tensors) == set(tensors)
     for name, gradient in found.tensors.items():
         step = torch.randn(gradient.shape, generator=generator, dtype=torch.float64)
@@ -58,6 +65,10 @@ def test_reference_gradients_are_the_slopes_of_the_reference(activation: Activat
             moved = {key: tensor.double() for key, tensor in tensors.items()}
             moved[name] += size * step
             call = moved.pop("hidden_states"), moved.pop("topk_weights"), inputs.topk_ids
+            # By hand: ExpertAdapters.merged sums in fp32.
+            factors = {key: moved.pop(key) for key in ADAPTER_TENSORS}
+            moved["w13"] += 0.75 * factors["w13_b"] @ factors["w13_a"]
+            moved["w2"] += 1.25 * factors["w2_b"] @ factors["w2_a"]
             held = ExpertWeights.unchecked(moved, problem.quant)
             return (reference_experts(problem, held, *call, dtype=torch.float64) * grad_out).sum()
 
@@ -77,9 +88,11 @@ def test_nothing_depends_on_experts_without_rows_and_routes_that_go_nowhere() ->
         assert not any(each.error <= each.bound for each in found.compare(wrong))
 
 
-def found_by(experts: type[TrainingExperts], problem: MoEProblem, weights: Any, inputs: Any, grad_out: Any) -> Any:
-    case = Case(cell_of(experts), Platform.from_name("cpu"), dataclasses.replace(problem, gradients=GRADIENTS))
-    return GuardedTraining(case, weights).run(inputs, grad_out)[1]
+def found_by(
+    experts: type[TrainingExperts], problem: MoEProblem, weights: Any, inputs: Any, grad_out: Any, seed: int
+) -> Any:
+    case = Case(cell_of(experts), Platform.from_name("cpu"), problem)
+    return GuardedTraining(case, weights, make_adapters(problem, CPU, seed)).run(inputs, grad_out)[1]
 
 
 def drawn_layers(number: int) -> Iterator[DrawnLayer]:
@@ -94,15 +107,18 @@ def drawn_layers(number: int) -> Iterator[DrawnLayer]:
 
 def test_an_honest_kernel_is_within_its_bounds_and_these_are_tight() -> None:
     largest: dict[str, float] = {}
-    for layer in drawn_layers(60):
-        weights, inputs, grad_out, truth = reference_of(layer.problem, layer.num_tokens, layer.routing, layer.seed)
-        for each in truth.compare(found_by(TrainingExperts, layer.problem, weights, inputs, grad_out)):
+    for number, layer in enumerate(drawn_layers(60)):
+        rank = (0, 4, 16, 40)[number % 4]
+        gradients = set(GRADIENTS) - (set() if rank else {"adapters"})
+        problem = dataclasses.replace(layer.problem, gradients=gradients, adapter_rank=rank)
+        weights, inputs, grad_out, truth = reference_of(problem, layer.num_tokens, layer.routing, layer.seed)
+        for each in truth.compare(found_by(TrainingExperts, problem, weights, inputs, grad_out, layer.seed)):
             assert each.error <= each.bound, (each, str(layer))
             if layer.problem.activation.limit is None and each.bound:
                 kind = f"{layer.problem.dtype}, {each.name.partition(' ')[0]}"
                 largest[kind] = max(largest.get(kind, 0.0), each.error / each.bound)
     of_16_bits = {kind: ratio for kind, ratio in largest.items() if "float32" not in kind}
-    assert len(of_16_bits) == 12
+    assert len(of_16_bits) == 20
     # Without any rounding it would be 0; biases of w2 have two roundings only.
     assert min(of_16_bits.values()) > 0.15, of_16_bits
     assert max(of_16_bits.values()) < 0.85, of_16_bits
@@ -149,17 +165,23 @@ def test_a_clamp_allows_for_what_is_beside_it_and_no_more() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_planted_fault_is_far_outside_of_the_bounds(dtype: str) -> None:
     for sizes, routing in ((SMALL, "one_expert"), ({**SMALL, "hidden_size": 130, "num_experts": 8}, "one_expert")):
-        problem = MoEProblem(**sizes, dtype=dtype, has_bias=True)
+        problem = MoEProblem(**sizes, dtype=dtype, has_bias=True, **ADAPTED)
         weights, inputs, grad_out, truth = reference_of(problem, 17, routing)
 
         def run(
-            weights: ExpertWeights, inputs: Inputs, problem: MoEProblem = problem, grad_out: torch.Tensor = grad_out
+            weights: ExpertWeights,
+            inputs: Inputs,
+            adapters: ExpertAdapters | None,
+            problem: MoEProblem = problem,
+            grad_out: torch.Tensor = grad_out,
         ) -> dict[str, torch.Tensor]:
-            return reference_gradients(problem, weights, *inputs.call, grad_out).tensors
+            return reference_gradients(problem, weights, *inputs.call, grad_out, adapters=adapters).tensors
 
-        backward = BackwardPass(run, weights, inputs, truth.local_ids, truth.tensors)
-        planted = dict(plant_gradient_faults(backward))
-        assert len(planted) == 7
+        adapters = make_adapters(problem, CPU)
+        planted = dict(
+            plant_gradient_faults(BackwardPass(run, weights, inputs, adapters, truth.local_ids, truth.tensors))
+        )
+        assert len(planted) == 11
         for fault, wrong in planted.items():
             assert any(not each.error <= 10 * each.bound for each in truth.compare(wrong)), fault
 
@@ -167,8 +189,8 @@ def test_a_planted_fault_is_far_outside_of_the_bounds(dtype: str) -> None:
 def test_a_fault_that_a_layer_cannot_have_is_not_planted() -> None:
     problem = MoEProblem(num_experts=1, hidden_size=16, intermediate_size=16, top_k=1, activation="relu2")
     weights, inputs, grad_out, truth = reference_of(problem, 3, "uniform")
-    run = lambda weights, inputs: reference_gradients(problem, weights, *inputs.call, grad_out).tensors  # noqa: E731
-    backward = BackwardPass(run, weights, inputs, truth.local_ids, truth.tensors)
+    run = lambda weights, inputs, _: reference_gradients(problem, weights, *inputs.call, grad_out).tensors  # noqa: E731
+    backward = BackwardPass(run, weights, inputs, None, truth.local_ids, truth.tensors)
     assert {name for name, _ in plant_gradient_faults(backward)} == {
         "gradient of routing weights dropped",
         "gradients not scaled by routing weights",
@@ -178,13 +200,13 @@ def test_a_fault_that_a_layer_cannot_have_is_not_planted() -> None:
 
 # Below: checks, and classes that break what they promise.
 def case_of(experts: type[FakeExperts], **changes: Any) -> Case:
-    problem = MoEProblem(**{**SMALL, "has_bias": True, "gradients": GRADIENTS, **changes})
+    problem = MoEProblem(**{**SMALL, "has_bias": True, **ADAPTED, **changes})
     return Case(cell_of(experts), Platform.from_name("cpu"), problem)
 
 
 class SwappedExperts(TrainingExperts):
     def write(self, name: str, out: Any, found: torch.Tensor, *others: Any) -> None:
-        if name.startswith("w13"):
+        if name in ("w13", "w13_bias", "w13_b"):
             found = torch.cat(found.chunk(2, dim=1)[::-1], dim=1)
         super().write(name, out, found, *others)
 
@@ -321,6 +343,58 @@ class WrongForwardExperts(TrainingExperts):
         out *= 1.1
 
 
+class IgnoringExperts(TrainingExperts):
+    def adapters(self, inputs: ExpertInputs) -> ExpertAdapters | None:
+        held = inputs.adapters
+        return held and held.with_tensors({name: tensor * 0 for name, tensor in held.tensors().items()})
+
+
+class UnscaledAdaptersExperts(TrainingExperts):
+    def adapters(self, inputs: ExpertInputs) -> ExpertAdapters | None:
+        return inputs.adapters and dataclasses.replace(inputs.adapters, w13_scaling=1.0, w2_scaling=1.0)
+
+
+class MisorderedAdaptersExperts(TrainingExperts):
+    """Takes lora_B [rows, R*E], whose experts are fastest, for one whose ranks are."""
+
+    def adapters(self, inputs: ExpertInputs) -> ExpertAdapters | None:
+        held = inputs.adapters
+        if held is None:
+            return None
+        stored = {name: b.permute(1, 2, 0).flatten(1) for name, b in held.tensors().items() if name.endswith("_b")}
+        num_experts = self.problem.num_local_experts
+        misread = {name: b.unflatten(1, (num_experts, -1)).transpose(0, 1) for name, b in stored.items()}
+        return held.with_tensors(misread)
+
+
+class StaleAdaptersExperts(TrainingExperts):
+    kept: ExpertAdapters | None = None
+
+    def adapters(self, inputs: ExpertInputs) -> ExpertAdapters | None:
+        if self.kept is None and inputs.adapters is not None:
+            held = inputs.adapters.tensors()
+            self.kept = inputs.adapters.with_tensors({name: tensor.clone() for name, tensor in held.items()})
+        return self.kept
+
+
+class UnwrittenAdaptersExperts(UnwrittenExperts):
+    def write(self, name: str, *others: Any) -> None:
+        (super() if name in ADAPTER_TENSORS else super(UnwrittenExperts, self)).write(name, *others)
+
+
+class OverwritingAdaptersExperts(TrainingExperts):
+    def write(self, name: str, out: Any, found: torch.Tensor, accumulates: bool, inputs: ExpertInputs) -> None:
+        super().write(name, out, found, accumulates and name != "w2_a", inputs)
+
+
+class BaseForwardExperts(TrainingExperts):
+    """Infers without adapters, and computes right gradients."""
+
+    def forward(self, *, out: torch.Tensor, inputs: ExpertInputs, weights: Any, **others: Any) -> None:
+        super().forward(out=out, inputs=inputs, weights=weights, **others)
+        self.compute(out, inputs, weights)
+
+
 def writing(reach: Callable[..., torch.Tensor]) -> type[TrainingExperts]:
     """A class that writes to a tensor of its backward pass."""
 
@@ -343,7 +417,7 @@ def check_first(experts: type[FakeExperts], **changes: Any) -> None:
 
 
 def check_drawn(experts: type[FakeExperts]) -> None:
-    case = case_of(experts, gradients=())
+    case = case_of(experts, gradients=(), adapter_rank=0)
     layer = DrawnLayer(
         backend="fresh", experts="", rule="cpu", computes="", problem=case.problem, num_tokens=9, form="offset"
     )
@@ -369,7 +443,7 @@ BROKEN: Final[list[tuple[str, Callable[[type[FakeExperts]], None], type[FakeExpe
     ("neighbors", check_first, MaskingExperts, "token 5 of 17 is NaN, and another token or expert is wrong"),
     ("varies", check_first, VaryingExperts, "equal inputs gave other bits in gradients of w2"),
     ("scratch", check_first, ScratchExperts, "gradient of topk_weights: error nan"),
-    ("forward", check_first, WrongForwardExperts, "the forward pass of training: error 1."),
+    ("forward", check_first, WrongForwardExperts, "the forward pass of training: error"),
     ("behind", check_first, writing(lambda grads, **_: behind(grads.w2)), "bytes behind gradient of w2 was written to"),
     ("saved", check_first, writing(lambda saved, **_: saved["pre"]), "saved pre was written to"),
     ("grad_out", check_first, writing(lambda grad_out, **_: grad_out), "grad_out was written to"),
@@ -378,6 +452,20 @@ BROKEN: Final[list[tuple[str, Callable[[type[FakeExperts]], None], type[FakeExpe
     ("drawn", check_drawn, SwappedExperts, "likely cause: gradients of gate and up swapped"),
     ("stale", lambda experts: check_of("training", experts), StaleExperts, "after a step: gradient of"),
     ("copies", lambda experts: check_of("training", experts), CopyingExperts, "copied weights that are trained"),
+    ("no adapters", check_first, IgnoringExperts, "likely cause: adapters ignored"),
+    ("adapters unscaled", check_first, UnscaledAdaptersExperts, "likely cause: adapters not scaled"),
+    ("lora_B", check_first, MisorderedAdaptersExperts, "likely cause: experts of lora_B misordered"),
+    ("stale adapters", lambda experts: check_of("training", experts), StaleAdaptersExperts, "after a step: gradient"),
+    (
+        "adapters unwritten",
+        check_first,
+        UnwrittenAdaptersExperts,
+        "gradient of w13_a of expert 0, and 11 more: error nan",
+    ),
+    ("adapters overwritten", check_first, OverwritingAdaptersExperts, "equal gradient: gradient of w2_a of expert"),
+    ("base forward", check_first, BaseForwardExperts, "the forward pass of training: error"),
+    ("adapters written", check_first, writing(lambda inputs, **_: inputs.adapters.w2_b), "w2_b was written to"),
+    ("adapters behind", check_first, writing(lambda grads, **_: behind(grads.w13_b)), "behind gradient of w13_b"),
     ("clamp", lambda experts: check_first(experts, activation=CLAMPED[0]), UnmaskedSlopeExperts, ": error "),
     ("fp32", lambda experts: check_first(experts, dtype="float32"), TF32Experts, ": error "),
 ]
@@ -420,7 +508,10 @@ def test_only_classes_that_compute_gradients_are_asked_for_them() -> None:
 
 def test_gradients_are_checked_in_every_claimed_combination() -> None:
     found = [case.problem for case in gradient_cases(cell_of(TrainingExperts))]
-    assert all(problem.gradients == frozenset(GRADIENTS) for problem in found)
+    assert all(
+        problem.gradients == set(GRADIENTS) - (set() if problem.adapter_rank else {"adapters"}) for problem in found
+    )
+    assert {problem.adapter_rank for problem in found} >= {0, 4, 5, 16, 64}
     combinations = {(problem.dtype, str(problem.activation), problem.has_bias) for problem in found}
     assert len(combinations) == 3 * len(claimed_activations(cell_of(TrainingExperts))) * 2
     assert {str(problem.activation) for problem in found} >= {*ACTIVATIONS, "silu(limit=1.5)", "silu(beta=0.5)"}
@@ -435,7 +526,7 @@ class InputsOnlyExperts(TrainingExperts):
 def test_a_class_is_asked_for_the_gradients_that_it_computes() -> None:
     cases = gradient_cases(cell_of(InputsOnlyExperts))
     assert {case.problem.gradients for case in cases} == {frozenset({"hidden_states"})}
-    training = GuardedTraining(cases[0], make_weights(cases[0].problem, CPU))
+    training = GuardedTraining(cases[0], make_weights(cases[0].problem, CPU), None)
     inputs = make_inputs(cases[0].problem, 5, "uniform", CPU)
     assert list(training.run(inputs, make_grad_out(inputs))[1]) == ["hidden_states"]
     check_gradients(cases[0], is_first=True)

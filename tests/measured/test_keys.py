@@ -35,11 +35,12 @@ OTHERS: dict[str, Any] = {
     "deterministic": True,
     "exact_activations": True,
     "gradients": ["weights"],
+    "adapter_rank": 8,
 }
 
 
 def other(field: str) -> MoEProblem:
-    more = {"top_k": 1} if field == "apply_router_weight_on_input" else {}
+    more = {"apply_router_weight_on_input": {"top_k": 1}, "adapter_rank": {"gradients": ["adapters"]}}.get(field, {})
     return MoEProblem(**{**PROBLEM.to_dict(), **more, field: OTHERS[field]})
 
 
@@ -51,7 +52,7 @@ def test_every_field_of_a_problem_but_the_most_tokens_counts() -> None:
     assert len(keys_of_all) == len(OTHERS) + 1
 
 
-@pytest.mark.parametrize("field", sorted(OTHERS.keys() - {"activation_format", "quant", "gradients"}))
+@pytest.mark.parametrize("field", sorted(OTHERS.keys() - {"activation_format", "quant", "gradients", "adapter_rank"}))
 def test_times_of_another_layer_are_not_used_and_the_nearest_is_named(field: str) -> None:
     cells = make_cells()
     pack = pack_of(cells, rows_of({1: -0.2}), problem=other(field))

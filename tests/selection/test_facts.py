@@ -45,7 +45,7 @@ ROWS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "max_num_tokens": (True, 16, {}),
     "graph_capture": ("no", False, {"graph_capture": True}),
     "deterministic": (2, False, {"deterministic": True}),
-    "gradients": (frozenset({"adapters"}), frozenset(), {"gradients": {"weights"}}),
+    "gradients": (frozenset({"biases"}), frozenset(), {"gradients": {"weights"}}),
 }
 
 

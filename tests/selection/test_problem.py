@@ -29,7 +29,7 @@ def test_fields_are_ratcheted() -> None:
     fields = (
         "num_experts hidden_size intermediate_size top_k dtype quant activation has_bias activation_format "
         "num_local_experts placement apply_router_weight_on_input graph_capture deterministic exact_activations "
-        "max_num_tokens gradients"
+        "max_num_tokens gradients adapter_rank"
     )
     assert [field.name for field in dataclasses.fields(MoEProblem)] == fields.split()
 
@@ -86,7 +86,7 @@ def test_flags_are_checked(field: str) -> None:
         ),
         (
             {"gradients": "weights"},
-            "gradients must be a collection of names (hidden_states, topk_weights, weights), got 'weights'",
+            "gradients must be a collection of names (hidden_states, topk_weights, weights, adapters), got 'weights'",
         ),
         (
             {"gradients": {"weights"}, "quant": "nvfp4"},
@@ -98,6 +98,16 @@ def test_flags_are_checked(field: str) -> None:
             "gradients require activation_format 'standard', got 'batched' with gradients of topk_weights; use the "
             "standard format",
         ),
+        (
+            {"gradients": {"weights", "topk_weights"}, "adapter_rank": 8},
+            "adapter_rank is that of adapters with gradients, got 8 with gradients of (topk_weights, weights); add "
+            "'adapters' to gradients",
+        ),
+        (
+            {"gradients": {"adapters"}},
+            "gradients of adapters require their largest rank, got adapter_rank=0; pass adapter_rank",
+        ),
+        ({"gradients": {"adapters"}, "adapter_rank": -1}, "adapter_rank must be at least 0, got -1"),
         ({"activation": None}, "activation must be a name or an Activation, got None"),
     ],
 )
@@ -118,7 +128,8 @@ def test_contradictions_are_named(changes: dict[str, Any], text: str) -> None:
         ),
         (
             {"gradients": ["weight"]},
-            "unknown gradient 'weight', did you mean 'weights'? (known: hidden_states, topk_weights, weights)",
+            "unknown gradient 'weight', did you mean 'weights'? "
+            "(known: adapters, hidden_states, topk_weights, weights)",
         ),
         (
             {"activation": "silo"},
@@ -162,6 +173,7 @@ PROBLEMS = [
     make_problem(num_local_experts=4, placement="map", activation_format="batched", max_num_tokens=17),
     make_problem(top_k=1, apply_router_weight_on_input=True, graph_capture=True, deterministic=True),
     make_problem(gradients=["weights", "hidden_states"]),
+    make_problem(gradients=["adapters"], adapter_rank=8, quant="int8_w8a16"),
 ]
 
 
@@ -204,6 +216,7 @@ def test_text_names_what_is_unusual() -> None:
     assert str(make_problem(gradients={"weights", "topk_weights"})).endswith(
         "silu, gradients of topk_weights and weights"
     )
+    assert str(make_problem(gradients={"adapters"}, adapter_rank=8)).endswith("gradients of adapters, adapter rank 8")
 
 
 def test_a_layer_without_gradients_says_nothing_of_them() -> None:
@@ -211,6 +224,11 @@ def test_a_layer_without_gradients_says_nothing_of_them() -> None:
     assert plain == make_problem()
     assert "gradients" not in plain.to_dict()
     assert "gradients" not in repr(plain) + str(plain)
+    assert "adapter" not in repr(plain) + str(plain) + str(plain.to_dict())
     trained = make_problem(gradients=("weights", "hidden_states", "weights"))
     assert trained.to_dict()["gradients"] == ["hidden_states", "weights"]
     assert repr(trained).endswith("max_num_tokens=None, gradients=['hidden_states', 'weights'])")
+    assert "adapter" not in repr(trained) + str(trained.to_dict())
+    adapted = make_problem(gradients=["adapters"], adapter_rank=8)
+    assert adapted.to_dict()["adapter_rank"] == 8
+    assert repr(adapted).endswith("gradients=['adapters'], adapter_rank=8)")

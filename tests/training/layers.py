@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 import torch
 
 import moereg
+from moereg.weights.adapters import ADAPTER_TENSORS, adapter_shapes
 
 ALL = frozenset({"hidden_states", "topk_weights", "weights"})
+ADAPTED: dict[str, Any] = {"gradients": ALL | {"adapters"}, "adapter_rank": 4}
+SCALINGS = {"w13": 0.75, "w2": 1.25}
 SIZES: dict[str, Any] = {"num_experts": 6, "hidden_size": 24, "intermediate_size": 10, "top_k": 2}
 
 
@@ -31,9 +34,18 @@ class Call(NamedTuple):
         held: dict[str, Any] = {name: self.tensors[name] for name in names if name in self.tensors}
         return moereg.ExpertWeights(**held)
 
+    @property
+    def adapters(self) -> moereg.ExpertAdapters | None:
+        """Those of the experts, if there are any."""
+        held: dict[str, Any] = {name: self.tensors[name] for name in ADAPTER_TENSORS if name in self.tensors}
+        scalings = {f"{name}_scaling": scaling for name, scaling in SCALINGS.items()}
+        return moereg.ExpertAdapters(**held, **scalings) if held else None
+
     def run(self, layer: Any) -> torch.Tensor:
-        """The output of a kernel or layer, after a backward pass to it."""
-        out: torch.Tensor = layer(self.tensors["hidden_states"], self.tensors["topk_weights"], self.topk_ids)
+        """The output of a kernel or layer, after a backward pass to it; a layer has its own adapters."""
+        call = self.tensors["hidden_states"], self.tensors["topk_weights"], self.topk_ids
+        keywords = {"adapters": self.adapters} if isinstance(layer, moereg.MoEKernel) else {}
+        out: torch.Tensor = layer(*call, **keywords)
         out.backward(self.grad_out)
         return out
 
@@ -60,6 +72,12 @@ def drawn_call(problem: moereg.MoEProblem, num_tokens: int = 13, seed: int = 0) 
     if problem.has_bias:
         tensors |= {"w13_bias": drawn(num_experts, halves * inner), "w2_bias": drawn(num_experts, size)}
     tensors["hidden_states"] = drawn(num_tokens, size)
+    if rank := problem.adapter_rank:
+        shapes = {
+            **adapter_shapes(problem, rank),
+            **{n: s for n, s in adapter_shapes(problem, rank - 1).items() if "w2" in n},
+        }
+        tensors |= {name: drawn(*shape, scale=shape[-1] ** -0.5) for name, shape in shapes.items()}
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     tensors["topk_weights"] = torch.rand(num_tokens, problem.top_k, generator=generator) + 0.1
     scores = torch.rand(num_tokens, problem.num_experts, generator=generator)
@@ -83,13 +101,20 @@ def plain_layer(
             local = expert if expert_map is None or not is_known else int(expert_map[expert])
             if not is_known or not 0 <= local < problem.num_local_experts:
                 continue
-            pre = tensors["w13"][local] @ hidden_states[token]
+            pre = _product(tensors, "w13", local, hidden_states[token])
             pre = pre + tensors["w13_bias"][local] if problem.has_bias else pre
-            result = tensors["w2"][local] @ problem.activation(pre)
+            result = _product(tensors, "w2", local, problem.activation(pre))
             result = result + tensors["w2_bias"][local] if problem.has_bias else result
             row = row + topk_weights[token, slot] * result
         rows.append(row)
     return torch.stack(rows) if rows else hidden_states * 1.0
+
+
+def _product(tensors: dict[str, torch.Tensor], name: str, local: int, row: torch.Tensor) -> torch.Tensor:
+    product = tensors[name][local] @ row
+    if f"{name}_a" in tensors:
+        product = product + SCALINGS[name] * (tensors[f"{name}_b"][local] @ (tensors[f"{name}_a"][local] @ row))
+    return product
 
 
 def expected(

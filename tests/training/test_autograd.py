@@ -21,7 +21,7 @@ from moereg.layer.train_op import cut_saved
 from moereg.prepare_finalize import GroupFacts
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.weights.permuted import PermutedWeights
-from tests.training.layers import ALL, Call, drawn_call, error, expected, trained_problem
+from tests.training.layers import ADAPTED, ALL, Call, drawn_call, error, expected, trained_problem
 
 
 @pytest.fixture
@@ -33,17 +33,19 @@ def compiled() -> Iterator[None]:
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("kind", ["kernel", "layer"])
+@pytest.mark.parametrize("kind", ["kernel", "layer", "kernel with adapters", "layer with adapters"])
 def test_compiled_code_gives_the_same_bits(kind: str, dynamic: bool | None) -> None:
-    problem = trained_problem(dtype="bfloat16", has_bias=True)
+    problem = trained_problem(dtype="bfloat16", has_bias=True, **(ADAPTED if "adapters" in kind else {}))
     call = drawn_call(problem)
     layer: Any
-    if kind == "kernel":
+    if kind.startswith("kernel"):
         layer = moereg.make_kernel(problem, call.weights)
+        run = lambda *tensors: layer(*tensors, adapters=call.adapters) * 1.0  # noqa: E731
     else:
-        layer = moereg.MoELayer(problem, call.weights)
+        layer = moereg.MoELayer(problem, call.weights, adapters=call.adapters)
         call = call._replace(tensors=call.tensors | dict(layer.named_parameters()))
-    fast = torch.compile(lambda *tensors: layer(*tensors) * 1.0, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        run = lambda *tensors: layer(*tensors) * 1.0  # noqa: E731
+    fast = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for num_tokens in (13, 7, 30):
         other = drawn_call(problem, num_tokens, seed=num_tokens)
         tensors = call.tensors | {name: other.tensors[name] for name in ("hidden_states", "topk_weights")}
@@ -54,6 +56,9 @@ def test_compiled_code_gives_the_same_bits(kind: str, dynamic: bool | None) -> N
         assert torch.equal(found, truth)
         assert gradients.keys() == wanted.keys() == call.tensors.keys()
         assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
+        with torch.no_grad():
+            tensors_of_call = tensors["hidden_states"], tensors["topk_weights"], each.topk_ids
+            assert torch.equal(fast(*tensors_of_call), run(*tensors_of_call))
 
 
 @pytest.mark.usefixtures("compiled")
@@ -75,17 +80,19 @@ def _saves_experts(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 
 @pytest.mark.parametrize(("selective", "runs"), [(False, 2), (True, 1)], ids=["whole", "selective"])
 def test_checkpointing(selective: bool, runs: int) -> None:
-    problem = trained_problem()
+    problem = trained_problem(**ADAPTED)
     call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
-    truth, wanted = call.run(kernel), call.gradients()
+    layer = moereg.MoELayer(problem, call.weights, adapters=call.adapters)
+    call = call._replace(tensors=call.tensors | dict(layer.named_parameters()))
+    truth, wanted = call.run(layer), call.gradients()
+    kernel = layer.prepare()
     before = sum(kernel.token_histogram().values())
 
     def checkpointed(*tensors: torch.Tensor) -> torch.Tensor:
         if not selective:
-            return checkpoint(kernel, *tensors, use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(layer, *tensors, use_reentrant=False)  # type: ignore[no-any-return]
         contexts = lambda: create_selective_checkpoint_contexts(_saves_experts)  # noqa: E731
-        return checkpoint(kernel, *tensors, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+        return checkpoint(layer, *tensors, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
 
     found = call.run(checkpointed)
     assert torch.equal(found, truth)
@@ -126,14 +133,18 @@ def register(experts: type[TorchTrainingExperts], registry: BackendRegistry) -> 
         {"w13"},
         {"w2", "w13_bias"},
         {"hidden_states", "w2_bias"},
-        {"hidden_states", "topk_weights", "w13", "w2", "w13_bias", "w2_bias"},
+        {"w13_a"},
+        {"w13_b"},
+        {"w2_a"},
+        {"w2_b", "w13"},
+        {"hidden_states", "topk_weights", "w13", "w2", "w13_bias", "w2_bias", "w13_a", "w13_b", "w2_a", "w2_b"},
     ],
     ids=lambda names: "+".join(sorted(names)),
 )
 def test_only_what_requires_a_gradient_is_computed(followed: set[str], isolated_registry: BackendRegistry) -> None:
     asked: list[dict[str, int]] = []
     register(type("Recording", (RecordingExperts,), {"asked": asked}), isolated_registry)
-    problem = trained_problem(has_bias=True)
+    problem = trained_problem(has_bias=True, **ADAPTED)
     call = drawn_call(problem)
     _, truth = expected(problem, call)
     for name, tensor in call.tensors.items():
@@ -344,9 +355,9 @@ def test_saved_tensors_do_not_overlap() -> None:
 
 
 def test_autocast_changes_no_number() -> None:
-    problem = trained_problem(dtype="bfloat16")
+    problem = trained_problem(dtype="bfloat16", **ADAPTED)
     call = drawn_call(problem)
-    layer = moereg.MoELayer(problem, call.weights)
+    layer = moereg.MoELayer(problem, call.weights, adapters=call.adapters)
     call = call._replace(tensors=call.tensors | dict(layer.named_parameters()))
     truth, wanted = call.run(layer), call.gradients()
     wide = call.tensors["hidden_states"].detach().float().requires_grad_()
@@ -363,9 +374,9 @@ def test_autocast_changes_no_number() -> None:
 
 
 def test_distributed_data_parallel(tmp_path: Path) -> None:
-    problem = trained_problem()
+    problem = trained_problem(**ADAPTED)
     call = drawn_call(problem)
-    layer = moereg.MoELayer(problem, call.weights)
+    layer = moereg.MoELayer(problem, call.weights, adapters=call.adapters)
     call = call._replace(tensors=call.tensors | dict(layer.named_parameters()))
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:

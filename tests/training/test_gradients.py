@@ -12,7 +12,7 @@ from moereg.backends._torch.training import activation_gradient
 from moereg.experts import ExpertInputs, Gradients
 from moereg.spec.activations import ACTIVATIONS
 from moereg.spec.problem import GRADIENTS
-from tests.training.layers import ALL, Call, drawn_call, error, expected, trained_problem
+from tests.training.layers import ADAPTED, ALL, Call, drawn_call, error, expected, trained_problem
 
 # Operands are rounded to the dtype at each product, and rows before the activation too: a few roundings of half a
 # unit in the last place, which add up like random errors. fp32 sums add errors of their own.
@@ -28,6 +28,9 @@ LAYERS: list[dict[str, Any]] = [
     {"activation": "relu2", "has_bias": True},
     {"activation": "silu", "num_experts": 40, "num_local_experts": 40},
     {"activation": "silu", "top_k": 1},
+    {"activation": "silu", "has_bias": True, **ADAPTED},
+    {"activation": moereg.Activation("gelu", limit=0.6), **ADAPTED, "adapter_rank": 40},
+    {"activation": "silu", "num_experts": 40, "num_local_experts": 40, **ADAPTED},
 ]
 
 
@@ -56,7 +59,7 @@ def compare(
 
 
 def test_routes_without_an_expert_get_no_gradient() -> None:
-    problem = trained_problem(has_bias=True)
+    problem = trained_problem(has_bias=True, **ADAPTED)
     call = drawn_call(problem)
     call.topk_ids[0] = torch.tensor([-1, 99])
     call.topk_ids[1, 0] = -(2**31)
@@ -73,7 +76,7 @@ def test_routes_without_an_expert_get_no_gradient() -> None:
 
 
 def test_experts_of_a_map() -> None:
-    problem = trained_problem(num_local_experts=3, placement="map")
+    problem = trained_problem(num_local_experts=3, placement="map", **ADAPTED)
     expert_map = torch.tensor([2, -1, 0, 0, -1, 1], dtype=torch.int32)  # Two share a local expert.
     call = drawn_call(problem)
     compare(problem, call, moereg.make_kernel(problem, call.weights, expert_map=expert_map), expert_map)
@@ -89,7 +92,7 @@ def test_one_token_and_many_of_one_expert() -> None:
 
 
 def test_no_tokens_give_zeros() -> None:
-    problem = trained_problem(has_bias=True)
+    problem = trained_problem(has_bias=True, **ADAPTED)
     call = drawn_call(problem, num_tokens=0)
     out = call.run(moereg.make_kernel(problem, call.weights))
     assert out.shape == (0, problem.hidden_size)
@@ -99,7 +102,7 @@ def test_no_tokens_give_zeros() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equal_calls_give_equal_bits(dtype: str) -> None:
-    problem = trained_problem(dtype=dtype, has_bias=True)
+    problem = trained_problem(dtype=dtype, has_bias=True, **ADAPTED)
     call = drawn_call(problem, num_tokens=80)
     kernel = moereg.make_kernel(problem, call.weights)
     out, first = call.run(kernel), call.gradients()
@@ -108,26 +111,27 @@ def test_equal_calls_give_equal_bits(dtype: str) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     with torch.no_grad():
         # Inference takes the same rows.
-        plain = kernel(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids)
+        call_of = call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids
+        plain = kernel(*call_of, adapters=call.adapters)
     assert error(plain, out.detach().double()) < BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("emulated", [False, True])
 def test_gradients_where_the_cpu_multiplies_no_16_bits(emulated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moereg.backends._torch.training.dtype_is_emulated", lambda dtype: emulated)
-    problem = trained_problem(dtype="bfloat16", has_bias=True)
+    problem = trained_problem(dtype="bfloat16", has_bias=True, **ADAPTED)
     call = drawn_call(problem)
     compare(problem, call, moereg.make_kernel(problem, call.weights))
 
 
 def test_weights_gradients_are_added_on_request() -> None:
-    problem = trained_problem(has_bias=True, dtype="bfloat16")
+    problem = trained_problem(has_bias=True, dtype="bfloat16", **ADAPTED)
     call = drawn_call(problem)
     call.topk_ids[call.topk_ids == 3] = -1
     kernel = moereg.make_kernel(problem, call.weights)
     experts, num_tokens = kernel.experts, len(call.topk_ids)
     hidden_states, topk_weights = (call.tensors[name].detach() for name in ("hidden_states", "topk_weights"))
-    inputs = ExpertInputs(hidden_states, topk_weights, call.topk_ids)
+    inputs = ExpertInputs(hidden_states, topk_weights, call.topk_ids, adapters=call.adapters)
     rows = {name: torch.full(shape, float("nan"), dtype=dtype) for name, (shape, dtype) in _saved(kernel, num_tokens)}
     none = torch.empty(0)
     with torch.no_grad():
@@ -148,9 +152,11 @@ def test_weights_gradients_are_added_on_request() -> None:
         written, added = backward(False, float("nan")), backward(True, 2.0)
     for name in call.tensors:
         one, other = getattr(written, name), getattr(added, name)
-        wanted = one + 2.0 if name in call.weights.tensors() else one
+        wanted = one if name in ("hidden_states", "topk_weights") else one + 2.0
         assert error(other, wanted.double()) < 2.0 * 2**-8, name
-    assert torch.equal(added.w13[3], torch.full_like(added.w13[3], 2.0))  # type: ignore[index]
+    for of_experts in (added.w13, added.w13_a, added.w2_b):
+        assert of_experts is not None
+        assert torch.equal(of_experts[3], torch.full_like(of_experts[3], 2.0))
 
 
 def _saved(kernel: moereg.MoEKernel, num_tokens: int) -> Any:
@@ -168,4 +174,4 @@ def test_the_edge_of_a_clamp_passes_its_gradient(name: str) -> None:
 
 
 def test_all_gradients_are_tested() -> None:
-    assert frozenset(GRADIENTS) == ALL
+    assert frozenset(GRADIENTS) == ALL | {"adapters"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import moereg
 from moereg.errors import GradientError
 from moereg.routing import RouterSpec
-from tests.training.layers import ALL, drawn_call, error, expected, plain_layer, trained_problem
+from tests.training.layers import ADAPTED, ALL, drawn_call, error, expected, plain_layer, trained_problem
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "plain": {"foreach": False},
@@ -24,7 +25,8 @@ ROUTER = RouterSpec(kind="softmax_topk", num_experts=6, top_k=2, renormalize=Tru
 
 
 def drawn_layer(problem: moereg.MoEProblem, **keywords: Any) -> moereg.MoELayer:
-    layer = moereg.MoELayer(problem, drawn_call(problem).weights, **keywords)
+    call = drawn_call(problem)
+    layer = moereg.MoELayer(problem, call.weights, adapters=call.adapters, **keywords)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -36,15 +38,18 @@ def drawn_layer(problem: moereg.MoEProblem, **keywords: Any) -> moereg.MoELayer:
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("made", ["kernel", "layer"])
 def test_a_step_is_seen_by_the_next_call(made: str, kind: str) -> None:
-    problem = trained_problem(has_bias=True)
+    problem = trained_problem(has_bias=True, **ADAPTED)
     call = drawn_call(problem)
+    assert call.adapters is not None
     layer: Any
     if made == "kernel":
-        layer = moereg.make_kernel(problem, call.weights)
+        kernel = moereg.make_kernel(problem, call.weights)
+        layer = functools.partial(kernel, adapters=call.adapters)
     else:
-        layer = moereg.MoELayer(problem, call.weights)
+        layer = moereg.MoELayer(problem, call.weights, adapters=call.adapters)
         call = call._replace(tensors=call.tensors | dict(layer.named_parameters()))
-    held = list(call.weights.tensors().values())
+    held = [tensor for name, tensor in call.tensors.items() if name.startswith("w")]
+    assert len(held) == 8
     optimizer = torch.optim.AdamW(held, lr=0.1, **OPTIMIZERS[kind])
     for _ in range(3):
         truth, gradients = expected(problem, call)
@@ -78,11 +83,17 @@ def losses_of(
     return losses
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_thirty_steps_lose_what_plain_autograd_loses(has_bias: bool) -> None:
-    problem = trained_problem(has_bias=has_bias)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"has_bias": True}, {**ADAPTED, "gradients": {"adapters"}}],
+    ids=["plain", "bias", "adapters of a frozen base"],
+)
+def test_thirty_steps_lose_what_plain_autograd_loses(changes: dict[str, Any]) -> None:
+    problem = trained_problem(**changes)
     layer = drawn_layer(problem, router=ROUTER)
-    tensors = {name: value.detach().clone().requires_grad_() for name, value in layer.named_parameters()}
+    tensors = {
+        name: value.detach().clone().requires_grad_(value.requires_grad) for name, value in layer.named_parameters()
+    }
     generator = torch.Generator().manual_seed(7)
     inputs, target = torch.randn(2, 20, 24, generator=generator).unbind()
 
@@ -90,17 +101,19 @@ def test_thirty_steps_lose_what_plain_autograd_loses(has_bias: bool) -> None:
         topk_weights, topk_ids = ROUTER.route(inputs @ tensors["router_weight"].t())
         return plain_layer(problem, {**tensors, "hidden_states": inputs, "topk_weights": topk_weights}, topk_ids)
 
-    wanted = losses_of(plainly, list(tensors.values()), inputs, target)
-    found = losses_of(layer, list(layer.parameters()), inputs, target)
+    wanted = losses_of(plainly, [each for each in tensors.values() if each.requires_grad], inputs, target)
+    found = losses_of(layer, [each for each in layer.parameters() if each.requires_grad], inputs, target)
     assert found == pytest.approx(wanted, rel=1e-5)
     assert found[-1] < 0.9 * found[0]
 
 
 def test_parameters_require_what_the_problem_names() -> None:
-    for gradients in (frozenset(), {"weights"}, {"topk_weights"}, ALL):
-        layer = drawn_layer(trained_problem(gradients=gradients, has_bias=True), router=ROUTER)
+    for gradients in (frozenset(), {"weights"}, {"topk_weights"}, ALL, {"adapters"}):
+        rank = 4 if "adapters" in gradients else 0
+        layer = drawn_layer(trained_problem(gradients=gradients, adapter_rank=rank, has_bias=True), router=ROUTER)
         wanted = {"router_weight"} if "topk_weights" in gradients else set()
         wanted |= {"w13", "w2", "w13_bias", "w2_bias"} if "weights" in gradients else set()
+        wanted |= {"w13_a", "w13_b", "w2_a", "w2_b"} if "adapters" in gradients else set()
         for each in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
             assert {name for name, value in each.named_parameters() if value.requires_grad} == wanted
 
@@ -117,7 +130,7 @@ def test_a_router_that_the_problem_does_not_name_is_refused_in_the_backward_pass
 
 
 def test_a_layer_follows_its_parameters_to_another_dtype_and_place() -> None:
-    layer = drawn_layer(trained_problem())
+    layer = drawn_layer(trained_problem(**ADAPTED))
     call = drawn_call(layer.problem)
     tensors = {name: call.tensors[name] for name in ("hidden_states", "topk_weights")}
 
@@ -137,9 +150,10 @@ def test_a_layer_follows_its_parameters_to_another_dtype_and_place() -> None:
         assert all(error(found[name], gradients[name]) < bound for name in found)
 
     check(5e-6)
-    other = drawn_layer(trained_problem())
+    other = drawn_layer(trained_problem(**ADAPTED))
     with torch.no_grad():
         other.get_parameter("w13").mul_(0.5)
+        other.get_parameter("w2_a").mul_(0.5)
     layer.load_state_dict(other.state_dict())
     check(5e-6)
     with torch.no_grad():
@@ -152,8 +166,10 @@ def test_a_layer_follows_its_parameters_to_another_dtype_and_place() -> None:
     check(5e-6)
     layer.get_parameter("w2").data.mul_(3.0)  # torch does not count this, and the layer reads it in place.
     check(5e-6)
+    layer.register_parameter("w2_b", torch.nn.Parameter(layer.get_parameter("w2_b").detach() * 0.5))
+    check(5e-6)
     layer.to(torch.bfloat16)
-    assert layer.problem.gradients == ALL
+    assert layer.problem.gradients == ADAPTED["gradients"]
     check(2.0 * 2**-7)
 
 
