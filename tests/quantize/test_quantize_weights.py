@@ -61,7 +61,7 @@ def test_several_experts_at_once_have_the_same_bits(
         weights = quantized(make_weights(5, *sizes), name, separate_halves=separate_halves)
         expected = dequantize_weights(weights, dtype)
         for bytes_at_once in (1, 4 * 2 * expected[1][0].numel(), 1 << 30):
-            monkeypatch.setattr(quantize_module, "_EXPERTS_BYTES", bytes_at_once)
+            monkeypatch.setattr(quantize_module, "BLOCK_BYTES", bytes_at_once)
             found = [torch.empty_like(matrices) for matrices in expected]
             dequantize_into(weights, *found)
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -5,24 +5,30 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
 import moereg
+from moereg.backends.torch_moe import TorchTrainingExperts
 from moereg.errors import ArgumentError, UnsupportedProblemError
+from moereg.experts import ExpertInputs, Gradients
 from moereg.layer import admission
 from moereg.layer.restored import RestoredExperts
 from moereg.numerics.gradients import ReferenceGradients, reference_gradients
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
+from moereg.platforms import Platform
 from moereg.quantize import dequantize_weights
+from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.routing import RouterSpec
 from moereg.runtime.workspace import WORKSPACES
 from moereg.spec.quant_schemes import QUANT_SCHEMES
 from moereg.testing.inputs import Inputs, make_adapters, make_expert_map, make_grad_out, make_inputs, make_weights
 from moereg.weights.adapters import ExpertAdapters
+from moereg.weights.permuted import PermutedWeights
 from moereg.weights.unpermute import same_bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -220,6 +226,79 @@ def test_other_problems_are_decided_as_before() -> None:
     trained = frozen_problem(quant="unquantized", gradients=FROZEN | {"weights"})
     assert trained.restored is trained
     assert not any("restores" in notice for notice in moereg.select_backend(trained, platform="cpu").notices)
+
+
+class AskedExperts(TorchTrainingExperts):
+    """Keeps the problems that it was made for, refuses quantized ones, and writes to all of its first workspace."""
+
+    seen: list[str]
+
+    def __init__(self, problem: moereg.MoEProblem, platform: Platform) -> None:
+        self.seen.append(problem.quant.name)
+        super().__init__(problem, platform)
+
+    @classmethod
+    def unsupported_reasons(cls, problem: moereg.MoEProblem, platform: Platform) -> list[str]:
+        return [] if problem.quant.weight is None else ["requires weights in 16 bits"]
+
+    def workspace_shapes(self, problem: moereg.MoEProblem, num_tokens: int) -> Any:
+        assert problem.quant.weight is None
+        return (3, num_tokens), super().workspace_shapes(problem, num_tokens)[1]
+
+    def backward_workspace_shapes(self, problem: moereg.MoEProblem, num_tokens: int) -> Any:
+        return (num_tokens, 7), super().backward_workspace_shapes(problem, num_tokens)[1]
+
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        self.spoil(workspace13, (3, len(out)))
+        super().apply(out, inputs, weights, workspace13, workspace2)
+
+    def apply_saving(
+        self,
+        out: torch.Tensor,
+        saved: Mapping[str, torch.Tensor],
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        self.spoil(workspace13, (3, len(out)))
+        super().apply_saving(out, saved, inputs, weights, workspace13, workspace2)
+
+    def apply_backward(
+        self,
+        grads: Gradients,
+        grad_out: torch.Tensor,
+        saved: Mapping[str, torch.Tensor],
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        self.spoil(workspace13, (len(grad_out), 7))
+        super().apply_backward(grads, grad_out, saved, inputs, weights, workspace13, workspace2)
+
+    @staticmethod
+    def spoil(workspace: torch.Tensor, shape: tuple[int, ...]) -> None:
+        assert workspace.shape == shape
+        assert workspace.data_ptr() % 256 == 0
+        workspace.fill_(float("nan"))
+
+
+def test_a_class_is_asked_about_the_layer_that_it_sees(isolated_registry: BackendRegistry) -> None:
+    AskedExperts.seen = []
+    register_moe_backend("asked", 1000, ("unquantized",), ("cpu",))(AskedExperts)
+    for dtype in ("bfloat16", "float32"):
+        layer = Frozen.drawn(frozen_problem(rank=4, dtype=dtype, hidden_size=33, intermediate_size=7))
+        assert layer.kernel.selection.backend == "asked"
+        layer.check()
+    assert set(AskedExperts.seen) == {"unquantized"}
 
 
 def test_gpus_train_above_quantized_weights() -> None:
