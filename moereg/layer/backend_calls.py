@@ -21,6 +21,7 @@ from moereg.errors import (
     stops_the_process,
 )
 from moereg.experts import Experts, SavedShapes
+from moereg.layer.restored import RestoredExperts
 from moereg.platforms import KINDS, is_device_type
 from moereg.plugins.loader import current_platform
 from moereg.runtime.torch_state import plain_torch
@@ -34,22 +35,23 @@ _MOST_ELEMENTS: Final = 2**48
 
 
 def make_experts(selection: Selection, decision: Decision) -> Experts:
-    """Makes a candidate's experts for the selection's problem.
+    """Makes a candidate's experts for the selection's problem; see `RestoredExperts` where they read other weights.
 
     Raises:
         BackendError: The class raised.
     """
     assert decision.cell is not None
+    problem, chosen, computes = selection.problem, decision.cell.experts, decision.scheme
+    given = problem.computed_as(computes)
     try:
-        chosen, computes = decision.cell.experts, decision.scheme
         if _takes_computes(chosen):
-            return chosen(problem=selection.problem, platform=selection.platform, computes=computes)
-        experts = chosen(problem=selection.problem, platform=selection.platform)
-        if computes is not None:
-            experts.computes = computes
-        return experts
+            experts = chosen(problem=given, platform=selection.platform, computes=computes)
+        else:
+            experts = chosen(problem=given, platform=selection.platform)
+            experts.computes = experts.computes if computes is None else computes
     except BaseException as error:
         raise_named(selection, "__init__", error)
+    return experts if given is problem else RestoredExperts(experts, problem)
 
 
 @functools.lru_cache(maxsize=256)
@@ -66,7 +68,8 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
             declared layout.
         ValueError: The experts do not run where the weights are.
     """
-    check_device(selection, type(experts), weights.w13.device)
+    inner = experts.inner if isinstance(experts, RestoredExperts) else experts
+    check_device(selection, type(inner), weights.w13.device)
     try:
         # Tensors made in inference mode could not be reloaded outside it.
         with plain_torch(), torch.inference_mode(False):

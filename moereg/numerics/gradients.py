@@ -21,6 +21,16 @@ gradients have H elements or more.
 gradient. If s is the share of elements within half a unit in the last place of L, that costs sqrt(s): about 2e-2 in
 bfloat16 with gates spread over 3.6, and any amount if there are few. So the bound adds how far gradients move with a
 clamp that far to either side. Kernels that clamp saved 16-bit values and kernels that clamp before are then both right.
+
+**Restored weights.** The reference dequantizes weights exactly, and a layer that trains multiplies with weights rounded
+to its dtype once. That moves a weight by at most half a unit in the last place, 2^-8 of it in bfloat16 and 2^-11 in
+float16, and nothing at all for a code of up to 4 bits of mantissa times a power of two (mxfp4, mxfp8). If scales spread
+over their binade, the root mean square is the 1.5e-3 and 1.8e-4 of other roundings, and a gradient of the hidden states
+depends on four such products, gate, up and both backward: sqrt(4) * 1.5e-3 = 3.0e-3. But one scale may serve a whole
+matrix and round all of its 8 mantissas badly, and what reaches a gradient also depends on clamps. Every kernel rounds
+these weights alike, though, so the bound adds what that costs the call at hand: if g is exact and r the reference with
+rounded weights, |found - g| <= |found - r| + |r - g|, where the bounds above hold for the first and the second is
+computed. In float32 it is 1e-7.
 """
 
 from __future__ import annotations
@@ -64,11 +74,11 @@ class ReferenceGradients:
     Attributes:
         problem: The layer.
         output: [T,H], the layer's output.
-        tensors: `hidden_states` [T,H], `topk_weights` [T,K], `w13` [E,2I,H], `w2` [E,H,I], and biases and adapters if
-            there are any.
+        tensors: `hidden_states` [T,H], `topk_weights` [T,K], `w13` [E,2I,H] and `w2` [E,H,I] unless they are quantized,
+            and biases and adapters if there are any.
         local_ids: [T,K] int64, each route's local expert or -1.
         sizes: Norms that errors are relative to, by name: [E], or [1] for the first two.
-        kinks: Likewise, norms of what rounding may move across the activation's clamp.
+        moved: Likewise, norms of what rounding moves: across the activation's clamp, and by restored weights.
     """
 
     problem: MoEProblem
@@ -76,7 +86,7 @@ class ReferenceGradients:
     tensors: dict[str, torch.Tensor]
     local_ids: torch.Tensor
     sizes: dict[str, torch.Tensor]
-    kinks: dict[str, torch.Tensor]
+    moved: dict[str, torch.Tensor]
 
     def compare(self, found: Mapping[str, torch.Tensor]) -> list[Comparison]:
         """Compares a kernel's gradients, those that there are, each with its bound. Synchronizes the device."""
@@ -93,11 +103,11 @@ class ReferenceGradients:
             is_routed = torch.stack([self.local_ids == expert for expert in range(self.problem.num_local_experts)])
         num_routes = is_routed.sum((-2, -1)).reshape(-1)
         differences = _norms(name, found.double() - self.tensors[name])
-        numbers = (tensor.tolist() for tensor in (num_routes, differences, self.sizes[name], self.kinks[name]))
-        for expert, (count, difference, size, kink) in enumerate(zip(*numbers, strict=True)):
+        numbers = (tensor.tolist() for tensor in (num_routes, differences, self.sizes[name], self.moved[name]))
+        for expert, (count, difference, size, moved) in enumerate(zip(*numbers, strict=True)):
             part = f"{name} of expert {expert}" if name in _OF_EXPERTS else name
-            if scale := size or kink:  # What a clamp cuts off altogether may be all that there is.
-                yield Comparison(part, difference / scale, self._bound(name, count) + kink / scale)
+            if scale := size or moved:  # What a clamp cuts off altogether may be all that there is.
+                yield Comparison(part, difference / scale, self._bound(name, count) + moved / scale)
             else:
                 yield Comparison(part, difference and math.inf, 0.0)
 
@@ -124,37 +134,44 @@ def reference_gradients(
     """Runs the reference forward and backward, and synchronizes the device.
 
     Args:
-        problem, weights, hidden_states, topk_weights, topk_ids, expert_map: As in `reference_experts`, not quantized.
+        problem, weights, hidden_states, topk_weights, topk_ids, expert_map: As in `reference_experts`. Quantized
+            weights are constants, and activations are not quantized.
         grad_out: [T,H], the output's gradient.
         adapters: Of the experts; their products are added to the weights.
     """
-    arguments = (weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float64, None)
+    arguments = (weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float64, problem.quant.weight_only)
     with torch.inference_mode(False), plain_torch():
         call = _LeafCall(**vars(LayerCall.of(problem, *arguments)), adapters=adapters)
         output, tensors = call.gradients(grad_out.double())
-        kinks = {name: torch.zeros_like(_norms(name, tensor)) for name, tensor in tensors.items()}
+        moved = {name: torch.zeros_like(_norms(name, tensor)) for name, tensor in tensors.items()}
         limit, share = problem.activation.limit, _NEAR_CLAMP[problem.dtype]
         for bound in () if limit is None else (limit * (1 - share), limit * (1 + share)):
-            moved = dataclasses.replace(problem.activation, limit=bound)
-            near = dataclasses.replace(call, problem=dataclasses.replace(problem, activation=moved))
+            clamped = dataclasses.replace(problem.activation, limit=bound)
+            near = dataclasses.replace(call, problem=dataclasses.replace(problem, activation=clamped))
             found = near.gradients(grad_out.double())[1]
             for name in _OF_SLOPES & found.keys():
-                kinks[name] += _norms(name, found[name] - tensors[name])
+                moved[name] += _norms(name, found[name] - tensors[name])
+        if weights.scheme.weight is not None:
+            found = dataclasses.replace(call, rounds_weights=True).gradients(grad_out.double())[1]
+            for name, tensor in tensors.items():
+                moved[name] += _norms(name, found[name] - tensor)
         sizes = {name: _norms(name, tensor) for name, tensor in tensors.items()}
         sizes["topk_weights"] = call.terms(grad_out.double()).view(1)
-    return ReferenceGradients(problem, output, tensors, call.local_ids, sizes, kinks)
+    return ReferenceGradients(problem, output, tensors, call.local_ids, sizes, moved)
 
 
 @dataclasses.dataclass(frozen=True)
 class _LeafCall(LayerCall):
-    """A call whose tensors are leaves of autograd's graph."""
+    """A call whose tensors are leaves of autograd's graph, except quantized weights."""
 
     adapters: ExpertAdapters | None = None
+    rounds_weights: bool = False
     leaves: dict[str, tuple[torch.Tensor, ...]] = dataclasses.field(default_factory=dict)
 
     def gradients(self, grad_out: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The output, and the gradients of all of the call's tensors, zero where nothing depends on one."""
-        given = {"hidden_states": self.tokens, "topk_weights": self.topk_weights, **self.weights.tensors()}
+        given = {"hidden_states": self.tokens, "topk_weights": self.topk_weights}
+        given |= self.weights.tensors() if self.weights.scheme.weight is None else self.weights.tensors("bias")
         given |= {} if self.adapters is None else self.adapters.tensors()
         leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in given.items()}
         with torch.enable_grad():
@@ -179,7 +196,9 @@ class _LeafCall(LayerCall):
 
     def matrix(self, name: str, expert: int) -> torch.Tensor:
         """One expert's w13 or w2, with its adapter."""
-        matrix = self.leaves[name][expert] if self.leaves else super().matrix(name, expert)
+        matrix = self.leaves[name][expert] if name in self.leaves else super().matrix(name, expert)
+        if self.rounds_weights:
+            matrix = matrix.to(self.problem.torch_dtype).to(matrix.dtype)
         if self.adapters is None or getattr(self.adapters, f"{name}_a") is None:
             return matrix
         held: Any = self.leaves or {key: each.double() for key, each in self.adapters.tensors().items()}

@@ -62,7 +62,8 @@ def reference_experts(
         expert_map: [num_experts] int32, local expert or -1; None if local experts are the first ones.
         dtype: torch.float32 or torch.float64.
         computes: The scheme that the compared kernel computes; None means the problem's. Another one has the same
-            weights with 16-bit activations, such as `nvfp4_w4a16` for an `nvfp4` checkpoint.
+            weights with 16-bit activations, such as `nvfp4_w4a16` for an `nvfp4` checkpoint. A problem with gradients
+            has its own weights with 16-bit activations.
         rounds_intermediate: See `ROUNDS_INTERMEDIATE`.
 
     Returns:
@@ -167,6 +168,8 @@ class LayerCall:
     ) -> LayerCall:
         """Checks the arguments of `reference_experts` and maps ids to local experts."""
         scheme = problem.quant if computes is None else get_scheme(computes)
+        if problem.gradients:  # Layers that train restore their weights.
+            scheme = problem.quant.weight_only
         if not scheme.serves(problem.quant):
             raise ValueError(
                 f"computes must have the weights of {problem.quant.name} and its activations or 16-bit ones, "

@@ -122,14 +122,16 @@ def layer_tolerance(
     Args:
         problem: The layer.
         num_tokens: T.
-        computes: The scheme that the kernel computes; the problem's if None.
+        computes: The scheme that the kernel computes; the problem's if None, and of a problem with gradients always
+            that of its weights with 16-bit activations.
         rounds_as_reference: See `tolerance`.
 
     Raises:
         UnknownSchemeError: No scheme has that name.
     """
+    scheme = problem.quant if computes is None else computes
     return tolerance(
-        problem.quant if computes is None else computes,
+        problem.quant.weight_only if problem.gradients else scheme,
         problem.dtype,
         num_tokens * problem.hidden_size,
         rounds_as_reference,

@@ -12,13 +12,21 @@ from moereg.quantize.activations import (
 )
 from moereg.quantize.elements import Element, pack_nibbles, unpack_nibbles
 from moereg.quantize.formats import Quantized, element_of
-from moereg.quantize.weights import dequantize_rows, dequantize_weights, expert_matrix, quantize_weights, row_blocks
+from moereg.quantize.weights import (
+    dequantize_into,
+    dequantize_rows,
+    dequantize_weights,
+    expert_matrix,
+    quantize_weights,
+    row_blocks,
+)
 
 __all__ = [
     "Element",
     "Quantized",
     "activation_scale",
     "dequantize_activations",
+    "dequantize_into",
     "dequantize_rows",
     "dequantize_weights",
     "element_of",

@@ -73,7 +73,8 @@ def decide(
         best, source = plan[-1][1], "measured"
         decisions = (best, *(decision for decision in decisions if decision is not best))
     above = _outranking(decisions, cells, is_measured=bool(plan))
-    notices = (*request.notices, *above, *filter(None, (measured.note, *measured.notes)))
+    restores = _restoring(problem, decisions)
+    notices = (*request.notices, *above, *restores, *filter(None, (measured.note, *measured.notes)))
     ranges = plan if len(plan) > 1 else ()
     return Selection(problem, platform, request, decisions, source, notices, ranges, measured.digest)
 
@@ -113,7 +114,7 @@ def candidate_of(accepted: Decision, platform: Platform) -> tuple[BackendCell, Q
 
 def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request: Request) -> Decision:
     """Every reason against one cell, whatever other cells there are and whatever is quarantined."""
-    scheme, rule = cell.scheme_for(problem.quant), cell.rule_for(platform)
+    scheme, rule = _scheme_for(cell, problem, problem.restored), cell.rule_for(platform)
     return _judge((cell, scheme, rule), problem, platform, request, EMPTY, NONE_ADMITTED)
 
 
@@ -133,7 +134,8 @@ def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platf
     If several cells of one experts class and scheme match the platform, only the one with the most specific rule is a
     candidate. Among equally specific ones, keep those whose facts match the problem; if none do, keep all.
     """
-    computes = [(cell, cell.scheme_for(problem.quant)) for cell in cells]
+    restored = problem.restored
+    computes = [(cell, _scheme_for(cell, problem, restored)) for cell in cells]
     readers = {cell.name for cell, scheme in computes if scheme is not None}
     alike: dict[tuple[str, type, str], list[tuple[BackendCell, QuantScheme, PlatformRule]]] = {}
     for cell, scheme in computes:
@@ -152,6 +154,13 @@ def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platf
         yield from best
 
 
+def _scheme_for(cell: BackendCell, problem: MoEProblem, restored: MoEProblem) -> QuantScheme | None:
+    """The scheme that a cell computes for a problem, or for the restored one if it trains and reads such weights."""
+    if restored is not problem and cell.facts.gradients and "canonical" in cell.experts.layouts:
+        return cell.scheme_for(restored.quant) or cell.scheme_for(problem.quant)
+    return cell.scheme_for(problem.quant)
+
+
 def _judge(
     candidate: Candidate,
     problem: MoEProblem,
@@ -163,7 +172,8 @@ def _judge(
     """Every reason against one candidate."""
     cell, scheme, rule = candidate
     reads: list[Reason] = []
-    facts = fact_reasons(cell.facts, problem)
+    seen = problem.computed_as(scheme)
+    facts = fact_reasons(cell.facts, seen)
     if scheme is None:
         alike = ", ".join(known.name for known in cell.schemes if known.weight == problem.quant.weight)
         known = ", ".join(known.name for known in cell.schemes)
@@ -183,7 +193,7 @@ def _judge(
         cell=cell,
         scheme=scheme,
         evidence=ADMITTED_TIER if admitted.record(cell, scheme, platform) else "",
-        **judge_cell(cell, rule, platform, request, reads, facts, problem=problem),
+        **judge_cell(cell, rule, platform, request, reads, facts, problem=seen),
     )
 
 
@@ -248,6 +258,17 @@ def _outranking(decisions: Sequence[Decision], cells: Sequence[BackendCell], is_
         f"backend {name!r} of {one.provider} has priority {one.priority}, above every built-in backend's (at most "
         f"{highest}): it goes first {where}; --deny {name} does without it"
         for name, one in above.items()
+    ]
+
+
+def _restoring(problem: MoEProblem, decisions: Sequence[Decision]) -> list[str]:
+    """A line on how a quantized layer trains, if it does."""
+    if not decisions or not decisions[0].accepted or problem.computed_as(decisions[0].scheme) is problem:
+        return []
+    activations = " and quantizes no activations" if problem.quant.activation is not None else ""
+    return [
+        f"each call, forward and backward, restores {problem.quant.name} weights to {problem.dtype}{activations}; to "
+        "infer, make a kernel of the problem without gradients"
     ]
 
 

@@ -383,7 +383,8 @@ class Selection(Choice[Decision]):
             )
         for place, decision in enumerate(selection.decisions):
             scheme = decision.scheme
-            if decision.accepted and scheme is not None and not scheme.serves(selection.problem.quant):
+            served = selection.problem.computed_as(scheme).quant
+            if decision.accepted and scheme is not None and not scheme.serves(served):
                 raise ArgumentError(
                     f"decisions[{place}].computes must be a scheme that serves {selection.problem.quant.name}, got "
                     f"{shown(decision.computes)}"

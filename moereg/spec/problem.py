@@ -172,6 +172,17 @@ class MoEProblem:
         return dtype
 
     @property
+    def restored(self) -> MoEProblem:
+        """The layer whose gradients classes compute: quantized weights, which are frozen, are restored to its dtype."""
+        if not self.gradients or self.quant.weight is None:
+            return self
+        return dataclasses.replace(self, quant=QUANT_SCHEMES["unquantized"])
+
+    def computed_as(self, scheme: QuantScheme | None) -> MoEProblem:
+        """The layer as experts that compute a scheme see it: restored where that has other weights."""
+        return self if scheme is None or scheme.weight == self.quant.weight else self.restored
+
+    @property
     def is_expert_parallel(self) -> bool:
         """Whether other ranks hold experts of this layer."""
         return self.num_local_experts != self.num_experts

@@ -261,6 +261,11 @@ class QuantScheme:
         )
         return f"{self.name} (weights {weight}; activations {activation})"
 
+    @property
+    def weight_only(self) -> QuantScheme:
+        """The same weights with activations of 16 or 32 bits."""
+        return dataclasses.replace(self, activation=None)
+
     def serves(self, checkpoint: QuantScheme) -> bool:
         """Whether a kernel that computes this scheme can run weights of `checkpoint`.
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import moereg
 from moereg.backends.torch_moe import TorchTrainingExperts
-from moereg.errors import ArgumentError, BackendError, GradientError, UnsupportedProblemError
+from moereg.errors import ArgumentError, BackendError, GradientError
 from moereg.experts import Gradients
 from moereg.layer.movement import explain_movements
 from moereg.layer.train_op import cut_saved
@@ -248,18 +248,6 @@ def test_a_deep_copy_trains_its_own_weights() -> None:
         out = copied(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids)
     assert not out.any()
     assert call.tensors["w2"].any()
-
-
-def test_a_frozen_layer_of_a_quantized_scheme_is_refused_by_every_backend() -> None:
-    problem = trained_problem(dtype="bfloat16", quant="int8_w8a16", gradients={"hidden_states"})
-    selection = moereg.explain_backends(problem, platform="cpu")
-    assert selection.winner is None
-    texts = {
-        reason.text for decision in selection.decisions for reason in decision.reasons if reason.code == "gradients"
-    }
-    assert texts == {"does not compute gradients of (hidden_states), got gradients of (hidden_states)"}
-    with pytest.raises(UnsupportedProblemError, match="does not compute gradients of"):
-        moereg.select_backend(problem, platform="cpu")
 
 
 def test_inference_does_not_take_the_class_that_trains() -> None:
