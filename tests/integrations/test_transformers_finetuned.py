@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import huggingface_hub.constants
 import pytest
+import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -77,33 +78,39 @@ def losses_of(trainer: Any) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("made", [of_transformers, of_trl], ids=["Trainer", "SFTTrainer"])
-@pytest.mark.parametrize("trained", TRAINED)
-def test_losses_are_those_of_eager(
-    trained: str,
-    made: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    import peft
-
+@pytest.fixture(autouse=True)
+def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # TRL reports each trainer that is made.
     own._say_once.cache_clear()
-    targets, learning_rate, gradients = TRAINED[trained]
-    options = {
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, Any]:
+    return {
         "output_dir": str(tmp_path),
-        "max_steps": NUM_STEPS,
         "per_device_train_batch_size": 2,
         "optim": "adamw_torch_fused",
-        "learning_rate": learning_rate,
-        "bf16": False,
         "use_cpu": True,
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
     }
+
+
+@pytest.mark.parametrize("made", [of_transformers, of_trl], ids=["Trainer", "SFTTrainer"])
+@pytest.mark.parametrize("trained", TRAINED)
+def test_losses_are_those_of_eager(
+    trained: str,
+    made: Callable[..., Any],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    import peft
+
+    targets, learning_rate, gradients = TRAINED[trained]
+    options |= {"max_steps": NUM_STEPS, "learning_rate": learning_rate, "bf16": False}
 
     def trainer_with(implementation: str, **others: Any) -> Any:
         model = tiny_model("qwen3_moe")
@@ -130,3 +137,17 @@ def test_losses_are_those_of_eager(
         assert steps.count(f"backward {gradients}") == NUM_STEPS * len(layers)
         assert "infer" not in steps
     assert not [record for record in caplog.records if record.name == "moereg"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_sft_trainer_autocasts_to_bfloat16_unless_told_otherwise(
+    dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = kernel_steps(monkeypatch)
+    model = tiny_model("qwen3_moe", dtype)
+    model.set_experts_implementation("moereg")
+    with caplog.at_level(logging.WARNING, "moereg"):
+        of_trl(model, None, options | {"max_steps": 1}).train()
+    is_trained = dtype == torch.bfloat16
+    assert steps.count(f"backward {TRAINED['all'][2]}") == 2 * is_trained
+    assert ("(autocast asks for another dtype than its weights', float32)" in caplog.text) is not is_trained

@@ -14,7 +14,7 @@ from moereg.integrations._experts.serving import detach, served
 from moereg.integrations.transformers import prepare
 from moereg.layer import MoEKernel
 from tests.integrations.test_transformers_trained import gradients, same, with_attention_adapters
-from tests.support.live_models import PROMPT, close, eager, logits_of, kernel_steps
+from tests.support.live_models import PROMPT, close, eager, kernel_steps, logits_of
 from tests.support.tiny_models import needs, tiny_model
 
 FAMILY = "qwen3_moe"
