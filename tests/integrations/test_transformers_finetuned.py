@@ -98,11 +98,16 @@ def options(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("made", [of_transformers, of_trl], ids=["Trainer", "SFTTrainer"])
+@pytest.mark.parametrize(
+    ("made", "checkpointing"),
+    [(of_transformers, [False, True]), (of_trl, [True])],  # TRL checkpoints unless told otherwise.
+    ids=["Trainer", "SFTTrainer"],
+)
 @pytest.mark.parametrize("trained", TRAINED)
 def test_losses_are_those_of_eager(
     trained: str,
     made: Callable[..., Any],
+    checkpointing: list[bool],
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -121,12 +126,13 @@ def test_losses_are_those_of_eager(
     wanted = losses_of(trainer_with("eager", gradient_checkpointing=False))
     assert sum(wanted[-3:]) < 0.99 * sum(wanted[:3])  # An epoch is three steps.
     steps = kernel_steps(monkeypatch)
-    for is_checkpointed in (False, True):
+    for is_checkpointed in checkpointing:
         steps.clear()
         trainer = trainer_with("moereg", gradient_checkpointing=is_checkpointed)
         with caplog.at_level(logging.WARNING, "moereg"):
             assert losses_of(trainer) == pytest.approx(wanted, rel=1e-4)
         layers = [module for module in trainer.model.modules() if isinstance(module, Qwen3MoeExperts)]
+        assert len(layers) == SIZES["num_hidden_layers"]
         for layer in layers:
             found = served(layer)
             assert found is not None
