@@ -3,7 +3,7 @@
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-machines test-peers test-vllm test-sglang test-ranges fuzz mutants lint format bench build clean
+.PHONY: help demo test test-all test-machines test-finetune test-peers test-vllm test-sglang test-ranges fuzz mutants lint format bench build clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,6 +19,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3.1
 PYTEST_ARGS ?=
 FUZZ_ARGS ?=
 RANGES_ARGS ?=
+# Tests that need neither a GPU nor a library of another extra.
+EVERYWHERE := not gpu and not peers and not finetune
 # A process for each core, one thread in each: most of the time goes into interpreted kernels, which have one thread anyway.
 IN_PARALLEL := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
@@ -27,6 +29,7 @@ help:
 	@echo 'make test        installs the test extra and runs the tests that are neither slow nor in need of a GPU'
 	@echo 'make test-all    runs the rest: the slow tests'
 	@echo 'make test-machines  runs what depends on the CPU as on CPUs without AVX-512, with VNNI, and in an order drawn anew'
+	@echo 'make test-finetune  installs PEFT and TRL (0.3 GB more) and fine-tunes with them'
 	@echo 'make test-peers  installs the peer libraries (2 GB more) and runs the tests that need them'
 	@echo 'make test-vllm   installs a CPU build of vLLM into .venv-vllm and runs engines whose MoE layers moereg serves'
 	@echo 'make test-sglang installs SGLang and what it imports on a CPU into .venv-sglang (2.8 GB) and runs its engine there'
@@ -45,16 +48,16 @@ demo: $(VENV)/.core-stamp
 	@echo '== the command is $(BIN)/moereg; after `source $(BIN)/activate` it is moereg'
 
 test: $(VENV)/.test-stamp
-	$(IN_PARALLEL) -m 'not slow and not gpu and not peers' $(PYTEST_ARGS)
+	$(IN_PARALLEL) -m 'not slow and $(EVERYWHERE)' $(PYTEST_ARGS)
 
 # The remainder of `make test`, so that running both runs nothing twice. 5 is pytest's "nothing collected": while no test is
 # marked slow, that is no failure.
 test-all: $(VENV)/.test-stamp
-	$(IN_PARALLEL) -m 'slow and not gpu and not peers' $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(IN_PARALLEL) -m 'slow and $(EVERYWHERE)' $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 # What depends on the CPU, as on one with AVX2 alone, on an older one and on one with int8 instructions, each with one or two
 # threads; then in an order drawn anew, whose seed is in the first lines: PYTEST_ARGS='-p randomly --randomly-seed N' repeats it.
-ON_CPUS := $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not gpu and not peers' $(PYTEST_ARGS)
+ON_CPUS := $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and $(EVERYWHERE)' $(PYTEST_ARGS)
 CPU_TESTS := tests/kernels/test_plain_*.py tests/backends/test_torch_*.py tests/layer/test_float16_range.py \
 	tests/checkpoints/test_quantized_checkpoints.py tests/selection/test_quantized_selection.py \
 	--deselect tests/selection/test_quantized_selection.py::test_no_value_breaks_a_predicate
@@ -70,6 +73,9 @@ test-machines: $(VENV)/.test-stamp
 	$(OLD) OMP_NUM_THREADS=2 $(ON_CPUS) $(CPU_TESTS)
 	@echo '== vnni, one thread, in an order drawn anew'
 	env -u ATEN_CPU_CAPABILITY -u ONEDNN_MAX_CPU_ISA OMP_NUM_THREADS=1 $(ON_CPUS) $(CPU_TESTS) $(CPU_KIT) --vnni -p randomly --randomly-dont-reset-seed
+
+test-finetune: $(VENV)/.finetune-stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m finetune tests/integrations $(PYTEST_ARGS)
 
 test-peers: $(VENV)/.peers-stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'peers and not gpu' $(PYTEST_ARGS)
@@ -134,6 +140,11 @@ $(VENV)/.test-stamp: $(STAMP_INPUTS) | $(VENV)/.venv-stamp
 	@echo '== installing moereg with its test extra into $(VENV): about a minute, silent until done'
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
 	@touch $(VENV)/.core-stamp $@
+
+$(VENV)/.finetune-stamp: $(STAMP_INPUTS) | $(VENV)/.venv-stamp
+	@echo '== installing moereg with its test and finetune extras into $(VENV): about a minute, silent until done'
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,finetune]'
+	@touch $(VENV)/.core-stamp $(VENV)/.test-stamp $@
 
 $(VENV)/.peers-stamp: $(STAMP_INPUTS) | $(VENV)/.venv-stamp
 	@echo '== installing moereg with its test and peers extras into $(VENV): about two minutes, silent until done'

@@ -24,7 +24,7 @@ ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "ranges.md"
 # Pythons that no classifier names yet.
 NEWER: Final = ("3.14",)
-MARKS: Final = "not slow and not gpu and not peers"
+MARKS: Final = "not slow and not gpu and not peers and not finetune"
 SHOWN: Final = ("torch", "triton", "numpy", "transformers", "compressed-tensors")
 _HEADER: Final = (
     "Python",

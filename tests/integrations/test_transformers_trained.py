@@ -206,13 +206,13 @@ def test_adapters_of_experts_get_their_gradients(model: Any) -> None:
     assert close(found[1], found[0])
 
 
-@pytest.mark.peers
+@pytest.mark.finetune
 class TestPeft:
     """The real PEFT on models that moereg serves."""
 
     @pytest.fixture(autouse=True)
     def _has_peft(self) -> None:
-        pytest.importorskip("peft", reason="peft is not installed; make test-peers installs it")
+        pytest.importorskip("peft", reason="peft is not installed; make test-finetune installs it")
 
     def adapted(self, model: Any, **targets: Any) -> Any:
         import peft

@@ -19,7 +19,7 @@ EXTRAS = {
     (extra, canonicalize_name(one.name)): one.specifier
     for extra, lines in PROJECT["optional-dependencies"].items()
     for one in map(Requirement, lines)
-    if extra in ("triton", "flashinfer", "cutlass", "peers") and one.name != "moereg"
+    if extra in ("triton", "flashinfer", "cutlass", "finetune", "peers") and one.name != "moereg"
 }
 PINS = [
     Requirement(text)
