@@ -20,8 +20,8 @@ _FACTORS: Final = "_LoraFactorsProxy"
 _PRODUCT: Final = "_LoraParameterProxy"
 """PEFT's parametrization with the product: of all adapters before PEFT 0.21, of several active ones since."""
 
-_CHECKED_ONCE: Final = "0.21."
-"""Versions of PEFT that let torch compute each parametrization once, only to compare its dtype and shape."""
+_COMPUTES_TO_CHECK: Final = frozenset({"0.21.0", "0.21.1", "0.21.2"})
+"""Versions of PEFT in which torch computes each of these first to compare its dtype and shape. Others are read too."""
 
 _MATRICES: Final = {"gate_up_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
 _LEAST_RANK: Final = 8
@@ -98,14 +98,12 @@ def _reason(module: torch.nn.Module, name: str) -> str:
 
 
 def _skip_check(kind: Any) -> None:
-    """Lets torch's check of a parametrization, PEFT's first use of each, compare a tensor on meta.
+    """Lets torch's check of a parametrization, PEFT's first use of each one, compare a tensor on meta.
 
     Otherwise each call computes all weights of the layer once, and drops them.
     """
-    right = kind.forward
-    if hasattr(right, "_is_moereg") or not getattr(sys.modules.get("peft"), "__version__", "").startswith(
-        _CHECKED_ONCE
-    ):
+    right, version = kind.forward, getattr(sys.modules.get("peft"), "__version__", "")
+    if hasattr(right, "_is_moereg") or version not in _COMPUTES_TO_CHECK:
         return
 
     @functools.wraps(right)

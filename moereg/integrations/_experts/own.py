@@ -49,7 +49,7 @@ def own_output(
     """
     if found is not None:
         found.forget()
-    reasons = ""
+    kind, reasons = parametrize.type_before_parametrizations(module).__name__, ""
     for name, way in ways.items():
         try:
             out = way()
@@ -62,11 +62,11 @@ def own_output(
             reasons += f"; {name} has no backward"
             continue
         _say(
-            f"moereg does not train {type(module).__name__} ({reason}), which runs transformers' own {name} in train() "
+            f"moereg does not train {kind} ({reason}), which runs transformers' own {name} in train() "
             f"and where inputs or weights require a gradient; model.eval() under torch.no_grad() runs moereg{reasons}"
         )
         return out
-    _say(f"moereg does not train {type(module).__name__} ({reason}), so a backward pass to it will raise{reasons}")
+    _say(f"moereg does not train {kind} ({reason}), so a backward pass to it will raise{reasons}")
     return None
 
 
