@@ -272,17 +272,21 @@ def test_other_adapters_run_on_transformers_and_say_so_once(
 def test_torchs_check_of_a_parametrization_compares_a_tensor_on_meta(
     version: str, is_skipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Doubled(torch.nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
     monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(__version__=version))
-    kind = type("_LoraFactorsProxy", (_LoraFactorsProxy,), {"forward": lambda self, weight: weight + self.scaling})
-    module = torch.nn.Linear(2, 2)
-    right = (module.weight + 2).detach()
-    adapters_module._skip_check(kind)
-    adapters_module._skip_check(kind)
-    proxy: Any = kind(module.weight, module.weight, 2)
-    assert proxy(module.weight).is_meta is is_skipped
-    assert torch.equal(proxy(module.weight), right)
-    parametrize.register_parametrization(module, "weight", kind(module.weight, module.weight, 2))
-    assert torch.equal(module.weight, right)
+    module, earlier = torch.nn.Linear(2, 2), Doubled()
+    doubled = (2 * module.weight).detach()
+    adapters_module._skip_check(Doubled)
+    adapters_module._skip_check(Doubled)
+    assert torch.equal(earlier(module.weight), doubled)
+    later = Doubled()
+    assert later(module.weight).is_meta is is_skipped
+    assert torch.equal(later(module.weight), doubled)
+    parametrize.register_parametrization(module, "weight", Doubled())
+    assert torch.equal(module.weight, doubled)
 
 
 def test_parameters_that_nothing_computes_have_no_adapters(model: Any) -> None:

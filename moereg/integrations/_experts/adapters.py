@@ -102,19 +102,21 @@ def _skip_check(kind: Any) -> None:
 
     Otherwise each call computes all weights of the layer once, and drops them.
     """
-    right, version = kind.forward, getattr(sys.modules.get("peft"), "__version__", "")
-    if hasattr(right, "_is_moereg") or version not in _COMPUTES_TO_CHECK:
+    version = getattr(sys.modules.get("peft"), "__version__", "")
+    if hasattr(kind.forward, "_is_moereg") or version not in _COMPUTES_TO_CHECK:
         return
+    begin, compute = kind.__init__, kind.forward
 
-    @functools.wraps(right)
+    @functools.wraps(begin)
+    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+        begin(self, *arguments, **named)
+        self._moereg_is_new = True
+
+    @functools.wraps(compute)
     def forward(self: Any, weight: torch.Tensor) -> Any:
-        if type(weight) not in _PLAIN or getattr(self, "_moereg_was_checked", False):
-            return right(self, weight)
-        self._moereg_was_checked = True
-        return torch.empty_like(weight, device="meta")
+        if vars(self).pop("_moereg_is_new", False) and type(weight) in (torch.Tensor, torch.nn.Parameter):
+            return torch.empty_like(weight, device="meta")
+        return compute(self, weight)
 
     forward._is_moereg = True  # type: ignore[attr-defined]
-    kind.forward = forward
-
-
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+    kind.__init__, kind.forward = __init__, forward
