@@ -21,7 +21,7 @@ from moereg.integrations._experts.serving import served
 from moereg.integrations.transformers import prepare, refresh
 from moereg.layer import MoEKernel
 from moereg.weights.adapters import ExpertAdapters
-from tests.integrations.test_transformers_trained import gradients, same
+from tests.integrations.test_transformers_trained import gradients, same, with_attention_adapters
 from tests.support.live_models import PROMPT, close, logits_of
 from tests.support.tiny_models import tiny_model
 
@@ -84,13 +84,22 @@ class Likeness(torch.nn.Module):
             self.lora_a[name] = torch.nn.Parameter(torch.empty(num_experts * rank, num_in).normal_(std=0.2))
             self.lora_b[name] = torch.nn.Parameter(torch.empty(num_out, rank * num_experts).normal_(std=0.2))
 
+    def factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = getattr(self.base_layer, name)
+        left = self.lora_b[name].view(weight.shape[1], -1, len(weight)).permute(2, 0, 1)
+        return left.to(weight.dtype), self.lora_a[name].view(len(weight), -1, weight.shape[2]).to(weight.dtype)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        for name in BOTH:
+            left, right = self.factors(name)
+            getattr(self.base_layer, name).data += self.scaling * left @ right
+
     def forward(self, *arguments: Any) -> Any:
         experts: Any = self.base_layer
         for name in BOTH:
             weight = getattr(experts, name)
-            left = self.lora_b[name].view(weight.shape[1], -1, len(weight)).permute(2, 0, 1).to(weight.dtype)
-            right = self.lora_a[name].view(len(weight), -1, weight.shape[2]).to(weight.dtype)
-            parametrize.register_parametrization(experts, name, self.kind(left, right, self.scaling))
+            parametrize.register_parametrization(experts, name, self.kind(*self.factors(name), self.scaling))
             experts.parametrizations[name].original.requires_grad_(weight.requires_grad)
         try:
             with parametrize.cached():
@@ -158,22 +167,22 @@ def test_gradients_are_those_of_transformers(
 @pytest.mark.parametrize("how", HOWS)
 def test_no_call_multiplies_the_factors(how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = pair(how)
-    logits_of(model)  # Kernels are made, and PEFT is known from now on.
     computed: list[Any] = []
-    compute, register = parametrize.ParametrizationList.forward, parametrize.register_parametrization
     registered: list[str] = []
+    compute, register = parametrize.ParametrizationList.forward, parametrize.register_parametrization
     monkeypatch.setattr(parametrize.ParametrizationList, "forward", lambda self: computed.append(self) or compute(self))
     monkeypatch.setattr(
         parametrize, "register_parametrization", lambda *args: registered.append(args[1]) or register(*args)
     )
-    if how is by_peft:
+    logits_of(model)
+    if how is by_peft:  # PEFT is known from now on.
         monkeypatch.setattr(torch, "baddbmm", None)
         monkeypatch.setattr("peft.tuners.lora.layer.ParamWrapper.get_delta_weight", None)
     gradients(model.train())
     logits_of(model)
     logits_of(model.eval())
     # Registering computes once, to compare dtypes and shapes.
-    assert len(computed) == len(registered) == 3 * 2 * len(BOTH)
+    assert len(computed) == len(registered) == 4 * 2 * len(BOTH)
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -205,16 +214,38 @@ def test_checkpointed_layers_have_the_same_gradients(how: Any, steps: list[str])
     assert steps.count("forward") == 4
 
 
+def test_products_that_are_written_into_the_weights_are_seen(steps: list[str]) -> None:
+    model, _ = pair(like_peft)
+    layers = [layer.mlp for layer in model.model.layers]
+    adapted = [layer.experts for layer in layers]
+    for layer in layers:
+        layer.experts = layer.experts.base_layer
+    without = logits_of(model)  # From here on kernels have the weights.
+    for layer, experts in zip(layers, adapted, strict=True):
+        layer.experts = experts
+    expected = logits_of(model)
+    for layer in layers:
+        layer.experts.merge()
+        layer.experts = layer.experts.base_layer
+    steps.clear()
+    assert close(logits_of(model), expected, 1e-5)
+    assert steps == ["infer"] * 2
+    assert not close(expected, without, 1e-3)
+
+
 def test_ranks_share_plans() -> None:
     model = like_peft(tiny_model("mixtral"), rank=3)
     model.set_experts_implementation("moereg")
     logits_of(model)
-    experts = model.model.layers[0].mlp.experts
-    model.model.layers[0].mlp.experts = Likeness(experts.base_layer, 5).requires_grad_(False)
-    logits_of(model)
-    found = served(experts.base_layer)
+    experts = model.model.layers[0].mlp.experts.base_layer
+    for rank in (5, 12):
+        model.model.layers[0].mlp.experts = Likeness(experts, rank)
+        logits_of(model)
+    model.model.layers[0].mlp.experts = experts
+    gradients(with_attention_adapters(model))
+    found = served(experts)
     assert found is not None
-    assert [each.problem.adapter_rank for each in found.trainers.values()] == [8]
+    assert [each.problem.adapter_rank for each in found.trainers.values()] == [8, 16, 0]
     ranks = {1: 8, 8: 8, 9: 16, 16: 16, 33: 64, 128: 128, 129: 256}
     for rank, planned in ranks.items():
         small, large = torch.empty(4, 1, 32), torch.empty(4, rank, 32)
