@@ -248,8 +248,10 @@ class TestPeft:
         assert not close(found, before, 1e-3)
 
     @pytest.mark.parametrize("is_prepared_first", [True, False])
-    @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "aria"])
-    def test_experts_infer_and_train(self, family: str, is_prepared_first: bool, kernel_calls: list[MoEKernel]) -> None:
+    @pytest.mark.parametrize("family", ["gpt_oss", "aria"])
+    def test_experts_in_other_layouts_infer_and_train(
+        self, family: str, is_prepared_first: bool, kernel_calls: list[MoEKernel]
+    ) -> None:
         needs(family)
         model, plain = tiny_model(family), tiny_model(family)
         if is_prepared_first:

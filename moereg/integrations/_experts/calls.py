@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.nn.utils import parametrize
 
 from moereg.integrations._experts.own import follows, own_output, weights_of
 from moereg.integrations._experts.serving import NOT_IN_COMPILED_CODE, ServedExperts, attach, has_interface, served
-from moereg.integrations._experts.training import trainer_of
+from moereg.integrations._experts.training import Trainer, trainer_of
 from moereg.layer.no_backward import joined
 from moereg.runtime.graph_pools import in_compiled_code
 from moereg.runtime.torch_op import detached, layer_of
@@ -38,11 +39,12 @@ def call(
     inputs = (hidden_states, top_k_index, top_k_weights)
     is_followed = follows(module, inputs)
     found = served(module)
+    is_trained, is_adapted = is_followed or module.training, parametrize.is_parametrized(module)
     # The others are patched where their own code is known.
-    if has_interface(module) and (is_followed or module.training) and not (found is not None and found.released):
+    if has_interface(module) and (is_trained or is_adapted) and not (found is not None and found.released):
         trainer = trainer_of(module, top_k_index.shape[-1])
         found = served(module)
-        if isinstance(trainer, str):
+        if isinstance(trainer, str) and is_trained:
             ways: dict[str, Callable[[], torch.Tensor]] = {
                 "grouped_mm": lambda: _functions(module)["grouped_mm"](module, *inputs),
                 "eager": lambda: type(module).forward.__wrapped__(module, *inputs),  # type: ignore[attr-defined]
@@ -50,9 +52,10 @@ def call(
             own = own_output(module, found, is_followed, trainer, ways)
             if own is not None:
                 return own  # type: ignore[no-any-return]
-        elif is_followed:
-            if found is not None and any(each.requires_grad for each in module.parameters()):
-                found.forget()  # Inference reads all weights again: training may write them where torch does not count.
+        elif isinstance(trainer, Trainer) and (is_followed or is_adapted):
+            # Inference reads all weights again: training, or PEFT as it merges, may write where torch does not count.
+            if found is not None and (is_adapted or any(each.requires_grad for each in module.parameters())):
+                found.forget()
             return trainer.run(module, *inputs)
     if found is None:
         found = _attach_while_compiling(module) if torch.compiler.is_compiling() else attach(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -10,6 +11,7 @@ import torch
 
 from moereg.errors import ArgumentError
 from moereg.integrations._experts.activation import gate_function, gated_by, recognize
+from moereg.integrations._experts.adapters import parameter_of
 from moereg.spec.activations import Activation
 from moereg.spec.problem import DTYPES, MoEProblem
 from moereg.weights.permuted import ExpertWeights
@@ -85,10 +87,11 @@ _ALWAYS_TRANSPOSED: Final = frozenset({"Llama4TextExperts"})
 """Transposed classes without a flag that says so."""
 
 
-def _parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part, None)
+def _parameter(module: torch.nn.Module, name: str, is_computed: bool = False) -> torch.Tensor:
+    """A parameter of that dotted name; the sum with its adapter only if it `is_computed`."""
+    value: Any = parameter_of(module, name)
+    if is_computed and value is not None:
+        value = functools.reduce(getattr, name.split("."), module)
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(f"{name} must be a tensor, got {type(value).__name__}")
     kind = type(value.data)
@@ -104,7 +107,7 @@ def _parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
 
 def _tensors(module: torch.nn.Module, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """Parameters by field of `ExpertWeights`, given their names by field."""
-    return {field: _parameter(module, name).detach() for field, name in names.items()}
+    return {field: _parameter(module, name, is_computed=True).detach() for field, name in names.items()}
 
 
 def _in_halves(rows: torch.Tensor) -> torch.Tensor:
@@ -195,7 +198,7 @@ def _flat(module: torch.nn.Module) -> LiveExperts:
 
     def canonical(module: torch.nn.Module) -> ExpertWeights:
         w1, v1, w2 = (
-            _parameter(module, name).detach().unflatten(0, (num_experts, intermediate_size))
+            _parameter(module, name, is_computed=True).detach().unflatten(0, (num_experts, intermediate_size))
             for name in ("mlp.w1", "mlp.v1", "mlp.w2")
         )
         return ExpertWeights(w13=torch.cat([w1, v1], dim=1), w2=w2.transpose(1, 2))

@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from moereg.errors import described, is_lack_of_memory
+from moereg.integrations._experts.adapters import factors_of
 from moereg.integrations._experts.serving import ServedExperts
 from moereg.layer.no_backward import wants_gradient
 
@@ -19,7 +20,7 @@ logger: Final = logging.getLogger("moereg")
 
 def follows(module: torch.nn.Module, inputs: Iterable[Any]) -> bool:
     """Whether autograd follows a call of a module, by its inputs or weights."""
-    # Grad mode first: reading the weights of an adapter computes them.
+    # Grad mode first: reading weights that another adapter than LoRA computes takes a while.
     return torch.is_grad_enabled() and wants_gradient(
         *(each for each in inputs if isinstance(each, torch.Tensor)), *weights_of(module)
     )
@@ -48,7 +49,7 @@ def own_output(
     """
     if found is not None:
         found.forget()
-    reasons = ""
+    kind, reasons = parametrize.type_before_parametrizations(module).__name__, ""
     for name, way in ways.items():
         try:
             out = way()
@@ -61,11 +62,11 @@ def own_output(
             reasons += f"; {name} has no backward"
             continue
         _say(
-            f"moereg does not train {type(module).__name__} ({reason}), which runs transformers' own {name} in train() "
+            f"moereg does not train {kind} ({reason}), which runs transformers' own {name} in train() "
             f"and where inputs or weights require a gradient; model.eval() under torch.no_grad() runs moereg{reasons}"
         )
         return out
-    _say(f"moereg does not train {type(module).__name__} ({reason}), so a backward pass to it will raise{reasons}")
+    _say(f"moereg does not train {kind} ({reason}), so a backward pass to it will raise{reasons}")
     return None
 
 
@@ -74,12 +75,13 @@ _CANNOT: Final = (RuntimeError, ValueError, TypeError, ImportError, OSError, Nam
 
 
 def weights_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters of a module, and what adapters make of them."""
+    """Parameters of a module, with the factors of their adapters, or what other adapters make of them."""
     yield from module.parameters()
     for each in module.modules():
         if parametrize.is_parametrized(each):
             for name in each.parametrizations:  # type: ignore[union-attr]
-                yield getattr(each, name)
+                factors = factors_of(each, name)
+                yield from (getattr(each, name),) if factors is None else (factors.left, factors.right)
 
 
 # Compiled code says it while it is compiled: Dynamo makes no graph of logging.

@@ -12,6 +12,7 @@ import torch
 
 from moereg.dispatch import Names, platform_of, select_backend
 from moereg.errors import ArgumentError, MoeregError, described
+from moereg.integrations._experts.adapters import parameter_of
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.one_expert import read_all
@@ -64,7 +65,7 @@ def check_servable(module: torch.nn.Module, live: LiveExperts) -> torch.device:
                 "its weights are offloaded and come and go with each call; load the model with a device_map that keeps "
                 "the experts on one device"
             )
-    tensors = {name: _tensor(module, name) for name in live.parameters}
+    tensors: dict[str, torch.Tensor] = {name: parameter_of(module, name) for name in live.parameters}
     if any(tensor.is_meta for tensor in tensors.values()):
         raise ArgumentError("its weights are on meta, where they have no values; load them first")
     devices = sorted({str(tensor.device) for tensor in tensors.values()})

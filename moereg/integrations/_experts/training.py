@@ -7,10 +7,10 @@ import weakref
 from typing import Any, Final
 
 import torch
-from torch.nn.utils import parametrize
 
 from moereg.dispatch import platform_of, select_backend
 from moereg.errors import MoeregError, one_line
+from moereg.integrations._experts.adapters import adapters_of, parameter_of, rank_of
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
 from moereg.integrations._experts.serving import NOT_IN_COMPILED_CODE, ServedExperts, attach, check_servable, served
 from moereg.layer.checks import check_call
@@ -20,7 +20,7 @@ from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_op import new_handle
 from moereg.selection.result import Selection
 from moereg.spec.problem import GRADIENTS
-from moereg.weights.permuted import PermutedWeights
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
 class Trainer:
@@ -47,7 +47,8 @@ class Trainer:
             module = self._module()
             assert module is not None, "a layer's first call is a forward pass"
             with torch.no_grad():
-                weights = self._live.canonical(module)
+                tensors: dict[str, Any] = self._tensors(module)
+                weights = ExpertWeights(**tensors)
                 made = functools.partial(make_kernel, self.problem, weights, self._selection)
                 kernel = outside_pools(made, weights.w13.device)
             # Otherwise parameters that move away would keep their old memory.
@@ -62,27 +63,36 @@ class Trainer:
         self, module: torch.nn.Module, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
         """Runs the module as part of autograd's graph; arguments and result as in `ServedExperts.run`."""
-        problem = self.problem
-        tensors: dict[str, torch.Tensor | None] = {
-            name: getattr(module, parameter) for name, parameter in zip(WEIGHTS, self._live.parameters, strict=False)
-        }
+        problem, tensors, adapters = self.problem, self._tensors(module), adapters_of(module)
+        assert not isinstance(adapters, str), "a plan is made for adapters that can be taken"
+        if adapters is not None:
+            adapters = adapters.computed_in(problem.torch_dtype)
         rows = hidden_states.reshape(-1, problem.hidden_size).to(problem.torch_dtype).contiguous()
         ids = topk_ids.reshape(rows.shape[0], problem.top_k).to(torch.int32).contiguous()
         weights = topk_weights.reshape(ids.shape).to(torch.float32).contiguous()
-        check_call(problem, getattr(module, self._live.parameters[0]).device, rows, weights, ids, None)
-        out = run_training(problem, rows, weights, ids, tensors, self.handle)
+        check_call(problem, tensors["w13"].device, rows, weights, ids, None)
+        out = run_training(problem, rows, weights, ids, tensors, self.handle, adapters)
         return out.reshape(hidden_states.shape).to(hidden_states.dtype)
+
+    def _tensors(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The canonical parameters by name, whatever adapters add to them."""
+        return {
+            name: parameter_of(module, parameter)
+            for name, parameter in zip(WEIGHTS, self._live.parameters, strict=False)
+        }
 
 
 def trainer_of(module: torch.nn.Module, top_k: int) -> Trainer | str:
     """How moereg trains a module in a call with that top_k, or why it does not, as a clause."""
-    if parametrize.is_parametrized(module):
-        return "an adapter computes its weights"
+    adapters = adapters_of(module)
+    if isinstance(adapters, str):
+        return adapters
+    rank = rank_of(adapters)
     found = served(module)
-    key = _key(module, top_k)
+    key = _key(module, top_k, rank)
     is_compiling = torch.compiler.is_compiling()
     if found is None or key not in found.trainers:
-        answer: Trainer | str = (_plan_while_compiling if is_compiling else plan)(module, top_k)
+        answer: Trainer | str = (_plan_while_compiling if is_compiling else plan)(module, top_k, rank)
     else:
         answer = found.trainers[key]
     if isinstance(answer, str):
@@ -103,17 +113,17 @@ def trainer_of(module: torch.nn.Module, top_k: int) -> Trainer | str:
     return answer
 
 
-def plan(module: torch.nn.Module, top_k: int) -> Trainer | str:
-    """Decides whether moereg trains a module in calls with that top_k; makes no kernel yet."""
+def plan(module: torch.nn.Module, top_k: int, rank: int = 0) -> Trainer | str:
+    """Decides whether moereg trains a module in calls with that top_k and rank of adapters; makes no kernel yet."""
     found = attach(module)
-    answer = found.trainers[_key(module, top_k)] = _planned(module, found, top_k)
+    answer = found.trainers[_key(module, top_k, rank)] = _planned(module, found, top_k, rank)
     return answer
 
 
 _plan_while_compiling: Final = torch.compiler.disable(plan, reason=NOT_IN_COMPILED_CODE)
 
 
-def _planned(module: torch.nn.Module, found: ServedExperts, top_k: int) -> Trainer | str:
+def _planned(module: torch.nn.Module, found: ServedExperts, top_k: int, rank: int) -> Trainer | str:
     if getattr(module, "_is_expert_parallel", False):
         return "other ranks have some of its experts"
     try:
@@ -121,18 +131,19 @@ def _planned(module: torch.nn.Module, found: ServedExperts, top_k: int) -> Train
         if live.moved is not None:
             return live.moved
         device = check_servable(module, live)
-        check_trained({name: getattr(module, name) for name in live.parameters})
-        problem = live.problem(
-            top_k, torch.float32, gradients=set(GRADIENTS) - {"adapters"}
-        )  # The weights have a dtype of their own.
+        check_trained({name: parameter_of(module, name) for name in live.parameters})
+        gradients = set(GRADIENTS) - (set() if rank else {"adapters"})
+        # The weights have a dtype of their own.
+        problem = live.problem(top_k, torch.float32, gradients=gradients, adapter_rank=rank)
         return Trainer(module, live, select_backend(problem, platform_of(device), **found.request))
     except MoeregError as error:
         return one_line(str(error))
 
 
-def _key(module: torch.nn.Module, top_k: int) -> tuple[Any, ...]:
+def _key(module: torch.nn.Module, top_k: int, rank: int) -> tuple[Any, ...]:
     """Key of a plan: parameters may be converted, moved and replaced."""
     return (
         top_k,
+        rank,
         *((type(each), each.dtype, each.device, tuple(each.shape), each.stride()) for each in module.parameters()),
     )
