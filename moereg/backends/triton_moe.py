@@ -14,7 +14,7 @@ from moereg.experts import Experts, Facts
 from moereg.kernels.sizes import CODE_PAD, WEIGHT_PAD
 from moereg.platforms import Platform
 from moereg.registry import register_moe_backend
-from moereg.spec.problem import GRADIENTS, MoEProblem
+from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat
 from moereg.weights.layouts import round_up
 
@@ -334,7 +334,11 @@ class TritonTrainingExperts(LoadedTrainingExperts, _TritonExperts):
     a token's in the order of its experts.
     """
 
-    facts = dataclasses.replace(_FACTS, router_weight_on_input=False, gradients=frozenset(GRADIENTS))
+    facts = dataclasses.replace(
+        _FACTS,
+        router_weight_on_input=False,
+        gradients=frozenset({"hidden_states", "topk_weights", "weights", "adapters"}),
+    )
     layouts = ("canonical",)
 
     @classmethod
