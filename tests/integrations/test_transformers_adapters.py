@@ -215,7 +215,7 @@ def test_checkpointed_layers_have_the_same_gradients(how: Any, steps: list[str])
 
 
 def test_products_that_are_written_into_the_weights_are_seen(steps: list[str]) -> None:
-    model, _ = pair(like_peft)
+    model, _ = pair(like_peft, "qwen3_moe")  # Its kernels have copies of the weights.
     layers = [layer.mlp for layer in model.model.layers]
     adapted = [layer.experts for layer in layers]
     for layer in layers:
@@ -228,7 +228,7 @@ def test_products_that_are_written_into_the_weights_are_seen(steps: list[str]) -
         layer.experts.merge()
         layer.experts = layer.experts.base_layer
     steps.clear()
-    assert close(logits_of(model), expected, 1e-5)
+    assert close(logits_of(model), expected, 1e-5)  # Parametrizing a weight counts as a write.
     assert steps == ["infer"] * 2
     assert not close(expected, without, 1e-3)
 
