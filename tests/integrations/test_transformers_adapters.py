@@ -117,8 +117,12 @@ def like_peft(model: Any, rank: int = 2) -> Any:
     return model
 
 
+def needs_peft() -> Any:
+    return pytest.importorskip("peft", reason="peft is not installed; make test-peers installs it")
+
+
 def by_peft(model: Any, name: str | None = None, **options: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="peft is not installed; make test-peers installs it")
+    peft = needs_peft()
     config = peft.LoraConfig(**{"r": 2, "target_modules": [], "target_parameters": list(BOTH), **options})
     if name is None:
         found = peft.get_peft_model(model, config)
@@ -395,8 +399,7 @@ class TestPeft:
         assert set(steps) == {"infer"}
 
     def test_saved_adapters_are_read_with_and_without_moereg(self, tmp_path: Path) -> None:
-        import peft
-
+        peft = needs_peft()
         for name, writer in zip(("moereg", "plain"), pair(by_peft), strict=True):
             gradients(writer.train())
             torch.optim.SGD([one for one in writer.parameters() if one.requires_grad], lr=0.1).step()
