@@ -159,9 +159,11 @@ def test_a_command_does_what_it_says(
 
 
 def _programs() -> list[Any]:
-    slow = [pytest.mark.slow]
+    marks = {"peft": pytest.mark.peers, r"transformers|torch\.compile": pytest.mark.slow}
     return [
-        pytest.param(block, id=block.name, marks=slow if re.search(r"transformers|torch\.compile", block.text) else [])
+        pytest.param(
+            block, id=block.name, marks=[mark for text, mark in marks.items() if re.search(text, block.text)][:1]
+        )
         for block in BLOCKS
         if block.language == "python"
     ]

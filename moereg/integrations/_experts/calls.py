@@ -53,9 +53,8 @@ def call(
             if own is not None:
                 return own  # type: ignore[no-any-return]
         elif isinstance(trainer, Trainer) and (is_followed or is_adapted):
-            # Inference reads all weights again: training, or PEFT as it merges, may write where torch does not count.
-            if found is not None and (is_adapted or any(each.requires_grad for each in module.parameters())):
-                found.forget()
+            if found is not None and any(each.requires_grad for each in module.parameters()):
+                found.forget()  # Inference reads all weights again: training may write them where torch does not count.
             return trainer.run(module, *inputs)
     if found is None:
         found = _attach_while_compiling(module) if torch.compiler.is_compiling() else attach(module)
