@@ -339,6 +339,8 @@ def check_training(cell: BackendCell) -> None:
             found = torch.autograd.grad(out, list(followed.values()), grad_out)
         with _prefixed(call):
             expected.check(dict(zip(followed, found, strict=True)))
+    # A leaf's node in a graph belongs to a stream, and one of another stream cannot be captured.
+    del out, found
     if cell.facts.graph_capture and case.device.type == "cuda":
         leaves_of_step = list(followed.values())
         _check_capture(

@@ -31,6 +31,11 @@ NUM_STEPS: Final = 30
 TRAINED: Final[dict[str, tuple[dict[str, Any] | None, float, str]]] = {
     "all": (None, 3e-3, "hidden_states topk_weights w13 w2"),
     "attention": ({"target_modules": ["q_proj", "v_proj"]}, 3e-2, "hidden_states topk_weights"),
+    "experts": (
+        {"target_modules": [], "target_parameters": ["gate_up_proj", "down_proj"]},
+        3e-2,
+        "hidden_states topk_weights w13_a w13_b w2_a w2_b",
+    ),
 }
 """Arguments of PEFT's `LoraConfig`, the learning rate, and the gradients that a layer's backward pass computes."""
 
