@@ -82,6 +82,16 @@ def test_adapters_of_another_layer_are_refused(changes: dict[str, torch.Tensor],
             moereg.MoELayer(PROBLEM, call.weights, adapters=adapters)
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_replaced_parameter_of_another_shape_is_refused(compiles: bool) -> None:
+    call = drawn_call(PROBLEM)
+    layer = moereg.MoELayer(PROBLEM, call.weights, adapters=call.adapters)
+    layer.register_parameter("w2_b", torch.nn.Parameter(torch.zeros(6, 23, 3)))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"w2_b must be \[6, 24, 3\]"):
+        (torch.compile(layer, backend="eager") if compiles else layer)(*routed(call))
+
+
 def test_a_layer_without_adapters_takes_none() -> None:
     problem, call = trained_problem(), drawn_call(PROBLEM)
     kernel = moereg.make_kernel(problem, call.weights)
