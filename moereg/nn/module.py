@@ -282,6 +282,7 @@ class MoELayer(CanonicalModule):
                     raise ArgumentError(
                         "an exported program has no adapters; export a layer of layer.adapters.merged(layer.weights)"
                     )
+                adapters.check_against(self.problem, hidden_states.device)
                 adapters = adapters.computed_in(self.problem.torch_dtype)
             if not is_exporting() and trains(self.problem, rows, topk_weights, trained, adapters):
                 out = run_training(self.problem, rows, topk_weights, topk_ids, trained, self._handle, adapters)

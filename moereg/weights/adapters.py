@@ -62,9 +62,10 @@ class ExpertAdapters:
         for name, tensor in self.tensors().items():
             check_instance(name, tensor, torch.Tensor, "pass one as in the text of ExpertAdapters")
         for name in MATRICES:
-            check_number(f"{name}_scaling", getattr(self, f"{name}_scaling"))
             if (getattr(self, f"{name}_a") is None) != (getattr(self, f"{name}_b") is None):
                 raise ArgumentError(f"{name}_a and {name}_b are one adapter, got one of the two; pass both or none")
+            if not torch.compiler.is_compiling():  # There a scaling may be a symbol, which has no value yet.
+                check_number(f"{name}_scaling", getattr(self, f"{name}_scaling"))
 
     @classmethod
     def initial(
@@ -123,6 +124,10 @@ class ExpertAdapters:
 
     def check_against(self, problem: MoEProblem, device: torch.device) -> None:
         """Checks shapes, dtypes and devices.
+
+        Args:
+            problem: The layer.
+            device: The layer's.
 
         Raises:
             ArgumentError: They are not of this layer, or their rank exceeds its `adapter_rank`.
