@@ -271,7 +271,8 @@ class Experts(abc.ABC):
         No host synchronization and, if `facts.graph_capture`, no allocation that a capture forbids.
         """
 
-    # Training: for classes whose facts name gradients. They read weights in layout `canonical` if these are trained.
+    # Training: for classes whose facts name gradients. They read weights in layout `canonical` if these are trained,
+    # or restored because a frozen layer is quantized.
 
     def saved_shapes(self, problem: MoEProblem, num_tokens: int) -> SavedShapes:
         """Shapes and dtypes, by name, of the tensors that a forward pass keeps for the backward pass.

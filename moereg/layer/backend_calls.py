@@ -48,7 +48,8 @@ def make_experts(selection: Selection, decision: Decision) -> Experts:
             experts = chosen(problem=given, platform=selection.platform, computes=computes)
         else:
             experts = chosen(problem=given, platform=selection.platform)
-            experts.computes = experts.computes if computes is None else computes
+            if computes is not None:
+                experts.computes = computes
     except BaseException as error:
         raise_named(selection, "__init__", error)
     return experts if given is problem else RestoredExperts(experts, problem)

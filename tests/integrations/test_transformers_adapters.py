@@ -118,7 +118,7 @@ def like_peft(model: Any, rank: int = 2) -> Any:
 
 
 def needs_peft() -> Any:
-    return pytest.importorskip("peft", reason="peft is not installed; make test-peers installs it")
+    return pytest.importorskip("peft", reason="peft is not installed; make test-finetune installs it")
 
 
 def by_peft(model: Any, name: str | None = None, **options: Any) -> Any:
@@ -137,7 +137,7 @@ def by_peft(model: Any, name: str | None = None, **options: Any) -> Any:
     return found
 
 
-HOWS = [pytest.param(like_peft, id="likeness"), pytest.param(by_peft, id="peft", marks=pytest.mark.peers)]
+HOWS = [pytest.param(like_peft, id="likeness"), pytest.param(by_peft, id="peft", marks=pytest.mark.finetune)]
 
 
 def pair(how: Callable[..., Any], family: str = "mixtral", implementation: str = "grouped_mm", **options: Any) -> Any:
@@ -328,7 +328,7 @@ def test_parameters_that_nothing_computes_have_no_adapters(model: Any) -> None:
     assert adapters_of(model.model.layers[0].mlp.experts) is None
 
 
-@pytest.mark.peers
+@pytest.mark.finetune
 class TestPeft:
     """What the likeness does not have."""
 

@@ -159,7 +159,7 @@ def test_a_command_does_what_it_says(
 
 
 def _programs() -> list[Any]:
-    marks = {"peft": pytest.mark.peers, r"transformers|torch\.compile": pytest.mark.slow}
+    marks = {"peft": pytest.mark.finetune, r"transformers|torch\.compile": pytest.mark.slow}
     return [
         pytest.param(
             block, id=block.name, marks=[mark for text, mark in marks.items() if re.search(text, block.text)][:1]
