@@ -59,10 +59,13 @@ class Frozen:
     expert_map: torch.Tensor | None
 
     @classmethod
-    def drawn(cls, problem: moereg.MoEProblem, num_tokens: int = 33, seed: int = 0) -> Frozen:
+    def drawn(
+        cls, problem: moereg.MoEProblem, num_tokens: int = 33, seed: int = 0, platform: str | None = None
+    ) -> Frozen:
         weights, expert_map = make_weights(problem, CPU, seed), make_expert_map(problem, CPU)
         inputs = make_inputs(problem, num_tokens, "unmapped", CPU, seed)
-        kernel = moereg.make_kernel(problem, weights, expert_map=expert_map)
+        selection = moereg.select_backend(problem, platform)
+        kernel = moereg.make_kernel(problem, weights, selection, expert_map=expert_map)
         made = make_adapters(problem, CPU, seed)
         return cls(problem, weights, kernel, inputs, make_grad_out(inputs), made, expert_map)
 
@@ -305,6 +308,15 @@ def test_gpus_train_above_quantized_weights() -> None:
     selection = moereg.explain_backends(frozen_problem("mxfp4_w4a16"), platform="cuda:sm90")
     assert selection.winner is not None
     assert selection.winner.experts == "TritonTrainingExperts"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets kernels only where there is no GPU")
+def test_triton_reads_restored_weights() -> None:
+    pytest.importorskip("triton")
+    layer = Frozen.drawn(frozen_problem("nvfp4", dtype="float32", has_bias=True), num_tokens=9, platform="cuda:sm90")
+    assert isinstance(layer.kernel.experts, RestoredExperts)
+    assert type(layer.kernel.experts.inner).__name__ == "TritonTrainingExperts"
+    layer.check()
 
 
 def test_what_is_refused() -> None:
