@@ -3,6 +3,7 @@
     python -m benches.h200.tune --out tune.json
     python -m benches.h200.tune --without triton --seconds 560 --out tune.json
     python -m benches.h200.tune --layers qwen3-30b-a3b,gpt-oss-120b:mxfp4_w4a16 --out tune.json
+    python -m benches.h200.tune --judge tune.json
 
 A part is one layer with all installed backends, or without those of one --without. It has four steps:
 
@@ -13,7 +14,8 @@ A part is one layer with all installed backends, or without those of one --witho
 
 Each step's result is written to --out as soon as there is one. A step that fails is named and the others go on. After
 --seconds the command ends with exit 4, and the same command goes on where it was as long as the folder of --work is
-there. What the steps printed, as `moereg tune` itself, is copied beside --out.
+there. What the steps printed, as `moereg tune` itself, is copied beside --out. --judge measures nothing: it says how
+far choices by one of a result's two runs are above the fastest by the times of the other, and where both choose alike.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from packaging.requirements import Requirement
 
 from moereg.dispatch import explain_backends
 from moereg.evidence.provenance import clocks, provenance
-from moereg.measured.pack import read_pack
+from moereg.measured.pack import Pack, read_pack
 from moereg.measured.plans import LayerTimes, best_for_all, with_ranges
 from moereg.measured.read import Source
 from moereg.measured.significance import ASKED
@@ -81,9 +83,16 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="end with exit 4 after so long")
     parser.add_argument("--work", type=pathlib.Path, default=_ROOT / "build" / "tune", help="delete it to start anew")
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--judge", type=pathlib.Path, help="a result with both runs")
     parser.add_argument("--step", choices=("held_out", "plans"), help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.judge is not None:
+        for found in json.loads(given.judge.read_text())["parts"]:
+            _show_judged(found)
+        return 0
+    if given.out is None:
+        parser.error("--out is required")
     if given.step is not None:
         return _in_own_process(given.step, given.layers, given.tokens, given.work, given.out, given.seconds)
     clock, out = _Clock(given.seconds), given.out.resolve()
@@ -389,6 +398,40 @@ def compared(first: Plans, second: Plans) -> dict[str, Any]:
         "slower_in_own_pack": slower,
         "notes": [first.note, second.note],
     }
+
+
+def judged(part: Mapping[str, Any]) -> tuple[dict[str, dict[str, float] | None], dict[str, float]]:
+    """Regrets of choices by the first run's times in the second's, and where both runs choose alike, by plan."""
+    layers = [Pack.from_dict(part[which]["pack"]).layers[0] for which in _TUNES]
+    first, second = (LayerTimes(layer.rows, layer.default, layer.calls) for layer in layers)
+    order = sorted(layers[0].cells)
+
+    def choices(times: LayerTimes) -> dict[str, Callable[[int], str]]:
+        base = best_for_all(times, order)
+        ranges = [(most, str(cell)) for most, cell in with_ranges(times, order, base, order)]
+        return {
+            "default": lambda _: str(order[0]),
+            "one_backend": lambda _: str(base),
+            "every_layout": lambda tokens: _at(ranges, tokens),
+        }
+
+    chosen, others, rows = choices(first), choices(second), []
+    for at, routing in itertools.product(second.tokens, ASKED):
+        logs = {cell: [one.log for key, one in second.at(cell, at).items() if key[1] == routing] for cell in order}
+        ratios = {str(cell): math.exp(statistics.fmean(found)) for cell, found in logs.items() if found}
+        rows.append({"ratios": ratios, "choices": {name: choice(at) for name, choice in chosen.items()}})
+    grid = log_grid(second.tokens[-1])
+    alike = {name: statistics.fmean(choice(at) == others[name](at) for at in grid) for name, choice in chosen.items()}
+    return {name: regrets(rows, name) for name in chosen}, alike
+
+
+def _show_judged(part: Mapping[str, Any]) -> None:
+    without = f" without {part['without']}" if part["without"] else ""
+    print(f"{part['layer']}{without}: choices of one run by the times of another")
+    found, alike = judged(part)
+    for name, one in found.items():
+        text = one and ", ".join(f"{key} {value:.2%}" for key, value in one.items())
+        print(f"  regret of {name}: {text}; both choose alike at {alike[name]:.1%} of the numbers of tokens")
 
 
 def held_out_counts(tokens: int) -> list[int]:
