@@ -150,7 +150,6 @@ class ExpertAdapters:
                         f"{tensor.dtype} on {tensor.device}"
                     )
 
-    @torch.no_grad()
     def merged(self, weights: ExpertWeights) -> ExpertWeights:
         """Weights of a layer that computes the same without adapters.
 
@@ -174,9 +173,10 @@ class ExpertAdapters:
             if a is None:
                 continue
             scaling = getattr(self, f"{name}_scaling")
-            made = torch.empty_like(tensors[name], memory_format=torch.contiguous_format)
-            for target, weight, left, right in zip(made, tensors[name], b, a, strict=True):
-                target.copy_(torch.addmm(weight.float(), left.float(), right.float(), alpha=scaling))
+            with torch.no_grad():
+                made = torch.empty_like(tensors[name], memory_format=torch.contiguous_format)
+                for target, weight, left, right in zip(made, tensors[name], b, a, strict=True):
+                    target.copy_(torch.addmm(weight.float(), left.float(), right.float(), alpha=scaling))
             tensors[name] = made
         return ExpertWeights.unchecked(tensors, weights.scheme)
 

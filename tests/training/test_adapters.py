@@ -106,10 +106,9 @@ def test_a_layer_without_adapters_takes_none() -> None:
 
 
 def test_a_backend_without_adapters_has_a_reason() -> None:
-    problem = trained_problem(dtype="bfloat16", quant="int8_w8a16", gradients={"adapters"}, adapter_rank=4)
+    problem = trained_problem(gradients={"adapters"}, adapter_rank=4)
     selection = moereg.explain_backends(problem, platform="cpu")
     reasons = [reason for decision in selection.decisions for reason in decision.reasons if reason.code == "gradients"]
-    assert selection.winner is None
     assert {reason.text for reason in reasons} == {
         "does not compute gradients of (adapters), got gradients of (adapters)"
     }
