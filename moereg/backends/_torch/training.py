@@ -39,91 +39,108 @@ class TrainingHost(Host, TrainingImplementation):
         return shapes
 
     def backward_workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """None: torch's allocator provides temporaries of one expert."""
+        """None: torch's allocator provides temporaries of all rows."""
         return (0,), (0,)
 
     def run_saving(self, call: Call, saved: Mapping[str, torch.Tensor]) -> None:
         inputs, weights, routes = call.inputs, call.weights, self._sorted(call)
-        flat_weights = inputs.topk_weights.reshape(-1)
-        total = torch.zeros(call.out.shape, dtype=torch.float32, device="cpu")
-        for expert, first, count in routes.segments:
-            order = routes.order[first : first + count]
-            tokens = order // self.problem.top_k
-            pre = saved["pre"][first : first + count]
-            rows = self._rows(inputs.hidden_states, tokens)
-            product = _product(rows, self._matrix(weights["w13"], expert).t(), _row(weights, "w13_bias", expert))
+        order, parts = _rows_of(routes)
+        rows = self._rows(inputs.hidden_states, order // self.problem.top_k)  # [rows, H]
+        pre = rows.new_empty(len(rows), self._w13_rows)
+        for expert, part in parts:
+            _product(pre[part], rows[part], self._matrix(weights["w13"], expert).t(), _row(weights, "w13_bias", expert))
             if (adapter := self._adapter(inputs, "w13", expert)) is not None:
-                low = adapter.down(rows)
-                saved["w13_low"][first : first + count, : low.shape[1]] = low
-                product = adapter.added_up(product, low)
-            pre.copy_(product)
-            hidden = self.problem.activation(pre.float()).to(rows.dtype)
-            result = _product(hidden, self._matrix(weights["w2"], expert).t(), _row(weights, "w2_bias", expert))
+                low = adapter.down(rows[part])
+                saved["w13_low"][part, : low.shape[1]] = low
+                pre[part].addmm_(low, adapter.b.t())
+        kept = saved["pre"][: len(rows)].copy_(pre)
+        act = self.problem.activation(kept.float()).to(rows.dtype)
+        result = torch.empty_like(rows)
+        for expert, part in parts:
+            _product(result[part], act[part], self._matrix(weights["w2"], expert).t(), _row(weights, "w2_bias", expert))
             if (adapter := self._adapter(inputs, "w2", expert)) is not None:
-                result = adapter.added_up(result, adapter.down(hidden))
-            # In fp32, and in the order of experts, whatever other tokens there are.
-            total.index_add_(0, tokens, result.float() * flat_weights[order].unsqueeze(1))
-        call.out.copy_(total)
+                result[part].addmm_(adapter.down(act[part]), adapter.b.t())
+        scales = inputs.topk_weights.reshape(-1)[order].unsqueeze(1)
+        _add_routes(call.out, order, result.float() * scales, self.problem.top_k)
 
     def run_backward(self, call: Call, grads: Gradients, saved: Mapping[str, torch.Tensor]) -> None:
         inputs, weights, routes = call.inputs, call.weights, self._sorted(call)
-        flat_weights, top_k = inputs.topk_weights.reshape(-1), self.problem.top_k
+        order, parts = _rows_of(routes)
+        tokens, add = order // self.problem.top_k, grads.accumulate
+        scales = inputs.topk_weights.reshape(-1)[order].unsqueeze(1)  # [rows, 1]
         of_pre = grads.hidden_states, grads.w13, grads.w13_bias, grads.w13_a, grads.w13_b
         needs_pre = any(each is not None for each in of_pre)
-        hidden_grad = torch.zeros(call.out.shape, dtype=torch.float32, device="cpu")
-        route_grad = None if grads.topk_weights is None else grads.topk_weights.zero_().view(-1)
-        _clear_inactive(grads, {expert for expert, _, _ in routes.segments}, self.problem.num_local_experts)
-        for expert, first, count in routes.segments:
-            order = routes.order[first : first + count]
-            tokens = order // top_k
-            scales = flat_weights[order].unsqueeze(1)  # [rows, 1]
-            out_grad = self._rows(call.out, tokens)  # [rows, H]
-            pre = saved["pre"][first : first + count].float()
-            w13_adapter, w2_adapter = (self._adapter(inputs, name, expert) for name in ("w13", "w2"))
-            w2_low_grad = None if w2_adapter is None else w2_adapter.up_gradient(out_grad)  # [rows, R]
-            if needs_pre or route_grad is not None:
-                act_grad = torch.mm(out_grad, self._matrix(weights["w2"], expert))  # [rows, I], unscaled
-                if w2_adapter is not None and w2_low_grad is not None:
-                    act_grad = torch.addmm(act_grad, w2_low_grad, w2_adapter.a)
-                act_grad = act_grad.float()
-            if route_grad is not None:
-                each = (act_grad * self.problem.activation(pre)).sum(1)
-                if (bias := weights.get("w2_bias")) is not None:
-                    each += torch.mv(out_grad.float(), bias[expert].float())
-                route_grad[order] = each
-            if grads.w2 is not None or grads.w2_a is not None or grads.w2_b is not None:
-                hidden = (self.problem.activation(pre) * scales).to(out_grad.dtype)
+        _clear_inactive(grads, {expert for expert, _ in parts}, self.problem.num_local_experts)
+
+        out_grad = self._rows(call.out, tokens)  # [rows, H]
+        pre = saved["pre"][: len(order)].float()
+        act_grad = out_grad.new_empty(len(order), self.problem.intermediate_size)  # but for the routing weights
+        low_grads: dict[int, torch.Tensor] = {}
+        for expert, part in parts:
+            adapter = self._adapter(inputs, "w2", expert)
+            if adapter is not None:
+                low_grads[expert] = adapter.up_gradient(out_grad[part])  # [rows of the expert, R]
+            if needs_pre or grads.topk_weights is not None:
+                torch.mm(out_grad[part], self._matrix(weights["w2"], expert), out=act_grad[part])
+                if adapter is not None:
+                    act_grad[part].addmm_(low_grads[expert], adapter.a)
+
+        if any(each is not None for each in (grads.topk_weights, grads.w2, grads.w2_a, grads.w2_b)):
+            act = self.problem.activation(pre)
+        if grads.topk_weights is not None:
+            each = (act_grad.float() * act).sum(1)
+            if (bias := weights.get("w2_bias")) is not None:
+                experts = torch.tensor([expert for expert, part in parts for _ in range(part.start, part.stop)])
+                each += (out_grad.float() * bias.float().index_select(0, experts.long())).sum(1)
+            grads.topk_weights.zero_().view(-1)[order] = each
+        if any(each is not None for each in (grads.w2, grads.w2_a, grads.w2_b)):
+            act = (act * scales).to(out_grad.dtype)
+        for expert, part in parts:
             if grads.w2 is not None:
-                _write_product(grads.w2[expert], out_grad.t(), hidden, grads.accumulate)
-            if grads.w2_a is not None and w2_low_grad is not None:
-                _write_product(grads.w2_a[expert], w2_low_grad.t(), hidden, grads.accumulate)
-            if grads.w2_b is not None and w2_adapter is not None:
-                _write_product(grads.w2_b[expert], out_grad.t(), w2_adapter.down(hidden), grads.accumulate)
+                _write_product(grads.w2[expert], out_grad[part].t(), act[part], add)
+            if grads.w2_a is not None and expert in low_grads:
+                _write_product(grads.w2_a[expert], low_grads[expert].t(), act[part], add)
+            if grads.w2_b is not None and (adapter := self._adapter(inputs, "w2", expert)) is not None:
+                _write_product(grads.w2_b[expert], out_grad[part].t(), adapter.down(act[part]), add)
             if grads.w2_bias is not None:
-                _write(grads.w2_bias[expert], torch.mv(out_grad.float().t(), scales.view(-1)), grads.accumulate)
-            if not needs_pre:
-                continue
-            pre_grad = activation_gradient(self.problem.activation, pre, act_grad * scales)
+                _write(grads.w2_bias[expert], torch.mv(out_grad[part].float().t(), scales[part].view(-1)), add)
+        if needs_pre:
+            pre_grad = activation_gradient(self.problem.activation, pre, act_grad.float() * scales)
+            self._backward_of_pre(call, grads, saved, parts, tokens, order, pre_grad)
+
+    def _backward_of_pre(
+        self,
+        call: Call,
+        grads: Gradients,
+        saved: Mapping[str, torch.Tensor],
+        parts: list[tuple[int, slice]],
+        tokens: torch.Tensor,
+        order: torch.Tensor,
+        wide_grad: torch.Tensor,
+    ) -> None:
+        """Gradients through that of the pre-activation, `wide_grad` [rows, 2I] fp32."""
+        inputs, weights, add = call.inputs, call.weights, grads.accumulate
+        rows = self._rows(inputs.hidden_states, tokens)
+        pre_grad, row_grad = wide_grad.to(rows.dtype), torch.empty_like(rows)
+        for expert, part in parts:
             if grads.w13_bias is not None:
-                _write(grads.w13_bias[expert], pre_grad.sum(0), grads.accumulate)
-            pre_grad = pre_grad.to(out_grad.dtype)
+                _write(grads.w13_bias[expert], wide_grad[part].sum(0), add)
             if grads.w13 is not None:
-                rows = self._rows(inputs.hidden_states, tokens)
-                _write_product(grads.w13[expert], pre_grad.t(), rows, grads.accumulate)
-            low_grad = None if w13_adapter is None else w13_adapter.up_gradient(pre_grad)
-            if grads.w13_a is not None and low_grad is not None:
-                rows = self._rows(inputs.hidden_states, tokens)
-                _write_product(grads.w13_a[expert], low_grad.t(), rows, grads.accumulate)
-            if grads.w13_b is not None and w13_adapter is not None:
-                low = saved["w13_low"][first : first + count, : w13_adapter.a.shape[0]].to(pre_grad.dtype)
-                _write_product(grads.w13_b[expert], pre_grad.t(), low, grads.accumulate)
+                _write_product(grads.w13[expert], pre_grad[part].t(), rows[part], add)
             if grads.hidden_states is not None:
-                row_grad = torch.mm(pre_grad, self._matrix(weights["w13"], expert))
-                if w13_adapter is not None and low_grad is not None:
-                    row_grad = torch.addmm(row_grad, low_grad, w13_adapter.a)
-                hidden_grad.index_add_(0, tokens, row_grad.float())
+                torch.mm(pre_grad[part], self._matrix(weights["w13"], expert), out=row_grad[part])
+            if (adapter := self._adapter(inputs, "w13", expert)) is None:
+                continue
+            low_grad = adapter.up_gradient(pre_grad[part])
+            if grads.hidden_states is not None:
+                row_grad[part].addmm_(low_grad, adapter.a)
+            if grads.w13_a is not None:
+                _write_product(grads.w13_a[expert], low_grad.t(), rows[part], add)
+            if grads.w13_b is not None:
+                low = saved["w13_low"][part, : len(adapter.a)].to(rows.dtype)
+                _write_product(grads.w13_b[expert], pre_grad[part].t(), low, add)
         if grads.hidden_states is not None:
-            grads.hidden_states.copy_(hidden_grad)
+            _add_routes(grads.hidden_states, order, row_grad.float(), self.problem.top_k)
 
     def _adapter(self, inputs: ExpertInputs, name: str, expert: int) -> _Adapter | None:
         adapters = inputs.adapters
@@ -153,10 +170,6 @@ class _Adapter(NamedTuple):
     def down(self, rows: torch.Tensor) -> torch.Tensor:
         """Scaled rows of low rank, [rows, R], of [rows, in]."""
         return torch.mm(rows, self.a.t()) * self.scaling
-
-    def added_up(self, product: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-        """A product [rows, out] and the adapter's own."""
-        return torch.addmm(product, low, self.b.t())
 
     def up_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """The scaled gradient of rows of low rank, [rows, R], of that of the output, [rows, out]."""
@@ -201,8 +214,24 @@ def _row(weights: PermutedWeights, name: str, expert: int) -> torch.Tensor | Non
     return None if bias is None else bias[expert]
 
 
-def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.mm(rows, matrix) if bias is None else torch.addmm(bias.to(rows.dtype), rows, matrix)
+def _product(out: torch.Tensor, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if bias is None:
+        torch.mm(rows, matrix, out=out)
+    else:
+        torch.addmm(bias.to(rows.dtype), rows, matrix, out=out)
+
+
+def _rows_of(routes: SortedRoutes) -> tuple[torch.Tensor, list[tuple[int, slice]]]:
+    """The route of each row [rows], and each active expert's rows."""
+    parts = [(expert, slice(first, first + count)) for expert, first, count in routes.segments]
+    return routes.order[: parts[-1][1].stop if parts else 0], parts
+
+
+def _add_routes(out: torch.Tensor, order: torch.Tensor, rows: torch.Tensor, top_k: int) -> None:
+    """Writes each token's sum of its routes' rows [rows, H], in fp32 and in the order of its choices."""
+    by_route = torch.zeros(len(out) * top_k, out.shape[1], dtype=torch.float32, device="cpu")
+    by_route[order] = rows
+    out.copy_(by_route.view(len(out), top_k, -1).sum(1))
 
 
 def _write_product(target: torch.Tensor, left: torch.Tensor, right: torch.Tensor, accumulate: bool) -> None:
