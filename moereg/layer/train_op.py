@@ -163,8 +163,25 @@ class CallTensors(NamedTuple):
         return cls(held, adapters)
 
 
+def _apart(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    """The tensors, with copies of those that lie where an earlier one does, as in `layer(x).backward(x)`.
+
+    Kernels' launches are recorded by address, and later tensors of the same shapes may lie apart.
+    """
+    seen: set[int] = set()
+    found = []
+    for tensor in tensors:
+        if tensor is not None and tensor.numel():
+            address = tensor.data_ptr()
+            tensor = tensor.clone() if address in seen else tensor
+            seen.add(address)
+        found.append(tensor)
+    return found
+
+
 def _moe_train(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden_states, topk_weights, topk_ids, *tensors, handle, w13_scaling, w2_scaling, saved_bytes = arguments
+    *tensors, handle, w13_scaling, w2_scaling, saved_bytes = arguments
+    hidden_states, topk_weights, topk_ids, *tensors = _apart(tensors)
     with in_compiled_code():
         kernel = layer_of(handle).training_kernel()
         saved = torch.empty(saved_bytes, dtype=torch.uint8, device=hidden_states.device)
@@ -173,9 +190,8 @@ def _moe_train(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _moe_train_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    grad_out, saved, hidden_states, topk_weights, topk_ids, *tensors, handle, w13_scaling, w2_scaling, wanted = (
-        arguments
-    )
+    grad_out, *tensors, handle, w13_scaling, w2_scaling, wanted = arguments
+    grad_out, saved, hidden_states, topk_weights, topk_ids, *tensors = _apart((grad_out.contiguous(), *tensors))
     call = (hidden_states, topk_weights, topk_ids)
     targets = _targets(hidden_states, topk_weights, tensors, wanted)
     with in_compiled_code():
@@ -186,7 +202,7 @@ def _moe_train_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
                 for name, tensor, is_wanted in zip(_DIFFERENTIABLE, targets, wanted, strict=True)
                 if is_wanted
             },
-            grad_out.contiguous(),
+            grad_out,
             saved,
             *call,
             CallTensors.of(tensors, w13_scaling, w2_scaling),

@@ -154,6 +154,12 @@ class MoELayer(CanonicalModule):
             check_instance("adapters", adapters, ExpertAdapters, "make them with ExpertAdapters(w13_a=..., w13_b=...)")
             adapters = adapters.with_tensors({name: tensor.to(place) for name, tensor in adapters.tensors().items()})
             adapters.check_against(self.problem, place)
+            for name, tensor in adapters.tensors().items():
+                if any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)):
+                    raise ArgumentError(
+                        f"{name} shares memory between its elements, and optimizers write each of a parameter's, got "
+                        f"strides {list(tensor.stride())}; pass {name}.contiguous(), or adapters at a kernel's call"
+                    )
             self._adapter_scaling = (adapters.w13_scaling, adapters.w2_scaling)
         for name in ADAPTER_TENSORS:
             self._set(name, None if adapters is None else getattr(adapters, name))

@@ -134,16 +134,20 @@ class ExpertAdapters:
         """
         for name in MATRICES:
             tensor = getattr(self, f"{name}_a")
-            rank = tensor.shape[1] if tensor is not None and tensor.dim() == 3 else 1
+            if tensor is None:
+                continue
+            rank = tensor.shape[1] if tensor.dim() == 3 else 1
+            if rank < 1:
+                raise ArgumentError(f"{name}_a must have a rank of 1 or more, got {list(tensor.shape)}; leave it out")
             if rank > problem.adapter_rank:
                 raise ArgumentError(
                     f"{name}_a has rank {rank}, and the problem's adapter_rank is {problem.adapter_rank}; make the "
                     f"problem with adapter_rank={rank} or more"
                 )
             for place, shape in adapter_shapes(problem, rank).items():
-                tensor = getattr(self, place)
-                if tensor is None or not place.startswith(name):
+                if not place.startswith(name):
                     continue
+                tensor = getattr(self, place)
                 if tuple(tensor.shape) != shape or not tensor.dtype.is_floating_point or tensor.device != device:
                     raise ArgumentError(
                         f"{place} must be {list(shape)}, of a float dtype and on {device}, got {list(tensor.shape)} "

@@ -209,6 +209,20 @@ def test_experts_can_share_a_factor() -> None:
     assert error(shared.grad, wanted["w13_a"].sum(0, keepdim=True)) < BOUNDS["float32"]
 
 
+def test_a_layer_takes_no_parameters_that_share_memory() -> None:
+    call = drawn_call(PROBLEM)
+    tied = changed(call, w13_a=call.tensors["w13_a"].detach()[:1].expand(6, -1, -1))
+    with pytest.raises(ArgumentError, match=r"w13_a shares memory between its elements, .*; pass w13_a.contiguous\(\)"):
+        moereg.MoELayer(PROBLEM, call.weights, adapters=tied.adapters)
+
+
+def test_a_rank_of_zero_is_none() -> None:
+    call = drawn_call(PROBLEM)
+    empty = changed(call, w2_a=torch.empty(6, 0, 10), w2_b=torch.empty(6, 24, 0))
+    with pytest.raises(ArgumentError, match="w2_a must have a rank of 1 or more"):
+        moereg.make_kernel(PROBLEM, call.weights)(*routed(call), adapters=empty.adapters)
+
+
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("made", ["kernel", "layer"])
 def test_adapters_may_be_wide_and_turned_over_a_narrow_base(made: str, compiles: bool) -> None:

@@ -411,3 +411,28 @@ def test_compiled_code_raises_in_the_backward_pass_alone() -> None:
     )
     with pytest.raises(GradientError, match=r"only gradients that MoEProblem\(gradients=...\) names"):
         out.sum().backward()
+
+
+def test_a_backward_pass_by_the_input_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two tensors of a step lie in one place: launches are recorded by address."""
+    problem = trained_problem()
+    call = drawn_call(problem)
+    kernel = moereg.make_kernel(problem, call.weights)
+    given: list[list[int]] = []
+    right = moereg.MoEKernel.run_backward
+
+    def run_backward(self: Any, gradients: Any, *others: Any) -> None:
+        *tensors, parameters = others
+        given.append([tensor.data_ptr() for tensor in (*tensors, *parameters.weights.values())])
+        right(self, gradients, *others)
+
+    monkeypatch.setattr(moereg.MoEKernel, "run_backward", run_backward)
+    x = call.tensors["hidden_states"]
+    truth, gradients = expected(problem, call._replace(grad_out=x.detach()))
+    out = kernel(x, call.tensors["topk_weights"], call.topk_ids)
+    out.backward(x.detach())
+    assert error(out, truth) < 5e-6
+    (addresses,) = given
+    assert len(set(addresses)) == len(addresses)
+    found = call.gradients()
+    assert all(error(found[name], gradients[name]) < 5e-6 for name in gradients)

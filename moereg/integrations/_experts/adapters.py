@@ -119,4 +119,6 @@ def _skip_check(kind: Any) -> None:
         return compute(self, weight)
 
     forward._is_moereg = True  # type: ignore[attr-defined]
-    kind.__init__, kind.forward = __init__, forward
+    # In this order: until it is marked as new, a proxy of another thread computes.
+    kind.forward = forward
+    kind.__init__ = __init__
