@@ -201,7 +201,11 @@ def main() -> int:
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     platform = probe_platform()
-    document = {"schema": 1, **provenance(platform, {"moereg", "quack-kernels", "nvidia-cutlass-dsl", "torch"}), **clocks(platform)}
+    document = {
+        "schema": 1,
+        **provenance(platform, {"moereg", "quack-kernels", "nvidia-cutlass-dsl", "torch"}),
+        **clocks(platform),
+    }
     rows: list[dict[str, Any]] = []
     for num_tokens in options.tokens:
         given = make_inputs(num_tokens, torch.device("cuda"))

@@ -74,15 +74,15 @@ class TrainingConfigs:
         return self.rows.block_m
 
     def low_rank_products(self, rank: int) -> GroupedGemmConfig:
-        """Of products with as many columns as an adapter's rank."""
+        """The configuration of products with as many columns as an adapter's rank."""
         return dataclasses.replace(self.low_rank, block_n=low_rank_block(rank))
 
     def a_gradients(self, rank: int) -> GroupedGemmConfig:
-        """Of gradients with as many rows as an adapter's rank."""
+        """That of gradients with as many rows as an adapter's rank."""
         return dataclasses.replace(self.low_rank_weights, block_m=low_rank_block(rank))
 
     def b_gradients(self, rank: int) -> GroupedGemmConfig:
-        """Of gradients with as many columns as an adapter's rank."""
+        """That of gradients with as many columns as an adapter's rank."""
         one = self.low_rank_weights
         return dataclasses.replace(one, block_m=one.block_n, block_n=low_rank_block(rank))
 
