@@ -34,10 +34,10 @@ TRAINED: Final[dict[str, tuple[dict[str, Any] | None, float, str]]] = {
     "experts": (
         {"target_modules": [], "target_parameters": ["gate_up_proj", "down_proj"]},
         3e-2,
-        "hidden_states topk_weights w13_a w13_b w2_a w2_b",
+        "w13_a w13_b w2_a w2_b",  # Below the first layer nothing trains.
     ),
 }
-"""Arguments of PEFT's `LoraConfig`, the learning rate, and the gradients that a layer's backward pass computes."""
+"""Arguments of PEFT's `LoraConfig`, the learning rate, and the last gradients of each layer's backward pass."""
 
 
 def tokenizer() -> Any:
@@ -145,7 +145,9 @@ def test_losses_are_those_of_eager(
             assert isinstance(how, training.Trainer)
         # Checkpointing runs each forward pass once more.
         assert steps.count("forward") == NUM_STEPS * len(layers) * (1 + is_checkpointed)
-        assert steps.count(f"backward {gradients}") == NUM_STEPS * len(layers)
+        backward = [step for step in steps if step.startswith("backward ")]
+        assert len(backward) == NUM_STEPS * len(layers)
+        assert all(step.endswith(f" {gradients}") for step in backward)
         assert "infer" not in steps
     assert not [record for record in caplog.records if record.name == "moereg"]
 
