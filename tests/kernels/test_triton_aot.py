@@ -114,6 +114,8 @@ MAX_SPILL_BYTES_SM90 = {
 MAX_REGISTERS_OF_TRAINED_SM90 = {"trained": 253, "trained_few_rows": 124, "trained_not_gated": 240}
 # 8 bytes that ptxas parks at 80 registers, as in inference.
 MAX_SPILL_BYTES_OF_TRAINED = {"trained_fp32": 8}
+# Where the product has its sum in the registers: of a gradient of 64 by 128 elements, which 4 warps add to.
+MAX_SPILL_BYTES_OF_TRAINED_SM80 = {**MAX_SPILL_BYTES_OF_TRAINED, "trained_wide_adapters": 8}
 ADAPTED_CASES = ("trained_adapters", "trained_wide_adapters", "trained_fp32_adapters")
 TRAINED_CASES = ("trained_few_rows", "trained_gpt_oss", "trained_not_gated", "trained_fp32", *ADAPTED_CASES)
 SLOW_TRAINED_CASES = {
@@ -252,7 +254,7 @@ def check_trained(target: str, rows: Rows, cases: tuple[str, ...]) -> None:
             check_resources(row, MAX_REGISTERS_OF_TRAINED_SM90.get(case, 255), MAX_SPILL_BYTES_OF_TRAINED.get(case, 0))
         elif target != "gfx942":
             # There scalar registers are parked in those of vectors, which costs little.
-            assert row["spill_bytes"] <= MAX_SPILL_BYTES_OF_TRAINED.get(case, 0), row
+            assert row["spill_bytes"] <= MAX_SPILL_BYTES_OF_TRAINED_SM80.get(case, 0), row
 
 
 # The GPU whose registers are counted is quick; the slow tests run the others.
