@@ -295,7 +295,6 @@ TRAINED: dict[str, tuple[int, int, int, int, int, dict[str, Any]]] = {
     "trained_fp32": (4096, 128, 8, 2048, 768, {"dtype": "float32"}),
     "trained_adapters": (4096, 128, 8, 2048, 768, {"adapter_rank": 16}),
     "trained_wide_adapters": (1024, 128, 8, 2048, 768, {"adapter_rank": 128}),
-    "trained_fp32_adapters": (4096, 128, 8, 2048, 768, {"adapter_rank": 16, "dtype": "float32"}),
 }
 
 

@@ -116,11 +116,12 @@ MAX_REGISTERS_OF_TRAINED_SM90 = {"trained": 253, "trained_few_rows": 124, "train
 MAX_SPILL_BYTES_OF_TRAINED = {"trained_fp32": 8}
 # Where the product has its sum in the registers: of a gradient of 64 by 128 elements, which 4 warps add to.
 MAX_SPILL_BYTES_OF_TRAINED_SM80 = {**MAX_SPILL_BYTES_OF_TRAINED, "trained_wide_adapters": 8}
-ADAPTED_CASES = ("trained_adapters", "trained_wide_adapters", "trained_fp32_adapters")
-TRAINED_CASES = ("trained_few_rows", "trained_gpt_oss", "trained_not_gated", "trained_fp32", *ADAPTED_CASES)
+ADAPTED_CASES = ("trained_adapters", "trained_wide_adapters")
+TRAINED_CASES = ("trained_few_rows", "trained_gpt_oss", "trained_not_gated", "trained_fp32")
 SLOW_TRAINED_CASES = {
-    "sm_90": TRAINED_CASES,
-    **dict.fromkeys(("sm_80", "gfx942"), ("trained", *TRAINED_CASES)),
+    "sm_90": (*TRAINED_CASES, *ADAPTED_CASES),
+    "sm_80": ("trained", *TRAINED_CASES, "trained_wide_adapters"),
+    "gfx942": ("trained", *TRAINED_CASES, "trained_adapters"),
 }
 
 # Quantizing holds a row, or a kilobyte of one; in the batched format also its place in the tiles.
