@@ -19,10 +19,9 @@ from moereg.integrations._experts import own
 from moereg.integrations._experts.adapters import adapters_of, rank_of
 from moereg.integrations._experts.serving import served
 from moereg.integrations.transformers import prepare, refresh
-from moereg.layer import MoEKernel
 from moereg.weights.adapters import ExpertAdapters
 from tests.integrations.test_transformers_trained import gradients, same, with_attention_adapters
-from tests.support.live_models import PROMPT, close, logits_of
+from tests.support.live_models import PROMPT, close, kernel_steps, logits_of
 from tests.support.tiny_models import tiny_model
 
 BOTH = ("gate_up_proj", "down_proj")
@@ -36,18 +35,7 @@ def _nothing_was_said() -> None:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What kernels did, in order: `infer`, `forward`, or `backward` with the gradients that it computed."""
-    found: list[str] = []
-    infer, save, differentiate = MoEKernel.__call__, MoEKernel.run_saving, MoEKernel.run_backward
-
-    def backward(self: MoEKernel, gradients: Any, *arguments: Any) -> None:
-        found.append(f"backward {' '.join(sorted(gradients))}")
-        differentiate(self, gradients, *arguments)
-
-    monkeypatch.setattr(MoEKernel, "__call__", lambda self, *args: found.append("infer") or infer(self, *args))
-    monkeypatch.setattr(MoEKernel, "run_saving", lambda self, *args: found.append("forward") or save(self, *args))
-    monkeypatch.setattr(MoEKernel, "run_backward", backward)
-    return found
+    return kernel_steps(monkeypatch)
 
 
 class _LoraFactorsProxy(torch.nn.Module):

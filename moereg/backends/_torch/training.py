@@ -90,8 +90,8 @@ class TrainingHost(Host, TrainingImplementation):
         if grads.topk_weights is not None:
             each = (act_grad.float() * act).sum(1)
             if (bias := weights.get("w2_bias")) is not None:
-                experts = torch.tensor([expert for expert, part in parts for _ in range(part.start, part.stop)])
-                each += (out_grad.float() * bias.float().index_select(0, experts.long())).sum(1)
+                for expert, part in parts:
+                    each[part] += torch.mv(out_grad[part].float(), bias[expert].float())
             grads.topk_weights.zero_().view(-1)[order] = each
         if any(each is not None for each in (grads.w2, grads.w2_a, grads.w2_b)):
             act = (act * scales).to(out_grad.dtype)

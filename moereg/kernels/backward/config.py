@@ -1,8 +1,8 @@
 """Launch configurations of the products of a layer that is trained: data only, no device code.
 
-Those for Hopper were the fastest of sixteen on an H200, in Qwen3-30B's layer with 256 and 1,024 rows an expert. The
-others are not measured: registers, shared memory and spills are those of compiled kernels, and the shapes of tiles
-those that were fastest in inference.
+Of those for Hopper none of fifteen others was faster on an H200, in Qwen3-30B's layer with 256 and 1,024 rows an
+expert (timed by hand). The rest is not measured: registers, shared memory and spills are those of compiled kernels, and
+the shapes of tiles those that were fastest in inference.
 """
 
 from __future__ import annotations
