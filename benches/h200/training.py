@@ -1,13 +1,14 @@
 """A layer's training step beside transformers' grouped_mm and eager formulations under autograd, in one process.
 
-    python -m benches.h200.training [--tokens 4096 16384] [--routings uniform zipf] [--rank 16] [--json FILE]
+    python -m benches.h200.training [--tokens 4096 16384] [--routings uniform zipf] [--peers grouped_mm] [--json FILE]
 
 Every gradient of all is compared with fp64 autograd of the reference before anything is timed, one expert after the
-other; a gradient beyond its bound ends the program. Then four steps of each are timed, interleaved: a forward pass
-that saves, forward and backward with frozen weights (gradients of tokens and routing weights), with all weights, and
-with frozen weights and trained adapters of every expert. The peers multiply adapters out into the weights, as PEFT
-does for `target_parameters`, and their backward pass goes through the gradient of those weights. Saved bytes are those
-of the tensors that autograd holds between the passes, other than inputs and parameters.
+other; a gradient beyond its bound ends the program. Then five steps of each are timed, interleaved: a forward pass that
+saves, forward and backward with frozen weights (gradients of tokens and routing weights), with all weights, and with
+frozen weights and trained adapters of every expert, the last also with the layer under torch's checkpointing. The peers
+multiply adapters out into the weights, as PEFT does for `target_parameters`, and their backward pass goes through the
+gradient of those weights. Saved bytes are those of the tensors that autograd holds between the passes, other than
+inputs and parameters.
 
 On a CPU it runs whatever is selected there, for a rehearsal: `--sizes 4,2,64,48` are experts, top-k, hidden and
 intermediate size.
@@ -21,10 +22,11 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from moereg.dispatch import select_backend
 from moereg.evidence.provenance import clocks, provenance
@@ -38,7 +40,9 @@ from moereg.weights.adapters import ExpertAdapters, adapter_shapes
 from moereg.weights.permuted import ExpertWeights
 
 MODEL: Final = "qwen3-30b-a3b"
-STEPS: Final = ("forward", "frozen", "all weights", "adapters")
+RECOMPUTED: Final = "adapters, recomputed"
+SAVING: Final = ("frozen", "all weights", "adapters")
+STEPS: Final = ("forward", *SAVING, RECOMPUTED)
 ROUNDS: Final = 7
 REPEATS: Final = 3
 """Steps between two events, so that the host runs ahead of the GPU as it does in training."""
@@ -128,11 +132,18 @@ class Training:
 
     def forward(self, name: str, what: str) -> torch.Tensor:
         """The output of a layer, with the graph of a step of `STEPS`."""
-        for trained, tensors in (("all weights", self.weights.tensors()), ("adapters", self.adapters.tensors())):
+        with_adapters = what.startswith("adapters")
+        for trained, tensors in (
+            (what == "all weights", self.weights.tensors()),
+            (with_adapters, self.adapters.tensors()),
+        ):
             for tensor in tensors.values():
-                tensor.requires_grad_(what == trained)
-        inputs = self.tensors["hidden_states"], self.tensors["topk_weights"], self.topk_ids
-        return self.layers[name](*inputs, self.adapters if what == "adapters" else None)
+                tensor.requires_grad_(trained)
+        given = self.tensors["hidden_states"], self.tensors["topk_weights"], self.topk_ids
+        inputs = *given, self.adapters if with_adapters else None
+        if what == RECOMPUTED:
+            return checkpoint(self.layers[name], *inputs, use_reentrant=False)
+        return self.layers[name](*inputs)
 
     def step(self, name: str, what: str) -> None:
         """One step of `STEPS`; gradients are made anew."""
@@ -220,7 +231,9 @@ def random_adapters(problem: MoEProblem, device: torch.device) -> ExpertAdapters
     return ExpertAdapters(**tensors, w13_scaling=2.0, w2_scaling=2.0)
 
 
-def measure(problem: MoEProblem, tokens: list[int], routings: list[str]) -> Iterator[dict[str, Any]]:
+def measure(
+    problem: MoEProblem, tokens: list[int], routings: list[str], peers: Sequence[str] = tuple(PEERS)
+) -> Iterator[dict[str, Any]]:
     """One row for each number of tokens and routing.
 
     Raises:
@@ -235,7 +248,7 @@ def measure(problem: MoEProblem, tokens: list[int], routings: list[str]) -> Iter
         *call, given = inputs
         return kernel(*call, adapters=given)
 
-    peers = [peer for peer in PEERS if peer != "grouped_mm" or device.type == "cuda" or problem.dtype == "bfloat16"]
+    peers = [peer for peer in peers if peer != "grouped_mm" or device.type == "cuda" or problem.dtype == "bfloat16"]
     layers: dict[str, Layer] = {"moereg": moereg, **{peer: PEERS[peer](weights) for peer in peers}}
     generator = torch.Generator(device).manual_seed(0)
     for num_tokens in tokens:
@@ -252,9 +265,7 @@ def measure(problem: MoEProblem, tokens: list[int], routings: list[str]) -> Iter
                 del truth
             for key, (share, error) in errors["moereg"].items():
                 assert share <= 1, f"T {num_tokens} {routing}: gradient of {key} has error {error:.2e}, {share} bounds"
-            saved = {
-                name: {what: training.saved_bytes(name, what) / num_tokens for what in STEPS[1:]} for name in layers
-            }
+            saved = {name: {what: training.saved_bytes(name, what) / num_tokens for what in SAVING} for name in layers}
             times = training.milliseconds()
             yield {"tokens": num_tokens, "routing": routing, "errors": errors, "saved": saved, "ms": times}
 
@@ -265,7 +276,7 @@ def _line(row: dict[str, Any]) -> str:
     for what in STEPS:
         theirs = min(peer[what] for peer in peers)
         cells.append(f"{ours[what]:.2f} / {theirs:.2f} = {theirs / ours[what]:.2f}x")
-    for what in STEPS[1:]:
+    for what in SAVING:
         cells.append(" / ".join(f"{row['saved'][name][what] / 1e3:.1f}" for name in row["saved"]))
     cells.append(" / ".join(f"{max(share for share, _ in errors.values()):.2f}" for errors in row["errors"].values()))
     return f"| {' | '.join(cells)} |"
@@ -276,6 +287,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", nargs="*", type=int, default=[4096, 16384])
     parser.add_argument("--routings", nargs="*", default=["uniform", "zipf"])
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--rank", type=int, default=16, help="of adapters")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--sizes", help="experts,top_k,hidden,intermediate")
@@ -291,10 +303,10 @@ def main() -> int:
         return 3
     problem = MoEProblem(**sizes, dtype=arguments.dtype, gradients=GRADIENTS, adapter_rank=arguments.rank)
     print(f"{problem} on {platform.device_name or platform}, ms: moereg / fastest peer = ratio; KB a token: each")
-    columns = ["T", "routing", *STEPS, *(f"saved {what}" for what in STEPS[1:]), "error in bounds"]
+    columns = ["T", "routing", *STEPS, *(f"saved {what}" for what in SAVING), "error in bounds"]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|", flush=True)
     rows = []
-    for row in measure(problem, arguments.tokens, arguments.routings):
+    for row in measure(problem, arguments.tokens, arguments.routings, arguments.peers):
         rows.append(row)
         print(_line(row), flush=True)
         if arguments.json is not None:

@@ -10,6 +10,7 @@ import torch
 
 from moereg.errors import ArgumentError, GradientError
 from moereg.experts import SavedShapes
+from moereg.kernels.sizes import GUARD_ROWS
 from moereg.runtime.graph_pools import in_compiled_code
 from moereg.runtime.torch_op import layer_of
 from moereg.spec.problem import MoEProblem
@@ -124,7 +125,9 @@ def most_saved_bytes(problem: MoEProblem, num_tokens: int) -> int:
     """Bytes that a forward pass may keep: a bound by sizes alone, since compiled code does not know the kernel yet."""
     columns = problem.activation.num_halves * problem.intermediate_size + 2 * problem.adapter_rank
     row = columns * problem.torch_dtype.itemsize
-    return num_tokens * problem.top_k * (row + 24) + problem.num_local_experts * 32 + 16 * _ALIGNMENT
+    num_routes = num_tokens * problem.top_k
+    guard = min(num_routes, GUARD_ROWS) * row
+    return num_routes * (row + 24) + guard + problem.num_local_experts * 32 + 16 * _ALIGNMENT
 
 
 def cut_saved(saved: torch.Tensor, shapes: SavedShapes) -> dict[str, torch.Tensor]:

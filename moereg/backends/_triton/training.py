@@ -15,35 +15,39 @@ import torch
 
 from moereg.backends._loaded import Call
 from moereg.backends._loaded_training import TrainingImplementation
+from moereg.backends._triton.training_products import (
+    NUM_COUNTERS,
+    Hopper,
+    Portable,
+    Products,
+    fits_hopper,
+    hopper_guard,
+    max_partials,
+)
 from moereg.backends._triton.work import gate_up_epilogue
 from moereg.backends._triton.workspace import Piece, bytes_of, cut
-from moereg.experts import Gradients, SavedShapes
+from moereg.experts import Experts, Gradients, SavedShapes
 from moereg.kernels.backward.config import (
     MIN_DOWN_INPUT_BLOCK_N,
     MIN_TRAINING_BLOCK_M,
     TrainingConfigs,
     select_training_configs,
 )
-from moereg.kernels.backward.products import (
-    LowRank,
-    down_input_gradients,
-    down_rows,
-    expanding,
-    gate_up_input_gradients,
-    low_rank_rows,
-    num_partials,
-    saving_gate_up,
-)
+from moereg.kernels.backward.products import LowRank, expanding, low_rank_rows
 from moereg.kernels.backward.weights import bias_gradients, routing_gradients, weight_gradients
+from moereg.kernels.hopper import config as hopper_config
+from moereg.kernels.hopper.training_gemm import clear
 from moereg.kernels.launch import device as limits
 from moereg.kernels.launch.remembered import launch_remembered
 from moereg.kernels.rows.plan import RoutePlan, plan_in, route_workspace_numel
 from moereg.kernels.rows.reduce import reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
+from moereg.platforms import PlatformRule
 from moereg.weights.adapters import ADAPTER_TENSORS, ExpertAdapters
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 _GRADIENTS: Final = tuple(field.name for field in dataclasses.fields(Gradients) if field.name != "accumulate")
+_COUNTERS: Final = Piece((NUM_COUNTERS,), torch.int32)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -55,15 +59,19 @@ def _shape_of_layer(*_facts: Hashable) -> object:
 class Training(TrainingImplementation):
     """Standard format. A forward pass saves the sorted rows before the activation and the plan of the routes."""
 
+    def __init__(self, experts: Experts) -> None:
+        super().__init__(experts)
+        self._is_hopper = PlatformRule("cuda:sm90").matches(self.platform)
+
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         """Views of the canonical tensors."""
         return PermutedWeights(self.layouts[0], weights.tensors())
 
     def saved_shapes(self, num_tokens: int) -> SavedShapes:
-        """`pre` [N, P], the plan, and of w13's adapter the low-rank rows [N, R]."""
+        """`pre` [guard + N, P], the plan, and of w13's adapter the low-rank rows [N, R]."""
         problem = self.problem
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "pre": ((num_tokens * problem.top_k, self._pre_columns), problem.torch_dtype),
+            "pre": (self._guarded(num_tokens, self._pre_columns).shape, problem.torch_dtype),
             "plan": ((self._plan_words(num_tokens),), torch.int32),
         }
         if problem.adapter_rank:
@@ -71,15 +79,14 @@ class Training(TrainingImplementation):
         return shapes
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The activation [N, I]; then routes' results [N, H], low-rank rows and, where nothing is saved, the plan."""
+        """The activation [guard + N, I]; then routes' results [guard + N, H], low-rank rows, the plan if not saved."""
         return (self._numel(self._activation(num_tokens)), self._numel(*self._results(num_tokens)))
 
     def backward_workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The pre-activation's gradient [N, P] and the activation [N, I]; then rows [N, H], low-rank rows, and sums."""
+        """The pre-activation's gradient [guard + N, P], the activation; rows [guard + N, H], low-rank rows and sums."""
         first = self._pre_gradient(num_tokens), self._activation(num_tokens)
-        # As for the narrowest tile, so that more tokens never need less.
         low = self._low(num_tokens)
-        second = self._rows(num_tokens), low, low, low, self._partials(num_tokens, MIN_DOWN_INPUT_BLOCK_N)
+        second = self._rows(num_tokens), low, low, low, self._partials(num_tokens), _COUNTERS
         return self._numel(*first), self._numel(*second)
 
     def run(self, call: Call) -> None:
@@ -96,7 +103,13 @@ class Training(TrainingImplementation):
         problem, inputs, weights = self.problem, call.inputs, call.weights
         configs, num_tokens = self._configs(call), len(inputs.topk_ids)
         counts = problem.num_experts, problem.num_local_experts
-        plan = sort_routes(inputs.topk_ids, inputs.expert_map, *counts, configs.block_m, plan_words)
+        on_hopper = self._fits_hopper(call, configs, inputs.hidden_states, pre)
+        heavy_first = self._heavy_first(call) if on_hopper else False
+        sorting = inputs.topk_ids, inputs.expert_map, *counts, configs.block_m, plan_words
+        plan = sort_routes(*sorting, heavy_first=heavy_first)
+        portable = Portable(plan, configs, self._guard(num_tokens))
+        rows_of = portable.rows_of
+        products: Products = Hopper(plan, plan.tile_counters, portable) if on_hopper else portable
         act = cut(call.workspace13.view(torch.uint8), self._activation(num_tokens))[0]
         rows, w2_low, _ = cut(call.workspace2.view(torch.uint8), *self._results(num_tokens))
         epilogue = gate_up_epilogue(problem, weights)
@@ -104,25 +117,12 @@ class Training(TrainingImplementation):
         w13_part = w2_part = None
         if w13_adapter is not None and w13_low is not None:
             w13_part = w13_adapter.part(w13_low, inputs.hidden_states, plan, configs, problem.top_k)
-        saving_gate_up(
-            act,
-            pre,
-            inputs.hidden_states,
-            weights["w13"],
-            plan,
-            configs.rows,
-            epilogue.constant,
-            top_k=problem.top_k,
-            bias=epilogue.bias,
-            low_rank=w13_part,
-        )
+        products.gate_up(act, pre, inputs.hidden_states, weights["w13"], epilogue, problem.top_k, w13_part)
         if w2_adapter is not None:
-            w2_part = w2_adapter.part(w2_low, act, plan, configs)
+            w2_part = w2_adapter.part(w2_low, rows_of(act), plan, configs)
         # Weighted before they are rounded, as float16 needs it.
-        factors, bias = inputs.topk_weights, weights.get("w2_bias")
-        named: dict[str, Any] = {"topk_weights": factors, "bias": bias, "low_rank": w2_part}
-        down_rows(rows, act, weights["w2"], plan, configs.rows, **named)
-        reduce_sorted_rows(call.out, rows, plan.route_row, None)
+        products.down(rows, act, weights["w2"], inputs.topk_weights, weights.get("w2_bias"), w2_part)
+        reduce_sorted_rows(call.out, rows_of(rows), plan.route_row, None)
 
     def run_backward(self, call: Call, grads: Gradients, saved: Mapping[str, torch.Tensor]) -> None:
         self._launch("backward", functools.partial(self._backward, call, grads, saved), call, saved, grads)
@@ -149,8 +149,15 @@ class Training(TrainingImplementation):
         plan = plan_in(saved["plan"], inputs.topk_ids.numel(), problem.num_local_experts, configs.block_m)
         first, second = call.workspace13.view(torch.uint8), call.workspace2.view(torch.uint8)
         pre_grad, act = cut(first, self._pre_gradient(num_tokens), self._activation(num_tokens))
-        low, sums = self._low(num_tokens), self._partials(num_tokens, configs.down_input.block_n)
-        rows, w13_low, w2_low, w2_low_grad, partials = cut(second, self._rows(num_tokens), low, low, low, sums)
+        low = self._low(num_tokens)
+        pieces = self._rows(num_tokens), low, low, low, self._partials(num_tokens), _COUNTERS
+        rows, w13_low, w2_low, w2_low_grad, partials, counters = cut(second, *pieces)
+        products: Products
+        products = portable = Portable(plan, configs, self._guard(num_tokens))
+        if self._fits_hopper(call, configs, grad_out, saved["pre"]):
+            clear(counters)
+            products = Hopper(plan, counters, portable)
+        partials = partials[: products.num_partials(problem.intermediate_size)]
         w13_adapter, w2_adapter = (_Adapter.of(inputs.adapters, name) for name in ("w13", "w2"))
         of_pre_grad = grads.hidden_states, grads.w13, grads.w13_bias, grads.w13_a, grads.w13_b
         needs_pre_grad = any(one is not None for one in of_pre_grad)
@@ -159,7 +166,7 @@ class Training(TrainingImplementation):
         if w2_adapter is not None:
             w2_part = w2_adapter.gradient_part(w2_low_grad, grad_out, plan, configs, problem.top_k)
         if needs_pre_grad or needs_act or grads.topk_weights is not None:
-            down_input_gradients(
+            products.down_input(
                 pre_grad if needs_pre_grad else None,
                 act if needs_act else None,
                 partials if grads.topk_weights is not None else None,
@@ -167,67 +174,96 @@ class Training(TrainingImplementation):
                 weights["w2"],
                 saved["pre"],
                 inputs.topk_weights,
-                plan,
-                configs.down_input,
                 gate_up_epilogue(problem, weights).constant,
-                low_rank=w2_part,
+                w2_part,
             )
         if grads.topk_weights is not None:
             routing_gradients(grads.topk_weights, partials, grad_out, plan, bias=weights.get("w2_bias"))
         w13_part = None
+        sorted_pre_grad, sorted_act = portable.rows_of(pre_grad), portable.rows_of(act)
         if w13_adapter is not None and needs_pre_grad:
-            w13_part = w13_adapter.gradient_part(w13_low, pre_grad, plan, configs)
+            w13_part = w13_adapter.gradient_part(w13_low, sorted_pre_grad, plan, configs)
         if grads.hidden_states is not None:
-            gate_up_input_gradients(rows, pre_grad, weights["w13"], plan, configs.rows, low_rank=w13_part)
-            reduce_sorted_rows(grads.hidden_states, rows, plan.route_row, None)
-        top_k, add = problem.top_k, grads.accumulate
+            products.gate_up_input(rows, pre_grad, weights["w13"], w13_part)
+            reduce_sorted_rows(grads.hidden_states, portable.rows_of(rows), plan.route_row, None)
+        named: dict[str, Any] = {"top_k": problem.top_k, "accumulate": grads.accumulate}
         if grads.w13 is not None:
-            given = grads.w13, pre_grad, inputs.hidden_states, plan, configs.weights
-            weight_gradients(*given, top_k=top_k, gathers="right", accumulate=add)
+            products.w13_gradients(grads.w13, pre_grad, inputs.hidden_states, **named)
         if grads.w2 is not None:
-            given = grads.w2, grad_out, act, plan, configs.weights
-            weight_gradients(*given, top_k=top_k, gathers="left", accumulate=add)
-        named: dict[str, Any] = {"top_k": top_k, "accumulate": add}
+            products.w2_gradients(grads.w2, grad_out, act, **named)
         if grads.w13_a is not None and w13_part is not None:
             tile = configs.a_gradients(w13_part.rank)
             weight_gradients(grads.w13_a, w13_part.rows, inputs.hidden_states, plan, tile, gathers="right", **named)
         if grads.w13_b is not None and w13_adapter is not None:
             saved_low, tile = saved["w13_low"][:, : w13_adapter.rank], configs.b_gradients(w13_adapter.rank)
-            weight_gradients(grads.w13_b, pre_grad, saved_low, plan, tile, gathers=None, **named)
+            weight_gradients(grads.w13_b, sorted_pre_grad, saved_low, plan, tile, gathers=None, **named)
         if grads.w2_a is not None and w2_part is not None:
             weight_gradients(
-                grads.w2_a, w2_part.rows, act, plan, configs.a_gradients(w2_part.rank), gathers=None, **named
+                grads.w2_a, w2_part.rows, sorted_act, plan, configs.a_gradients(w2_part.rank), gathers=None, **named
             )
         if grads.w2_b is not None and w2_adapter is not None:
             # Of activations that already have their routing weight.
-            act_low, tile = w2_adapter.part(w2_low, act, plan, configs).rows, configs.b_gradients(w2_adapter.rank)
+            act_low = w2_adapter.part(w2_low, sorted_act, plan, configs).rows
+            tile = configs.b_gradients(w2_adapter.rank)
             weight_gradients(grads.w2_b, grad_out, act_low, plan, tile, gathers="left", **named)
         if grads.w13_bias is not None:
-            bias_gradients(grads.w13_bias, pre_grad, plan, topk_weights=None, accumulate=add)
+            bias_gradients(grads.w13_bias, sorted_pre_grad, plan, topk_weights=None, accumulate=grads.accumulate)
         if grads.w2_bias is not None:
-            bias_gradients(grads.w2_bias, grad_out, plan, topk_weights=inputs.topk_weights, accumulate=add)
+            given = grads.w2_bias, grad_out, plan
+            bias_gradients(*given, topk_weights=inputs.topk_weights, accumulate=grads.accumulate)
 
     @property
     def _pre_columns(self) -> int:
         return self.problem.activation.num_halves * self.problem.intermediate_size
 
     def _configs(self, call: Call) -> TrainingConfigs:
-        rows_per_expert = call.inputs.topk_ids.numel() / self.problem.num_experts
         element_bytes = self.problem.torch_dtype.itemsize
-        return select_training_configs(rows_per_expert, element_bytes, limits.max_shared_bytes(call.out.device))
+        shared_bytes = limits.max_shared_bytes(call.out.device)
+        return select_training_configs(self._rows_per_expert(call), element_bytes, shared_bytes)
 
     def _plan_words(self, num_tokens: int) -> int:
         problem = self.problem
         return route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, MIN_TRAINING_BLOCK_M)
 
+    def _fits_hopper(
+        self, call: Call, configs: TrainingConfigs, tokens: torch.Tensor, pre: torch.Tensor | None
+    ) -> bool:
+        """Whether a pass that gathers these tokens takes Hopper's products."""
+        if not self._guard(len(call.inputs.topk_ids)):
+            return False
+        inputs, weights = call.inputs, call.weights
+        contiguous = weights["w13"], weights["w2"], weights.get("w13_bias"), weights.get("w2_bias"), pre
+        adapters = tuple(getattr(inputs.adapters, name, None) for name in ADAPTER_TENSORS)
+        return (
+            # Low-rank rows of a narrower adapter are as far apart as those of the widest.
+            self.problem.adapter_rank % 8 == 0 and fits_hopper(configs.block_m, tokens, contiguous, adapters)
+        )
+
+    def _heavy_first(self, call: Call) -> int:
+        """In which order tiles are fastest, as in inference."""
+        columns, num_experts = self._pre_columns, self.problem.num_local_experts
+        return hopper_config.select_config(self._rows_per_expert(call), columns, num_experts).heavy_first
+
+    def _rows_per_expert(self, call: Call) -> float:
+        return call.inputs.topk_ids.numel() / self.problem.num_experts
+
+    def _guard(self, num_tokens: int) -> int:
+        """Rows in front of sorted rows, where a call of so many tokens may take Hopper's products; or 0."""
+        num_routes, num_experts = num_tokens * self.problem.top_k, self.problem.num_experts
+        return hopper_guard(num_routes, num_routes / num_experts, self.problem.torch_dtype) if self._is_hopper else 0
+
+    def _guarded(self, num_tokens: int, width: int) -> Piece:
+        """Sorted rows behind the guard."""
+        return Piece((self._guard(num_tokens) + num_tokens * self.problem.top_k, width), self.problem.torch_dtype)
+
     def _activation(self, num_tokens: int) -> Piece:
-        return Piece((num_tokens * self.problem.top_k, self.problem.intermediate_size), self.problem.torch_dtype)
+        return self._guarded(num_tokens, self.problem.intermediate_size)
 
     def _pre_gradient(self, num_tokens: int) -> Piece:
-        return Piece((num_tokens * self.problem.top_k, self._pre_columns), self.problem.torch_dtype)
+        return self._guarded(num_tokens, self._pre_columns)
 
     def _rows(self, num_tokens: int) -> Piece:
-        return Piece((num_tokens * self.problem.top_k, self.problem.hidden_size), self.problem.torch_dtype)
+        return self._guarded(num_tokens, self.problem.hidden_size)
 
     def _low(self, num_tokens: int) -> Piece:
         return Piece((num_tokens * self.problem.top_k, self.problem.adapter_rank), self.problem.torch_dtype)
@@ -235,9 +271,11 @@ class Training(TrainingImplementation):
     def _results(self, num_tokens: int) -> tuple[Piece, Piece, Piece]:
         return self._rows(num_tokens), self._low(num_tokens), Piece((self._plan_words(num_tokens),), torch.int32)
 
-    def _partials(self, num_tokens: int, block_n: int) -> Piece:
+    def _partials(self, num_tokens: int) -> Piece:
+        """As for the narrowest tile, so that more tokens never need less."""
         problem = self.problem
-        return Piece((num_partials(problem.intermediate_size, block_n), num_tokens * problem.top_k), torch.float32)
+        num_partials = max_partials(problem.intermediate_size, MIN_DOWN_INPUT_BLOCK_N)
+        return Piece((num_partials, num_tokens * problem.top_k), torch.float32)
 
     def _numel(self, *pieces: Piece) -> tuple[int]:
         """Elements of the problem's dtype, in one dimension."""

@@ -30,34 +30,38 @@ def slopes_of_halves(gate, up, ACTIVATION: tl.constexpr):
     BETA: tl.constexpr = ACTIVATION.beta
     LIMIT: tl.constexpr = ACTIVATION.limit
     if LIMIT is None:
-        value = activate(gate, ACTIVATION)
-        return Slopes(value * (up + BETA), slope(gate, ACTIVATION) * (up + BETA), value)
+        of_gate = slopes(gate, ACTIVATION)
+        return Slopes(of_gate.value * (up + BETA), of_gate.gate * (up + BETA), of_gate.value)
     else:
         # tl.where keeps NaN; tl.minimum would replace it by the limit.
         clamped_gate = tl.where(gate > LIMIT, LIMIT, gate)
         clamped_up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + BETA
-        value = activate(clamped_gate, ACTIVATION)
-        by_gate = tl.where(gate > LIMIT, 0.0, slope(clamped_gate, ACTIVATION) * clamped_up)
-        by_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, value)
-        return Slopes(value * clamped_up, by_gate, by_up)
+        of_gate = slopes(clamped_gate, ACTIVATION)
+        by_gate = tl.where(gate > LIMIT, 0.0, of_gate.gate * clamped_up)
+        by_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, of_gate.value)
+        return Slopes(of_gate.value * clamped_up, by_gate, by_up)
 
 
 @triton.jit
 def slopes(x, ACTIVATION: tl.constexpr):
-    """`Slopes` of `activate`, which is not gated."""
-    by_x = slope(x, ACTIVATION)
-    return Slopes(activate(x, ACTIVATION), by_x, by_x)
-
-
-@triton.jit
-def slope(x, ACTIVATION: tl.constexpr):
-    """Derivative of `activate` at fp32 `x`."""
+    """`Slopes` of `activate` at fp32 `x`, which is not gated."""
     NAME: tl.constexpr = ACTIVATION.name
     ALPHA: tl.constexpr = ACTIVATION.alpha
     if NAME == "silu" or NAME == "swigluoai":
+        # One division for both: Hopper's epilogues wait for it.
         sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * x))
-        return sigmoid * (1.0 + ALPHA * x * (1.0 - sigmoid))
-    elif NAME == "gelu":
+        by_x = sigmoid * (1.0 + ALPHA * x * (1.0 - sigmoid))
+        return Slopes(x * sigmoid, by_x, by_x)
+    else:
+        by_x = _slope(x, ACTIVATION)
+        return Slopes(activate(x, ACTIVATION), by_x, by_x)
+
+
+@triton.jit
+def _slope(x, ACTIVATION: tl.constexpr):
+    """Derivative of an activation without a sigmoid."""
+    NAME: tl.constexpr = ACTIVATION.name
+    if NAME == "gelu":
         # The normal distribution, and x times its density.
         return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     elif NAME == "gelu_tanh":

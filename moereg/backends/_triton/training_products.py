@@ -1,0 +1,287 @@
+"""The full products of a training step: the portable kernels', or Hopper's own.
+
+Buffers of sorted rows have `guard` unused rows in front, where Hopper's clipped stores begin, or none. Sizes as in
+`training`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+
+from moereg.kernels.backward import products, weights
+from moereg.kernels.backward.config import TrainingConfigs
+from moereg.kernels.backward.products import LowRank
+from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
+from moereg.kernels.hopper import training_gemm, training_weights
+from moereg.kernels.hopper.training_config import MIN_ROWS_PER_EXPERT, TrainingProductConfig
+from moereg.kernels.launch.remembered import POINTER_ALIGNMENT
+from moereg.kernels.rows.plan import RoutePlan
+from moereg.kernels.sizes import GUARD_ROWS
+
+_HOPPER: Final = TrainingProductConfig()
+_CHUNK: Final = 8
+"""Elements of a 16-byte copy."""
+
+NUM_COUNTERS: Final = 4
+"""Tile counters of a backward pass, one for each of its products."""
+
+
+class Products(Protocol):
+    """The products of a call, each over rows of one plan; see `kernels/backward` for what they write."""
+
+    def num_partials(self, width: int) -> int:
+        """Rows of `down_input`'s partial sums for I columns."""
+
+    def gate_up(
+        self,
+        act: torch.Tensor,
+        pre: torch.Tensor | None,
+        hidden_states: torch.Tensor,
+        w13: torch.Tensor,
+        epilogue: GateUpEpilogue,
+        top_k: int,
+        low_rank: LowRank | None,
+    ) -> None:
+        """Writes `act` [guard + N, I] and `pre` [guard + N, P]."""
+
+    def down(
+        self,
+        rows: torch.Tensor,
+        act: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        bias: torch.Tensor | None,
+        low_rank: LowRank | None,
+    ) -> None:
+        """Writes the weighted `rows` [guard + N, H]."""
+
+    def down_input(
+        self,
+        pre_grad: torch.Tensor | None,
+        act: torch.Tensor | None,
+        partials: torch.Tensor | None,
+        grad_out: torch.Tensor,
+        w2: torch.Tensor,
+        pre: torch.Tensor,
+        topk_weights: torch.Tensor,
+        activation: ActivationConstant,
+        low_rank: LowRank | None,
+    ) -> None:
+        """Writes `pre_grad` [guard + N, P], `act` [guard + N, I] and `partials`."""
+
+    def gate_up_input(
+        self, rows: torch.Tensor, pre_grad: torch.Tensor, w13: torch.Tensor, low_rank: LowRank | None
+    ) -> None:
+        """Writes `rows` [guard + N, H]."""
+
+    def w13_gradients(self, grad: torch.Tensor, pre_grad: torch.Tensor, tokens: torch.Tensor, **named: Any) -> None:
+        """Writes or adds to `grad` [E, P, H]; `named` are `top_k` and `accumulate`."""
+
+    def w2_gradients(self, grad: torch.Tensor, grad_out: torch.Tensor, act: torch.Tensor, **named: Any) -> None:
+        """Writes or adds to `grad` [E, H, I]; `named` likewise."""
+
+
+class Portable(NamedTuple):
+    """Triton's products for any GPU and dtype.
+
+    Attributes:
+        plan: of the call.
+        configs: of the call.
+        guard: unused rows in front of sorted rows, which Hopper's products need.
+    """
+
+    plan: RoutePlan
+    configs: TrainingConfigs
+    guard: int
+
+    def rows_of(self, buffer: Any) -> Any:
+        """The rows behind the guard, or None."""
+        return None if buffer is None else buffer[self.guard :]
+
+    def num_partials(self, width: int) -> int:
+        return products.num_partials(width, self.configs.down_input.block_n)
+
+    def gate_up(
+        self,
+        act: torch.Tensor,
+        pre: torch.Tensor | None,
+        hidden_states: torch.Tensor,
+        w13: torch.Tensor,
+        epilogue: GateUpEpilogue,
+        top_k: int,
+        low_rank: LowRank | None,
+    ) -> None:
+        given = self.rows_of(act), self.rows_of(pre), hidden_states, w13, self.plan, self.configs.rows
+        products.saving_gate_up(*given, epilogue.constant, top_k=top_k, bias=epilogue.bias, low_rank=low_rank)
+
+    def down(
+        self,
+        rows: torch.Tensor,
+        act: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        bias: torch.Tensor | None,
+        low_rank: LowRank | None,
+    ) -> None:
+        given = self.rows_of(rows), self.rows_of(act), w2, self.plan, self.configs.rows
+        products.down_rows(*given, topk_weights=topk_weights, bias=bias, low_rank=low_rank)
+
+    def down_input(
+        self,
+        pre_grad: torch.Tensor | None,
+        act: torch.Tensor | None,
+        partials: torch.Tensor | None,
+        grad_out: torch.Tensor,
+        w2: torch.Tensor,
+        pre: torch.Tensor,
+        topk_weights: torch.Tensor,
+        activation: ActivationConstant,
+        low_rank: LowRank | None,
+    ) -> None:
+        results = self.rows_of(pre_grad), self.rows_of(act), partials
+        given = grad_out, w2, self.rows_of(pre), topk_weights
+        how = self.plan, self.configs.down_input, activation
+        products.down_input_gradients(*results, *given, *how, low_rank=low_rank)
+
+    def gate_up_input(
+        self, rows: torch.Tensor, pre_grad: torch.Tensor, w13: torch.Tensor, low_rank: LowRank | None
+    ) -> None:
+        given = self.rows_of(rows), self.rows_of(pre_grad), w13, self.plan, self.configs.rows
+        products.gate_up_input_gradients(*given, low_rank=low_rank)
+
+    def w13_gradients(self, grad: torch.Tensor, pre_grad: torch.Tensor, tokens: torch.Tensor, **named: Any) -> None:
+        given = grad, self.rows_of(pre_grad), tokens, self.plan, self.configs.weights
+        weights.weight_gradients(*given, gathers="right", **named)
+
+    def w2_gradients(self, grad: torch.Tensor, grad_out: torch.Tensor, act: torch.Tensor, **named: Any) -> None:
+        given = grad, grad_out, self.rows_of(act), self.plan, self.configs.weights
+        weights.weight_gradients(*given, gathers="left", **named)
+
+
+class Hopper(NamedTuple):
+    """Hopper's products.
+
+    Attributes:
+        plan: of 128 rows a tile.
+        counters: zeros, [2] for a forward pass, [NUM_COUNTERS] for a backward pass; used up.
+        portable: for gradients of weights that are added to, or of another dtype.
+    """
+
+    plan: RoutePlan
+    counters: torch.Tensor
+    portable: Portable
+
+    def num_partials(self, width: int) -> int:
+        return training_gemm.num_partials(width, _HOPPER)
+
+    def gate_up(
+        self,
+        act: torch.Tensor,
+        pre: torch.Tensor | None,
+        hidden_states: torch.Tensor,
+        w13: torch.Tensor,
+        epilogue: GateUpEpilogue,
+        top_k: int,
+        low_rank: LowRank | None,
+    ) -> None:
+        given = act, pre, hidden_states, w13, self.plan, self.counters[:1], _HOPPER, epilogue.constant
+        training_gemm.gate_up(*given, top_k=top_k, bias=epilogue.bias, low_rank=low_rank)
+
+    def down(
+        self,
+        rows: torch.Tensor,
+        act: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        bias: torch.Tensor | None,
+        low_rank: LowRank | None,
+    ) -> None:
+        given = rows, self.portable.rows_of(act), w2, self.plan, self.counters[1:2], _HOPPER
+        named: dict[str, Any] = {"topk_weights": topk_weights, "bias": bias, "low_rank": low_rank}
+        training_gemm.rows_product(*given, by_depth=False, **named)
+
+    def down_input(
+        self,
+        pre_grad: torch.Tensor | None,
+        act: torch.Tensor | None,
+        partials: torch.Tensor | None,
+        grad_out: torch.Tensor,
+        w2: torch.Tensor,
+        pre: torch.Tensor,
+        topk_weights: torch.Tensor,
+        activation: ActivationConstant,
+        low_rank: LowRank | None,
+    ) -> None:
+        given = (
+            grad_out,
+            w2,
+            self.portable.rows_of(pre),
+            topk_weights,
+            self.plan,
+            self.counters[:1],
+            _HOPPER,
+            activation,
+        )
+        training_gemm.down_input(pre_grad, act, partials, *given, low_rank=low_rank)
+
+    def gate_up_input(
+        self, rows: torch.Tensor, pre_grad: torch.Tensor, w13: torch.Tensor, low_rank: LowRank | None
+    ) -> None:
+        given = rows, self.portable.rows_of(pre_grad), w13, self.plan, self.counters[1:2], _HOPPER
+        training_gemm.rows_product(*given, by_depth=True, low_rank=low_rank)
+
+    def w13_gradients(self, grad: torch.Tensor, pre_grad: torch.Tensor, tokens: torch.Tensor, **named: Any) -> None:
+        if named["accumulate"] or not _fits(grad, pre_grad.dtype):
+            self.portable.w13_gradients(grad, pre_grad, tokens, **named)
+            return
+        given = grad, pre_grad, tokens, self.plan, self.counters[2:3]
+        training_weights.weight_gradients(*given, top_k=named["top_k"], gathers="right")
+
+    def w2_gradients(self, grad: torch.Tensor, grad_out: torch.Tensor, act: torch.Tensor, **named: Any) -> None:
+        if named["accumulate"] or not _fits(grad, act.dtype):
+            self.portable.w2_gradients(grad, grad_out, act, **named)
+            return
+        given = grad, grad_out, act, self.plan, self.counters[3:4]
+        training_weights.weight_gradients(*given, top_k=named["top_k"], gathers="left")
+
+
+def max_partials(width: int, block_n: int) -> int:
+    """Most partial sums of a row that either kernel writes; `block_n` is the portable one's narrowest tile."""
+    return max(products.num_partials(width, block_n), training_gemm.num_partials(width, _HOPPER))
+
+
+def hopper_guard(num_routes: int, rows_per_expert: float, dtype: torch.dtype) -> int:
+    """Rows in front of sorted rows for Hopper's products, or 0 where a call has too few rows for these to pay."""
+    fits = dtype.itemsize == 2 and rows_per_expert > MIN_ROWS_PER_EXPERT and num_routes >= GUARD_ROWS
+    return GUARD_ROWS if fits else 0
+
+
+def fits_hopper(
+    block_m: int,
+    tokens: torch.Tensor,
+    contiguous: tuple[torch.Tensor | None, ...],
+    adapters: tuple[torch.Tensor | None, ...],
+) -> bool:
+    """Whether Hopper's kernels can read a call's tensors.
+
+    Args:
+        block_m: rows of the plan's tiles.
+        tokens: [T, H]: the rows that are gathered.
+        contiguous: weights, biases, and whatever else a tensor map or a plain pointer describes.
+        adapters: [E, R, in] and [E, out, R], or None.
+    """
+    return (
+        block_m == _HOPPER.block_m
+        and tokens.numel() < 2**31
+        and tokens.stride(0) % _CHUNK == tokens.shape[1] % _CHUNK == tokens.data_ptr() % POINTER_ALIGNMENT == 0
+        and all(one is None or _fits(one, one.dtype) for one in contiguous)
+        and all(one is None or (_fits(one, one.dtype) and one.shape[1] % _CHUNK == 0) for one in adapters)
+    )
+
+
+def _fits(one: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor map can describe a contiguous tensor, whose rows then begin at multiples of 16 bytes."""
+    aligned = one.shape[-1] % _CHUNK == one.data_ptr() % POINTER_ALIGNMENT == 0
+    return aligned and one.is_contiguous() and one.dtype == dtype

@@ -1,0 +1,46 @@
+"""Launch configurations of the Hopper products of a layer that is trained: data only, no device code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingProductConfig:
+    """Launch configuration of a product of sorted rows and canonical weights.
+
+    Attributes:
+        block_m: rows of a tile: wgmma's N side; equal to the plan's.
+        block_n: columns; each of two consumers takes one half.
+        num_stages: slots of the ring, 48 KiB each.
+        staged_elements: elements of a staged store. Each consumer has three.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    num_stages: int = 4
+    staged_elements: int = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightGradientConfig:
+    """Launch configuration of a weight's gradient.
+
+    Attributes:
+        block_m: rows of the weight per tile; each of two consumers takes one half.
+        block_n: columns.
+        num_stages: slots of the ring, each of 64 routes.
+    """
+
+    block_m: int
+    block_n: int
+    num_stages: int = 4
+
+
+# The side that gathers tokens, 16 bytes at a time, has the shorter half of the tile.
+GATHERS_LEFT: Final = WeightGradientConfig(block_m=128, block_n=256)
+GATHERS_RIGHT: Final = WeightGradientConfig(block_m=256, block_n=128)
+
+MIN_ROWS_PER_EXPERT: Final = 96
+"""Up to this many rows per expert the portable kernels take tiles of 64 rows; not measured."""

@@ -1,0 +1,370 @@
+"""Products of sorted rows and canonical weights, forward and back, on Hopper, in Triton's Gluon.
+
+The same results as `kernels/backward/products.py`, where sizes are named, at the speed of `gemm.py`: one program per
+multiprocessor takes tiles from a counter; its producer fills a ring of shared memory for two consumers. Weights are
+read where the trained parameter lies, by tensor maps: gates and ups of w13, which are far apart there, come side by
+side, and a product along the other axis of a weight multiplies its tile transposed. An adapter is one more step of the
+reduction for every 64 of its rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moereg.kernels.backward.products import LowRank
+from moereg.kernels.gemm.epilogue import ActivationConstant
+from moereg.kernels.hopper.arguments import clipped_map, tensor_map
+from moereg.kernels.hopper.config import select_group_m
+from moereg.kernels.hopper.ring import (
+    BLOCK_K,
+    PlanPointers,
+    Ring,
+    TileOrder,
+    allocate_barriers,
+    allocate_turns,
+)
+from moereg.kernels.hopper.training_config import TrainingProductConfig
+from moereg.kernels.hopper.training_consumer import Results, consume
+from moereg.kernels.hopper.training_producer import SAVED_ROWS, Operands, TrainingTile, produce
+from moereg.kernels.launch.device import num_multiprocessors
+from moereg.kernels.launch.replay import launch
+from moereg.kernels.rows.plan import RoutePlan
+from moereg.kernels.sizes import GUARD_ROWS
+
+_CONSUMER_REGISTERS = gl.constexpr(208)
+_PRODUCER_REGISTERS = gl.constexpr(88)
+
+
+# Counts of tiles and steps are not specialized on their divisibility: that does not help, and compiles more variants.
+@gluon.jit(do_not_specialize=["num_tiles_n", "group_m", "num_steps", "low_steps", "num_routes"])
+def _product_kernel(
+    out,
+    pre,
+    partials,
+    saved,
+    rows,
+    weights,
+    low_rows,
+    low_weights,
+    bias,
+    topk_weights,
+    plan,  # PlanPointers
+    num_tiles_n,
+    group_m,
+    num_steps,
+    low_steps,
+    width,
+    num_routes,
+    hidden_chunks,
+    stride_chunks,
+    TILE: gl.constexpr,  # TrainingTile
+    PRODUCT: gl.constexpr,
+    ACTIVATION: gl.constexpr,  # ActivationConstant
+):
+    dtype: gl.constexpr = weights.dtype
+    operand: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    BOXES: gl.constexpr = 2 if TILE.by_depth else 1
+    weights_shared = gl.allocate_shared_memory(dtype, [BOXES * TILE.stages] + weights.block_shape, weights.layout)
+    rows_shared = gl.allocate_shared_memory(dtype, [2 * TILE.stages, TILE.block_m // 2, BLOCK_K], operand)
+    STAGED: gl.constexpr = [TILE.stored_rows, TILE.stored_columns]
+    staging = gl.allocate_shared_memory(
+        dtype, [2 * TILE.stores] + STAGED, gl.NVMMASharedLayout.get_default_for(STAGED, dtype)
+    )
+    factors = gl.allocate_shared_memory(gl.float32, [2, TILE.block_m], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # One arrival announces the boxes' bytes; copies by token add one for each producer thread.
+    full, empty = allocate_barriers(TILE.stages, 1 if TILE.top_k is None else 129)
+    turns = allocate_turns()
+    fence_async_shared()
+    ring = Ring(weights=weights_shared, rows=rows_shared, slack_rows=None, full=full, empty=empty)
+    order = TileOrder(plan, gl.load(plan.num_blocks), num_tiles_n, group_m)
+    results = Results(out, pre, partials, staging, bias, plan.sorted_routes, topk_weights, factors, width, num_routes)
+    operands = Operands(rows, weights, num_steps, low_rows, low_weights, low_steps, saved, hidden_chunks, stride_chunks)
+    all_steps = num_steps + low_steps
+    # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
+    gl.warp_specialize(
+        [
+            (consume, (results, ring, turns, order, all_steps, 0, TILE, PRODUCT, ACTIVATION)),
+            (consume, (results, ring, turns, order, all_steps, 1, TILE, PRODUCT, ACTIVATION)),
+            (produce, (operands, ring, turns, order, TILE)),
+        ],
+        [4, 4],
+        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+    )
+
+
+@triton.jit
+def _clear_kernel(counters, NUMBER: tl.constexpr):
+    tl.store(counters + tl.arange(0, NUMBER), tl.zeros([NUMBER], dtype=tl.int32))
+
+
+def gate_up(
+    act: torch.Tensor,
+    pre: torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    w13: torch.Tensor,
+    plan: RoutePlan,
+    counter: torch.Tensor,
+    config: TrainingProductConfig,
+    activation: ActivationConstant,
+    *,
+    top_k: int,
+    bias: torch.Tensor | None = None,
+    low_rank: LowRank | None = None,
+) -> None:
+    """As `saving_gate_up` of `kernels/backward/products.py`.
+
+    Args:
+        act: [GUARD_ROWS + N, I] bf16 or fp16, contiguous: overwritten behind the guard up to the last valid row.
+        pre: [GUARD_ROWS + N, P], likewise; None: not saved.
+        hidden_states: [T, H], same dtype, fewer than 2**31 elements; H, I and strides multiples of 8, pointers of 16
+            bytes, here and for every tensor of 16-bit elements.
+        w13: [E, P, H], same dtype, contiguous, gates first.
+        plan: from `sort_routes` with `config.block_m` and no slack.
+        counter: [1] int32, zero; used up.
+        top_k: K.
+        bias: [E, P], any float dtype, contiguous; None: no bias.
+        low_rank: an adapter's part, from `expanding`, of contiguous matrices; None: no adapter.
+    """
+    halves, width = (2, act.shape[1]) if activation.gated else (1, act.shape[1])
+    assert w13.shape[1:] == (halves * width, hidden_states.shape[1])
+    columns = config.block_n // 2 // halves
+    _launch(
+        "gate_up",
+        (act, pre, None, None),
+        hidden_states,
+        _weight_map(w13, config, halves),
+        plan,
+        counter,
+        config,
+        columns,
+        (None, None) if low_rank is None else _low_maps(low_rank, low_rank.matrix.transpose(1, 2), config, halves),
+        depth=w13.shape[2],
+        num_columns=w13.shape[1],
+        halves=halves,
+        activation=activation,
+        bias=bias,
+        top_k=top_k,
+    )
+
+
+def rows_product(
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    plan: RoutePlan,
+    counter: torch.Tensor,
+    config: TrainingProductConfig,
+    *,
+    by_depth: bool,
+    topk_weights: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    low_rank: LowRank | None = None,
+) -> None:
+    """Writes `(rows @ weight[expert].T + bias) * topk_weight`, or `rows @ weight[expert]`, for every sorted row.
+
+    Args:
+        out: [GUARD_ROWS + N, C] bf16 or fp16, contiguous: overwritten behind the guard up to the last valid row.
+        rows: [N, D], same dtype, contiguous.
+        weight: [E, C, D], contiguous; with `by_depth` [E, D, C].
+        plan: as for `gate_up`, like all arguments not listed.
+        by_depth: whether rows of the weight are steps of the reduction.
+        topk_weights: [T, K] fp32, contiguous; None: rows are not weighted.
+        bias: [E, C], any float dtype, contiguous; None: no bias.
+    """
+    assert weight.shape[1:] == ((rows.shape[1], out.shape[1]) if by_depth else (out.shape[1], rows.shape[1]))
+    low: tuple[TensorDescriptor | None, TensorDescriptor | None] = (None, None)
+    if low_rank is not None:
+        low = _low_maps(low_rank, low_rank.matrix if by_depth else low_rank.matrix.transpose(1, 2), config, 0, by_depth)
+    _launch(
+        "rows",
+        (out, None, None, None),
+        rows,
+        _weight_map(weight, config, 0, by_depth),
+        plan,
+        counter,
+        config,
+        config.block_n // 2,
+        low,
+        depth=rows.shape[1],
+        num_columns=out.shape[1],
+        by_depth=by_depth,
+        bias=bias,
+        topk_weights=topk_weights,
+    )
+
+
+def down_input(
+    pre_grad: torch.Tensor | None,
+    act: torch.Tensor | None,
+    partials: torch.Tensor | None,
+    grad_out: torch.Tensor,
+    w2: torch.Tensor,
+    pre: torch.Tensor,
+    topk_weights: torch.Tensor,
+    plan: RoutePlan,
+    counter: torch.Tensor,
+    config: TrainingProductConfig,
+    activation: ActivationConstant,
+    *,
+    low_rank: LowRank | None = None,
+) -> None:
+    """As `down_input_gradients` of `kernels/backward/products.py`.
+
+    Args:
+        pre_grad: [GUARD_ROWS + N, P] bf16 or fp16, contiguous, likewise behind the guard.
+        act: [GUARD_ROWS + N, I], likewise.
+        partials: [`num_partials`, N] fp32, contiguous.
+        grad_out: [T, H], as `hidden_states` of `gate_up`.
+        w2: [E, H, I], contiguous.
+        pre: [N, P], contiguous.
+        topk_weights: [T, K] fp32, contiguous.
+        plan: as for `gate_up`, like all arguments not listed.
+    """
+    num_routes, halves, width = topk_weights.numel(), 2 if activation.gated else 1, w2.shape[2]
+    assert w2.shape[1] == grad_out.shape[1] and pre.shape == (num_routes, halves * width)
+    assert partials is None or partials.shape == (num_partials(width, config), num_routes)
+    columns = config.block_n // 2
+    _launch(
+        "down_input",
+        (act, pre_grad, partials, tensor_map(*_by_half(pre, halves), (1, SAVED_ROWS.value, columns))),
+        grad_out,
+        _weight_map(w2, config, 0, by_depth=True),
+        plan,
+        counter,
+        config,
+        columns,
+        (None, None) if low_rank is None else _low_maps(low_rank, low_rank.matrix, config, 0, by_depth=True),
+        depth=grad_out.shape[1],
+        num_columns=width,
+        halves=halves,
+        activation=activation,
+        topk_weights=topk_weights,
+        top_k=topk_weights.shape[1],
+        by_depth=True,
+    )
+
+
+def num_partials(width: int, config: TrainingProductConfig) -> int:
+    """Sums of a row that `down_input` writes, one for each warp of both consumers; `width` is I."""
+    return 8 * -(-width // config.block_n)
+
+
+def clear(counters: torch.Tensor) -> None:
+    """Zeroes tile counters, [C] int32, C a power of two; by a kernel, so that it is replayed with the others."""
+    launch(_clear_kernel, (1,), counters, NUMBER=counters.numel(), num_warps=1)
+
+
+def _by_half(pre: torch.Tensor, halves: int) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+    """A base, and its shape and strides as [halves, N, I]."""
+    width = pre.shape[1] // halves
+    return pre, (halves, len(pre), width), (width, pre.shape[1], 1)
+
+
+def _weight_map(
+    weight: torch.Tensor, config: TrainingProductConfig, halves: int, by_depth: bool = False
+) -> TensorDescriptor:
+    """Map of canonical weights; `halves` is 2 where gates and ups are to come side by side."""
+    num_experts, num_columns, depth = weight.shape
+    assert weight.is_contiguous()
+    if halves == 2:
+        # Axes are groups of 8 columns, halves of all experts, columns of a group, and steps.
+        shape = num_columns // 16, 2 * num_experts, 8, depth
+        strides = 8 * depth, num_columns // 2 * depth, depth, 1
+        return tensor_map(weight, shape, strides, (config.block_n // 16, 2, 8, BLOCK_K.value))
+    box = (1, BLOCK_K.value, config.block_n // 2) if by_depth else (1, config.block_n, BLOCK_K.value)
+    return tensor_map(weight, tuple(weight.shape), weight.stride(), box)
+
+
+def _low_maps(
+    low_rank: LowRank, matrix: torch.Tensor, config: TrainingProductConfig, halves: int, by_depth: bool = False
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Maps of an adapter's low-rank rows and of its contiguous matrix; boxes past the rank are filled with zeros."""
+    low = low_rank.rows
+    rows = tensor_map(low, tuple(low.shape), low.stride(), (config.block_m // 2, BLOCK_K.value))
+    return rows, _weight_map(matrix, config, halves, by_depth)
+
+
+def _pre_map(pre: torch.Tensor, halves: int, box: tuple[int, int]) -> TensorDescriptor:
+    """Map of rows behind the guard by half, clipped at an expert's end as by `clipped_map`."""
+    num_columns = pre.shape[1]
+    width = num_columns // halves
+    shape = halves, len(pre) - GUARD_ROWS + 1, GUARD_ROWS, width
+    return tensor_map(pre, shape, (width, num_columns, num_columns, 1), (1, 1, *box))
+
+
+def _launch(
+    product: str,
+    results: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, TensorDescriptor | None],
+    rows: torch.Tensor,
+    weights: TensorDescriptor,
+    plan: RoutePlan,
+    counter: torch.Tensor,
+    config: TrainingProductConfig,
+    columns: int,
+    low: tuple[TensorDescriptor | None, TensorDescriptor | None],
+    *,
+    depth: int,
+    num_columns: int,
+    halves: int = 1,
+    by_depth: bool = False,
+    activation: ActivationConstant | None = None,
+    bias: torch.Tensor | None = None,
+    topk_weights: torch.Tensor | None = None,
+    top_k: int | None = None,
+) -> None:
+    """Launches a product: `results` are out, pre, partials and what is saved; a store has that many columns."""
+    out, pre, partials, saved = results
+    assert plan.block_m == config.block_m and plan.slack == 0
+    assert all(one is None or one.is_contiguous() for one in (out, pre, partials, bias, topk_weights))
+    assert rows.shape[1] == depth and depth % 8 == rows.stride(0) % 8 == 0
+    low_rows, low_weights = low
+    # Rows of the pre-activation's gradient are stored from the ring.
+    staged = (SAVED_ROWS.value if saved else config.staged_elements // columns), columns
+    launch(
+        _product_kernel,
+        (num_multiprocessors(rows.device),),
+        out=None if out is None else clipped_map(out, (1, *staged)),
+        pre=None if pre is None else _pre_map(pre, halves, staged),
+        partials=partials,
+        saved=saved,
+        rows=rows
+        if top_k is not None
+        else tensor_map(rows, tuple(rows.shape), rows.stride(), (config.block_m // 2, BLOCK_K.value)),
+        weights=weights,
+        low_rows=low_rows,
+        low_weights=low_weights,
+        bias=bias,
+        topk_weights=topk_weights,
+        plan=PlanPointers(
+            plan.sorted_routes, plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks, counter
+        ),
+        num_tiles_n=triton.cdiv(num_columns, config.block_n),
+        group_m=select_group_m(num_columns * depth * rows.element_size()),
+        num_steps=triton.cdiv(depth, BLOCK_K.value),
+        low_steps=0 if low_rows is None else triton.cdiv(low_rows.shape[1], BLOCK_K.value),
+        width=num_columns // halves if product == "gate_up" else num_columns,
+        num_routes=plan.sorted_routes.numel(),
+        hidden_chunks=depth // 8,
+        stride_chunks=rows.stride(0) // 8,
+        TILE=TrainingTile(
+            config.block_m,
+            config.block_n,
+            config.num_stages,
+            top_k=top_k,
+            mask_k=depth % BLOCK_K.value != 0,
+            by_depth=by_depth,
+            halves=halves,
+            stored_rows=staged[0],
+            stored_columns=staged[1],
+            stores=2 if saved else 3,
+        ),
+        PRODUCT=product,
+        ACTIVATION=ActivationConstant() if activation is None else activation,
+        num_warps=4,
+    )
