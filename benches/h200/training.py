@@ -44,7 +44,7 @@ RECOMPUTED: Final = "adapters, recomputed"
 SAVING: Final = ("frozen", "all weights", "adapters")
 STEPS: Final = ("forward", *SAVING, RECOMPUTED)
 ROUNDS: Final = 7
-REPEATS: Final = 3
+REPEATS: Final = 10
 """Steps between two events, so that the host runs ahead of the GPU as it does in training."""
 
 Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertAdapters | None], torch.Tensor]

@@ -25,36 +25,53 @@ class Slopes(NamedTuple):
 
 
 @triton.jit
-def slopes_of_halves(gate, up, ACTIVATION: tl.constexpr):
+def slopes_of_halves(gate, up, ACTIVATION: tl.constexpr, SHORT: tl.constexpr = False):
     """`Slopes` of `activate_halves`; as in torch, a clamp passes the gradient of its limit itself."""
     BETA: tl.constexpr = ACTIVATION.beta
     LIMIT: tl.constexpr = ACTIVATION.limit
     if LIMIT is None:
-        of_gate = slopes(gate, ACTIVATION)
+        of_gate = slopes(gate, ACTIVATION, SHORT)
         return Slopes(of_gate.value * (up + BETA), of_gate.gate * (up + BETA), of_gate.value)
     else:
         # tl.where keeps NaN; tl.minimum would replace it by the limit.
         clamped_gate = tl.where(gate > LIMIT, LIMIT, gate)
         clamped_up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + BETA
-        of_gate = slopes(clamped_gate, ACTIVATION)
+        of_gate = slopes(clamped_gate, ACTIVATION, SHORT)
         by_gate = tl.where(gate > LIMIT, 0.0, of_gate.gate * clamped_up)
         by_up = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, of_gate.value)
         return Slopes(of_gate.value * clamped_up, by_gate, by_up)
 
 
 @triton.jit
-def slopes(x, ACTIVATION: tl.constexpr):
-    """`Slopes` of `activate` at fp32 `x`, which is not gated."""
+def slopes(x, ACTIVATION: tl.constexpr, SHORT: tl.constexpr = False):
+    """`Slopes` of `activate` at fp32 `x`, which is not gated; SHORT: with a sigmoid in few instructions of NVIDIA's."""
     NAME: tl.constexpr = ACTIVATION.name
     ALPHA: tl.constexpr = ACTIVATION.alpha
     if NAME == "silu" or NAME == "swigluoai":
-        # One division for both: Hopper's epilogues wait for it.
-        sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * x))
+        sigmoid = _short_sigmoid(x, ALPHA) if SHORT else 1.0 / (1.0 + tl.exp(-ALPHA * x))
         by_x = sigmoid * (1.0 + ALPHA * x * (1.0 - sigmoid))
         return Slopes(x * sigmoid, by_x, by_x)
     else:
         by_x = _slope(x, ACTIVATION)
         return Slopes(activate(x, ACTIVATION), by_x, by_x)
+
+
+@triton.jit
+def _short_sigmoid(x, ALPHA: tl.constexpr):
+    """`1 / (1 + exp(-ALPHA * x))` to within 4 ulp.
+
+    What is compiled of tl.exp and a division takes three times as many instructions, which scale numbers that cannot
+    occur: the sum is at least 1, and a power of two that is too small for it counts as 0.
+    """
+    POWER: tl.constexpr = -1.4426950408889634 * ALPHA
+    return tl.inline_asm_elementwise(
+        "{ .reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }",
+        "=f,f",
+        [x * POWER],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -12,9 +12,9 @@ class TrainingProductConfig:
 
     Attributes:
         block_m: rows of a tile: wgmma's N side; equal to the plan's.
-        block_n: columns; each of two consumers takes one half.
+        block_n: columns.
         num_stages: slots of the ring, 48 KiB each.
-        staged_elements: elements of a staged store. Each consumer has three.
+        staged_elements: elements of a staged store, of which each of two consumers has three.
     """
 
     block_m: int = 128
@@ -28,7 +28,7 @@ class WeightGradientConfig:
     """Launch configuration of a weight's gradient.
 
     Attributes:
-        block_m: rows of the weight per tile; each of two consumers takes one half.
+        block_m: rows of the weight per tile.
         block_n: columns.
         num_stages: slots of the ring, each of 64 routes.
     """

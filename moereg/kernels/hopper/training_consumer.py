@@ -1,7 +1,9 @@
 """The consumers of the Hopper products of canonical weights, in Triton's Gluon: multiply a tile, finish it, store.
 
-The product is transposed, columns x rows, because columns of a weight are wgmma's M side. Each of two consumers, four
-warps, takes a half of a tile's columns.
+The product is transposed, columns x rows, because columns of a weight are wgmma's M side. Both warpgroups multiply,
+each as a consumer with half the columns. Or both are one consumer: that takes 4 to 5 % longer for the others, but an
+epilogue that is long and runs once a tile waits for its instructions, 70 % of its time through an activation's
+derivative. With one copy of them that product took 856 us, not 1,174 (qwen3-30b-a3b, 16,384 tokens, an H200).
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from moereg.kernels.backward.activation import slopes, slopes_of_halves
 from moereg.kernels.gemm.activation import activate, activate_halves
 from moereg.kernels.hopper.consumer import barrier, store_box
-from moereg.kernels.hopper.ring import BLOCK_K, NO_TILE, locate, next_slot, reinterpret, take_tile
+from moereg.kernels.hopper.ring import BLOCK_K, NO_TILE, TURNS, locate, next_slot, reinterpret
 from moereg.kernels.hopper.training_producer import SAVED_ROWS
 from moereg.kernels.sizes import GUARD_ROWS
 
 _GUARD = gl.constexpr(GUARD_ROWS)
+
+
+# Warps of all consumers.
+NUM_WARPS = gl.constexpr(8)
 
 
 class Results(NamedTuple):
@@ -35,12 +41,12 @@ class Results(NamedTuple):
         out: map of sorted rows behind the guard, clipped at an expert's end, boxes [1, rows, columns] of a staged
             store; None: not written.
         pre: map of rows of the pre-activation or its gradient, by half, boxes [1, 1, rows, columns]; None: not written.
-        partials: pointer to [8 * tiles along the columns, N] fp32, one for each warp; None: not written.
-        staging: [2 * stores, rows, columns] of staged stores; while one is written, those before it are in flight.
+        partials: pointer to [NUM_WARPS * tiles along the columns, N] fp32, one for each warp; None: not written.
+        staging: [stores, rows, columns] of this consumer; while one is written, stores before it are in flight.
         bias: pointer to the canonical [E, columns of the product]; None: no bias.
         sorted_routes: of a `RoutePlan`.
         topk_weights: pointer to fp32 by route; None: rows are not weighted.
-        factors: [2, BLOCK_M] fp32, the routing weights of each consumer's tile.
+        factors: [1, BLOCK_M] fp32, the routing weights of a tile.
         width: columns of `out`.
         num_routes: N.
     """
@@ -58,36 +64,38 @@ class Results(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Position of one consumer's part of a tile.
+    """Position of a consumer's part of a tile.
 
     Attributes:
         expert: the tile's expert.
         row: its first row.
         num_rows: its rows.
-        part: number of the part along the columns.
+        column_tile: its number along the columns.
         column: the part's first column of `out`.
     """
 
     expert: Any
     row: Any
     num_rows: Any
-    part: Any
+    column_tile: Any
     column: Any
 
 
 @gluon.jit
-def _multiply(ring, slot, phase, num_steps, WARPGROUP: gl.constexpr, ROWS: gl.constexpr, TILE: gl.constexpr):
-    """[BLOCK_N // 2, ROWS] fp32 from the next `num_steps` slots, at least one; the next slot and its phase."""
-    COLUMNS: gl.constexpr = TILE.block_n // 2
+def _multiply(ring, slot, phase, num_steps, PART: gl.constexpr, ROWS: gl.constexpr, TILE: gl.constexpr):
+    """[BLOCK_N / consumers, ROWS] fp32 from the next `num_steps` slots, at least one; the next slot and its phase."""
+    CONSUMERS: gl.constexpr = TILE.consumers
+    COLUMNS: gl.constexpr = TILE.block_n // CONSUMERS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS // CONSUMERS, 1], [16, ROWS, 16])
     PARTS: gl.constexpr = TILE.block_m // ROWS
     dtype: gl.constexpr = ring.rows.dtype
     operand: gl.constexpr = ring.rows.layout
     rows = reinterpret(ring.rows, dtype, [PARTS * TILE.stages, ROWS, BLOCK_K], operand)
     if TILE.by_depth:
-        weights = reinterpret(ring.weights, dtype, [2 * TILE.stages, BLOCK_K, COLUMNS], operand)
+        weights = reinterpret(ring.weights, dtype, [CONSUMERS * TILE.stages, BLOCK_K, COLUMNS], operand)
     else:
-        weights = reinterpret(ring.weights, dtype, [2 * TILE.stages, COLUMNS, BLOCK_K], operand)
-    product = gl.zeros([COLUMNS, ROWS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
+        weights = reinterpret(ring.weights, dtype, [CONSUMERS * TILE.stages, COLUMNS, BLOCK_K], operand)
+    product = gl.zeros([COLUMNS, ROWS], gl.float32, LAYOUT)
     # Without this the accumulators are copied around a loop that may be empty, and ptxas serializes the products.
     gl.assume(num_steps > 0)
     for k in range(num_steps):
@@ -95,21 +103,22 @@ def _multiply(ring, slot, phase, num_steps, WARPGROUP: gl.constexpr, ROWS: gl.co
         if TILE.top_k is not None:
             # wgmma reads through the async proxy, which does not see what cp.async wrote before a fence.
             fence_async_shared()
-        a = weights.index(2 * slot + WARPGROUP)  # [COLUMNS, BLOCK_K], or transposed
+        a = weights.index(CONSUMERS * slot + PART)  # [COLUMNS, BLOCK_K], or transposed
         if TILE.by_depth:
             a = a.permute((1, 0))
         b = rows.index(PARTS * slot).permute((1, 0))  # [BLOCK_K, ROWS]
         product = warpgroup_mma(a, b, product, is_async=True)
         product = warpgroup_mma_wait(1, deps=(product,))
-        mbarrier.arrive(ring.empty.index(_previous(slot, TILE.stages)), pred=k > 0)
+        mbarrier.arrive(ring.empty.index(previous_slot(slot, TILE.stages)), pred=k > 0)
         slot, phase = next_slot(slot, phase, TILE.stages)
     product = warpgroup_mma_wait(0, deps=(product,))
-    mbarrier.arrive(ring.empty.index(_previous(slot, TILE.stages)))
+    mbarrier.arrive(ring.empty.index(previous_slot(slot, TILE.stages)))
     return product, slot, phase
 
 
 @gluon.jit
-def _previous(slot, STAGES: gl.constexpr):
+def previous_slot(slot, STAGES: gl.constexpr):
+    """The slot before this one."""
     # Not a loop variable: Triton 3.6 compiles `last = slot` in the loop as if it never changed.
     return gl.where(slot == 0, STAGES - 1, slot - 1)
 
@@ -123,13 +132,13 @@ def _halves_of_rows(x):
 
 
 @gluon.jit
-def _stage(y, results, WARPGROUP: gl.constexpr, NUMBER: gl.constexpr):
+def _stage(y, results, NUMBER: gl.constexpr):
     """Writes [COLUMNS, ROWS] to the staging buffer of a tile's store number NUMBER; returns it, [ROWS, COLUMNS].
 
     Earlier stores may be in flight; the previous tile may have ended with any buffer.
     """
-    STORES: gl.constexpr = results.staging.shape[0] // 2
-    buffer = results.staging.index(STORES * WARPGROUP + NUMBER % STORES)
+    STORES: gl.constexpr = results.staging.shape[0]
+    buffer = results.staging.index(NUMBER % STORES)
     tma.store_wait(0 if NUMBER == 0 else STORES - 1)
     barrier()
     buffer.store(gl.permute(y.to(buffer.dtype), (1, 0)))
@@ -139,53 +148,51 @@ def _stage(y, results, WARPGROUP: gl.constexpr, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def _store(y, results, place, WARPGROUP: gl.constexpr, FIRST: gl.constexpr, NUMBER: gl.constexpr):
+def _store(y, results, place, FIRST: gl.constexpr, NUMBER: gl.constexpr):
     """Stores [COLUMNS, ROWS] of `out`, from row FIRST of the tile on; the map drops rows past the expert's end."""
     out = results.out
-    buffer = reinterpret(_stage(y, results, WARPGROUP, NUMBER), out.dtype, out.block_shape, out.layout)
+    buffer = reinterpret(_stage(y, results, NUMBER), out.dtype, out.block_shape, out.layout)
     store_box(out, [place.row + place.num_rows, _GUARD - place.num_rows + FIRST, place.column], buffer)
 
 
 @gluon.jit
-def _store_pre(
-    y, results, place, HALF: gl.constexpr, WARPGROUP: gl.constexpr, FIRST: gl.constexpr, NUMBER: gl.constexpr
-):
+def _store_pre(y, results, place, HALF: gl.constexpr, FIRST: gl.constexpr, NUMBER: gl.constexpr):
     """Likewise a half of `pre`."""
     pre = results.pre
-    buffer = reinterpret(_stage(y, results, WARPGROUP, NUMBER), pre.dtype, pre.block_shape, pre.layout)
+    buffer = reinterpret(_stage(y, results, NUMBER), pre.dtype, pre.block_shape, pre.layout)
     store_box(pre, [HALF, place.row + place.num_rows, _GUARD - place.num_rows + FIRST, place.column], buffer)
 
 
 @gluon.jit
-def _load_factors(results, place, ROWS: gl.constexpr):
+def _load_factors(results, place, ROWS: gl.constexpr, WARPS: gl.constexpr):
     """Routing weights of a tile's rows, [ROWS]; rows past the last repeat its weight."""
-    at = gl.minimum(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])), place.num_rows - 1)
+    at = gl.minimum(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [WARPS], [0])), place.num_rows - 1)
     return gl.load(results.topk_weights + gl.load(results.sorted_routes + place.row + at))
 
 
 @gluon.jit
-def _finish_rows(x, results, place, WARPGROUP: gl.constexpr, FIRST: gl.constexpr):
+def _finish_rows(x, results, place, FIRST: gl.constexpr):
     """Adds the bias, weights and stores [COLUMNS, ROWS] fp32."""
     CHUNK: gl.constexpr = results.staging.shape[1]
     COLUMNS: gl.constexpr = x.shape[0]
     ROWS: gl.constexpr = x.shape[1]
     if ROWS > CHUNK:
         low, high = _halves_of_rows(x)
-        _finish_rows(low, results, place, WARPGROUP, FIRST)
-        _finish_rows(high, results, place, WARPGROUP, FIRST + ROWS // 2)
+        _finish_rows(low, results, place, FIRST)
+        _finish_rows(high, results, place, FIRST + ROWS // 2)
     else:
         if results.bias is not None:
             at = place.column + gl.arange(0, COLUMNS, gl.SliceLayout(1, x.type.layout))
             bias = results.bias + place.expert.to(gl.int64) * results.width
             x += gl.load(bias + at, mask=at < results.width, other=0.0).to(gl.float32)[:, None]
         if results.topk_weights is not None:
-            factors = results.factors.index(WARPGROUP).slice(FIRST, ROWS).load(gl.SliceLayout(0, x.type.layout))
+            factors = results.factors.index(0).slice(FIRST, ROWS).load(gl.SliceLayout(0, x.type.layout))
             x *= factors[None, :]
-        _store(x, results, place, WARPGROUP, FIRST, FIRST // CHUNK)
+        _store(x, results, place, FIRST, FIRST // CHUNK)
 
 
 @gluon.jit
-def _finish_gate_up(x, results, place, WARPGROUP: gl.constexpr, FIRST: gl.constexpr, ACTIVATION: gl.constexpr):
+def _finish_gate_up(x, results, place, FIRST: gl.constexpr, ACTIVATION: gl.constexpr):
     """Adds the bias, stores the pre-activation and the activation of [COLUMNS, ROWS] fp32.
 
     Where gated, every 16 columns are 8 gates, then their 8 ups, so that one thread holds both of a pair.
@@ -195,8 +202,8 @@ def _finish_gate_up(x, results, place, WARPGROUP: gl.constexpr, FIRST: gl.conste
     ROWS: gl.constexpr = x.shape[1]
     if ROWS > CHUNK:
         low, high = _halves_of_rows(x)
-        _finish_gate_up(low, results, place, WARPGROUP, FIRST, ACTIVATION)
-        _finish_gate_up(high, results, place, WARPGROUP, FIRST + ROWS // 2, ACTIVATION)
+        _finish_gate_up(low, results, place, FIRST, ACTIVATION)
+        _finish_gate_up(high, results, place, FIRST + ROWS // 2, ACTIVATION)
     else:
         STORED: gl.constexpr = (3 if ACTIVATION.gated else 2) if results.pre is not None else 1
         NUMBER: gl.constexpr = STORED * (FIRST // CHUNK)
@@ -215,13 +222,13 @@ def _finish_gate_up(x, results, place, WARPGROUP: gl.constexpr, FIRST: gl.conste
             y = gl.reshape(activate_halves(gate, up, ACTIVATION), (COLUMNS // 2, ROWS))
             if results.pre is not None:
                 gate, up = gl.reshape(gate, (COLUMNS // 2, ROWS)), gl.reshape(up, (COLUMNS // 2, ROWS))
-                _store_pre(gate, results, place, 0, WARPGROUP, FIRST, NUMBER)
-                _store_pre(up, results, place, 1, WARPGROUP, FIRST, NUMBER + 1)
+                _store_pre(gate, results, place, 0, FIRST, NUMBER)
+                _store_pre(up, results, place, 1, FIRST, NUMBER + 1)
         else:
             y = activate(x, ACTIVATION)
             if results.pre is not None:
-                _store_pre(x, results, place, 0, WARPGROUP, FIRST, NUMBER)
-        _store(y, results, place, WARPGROUP, FIRST, NUMBER + STORED - 1)
+                _store_pre(x, results, place, 0, FIRST, NUMBER)
+        _store(y, results, place, FIRST, NUMBER + STORED - 1)
 
 
 @gluon.jit
@@ -232,7 +239,6 @@ def _finish_down_input(
     ring,
     slot,
     phase,
-    WARPGROUP: gl.constexpr,
     FIRST: gl.constexpr,
     TILE: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -251,29 +257,29 @@ def _finish_down_input(
         low, high = _halves_of_rows(x)
         # fmt: off
         slot, phase = _finish_down_input(
-            low, results, place, ring, slot, phase, WARPGROUP, FIRST, TILE, ACTIVATION)
+            low, results, place, ring, slot, phase, FIRST, TILE, ACTIVATION)
         # A slot has been filled only where the tile has rows for it.
         if FIRST + ROWS // 2 < place.num_rows:
             slot, phase = _finish_down_input(
-                high, results, place, ring, slot, phase, WARPGROUP, FIRST + ROWS // 2, TILE, ACTIVATION)
+                high, results, place, ring, slot, phase, FIRST + ROWS // 2, TILE, ACTIVATION)
         # fmt: on
         return slot, phase
     else:
-        boxes = reinterpret(ring.weights, ring.rows.dtype, [4 * TILE.stages, SAVED_ROWS, COLUMNS], ring.rows.layout)
-        gates = boxes.index(4 * slot + 2 * WARPGROUP)  # [SAVED_ROWS, COLUMNS]
-        ups = boxes.index(4 * slot + 2 * WARPGROUP + TILE.halves - 1)
-        act = results.staging.index(2 * WARPGROUP + FIRST // SAVED_ROWS % 2)  # [SAVED_ROWS, COLUMNS]
+        boxes = reinterpret(ring.weights, ring.rows.dtype, [2 * TILE.stages, SAVED_ROWS, COLUMNS], ring.rows.layout)
+        gates = boxes.index(2 * slot)  # [SAVED_ROWS, COLUMNS]
+        ups = boxes.index(2 * slot + TILE.halves - 1)
+        act = results.staging.index(FIRST // SAVED_ROWS % 2)  # [SAVED_ROWS, COLUMNS]
         mbarrier.wait(ring.full.index(slot), phase)
         # By halves of the rows, since all at once would not fit in the registers.
         low, high = _halves_of_rows(x)
-        _through_activation(low, results, place, gates, ups, act, WARPGROUP, FIRST, 0, ACTIVATION)
-        _through_activation(high, results, place, gates, ups, act, WARPGROUP, FIRST, SAVED_ROWS // 2, ACTIVATION)
+        _through_activation(low, results, place, gates, ups, act, FIRST, 0, ACTIVATION)
+        _through_activation(high, results, place, gates, ups, act, FIRST, SAVED_ROWS // 2, ACTIVATION)
         if FIRST > 0:
             tma.store_wait(0)
         fence_async_shared()
         barrier()
         if FIRST > 0:
-            mbarrier.arrive(ring.empty.index(_previous(slot, TILE.stages)))
+            mbarrier.arrive(ring.empty.index(previous_slot(slot, TILE.stages)))
         anchor, row = place.row + place.num_rows, _GUARD - place.num_rows + FIRST
         if results.pre is not None:
             pre = results.pre
@@ -297,7 +303,6 @@ def _through_activation(
     gates,
     ups,
     act,
-    WARPGROUP: gl.constexpr,
     FIRST: gl.constexpr,
     AT: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -306,20 +311,20 @@ def _through_activation(
     COLUMNS: gl.constexpr = x.shape[0]
     ROWS: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = x.type.layout
-    factors = results.factors.index(WARPGROUP).slice(FIRST + AT, ROWS).load(gl.SliceLayout(0, LAYOUT))  # [ROWS]
+    factors = results.factors.index(0).slice(FIRST + AT, ROWS).load(gl.SliceLayout(0, LAYOUT))  # [ROWS]
     gates, ups, act = gates.slice(AT, ROWS, dim=0), ups.slice(AT, ROWS, dim=0), act.slice(AT, ROWS, dim=0)
     gate = gates.permute((1, 0)).load(LAYOUT).to(gl.float32)  # [COLUMNS, ROWS]
     if ACTIVATION.gated:
-        by = slopes_of_halves(gate, ups.permute((1, 0)).load(LAYOUT).to(gl.float32), ACTIVATION)
+        by = slopes_of_halves(gate, ups.permute((1, 0)).load(LAYOUT).to(gl.float32), ACTIVATION, True)
     else:
-        by = slopes(gate, ACTIVATION)
+        by = slopes(gate, ACTIVATION, True)
     if results.partials is not None:
-        # By warp, whose columns are 16 of each 64. Columns past the end have weights of zero.
-        partial = gl.sum(gl.reshape(x * by.value, (COLUMNS // 64, 4, 16, ROWS)), 2)
-        partial = gl.sum(partial, 0)  # [4, ROWS]
+        # By warp, whose columns are 16 of each 128. Columns past the end have weights of zero.
+        partial = gl.sum(gl.reshape(x * by.value, (COLUMNS // (16 * NUM_WARPS), NUM_WARPS, 16, ROWS)), 0)
+        partial = gl.sum(partial, 1)  # [NUM_WARPS, ROWS]
         OF_PARTS: gl.constexpr = gl.SliceLayout(1, partial.type.layout)
         OF_ROWS: gl.constexpr = gl.SliceLayout(0, partial.type.layout)
-        part = 4 * place.part + gl.arange(0, 4, OF_PARTS)
+        part = NUM_WARPS * place.column_tile + gl.arange(0, NUM_WARPS, OF_PARTS)
         at = FIRST + AT + gl.arange(0, ROWS, OF_ROWS)
         pointers = results.partials + part.to(gl.int64)[:, None] * results.num_routes + (place.row + at)[None, :]
         gl.store(pointers, partial, mask=gl.broadcast((at < place.num_rows)[None, :], pointers)[0])
@@ -340,35 +345,45 @@ def _consume_tile(
     phase,
     num_steps,
     tile,
-    WARPGROUP: gl.constexpr,
+    PART: gl.constexpr,
     ROWS: gl.constexpr,
     TILE: gl.constexpr,
     PRODUCT: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):
     """Multiplies and finishes a tile of up to ROWS rows; returns the next slot of the ring and its phase."""
-    part = 2 * tile.column_tile + WARPGROUP
-    place = Place(tile.expert, tile.row, tile.num_rows, part, part * results.staging.shape[2])
+    column = (TILE.consumers * tile.column_tile + PART) * results.staging.shape[2]
+    place = Place(tile.expert, tile.row, tile.num_rows, tile.column_tile, column)
     if results.topk_weights is not None:
         # Before the product, since it takes a load of the route and another.
-        factors = _load_factors(results, place, ROWS)
-    product, slot, phase = _multiply(ring, slot, phase, num_steps, WARPGROUP, ROWS, TILE)
+        factors = _load_factors(results, place, ROWS, NUM_WARPS // TILE.consumers)
+    product, slot, phase = _multiply(ring, slot, phase, num_steps, PART, ROWS, TILE)
     if results.topk_weights is not None:
-        results.factors.index(WARPGROUP).slice(0, ROWS).store(factors)
+        results.factors.index(0).slice(0, ROWS).store(factors)
         barrier()
     if PRODUCT == "gate_up":
-        _finish_gate_up(product, results, place, WARPGROUP, 0, ACTIVATION)
+        _finish_gate_up(product, results, place, 0, ACTIVATION)
     elif PRODUCT == "down_input":
         # fmt: off
         slot, phase = _finish_down_input(
-            product, results, place, ring, slot, phase, WARPGROUP, 0, TILE, ACTIVATION)
+            product, results, place, ring, slot, phase, 0, TILE, ACTIVATION)
         # fmt: on
         tma.store_wait(0)
         barrier()
-        mbarrier.arrive(ring.empty.index(_previous(slot, TILE.stages)))
+        mbarrier.arrive(ring.empty.index(previous_slot(slot, TILE.stages)))
     else:
-        _finish_rows(product, results, place, WARPGROUP, 0)
+        _finish_rows(product, results, place, 0)
     return slot, phase
+
+
+@gluon.jit
+def _take_tile(turns, turn, phase, WARPS: gl.constexpr):
+    """As `take_tile` of `ring.py`, by that many warps."""
+    mbarrier.wait(turns.announced.index(turn), phase)
+    tile_number = gl.sum(turns.tiles.index(turn).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    mbarrier.arrive(turns.taken.index(turn))
+    turn, phase = next_slot(turn, phase, TURNS)
+    return tile_number, turn, phase
 
 
 @gluon.jit
@@ -378,12 +393,12 @@ def consume(
     turns,
     order,
     num_steps,
-    WARPGROUP: gl.constexpr,
+    PART: gl.constexpr,
     TILE: gl.constexpr,
     PRODUCT: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):
-    """Multiplies and finishes one half of every tile of the program, with the shortest body that holds it.
+    """Multiplies and finishes a part of every tile of the program, with the shortest body that holds it.
 
     Args:
         results: `Results`.
@@ -391,27 +406,28 @@ def consume(
         turns: `Turns`.
         order: a `TileOrder`.
         num_steps: steps of the reduction, an adapter's included.
-        WARPGROUP: 0 or 1: which half of the columns.
+        PART: the consumer's number, and that of its columns.
         TILE: `TrainingTile`.
         PRODUCT: `gate_up`, `down_input` or `rows`: the epilogue.
         ACTIVATION: `ActivationConstant`.
     """
     BLOCK_M: gl.constexpr = TILE.block_m
+    WARPS: gl.constexpr = NUM_WARPS // TILE.consumers
     slot = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    tile_number, turn, turn_phase = take_tile(turns, gl.to_tensor(0), gl.to_tensor(0))
+    tile_number, turn, turn_phase = _take_tile(turns, gl.to_tensor(0), gl.to_tensor(0), WARPS)
     while tile_number != NO_TILE:
         tile = locate(tile_number, order, BLOCK_M, 0)
         # fmt: off
         if tile.num_rows > BLOCK_M // 2:
             slot, phase = _consume_tile(
-                results, ring, slot, phase, num_steps, tile, WARPGROUP, BLOCK_M, TILE, PRODUCT, ACTIVATION)
+                results, ring, slot, phase, num_steps, tile, PART, BLOCK_M, TILE, PRODUCT, ACTIVATION)
         elif tile.num_rows > BLOCK_M // 4:
             slot, phase = _consume_tile(
-                results, ring, slot, phase, num_steps, tile, WARPGROUP, BLOCK_M // 2, TILE, PRODUCT, ACTIVATION)
+                results, ring, slot, phase, num_steps, tile, PART, BLOCK_M // 2, TILE, PRODUCT, ACTIVATION)
         else:
             slot, phase = _consume_tile(
-                results, ring, slot, phase, num_steps, tile, WARPGROUP, BLOCK_M // 4, TILE, PRODUCT, ACTIVATION)
+                results, ring, slot, phase, num_steps, tile, PART, BLOCK_M // 4, TILE, PRODUCT, ACTIVATION)
         # fmt: on
-        tile_number, turn, turn_phase = take_tile(turns, turn, turn_phase)
+        tile_number, turn, turn_phase = _take_tile(turns, turn, turn_phase, WARPS)
     tma.store_wait(0)

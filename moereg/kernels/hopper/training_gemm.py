@@ -1,7 +1,7 @@
 """Products of sorted rows and canonical weights, forward and back, on Hopper, in Triton's Gluon.
 
 The same results as `kernels/backward/products.py`, where sizes are named, at the speed of `gemm.py`: one program per
-multiprocessor takes tiles from a counter; its producer fills a ring of shared memory for two consumers. Weights are
+multiprocessor takes tiles from a counter; its producer fills a ring of shared memory for its consumer. Weights are
 read where the trained parameter lies, by tensor maps: gates and ups of w13, which are far apart there, come side by
 side, and a product along the other axis of a weight multiplies its tile transposed. An adapter is one more step of the
 reduction for every 64 of its rank.
@@ -30,7 +30,7 @@ from moereg.kernels.hopper.ring import (
     allocate_turns,
 )
 from moereg.kernels.hopper.training_config import TrainingProductConfig
-from moereg.kernels.hopper.training_consumer import Results, consume
+from moereg.kernels.hopper.training_consumer import NUM_WARPS, Results, consume
 from moereg.kernels.hopper.training_producer import SAVED_ROWS, Operands, TrainingTile, produce
 from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.launch.replay import launch
@@ -69,33 +69,52 @@ def _product_kernel(
 ):
     dtype: gl.constexpr = weights.dtype
     operand: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    BOXES: gl.constexpr = 2 if TILE.by_depth else 1
+    CONSUMERS: gl.constexpr = TILE.consumers
+    BOXES: gl.constexpr = CONSUMERS if TILE.by_depth else 1
     weights_shared = gl.allocate_shared_memory(dtype, [BOXES * TILE.stages] + weights.block_shape, weights.layout)
     rows_shared = gl.allocate_shared_memory(dtype, [2 * TILE.stages, TILE.block_m // 2, BLOCK_K], operand)
-    STAGED: gl.constexpr = [TILE.stored_rows, TILE.stored_columns]
-    staging = gl.allocate_shared_memory(
-        dtype, [2 * TILE.stores] + STAGED, gl.NVMMASharedLayout.get_default_for(STAGED, dtype)
-    )
-    factors = gl.allocate_shared_memory(gl.float32, [2, TILE.block_m], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # One arrival announces the boxes' bytes; copies by token add one for each producer thread.
-    full, empty = allocate_barriers(TILE.stages, 1 if TILE.top_k is None else 129)
-    turns = allocate_turns()
-    fence_async_shared()
+    full, empty = allocate_barriers(TILE.stages, 1 if TILE.top_k is None else 129, CONSUMERS)
+    turns = allocate_turns(CONSUMERS)
     ring = Ring(weights=weights_shared, rows=rows_shared, slack_rows=None, full=full, empty=empty)
     order = TileOrder(plan, gl.load(plan.num_blocks), num_tiles_n, group_m)
-    results = Results(out, pre, partials, staging, bias, plan.sorted_routes, topk_weights, factors, width, num_routes)
     operands = Operands(rows, weights, num_steps, low_rows, low_weights, low_steps, saved, hidden_chunks, stride_chunks)
     all_steps = num_steps + low_steps
+    staging, factors = _allocate_results(dtype, TILE)
+    results = Results(out, pre, partials, staging, bias, plan.sorted_routes, topk_weights, factors, width, num_routes)
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
-    gl.warp_specialize(
-        [
-            (consume, (results, ring, turns, order, all_steps, 0, TILE, PRODUCT, ACTIVATION)),
-            (consume, (results, ring, turns, order, all_steps, 1, TILE, PRODUCT, ACTIVATION)),
-            (produce, (operands, ring, turns, order, TILE)),
-        ],
-        [4, 4],
-        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
-    )
+    if CONSUMERS == 2:
+        staging, factors = _allocate_results(dtype, TILE)
+        more = Results(out, pre, partials, staging, bias, plan.sorted_routes, topk_weights, factors, width, num_routes)
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (consume, (results, ring, turns, order, all_steps, 0, TILE, PRODUCT, ACTIVATION)),
+                (consume, (more, ring, turns, order, all_steps, 1, TILE, PRODUCT, ACTIVATION)),
+                (produce, (operands, ring, turns, order, TILE)),
+            ],
+            [4, 4],
+            [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+        )
+    else:
+        fence_async_shared()
+        gl.warp_specialize(
+            [
+                (consume, (results, ring, turns, order, all_steps, 0, TILE, PRODUCT, ACTIVATION)),
+                (produce, (operands, ring, turns, order, TILE)),
+            ],
+            [4],
+            [_PRODUCER_REGISTERS],
+        )
+
+
+@gluon.jit
+def _allocate_results(dtype: gl.constexpr, TILE: gl.constexpr):
+    """Shared memory of a consumer: its staged stores, and a tile's routing weights."""
+    STAGED: gl.constexpr = [TILE.stored_rows, TILE.stored_columns]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(STAGED, dtype)
+    staging = gl.allocate_shared_memory(dtype, [TILE.stores] + STAGED, LAYOUT)
+    return staging, gl.allocate_shared_memory(gl.float32, [1, TILE.block_m], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @triton.jit
@@ -178,18 +197,21 @@ def rows_product(
         bias: [E, C], any float dtype, contiguous; None: no bias.
     """
     assert weight.shape[1:] == ((rows.shape[1], out.shape[1]) if by_depth else (out.shape[1], rows.shape[1]))
+    columns = config.block_n // 2
+    box_columns = columns if by_depth else None
     low: tuple[TensorDescriptor | None, TensorDescriptor | None] = (None, None)
     if low_rank is not None:
-        low = _low_maps(low_rank, low_rank.matrix if by_depth else low_rank.matrix.transpose(1, 2), config, 0, by_depth)
+        matrix = low_rank.matrix if by_depth else low_rank.matrix.transpose(1, 2)
+        low = _low_maps(low_rank, matrix, config, 0, box_columns)
     _launch(
         "rows",
         (out, None, None, None),
         rows,
-        _weight_map(weight, config, 0, by_depth),
+        _weight_map(weight, config, 0, box_columns),
         plan,
         counter,
         config,
-        config.block_n // 2,
+        columns,
         low,
         depth=rows.shape[1],
         num_columns=out.shape[1],
@@ -229,17 +251,17 @@ def down_input(
     num_routes, halves, width = topk_weights.numel(), 2 if activation.gated else 1, w2.shape[2]
     assert w2.shape[1] == grad_out.shape[1] and pre.shape == (num_routes, halves * width)
     assert partials is None or partials.shape == (num_partials(width, config), num_routes)
-    columns = config.block_n // 2
+    columns = config.block_n
     _launch(
         "down_input",
         (act, pre_grad, partials, tensor_map(*_by_half(pre, halves), (1, SAVED_ROWS.value, columns))),
         grad_out,
-        _weight_map(w2, config, 0, by_depth=True),
+        _weight_map(w2, config, 0, columns),
         plan,
         counter,
         config,
         columns,
-        (None, None) if low_rank is None else _low_maps(low_rank, low_rank.matrix, config, 0, by_depth=True),
+        (None, None) if low_rank is None else _low_maps(low_rank, low_rank.matrix, config, 0, columns),
         depth=grad_out.shape[1],
         num_columns=width,
         halves=halves,
@@ -251,8 +273,8 @@ def down_input(
 
 
 def num_partials(width: int, config: TrainingProductConfig) -> int:
-    """Sums of a row that `down_input` writes, one for each warp of both consumers; `width` is I."""
-    return 8 * -(-width // config.block_n)
+    """Sums of a row that `down_input` writes, one for each warp of the consumer; `width` is I."""
+    return int(NUM_WARPS.value) * -(-width // config.block_n)
 
 
 def clear(counters: torch.Tensor) -> None:
@@ -267,9 +289,16 @@ def _by_half(pre: torch.Tensor, halves: int) -> tuple[torch.Tensor, tuple[int, .
 
 
 def _weight_map(
-    weight: torch.Tensor, config: TrainingProductConfig, halves: int, by_depth: bool = False
+    weight: torch.Tensor, config: TrainingProductConfig, halves: int, box_columns: int | None = None
 ) -> TensorDescriptor:
-    """Map of canonical weights; `halves` is 2 where gates and ups are to come side by side."""
+    """Map of canonical weights.
+
+    Args:
+        weight: [E, columns, depth], or [E, depth, columns] with `box_columns`.
+        config: of the product.
+        halves: 2 where gates and ups are to come side by side.
+        box_columns: columns of a box of BLOCK_K steps; None: rows of the weight are columns.
+    """
     num_experts, num_columns, depth = weight.shape
     assert weight.is_contiguous()
     if halves == 2:
@@ -277,17 +306,17 @@ def _weight_map(
         shape = num_columns // 16, 2 * num_experts, 8, depth
         strides = 8 * depth, num_columns // 2 * depth, depth, 1
         return tensor_map(weight, shape, strides, (config.block_n // 16, 2, 8, BLOCK_K.value))
-    box = (1, BLOCK_K.value, config.block_n // 2) if by_depth else (1, config.block_n, BLOCK_K.value)
+    box = (1, BLOCK_K.value, box_columns) if box_columns else (1, config.block_n, BLOCK_K.value)
     return tensor_map(weight, tuple(weight.shape), weight.stride(), box)
 
 
 def _low_maps(
-    low_rank: LowRank, matrix: torch.Tensor, config: TrainingProductConfig, halves: int, by_depth: bool = False
+    low_rank: LowRank, matrix: torch.Tensor, config: TrainingProductConfig, halves: int, box_columns: int | None = None
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Maps of an adapter's low-rank rows and of its contiguous matrix; boxes past the rank are filled with zeros."""
     low = low_rank.rows
     rows = tensor_map(low, tuple(low.shape), low.stride(), (config.block_m // 2, BLOCK_K.value))
-    return rows, _weight_map(matrix, config, halves, by_depth)
+    return rows, _weight_map(matrix, config, halves, box_columns)
 
 
 def _pre_map(pre: torch.Tensor, halves: int, box: tuple[int, int]) -> TensorDescriptor:
@@ -363,8 +392,9 @@ def _launch(
             stored_rows=staged[0],
             stored_columns=staged[1],
             stores=2 if saved else 3,
+            consumers=1 if saved else 2,
         ),
         PRODUCT=product,
         ACTIVATION=ActivationConstant() if activation is None else activation,
-        num_warps=4,
+        num_warps=8 if saved else 4,
     )

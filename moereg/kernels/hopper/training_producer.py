@@ -30,7 +30,7 @@ class TrainingTile(NamedTuple):
 
     Attributes:
         block_m: rows, equal to the plan's.
-        block_n: columns; each consumer takes a half.
+        block_n: columns; each consumer takes a part.
         stages: slots of the ring.
         top_k: routes per token where the producer gathers tokens by route; None: rows lie in order.
         mask_k: whether the last step then reaches past the end of a token.
@@ -39,6 +39,7 @@ class TrainingTile(NamedTuple):
         stored_rows: rows of a staged store.
         stored_columns: its columns.
         stores: staged stores of a consumer.
+        consumers: 2, or 1 where both warpgroups are one.
     """
 
     block_m: int
@@ -51,6 +52,7 @@ class TrainingTile(NamedTuple):
     stored_rows: int
     stored_columns: int
     stores: int
+    consumers: int
 
 
 class Operands(NamedTuple):
@@ -59,13 +61,13 @@ class Operands(NamedTuple):
     Attributes:
         rows: map of rows in order, boxes [BLOCK_M // 2, BLOCK_K], or pointer to the tokens that are gathered.
         weights: map of canonical weights: boxes [BLOCK_N // 16, 2, 8, BLOCK_K] of gates and ups, whose halves are its
-            second axis; [1, BLOCK_N, BLOCK_K]; or [1, BLOCK_K, BLOCK_N // 2], one for each consumer.
+            second axis; [1, BLOCK_N, BLOCK_K]; or [1, BLOCK_K, BLOCK_N / consumers].
         num_steps: steps of the reduction.
         low_rows: map of an adapter's low-rank rows, boxes as those of rows in order; None: no adapter.
         low_weights: map of its matrices, boxes as those of weights; None: no adapter.
         low_steps: steps of the reduction over the adapter's rank, behind the others.
-        saved: map of the pre-activation by half, rows and columns, boxes [1, SAVED_ROWS, BLOCK_N // 2]; each SAVED_ROWS
-            of a tile are one more step, whose boxes lie where weights would. None: nothing is read.
+        saved: map of the pre-activation by half, rows and columns, boxes [1, SAVED_ROWS, BLOCK_N]; each SAVED_ROWS of a
+            tile are one more step, whose boxes lie where weights would. None: nothing is read.
         hidden_chunks: chunks of 8 elements of a token.
         stride_chunks: chunks from one token to the next.
     """
@@ -88,8 +90,10 @@ def _load_weights(weights, ring, slot, ready, tile, k, TILE: gl.constexpr):
     if len(weights.block_shape) == 4:
         load_box(weights, [first // 16, 2 * tile.expert, 0, at], ready, ring.weights.index(slot))
     elif TILE.by_depth:
-        load_box(weights, [tile.expert, at, first], ready, ring.weights.index(2 * slot))
-        load_box(weights, [tile.expert, at, first + TILE.block_n // 2], ready, ring.weights.index(2 * slot + 1))
+        CONSUMERS: gl.constexpr = TILE.consumers  # Triton 3.6 counts to a constant, not to the field of one.
+        for part in gl.static_range(CONSUMERS):
+            column = first + part * (TILE.block_n // CONSUMERS)
+            load_box(weights, [tile.expert, at, column], ready, ring.weights.index(CONSUMERS * slot + part))
     else:
         load_box(weights, [tile.expert, first, at], ready, ring.weights.index(slot))
 
@@ -141,7 +145,7 @@ def _copy_tokens(shared, pointers, k, hidden_chunks, TILE: gl.constexpr, LAYOUT:
 def produce(operands, ring, turns, order, TILE: gl.constexpr):
     """Fills the ring: steps of the reduction, those of an adapter, then the saved rows. Run by four warps.
 
-    Announces each tile, then for each step waits until both consumers have emptied a slot. A slot's `full` waits for
+    Announces each tile, then for each step waits until the consumers have emptied a slot. A slot's `full` waits for
     the bytes of the boxes and, where tokens are gathered, for the copies of each of the 128 threads.
 
     Args:
@@ -220,12 +224,10 @@ def produce(operands, ring, turns, order, TILE: gl.constexpr):
 
 @gluon.jit
 def _load_saved(saved, ring, slot, ready, tile, first, TILE: gl.constexpr):
-    """Starts the copies of SAVED_ROWS rows: for each consumer its gates, then its ups."""
-    COLUMNS: gl.constexpr = TILE.block_n // 2
-    HALVES: gl.constexpr = TILE.halves  # Triton 3.6 counts to a constant, not to the field of one.
-    boxes = reinterpret(ring.weights, saved.dtype, [4 * TILE.stages] + saved.block_shape, saved.layout)
+    """Starts the copies of SAVED_ROWS rows, of gates, then of ups, for one consumer."""
+    HALVES: gl.constexpr = TILE.halves
+    boxes = reinterpret(ring.weights, saved.dtype, [2 * TILE.stages] + saved.block_shape, saved.layout)
     mbarrier.expect(ready, HALVES * 2 * SAVED_ROWS * TILE.block_n)
-    for part in gl.static_range(2):
-        column = tile.column_tile * TILE.block_n + part * COLUMNS
-        for half in gl.static_range(HALVES):
-            load_box(saved, [half, tile.row + first, column], ready, boxes.index(4 * slot + 2 * part + half))
+    for half in gl.static_range(HALVES):
+        at = [half, tile.row + first, tile.column_tile * TILE.block_n]
+        load_box(saved, at, ready, boxes.index(2 * slot + half))

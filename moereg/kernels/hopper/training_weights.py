@@ -40,6 +40,7 @@ from moereg.kernels.hopper.ring import (
     take_tile,
 )
 from moereg.kernels.hopper.training_config import GATHERS_LEFT, GATHERS_RIGHT
+from moereg.kernels.hopper.training_consumer import previous_slot
 from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.plan import RoutePlan
@@ -225,12 +226,6 @@ def _store_tile(
 
 
 @gluon.jit
-def _previous(slot, STAGES: gl.constexpr):
-    # Not a loop variable: Triton 3.6 compiles `last = slot` in the loop as if it never changed.
-    return gl.where(slot == 0, STAGES - 1, slot - 1)
-
-
-@gluon.jit
 def _consume(grad, staging, ring, turns, tiles, expert_offsets, WARPGROUP: gl.constexpr, TILE: gl.constexpr):
     """Multiplies and stores half the rows of every tile of the program. Run by four warps."""
     ROWS: gl.constexpr = TILE.block_m // 2
@@ -256,10 +251,10 @@ def _consume(grad, staging, ring, turns, tiles, expert_offsets, WARPGROUP: gl.co
             b = rights.index(slot)  # [BLOCK_K, COLUMNS]
             product = warpgroup_mma(a, b, product, is_async=True)
             product = warpgroup_mma_wait(1, deps=(product,))
-            mbarrier.arrive(ring.empty.index(_previous(slot, TILE.stages)), pred=k > 0)
+            mbarrier.arrive(ring.empty.index(previous_slot(slot, TILE.stages)), pred=k > 0)
             slot, phase = next_slot(slot, phase, TILE.stages)
         product = warpgroup_mma_wait(0, deps=(product,))
-        mbarrier.arrive(ring.empty.index(_previous(slot, TILE.stages)))
+        mbarrier.arrive(ring.empty.index(previous_slot(slot, TILE.stages)))
         row = tile_m * TILE.block_m + WARPGROUP * ROWS
         _store_tile(product, grad, staging, expert, row, tile_n * COLUMNS, WARPGROUP, ROWS // _STAGED, 0, 0)
         tile_number, turn, turn_phase = take_tile(turns, turn, turn_phase)
