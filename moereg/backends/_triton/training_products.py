@@ -274,7 +274,7 @@ def fits_hopper(
     """
     return (
         block_m == _HOPPER.block_m
-        and tokens.numel() < 2**31
+        and len(tokens) * tokens.stride(0) < 2**31
         and tokens.stride(0) % _CHUNK == tokens.shape[1] % _CHUNK == tokens.data_ptr() % POINTER_ALIGNMENT == 0
         and all(one is None or _fits(one, one.dtype) for one in contiguous)
         and all(one is None or (_fits(one, one.dtype) and one.shape[1] % _CHUNK == 0) for one in adapters)

@@ -141,7 +141,7 @@ def gate_up(
     Args:
         act: [GUARD_ROWS + N, I] bf16 or fp16, contiguous: overwritten behind the guard up to the last valid row.
         pre: [GUARD_ROWS + N, P], likewise; None: not saved.
-        hidden_states: [T, H], same dtype, fewer than 2**31 elements; H, I and strides multiples of 8, pointers of 16
+        hidden_states: [T, H], same dtype, within 2**31 elements; H, I and strides multiples of 8, pointers of 16
             bytes, here and for every tensor of 16-bit elements.
         w13: [E, P, H], same dtype, contiguous, gates first.
         plan: from `sort_routes` with `config.block_m` and no slack.
