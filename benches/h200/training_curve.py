@@ -6,8 +6,8 @@
 A Qwen3-MoE of 8 layers, 32 experts, top-4, hidden size 512, over bytes, trains all its weights in bf16 with fused AdamW
 on text that the bench writes: sentences of a small grammar, sums and sequences. Each step takes text that no step took
 before, so its loss is a loss on new text. Four runs start from the same weights and take the same batches, each in a
-process of its own: `eager`, `grouped_mm`, `moereg`, and `moereg` once more. What `grouped_mm` differs from `eager` shows
-how far rounding alone goes.
+process of its own: `eager`, `grouped_mm`, `moereg`, and `moereg` once more. The difference of `grouped_mm` from `eager`
+shows how far rounding alone goes.
 
 The second run of moereg has to have the losses and the final parameters of the first, bit for bit; its losses have to
 be within 1 % of eager's in each of the first ten steps, and in the mean of the last quarter within 5 %, since rounding

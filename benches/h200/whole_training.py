@@ -59,7 +59,7 @@ from moereg.quantize import dequantize_into, quantize_weights
 ATTENTION: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS: Final = ("gate_up_proj", "down_proj")
 BOUND: Final = 0.25
-"""Of `losses` and `gradients`. Two right implementations in bf16 are a few hundredths apart, a wrong one about 1."""
+"""For `losses` and `gradients`. Two right implementations in bf16 are a few hundredths apart, a wrong one about 1."""
 
 _CHUNK: Final = 1024
 _SAMPLES: Final = 256
@@ -68,7 +68,7 @@ _SAMPLES: Final = 256
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """What is trained, and how.
+    """An implementation to train with.
 
     Attributes:
         implementation: Of transformers' experts.
@@ -286,7 +286,7 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def milliseconds(self) -> list[float]:
-        """Of each step between two marks."""
+        """The time of each step between two marks."""
         if self._on_gpu:
             torch.cuda.synchronize()
             return [first.elapsed_time(last) for first, last in zip(self._marks, self._marks[1:], strict=False)]

@@ -53,7 +53,7 @@ def factors_of(module: torch.nn.Module, name: str) -> Factors | None:
         return None
     if not torch.compiler.is_compiling() and _skip_check(type(entry)) and torch.is_grad_enabled():
         # A checkpoint that recomputes this call has to save the same tensors again.
-        for each in module.parametrizations.values():  # type: ignore[union-attr, operator]
+        for each in module.parametrizations.values():  # type: ignore[operator]
             each.original.moereg_is_checked = True
     return Factors(computed.original, entry.lhs, entry.rhs, float(entry.scaling))
 
