@@ -17,6 +17,11 @@ WHOLE: Final = "whole_training_h200.json"
 CURVE: Final = "training_curve_h200.json"
 _REFERENCE: Final = "grouped_mm-checkpoint"
 _NAMES: Final = {"grouped_mm": "PEFT on grouped_mm", "moereg": "PEFT on moereg", "moereg_4bit": "moereg, 4-bit experts"}
+_RECOMPUTED: Final = {
+    "checkpoint": "layers recomputed",
+    "selective": "all but the experts' products recomputed",
+    "": "nothing recomputed",
+}
 # Okabe and Ito's, which everyone can tell apart.
 _COLORS: Final = {"eager": "#000000", "grouped_mm": "#E69F00", "moereg": "#0072B2"}
 _LAST: Final = 20
@@ -24,8 +29,8 @@ _LAST: Final = 20
 
 
 def _name(side: str) -> str:
-    implementation, _, recomputed = side.partition("-")
-    return f"{_NAMES[implementation]}, {'layers recomputed' if recomputed else 'nothing recomputed'}"
+    implementation, _, recomputes = side.partition("-")
+    return f"{_NAMES[implementation]}, {_RECOMPUTED[recomputes]}"
 
 
 def whole_training_table(record: Mapping[str, Any] | None = None) -> str:

@@ -51,7 +51,7 @@ EARLY: Final = 10
 """Steps whose losses are compared one by one."""
 
 BOUNDS: Final = {"early": 0.01, "last": 0.05}
-"""Of the relative distance from eager's."""
+"""For the relative distance from eager's."""
 
 _SMALL: Final = {
     "model_type": "qwen3_moe",

@@ -16,8 +16,9 @@ Each side runs in a process of its own, from the same weights, adapters and toke
 - `moereg_4bit`: the experts' weights are quantized, layer by layer, and adapters train above them in a `MoELayer`; PEFT
   has the attention's.
 
-`-checkpoint` recomputes each decoder layer in the backward pass. Where memory runs out, that is the outcome. Peak
-memory is that of the steps after the first.
+`-checkpoint` recomputes each decoder layer in the backward pass. `-selective` does so too, but keeps the results of the
+experts' matrix products, for moereg those of its operator. Where memory runs out, that is the outcome. Peak memory is
+that of the steps after the first.
 
 The first side of the list is the reference. Of the first step, the loss of each token and a sample of the gradients of
 every factor are compared with the reference's: `losses` is the norm of the losses' difference over that of the
@@ -31,6 +32,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -45,6 +47,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import moereg
 from benches.training_page import whole_training_table
@@ -73,21 +76,24 @@ class Side:
     Attributes:
         implementation: Of transformers' experts.
         quantizes: Whether the experts' weights are quantized; a `MoELayer` then computes them.
-        checkpoints: Whether each decoder layer is recomputed in the backward pass.
+        recomputes: `checkpoint` for each decoder layer in the backward pass, `selective` for all but the experts'
+            matrix products, or nothing.
     """
 
     implementation: str
     quantizes: bool = False
-    checkpoints: bool = True
+    recomputes: str = "checkpoint"
 
 
 SIDES: Final[Mapping[str, Side]] = {
     "grouped_mm-checkpoint": Side("grouped_mm"),
     "moereg-checkpoint": Side("moereg"),
-    "moereg": Side("moereg", checkpoints=False),
+    "moereg-selective": Side("moereg", recomputes="selective"),
     "moereg_4bit-checkpoint": Side("moereg", quantizes=True),
-    "grouped_mm": Side("grouped_mm", checkpoints=False),
-    "moereg_4bit": Side("moereg", quantizes=True, checkpoints=False),
+    "grouped_mm-selective": Side("grouped_mm", recomputes="selective"),
+    "moereg_4bit-selective": Side("moereg", quantizes=True, recomputes="selective"),
+    "moereg": Side("moereg", recomputes=""),
+    "grouped_mm": Side("grouped_mm", recomputes=""),
 }
 
 
@@ -165,8 +171,12 @@ def build(side: Side, device: torch.device, options: argparse.Namespace) -> Any:
         if side.quantizes:
             for name in ("w13_a", "w13_b", "w2_a", "w2_b"):
                 layer.mlp.experts.layer.get_parameter(name).requires_grad_(True)
-    if side.checkpoints:
-        adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if side.recomputes:
+        how: dict[str, Any] = {"use_reentrant": False}
+        if side.recomputes == "selective":
+            kept = [torch.ops.moereg.moe_train.default, torch.ops.aten._grouped_mm.default]
+            how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
+        adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
     return adapted.train()
 
 
@@ -220,7 +230,7 @@ def token_losses(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(causal.lm_head(rows).float(), targets, reduction="none")
 
     parts = zip(hidden_states.split(_CHUNK), tokens[:, 1:].flatten().split(_CHUNK), strict=True)
-    return torch.cat([torch.utils.checkpoint.checkpoint(part, *each, use_reentrant=False) for each in parts])
+    return torch.cat([checkpoint(part, *each, use_reentrant=False) for each in parts])
 
 
 def training_backend(experts: Any) -> str:

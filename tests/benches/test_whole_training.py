@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
 from benches.h200 import whole_training
 from benches.training_page import whole_training_table
+from benches.whole_model.models import MODELS
 
 OPTIONS = [
     "--model",
@@ -65,8 +67,22 @@ def test_a_side_with_the_same_weights_has_a_bound(shift: float, quantizes: bool,
     assert whole_training.compare([lacking, first_step({"side": "first"})], options) == []
 
 
+class Calls(TorchDispatchMode):
+    """Operators that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made.append(func)
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.finetune
 class TestSides:
+    """All of them on a CPU."""
+
     @pytest.fixture(autouse=True)
     def _here(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("peft", reason="peft is not installed; make test-finetune installs it")
@@ -81,9 +97,10 @@ class TestSides:
         rows = {row["side"]: row for row in record["rows"]}
         assert list(rows) == list(whole_training.SIDES)
         assert {row.get("backend") for row in rows.values()} == {None, "torch"}
-        assert rows["moereg_4bit"]["losses"] == rows["moereg"]["losses"] == rows["moereg-checkpoint"]["losses"]
-        assert rows["moereg_4bit"]["trained"] == rows["grouped_mm"]["trained"]
-        assert rows["moereg_4bit"]["model_bytes"] < rows["moereg"]["model_bytes"]
+        of_ours = {tuple(row["losses"]) for row in rows.values() if row["implementation"] == "moereg"}
+        assert len(of_ours) == 1
+        assert len({row["trained"] for row in rows.values()}) == 1
+        assert rows["moereg_4bit-checkpoint"]["model_bytes"] < rows["moereg"]["model_bytes"]
         for row in rows.values():
             assert row["losses"][2] < row["losses"][0]
             assert row["tokens_per_s"] == pytest.approx(4 * 16 / row["ms"] * 1e3)
@@ -91,7 +108,28 @@ class TestSides:
         assert 0 < rows["moereg"]["difference"]["losses"] < 0.5 * whole_training.BOUND
         assert all(0 < each < 0.5 * whole_training.BOUND for each in rows["moereg"]["difference"]["gradients"].values())
         assert len(rows["moereg"]["difference"]["gradients"]) == 12
-        assert "| moereg, 4-bit experts, nothing recomputed |" in capsys.readouterr().out
+        assert "| moereg, 4-bit experts, layers recomputed |" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("implementation", "product", "a_layer"),
+        [
+            ("grouped_mm", torch.ops.aten._grouped_mm.default, 2),
+            ("moereg", torch.ops.moereg.moe_train.default, 1),
+            ("moereg_4bit", torch.ops.moereg.moe_train.default, 1),
+        ],
+    )
+    def test_selective_sides_compute_each_product_once(self, implementation: str, product: Any, a_layer: int) -> None:
+        options = whole_training._parser().parse_args(OPTIONS)
+        options.sides = [""]  # The reference also computes the control.
+        found = {}
+        for name, side in whole_training.SIDES.items():
+            if name.partition("-")[0] == implementation:
+                with Calls() as calls:
+                    whole_training.measure(name, options)
+                found[side.recomputes] = calls.made.count(product)
+        num_layers = MODELS["tiny"].config["num_hidden_layers"]
+        assert found["checkpoint"] == found["selective"] + a_layer * num_layers * options.steps
+        assert found.get("", found["selective"]) == found["selective"] > 0
 
     def test_a_side_with_other_adapters_fails(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
