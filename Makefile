@@ -75,7 +75,7 @@ test-machines: $(VENV)/.test-stamp
 	env -u ATEN_CPU_CAPABILITY -u ONEDNN_MAX_CPU_ISA OMP_NUM_THREADS=1 $(ON_CPUS) $(CPU_TESTS) $(CPU_KIT) --vnni -p randomly --randomly-dont-reset-seed
 
 test-finetune: $(VENV)/.finetune-stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m finetune tests/integrations $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m finetune tests/integrations tests/benches $(PYTEST_ARGS)
 
 test-peers: $(VENV)/.peers-stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'peers and not gpu' $(PYTEST_ARGS)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from benches import cpu_page, pictures, results_page, serving_page, which_backend
+from benches import cpu_page, pictures, results_page, serving_page, training_page, which_backend
 from benches.board import page as board
 from benches.board import peers
 from benches.board import rows as board_rows
@@ -29,6 +29,7 @@ PICTURE = DOCS / "h200.svg"
 SCALE_PICTURE = DOCS / "scale.svg"
 BOARD_PICTURE = DOCS / "board_h200.svg"
 WHOLE_MODELS_PICTURE = DOCS / "whole_models.svg"
+CURVE_PICTURE = DOCS / "training_curve.svg"
 
 TABLES: Final[Mapping[str, Callable[[], str]]] = {
     **results_page.TABLES,
@@ -39,6 +40,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     **scale.TABLES,
     **whole_models.TABLES,
     **serving_page.TABLES,
+    **training_page.TABLES,
 }
 
 _TABLE: Final = re.compile(r"<!-- table (\w+) -->.*?<!-- end -->", re.DOTALL)
@@ -97,6 +99,8 @@ def main() -> int:
         pictures.draw_board(board_rows.rows_of("h200"), BOARD_PICTURE)
     with contextlib.suppress(FileNotFoundError):
         whole_models.draw_whole_models(WHOLE_MODELS_PICTURE, whole_models.records())
+    with contextlib.suppress(FileNotFoundError):
+        training_page.draw_training_curve(CURVE_PICTURE, training_page.load_curve())
     return 0
 
 

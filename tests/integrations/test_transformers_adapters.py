@@ -38,8 +38,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return kernel_steps(monkeypatch)
 
 
-class _LoraFactorsProxy(torch.nn.Module):
-    """Has the name and the attributes of PEFT's."""
+class Proxy(torch.nn.Module):
+    """Has the attributes of PEFT's."""
 
     def __init__(self, lhs: torch.Tensor, rhs: torch.Tensor, scaling: float) -> None:
         super().__init__()
@@ -49,11 +49,15 @@ class _LoraFactorsProxy(torch.nn.Module):
         return torch.baddbmm(weight, self.lhs, self.rhs, alpha=self.scaling)
 
 
-class _LoraParameterProxy(_LoraFactorsProxy):
+class _LoraFactorsProxy(Proxy):
+    """Has the name of PEFT's, too."""
+
+
+class _LoraParameterProxy(Proxy):
     """Likewise, of a product."""
 
 
-class Another(_LoraFactorsProxy):
+class Another(Proxy):
     """Has a name that nobody knows."""
 
 
@@ -204,6 +208,30 @@ def test_checkpointed_layers_have_the_same_gradients(how: Any, steps: list[str])
         each.enable_input_require_grads()
     assert same(gradients(model), gradients(plain))
     assert steps.count("forward") == 4
+
+
+def test_the_first_call_of_all_may_be_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes weights for torch's check, and so has its recomputation; later layers compute none."""
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(__version__="0.21.2"))
+    computed: list[torch.Tensor] = []
+
+    class Unknown(Proxy):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            computed.append(weight)
+            return super().forward(weight)
+
+    Unknown.__name__ = "_LoraFactorsProxy"
+    monkeypatch.setattr(Likeness, "kind", Unknown)
+    model, plain = pair(like_peft)
+    for each in (model, plain):
+        each.train()
+        each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        each.enable_input_require_grads()
+    found = gradients(model)
+    first, _ = (layer.mlp.experts.base_layer for layer in model.model.layers)
+    assert len(computed) == 2 * len(BOTH)
+    assert {id(each) for each in computed} == {id(getattr(first, name)) for name in BOTH}
+    assert same(found, gradients(plain))
 
 
 def test_products_that_are_written_into_the_weights_are_seen(steps: list[str]) -> None:

@@ -51,8 +51,10 @@ def factors_of(module: torch.nn.Module, name: str) -> Factors | None:
     entry = computed[0]
     if len(computed) > 1 or type(entry).__name__ != _FACTORS or not {"lhs", "rhs", "scaling"} <= vars(entry).keys():
         return None
-    if not torch.compiler.is_compiling():
-        _skip_check(type(entry))
+    if not torch.compiler.is_compiling() and _skip_check(type(entry)) and torch.is_grad_enabled():
+        # A checkpoint that recomputes this call has to save the same tensors again.
+        for each in module.parametrizations.values():  # type: ignore[operator]
+            each.original.moereg_is_checked = True
     return Factors(computed.original, entry.lhs, entry.rhs, float(entry.scaling))
 
 
@@ -97,14 +99,17 @@ def _reason(module: torch.nn.Module, name: str) -> str:
     return f"{' and '.join(kinds)} computes {name}, which is not one adapter of PEFT's LoRA"
 
 
-def _skip_check(kind: Any) -> None:
+def _skip_check(kind: Any) -> bool:
     """Lets torch's check of a parametrization, PEFT's first use of each one, compare a tensor on meta.
 
     Otherwise each call computes all weights of the layer once, and drops them.
+
+    Returns:
+        Whether checks of the running call have computed weights, and those of later calls do not.
     """
     version = getattr(sys.modules.get("peft"), "__version__", "")
     if hasattr(kind.forward, "_is_moereg") or version not in _COMPUTES_TO_CHECK:
-        return
+        return False
     begin, compute = kind.__init__, kind.forward
 
     @functools.wraps(begin)
@@ -114,7 +119,8 @@ def _skip_check(kind: Any) -> None:
 
     @functools.wraps(compute)
     def forward(self: Any, weight: torch.Tensor) -> Any:
-        if vars(self).pop("_moereg_is_new", False) and type(weight) in (torch.Tensor, torch.nn.Parameter):
+        is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and not hasattr(weight, "moereg_is_checked")
+        if vars(self).pop("_moereg_is_new", False) and is_plain:
             return torch.empty_like(weight, device="meta")
         return compute(self, weight)
 
@@ -122,3 +128,4 @@ def _skip_check(kind: Any) -> None:
     # In this order: until it is marked as new, a proxy of another thread computes.
     kind.forward = forward
     kind.__init__ = __init__
+    return True

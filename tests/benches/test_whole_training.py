@@ -1,0 +1,198 @@
+"""The bench of a whole model's LoRA step: sides agree on a CPU, what is wrong is named, and the page."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers")
+
+from benches.h200 import whole_training
+from benches.training_page import whole_training_table
+from benches.whole_model.models import MODELS
+
+OPTIONS = [
+    "--model",
+    "tiny",
+    "--device",
+    "cpu",
+    "--length",
+    "16",
+    "--rank",
+    "2",
+    "--scheme",
+    "int4_w4a16_g32",
+    "--steps",
+    "3",
+    "--warmup",
+    "1",
+    "--lr",
+    "1e-3",
+]
+
+
+def first_step(row: dict[str, Any], shift: float = 0.0) -> dict[str, Any]:
+    """What a side gives."""
+    found = {"token_losses": torch.tensor([4.0, 5.0 + shift]), "gradients": {"q_proj A": torch.tensor([1.0, 2.0])}}
+    return {"row": {"ms": 1.0, "quantizes": False, **row}, "control": torch.tensor([4.0, 6.0]), **found}
+
+
+@pytest.mark.parametrize(
+    ("shift", "quantizes", "rounded", "is_wrong"),
+    [
+        (0.2, False, False, False),
+        (0.3, False, False, True),
+        (float("nan"), False, False, True),
+        (0.3, True, False, False),
+        (0.3, True, True, True),
+    ],
+)
+def test_a_side_with_the_same_weights_has_a_bound(shift: float, quantizes: bool, rounded: bool, is_wrong: bool) -> None:
+    options = whole_training._parser().parse_args(["--rounded"] if rounded else [])
+    other = first_step({"side": "other", "quantizes": quantizes}, shift)
+    wrong = whole_training.compare([first_step({"side": "first"}), other], options)
+    assert other["row"]["difference"]["losses"] == pytest.approx(shift, nan_ok=True)
+    assert wrong == ([f"other differs by {shift:.2f} from first"] if is_wrong else [])
+    gradients = first_step({"side": "other"})
+    gradients["gradients"] = {"q_proj A": torch.tensor([2.0, 1.0])}
+    assert whole_training.compare([first_step({"side": "first"}), gradients], options) == [
+        "other differs by 0.63 from first"
+    ]
+    lacking = {"row": {"side": "lacking", "outcome": "out of memory"}}
+    assert whole_training.compare([lacking, first_step({"side": "first"})], options) == []
+
+
+class Calls(TorchDispatchMode):
+    """Operators that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.made.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.finetune
+class TestSides:
+    """All of them on a CPU."""
+
+    @pytest.fixture(autouse=True)
+    def _here(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pytest.importorskip("peft", reason="peft is not installed; make test-finetune installs it")
+        monkeypatch.setattr(
+            whole_training, "_in_process", lambda name, options, folder: whole_training.measure(name, options)
+        )
+
+    def test_all_sides_train_the_same_model(self, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file = tmp_path / "whole.json"
+        assert whole_training.main([*OPTIONS, "--rounded", "--json", str(file)]) == 0
+        record = json.loads(file.read_text(encoding="utf-8"))
+        rows = {row["side"]: row for row in record["rows"]}
+        assert list(rows) == list(whole_training.SIDES)
+        assert {row.get("backend") for row in rows.values()} == {None, "torch"}
+        of_ours = {tuple(row["losses"]) for row in rows.values() if row["implementation"] == "moereg"}
+        assert len(of_ours) == 1
+        assert len({row["trained"] for row in rows.values()}) == 1
+        assert rows["moereg_4bit-checkpoint"]["model_bytes"] < rows["moereg"]["model_bytes"]
+        for row in rows.values():
+            assert row["losses"][2] < row["losses"][0]
+            assert row["tokens_per_s"] == pytest.approx(4 * 16 / row["ms"] * 1e3)
+        # The bound can fail: experts count, and so does each gradient.
+        assert 0 < rows["moereg"]["difference"]["losses"] < 0.5 * whole_training.BOUND
+        assert all(0 < each < 0.5 * whole_training.BOUND for each in rows["moereg"]["difference"]["gradients"].values())
+        assert len(rows["moereg"]["difference"]["gradients"]) == 12
+        assert "| moereg, 4-bit experts, layers recomputed |" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("implementation", "product", "a_layer"),
+        [
+            ("grouped_mm", torch.ops.aten._grouped_mm.default, 2),
+            ("moereg", torch.ops.moereg.moe_train.default, 1),
+            ("moereg_4bit", torch.ops.moereg.moe_train.default, 1),
+        ],
+    )
+    def test_selective_sides_compute_each_product_once(self, implementation: str, product: Any, a_layer: int) -> None:
+        options = whole_training._parser().parse_args(OPTIONS)
+        options.sides = [""]  # The reference also computes the control.
+        found = {}
+        for name, side in whole_training.SIDES.items():
+            if name.partition("-")[0] == implementation:
+                with Calls() as calls:
+                    whole_training.measure(name, options)
+                found[side.recomputes] = calls.made.count(product)
+        num_layers = MODELS["tiny"].config["num_hidden_layers"]
+        assert found["checkpoint"] == found["selective"] + a_layer * num_layers * options.steps
+        assert found.get("", found["selective"]) == found["selective"] > 0
+
+    def test_a_side_with_other_adapters_fails(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        measure = whole_training.measure
+
+        def other(name: str, options: Any, folder: pathlib.Path) -> dict[str, Any]:
+            with monkeypatch.context() as planted:
+                if name == "moereg":
+                    of = whole_training.factors_of
+                    planted.setattr(
+                        whole_training,
+                        "factors_of",
+                        lambda model, **keywords: {
+                            name: whole_training.Factors(a, b.roll(1, 1) if keywords else b)
+                            for name, (a, b) in of(model, **keywords).items()
+                        },
+                    )
+                return measure(name, options)
+
+        monkeypatch.setattr(whole_training, "_in_process", other)
+        sides = ["--sides", "grouped_mm-checkpoint", "moereg"]
+        assert whole_training.main([*OPTIONS, *sides]) == 1
+        assert "moereg differs by" in capsys.readouterr().err
+
+    def test_a_side_without_memory_is_an_outcome(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def lacking(*_: Any) -> None:
+            raise torch.OutOfMemoryError("no room")
+
+        monkeypatch.setattr(whole_training, "_train", lacking)
+        assert whole_training.main([*OPTIONS, "--sides", "grouped_mm"]) == 0
+        assert "| PEFT on grouped_mm, nothing recomputed | out of memory |" in capsys.readouterr().out
+
+
+def test_the_page_has_each_sides_speed_and_memory() -> None:
+    def row(side: str, ms: float) -> dict[str, Any]:
+        difference = {"losses": 0.02, "gradients": {"q_proj A": 0.01, "down_proj B": 0.05}}
+        found = {"side": side, "ms": ms, "tokens_per_s": 16384e3 / ms, "peak_bytes": 88e9, "difference": difference}
+        return {**found, "losses": [12.0, 11.5, 11.25, 11.0]}
+
+    record = {
+        "model": "qwen3-30b-a3b",
+        "layers": 48,
+        "sequences": 4,
+        "length": 4096,
+        "rank": 16,
+        "device": "NVIDIA H200",
+        "versions": {"torch": "2.11.0"},
+        "commit": "0123456789abcdef",
+        "date": "2026-11-28",
+        "rows": [
+            row("grouped_mm-checkpoint", 2000.0),
+            row("moereg", 800.0),
+            {"side": "grouped_mm", "outcome": "out of memory"},
+        ],
+    }
+    _, _, first, second, third, _, where = whole_training_table(record).splitlines()
+    assert first.startswith("| PEFT on grouped_mm, layers recomputed | 8,192 | 2,000 | 1.00x | 88.0 GB | 12.0000 ")
+    assert second == (
+        "| PEFT on moereg, nothing recomputed | 20,480 | 800 | 2.50x | 88.0 GB | 12.0000 11.5000 11.2500 11.0000 "
+        "| 0.020 | 0.050 |"
+    )
+    assert third.startswith("| PEFT on grouped_mm, nothing recomputed | out of memory |")
+    assert where.startswith("qwen3-30b-a3b, 48 layers, 4 x 4,096 tokens a step, rank 16; NVIDIA H200, torch 2.11.0")
