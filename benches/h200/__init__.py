@@ -9,6 +9,7 @@
 | `full_size` | errors, replays and memory of every backend at full size |
 | `training` | training steps beside grouped_mm under autograd, and the error of every gradient |
 | `quack_backward` | QuACK's four products of a backward pass, each checked before it is timed |
+| `sonic_moe` | training steps beside SonicMoE's, which has a process of its own |
 
 What they share: `precompile` compiles kernels on all cores before anything is timed, `candidates` times launch
 configurations beside each other, `quant_configs` lists those of quantized layers, and `leave_one_out` draws the

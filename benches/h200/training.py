@@ -195,13 +195,13 @@ class Training:
         for what in STEPS:
             for number in range(ROUNDS + 1):
                 for name in self.layers:
-                    taken = _timed(lambda name=name, what=what: self.step(name, what))
+                    taken = timed(lambda name=name, what=what: self.step(name, what))
                     # The first compiles.
                     found[name][what] += [taken] if number else []
         return {name: {what: statistics.median(times) for what, times in row.items()} for name, row in found.items()}
 
 
-def _timed(step: Callable[[], None]) -> float:
+def timed(step: Callable[[], None]) -> float:
     """Milliseconds of one step out of `REPEATS`."""
     if not torch.cuda.is_available():
         start = time.perf_counter()
