@@ -13,10 +13,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from moereg.backends._triton.training_products import fits_hopper, hopper_guard
 from moereg.backends.triton_moe import TritonTrainingExperts
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs, Gradients
 from moereg.numerics.gradients import reference_gradients
+from moereg.kernels.sizes import GUARD_ROWS
 from moereg.platforms import Platform
 from moereg.spec.problem import GRADIENTS, MoEProblem
 from moereg.testing.inputs import make_adapters, make_grad_out, make_inputs, make_weights
@@ -80,6 +82,57 @@ def test_many_rows() -> None:
     truth = reference_gradients(run.problem, run.weights, *run.call.call, run.grad_out, None, run.adapters)
     for comparison in truth.compare(run.backward(saved)):
         assert comparison.error <= comparison.bound, comparison
+
+
+def test_rows_behind_a_guard() -> None:
+    """Sizes that Hopper's tensor maps cannot describe, in a call of so many rows that they would be asked."""
+    run = Run(problem_of(num_experts=1, top_k=1, hidden_size=36, intermediate_size=20), GUARD_ROWS)
+    _, saved = run.forward()
+    assert len(saved["pre"]) == 2 * GUARD_ROWS
+    assert saved["pre"][:GUARD_ROWS].isnan().all()
+    truth = reference_gradients(run.problem, run.weights, *run.call.call, run.grad_out, None, run.adapters)
+    for comparison in truth.compare(run.backward(saved)):
+        assert comparison.error <= comparison.bound, comparison
+
+
+@pytest.mark.parametrize(
+    ("num_routes", "rows_per_expert", "dtype", "guard"),
+    [
+        (GUARD_ROWS, 97.0, torch.bfloat16, GUARD_ROWS),
+        (GUARD_ROWS - 1, 97.0, torch.float16, 0),
+        (4096, 96.0, torch.bfloat16, 0),
+        (4096, 512.0, torch.float32, 0),
+    ],
+)
+def test_hopper_rows(num_routes: int, rows_per_expert: float, dtype: torch.dtype, guard: int) -> None:
+    assert hopper_guard(num_routes, rows_per_expert, dtype) == guard
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+TENSORS_FOR_HOPPER: Final[dict[str, tuple[dict[str, Any], bool]]] = {
+    "all": ({}, True),
+    "tokens of a wider tensor": ({"tokens": zeros(9, 48)[:, :40]}, True),
+    "low tiles": ({"block_m": 64}, False),
+    "an address": ({"tokens": zeros(9 * 40 + 4)[4:].view(9, 40)}, False),
+    "tokens 44 apart": ({"tokens": zeros(9, 44)[:, :40]}, False),
+    "36 columns": ({"tokens": zeros(9, 40)[:, :36]}, False),
+    "weights with gaps": ({"weight": zeros(4, 24, 40)[::2]}, False),
+    "weights of 20 columns": ({"weight": zeros(2, 40, 20)}, False),
+    "a rank of 4": ({"adapter": zeros(2, 4, 40)}, False),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS_FOR_HOPPER)
+def test_tensors_for_hopper(name: str) -> None:
+    """What tensor maps and copies of 16 bytes can describe."""
+    changes, fits = TENSORS_FOR_HOPPER[name]
+    usual = {"block_m": 128, "tokens": zeros(9, 40), "weight": zeros(2, 24, 40), "adapter": zeros(2, 8, 40)}
+    given: dict[str, Any] = {**usual, **changes}
+    sides = (given["weight"], None), (given["adapter"], None)
+    assert fits_hopper(given["block_m"], given["tokens"], *sides) == fits
 
 
 def test_a_pass_that_saves_has_the_output_of_one_that_does_not() -> None:

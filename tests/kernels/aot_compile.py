@@ -298,13 +298,16 @@ TRAINED: dict[str, tuple[int, int, int, int, int, dict[str, Any]]] = {
 }
 
 
-def launch_trained(case: str, shared_bytes: int) -> None:
-    """A forward pass that saves, and all gradients, once overwritten and once added to."""
+def launch_trained(case: str, shared_bytes: int, platform: str = "cuda:sm80") -> None:
+    """A forward pass that saves, and all gradients, once overwritten and once added to.
+
+    On a platform that is not Hopper's, so that the portable kernels are launched, whichever the target is.
+    """
     tokens, experts, top_k, hidden, intermediate, keywords = TRAINED[case]
     sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": intermediate, "top_k": top_k}
     names = ("hidden_states", "topk_weights", "adapters" if "adapter_rank" in keywords else "weights")
     problem = MoEProblem(**sizes, gradients=names, **keywords)
-    layer = triton_moe.TritonTrainingExperts(problem, Platform.from_name("cuda:sm90"))
+    layer = triton_moe.TritonTrainingExperts(problem, Platform.from_name(platform))
     weights = list(empty_weights(layer))[-1]
 
     def empty(*shape: int, of: torch.dtype = problem.torch_dtype) -> torch.Tensor:

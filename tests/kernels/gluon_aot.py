@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from moereg.dispatch import select_backend
-from moereg.kernels.launch.ahead import Target, Variant, become
+from moereg.kernels.launch.ahead import Launches, Target, Variant, become
 from moereg.layer.backend_calls import make_experts
 from moereg.layer.warm_up.dummy import DummyLayer, empty_weights
 from moereg.spec.problem import MoEProblem
-from tests.kernels.aot_compile import cubin_usage
+from tests.kernels.aot_compile import cubin_usage, launch_trained
 
 QWEN = {"num_experts": 64, "top_k": 8, "hidden_size": 2048, "intermediate_size": 768}
 SHARD = {**QWEN, "intermediate_size": 256}
@@ -41,11 +41,25 @@ LAYERS: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...] = (
 )
 
 
-def products(layers: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...]) -> Iterator[tuple[str, Variant]]:
+# Of `aot_compile.TRAINED`: with biases, not gated, with an adapter's step.
+TRAINED = ("trained_gpt_oss", "trained_not_gated", "trained_adapters")
+
+
+def trained(launches: Launches) -> Iterator[tuple[str, Variant]]:
+    """Hopper's products of a training step, each variant once."""
+    for case in TRAINED:
+        launch_trained(case, 0, "cuda:sm90")
+        hopper = {variant.digest: variant for variant in launches.take() if ".hopper." in variant.name}
+        for number, variant in enumerate(hopper.values()):
+            if "clear" not in variant.name:
+                yield f"{case} {number}", variant
+
+
+def products(
+    launches: Launches, layers: tuple[tuple[str, dict[str, Any], tuple[int, ...]], ...]
+) -> Iterator[tuple[str, Variant]]:
     """The products on Hopper of every layer and number of tokens, each variant once."""
-    target, seen = Target.of("cuda", "sm90"), set()
-    assert target is not None
-    launches = become(target)
+    seen = set()
     for scheme, facts, counts in layers:
         selection = select_backend(MoEProblem(**facts, quant=scheme), platform="cuda:sm90", require="triton")
         assert selection.winner is not None
@@ -79,5 +93,8 @@ def describe(name: str, variant: Variant) -> dict[str, Any]:
 
 if __name__ == "__main__":
     # A launch of what is compiled already asks for no variant, so all are asked for first.
-    for found in list(products(LAYERS)):
+    target = Target.of("cuda", "sm90")
+    assert target is not None
+    asked = become(target)
+    for found in [*products(asked, LAYERS), *trained(asked)]:
         print(json.dumps(describe(*found)), flush=True)

@@ -131,7 +131,7 @@ MAX_REGISTERS_OF_ROWS, MAX_REGISTERS_OF_BATCHED_ROWS = 96, 99
 RESTORES_FP8_IN_LOW_TILES = ("sm_90", "sm_100")
 
 # Products that the layers of `gluon_aot` launch: fewer would be a rule that none of them takes.
-NUM_GLUON_KERNELS = 42
+NUM_GLUON_KERNELS = 58
 
 LARGE = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
 
