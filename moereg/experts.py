@@ -278,8 +278,8 @@ class Experts(abc.ABC):
         """Shapes and dtypes, by name, of the tensors that a forward pass keeps for the backward pass.
 
         Inputs and weights are kept anyway. There is room for the rows before the activation, [N,2I] or without a gate
-        [N,I] in the problem's dtype, for two rows [N,R] of the problem's `adapter_rank`, and for the order of routes:
-        24 bytes a route and 32 an expert.
+        [N,I] in the problem's dtype, for two rows [N,R] of the problem's `adapter_rank`, for as many rows again up to
+        `GUARD_ROWS`, and for the order of routes: 24 bytes a route and 32 an expert.
         """
         raise NotImplementedError(f"{type(self).__name__} computes no gradients")
 

@@ -17,8 +17,8 @@ from moereg.backends._triton.training_products import fits_hopper, hopper_guard
 from moereg.backends.triton_moe import TritonTrainingExperts
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs, Gradients
-from moereg.numerics.gradients import reference_gradients
 from moereg.kernels.sizes import GUARD_ROWS
+from moereg.numerics.gradients import reference_gradients
 from moereg.platforms import Platform
 from moereg.spec.problem import GRADIENTS, MoEProblem
 from moereg.testing.inputs import make_adapters, make_grad_out, make_inputs, make_weights
