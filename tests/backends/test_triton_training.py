@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from moereg.backends._triton import training
 from moereg.backends._triton.training_products import fits_hopper, hopper_guard
 from moereg.backends.triton_moe import TritonTrainingExperts
 from moereg.dispatch import select_backend
@@ -123,6 +124,20 @@ TENSORS_FOR_HOPPER: Final[dict[str, tuple[dict[str, Any], bool]]] = {
     "weights of 20 columns": ({"weight": zeros(2, 40, 20)}, False),
     "a rank of 4": ({"adapter": zeros(2, 4, 40)}, False),
 }
+
+
+def test_a_pass_asks_about_all_tokens_that_it_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights' gradients gather the layer's inputs again, which may lie elsewhere than the output's gradient."""
+    asked: list[int] = []
+
+    def declines(_block_m: int, tokens: torch.Tensor, *_others: Any) -> bool:
+        asked.append(tokens.data_ptr())
+        return tokens is not run.inputs.hidden_states
+
+    monkeypatch.setattr(training, "fits_hopper", declines)
+    run = Run(problem_of(num_experts=1, top_k=1, hidden_size=36, intermediate_size=20, adapter_rank=8), GUARD_ROWS)
+    run.backward(run.forward()[1], "w13")
+    assert run.inputs.hidden_states.data_ptr() in asked[1:], asked
 
 
 @pytest.mark.parametrize("name", TENSORS_FOR_HOPPER)

@@ -103,7 +103,7 @@ class Training(TrainingImplementation):
         problem, inputs, weights = self.problem, call.inputs, call.weights
         configs, num_tokens = self._configs(call), len(inputs.topk_ids)
         counts = problem.num_experts, problem.num_local_experts
-        on_hopper = self._fits_hopper(call, configs, inputs.hidden_states, pre)
+        on_hopper = self._fits_hopper(call, configs, (inputs.hidden_states,), pre)
         heavy_first = self._heavy_first(call) if on_hopper else False
         sorting = inputs.topk_ids, inputs.expert_map, *counts, configs.block_m, plan_words
         plan = sort_routes(*sorting, heavy_first=heavy_first)
@@ -154,7 +154,7 @@ class Training(TrainingImplementation):
         rows, w13_low, w2_low, w2_low_grad, partials, counters = cut(second, *pieces)
         products: Products
         products = portable = Portable(plan, configs, self._guard(num_tokens))
-        if self._fits_hopper(call, configs, grad_out, saved["pre"]):
+        if self._fits_hopper(call, configs, (grad_out, inputs.hidden_states), saved["pre"]):
             clear(counters)
             products = Hopper(plan, counters, portable)
         partials = partials[: products.num_partials(problem.intermediate_size)]
@@ -226,18 +226,18 @@ class Training(TrainingImplementation):
         return route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, MIN_TRAINING_BLOCK_M)
 
     def _fits_hopper(
-        self, call: Call, configs: TrainingConfigs, tokens: torch.Tensor, pre: torch.Tensor | None
+        self, call: Call, configs: TrainingConfigs, tokens: tuple[torch.Tensor, ...], pre: torch.Tensor | None
     ) -> bool:
-        """Whether a pass that gathers these tokens takes Hopper's products."""
+        """Whether a pass that gathers rows of these tokens takes Hopper's products."""
         if not self._guard(len(call.inputs.topk_ids)):
             return False
         inputs, weights = call.inputs, call.weights
         contiguous = weights["w13"], weights["w2"], weights.get("w13_bias"), weights.get("w2_bias"), pre
         adapters = tuple(getattr(inputs.adapters, name, None) for name in ADAPTER_TENSORS)
-        return (
-            # Low-rank rows of a narrower adapter are as far apart as those of the widest.
-            self.problem.adapter_rank % 8 == 0 and fits_hopper(configs.block_m, tokens, contiguous, adapters)
-        )
+        # Low-rank rows of a narrower adapter are as far apart as those of the widest.
+        if inputs.adapters is not None and self.problem.adapter_rank % 8:
+            return False
+        return all(fits_hopper(configs.block_m, one, contiguous, adapters) for one in tokens)
 
     def _heavy_first(self, call: Call) -> int:
         """In which order tiles are fastest, as in inference."""
@@ -274,7 +274,8 @@ class Training(TrainingImplementation):
     def _partials(self, num_tokens: int) -> Piece:
         """As for the narrowest tile, so that more tokens never need less."""
         problem = self.problem
-        num_partials = max_partials(problem.intermediate_size, MIN_DOWN_INPUT_BLOCK_N)
+        on_hopper = self._guard(num_tokens) > 0
+        num_partials = max_partials(problem.intermediate_size, MIN_DOWN_INPUT_BLOCK_N, on_hopper)
         return Piece((num_partials, num_tokens * problem.top_k), torch.float32)
 
     def _numel(self, *pieces: Piece) -> tuple[int]:

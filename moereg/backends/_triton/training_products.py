@@ -247,9 +247,9 @@ class Hopper(NamedTuple):
         training_weights.weight_gradients(*given, top_k=named["top_k"], gathers="left")
 
 
-def max_partials(width: int, block_n: int) -> int:
-    """Most partial sums of a row that either kernel writes; `block_n` is the portable one's narrowest tile."""
-    return max(products.num_partials(width, block_n), training_gemm.num_partials(width, _HOPPER))
+def max_partials(width: int, block_n: int, on_hopper: bool) -> int:
+    """Most partial sums of a row that a call's kernel may write; `block_n` is the portable one's narrowest tile."""
+    return max(products.num_partials(width, block_n), training_gemm.num_partials(width, _HOPPER) if on_hopper else 0)
 
 
 def hopper_guard(num_routes: int, rows_per_expert: float, dtype: torch.dtype) -> int:

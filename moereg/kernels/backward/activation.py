@@ -58,7 +58,7 @@ def slopes(x, ACTIVATION: tl.constexpr, SHORT: tl.constexpr = False):
 
 @triton.jit
 def _short_sigmoid(x, ALPHA: tl.constexpr):
-    """`1 / (1 + exp(-ALPHA * x))` to within 4 ulp.
+    """`1 / (1 + exp(-ALPHA * x))` with a relative error below 1e-5.
 
     What is compiled of tl.exp and a division takes three times as many instructions, which scale numbers that cannot
     occur: the sum is at least 1, and a power of two that is too small for it counts as 0.

@@ -248,7 +248,7 @@ def routing_gradients(
 
     Args:
         grad: [T, K] fp32, contiguous: overwritten; zero for routes that add nothing.
-        partials: [tiles, N] fp32, contiguous, from `down_input_gradients`; added in order.
+        partials: [sums, N] fp32, contiguous, from `down_input_gradients` or Hopper's; added in order.
         grad_out: [T, H] bf16, fp16 or fp32, rows contiguous.
         plan: the sorted routes.
         bias: of the second product, [E, H], any float dtype, rows contiguous; None: no bias.
