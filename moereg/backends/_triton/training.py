@@ -19,7 +19,6 @@ from moereg.backends._triton.training_products import (
     NUM_COUNTERS,
     Hopper,
     Portable,
-    Products,
     fits_hopper,
     hopper_guard,
     max_partials,
@@ -107,9 +106,8 @@ class Training(TrainingImplementation):
         heavy_first = self._heavy_first(call) if on_hopper else False
         sorting = inputs.topk_ids, inputs.expert_map, *counts, configs.block_m, plan_words
         plan = sort_routes(*sorting, heavy_first=heavy_first)
-        portable = Portable(plan, configs, self._guard(num_tokens))
-        rows_of = portable.rows_of
-        products: Products = Hopper(plan, plan.tile_counters, portable) if on_hopper else portable
+        given = plan, configs, self._guard(num_tokens)
+        products = Hopper(*given, plan.tile_counters) if on_hopper else Portable(*given)
         act = cut(call.workspace13.view(torch.uint8), self._activation(num_tokens))[0]
         rows, w2_low, _ = cut(call.workspace2.view(torch.uint8), *self._results(num_tokens))
         epilogue = gate_up_epilogue(problem, weights)
@@ -119,10 +117,10 @@ class Training(TrainingImplementation):
             w13_part = w13_adapter.part(w13_low, inputs.hidden_states, plan, configs, problem.top_k)
         products.gate_up(act, pre, inputs.hidden_states, weights["w13"], epilogue, problem.top_k, w13_part)
         if w2_adapter is not None:
-            w2_part = w2_adapter.part(w2_low, rows_of(act), plan, configs)
+            w2_part = w2_adapter.part(w2_low, products.rows_of(act), plan, configs)
         # Weighted before they are rounded, as float16 needs it.
         products.down(rows, act, weights["w2"], inputs.topk_weights, weights.get("w2_bias"), w2_part)
-        reduce_sorted_rows(call.out, rows_of(rows), plan.route_row, None)
+        reduce_sorted_rows(call.out, products.rows_of(rows), plan.route_row, None)
 
     def run_backward(self, call: Call, grads: Gradients, saved: Mapping[str, torch.Tensor]) -> None:
         self._launch("backward", functools.partial(self._backward, call, grads, saved), call, saved, grads)
@@ -152,11 +150,10 @@ class Training(TrainingImplementation):
         low = self._low(num_tokens)
         pieces = self._rows(num_tokens), low, low, low, self._partials(num_tokens), _COUNTERS
         rows, w13_low, w2_low, w2_low_grad, partials, counters = cut(second, *pieces)
-        products: Products
-        products = portable = Portable(plan, configs, self._guard(num_tokens))
+        products = Portable(plan, configs, self._guard(num_tokens))
         if self._fits_hopper(call, configs, (grad_out, inputs.hidden_states), saved["pre"]):
             clear(counters)
-            products = Hopper(plan, counters, portable)
+            products = Hopper(plan, configs, products.guard, counters)
         partials = partials[: products.num_partials(problem.intermediate_size)]
         w13_adapter, w2_adapter = (_Adapter.of(inputs.adapters, name) for name in ("w13", "w2"))
         of_pre_grad = grads.hidden_states, grads.w13, grads.w13_bias, grads.w13_a, grads.w13_b
@@ -180,12 +177,12 @@ class Training(TrainingImplementation):
         if grads.topk_weights is not None:
             routing_gradients(grads.topk_weights, partials, grad_out, plan, bias=weights.get("w2_bias"))
         w13_part = None
-        sorted_pre_grad, sorted_act = portable.rows_of(pre_grad), portable.rows_of(act)
+        sorted_pre_grad, sorted_act = products.rows_of(pre_grad), products.rows_of(act)
         if w13_adapter is not None and needs_pre_grad:
             w13_part = w13_adapter.gradient_part(w13_low, sorted_pre_grad, plan, configs)
         if grads.hidden_states is not None:
             products.gate_up_input(rows, pre_grad, weights["w13"], w13_part)
-            reduce_sorted_rows(grads.hidden_states, portable.rows_of(rows), plan.route_row, None)
+            reduce_sorted_rows(grads.hidden_states, products.rows_of(rows), plan.route_row, None)
         named: dict[str, Any] = {"top_k": problem.top_k, "accumulate": grads.accumulate}
         if grads.w13 is not None:
             products.w13_gradients(grads.w13, pre_grad, inputs.hidden_states, **named)

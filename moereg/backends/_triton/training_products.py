@@ -6,7 +6,8 @@ Buffers of sorted rows have `guard` unused rows in front, where Hopper's clipped
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 
@@ -28,63 +29,9 @@ NUM_COUNTERS: Final = 4
 """Tile counters of a backward pass, one for each of its products."""
 
 
-class Products(Protocol):
-    """The products of a call, each over rows of one plan; see `kernels/backward` for what they write."""
-
-    def num_partials(self, width: int) -> int:
-        """Rows of `down_input`'s partial sums for I columns."""
-
-    def gate_up(
-        self,
-        act: torch.Tensor,
-        pre: torch.Tensor | None,
-        hidden_states: torch.Tensor,
-        w13: torch.Tensor,
-        epilogue: GateUpEpilogue,
-        top_k: int,
-        low_rank: LowRank | None,
-    ) -> None:
-        """Writes `act` [guard + N, I] and `pre` [guard + N, P]."""
-
-    def down(
-        self,
-        rows: torch.Tensor,
-        act: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        bias: torch.Tensor | None,
-        low_rank: LowRank | None,
-    ) -> None:
-        """Writes the weighted `rows` [guard + N, H]."""
-
-    def down_input(
-        self,
-        pre_grad: torch.Tensor | None,
-        act: torch.Tensor | None,
-        partials: torch.Tensor | None,
-        grad_out: torch.Tensor,
-        w2: torch.Tensor,
-        pre: torch.Tensor,
-        topk_weights: torch.Tensor,
-        activation: ActivationConstant,
-        low_rank: LowRank | None,
-    ) -> None:
-        """Writes `pre_grad` [guard + N, P], `act` [guard + N, I] and `partials`."""
-
-    def gate_up_input(
-        self, rows: torch.Tensor, pre_grad: torch.Tensor, w13: torch.Tensor, low_rank: LowRank | None
-    ) -> None:
-        """Writes `rows` [guard + N, H]."""
-
-    def w13_gradients(self, grad: torch.Tensor, pre_grad: torch.Tensor, tokens: torch.Tensor, **named: Any) -> None:
-        """Writes or adds to `grad` [E, P, H]; `named` are `top_k` and `accumulate`."""
-
-    def w2_gradients(self, grad: torch.Tensor, grad_out: torch.Tensor, act: torch.Tensor, **named: Any) -> None:
-        """Writes or adds to `grad` [E, H, I]; `named` likewise."""
-
-
-class Portable(NamedTuple):
-    """Triton's products for any GPU and dtype.
+@dataclass(frozen=True)
+class Portable:
+    """The products of a call, over rows of one plan, on any GPU and in any dtype; see `kernels/backward`.
 
     Attributes:
         plan: of the call.
@@ -101,6 +48,7 @@ class Portable(NamedTuple):
         return None if buffer is None else buffer[self.guard :]
 
     def num_partials(self, width: int) -> int:
+        """Rows of `down_input`'s partial sums for I columns."""
         return products.num_partials(width, self.configs.down_input.block_n)
 
     def gate_up(
@@ -113,6 +61,7 @@ class Portable(NamedTuple):
         top_k: int,
         low_rank: LowRank | None,
     ) -> None:
+        """Writes `act` [guard + N, I] and `pre` [guard + N, P]."""
         given = self.rows_of(act), self.rows_of(pre), hidden_states, w13, self.plan, self.configs.rows
         products.saving_gate_up(*given, epilogue.constant, top_k=top_k, bias=epilogue.bias, low_rank=low_rank)
 
@@ -125,6 +74,7 @@ class Portable(NamedTuple):
         bias: torch.Tensor | None,
         low_rank: LowRank | None,
     ) -> None:
+        """Writes the weighted `rows` [guard + N, H]."""
         given = self.rows_of(rows), self.rows_of(act), w2, self.plan, self.configs.rows
         products.down_rows(*given, topk_weights=topk_weights, bias=bias, low_rank=low_rank)
 
@@ -140,6 +90,7 @@ class Portable(NamedTuple):
         activation: ActivationConstant,
         low_rank: LowRank | None,
     ) -> None:
+        """Writes `pre_grad` [guard + N, P], `act` [guard + N, I] and `partials`."""
         results = self.rows_of(pre_grad), self.rows_of(act), partials
         given = grad_out, w2, self.rows_of(pre), topk_weights
         how = self.plan, self.configs.down_input, activation
@@ -148,30 +99,30 @@ class Portable(NamedTuple):
     def gate_up_input(
         self, rows: torch.Tensor, pre_grad: torch.Tensor, w13: torch.Tensor, low_rank: LowRank | None
     ) -> None:
+        """Writes `rows` [guard + N, H]."""
         given = self.rows_of(rows), self.rows_of(pre_grad), w13, self.plan, self.configs.rows
         products.gate_up_input_gradients(*given, low_rank=low_rank)
 
     def w13_gradients(self, grad: torch.Tensor, pre_grad: torch.Tensor, tokens: torch.Tensor, **named: Any) -> None:
+        """Writes or adds to `grad` [E, P, H]; `named` are `top_k` and `accumulate`."""
         given = grad, self.rows_of(pre_grad), tokens, self.plan, self.configs.weights
         weights.weight_gradients(*given, gathers="right", **named)
 
     def w2_gradients(self, grad: torch.Tensor, grad_out: torch.Tensor, act: torch.Tensor, **named: Any) -> None:
+        """Writes or adds to `grad` [E, H, I]; `named` likewise."""
         given = grad, grad_out, self.rows_of(act), self.plan, self.configs.weights
         weights.weight_gradients(*given, gathers="left", **named)
 
 
-class Hopper(NamedTuple):
-    """Hopper's products.
+@dataclass(frozen=True)
+class Hopper(Portable):
+    """The same products by Hopper's own kernels, over tiles of 128 rows.
 
     Attributes:
-        plan: of 128 rows a tile.
         counters: zeros, [2] for a forward pass, [NUM_COUNTERS] for a backward pass; used up.
-        portable: for gradients of weights that are added to, or of another dtype.
     """
 
-    plan: RoutePlan
     counters: torch.Tensor
-    portable: Portable
 
     def num_partials(self, width: int) -> int:
         return training_gemm.num_partials(width, _HOPPER)
@@ -198,7 +149,7 @@ class Hopper(NamedTuple):
         bias: torch.Tensor | None,
         low_rank: LowRank | None,
     ) -> None:
-        given = rows, self.portable.rows_of(act), w2, self.plan, self.counters[1:2], _HOPPER
+        given = rows, self.rows_of(act), w2, self.plan, self.counters[1:2], _HOPPER
         named: dict[str, Any] = {"topk_weights": topk_weights, "bias": bias, "low_rank": low_rank}
         training_gemm.rows_product(*given, by_depth=False, **named)
 
@@ -217,7 +168,7 @@ class Hopper(NamedTuple):
         given = (
             grad_out,
             w2,
-            self.portable.rows_of(pre),
+            self.rows_of(pre),
             topk_weights,
             self.plan,
             self.counters[:1],
@@ -229,19 +180,19 @@ class Hopper(NamedTuple):
     def gate_up_input(
         self, rows: torch.Tensor, pre_grad: torch.Tensor, w13: torch.Tensor, low_rank: LowRank | None
     ) -> None:
-        given = rows, self.portable.rows_of(pre_grad), w13, self.plan, self.counters[1:2], _HOPPER
+        given = rows, self.rows_of(pre_grad), w13, self.plan, self.counters[1:2], _HOPPER
         training_gemm.rows_product(*given, by_depth=True, low_rank=low_rank)
 
     def w13_gradients(self, grad: torch.Tensor, pre_grad: torch.Tensor, tokens: torch.Tensor, **named: Any) -> None:
         if named["accumulate"] or not _fits(grad, pre_grad.dtype):
-            self.portable.w13_gradients(grad, pre_grad, tokens, **named)
+            super().w13_gradients(grad, pre_grad, tokens, **named)
             return
         given = grad, pre_grad, tokens, self.plan, self.counters[2:3]
         training_weights.weight_gradients(*given, top_k=named["top_k"], gathers="right")
 
     def w2_gradients(self, grad: torch.Tensor, grad_out: torch.Tensor, act: torch.Tensor, **named: Any) -> None:
         if named["accumulate"] or not _fits(grad, act.dtype):
-            self.portable.w2_gradients(grad, grad_out, act, **named)
+            super().w2_gradients(grad, grad_out, act, **named)
             return
         given = grad, grad_out, act, self.plan, self.counters[3:4]
         training_weights.weight_gradients(*given, top_k=named["top_k"], gathers="left")
