@@ -41,9 +41,11 @@ from moereg.weights.permuted import ExpertWeights
 from moereg.weights.unpermute import same_bits
 
 _SIZES: Final = ((72, 40), (130, 88), (255, 129), (64, 96), (128, 64))
+# Several tiles of columns, and the last of them not full; too slow to interpret.
+_WIDE_SIZES: Final = ((264, 392), (520, 328))
 _FEWER_CALLS: Final = ((17, "unmapped"), (33, "skewed"), (1, "uniform"), (17, "one_expert"))
 _SPOILED: Final = 5  # A token.
-_RANKS: Final = (16, 0, 5, 64, 4)
+_RANKS: Final = (16, 0, 5, 64, 4, 96)
 
 
 def _enough_tokens(case: Case) -> int:
@@ -81,6 +83,7 @@ def gradient_cases(cell: BackendCell) -> list[Case]:
         [True, False] if facts.bias else [False],
     )
     combinations = list(itertools.product(*values))
+    sizes = _SIZES if is_imitated(cell) else (*_SIZES, *_WIDE_SIZES)
     if is_imitated(cell):
         longest = max(map(len, values))
         combinations = list(itertools.islice(zip(*map(itertools.cycle, values), strict=True), longest))
@@ -88,7 +91,7 @@ def gradient_cases(cell: BackendCell) -> list[Case]:
         dataclasses.replace(
             first, dtype=dtype, activation=activation, has_bias=has_bias, hidden_size=size[0], intermediate_size=size[1]
         )
-        for (dtype, activation, has_bias), size in zip(combinations, itertools.cycle(_SIZES), strict=False)
+        for (dtype, activation, has_bias), size in zip(combinations, itertools.cycle(sizes), strict=False)
     ]
     problems += [other for other in others if other.num_experts != first.num_experts or other.is_expert_parallel]
     accepted = [accepted_neighbor(cell, problem, platform) for problem in problems]
