@@ -73,7 +73,7 @@ def load_curve(folder: pathlib.Path = RESULTS) -> dict[str, Any]:
 def curve_table(record: Mapping[str, Any] | None = None) -> str:
     """Losses on the way, and whether the second run had the first one's bits."""
     record = load_curve() if record is None else record
-    runs, steps = record["runs"], record["steps"]
+    steps, runs = record["steps"], [run for run in record["runs"] if run["text"] == 0]
     places = [0, *(steps * part // 4 - 1 for part in (1, 2, 3))]
     heads = [f"step {place + 1}" for place in places]
     last = min(_LAST, steps)
@@ -85,11 +85,15 @@ def curve_table(record: Mapping[str, Any] | None = None) -> str:
     warned = sorted({warning for run in runs if run["implementation"] == "moereg" for warning in run["warnings"]})
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     said = "; ".join(f"`{one}`" for one in warned) or "nothing"
+    ends = "; ".join(
+        f"{name} {' '.join(f'{end:+.1%}' for end in found)} (mean {statistics.mean(found):+.1%})"
+        for name, found in record["ends"].items()
+    )
     facts = (
-        f"Of the two runs of moereg, losses of all {steps} steps are {same['losses']} and final parameters "
-        f"{same['parameters']}. torch named as not deterministic in them: {said}. "
-        f"{record['tokens']:,} tokens a step; {record['device']}, {versions}, commit {record['commit'][:7]}, "
-        f"{record['date']}."
+        f"Text by text, the mean loss of the last {steps // 4} steps is this far from eager's: {ends}. Of the two runs "
+        f"of moereg, losses of all {steps} steps are {same['losses']} and final parameters {same['parameters']}. torch "
+        f"named as not deterministic in them: {said}. {record['tokens']:,} tokens a step; {record['device']}, "
+        f"{versions}, commit {record['commit'][:7]}, {record['date']}."
     )
     return table(["run", *heads, f"mean of the last {last}", "sha256 of parameters"], lines) + f"\n\n{wrapped(facts)}"
 
@@ -119,7 +123,7 @@ def draw_training_curve(path: pathlib.Path, record: Mapping[str, Any]) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    runs = {run["name"]: run["losses"] for run in record["runs"] if run["name"] in _COLORS}
+    runs = {run["name"]: run["losses"] for run in record["runs"] if run["text"] == 0 and run["name"] in _COLORS}
     style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": path.name}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(7.5, 4.6), layout="constrained", facecolor="white")

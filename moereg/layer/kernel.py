@@ -14,7 +14,7 @@ import torch
 from moereg.arguments import check_count, check_flag, check_instance
 from moereg.dispatch import Selection
 from moereg.errors import ArgumentError, GradientError, LayoutMismatchError
-from moereg.experts import Experts, Gradients
+from moereg.experts import Experts, Gradients, SavedShapes
 from moereg.layer import backend_calls
 from moereg.layer.checks import check_call, check_no_alias, check_no_transform, check_values
 from moereg.layer.in_turn import InTurn
@@ -118,6 +118,7 @@ class MoEKernel:
                 f"{', '.join(sorted(problem.gradients))}; make the kernel without a group"
             )
         self._served: dict[int, _Served] = {}
+        self._training_shapes: dict[tuple[str, int], tuple[backend_calls.Shapes, SavedShapes]] = {}
         self._num_calls = [0] * 64
         self._handle = new_handle(self)
 
@@ -526,17 +527,20 @@ class MoEKernel:
         **others: Any,
     ) -> None:
         """Runs a method of the experts for one direction of a call."""
-        thread, problem = get_ident(), self._experts_problem
-        served = self.range_of(len(call[0]))
+        thread, problem, num_tokens = get_ident(), self._experts_problem, len(call[0])
+        served = self.range_of(num_tokens)
         selection, experts = served.selection, served.experts
         try:
             self.in_turn.begin(thread)
             if self._borrowed and not self._is_captured:
                 self._is_captured = _may_be_captured(self._device)
             with plain_torch():
-                shapes = backend_calls.training_shapes(selection, experts, len(call[0]), step)
-                kept = cut_saved(saved, backend_calls.saved_shapes(selection, experts, len(call[0]), saved.numel()))
-                workspaces = self._scratch(served, shapes)
+                sizes = self._training_shapes.get((step, num_tokens))
+                if sizes is None:
+                    shapes = backend_calls.training_shapes(selection, experts, num_tokens, step)
+                    sizes = shapes, backend_calls.saved_shapes(selection, experts, num_tokens, saved.numel())
+                    self._training_shapes[step, num_tokens] = sizes
+                workspaces, kept = self._scratch(served, sizes[0]), cut_saved(saved, sizes[1])
                 hidden_states, topk_weights, topk_ids = call
                 topk_ids = _in_32_bits(topk_ids, problem)
                 prepare = self.prepare_finalize.prepare

@@ -25,6 +25,7 @@ _DIFFERENTIABLE: Final = ("hidden_states", "topk_weights", *_TENSORS)
 _NUM_OTHERS: Final = 4
 """Arguments after the tensors: the handle, two scalings, and the saved bytes."""
 _ALIGNMENT: Final = 256
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 _LIBRARY: Final = torch.library.Library("moereg", "FRAGMENT")
 _ARGUMENTS: Final = (
@@ -114,7 +115,8 @@ def run_training(
     tensors = {**weights, **adapters.tensors()}
     call = hidden_states, topk_weights, topk_ids, *(tensors.get(name) for name in _TENSORS)
     others = handle, adapters.w13_scaling, adapters.w2_scaling, most_saved_bytes(problem, hidden_states.shape[0])
-    out: torch.Tensor = torch.ops.moereg.moe_train(*call, *others)[0]
+    train = torch.ops.moereg.moe_train if _is_watched() or type(hidden_states) not in _PLAIN else _Train.apply
+    out: torch.Tensor = train(*call, *others)[0]  # type: ignore[no-untyped-call]
     if out.requires_grad and not torch.compiler.is_compiling():
         # The graph keeps the layer: a caller may drop it before the backward pass.
         out.grad_fn.moereg_layer = layer_of(handle)  # type: ignore[union-attr]
@@ -164,6 +166,15 @@ class CallTensors(NamedTuple):
         factors: dict[str, Any] = {name: held.pop(name) for name in ADAPTER_TENSORS if name in held}
         adapters = ExpertAdapters(**factors, w13_scaling=w13_scaling, w2_scaling=w2_scaling) if factors else None
         return cls(held, adapters)
+
+
+def _is_watched() -> bool:
+    """Whether others have to see the op: a compiler, a dispatch mode such as selective checkpointing's, functorch."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def _apart(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
@@ -235,7 +246,10 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor | None, _: None) -> tuple[to
         return (None,) * (len(_INPUTS) + _NUM_OTHERS)
     needs = dict(zip(_INPUTS, ctx.needs_input_grad, strict=False))
     wanted = [needs[name] for name in _DIFFERENTIABLE]
-    found = torch.ops.moereg.moe_train_backward(grad_out, *ctx.saved_tensors, *ctx.scaling, wanted)
+    # With gradients enabled, a backward pass through this one has to be refused, which takes the op.
+    is_op = torch.is_grad_enabled() or _is_watched() or type(grad_out) not in _PLAIN
+    backward = torch.ops.moereg.moe_train_backward if is_op else _moe_train_backward
+    found = backward(grad_out, *ctx.saved_tensors, *ctx.scaling, wanted)
     gradients = {name: each for name, each in zip(_DIFFERENTIABLE, found, strict=True) if needs[name]}
     return *(gradients.get(name) for name in _INPUTS), *(None,) * _NUM_OTHERS
 
@@ -245,6 +259,19 @@ def _refuse(ctx: Any, *gradients: torch.Tensor | None) -> None:
         "moereg computes first gradients only, got a backward pass through a backward pass; call backward without "
         "create_graph=True"
     )
+
+
+class _Train(torch.autograd.Function):
+    """`moe_train` without torch's dispatcher, which takes 0.2 ms of the host for so many arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        # A `setup_context` would have torch inspect signatures in each call.
+        found = _moe_train(*arguments)
+        _keep(ctx, arguments, found)
+        return found
+
+    backward = staticmethod(_differentiate)
 
 
 def _fake_train(hidden_states: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:

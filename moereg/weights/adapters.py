@@ -120,7 +120,10 @@ class ExpertAdapters:
 
     def computed_in(self, dtype: torch.dtype) -> ExpertAdapters:
         """Itself with contiguous tensors in a layer's dtype, which autograd follows."""
-        return self.with_tensors({name: tensor.to(dtype).contiguous() for name, tensor in self.tensors().items()})
+        tensors = self.tensors()
+        if all(tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors.values()):
+            return self
+        return self.with_tensors({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()})
 
     def check_against(self, problem: MoEProblem, device: torch.device) -> None:
         """Checks shapes, dtypes and devices.

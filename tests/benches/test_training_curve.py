@@ -54,20 +54,34 @@ LOSSES = [5.0 - 0.1 * step for step in range(40)]
         (LOSSES, "a", LOSSES, []),
         (LOSSES, "b", LOSSES, ["the second run's parameters differ in bits"]),
         ([*LOSSES[:-1], LOSSES[-1] + 1e-7], "a", LOSSES, ["the second run's losses differ in bits"]),
-        (None, "a", [LOSSES[0], 1.02 * LOSSES[1], *LOSSES[2:]], ["moereg's first losses are up to 2.0% from eager's"]),
-        (None, "a", [*LOSSES[:20], *[2.0] * 20], ["moereg ends at a loss of 2.0000, eager at 1.5500"]),
-        (None, "a", [LOSSES[0], float("nan"), *LOSSES[2:]], ["moereg's first losses are up to nan% from eager's"]),
+        (
+            None,
+            "a",
+            [LOSSES[0], 1.02 * LOSSES[1], *LOSSES[2:]],
+            ["moereg's first losses are up to 2.0% from eager's on text 0"],
+        ),
+        (None, "a", [*LOSSES[:30], *[1.67] * 10], []),
+        (None, "a", [*LOSSES[:30], *[2.0] * 10], ["moereg ends +14.5% from eager on average"]),
+        (
+            None,
+            "a",
+            [LOSSES[0], float("nan"), *LOSSES[2:]],
+            ["moereg's first losses are up to nan% from eager's on text 0"],
+        ),
     ],
-    ids=["right", "parameters", "losses", "early", "last", "nan"],
+    ids=["right", "parameters", "losses", "early", "one-text", "last", "nan"],
 )
 def test_what_is_wrong_is_named(again: list[float] | None, digest: str, moereg: list[float], said: list[str]) -> None:
     runs = [
-        {"name": "eager", "losses": LOSSES, "digest": "e"},
-        {"name": "moereg", "losses": moereg, "digest": "a"},
-        {"name": "moereg again", "losses": moereg if again is None else again, "digest": digest},
+        {"name": "eager", "text": 0, "losses": LOSSES, "digest": "e"},
+        {"name": "moereg", "text": 0, "losses": moereg, "digest": "a"},
+        {"name": "moereg again", "text": 0, "losses": moereg if again is None else again, "digest": digest},
+        {"name": "eager", "text": 1, "losses": LOSSES, "digest": "e"},
+        {"name": "moereg", "text": 1, "losses": LOSSES, "digest": "b"},
     ]
-    equal, wrong = training_curve.conclude(runs)
+    equal, ends, wrong = training_curve.conclude(runs)
     assert wrong == said
+    assert ends["moereg"][1] == 0.0
     assert equal["parameters"] is (digest == "a")
 
 
@@ -75,8 +89,8 @@ def test_what_is_wrong_is_named(again: list[float] | None, digest: str, moereg: 
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """All runs of a tiny model, in this process."""
     options = training_curve._parser().parse_args(OPTIONS)
-    found = [training_curve.train(name, options) for name in training_curve.RUNS]
-    monkeypatch.setattr(training_curve, "_in_processes", lambda given: found)
+    found = [training_curve.train(name, seed, options) for name, seed in training_curve.runs_of(2)]
+    monkeypatch.setattr(training_curve, "_in_processes", lambda given, num_texts: found)
     return found
 
 
@@ -87,11 +101,13 @@ def test_a_tiny_model_trains_as_with_eager_and_twice_to_the_same_bits(
     assert training_curve.main([*OPTIONS, "--json", str(file)]) == 0
     record = json.loads(file.read_text(encoding="utf-8"))
     assert record["equal_bits"] == {"losses": True, "parameters": True}
-    losses = {run["name"]: run["losses"] for run in record["runs"]}
+    losses = {run["name"]: run["losses"] for run in record["runs"] if run["text"] == 0}
     assert losses["eager"][-1] < 0.95 * losses["eager"][0]
     # Rounding differs, or both ran the same code.
     assert record["runs"][0]["digest"] != record["runs"][2]["digest"]
-    assert [run["backend"] for run in record["runs"]] == [None, None, "torch", "torch"]
+    assert [run["backend"] for run in record["runs"]] == [None, None, "torch", "torch", None, None, "torch"]
+    assert record["runs"][0]["losses"] != record["runs"][4]["losses"]
+    assert {name: len(found) for name, found in record["ends"].items()} == {"grouped_mm": 2, "moereg": 2}
     shown = capsys.readouterr().out
     assert "| moereg again |" in shown
     assert "losses of all 8 steps are equal bit for bit" in " ".join(shown.split())
@@ -99,5 +115,5 @@ def test_a_tiny_model_trains_as_with_eager_and_twice_to_the_same_bits(
     drawn = (tmp_path / "curve.svg").read_text(encoding="utf-8")
     assert drawn.count("<path") > 10
     assert training_page.load_curve(tmp_path) == record
-    runs[-1]["digest"] = "another"
+    runs[3]["digest"] = "another"
     assert training_curve.main(OPTIONS) == 1
