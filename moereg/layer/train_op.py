@@ -169,12 +169,8 @@ class CallTensors(NamedTuple):
 
 
 def _is_watched() -> bool:
-    """Whether others have to see the op: a compiler, a dispatch mode such as selective checkpointing's, functorch."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    """Whether others have to see the op: a compiler or a dispatch mode such as selective checkpointing's."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _apart(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
