@@ -19,6 +19,7 @@ from benches import cpu_page, pictures, results_page, serving_page, training_pag
 from benches.board import page as board
 from benches.board import peers
 from benches.board import rows as board_rows
+from benches.h200 import counters
 from benches.scale import page as scale
 from benches.scale.picture import draw_scale
 from benches.whole_model import page as whole_models
@@ -41,6 +42,7 @@ TABLES: Final[Mapping[str, Callable[[], str]]] = {
     **whole_models.TABLES,
     **serving_page.TABLES,
     **training_page.TABLES,
+    **counters.TABLES,
 }
 
 _TABLE: Final = re.compile(r"<!-- table (\w+) -->.*?<!-- end -->", re.DOTALL)

@@ -84,13 +84,19 @@ def curve_table(record: Mapping[str, Any] | None = None) -> str:
     same = {what: "equal bit for bit" if is_equal else "not equal" for what, is_equal in record["equal_bits"].items()}
     warned = sorted({warning for run in runs if run["implementation"] == "moereg" for warning in run["warnings"]})
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    said = "; ".join(f"`{one}`" for one in warned) or "nothing"
+    said = "; ".join(f"`{one}`" for one in warned) or "none"
     ends = ", ".join(f"{end:+.1%}" for end in record["ends"])
+    spread = ""
+    if len(record["ends"]) > 1:
+        spread = f" with a standard error of {statistics.stdev(record['ends']) / len(record['ends']) ** 0.5:.1%}"
+    quarter = {run["name"]: statistics.mean(run["losses"][-max(1, steps // 4) :]) for run in runs}
+    from_eager = ", ".join(f"{name} {quarter[name] / quarter['eager'] - 1:+.1%}" for name in ("grouped_mm", "moereg"))
     facts = (
-        f"On {len(record['ends'])} texts, this one first, moereg's mean loss of the last {steps // 4} steps is {ends} "
-        f"from grouped_mm's, {statistics.mean(record['ends']):+.1%} on average. Of the two runs of moereg, losses of "
-        f"all {steps} steps are {same['losses']} and final parameters {same['parameters']}. torch named as not "
-        f"deterministic in them: {said}. {record['tokens']:,} tokens a step; {record['device']}, {versions}, commit "
+        f"Averaged over the last {steps // 4} steps, losses differ from eager's by: {from_eager}. moereg's differ from "
+        f"grouped_mm's by {ends} on {len(record['ends'])} texts, this one first: on average by "
+        f"{statistics.mean(record['ends']):+.1%}{spread}. Of the two runs of moereg, losses of all {steps} steps are "
+        f"{same['losses']} and final parameters {same['parameters']}. Operations in them that torch calls "
+        f"nondeterministic: {said}. {record['tokens']:,} tokens a step; {record['device']}, {versions}, commit "
         f"{record['commit'][:7]}, {record['date']}."
     )
     return table(["run", *heads, f"mean of the last {last}", "sha256 of parameters"], lines) + f"\n\n{wrapped(facts)}"

@@ -1,4 +1,4 @@
-"""What limits rows of the board that are far from their ceilings: counters of the GPU, kernel by kernel.
+"""GPU counters, kernel by kernel, of the board's rows that are far from their ceilings.
 
     python -m benches.h200.counters [--below 0.8] [--json FILE]
 
@@ -17,35 +17,37 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from benches.board.layers import GPU_LAYERS, BoardLayer
 from benches.board.rows import RESULTS, rows_of
-from benches.markdown import table
+from benches.markdown import table, wrapped
+from benches.stored import load
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.factory import make_kernel
 from moereg.platforms import probe_platform
 from moereg.tuning.inputs import random_call, random_weights
 
+STORED: Final = "counters_h200.json"
 LEAST_TOKENS: Final = 16
 WARM_CALLS: Final = 3
 """Calls before the one that is counted: they compile, and record what is launched."""
 
 MEASURED: Final[Mapping[str, str]] = {
-    "us": "gpu__time_duration.sum",
+    "ns": "gpu__time_duration.sum",
     "read_bytes": "dram__bytes_read.sum",
     "written_bytes": "dram__bytes_write.sum",
     "dram": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "l2": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
-    "tensor": "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed",
+    "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "hertz": "smsp__cycles_elapsed.avg.per_second",
 }
-"""Metrics of ncu by name in the results: ns, bytes, percent and Hz."""
+"""Metrics of ncu by name in the results; shares in percent."""
 
-_OPERATIONS: Final = "sm__ops_path_tensor_"
+_OPERATIONS: Final = "sm__ops_path_tensor_src_"
 _STALLS: Final = "smsp__average_warps_issue_stalled_"
 _MARK: Final = "erfinv"
 """A kernel between two rows, which no layer launches."""
@@ -102,8 +104,8 @@ def metrics_there(chip: str) -> list[str]:
     names = {line.split()[0] for line in said.splitlines() if line.strip()}
     bases = {name.partition(".")[0] for name in names}
     asked = [metric for metric in MEASURED.values() if metric.partition(".")[0] in bases]
-    asked += sorted(f"{base}.sum" for base in bases if base.startswith(_OPERATIONS) and "sparsity_on" not in base)
-    return asked + sorted(f"{base}.ratio" for base in bases if base.startswith(_STALLS))
+    asked += sorted(f"{base}.sum" for base in bases if base.startswith(_OPERATIONS) and "sparsity" not in base)
+    return asked + sorted(f"{base}.ratio" for base in bases if base.startswith(_STALLS) and "selected_" not in base)
 
 
 def by_row(lines: Iterable[Mapping[str, str]], rows: Sequence[Row]) -> list[Row]:
@@ -140,29 +142,34 @@ def _kernel(line: Mapping[str, str]) -> Row:
     return {"name": line["Kernel Name"], "operations": operations, "stalls": stalls, **found}
 
 
-def counters_table(rows: Sequence[Row]) -> str:
-    """A line for each kernel that takes a twentieth of its row's time."""
+def counters_table(record: Mapping[str, Any] | None = None) -> str:
+    """A line for each kernel that takes a twentieth of its row's time; None reads the stored counters."""
+    record = load(STORED, RESULTS) if record is None else record
     lines = []
-    for row in rows:
-        problem, total = _layer_of(row).problem(), sum(kernel["us"] for kernel in row["kernels"])
+    for row in record["rows"]:
+        problem, total = _layer_of(row).problem(), sum(kernel["ns"] for kernel in row["kernels"])
         asked = 2 * row["tokens"] * problem.top_k * problem.hidden_size * problem.intermediate_size
         asked *= problem.activation.num_halves + 1
         done = sum(kernel["operations"] for kernel in row["kernels"])
         place = f"{row['layer']} {row['scheme']} {row['routing']} {row['tokens']:,}, {row['share']:.0%}"
-        for kernel in sorted(row["kernels"], key=lambda kernel: -float(kernel["us"])):
-            if kernel["us"] < total / 20:
+        work = f"{done / asked:.2f}"
+        for kernel in sorted(row["kernels"], key=lambda kernel: -float(kernel["ns"])):
+            if kernel["ns"] < total / 20:
                 continue
             worst = sorted(kernel["stalls"].items(), key=lambda each: -each[1])[:2]
-            amounts = [f"{kernel['us'] / 1e3:,.0f}", f"{(kernel['read_bytes'] + kernel['written_bytes']) / 1e9:.2f}"]
+            amounts = [f"{kernel['ns'] / 1e3:,.0f}", f"{(kernel['read_bytes'] + kernel['written_bytes']) / 1e9:.2f}"]
             shares = [f"{kernel[name]:.0f} %" if name in kernel else "-" for name in ("dram", "l2", "tensor")]
             waits = ", ".join(f"{name} {value:.1f}" for name, value in worst)
             speed = f"{kernel['hertz'] / 1e6:.0f}" if "hertz" in kernel else "-"
-            lines.append(
-                [place, kernel["name"].strip("_")[:32], *amounts, *shares, speed, f"{done / asked:.2f}", waits]
-            )
-            place = ""
+            lines.append([place, kernel["name"].strip("_")[:32], *amounts, *shares, speed, work, waits])
+            place = work = ""
     heads = ["row, share", "kernel", "us", "GB", "DRAM", "L2", "tensor pipes", "MHz", "work", "most stalls, warps"]
-    return table(heads, lines)
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    where = f"{record['device']}, {versions}, commit {record['commit'][:7]}, {record['date']}."
+    return f"{table(heads, lines)}\n\n{wrapped(where)}"
+
+
+TABLES: Final[dict[str, Callable[[], str]]] = {"counters": counters_table}
 
 
 def main() -> int:
@@ -170,7 +177,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--below", type=float, default=0.8, help="share of the roofline")
     parser.add_argument("--chip", default="gh100")
-    parser.add_argument("--json", type=pathlib.Path, default=RESULTS / "counters_h200.json")
+    parser.add_argument("--json", type=pathlib.Path, default=RESULTS / STORED)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     rows = far_rows(options.below)
@@ -190,7 +197,7 @@ def main() -> int:
     facts = {**provenance(platform, ("moereg", "torch", "triton")), **clocks(platform)}
     record = {"schema": 1, **facts, "below": options.below, "rows": found}
     options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(counters_table(found))
+    print(counters_table(record))
     return 0
 
 

@@ -118,7 +118,8 @@ class MoEKernel:
                 f"{', '.join(sorted(problem.gradients))}; make the kernel without a group"
             )
         self._served: dict[int, _Served] = {}
-        self._training_shapes: dict[tuple[str, int], tuple[backend_calls.Shapes, SavedShapes]] = {}
+        # The last number of tokens of each step, with its shapes.
+        self._training_shapes: dict[str, tuple[int, tuple[backend_calls.Shapes, SavedShapes]]] = {}
         self._num_calls = [0] * 64
         self._handle = new_handle(self)
 
@@ -535,11 +536,11 @@ class MoEKernel:
             if self._borrowed and not self._is_captured:
                 self._is_captured = _may_be_captured(self._device)
             with plain_torch():
-                sizes = self._training_shapes.get((step, num_tokens))
-                if sizes is None:
+                known, sizes = self._training_shapes.get(step, (0, None))
+                if sizes is None or known != num_tokens:
                     shapes = backend_calls.training_shapes(selection, experts, num_tokens, step)
                     sizes = shapes, backend_calls.saved_shapes(selection, experts, num_tokens, saved.numel())
-                    self._training_shapes[step, num_tokens] = sizes
+                    self._training_shapes[step] = num_tokens, sizes
                 workspaces, kept = self._scratch(served, sizes[0]), cut_saved(saved, sizes[1])
                 hidden_states, topk_weights, topk_ids = call
                 topk_ids = _in_32_bits(topk_ids, problem)

@@ -114,9 +114,12 @@ def run_training(
     adapters = adapters or ExpertAdapters()
     tensors = {**weights, **adapters.tensors()}
     call = hidden_states, topk_weights, topk_ids, *(tensors.get(name) for name in _TENSORS)
-    others = handle, adapters.w13_scaling, adapters.w2_scaling, most_saved_bytes(problem, hidden_states.shape[0])
-    train = torch.ops.moereg.moe_train if _is_watched() or type(hidden_states) not in _PLAIN else _Train.apply
-    out: torch.Tensor = train(*call, *others)[0]  # type: ignore[no-untyped-call]
+    scalings, saved_bytes = (adapters.w13_scaling, adapters.w2_scaling), most_saved_bytes(problem, len(hidden_states))
+    out: torch.Tensor
+    if _needs_op(call):
+        out = torch.ops.moereg.moe_train(*call, handle, *scalings, saved_bytes)[0]
+    else:
+        out = _Train.apply(*call, handle, *map(float, scalings), saved_bytes)[0]  # type: ignore[no-untyped-call]
     if out.requires_grad and not torch.compiler.is_compiling():
         # The graph keeps the layer: a caller may drop it before the backward pass.
         out.grad_fn.moereg_layer = layer_of(handle)  # type: ignore[union-attr]
@@ -168,9 +171,14 @@ class CallTensors(NamedTuple):
         return cls(held, adapters)
 
 
-def _is_watched() -> bool:
-    """Whether others have to see the op: a compiler or a dispatch mode such as selective checkpointing's."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+def _needs_op(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether torch has to dispatch a call: a compiler or a mode looks on, or a tensor is no plain one."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or not all(each is None or (type(each) in _PLAIN and torch._C._has_storage(each)) for each in tensors)
+    )
 
 
 def _apart(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
@@ -242,10 +250,11 @@ def _differentiate(ctx: Any, grad_out: torch.Tensor | None, _: None) -> tuple[to
         return (None,) * (len(_INPUTS) + _NUM_OTHERS)
     needs = dict(zip(_INPUTS, ctx.needs_input_grad, strict=False))
     wanted = [needs[name] for name in _DIFFERENTIABLE]
-    # With gradients enabled, a backward pass through this one has to be refused, which takes the op.
-    is_op = torch.is_grad_enabled() or _is_watched() or type(grad_out) not in _PLAIN
+    saved = ctx.saved_tensors  # Checkpointing allows reading them once.
+    # With gradients enabled, somebody may differentiate this pass, and only the op can refuse it.
+    is_op = torch.is_grad_enabled() or _needs_op((grad_out, *saved))
     backward = torch.ops.moereg.moe_train_backward if is_op else _moe_train_backward
-    found = backward(grad_out, *ctx.saved_tensors, *ctx.scaling, wanted)
+    found = backward(grad_out, *saved, *ctx.scaling, wanted)
     gradients = {name: each for name, each in zip(_DIFFERENTIABLE, found, strict=True) if needs[name]}
     return *(gradients.get(name) for name in _INPUTS), *(None,) * _NUM_OTHERS
 
@@ -258,7 +267,7 @@ def _refuse(ctx: Any, *gradients: torch.Tensor | None) -> None:
 
 
 class _Train(torch.autograd.Function):
-    """`moe_train` without torch's dispatcher, which takes 0.2 ms of the host for so many arguments."""
+    """`moe_train` without torch's dispatcher, which takes as long for so many arguments as a short step's kernels."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:

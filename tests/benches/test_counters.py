@@ -19,6 +19,8 @@ ROW = {
 ASKED = 2 * 16 * 8 * 2048 * 3 * 1024
 """Operations that the layer asks for: 8 experts a token, H 2,048, I 1,024, three matrices."""
 
+FACTS = {"device": "GPU", "versions": {"torch": "2"}, "commit": "0" * 40, "date": "2026-11-28"}
+
 _METRICS = [*counters.MEASURED.values(), "sm__ops_path_tensor_src_bf16_dst_fp32.sum"]
 _WAITS = [
     f"smsp__average_warps_issue_stalled_{name}_per_issue_active.ratio"
@@ -45,10 +47,11 @@ def test_the_kernels_between_two_marks_are_a_row_s() -> None:
         ["_gate_up_kernel"],
     ]
     assert found[0]["kernels"][1]["stalls"] == {"barrier": 0.5, "wait": 1.25, "long_scoreboard": 7.5}
-    first, second, other = counters.counters_table(found).splitlines()[2:]
+    first, second, other = counters.counters_table({**FACTS, "rows": found}).splitlines()[2:5]
     line = "gate_up_kernel | 60 | 4.00 | 81 % | 40 % | 12 % | 1500 | 1.50 | long_scoreboard 7.5, wait 1.2 |"
     assert first == f"| olmoe-1b-7b unquantized uniform 16, 70% | {line}"
     assert second.startswith("|  | down_kernel | 30 |")
+    assert second.endswith("| 1500 |  | long_scoreboard 7.5, wait 1.2 |")
     assert "| 1.00 |" in other
 
 

@@ -61,7 +61,19 @@ LOSSES = [5.0 - 0.1 * step for step in range(40)]
             ["moereg's first losses are up to 2.0% from eager's on text 0"],
         ),
         (None, "a", [*LOSSES[:30], *[1.67] * 10], []),
-        (None, "a", [*LOSSES[:30], *[2.0] * 10], ["moereg ends +14.5% from grouped_mm on average"]),
+        (None, "a", [*LOSSES[:30], *[1.4] * 10], []),
+        (
+            None,
+            "a",
+            [*LOSSES[:30], *[1.39] * 10],
+            ["moereg ends -5.2% from grouped_mm on average", "moereg ends -10.3% from grouped_mm on text 0"],
+        ),
+        (
+            None,
+            "a",
+            [*LOSSES[:30], *[2.0] * 10],
+            ["moereg ends +14.5% from grouped_mm on average", "moereg ends +29.0% from grouped_mm on text 0"],
+        ),
         (
             None,
             "a",
@@ -69,7 +81,7 @@ LOSSES = [5.0 - 0.1 * step for step in range(40)]
             ["moereg's first losses are up to nan% from eager's on text 0"],
         ),
     ],
-    ids=["right", "parameters", "losses", "early", "one-text", "last", "nan"],
+    ids=["right", "parameters", "losses", "early", "one-text", "each-kept", "each", "last", "nan"],
 )
 def test_what_is_wrong_is_named(again: list[float] | None, digest: str, moereg: list[float], said: list[str]) -> None:
     runs = [

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import moereg
@@ -210,6 +211,37 @@ def test_a_second_derivative_is_refused() -> None:
     (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     with pytest.raises(GradientError, match="first gradients only, got a backward pass through a backward pass; call"):
         first.sum().backward()
+
+
+def test_batched_gradients_are_those_of_each() -> None:
+    problem = trained_problem()
+    call = drawn_call(problem)
+    kernel = moereg.make_kernel(problem, call.weights)
+    x = call.tensors["hidden_states"]
+    out = kernel(x, call.tensors["topk_weights"], call.topk_ids)
+    batch = torch.randn(2, *out.shape)
+    (found,) = torch.autograd.grad(out, x, batch, retain_graph=True, is_grads_batched=True)
+    for gradient, grad_out in zip(found, batch, strict=True):
+        assert torch.equal(gradient, torch.autograd.grad(out, x, grad_out, retain_graph=True)[0])
+
+
+class _Noting(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[Any] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_see_the_op() -> None:
+    problem = trained_problem()
+    call = drawn_call(problem)
+    kernel = moereg.make_kernel(problem, call.weights)
+    with _Noting() as mode:
+        kernel(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids)
+    assert torch.ops.moereg.moe_train in mode.called
 
 
 def test_weights_written_between_the_passes_are_an_error() -> None:
