@@ -267,7 +267,7 @@ def _refuse(ctx: Any, *gradients: torch.Tensor | None) -> None:
 
 
 class _Train(torch.autograd.Function):
-    """`moe_train` without torch's dispatcher, which takes as long for so many arguments as a short step's kernels."""
+    """`moe_train` without torch's dispatcher, which is slow for so many arguments."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
