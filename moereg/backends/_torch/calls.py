@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
+import functools
 from typing import ClassVar
 
 from moereg.backends._loaded import Call, Implementation
 from moereg.kernels.plain import cpu, host
-from moereg.kernels.plain.mlp import ExpertMlp, IsolatingMlp
+from moereg.kernels.plain.mlp import ExpertMlp, FewRowsMlp, IsolatingMlp
 
 CANONICAL = "canonical"
 
@@ -34,9 +35,12 @@ class HostImplementation(Implementation):
     def _w13_rows(self) -> int:
         return self.problem.activation.num_halves * self.problem.intermediate_size
 
-    @property
-    def _read_bytes(self) -> int | None:
-        """Bytes of an expert's weights, if reading them dominates for few rows; None if they are dequantized."""
+    def _bucket(self, call: Call, rows: int) -> int:
+        """Rows that a matmul of `rows` rows is run with."""
+        return host.bucket_rows(rows)
+
+    def _few(self, call: Call) -> FewRowsMlp | None:
+        """The experts' matmuls on few rows, if these have a faster way."""
         return None
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -61,7 +65,8 @@ class HostImplementation(Implementation):
             # As in the reference, scaled inputs are rounded before they are quantized.
             scaled_dtype=host.rows_dtype(self.problem.torch_dtype) if self.computes.activation is None else None,
             side_by_side=self.side_by_side,
-            read_bytes=self._read_bytes,
+            bucket=functools.partial(self._bucket, call),
+            few=self._few(call),
         )
 
 
@@ -82,5 +87,5 @@ class HostBatchedImplementation(HostImplementation):
             self._isolated_mlp(call),
             w13_rows=self._w13_rows,
             side_by_side=self.side_by_side,
-            read_bytes=self._read_bytes,
+            bucket=functools.partial(self._bucket, call),
         )

@@ -6,7 +6,8 @@ H hidden size, I intermediate size, E local experts, M rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from moereg.kernels.plain import cpu
 __all__ = [
     "ActivationFn",
     "ExpertMlp",
+    "FewRowsMlp",
     "IsolatingMlp",
     "PackedFusedMlp",
     "PackedMlp",
@@ -24,6 +26,7 @@ __all__ = [
     "RepeatingMlp",
     "UnpackingMlp",
     "dtype_is_emulated",
+    "few_rows",
     "fused_post_op",
     "has_large_weights",
     "pack_experts",
@@ -40,9 +43,19 @@ _FEW_WEIGHTS: Final = 64
 # A row of scaled inputs whose largest number is below this has lost digits in float16.
 _SMALL_INPUT: Final = 2.0**-8
 
-# From here on, converting an expert to fp32 costs less than a matmul in a dtype that the CPU lacks: fp16 on an AMD EPYC
-# 9004 ran 1.05x to 1.4x as fast with 16 rows and 2x to 3x with 64.
-UPCAST_ROWS: Final = 16
+# From here on, converting an expert to fp32 costs less than a matmul in a dtype that the CPU lacks, which converts a
+# weight again for each row: one thread of an AMD EPYC with AVX2, bf16, 1.2x at 2 rows, 1.6x at 3, 2x at 4.
+UPCAST_ROWS: Final = 3
+# MKL's product of so many rows is faster with its factors swapped on CPUs that Intel did not make: 1.2x to 2x there.
+_SWAPPED_ROWS: Final = range(4, 33)
+# Elements that are converted at a time: they stay in the cache until they are multiplied, 1.4x in a large expert.
+_UPCAST_ELEMENTS: Final = 1 << 19
+# An expert of so few elements takes as long to call as to compute one row with.
+_SHORT_ELEMENTS: Final = 1 << 20
+# Calling torch for an expert, over what its grouped product pays for an expert without rows.
+_GROUP_PRICE: Final = 12
+# fp32 experts of fewer elements are faster in plain matmuls, whose calls cost a third of oneDNN's.
+_PACKED_ELEMENTS: Final = 300_000
 
 
 class ExpertMlp(Protocol):
@@ -52,7 +65,7 @@ class ExpertMlp(Protocol):
         """Maps x [M,H] to [M,H], a new tensor of any floating dtype."""
 
 
-def packing_is_faster(dtype: torch.dtype, is_intel: bool) -> bool:
+def packing_is_faster(dtype: torch.dtype, is_intel: bool, num_elements: int) -> bool:
     """Whether oneDNN's weight order exists for this dtype and beats plain matmuls on this CPU.
 
     Measured over 1 to 128 rows an expert, packed against plain: 2 cores of an AMD EPYC 9004: bf16 1.05x to 2x, fp32
@@ -63,10 +76,23 @@ def packing_is_faster(dtype: torch.dtype, is_intel: bool) -> bool:
     Args:
         dtype: The weights' dtype.
         is_intel: Whether Intel made the CPU.
+        num_elements: Of an expert's weights.
     """
     if not cpu.features().onednn or dtype_is_emulated(dtype):
         return False
-    return dtype != torch.float32 or not is_intel
+    return dtype != torch.float32 or not (is_intel or num_elements < _PACKED_ELEMENTS)
+
+
+def few_rows(num_elements: int, is_emulated: bool) -> int:
+    """Most rows for which `FewRowsMlp` is faster than an expert by itself, perhaps 0.
+
+    Args:
+        num_elements: Of an expert's weights.
+        is_emulated: As in `PlainMlp`, which converts weights for more rows.
+    """
+    if is_emulated:
+        return UPCAST_ROWS - 1 + _SHORT_ELEMENTS // num_elements
+    return 64 if num_elements < _PACKED_ELEMENTS else 0
 
 
 def dtype_is_emulated(dtype: torch.dtype) -> bool:
@@ -244,6 +270,7 @@ class PlainMlp:
         w13_bias: [E,2I] (or [E,I]) or None.
         w2_bias: [E,H] or None.
         is_emulated: Whether matmuls in this dtype are slow on this CPU.
+        is_intel: Whether Intel made the CPU.
     """
 
     w13: torch.Tensor
@@ -252,14 +279,61 @@ class PlainMlp:
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
     is_emulated: bool = False
+    is_intel: bool = True
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """As `ExpertMlp`; the result is fp32 where it was computed in fp32."""
         if self.is_emulated and len(x) >= UPCAST_ROWS:
             x = x.float()
-        gemm1 = _linear(x, self.w13[expert], _row(self.w13_bias, expert))
+        is_swapped = not self.is_intel and x.dtype == torch.float32 and len(x) in _SWAPPED_ROWS
+        gemm1 = _linear(x, self.w13[expert], _row(self.w13_bias, expert), is_swapped)
         hidden = self.activation(gemm1.float()).to(x.dtype)
-        return _linear(hidden, self.w2[expert], _row(self.w2_bias, expert))
+        return _linear(hidden, self.w2[expert], _row(self.w2_bias, expert), is_swapped)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FewRowsMlp:
+    """Experts of few rows: each product for all of them, then the activation once. Steps of an expert cost more there.
+
+    Attributes:
+        mlp: The experts.
+        max_rows: Most rows of an expert for which this is faster than `mlp`; at least 1.
+    """
+
+    mlp: PlainMlp
+    max_rows: int
+
+    def __call__(self, x: torch.Tensor, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Maps x to the experts' results.
+
+        Args:
+            x: [R,H]; the rows of each expert, one expert after the other.
+            parts: Experts, ascending, with their numbers of rows.
+
+        Returns:
+            [R,H] in x's dtype.
+        """
+        mlp = self.mlp
+        row_bytes = (matrix.shape[2] * matrix.element_size() for matrix in (mlp.w13, mlp.w2))
+        has_bias = mlp.w13_bias is not None or mlp.w2_bias is not None
+        if len(parts) * _GROUP_PRICE < len(mlp.w13) or has_bias or any(size % 16 for size in row_bytes):
+            return self.in_turn(x, parts)
+        counts = dict(parts)
+        ends = itertools.accumulate(counts.get(expert, 0) for expert in range(len(mlp.w13)))
+        offsets = torch.tensor(list(ends), dtype=torch.int32, device="cpu")
+        gemm1 = F.grouped_mm(x, mlp.w13.transpose(1, 2), offs=offsets)
+        return F.grouped_mm(mlp.activation(gemm1.float()).to(x.dtype), mlp.w2.transpose(1, 2), offs=offsets)
+
+    def in_turn(self, x: torch.Tensor, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """As a call, but experts may be in any order."""
+        mlp, counts = self.mlp, [count for _, count in parts]
+
+        def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            pairs = zip(x.split(counts), parts, strict=True)
+            return torch.cat([_linear(own, weight[expert], _row(bias, expert)) for own, (expert, _) in pairs])
+
+        hidden = mlp.activation(linear(x, mlp.w13, mlp.w13_bias).float()).to(x.dtype)
+        return linear(hidden, mlp.w2, mlp.w2_bias)
 
 
 def _packed_linear(
@@ -276,8 +350,16 @@ def _packed_linear_binary(
     return result
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_swapped: bool = False) -> torch.Tensor:
+    bias = None if bias is None else bias.to(x.dtype)
+    if weight.dtype == x.dtype and not is_swapped:
+        return F.linear(x, weight, bias)
+    blocks = weight.split(len(weight) if weight.dtype == x.dtype else max(1, _UPCAST_ELEMENTS // weight.shape[1]))
+    if is_swapped:
+        result = torch.cat([torch.mm(block.to(x.dtype), x.t()) for block in blocks]).t().contiguous()
+    else:
+        result = torch.cat([F.linear(x, block.to(x.dtype)) for block in blocks], 1)
+    return result if bias is None else result.add_(bias)
 
 
 def _row(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
