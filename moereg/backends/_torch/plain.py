@@ -8,7 +8,7 @@ import torch
 
 from moereg.backends._loaded import Call, Implementation
 from moereg.backends._torch.calls import CANONICAL, HostBatchedImplementation, HostImplementation
-from moereg.kernels.plain import cpu, device, host, mlp
+from moereg.kernels.plain import device, host, mlp
 from moereg.weights.layouts import aligned
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
@@ -69,9 +69,8 @@ class Host(HostImplementation):
         return host.bucket_rows(rows, 1 if self.problem.dtype == "float32" else host.MIN_ROWS)
 
     def _few(self, call: Call) -> mlp.FewRowsMlp | None:
-        # float16 rows may have to be repeated, and rows that AMX mixes to be kept apart.
         dtype = self.problem.torch_dtype
-        if call.weights.layout != CANONICAL or dtype == torch.float16 or cpu.features().amx:
+        if call.weights.layout != CANONICAL or dtype == torch.float16:  # Its rows may have to be computed twice.
             return None
         max_rows = mlp.few_rows(self._num_elements, mlp.dtype_is_emulated(dtype))
         return mlp.FewRowsMlp(self._plain_mlp(call), max_rows) if max_rows else None
