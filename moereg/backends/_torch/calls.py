@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import abc
-import functools
 from typing import ClassVar
 
 from moereg.backends._loaded import Call, Implementation
 from moereg.kernels.plain import cpu, host
-from moereg.kernels.plain.mlp import ExpertMlp, FewRowsMlp, IsolatingMlp
+from moereg.kernels.plain.mlp import ExpertMlp, IsolatingMlp
 
 CANONICAL = "canonical"
 
@@ -35,13 +34,10 @@ class HostImplementation(Implementation):
     def _w13_rows(self) -> int:
         return self.problem.activation.num_halves * self.problem.intermediate_size
 
-    def _bucket(self, call: Call, rows: int) -> int:
-        """Rows that a matmul of `rows` rows is run with."""
-        return host.bucket_rows(rows)
-
-    def _few(self, call: Call) -> FewRowsMlp | None:
-        """The experts' matmuls on few rows, if these have a faster way."""
-        return None
+    @property
+    def _min_rows(self) -> int:
+        """As in `host.bucket_rows`."""
+        return host.MIN_ROWS
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The routed rows of a chunk of tokens, in the second workspace."""
@@ -65,8 +61,7 @@ class HostImplementation(Implementation):
             # As in the reference, scaled inputs are rounded before they are quantized.
             scaled_dtype=host.rows_dtype(self.problem.torch_dtype) if self.computes.activation is None else None,
             side_by_side=self.side_by_side,
-            bucket=functools.partial(self._bucket, call),
-            few=self._few(call),
+            min_rows=self._min_rows,
         )
 
 
@@ -87,5 +82,5 @@ class HostBatchedImplementation(HostImplementation):
             self._isolated_mlp(call),
             w13_rows=self._w13_rows,
             side_by_side=self.side_by_side,
-            bucket=functools.partial(self._bucket, call),
+            min_rows=self._min_rows,
         )

@@ -23,7 +23,7 @@ class Host(HostImplementation):
         """Packs every expert, or keeps views of the canonical tensors if packing does not pay."""
         problem = self.problem
         biases = weights.tensors("bias")
-        if not mlp.packing_is_faster(problem.torch_dtype, self._is_intel, self._num_elements):
+        if not mlp.packing_is_faster(problem.torch_dtype, "Intel" in self.platform.device_name, self._num_elements):
             return PermutedWeights(CANONICAL, {"w13": weights.w13, "w2": weights.w2, **biases})
         down = mlp.pack_experts(weights.w2)
         # oneDNN's fused matmul takes biases in its own dtype only, and rounding fp32 ones would lose precision.
@@ -40,7 +40,9 @@ class Host(HostImplementation):
         narrow: mlp.ExpertMlp
         wide: mlp.ExpertMlp
         if weights.layout == CANONICAL:
-            narrow = wide = self._plain_mlp(call)
+            is_emulated = mlp.dtype_is_emulated(dtype)
+            few_rows = mlp.few_rows(self._num_elements, is_emulated)
+            narrow = wide = mlp.PlainMlp(weights["w13"], weights["w2"], activation, *biases, is_emulated, few_rows)
         elif weights.layout == ONEDNN:
             w13, w2 = weights.experts("w13"), weights.experts("w2")
             narrow = mlp.PackedMlp(w13, w2, activation, *biases)
@@ -55,34 +57,15 @@ class Host(HostImplementation):
             return narrow
         return mlp.RepeatingMlp(narrow, wide, mlp.has_large_weights(call.inputs.topk_weights))
 
-    def _plain_mlp(self, call: Call) -> mlp.PlainMlp:
-        weights = call.weights
-        biases = (weights.get("w13_bias"), weights.get("w2_bias"))
-        is_emulated = mlp.dtype_is_emulated(self.problem.torch_dtype)
-        return mlp.PlainMlp(
-            weights["w13"], weights["w2"], self.problem.activation, *biases, is_emulated, self._is_intel
-        )
-
-    def _bucket(self, call: Call, rows: int) -> int:
-        if call.weights.layout == CANONICAL:
-            return rows
-        return host.bucket_rows(rows, 1 if self.problem.dtype == "float32" else host.MIN_ROWS)
-
-    def _few(self, call: Call) -> mlp.FewRowsMlp | None:
+    @property
+    def _min_rows(self) -> int:
         dtype = self.problem.torch_dtype
-        if call.weights.layout != CANONICAL or dtype == torch.float16:  # Its rows may have to be computed twice.
-            return None
-        max_rows = mlp.few_rows(self._num_elements, mlp.dtype_is_emulated(dtype))
-        return mlp.FewRowsMlp(self._plain_mlp(call), max_rows) if max_rows else None
+        return 1 if dtype == torch.float32 or mlp.dtype_is_emulated(dtype) else host.MIN_ROWS
 
     @property
     def _num_elements(self) -> int:
         """Elements of an expert's weights."""
         return (self._w13_rows + self.problem.intermediate_size) * self.problem.hidden_size
-
-    @property
-    def _is_intel(self) -> bool:
-        return "Intel" in self.platform.device_name
 
     @property
     def _post_op(self) -> tuple[str, str] | None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from moereg.kernels.plain.mlp import ExpertMlp, FewRowsMlp
+from moereg.kernels.plain.mlp import ExpertMlp, PlainMlp
 from moereg.kernels.plain.threads import run_tasks
 
 __all__ = [
@@ -36,7 +36,6 @@ Part: TypeAlias = tuple[int, int, int]
 """Expert, first row, rows."""
 RunPart: TypeAlias = Callable[[int, int, int], None]
 RunParts: TypeAlias = Callable[[RunPart, Sequence[Part]], None]
-Bucket: TypeAlias = Callable[[int], int]
 
 # A chunk's weighted rows [N,H] are the one large temporary; smaller chunks would stream the weights more often.
 HOST_CHUNK_BYTES: Final = 128 << 20
@@ -47,7 +46,7 @@ MAX_BLOCK_ROWS: Final = 1024
 # One gather for all experts saves a call for each; a larger one is evicted from the cache before it is read.
 GATHER_ONCE_BYTES: Final = 4 << 20
 # Up to this many routes a call, plain Python sorts faster than numpy.
-FEW_ROUTES: Final = 64
+FEW_ROUTES: Final = 128
 # oneDNN's kernels stream weights slower for 1 and 2 rows than for 4 (1536x2048 bf16: 20 against 26 GB/s).
 MIN_ROWS: Final = 4
 # Up to this many elements, a batched product sums a call's rows in fewer steps than an embedding bag.
@@ -191,8 +190,7 @@ def host_experts(
     apply_router_weight_on_input: bool = False,
     scaled_dtype: torch.dtype | None = None,
     side_by_side: bool = True,
-    bucket: Bucket = bucket_rows,
-    few: FewRowsMlp | None = None,
+    min_rows: int = MIN_ROWS,
 ) -> None:
     """Runs the experts of a CPU layer, chunk by chunk of tokens.
 
@@ -212,8 +210,7 @@ def host_experts(
         apply_router_weight_on_input: Scale an expert's input instead of its output; requires K = 1.
         scaled_dtype: Dtype of scaled inputs; None: that of hidden_states.
         side_by_side: How experts share threads, as in `run_tasks`.
-        bucket: Rows that a matmul of so many is run with.
-        few: Runs experts of few rows, or None where `mlp` is as fast.
+        min_rows: As in `bucket_rows`.
     """
     num_tokens, hidden_size = hidden_states.shape
     top_k = topk_ids.shape[1]
@@ -225,7 +222,7 @@ def host_experts(
         weights = topk_weights.view(-1)
         if apply_router_weight_on_input:
             hidden_states, weights = (hidden_states * weights).to(scaled_dtype), torch.ones_like(weights)
-        _one_token(out, hidden_states, weights, ids, slots, mlp, run_parts, few)
+        _one_token(out, hidden_states, weights, ids, slots, mlp, run_parts)
         return
     chunk = host_chunk_tokens(num_tokens, top_k, hidden_size, workspace.element_size())
     block = row_block(hidden_size, w13_rows, out.element_size())
@@ -235,7 +232,7 @@ def host_experts(
         input_weights = topk_weights[tokens].reshape(-1) if apply_router_weight_on_input else None
         rows = workspace.view(-1)[: (routes.num_rows + 1) * hidden_size].view(-1, hidden_size)
         x = hidden_states[tokens]
-        _run_segments(rows, x, routes, top_k, mlp, block, input_weights, scaled_dtype, run_parts, bucket, few)
+        rows = _run_segments(rows, x, routes, top_k, mlp, block, input_weights, scaled_dtype, run_parts, min_rows)
         weights = torch.ones_like(topk_weights[tokens]) if apply_router_weight_on_input else topk_weights[tokens]
         _weighted_sum(out[tokens], rows, routes, weights)
 
@@ -298,55 +295,52 @@ def _run_segments(
     input_weights: torch.Tensor | None,
     scaled_dtype: torch.dtype,
     run_parts: RunParts,
-    bucket: Bucket,
-    few: FewRowsMlp | None,
-) -> None:
-    """Fills rows [num_rows + 1, H] with each route's unweighted output and a last row of zeros."""
-    rows[-1].zero_()
+    min_rows: int,
+) -> torch.Tensor:
+    """Returns each route's unweighted output; in rows [num_rows + 1, H], with zeros last, if a route is left out."""
+    is_complete = routes.num_rows == routes.positions.numel()
+    if not is_complete:
+        rows[-1].zero_()
     if not routes.num_rows:
-        return
-    few_rows = 0 if few is None else few.max_rows
-    short = [segment for segment in routes.segments if segment[2] <= few_rows]
-    parts = [
-        (expert, start, min(block, first + count - start))
-        for expert, first, count in routes.segments
-        if count > few_rows
-        for start in range(first, first + count, block)
-    ]
+        return rows
+    if isinstance(mlp, PlainMlp) and routes.num_rows <= mlp.few_rows * len(routes.segments):
+        x = hidden_states.index_select(0, routes.order if top_k == 1 else routes.order // top_k)
+        if input_weights is not None:
+            x = (x * input_weights.index_select(0, routes.order).unsqueeze(1)).to(scaled_dtype)
+        results = mlp.together(x, routes.segments)
+        if is_complete:
+            return results
+        rows[:-1].copy_(results)
+        return rows
     # Spare rows at the end, so that a bucket of rows can start at any expert's first row; their contents are unused.
-    order = F.pad(routes.order, (0, MIN_ROWS - 1)) if parts else routes.order
+    order = F.pad(routes.order, (0, MIN_ROWS - 1))
     token_of_row = order if top_k == 1 else order // top_k
     num_gathered = len(token_of_row)
 
-    def gather(places: slice | torch.Tensor) -> torch.Tensor:
-        gathered = hidden_states.index_select(0, token_of_row[places])
+    def gather(start: int, count: int) -> torch.Tensor:
+        gathered = hidden_states.index_select(0, token_of_row[start : start + count])
         if input_weights is None:
             return gathered
-        scales = input_weights.index_select(0, order[places])
+        scales = input_weights.index_select(0, order[start : start + count])
         return (gathered * scales.unsqueeze(1)).to(scaled_dtype)
 
     row_bytes = hidden_states.shape[1] * hidden_states.element_size()
-    everything = gather(slice(None)) if parts and num_gathered * row_bytes <= GATHER_ONCE_BYTES else None
-
-    def take(start: int, count: int) -> torch.Tensor:
-        places = slice(start, start + count)
-        return gather(places) if everything is None else everything[places]
+    everything = gather(0, num_gathered) if num_gathered * row_bytes <= GATHER_ONCE_BYTES else None
 
     def run(expert: int, start: int, wanted: int) -> None:
         # Neighboring rows fill the bucket. Rows do not depend on each other, so no padding is copied.
-        given = min(bucket(wanted), num_gathered)
+        given = min(bucket_rows(wanted, min_rows), num_gathered)
         begin = min(start, num_gathered - given)
-        x = take(begin, given)
+        x = gather(begin, given) if everything is None else everything[begin : begin + given]
         rows[start : start + wanted].copy_(mlp(x, expert)[start - begin : start - begin + wanted])
 
-    if few is not None and short:
-        counts = [(expert, count) for expert, _, count in short]
-        if parts:
-            places = torch.cat([torch.arange(first, first + count, device="cpu") for _, first, count in short])
-            rows.index_copy_(0, places, few(gather(places), counts))
-        else:
-            rows[:-1].copy_(few(gather(slice(None)), counts))
+    parts = [
+        (expert, start, min(block, first + count - start))
+        for expert, first, count in routes.segments
+        for start in range(first, first + count, block)
+    ]
     run_parts(run, parts)
+    return rows
 
 
 def _run_parts(run: RunPart, parts: Sequence[Part], *, side_by_side: bool) -> None:
@@ -362,7 +356,6 @@ def _one_token(
     slots: Sequence[int],
     mlp: ExpertMlp,
     run_parts: RunParts,
-    few: FewRowsMlp | None,
 ) -> None:
     """Runs one token, whose experts all read the same row, without sorting, gathering and padding.
 
@@ -376,7 +369,6 @@ def _one_token(
         slots: The slots that have a local expert.
         mlp: The experts.
         run_parts: Runs parts of the work.
-        few: As in `host_experts`.
     """
     if not slots:
         out.zero_()
@@ -388,10 +380,11 @@ def _one_token(
         # Rounded like rows of several tokens, so that other tokens in a call change no result by a rounding.
         rows[row] = mlp(x, expert).to(dtype)
 
-    if few is not None:
-        rows = [few.in_turn(x.expand(len(slots), -1), [(ids[slot], 1) for slot in slots])]
+    parts = [(ids[slot], row, 1) for row, slot in enumerate(slots)]
+    if isinstance(mlp, PlainMlp) and mlp.few_rows:
+        rows = [mlp.in_turn(x.expand(len(slots), -1), parts)]
     else:
-        run_parts(run, [(ids[slot], row, 1) for row, slot in enumerate(slots)])
+        run_parts(run, parts)
     # The weight of a route without a local expert may be anything, and infinity times 0 is NaN.
     own = weights if len(slots) == len(ids) else weights[torch.tensor(slots, dtype=torch.int64, device="cpu")]
     out.copy_(torch.mv(torch.cat(rows).float().t(), own))
@@ -423,7 +416,7 @@ def host_batched_experts(
     mlp: ExpertMlp,
     w13_rows: int,
     side_by_side: bool = True,
-    bucket: Bucket = bucket_rows,
+    min_rows: int = MIN_ROWS,
 ) -> None:
     """Runs the experts of a CPU layer in the batched format.
 
@@ -434,13 +427,13 @@ def host_batched_experts(
         mlp: The experts.
         w13_rows: 2I, or I where not gated.
         side_by_side: How experts share threads, as in `run_tasks`.
-        bucket: Rows that a matmul of so many is run with.
+        min_rows: As in `bucket_rows`.
     """
     max_tokens, hidden_size = hidden_states.shape[1:]
     block = row_block(hidden_size, w13_rows, hidden_states.element_size())
 
     def run(expert: int, start: int, wanted: int) -> None:
-        given = min(bucket(wanted), max_tokens)
+        given = min(bucket_rows(wanted, min_rows), max_tokens)
         begin = min(start, max_tokens - given)
         result = mlp(hidden_states[expert, begin : begin + given], expert)
         out[expert, start : start + wanted].copy_(result[start - begin : start - begin + wanted])

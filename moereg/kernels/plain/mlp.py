@@ -18,7 +18,6 @@ from moereg.kernels.plain import cpu
 __all__ = [
     "ActivationFn",
     "ExpertMlp",
-    "FewRowsMlp",
     "IsolatingMlp",
     "PackedFusedMlp",
     "PackedMlp",
@@ -46,16 +45,14 @@ _SMALL_INPUT: Final = 2.0**-8
 # From here on, converting an expert to fp32 costs less than a matmul in a dtype that the CPU lacks, which converts a
 # weight again for each row: one thread of an AMD EPYC with AVX2, bf16, 1.2x at 2 rows, 1.6x at 3, 2x at 4.
 UPCAST_ROWS: Final = 3
-# MKL's product of so many rows is faster with its factors swapped on CPUs that Intel did not make: 1.2x to 2x there.
+# MKL's product of so many rows is faster with its factors swapped: 1.2x to 2x on an AMD EPYC.
 _SWAPPED_ROWS: Final = range(4, 33)
 # Elements that are converted at a time: they stay in the cache until they are multiplied, 1.4x in a large expert.
 _UPCAST_ELEMENTS: Final = 1 << 19
-# An expert of so few elements takes as long to call as to compute one row with.
-_SHORT_ELEMENTS: Final = 1 << 20
-# Calling torch for an expert, over what its grouped product pays for an expert without rows.
-_GROUP_PRICE: Final = 12
+# Calling torch for an expert costs as much as a row of so many elements.
+_CALL_ELEMENTS: Final = 1 << 20
 # fp32 experts of fewer elements are faster in plain matmuls, whose calls cost a third of oneDNN's.
-_PACKED_ELEMENTS: Final = 300_000
+_PACKED_ELEMENTS: Final = 400_000
 
 
 class ExpertMlp(Protocol):
@@ -84,14 +81,14 @@ def packing_is_faster(dtype: torch.dtype, is_intel: bool, num_elements: int) -> 
 
 
 def few_rows(num_elements: int, is_emulated: bool) -> int:
-    """Most rows for which `FewRowsMlp` is faster than an expert by itself, perhaps 0.
+    """Most rows an expert, on average, for which `PlainMlp.together` is faster than each expert by itself, perhaps 0.
 
     Args:
         num_elements: Of an expert's weights.
         is_emulated: As in `PlainMlp`, which converts weights for more rows.
     """
     if is_emulated:
-        return UPCAST_ROWS - 1 + _SHORT_ELEMENTS // num_elements
+        return UPCAST_ROWS + _CALL_ELEMENTS // num_elements
     return 64 if num_elements < _PACKED_ELEMENTS else 0
 
 
@@ -270,7 +267,7 @@ class PlainMlp:
         w13_bias: [E,2I] (or [E,I]) or None.
         w2_bias: [E,H] or None.
         is_emulated: Whether matmuls in this dtype are slow on this CPU.
-        is_intel: Whether Intel made the CPU.
+        few_rows: As `few_rows` returns it.
     """
 
     w13: torch.Tensor
@@ -279,61 +276,45 @@ class PlainMlp:
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
     is_emulated: bool = False
-    is_intel: bool = True
+    few_rows: int = 0
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """As `ExpertMlp`; the result is fp32 where it was computed in fp32."""
         if self.is_emulated and len(x) >= UPCAST_ROWS:
             x = x.float()
-        is_swapped = not self.is_intel and x.dtype == torch.float32 and len(x) in _SWAPPED_ROWS
-        gemm1 = _linear(x, self.w13[expert], _row(self.w13_bias, expert), is_swapped)
+        gemm1 = _linear(x, self.w13[expert], _row(self.w13_bias, expert))
         hidden = self.activation(gemm1.float()).to(x.dtype)
-        return _linear(hidden, self.w2[expert], _row(self.w2_bias, expert), is_swapped)
+        return _linear(hidden, self.w2[expert], _row(self.w2_bias, expert))
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class FewRowsMlp:
-    """Experts of few rows: each product for all of them, then the activation once. Steps of an expert cost more there.
-
-    Attributes:
-        mlp: The experts.
-        max_rows: Most rows of an expert for which this is faster than `mlp`; at least 1.
-    """
-
-    mlp: PlainMlp
-    max_rows: int
-
-    def __call__(self, x: torch.Tensor, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Maps x to the experts' results.
+    def together(self, x: torch.Tensor, segments: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """Runs several experts of few rows: each product for all of them, then the activation once.
 
         Args:
             x: [R,H]; the rows of each expert, one expert after the other.
-            parts: Experts, ascending, with their numbers of rows.
+            segments: Experts, ascending, with their first row and number of rows.
 
         Returns:
             [R,H] in x's dtype.
         """
-        mlp = self.mlp
-        row_bytes = (matrix.shape[2] * matrix.element_size() for matrix in (mlp.w13, mlp.w2))
-        has_bias = mlp.w13_bias is not None or mlp.w2_bias is not None
-        if len(parts) * _GROUP_PRICE < len(mlp.w13) or has_bias or any(size % 16 for size in row_bytes):
-            return self.in_turn(x, parts)
-        counts = dict(parts)
-        ends = itertools.accumulate(counts.get(expert, 0) for expert in range(len(mlp.w13)))
-        offsets = torch.tensor(list(ends), dtype=torch.int32, device="cpu")
-        gemm1 = F.grouped_mm(x, mlp.w13.transpose(1, 2), offs=offsets)
-        return F.grouped_mm(mlp.activation(gemm1.float()).to(x.dtype), mlp.w2.transpose(1, 2), offs=offsets)
+        row_bytes = (matrix.shape[2] * matrix.element_size() for matrix in (self.w13, self.w2))
+        if self.w13_bias is not None or self.w2_bias is not None or any(size % 16 for size in row_bytes):
+            return self.in_turn(x, segments)
+        counts = {expert: count for expert, _, count in segments}
+        ends = list(itertools.accumulate(counts.get(expert, 0) for expert in range(len(self.w13))))
+        offs = torch.tensor(ends, dtype=torch.int32, device="cpu")
+        gemm1 = F.grouped_mm(x, self.w13.transpose(1, 2), offs=offs)
+        return F.grouped_mm(self.activation(gemm1.float()).to(x.dtype), self.w2.transpose(1, 2), offs=offs)
 
-    def in_turn(self, x: torch.Tensor, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """As a call, but experts may be in any order."""
-        mlp, counts = self.mlp, [count for _, count in parts]
+    def in_turn(self, x: torch.Tensor, segments: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """As `together`, but experts may be in any order."""
 
         def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            pairs = zip(x.split(counts), parts, strict=True)
-            return torch.cat([_linear(own, weight[expert], _row(bias, expert)) for own, (expert, _) in pairs])
+            rows = x.split([count for _, _, count in segments])
+            pairs = zip(rows, segments, strict=True)
+            return torch.cat([_linear(own, weight[expert], _row(bias, expert)) for own, (expert, _, _) in pairs])
 
-        hidden = mlp.activation(linear(x, mlp.w13, mlp.w13_bias).float()).to(x.dtype)
-        return linear(hidden, mlp.w2, mlp.w2_bias)
+        hidden = self.activation(linear(x, self.w13, self.w13_bias).float()).to(x.dtype)
+        return linear(hidden, self.w2, self.w2_bias)
 
 
 def _packed_linear(
@@ -350,13 +331,13 @@ def _packed_linear_binary(
     return result
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_swapped: bool = False) -> torch.Tensor:
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     bias = None if bias is None else bias.to(x.dtype)
-    if weight.dtype == x.dtype and not is_swapped:
+    if weight.dtype == x.dtype:
         return F.linear(x, weight, bias)
-    blocks = weight.split(len(weight) if weight.dtype == x.dtype else max(1, _UPCAST_ELEMENTS // weight.shape[1]))
-    if is_swapped:
-        result = torch.cat([torch.mm(block.to(x.dtype), x.t()) for block in blocks]).t().contiguous()
+    blocks = weight.split(max(1, _UPCAST_ELEMENTS // weight.shape[1]))
+    if len(x) in _SWAPPED_ROWS:
+        result = torch.cat([F.linear(block.to(x.dtype), x) for block in blocks]).t().contiguous()
     else:
         result = torch.cat([F.linear(x, block.to(x.dtype)) for block in blocks], 1)
     return result if bias is None else result.add_(bias)
