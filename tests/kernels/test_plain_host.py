@@ -162,16 +162,13 @@ def test_a_token_that_went_wrong_changes_no_other(hidden_size: int, intermediate
     assert torch.equal(found[18:], expected[18:])
 
 
-@pytest.mark.parametrize("is_intel", [True, False])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 33])
-def test_plain_experts(
-    monkeypatch: pytest.MonkeyPatch, rows: int, dtype: torch.dtype, has_bias: bool, is_intel: bool
-) -> None:
+def test_plain_experts(monkeypatch: pytest.MonkeyPatch, rows: int, dtype: torch.dtype, has_bias: bool) -> None:
     """Products of every number of rows, whose weights are converted in blocks, the last one smaller."""
     monkeypatch.setattr(mlp, "_UPCAST_ELEMENTS", 5 * 48)
-    plain = plain_mlp(dtype, has_bias, is_intel)
+    plain = plain_mlp(dtype, has_bias)
     x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
     found = plain(x, 1)
     assert found.dtype == (torch.float32 if rows >= mlp.UPCAST_ROWS else dtype)
@@ -181,22 +178,18 @@ def test_plain_experts(
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("parts", [[(1, 1)], [(0, 2), (3, 1)], [(0, 1), (1, 3), (2, 2), (4, 5)]])
-@pytest.mark.parametrize("price", [0, 100])
-def test_experts_of_few_rows(
-    monkeypatch: pytest.MonkeyPatch, price: int, parts: list[tuple[int, int]], dtype: torch.dtype, has_bias: bool
-) -> None:
+def test_experts_of_few_rows(parts: list[tuple[int, int]], dtype: torch.dtype, has_bias: bool) -> None:
     """In one grouped product or in turn, each expert multiplies its own rows."""
-    monkeypatch.setattr(mlp, "_GROUP_PRICE", price)
-    plain = plain_mlp(dtype, has_bias, is_intel=True)
+    plain = plain_mlp(dtype, has_bias)
     x = torch.randn(sum(count for _, count in parts), 48, generator=torch.Generator().manual_seed(7)).to(dtype)
-    found = mlp.FewRowsMlp(plain, 5)(x, parts)
+    found = plain.together(x, [(expert, 0, count) for expert, count in parts])
     own = x.split([count for _, count in parts])
     expected = [in_fp32(plain, rows, expert) for rows, (expert, _) in zip(own, parts, strict=True)]
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), torch.cat(expected), rtol=2e-2, atol=2e-2)
 
 
-def plain_mlp(dtype: torch.dtype, has_bias: bool, is_intel: bool) -> mlp.PlainMlp:
+def plain_mlp(dtype: torch.dtype, has_bias: bool) -> mlp.PlainMlp:
     """5 experts of 48 x 40 as on a CPU that emulates 16-bit products."""
     generator = torch.Generator().manual_seed(3)
 
@@ -204,9 +197,7 @@ def plain_mlp(dtype: torch.dtype, has_bias: bool, is_intel: bool) -> mlp.PlainMl
         return (torch.randn(*sizes, generator=generator) * 0.2).to(dtype)
 
     biases = (draw(5, 80), draw(5, 48)) if has_bias else (None, None)
-    return mlp.PlainMlp(
-        draw(5, 80, 48), draw(5, 48, 40), ACTIVATIONS["silu"], *biases, dtype != torch.float32, is_intel
-    )
+    return mlp.PlainMlp(draw(5, 80, 48), draw(5, 48, 40), ACTIVATIONS["silu"], *biases, dtype != torch.float32)
 
 
 def in_fp32(plain: mlp.PlainMlp, x: torch.Tensor, expert: int) -> torch.Tensor:

@@ -38,20 +38,16 @@ class Host(HostImplementation):
         activation, dtype, weights = self.problem.activation, self.problem.torch_dtype, call.weights
         biases = (weights.get("w13_bias"), weights.get("w2_bias"))
         narrow: mlp.ExpertMlp
-        wide: mlp.ExpertMlp
-        if weights.layout == CANONICAL:
-            is_emulated = mlp.dtype_is_emulated(dtype)
-            few_rows = mlp.few_rows(self._num_elements, is_emulated)
-            narrow = wide = mlp.PlainMlp(weights["w13"], weights["w2"], activation, *biases, is_emulated, few_rows)
-        elif weights.layout == ONEDNN:
-            w13, w2 = weights.experts("w13"), weights.experts("w2")
-            narrow = mlp.PackedMlp(w13, w2, activation, *biases)
-            wide = mlp.UnpackingMlp((w13,), w2, activation, *biases)
-        else:
+        if weights.layout == ONEDNN_FUSED:
             assert self._post_op is not None
             gate, up, down = (weights.experts(name) for name in ("gate", "up", "down"))
-            narrow = mlp.PackedFusedMlp(gate, up, down, self._post_op, *biases)
-            wide = mlp.UnpackingMlp((gate, up), down, activation, *biases)
+            fused = mlp.PackedFusedMlp(gate, up, down, self._post_op, activation, *biases)
+            narrow, wide = fused, fused.unpacked
+        else:
+            is_emulated = mlp.dtype_is_emulated(dtype)
+            few_rows = mlp.few_rows(self._num_elements, is_emulated) if weights.layout == CANONICAL else 0
+            w13, w2 = weights.per_expert["w13"], weights.per_expert["w2"]
+            narrow = wide = mlp.PlainMlp(w13, w2, activation, *biases, is_emulated, few_rows)
         # The other dtypes have the range of fp32.
         if dtype != torch.float16:
             return narrow

@@ -303,35 +303,31 @@ def _run_segments(
         rows[-1].zero_()
     if not routes.num_rows:
         return rows
+
+    def gather(order: torch.Tensor) -> torch.Tensor:
+        gathered = hidden_states.index_select(0, order if top_k == 1 else order // top_k)
+        if input_weights is None:
+            return gathered
+        return (gathered * input_weights.index_select(0, order).unsqueeze(1)).to(scaled_dtype)
+
     if isinstance(mlp, PlainMlp) and routes.num_rows <= mlp.few_rows * len(routes.segments):
-        x = hidden_states.index_select(0, routes.order if top_k == 1 else routes.order // top_k)
-        if input_weights is not None:
-            x = (x * input_weights.index_select(0, routes.order).unsqueeze(1)).to(scaled_dtype)
-        results = mlp.together(x, routes.segments)
+        results = mlp.together(gather(routes.order), routes.segments)
         if is_complete:
             return results
         rows[:-1].copy_(results)
         return rows
     # Spare rows at the end, so that a bucket of rows can start at any expert's first row; their contents are unused.
     order = F.pad(routes.order, (0, MIN_ROWS - 1))
-    token_of_row = order if top_k == 1 else order // top_k
-    num_gathered = len(token_of_row)
-
-    def gather(start: int, count: int) -> torch.Tensor:
-        gathered = hidden_states.index_select(0, token_of_row[start : start + count])
-        if input_weights is None:
-            return gathered
-        scales = input_weights.index_select(0, order[start : start + count])
-        return (gathered * scales.unsqueeze(1)).to(scaled_dtype)
-
+    num_gathered = len(order)
     row_bytes = hidden_states.shape[1] * hidden_states.element_size()
-    everything = gather(0, num_gathered) if num_gathered * row_bytes <= GATHER_ONCE_BYTES else None
+    everything = gather(order) if num_gathered * row_bytes <= GATHER_ONCE_BYTES else None
 
     def run(expert: int, start: int, wanted: int) -> None:
         # Neighboring rows fill the bucket. Rows do not depend on each other, so no padding is copied.
         given = min(bucket_rows(wanted, min_rows), num_gathered)
         begin = min(start, num_gathered - given)
-        x = gather(begin, given) if everything is None else everything[begin : begin + given]
+        places = slice(begin, begin + given)
+        x = gather(order[places]) if everything is None else everything[places]
         rows[start : start + wanted].copy_(mlp(x, expert)[start - begin : start - begin + wanted])
 
     parts = [

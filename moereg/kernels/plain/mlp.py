@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,8 @@ __all__ = [
     "ExpertMlp",
     "IsolatingMlp",
     "PackedFusedMlp",
-    "PackedMlp",
     "PlainMlp",
     "RepeatingMlp",
-    "UnpackingMlp",
     "dtype_is_emulated",
     "few_rows",
     "fused_post_op",
@@ -34,6 +32,7 @@ __all__ = [
 
 ActivationFn = Callable[[torch.Tensor], torch.Tensor]
 """[...,2I] gate first (or [...,I] where not gated) to [...,I], same dtype."""
+PerExpert: TypeAlias = "torch.Tensor | list[torch.Tensor]"
 
 # float16 rounds to multiples of 6e-8 at least, in the output too. Beyond this weight, the rows' rounding errors matter.
 _LARGE_WEIGHT: Final = 8.0
@@ -175,32 +174,6 @@ class IsolatingMlp:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class UnpackingMlp:
-    """Packed weights converted back to row-major order, in fp32, for the rare rows that need it.
-
-    Attributes:
-        w13: Lists of E packed matrices, which concatenate to [2I,H], or [I,H] where not gated.
-        w2: E packed [H,I].
-        activation: Applied to the first matmul's output.
-        w13_bias: [E,2I] (or [E,I]) or None.
-        w2_bias: [E,H] or None.
-    """
-
-    w13: tuple[list[torch.Tensor], ...]
-    w2: list[torch.Tensor]
-    activation: ActivationFn
-    w13_bias: torch.Tensor | None = None
-    w2_bias: torch.Tensor | None = None
-
-    def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """As `ExpertMlp`; the result has x's dtype."""
-        w13 = torch.cat([packed[expert].to_dense() for packed in self.w13])
-        gemm1 = _linear(x, w13, _row(self.w13_bias, expert))
-        hidden = self.activation(gemm1.float()).to(x.dtype)
-        return _linear(hidden, self.w2[expert].to_dense(), _row(self.w2_bias, expert))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class PackedFusedMlp:
     """Gate, up and down matrices packed separately, so that the activation runs on the matmuls' fp32 accumulators.
 
@@ -211,6 +184,7 @@ class PackedFusedMlp:
         up: E packed [I,H].
         down: E packed [H,I].
         post_op: As `fused_post_op` returns it.
+        activation: The same activation.
         w13_bias: [E,2I] or None.
         w2_bias: [E,H] or None.
     """
@@ -219,6 +193,7 @@ class PackedFusedMlp:
     up: list[torch.Tensor]
     down: list[torch.Tensor]
     post_op: tuple[str, str]
+    activation: ActivationFn
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
 
@@ -226,43 +201,24 @@ class PackedFusedMlp:
         """As `ExpertMlp`; the result has x's dtype."""
         gate_bias, up_bias = (None, None) if self.w13_bias is None else self.w13_bias[expert].chunk(2)
         operation, algorithm = self.post_op
-        gate = _packed_linear(x, self.gate[expert], gate_bias, operation, [], algorithm)
-        hidden = _packed_linear_binary(x, gate, self.up[expert], up_bias, "mul")
-        return _packed_linear(hidden, self.down[expert], _row(self.w2_bias, expert), "none", [], "")
+        gate = _packed_linear(x, self.gate[expert], gate_bias, operation, algorithm)
+        hidden = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self.up[expert], up_bias, "mul")
+        return _linear(hidden, self.down[expert], _row(self.w2_bias, expert))
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PackedMlp:
-    """Packed weights with an activation that oneDNN lacks, which is computed in fp32.
-
-    Attributes:
-        w13: E packed [2I,H], or [I,H] where not gated.
-        w2: E packed [H,I].
-        activation: Applied to the first matmul's output.
-        w13_bias: [E,2I] (or [E,I]) or None.
-        w2_bias: [E,H] or None.
-    """
-
-    w13: list[torch.Tensor]
-    w2: list[torch.Tensor]
-    activation: ActivationFn
-    w13_bias: torch.Tensor | None = None
-    w2_bias: torch.Tensor | None = None
-
-    def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """As `ExpertMlp`; the result has x's dtype."""
-        gemm1 = _packed_linear(x, self.w13[expert], _row(self.w13_bias, expert), "none", [], "")
-        hidden = self.activation(gemm1.float()).to(x.dtype)
-        return _packed_linear(hidden, self.w2[expert], _row(self.w2_bias, expert), "none", [], "")
+    def unpacked(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """As a call, with matmuls in fp32, for the rare rows that need them."""
+        w13 = torch.cat([self.gate[expert].to_dense(), self.up[expert].to_dense()])
+        hidden = self.activation(_linear(x, w13, _row(self.w13_bias, expert)))
+        return _linear(hidden, self.down[expert], _row(self.w2_bias, expert))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlainMlp:
-    """Canonical weights through `torch.nn.functional.linear`, in fp32 where the CPU has no matmul in their dtype.
+    """Canonical or packed weights, in fp32 where the CPU has no matmul in their dtype or x is fp32.
 
     Attributes:
-        w13: [E,2I,H], or [E,I,H] where not gated.
-        w2: [E,H,I].
+        w13: [E,2I,H], or [E,I,H] where not gated; or E packed matrices.
+        w2: [E,H,I], or E packed matrices.
         activation: Applied to the first matmul's output.
         w13_bias: [E,2I] (or [E,I]) or None.
         w2_bias: [E,H] or None.
@@ -270,8 +226,8 @@ class PlainMlp:
         few_rows: As `few_rows` returns it.
     """
 
-    w13: torch.Tensor
-    w2: torch.Tensor
+    w13: PerExpert
+    w2: PerExpert
     activation: ActivationFn
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
@@ -296,6 +252,7 @@ class PlainMlp:
         Returns:
             [R,H] in x's dtype.
         """
+        assert isinstance(self.w13, torch.Tensor) and isinstance(self.w2, torch.Tensor)
         row_bytes = (matrix.shape[2] * matrix.element_size() for matrix in (self.w13, self.w2))
         if self.w13_bias is not None or self.w2_bias is not None or any(size % 16 for size in row_bytes):
             return self.in_turn(x, segments)
@@ -308,7 +265,7 @@ class PlainMlp:
     def in_turn(self, x: torch.Tensor, segments: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """As `together`, but experts may be in any order."""
 
-        def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        def linear(x: torch.Tensor, weight: PerExpert, bias: torch.Tensor | None) -> torch.Tensor:
             rows = x.split([count for _, _, count in segments])
             pairs = zip(rows, segments, strict=True)
             return torch.cat([_linear(own, weight[expert], _row(bias, expert)) for own, (expert, _, _) in pairs])
@@ -318,20 +275,17 @@ class PlainMlp:
 
 
 def _packed_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operation: str, scalars: list[Any], algorithm: str
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operation: str = "none", algorithm: str = ""
 ) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, operation, scalars, algorithm)
-    return result
-
-
-def _packed_linear_binary(
-    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operation: str
-) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, bias, operation)
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, operation, [], algorithm)
     return result
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if weight.is_mkldnn:
+        if weight.dtype == x.dtype:
+            return _packed_linear(x, weight, bias)
+        weight = weight.to_dense()
     bias = None if bias is None else bias.to(x.dtype)
     if weight.dtype == x.dtype:
         return F.linear(x, weight, bias)
