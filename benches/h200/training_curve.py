@@ -261,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = _in_processes(given, options.texts)
     equal, ends, wrong = conclude(runs)
     record: dict[str, Any] = {
-        "schema": 2,
+        "schema": 1,
         **provenance(platform, ("moereg", "torch", "triton")),
         "model": dict(MODELS[options.model].config),
         "steps": options.steps,

@@ -216,7 +216,7 @@ def test_no_label_of_a_picture_lies_over_another(tmp_path: pathlib.Path, monkeyp
     monkeypatch.setattr(report, "pages", list)
     monkeypatch.setattr("sys.argv", ["report"])
     assert report.main() == 0
-    assert len(found) == 4
+    assert len(found) == 5
     assert not [pair for figure in found for pair in labels_that_meet(figure)]
     # Each panel of the peers has lines, and its legend is below it.
     for axes in found[1].axes:
