@@ -216,6 +216,9 @@ class PackedFusedMlp:
 class PlainMlp:
     """Canonical or packed weights, in fp32 where the CPU has no matmul in their dtype or x is fp32.
 
+    Rounds to x's dtype after each product, however it is computed: the rows that others bring to an expert, such as
+    those of other ranks, change a result by the order of its sums alone.
+
     Attributes:
         w13: [E,2I,H], or [E,I,H] where not gated; or E packed matrices.
         w2: [E,H,I], or E packed matrices.
@@ -235,12 +238,11 @@ class PlainMlp:
     few_rows: int = 0
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """As `ExpertMlp`; the result is fp32 where it was computed in fp32."""
-        if self.is_emulated and len(x) >= UPCAST_ROWS:
-            x = x.float()
-        gemm1 = _linear(x, self.w13[expert], _row(self.w13_bias, expert))
-        hidden = self.activation(gemm1.float()).to(x.dtype)
-        return _linear(hidden, self.w2[expert], _row(self.w2_bias, expert))
+        """As `ExpertMlp`; the result has x's dtype."""
+        dtype = torch.float32 if self.is_emulated and len(x) >= UPCAST_ROWS else x.dtype
+        gemm1 = _linear(x.to(dtype), self.w13[expert], _row(self.w13_bias, expert)).to(x.dtype)
+        hidden = self.activation(gemm1.float()).to(x.dtype).to(dtype)
+        return _linear(hidden, self.w2[expert], _row(self.w2_bias, expert)).to(x.dtype)
 
     def together(self, x: torch.Tensor, segments: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """Runs several experts of few rows: each product for all of them, then the activation once.
