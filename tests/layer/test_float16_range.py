@@ -136,7 +136,8 @@ def test_rows_are_repeated_one_by_one() -> None:
 def test_packed_weights_are_read_back(activation: str) -> None:
     problem = small_problem(hidden_size=37, dtype="float32", activation=activation, has_bias=True)
     weights = make_plain_weights(problem, CPU)
-    assert weights.w13_bias is not None and weights.w2_bias is not None
+    assert weights.w13_bias is not None
+    assert weights.w2_bias is not None
     biases = (weights.w13_bias, weights.w2_bias)
     down = torch_mlp.pack_experts(weights.w2)
     # Wider than the weights, as fp32 is where float16 lacks the range.
