@@ -35,7 +35,6 @@ __all__ = [
 Part: TypeAlias = tuple[int, int, int]
 """Expert, first row, rows."""
 RunPart: TypeAlias = Callable[[int, int, int], None]
-RunParts: TypeAlias = Callable[[RunPart, Sequence[Part]], None]
 
 # A chunk's weighted rows [N,H] are the one large temporary; smaller chunks would stream the weights more often.
 HOST_CHUNK_BYTES: Final = 128 << 20
@@ -215,14 +214,13 @@ def host_experts(
     num_tokens, hidden_size = hidden_states.shape
     top_k = topk_ids.shape[1]
     scaled_dtype = scaled_dtype or hidden_states.dtype
-    run_parts = functools.partial(_run_parts, side_by_side=side_by_side)
     if num_tokens == 1:
         ids = _local_experts(topk_ids, expert_map)
         slots = [slot for slot, expert in enumerate(ids) if 0 <= expert < num_local_experts]
         weights = topk_weights.view(-1)
         if apply_router_weight_on_input:
             hidden_states, weights = (hidden_states * weights).to(scaled_dtype), torch.ones_like(weights)
-        _one_token(out, hidden_states, weights, ids, slots, mlp, run_parts)
+        _one_token(out, hidden_states, weights, ids, slots, mlp, side_by_side)
         return
     chunk = host_chunk_tokens(num_tokens, top_k, hidden_size, workspace.element_size())
     block = row_block(hidden_size, w13_rows, out.element_size())
@@ -232,7 +230,7 @@ def host_experts(
         input_weights = topk_weights[tokens].reshape(-1) if apply_router_weight_on_input else None
         rows = workspace.view(-1)[: (routes.num_rows + 1) * hidden_size].view(-1, hidden_size)
         x = hidden_states[tokens]
-        rows = _run_segments(rows, x, routes, top_k, mlp, block, input_weights, scaled_dtype, run_parts, min_rows)
+        rows = _run_segments(rows, x, routes, top_k, mlp, block, input_weights, scaled_dtype, side_by_side, min_rows)
         weights = torch.ones_like(topk_weights[tokens]) if apply_router_weight_on_input else topk_weights[tokens]
         _weighted_sum(out[tokens], rows, routes, weights)
 
@@ -294,7 +292,7 @@ def _run_segments(
     block: int,
     input_weights: torch.Tensor | None,
     scaled_dtype: torch.dtype,
-    run_parts: RunParts,
+    side_by_side: bool,
     min_rows: int,
 ) -> torch.Tensor:
     """Returns each route's unweighted output; in rows [num_rows + 1, H], with zeros last, if a route is left out."""
@@ -335,11 +333,11 @@ def _run_segments(
         for expert, first, count in routes.segments
         for start in range(first, first + count, block)
     ]
-    run_parts(run, parts)
+    _run_parts(run, parts, side_by_side)
     return rows
 
 
-def _run_parts(run: RunPart, parts: Sequence[Part], *, side_by_side: bool) -> None:
+def _run_parts(run: RunPart, parts: Sequence[Part], side_by_side: bool) -> None:
     tasks = [functools.partial(run, *part) for part in parts]
     run_tasks(tasks, [rows for _, _, rows in parts], side_by_side=side_by_side)
 
@@ -351,7 +349,7 @@ def _one_token(
     ids: Sequence[int],
     slots: Sequence[int],
     mlp: ExpertMlp,
-    run_parts: RunParts,
+    side_by_side: bool,
 ) -> None:
     """Runs one token, whose experts all read the same row, without sorting, gathering and padding.
 
@@ -364,7 +362,7 @@ def _one_token(
         ids: Local expert of each of the K slots, or any other number where it has none.
         slots: The slots that have a local expert.
         mlp: The experts.
-        run_parts: Runs parts of the work.
+        side_by_side: As in `run_tasks`.
     """
     if not slots:
         out.zero_()
@@ -380,7 +378,7 @@ def _one_token(
     if isinstance(mlp, PlainMlp) and mlp.few_rows:
         rows = [mlp.in_turn(x.expand(len(slots), -1), parts)]
     else:
-        run_parts(run, parts)
+        _run_parts(run, parts, side_by_side)
     # The weight of a route without a local expert may be anything, and infinity times 0 is NaN.
     own = weights if len(slots) == len(ids) else weights[torch.tensor(slots, dtype=torch.int64, device="cpu")]
     out.copy_(torch.mv(torch.cat(rows).float().t(), own))
@@ -440,6 +438,6 @@ def host_batched_experts(
         for expert, count in enumerate(counts)
         for start in range(0, count, block)
     ]
-    _run_parts(run, parts, side_by_side=side_by_side)
+    _run_parts(run, parts, side_by_side)
     for expert, count in enumerate(counts):
         out[expert, count:].zero_()
