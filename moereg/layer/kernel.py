@@ -451,6 +451,8 @@ class MoEKernel:
         thread = get_ident()
         try:
             self.in_turn.begin(thread)
+            # Raises where one of torch.func's transforms made it, as only those who read memory would.
+            hidden_states.data_ptr()
             if not is_own:
                 check_no_alias(out, (hidden_states, topk_weights, topk_ids))
             if self.checks_values:

@@ -86,9 +86,13 @@ def test_biases_of_a_bf16_layer(experts_class: type[Experts], bias_dtype: torch.
     assert error < ROUNDING_BOUNDS["bfloat16"]
 
 
+@pytest.mark.parametrize("few_summed", [0, host.FEW_SUMMED])
 @pytest.mark.parametrize("experts_class", STANDARD)
-def test_routing_weights_keep_32_bits(experts_class: type[Experts]) -> None:
+def test_routing_weights_keep_32_bits(
+    experts_class: type[Experts], few_summed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A layer would refuse a token that names one expert twice; here both weights must add up."""
+    monkeypatch.setattr(host, "FEW_SUMMED", few_summed)
     problem = make_problem()
     inputs, weights = make_inputs(problem, 5, "uniform", CPU), make_weights(problem, CPU)
     inputs.topk_ids[:] = 3

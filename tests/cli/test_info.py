@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import warnings
@@ -86,11 +87,13 @@ def test_info_is_one_screen_of_80_columns(
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 80
     for backend in call_json("info")[1]["backends"]:
-        (row,) = (line for line in lines if line.split()[:1] == [backend["name"]])
+        (start,) = (place for place, line in enumerate(lines) if line.split()[:1] == [backend["name"]])
+        rest = itertools.takewhile(lambda line: line.startswith(" "), lines[start + 1 :])
+        row, text = lines[start], " ".join(" ".join((lines[start], *rest)).split())
         assert ("yes" in row.split()) is backend["available"]
         num_verified = sum(any(not record["stale"] for record in cell["verified"]) for cell in backend["cells"])
         if 0 < num_verified < len(backend["cells"]):
-            assert f"({num_verified} of {len(backend['cells'])})" in row
+            assert f"({num_verified} of {len(backend['cells'])})" in text
         was_verified = any(cell["verified"] for cell in backend["cells"])
         assert row.rstrip().endswith("-") is (not was_verified)
         assert row.rstrip().endswith("code changed") is (was_verified and num_verified == 0)

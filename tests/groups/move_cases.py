@@ -20,7 +20,7 @@ from moereg.prepare_finalize.eplb import count_routes
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
 from moereg.weights.permuted import ExpertWeights
-from tests.groups.cases import CPU, experts_of, problem_of, tokens_of
+from tests.groups.cases import CPU, experts_of, numbers_of, problem_of, tokens_of
 
 
 def ring(num_experts: int, size: int, shift: int, extra: int) -> moereg.ExpertPlacement:
@@ -107,7 +107,7 @@ def canonical(rank: int, size: int) -> dict[str, Any]:
 
 def _kernel(rank: int, size: int, **arguments: Any) -> tuple[MoEKernel, ExpertWeights, moereg.ExpertPlacement]:
     problem = problem_of()
-    weights = make_weights(problem, CPU)
+    weights = numbers_of(problem)
     before = ring(problem.num_experts, size, 0, 1)
     own = experts_of(weights, before.experts_of_rank[rank])
     kernel = make_kernel(problem, own, group=dist.group.WORLD, expert_placement=before, **arguments)
@@ -144,7 +144,7 @@ def copies_move_alone(rank: int, size: int) -> bool:
     assert other.expert_placement == before
     assert not torch.equal(kernel.expert_map, other.expert_map)
     one = make_kernel(problem_of(), weights)
-    return all(bool(torch.allclose(each(*inputs), one(*inputs), rtol=1e-5, atol=1e-6)) for each in (kernel, other))
+    return all(torch.equal(each(*inputs), one(*inputs)) for each in (kernel, other))
 
 
 def a_call_beside_a_move(rank: int, size: int) -> str:

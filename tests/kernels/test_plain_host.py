@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from moereg.dispatch import select_backend
 from moereg.kernels.plain import cpu, host, mlp
 from moereg.layer.factory import make_kernel
+from moereg.numerics.reference import reference_experts, relative_error
+from moereg.spec.activations import ACTIVATIONS
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
 from moereg.tuning.inputs import random_calls
@@ -158,3 +160,88 @@ def test_a_token_that_went_wrong_changes_no_other(hidden_size: int, intermediate
     found = kernel(*call)
     assert torch.equal(found[:16], expected[:16])
     assert torch.equal(found[18:], expected[18:])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 33])
+def test_plain_experts(monkeypatch: pytest.MonkeyPatch, rows: int, dtype: torch.dtype, has_bias: bool) -> None:
+    """Products of every number of rows, whose weights are converted in blocks, the last one smaller."""
+    monkeypatch.setattr(mlp, "_UPCAST_ELEMENTS", 5 * 48)
+    plain = plain_mlp(dtype, has_bias)
+    x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    found = plain(x, 1)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), in_fp32(plain, x, 1), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("parts", [[(1, 1)], [(0, 2), (3, 1)], [(0, 1), (1, 3), (2, 2), (4, 5)]])
+def test_experts_of_few_rows(parts: list[tuple[int, int]], dtype: torch.dtype, has_bias: bool) -> None:
+    """In one grouped product or in turn, each expert multiplies its own rows."""
+    plain = plain_mlp(dtype, has_bias)
+    x = torch.randn(sum(count for _, count in parts), 48, generator=torch.Generator().manual_seed(7)).to(dtype)
+    found = plain.together(x, [(expert, 0, count) for expert, count in parts])
+    own = x.split([count for _, count in parts])
+    expected = [in_fp32(plain, rows, expert) for rows, (expert, _) in zip(own, parts, strict=True)]
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), torch.cat(expected), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_an_experts_other_rows_change_the_order_of_sums_alone(has_bias: bool) -> None:
+    """Ranks of a group see other rows than one rank would. Rounding at other places would differ by 4e-3."""
+    plain = plain_mlp(torch.bfloat16, has_bias)
+    x = torch.randn(40, 48, generator=torch.Generator().manual_seed(5)).bfloat16()
+    expected = torch.cat([plain(row, 1) for row in x.split(1)])
+    for found in (plain(x, 1), plain.together(x, [(1, 0, 40)])):
+        assert relative_error(found, expected) < 1e-3
+
+
+def plain_mlp(dtype: torch.dtype, has_bias: bool) -> mlp.PlainMlp:
+    """5 experts of 48 x 40 as on a CPU that emulates 16-bit products."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return (torch.randn(*sizes, generator=generator) * 0.2).to(dtype)
+
+    biases = (draw(5, 80), draw(5, 48)) if has_bias else (None, None)
+    return mlp.PlainMlp(draw(5, 80, 48), draw(5, 48, 40), ACTIVATIONS["silu"], *biases, dtype != torch.float32)
+
+
+def in_fp32(plain: mlp.PlainMlp, x: torch.Tensor, expert: int) -> torch.Tensor:
+    gemm1 = x.float() @ plain.w13[expert].float().t()
+    if plain.w13_bias is not None:
+        gemm1 += plain.w13_bias[expert].float()
+    result = plain.activation(gemm1) @ plain.w2[expert].float().t()
+    return result if plain.w2_bias is None else result + plain.w2_bias[expert].float()
+
+
+@pytest.mark.parametrize("placement", ["contiguous", "map"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("num_tokens", "routing"), [(1, "uniform"), (3, "uniform"), (24, "uniform"), (24, "skewed")])
+def test_layers_of_few_and_many_rows(
+    cpu_features: Callable[..., None], num_tokens: int, routing: str, dtype: str, placement: str
+) -> None:
+    """On a CPU without bfloat16 products, where experts of few rows share calls and the others do not."""
+    cpu_features(onednn=True, bf16=False, amx=False)
+    is_map = placement == "map"
+    problem = MoEProblem(
+        num_experts=8,
+        hidden_size=768,
+        intermediate_size=256,
+        top_k=2,
+        dtype=dtype,
+        placement=placement,
+        num_local_experts=5 if is_map else 8,
+    )
+    expert_map = torch.tensor([0, -1, 1, 2, -1, 3, 4, -1], dtype=torch.int32) if is_map else None
+    weights = make_weights(problem, CPU)
+    kernel = make_kernel(problem, weights, select_backend(problem, "cpu", require="torch"), expert_map=expert_map)
+    (call, *_) = random_calls(problem, num_tokens, "uniform", 0, CPU)
+    if routing == "skewed":  # One expert of many rows beside those of few.
+        call[2][:20, 0] = 2
+        call[2][:20, 1] = torch.arange(20) % 2 * 3
+    expected = reference_experts(problem, weights, *call, expert_map=expert_map)
+    assert relative_error(kernel(*call), expected) < (1e-2 if dtype == "bfloat16" else 1e-5)

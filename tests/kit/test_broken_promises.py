@@ -692,9 +692,10 @@ class WiderSharingExperts(SharingExperts):
         (SharingExperts, ""),
         (
             RolledSharingExperts,
-            "shared_layouts has 'canonical' like torch (TorchTrainingExperts), whose w2 has other bytes",
+            # Which of torch's classes keep canonical weights depends on the CPU.
+            r"shared_layouts has 'canonical' like torch \(\w+\), whose w2 has other bytes",
         ),
-        (WiderSharingExperts, "which has tensors ['w13', 'w2'] there, not ['table', 'w13', 'w2']"),
+        (WiderSharingExperts, r"which has tensors \['w13', 'w2'\] there, not \['table', 'w13', 'w2'\]"),
     ],
 )
 def test_classes_that_share_a_layout_have_equal_bytes(
@@ -702,7 +703,7 @@ def test_classes_that_share_a_layout_have_equal_bytes(
 ) -> None:
     register_moe_backend("sharing", 1, ("unquantized",), ("cpu",))(experts)
     (cell,) = isolated_registry.by_name("sharing")
-    with pytest.raises(AssertionError, match=re.escape(text)) if text else contextlib.nullcontext():
+    with pytest.raises(AssertionError, match=text) if text else contextlib.nullcontext():
         checks.check_permute(cell)
 
 

@@ -137,12 +137,29 @@ def test_packed_weights_are_read_back(activation: str) -> None:
     problem = small_problem(hidden_size=37, dtype="float32", activation=activation, has_bias=True)
     weights = make_plain_weights(problem, CPU)
     assert weights.w13_bias is not None
+    assert weights.w2_bias is not None
+    biases = (weights.w13_bias, weights.w2_bias)
+    down = torch_mlp.pack_experts(weights.w2)
+    # Wider than the weights, as fp32 is where float16 lacks the range.
+    x = make_inputs(problem, 5, "uniform", CPU).hidden_states.double()
+    gate, up = map(torch_mlp.pack_experts, weights.w13.chunk(2, dim=1))
+    fused = torch_mlp.PackedFusedMlp(gate, up, down, ("none", ""), problem.activation, *biases)
+    for expert in range(2):
+        gemm1 = x @ weights.w13[expert].double().t() + weights.w13_bias[expert]
+        expected = problem.activation(gemm1) @ weights.w2[expert].double().t() + weights.w2_bias[expert]
+        torch.testing.assert_close(fused.unpacked(x, expert), expected)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_packed_weights_multiply_rows_of_a_wider_dtype(has_bias: bool) -> None:
+    """As float16 weights do rows in fp32, on CPUs that pack them."""
+    problem = small_problem(hidden_size=37, dtype="float32", has_bias=has_bias)
+    weights = make_plain_weights(problem, CPU)
     biases = (weights.w13_bias, weights.w2_bias)
     plain = torch_mlp.PlainMlp(weights.w13, weights.w2, problem.activation, *biases)
-    down = torch_mlp.pack_experts(weights.w2)
-    x = make_inputs(problem, 5, "uniform", CPU).hidden_states
-    for parts in ((weights.w13,), weights.w13.chunk(2, dim=1)):
-        packed = tuple(map(torch_mlp.pack_experts, parts))
-        mlp = torch_mlp.UnpackingMlp(packed, down, problem.activation, *biases)
-        for expert in range(2):
-            assert torch.equal(mlp(x, expert), plain(x, expert))
+    w13, w2 = map(torch_mlp.pack_experts, (weights.w13, weights.w2))
+    x = make_inputs(problem, 5, "uniform", CPU).hidden_states.double()
+    found = torch_mlp.PlainMlp(w13, w2, problem.activation, *biases)(x, 1)
+    assert found.dtype == torch.float64
+    assert torch.equal(found, plain(x, 1))

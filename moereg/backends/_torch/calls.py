@@ -35,9 +35,9 @@ class HostImplementation(Implementation):
         return self.problem.activation.num_halves * self.problem.intermediate_size
 
     @property
-    def _read_bytes(self) -> int | None:
-        """Bytes of an expert's weights, if reading them dominates for few rows; None if they are dequantized."""
-        return None
+    def _min_rows(self) -> int:
+        """As in `host.bucket_rows`."""
+        return host.MIN_ROWS
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The routed rows of a chunk of tokens, in the second workspace."""
@@ -61,7 +61,7 @@ class HostImplementation(Implementation):
             # As in the reference, scaled inputs are rounded before they are quantized.
             scaled_dtype=host.rows_dtype(self.problem.torch_dtype) if self.computes.activation is None else None,
             side_by_side=self.side_by_side,
-            read_bytes=self._read_bytes,
+            min_rows=self._min_rows,
         )
 
 
@@ -82,5 +82,5 @@ class HostBatchedImplementation(HostImplementation):
             self._isolated_mlp(call),
             w13_rows=self._w13_rows,
             side_by_side=self.side_by_side,
-            read_bytes=self._read_bytes,
+            min_rows=self._min_rows,
         )

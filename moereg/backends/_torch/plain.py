@@ -8,7 +8,7 @@ import torch
 
 from moereg.backends._loaded import Call, Implementation
 from moereg.backends._torch.calls import CANONICAL, HostBatchedImplementation, HostImplementation
-from moereg.kernels.plain import device, mlp
+from moereg.kernels.plain import device, host, mlp
 from moereg.weights.layouts import aligned
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
@@ -23,7 +23,7 @@ class Host(HostImplementation):
         """Packs every expert, or keeps views of the canonical tensors if packing does not pay."""
         problem = self.problem
         biases = weights.tensors("bias")
-        if not mlp.packing_is_faster(problem.torch_dtype, is_intel="Intel" in self.platform.device_name):
+        if not mlp.packing_is_faster(problem.torch_dtype, "Intel" in self.platform.device_name, self._num_elements):
             return PermutedWeights(CANONICAL, {"w13": weights.w13, "w2": weights.w2, **biases})
         down = mlp.pack_experts(weights.w2)
         # oneDNN's fused matmul takes biases in its own dtype only, and rounding fp32 ones would lose precision.
@@ -38,28 +38,30 @@ class Host(HostImplementation):
         activation, dtype, weights = self.problem.activation, self.problem.torch_dtype, call.weights
         biases = (weights.get("w13_bias"), weights.get("w2_bias"))
         narrow: mlp.ExpertMlp
-        wide: mlp.ExpertMlp
-        if weights.layout == CANONICAL:
-            is_emulated = mlp.dtype_is_emulated(dtype)
-            narrow = wide = mlp.PlainMlp(weights["w13"], weights["w2"], activation, *biases, is_emulated)
-        elif weights.layout == ONEDNN:
-            w13, w2 = weights.experts("w13"), weights.experts("w2")
-            narrow = mlp.PackedMlp(w13, w2, activation, *biases)
-            wide = mlp.UnpackingMlp((w13,), w2, activation, *biases)
-        else:
+        if weights.layout == ONEDNN_FUSED:
             assert self._post_op is not None
             gate, up, down = (weights.experts(name) for name in ("gate", "up", "down"))
-            narrow = mlp.PackedFusedMlp(gate, up, down, self._post_op, *biases)
-            wide = mlp.UnpackingMlp((gate, up), down, activation, *biases)
+            fused = mlp.PackedFusedMlp(gate, up, down, self._post_op, activation, *biases)
+            narrow, wide = fused, fused.unpacked
+        else:
+            is_emulated = mlp.dtype_is_emulated(dtype)
+            few_rows = mlp.few_rows(self._num_elements, is_emulated) if weights.layout == CANONICAL else 0
+            w13, w2 = weights.per_expert["w13"], weights.per_expert["w2"]
+            narrow = wide = mlp.PlainMlp(w13, w2, activation, *biases, is_emulated, few_rows)
         # The other dtypes have the range of fp32.
         if dtype != torch.float16:
             return narrow
         return mlp.RepeatingMlp(narrow, wide, mlp.has_large_weights(call.inputs.topk_weights))
 
     @property
-    def _read_bytes(self) -> int:
-        problem = self.problem
-        return (self._w13_rows + problem.intermediate_size) * problem.hidden_size * problem.torch_dtype.itemsize
+    def _min_rows(self) -> int:
+        dtype = self.problem.torch_dtype
+        return 1 if dtype == torch.float32 or mlp.dtype_is_emulated(dtype) else host.MIN_ROWS
+
+    @property
+    def _num_elements(self) -> int:
+        """Elements of an expert's weights."""
+        return (self._w13_rows + self.problem.intermediate_size) * self.problem.hidden_size
 
     @property
     def _post_op(self) -> tuple[str, str] | None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from moereg.kernels.plain.mlp import ExpertMlp
+from moereg.kernels.plain.mlp import ExpertMlp, PlainMlp
 from moereg.kernels.plain.threads import run_tasks
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
 Part: TypeAlias = tuple[int, int, int]
 """Expert, first row, rows."""
 RunPart: TypeAlias = Callable[[int, int, int], None]
-RunParts: TypeAlias = Callable[[RunPart, Sequence[Part]], None]
 
 # A chunk's weighted rows [N,H] are the one large temporary; smaller chunks would stream the weights more often.
 HOST_CHUNK_BYTES: Final = 128 << 20
@@ -46,9 +45,11 @@ MAX_BLOCK_ROWS: Final = 1024
 # One gather for all experts saves a call for each; a larger one is evicted from the cache before it is read.
 GATHER_ONCE_BYTES: Final = 4 << 20
 # Up to this many routes a call, plain Python sorts faster than numpy.
-FEW_ROUTES: Final = 64
+FEW_ROUTES: Final = 128
 # oneDNN's kernels stream weights slower for 1 and 2 rows than for 4 (1536x2048 bf16: 20 against 26 GB/s).
 MIN_ROWS: Final = 4
+# Up to this many elements, a batched product sums a call's rows in fewer steps than an embedding bag.
+FEW_SUMMED: Final = 1 << 17
 
 
 def rows_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -79,14 +80,14 @@ def row_block(hidden_size: int, w13_rows: int, itemsize: int) -> int:
     return max(32, min(MAX_BLOCK_ROWS, rows // 32 * 32))
 
 
-def bucket_rows(rows: int) -> int:
-    """The row count that a matmul of `rows` rows is run with: at least `MIN_ROWS`, at most 1/16 more.
+def bucket_rows(rows: int, min_rows: int = MIN_ROWS) -> int:
+    """The row count that one of oneDNN's matmuls of `rows` rows is run with: at least `min_rows`, at most 1/16 more.
 
     oneDNN builds a kernel for each distinct row count (1.4 ms on the machine of the benches) and keeps 1,024 of them
     for the whole process; with buckets a layer needs at most about 110 for each of its matmuls.
     """
     step = 1 << max(0, rows.bit_length() - 5)
-    return max(MIN_ROWS, -(-rows // step) * step)
+    return max(min_rows, -(-rows // step) * step)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -188,7 +189,7 @@ def host_experts(
     apply_router_weight_on_input: bool = False,
     scaled_dtype: torch.dtype | None = None,
     side_by_side: bool = True,
-    read_bytes: int | None = None,
+    min_rows: int = MIN_ROWS,
 ) -> None:
     """Runs the experts of a CPU layer, chunk by chunk of tokens.
 
@@ -207,19 +208,19 @@ def host_experts(
         expert_map: [num_experts] int32 or None; local expert or -1.
         apply_router_weight_on_input: Scale an expert's input instead of its output; requires K = 1.
         scaled_dtype: Dtype of scaled inputs; None: that of hidden_states.
-        side_by_side, read_bytes: How experts share threads, as in `run_tasks`.
+        side_by_side: How experts share threads, as in `run_tasks`.
+        min_rows: As in `bucket_rows`.
     """
     num_tokens, hidden_size = hidden_states.shape
     top_k = topk_ids.shape[1]
     scaled_dtype = scaled_dtype or hidden_states.dtype
-    run_parts = functools.partial(_run_parts, side_by_side=side_by_side, read_bytes=read_bytes)
     if num_tokens == 1:
         ids = _local_experts(topk_ids, expert_map)
         slots = [slot for slot, expert in enumerate(ids) if 0 <= expert < num_local_experts]
         weights = topk_weights.view(-1)
         if apply_router_weight_on_input:
             hidden_states, weights = (hidden_states * weights).to(scaled_dtype), torch.ones_like(weights)
-        _one_token(out, hidden_states, weights, ids, slots, mlp, run_parts)
+        _one_token(out, hidden_states, weights, ids, slots, mlp, side_by_side)
         return
     chunk = host_chunk_tokens(num_tokens, top_k, hidden_size, workspace.element_size())
     block = row_block(hidden_size, w13_rows, out.element_size())
@@ -228,7 +229,8 @@ def host_experts(
         routes = sort_on_host(topk_ids[tokens], num_local_experts, expert_map)
         input_weights = topk_weights[tokens].reshape(-1) if apply_router_weight_on_input else None
         rows = workspace.view(-1)[: (routes.num_rows + 1) * hidden_size].view(-1, hidden_size)
-        _run_segments(rows, hidden_states[tokens], routes, top_k, mlp, block, input_weights, scaled_dtype, run_parts)
+        x = hidden_states[tokens]
+        rows = _run_segments(rows, x, routes, top_k, mlp, block, input_weights, scaled_dtype, side_by_side, min_rows)
         weights = torch.ones_like(topk_weights[tokens]) if apply_router_weight_on_input else topk_weights[tokens]
         _weighted_sum(out[tokens], rows, routes, weights)
 
@@ -290,32 +292,40 @@ def _run_segments(
     block: int,
     input_weights: torch.Tensor | None,
     scaled_dtype: torch.dtype,
-    run_parts: RunParts,
-) -> None:
-    """Fills rows [num_rows + 1, H] with each route's unweighted output and a last row of zeros."""
-    rows[-1].zero_()
+    side_by_side: bool,
+    min_rows: int,
+) -> torch.Tensor:
+    """Returns each route's unweighted output; in rows [num_rows + 1, H], with zeros last, if a route is left out."""
+    is_complete = routes.num_rows == routes.positions.numel()
+    if not is_complete:
+        rows[-1].zero_()
     if not routes.num_rows:
-        return
-    # Spare rows at the end, so that a bucket of rows can start at any expert's first row; their contents are unused.
-    order = F.pad(routes.order, (0, MIN_ROWS - 1))
-    token_of_row = order if top_k == 1 else order // top_k
-    num_gathered = len(token_of_row)
+        return rows
 
-    def gather(start: int, count: int) -> torch.Tensor:
-        gathered = hidden_states.index_select(0, token_of_row[start : start + count])
+    def gather(order: torch.Tensor) -> torch.Tensor:
+        gathered = hidden_states.index_select(0, order if top_k == 1 else order // top_k)
         if input_weights is None:
             return gathered
-        scales = input_weights.index_select(0, order[start : start + count])
-        return (gathered * scales.unsqueeze(1)).to(scaled_dtype)
+        return (gathered * input_weights.index_select(0, order).unsqueeze(1)).to(scaled_dtype)
 
+    if isinstance(mlp, PlainMlp) and routes.num_rows <= mlp.few_rows * len(routes.segments):
+        results = mlp.together(gather(routes.order), routes.segments)
+        if is_complete:
+            return results
+        rows[:-1].copy_(results)
+        return rows
+    # Spare rows at the end, so that a bucket of rows can start at any expert's first row; their contents are unused.
+    order = F.pad(routes.order, (0, MIN_ROWS - 1))
+    num_gathered = len(order)
     row_bytes = hidden_states.shape[1] * hidden_states.element_size()
-    everything = gather(0, num_gathered) if num_gathered * row_bytes <= GATHER_ONCE_BYTES else None
+    everything = gather(order) if num_gathered * row_bytes <= GATHER_ONCE_BYTES else None
 
     def run(expert: int, start: int, wanted: int) -> None:
         # Neighboring rows fill the bucket. Rows do not depend on each other, so no padding is copied.
-        given = min(bucket_rows(wanted), num_gathered)
+        given = min(bucket_rows(wanted, min_rows), num_gathered)
         begin = min(start, num_gathered - given)
-        x = gather(begin, given) if everything is None else everything[begin : begin + given]
+        places = slice(begin, begin + given)
+        x = gather(order[places]) if everything is None else everything[places]
         rows[start : start + wanted].copy_(mlp(x, expert)[start - begin : start - begin + wanted])
 
     parts = [
@@ -323,12 +333,13 @@ def _run_segments(
         for expert, first, count in routes.segments
         for start in range(first, first + count, block)
     ]
-    run_parts(run, parts)
+    _run_parts(run, parts, side_by_side)
+    return rows
 
 
-def _run_parts(run: RunPart, parts: Sequence[Part], *, side_by_side: bool, read_bytes: int | None) -> None:
+def _run_parts(run: RunPart, parts: Sequence[Part], side_by_side: bool) -> None:
     tasks = [functools.partial(run, *part) for part in parts]
-    run_tasks(tasks, [rows for _, _, rows in parts], side_by_side=side_by_side, read_bytes=read_bytes)
+    run_tasks(tasks, [rows for _, _, rows in parts], side_by_side=side_by_side)
 
 
 def _one_token(
@@ -338,7 +349,7 @@ def _one_token(
     ids: Sequence[int],
     slots: Sequence[int],
     mlp: ExpertMlp,
-    run_parts: RunParts,
+    side_by_side: bool,
 ) -> None:
     """Runs one token, whose experts all read the same row, without sorting, gathering and padding.
 
@@ -351,7 +362,7 @@ def _one_token(
         ids: Local expert of each of the K slots, or any other number where it has none.
         slots: The slots that have a local expert.
         mlp: The experts.
-        run_parts: Runs parts of the work.
+        side_by_side: As in `run_tasks`.
     """
     if not slots:
         out.zero_()
@@ -363,7 +374,11 @@ def _one_token(
         # Rounded like rows of several tokens, so that other tokens in a call change no result by a rounding.
         rows[row] = mlp(x, expert).to(dtype)
 
-    run_parts(run, [(ids[slot], row, 1) for row, slot in enumerate(slots)])
+    parts = [(ids[slot], row, 1) for row, slot in enumerate(slots)]
+    if isinstance(mlp, PlainMlp) and mlp.few_rows:
+        rows = [mlp.in_turn(x.expand(len(slots), -1), parts)]
+    else:
+        _run_parts(run, parts, side_by_side)
     # The weight of a route without a local expert may be anything, and infinity times 0 is NaN.
     own = weights if len(slots) == len(ids) else weights[torch.tensor(slots, dtype=torch.int64, device="cpu")]
     out.copy_(torch.mv(torch.cat(rows).float().t(), own))
@@ -375,6 +390,10 @@ def _weighted_sum(out: torch.Tensor, rows: torch.Tensor, routes: SortedRoutes, w
     if routes.num_rows < positions.numel():
         # The weight of a route without a local expert may be anything, and infinity times the row of zeros is NaN.
         weights = weights.masked_fill(positions == routes.num_rows, 0.0)
+    if rows.dtype != torch.float32 and positions.numel() * rows.shape[1] <= FEW_SUMMED:
+        found = rows.index_select(0, positions.view(-1)).view(*positions.shape, -1).float()
+        out.copy_(torch.bmm(weights.unsqueeze(1), found).squeeze(1))
+        return
     scales = weights.to(rows.dtype)
     if rows.dtype != torch.float32:
         # An embedding bag requires weights in the rows' dtype. A weight's value and rounding error as two weights keep
@@ -391,7 +410,7 @@ def host_batched_experts(
     mlp: ExpertMlp,
     w13_rows: int,
     side_by_side: bool = True,
-    read_bytes: int | None = None,
+    min_rows: int = MIN_ROWS,
 ) -> None:
     """Runs the experts of a CPU layer in the batched format.
 
@@ -401,13 +420,14 @@ def host_batched_experts(
         expert_num_tokens: [E] int32; valid rows of each expert.
         mlp: The experts.
         w13_rows: 2I, or I where not gated.
-        side_by_side, read_bytes: How experts share threads, as in `run_tasks`.
+        side_by_side: How experts share threads, as in `run_tasks`.
+        min_rows: As in `bucket_rows`.
     """
     max_tokens, hidden_size = hidden_states.shape[1:]
     block = row_block(hidden_size, w13_rows, hidden_states.element_size())
 
     def run(expert: int, start: int, wanted: int) -> None:
-        given = min(bucket_rows(wanted), max_tokens)
+        given = min(bucket_rows(wanted, min_rows), max_tokens)
         begin = min(start, max_tokens - given)
         result = mlp(hidden_states[expert, begin : begin + given], expert)
         out[expert, start : start + wanted].copy_(result[start - begin : start - begin + wanted])
@@ -418,6 +438,6 @@ def host_batched_experts(
         for expert, count in enumerate(counts)
         for start in range(0, count, block)
     ]
-    _run_parts(run, parts, side_by_side=side_by_side, read_bytes=read_bytes)
+    _run_parts(run, parts, side_by_side)
     for expert, count in enumerate(counts):
         out[expert, count:].zero_()

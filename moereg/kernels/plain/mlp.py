@@ -6,8 +6,9 @@ H hidden size, I intermediate size, E local experts, M rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Final, Protocol
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,10 @@ __all__ = [
     "ExpertMlp",
     "IsolatingMlp",
     "PackedFusedMlp",
-    "PackedMlp",
     "PlainMlp",
     "RepeatingMlp",
-    "UnpackingMlp",
     "dtype_is_emulated",
+    "few_rows",
     "fused_post_op",
     "has_large_weights",
     "pack_experts",
@@ -32,6 +32,7 @@ __all__ = [
 
 ActivationFn = Callable[[torch.Tensor], torch.Tensor]
 """[...,2I] gate first (or [...,I] where not gated) to [...,I], same dtype."""
+PerExpert: TypeAlias = "torch.Tensor | list[torch.Tensor]"
 
 # float16 rounds to multiples of 6e-8 at least, in the output too. Beyond this weight, the rows' rounding errors matter.
 _LARGE_WEIGHT: Final = 8.0
@@ -40,9 +41,17 @@ _FEW_WEIGHTS: Final = 64
 # A row of scaled inputs whose largest number is below this has lost digits in float16.
 _SMALL_INPUT: Final = 2.0**-8
 
-# From here on, converting an expert to fp32 costs less than a matmul in a dtype that the CPU lacks: fp16 on an AMD EPYC
-# 9004 ran 1.05x to 1.4x as fast with 16 rows and 2x to 3x with 64.
-UPCAST_ROWS: Final = 16
+# From here on, converting an expert to fp32 costs less than a matmul in a dtype that the CPU lacks, which converts a
+# weight again for each row: one thread of an AMD EPYC with AVX2, bf16, 1.2x at 2 rows, 1.6x at 3, 2x at 4.
+UPCAST_ROWS: Final = 3
+# MKL's product of so many rows is faster with its factors swapped: 1.2x to 2x on an AMD EPYC.
+_SWAPPED_ROWS: Final = range(4, 33)
+# Elements that are converted at a time: they stay in the cache until they are multiplied, 1.4x in a large expert.
+_UPCAST_ELEMENTS: Final = 1 << 19
+# Calling torch for an expert costs as much as a row of so many elements.
+_CALL_ELEMENTS: Final = 1 << 20
+# fp32 experts of fewer elements are faster in plain matmuls, whose calls cost a third of oneDNN's.
+_PACKED_ELEMENTS: Final = 400_000
 
 
 class ExpertMlp(Protocol):
@@ -52,7 +61,7 @@ class ExpertMlp(Protocol):
         """Maps x [M,H] to [M,H], a new tensor of any floating dtype."""
 
 
-def packing_is_faster(dtype: torch.dtype, is_intel: bool) -> bool:
+def packing_is_faster(dtype: torch.dtype, is_intel: bool, num_elements: int) -> bool:
     """Whether oneDNN's weight order exists for this dtype and beats plain matmuls on this CPU.
 
     Measured over 1 to 128 rows an expert, packed against plain: 2 cores of an AMD EPYC 9004: bf16 1.05x to 2x, fp32
@@ -63,10 +72,23 @@ def packing_is_faster(dtype: torch.dtype, is_intel: bool) -> bool:
     Args:
         dtype: The weights' dtype.
         is_intel: Whether Intel made the CPU.
+        num_elements: Of an expert's weights.
     """
     if not cpu.features().onednn or dtype_is_emulated(dtype):
         return False
-    return dtype != torch.float32 or not is_intel
+    return dtype != torch.float32 or not (is_intel or num_elements < _PACKED_ELEMENTS)
+
+
+def few_rows(num_elements: int, is_emulated: bool) -> int:
+    """Most rows an expert, on average, for which `PlainMlp.together` is faster than each expert by itself, perhaps 0.
+
+    Args:
+        num_elements: Of an expert's weights.
+        is_emulated: As in `PlainMlp`, which converts weights for more rows.
+    """
+    if is_emulated:
+        return UPCAST_ROWS + _CALL_ELEMENTS // num_elements
+    return 64 if num_elements < _PACKED_ELEMENTS else 0
 
 
 def dtype_is_emulated(dtype: torch.dtype) -> bool:
@@ -152,32 +174,6 @@ class IsolatingMlp:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class UnpackingMlp:
-    """Packed weights converted back to row-major order, in fp32, for the rare rows that need it.
-
-    Attributes:
-        w13: Lists of E packed matrices, which concatenate to [2I,H], or [I,H] where not gated.
-        w2: E packed [H,I].
-        activation: Applied to the first matmul's output.
-        w13_bias: [E,2I] (or [E,I]) or None.
-        w2_bias: [E,H] or None.
-    """
-
-    w13: tuple[list[torch.Tensor], ...]
-    w2: list[torch.Tensor]
-    activation: ActivationFn
-    w13_bias: torch.Tensor | None = None
-    w2_bias: torch.Tensor | None = None
-
-    def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """As `ExpertMlp`; the result has x's dtype."""
-        w13 = torch.cat([packed[expert].to_dense() for packed in self.w13])
-        gemm1 = _linear(x, w13, _row(self.w13_bias, expert))
-        hidden = self.activation(gemm1.float()).to(x.dtype)
-        return _linear(hidden, self.w2[expert].to_dense(), _row(self.w2_bias, expert))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class PackedFusedMlp:
     """Gate, up and down matrices packed separately, so that the activation runs on the matmuls' fp32 accumulators.
 
@@ -188,6 +184,7 @@ class PackedFusedMlp:
         up: E packed [I,H].
         down: E packed [H,I].
         post_op: As `fused_post_op` returns it.
+        activation: The same activation.
         w13_bias: [E,2I] or None.
         w2_bias: [E,H] or None.
     """
@@ -196,6 +193,7 @@ class PackedFusedMlp:
     up: list[torch.Tensor]
     down: list[torch.Tensor]
     post_op: tuple[str, str]
+    activation: ActivationFn
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
 
@@ -203,81 +201,102 @@ class PackedFusedMlp:
         """As `ExpertMlp`; the result has x's dtype."""
         gate_bias, up_bias = (None, None) if self.w13_bias is None else self.w13_bias[expert].chunk(2)
         operation, algorithm = self.post_op
-        gate = _packed_linear(x, self.gate[expert], gate_bias, operation, [], algorithm)
-        hidden = _packed_linear_binary(x, gate, self.up[expert], up_bias, "mul")
-        return _packed_linear(hidden, self.down[expert], _row(self.w2_bias, expert), "none", [], "")
+        gate = _packed_linear(x, self.gate[expert], gate_bias, operation, algorithm)
+        hidden = torch.ops.mkldnn._linear_pointwise.binary(x, gate, self.up[expert], up_bias, "mul")
+        return _linear(hidden, self.down[expert], _row(self.w2_bias, expert))
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PackedMlp:
-    """Packed weights with an activation that oneDNN lacks, which is computed in fp32.
-
-    Attributes:
-        w13: E packed [2I,H], or [I,H] where not gated.
-        w2: E packed [H,I].
-        activation: Applied to the first matmul's output.
-        w13_bias: [E,2I] (or [E,I]) or None.
-        w2_bias: [E,H] or None.
-    """
-
-    w13: list[torch.Tensor]
-    w2: list[torch.Tensor]
-    activation: ActivationFn
-    w13_bias: torch.Tensor | None = None
-    w2_bias: torch.Tensor | None = None
-
-    def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """As `ExpertMlp`; the result has x's dtype."""
-        gemm1 = _packed_linear(x, self.w13[expert], _row(self.w13_bias, expert), "none", [], "")
-        hidden = self.activation(gemm1.float()).to(x.dtype)
-        return _packed_linear(hidden, self.w2[expert], _row(self.w2_bias, expert), "none", [], "")
+    def unpacked(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """As a call, with matmuls in fp32, for the rare rows that need them."""
+        w13 = torch.cat([self.gate[expert].to_dense(), self.up[expert].to_dense()])
+        hidden = self.activation(_linear(x, w13, _row(self.w13_bias, expert)))
+        return _linear(hidden, self.down[expert], _row(self.w2_bias, expert))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlainMlp:
-    """Canonical weights through `torch.nn.functional.linear`, in fp32 where the CPU has no matmul in their dtype.
+    """Canonical or packed weights, in fp32 where the CPU has no matmul in their dtype or x is fp32.
+
+    Rounds to x's dtype after each product, however it is computed: the rows that others bring to an expert, such as
+    those of other ranks, change a result by the order of its sums alone.
 
     Attributes:
-        w13: [E,2I,H], or [E,I,H] where not gated.
-        w2: [E,H,I].
+        w13: [E,2I,H], or [E,I,H] where not gated; or E packed matrices.
+        w2: [E,H,I], or E packed matrices.
         activation: Applied to the first matmul's output.
         w13_bias: [E,2I] (or [E,I]) or None.
         w2_bias: [E,H] or None.
         is_emulated: Whether matmuls in this dtype are slow on this CPU.
+        few_rows: As `few_rows` returns it.
     """
 
-    w13: torch.Tensor
-    w2: torch.Tensor
+    w13: PerExpert
+    w2: PerExpert
     activation: ActivationFn
     w13_bias: torch.Tensor | None = None
     w2_bias: torch.Tensor | None = None
     is_emulated: bool = False
+    few_rows: int = 0
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """As `ExpertMlp`; the result is fp32 where it was computed in fp32."""
-        if self.is_emulated and len(x) >= UPCAST_ROWS:
-            x = x.float()
-        gemm1 = _linear(x, self.w13[expert], _row(self.w13_bias, expert))
-        hidden = self.activation(gemm1.float()).to(x.dtype)
-        return _linear(hidden, self.w2[expert], _row(self.w2_bias, expert))
+        """As `ExpertMlp`; the result has x's dtype."""
+        dtype = torch.float32 if self.is_emulated and len(x) >= UPCAST_ROWS else x.dtype
+        gemm1 = _linear(x.to(dtype), self.w13[expert], _row(self.w13_bias, expert)).to(x.dtype)
+        hidden = self.activation(gemm1.float()).to(x.dtype).to(dtype)
+        return _linear(hidden, self.w2[expert], _row(self.w2_bias, expert)).to(x.dtype)
+
+    def together(self, x: torch.Tensor, segments: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """Runs several experts of few rows: each product for all of them, then the activation once.
+
+        Args:
+            x: [R,H]; the rows of each expert, one expert after the other.
+            segments: Experts, ascending, with their first row and number of rows.
+
+        Returns:
+            [R,H] in x's dtype.
+        """
+        assert isinstance(self.w13, torch.Tensor) and isinstance(self.w2, torch.Tensor)
+        row_bytes = (matrix.shape[2] * matrix.element_size() for matrix in (self.w13, self.w2))
+        if self.w13_bias is not None or self.w2_bias is not None or any(size % 16 for size in row_bytes):
+            return self.in_turn(x, segments)
+        counts = {expert: count for expert, _, count in segments}
+        ends = list(itertools.accumulate(counts.get(expert, 0) for expert in range(len(self.w13))))
+        offs = torch.tensor(ends, dtype=torch.int32, device="cpu")
+        gemm1 = F.grouped_mm(x, self.w13.transpose(1, 2), offs=offs)
+        return F.grouped_mm(self.activation(gemm1.float()).to(x.dtype), self.w2.transpose(1, 2), offs=offs)
+
+    def in_turn(self, x: torch.Tensor, segments: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """As `together`, but experts may be in any order."""
+
+        def linear(x: torch.Tensor, weight: PerExpert, bias: torch.Tensor | None) -> torch.Tensor:
+            rows = x.split([count for _, _, count in segments])
+            pairs = zip(rows, segments, strict=True)
+            return torch.cat([_linear(own, weight[expert], _row(bias, expert)) for own, (expert, _, _) in pairs])
+
+        hidden = self.activation(linear(x, self.w13, self.w13_bias).float()).to(x.dtype)
+        return linear(hidden, self.w2, self.w2_bias)
 
 
 def _packed_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operation: str, scalars: list[Any], algorithm: str
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operation: str = "none", algorithm: str = ""
 ) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, operation, scalars, algorithm)
-    return result
-
-
-def _packed_linear_binary(
-    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operation: str
-) -> torch.Tensor:
-    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, bias, operation)
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, operation, [], algorithm)
     return result
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    if weight.is_mkldnn:
+        if weight.dtype == x.dtype:
+            return _packed_linear(x, weight, bias)
+        weight = weight.to_dense()
+    bias = None if bias is None else bias.to(x.dtype)
+    if weight.dtype == x.dtype:
+        return F.linear(x, weight, bias)
+    blocks = weight.split(max(1, _UPCAST_ELEMENTS // weight.shape[1]))
+    if len(x) in _SWAPPED_ROWS:
+        result = torch.cat([F.linear(block.to(x.dtype), x) for block in blocks]).t().contiguous()
+    else:
+        result = torch.cat([F.linear(x, block.to(x.dtype)) for block in blocks], 1)
+    return result if bias is None else result.add_(bias)
 
 
 def _row(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:

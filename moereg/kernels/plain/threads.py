@@ -3,19 +3,17 @@
 An operation that several threads share ends when the last of them does. A layer of one token has a dozen such
 operations, and beside a busy process each may wait for a time slice of the operating system. Here a thread takes a task
 alone, and then the next one: the layer waits once, and if a thread does not run, others take its tasks. Operations
-within a parallel region are not divided further, neither torch's own nor oneDNN's. Where there is little to read, one
-thread takes all tasks and waits for no other.
+within a parallel region are not divided further, neither torch's own nor oneDNN's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import heapq
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -33,33 +31,24 @@ MOST_IDLE: Final = 1.15
 # A matmul of fewer rows takes as long: it is bound by reading its weights.
 _FREE_ROWS: Final = 16
 
-ONE_THREAD_BYTES: Final = 32 << 20
-"""Up to this many bytes to read, one of two threads takes all tasks: a second gains a tenth at most, and may wait."""
-
 _Region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def run_tasks(
-    tasks: Sequence[Task], rows: Sequence[int], *, side_by_side: bool = True, read_bytes: int | None = None
-) -> None:
+def run_tasks(tasks: Sequence[Task], rows: Sequence[int], *, side_by_side: bool = True) -> None:
     """Runs every task: side by side if threads would have about equal work, else one after the other.
 
     Args:
         tasks: Functions in any order, no two of which write the same memory.
         rows: Rows of each one's matmuls.
         side_by_side: Whether a task is worth a thread of its own.
-        read_bytes: Bytes that each task reads, where that is what takes its time; None where it does more.
 
     Raises:
         BaseException: A task's error. Tasks that had started have finished by then; the others were not started.
     """
     num_threads = torch.get_num_threads()
-    if num_threads == 2 and _is_short(rows, read_bytes):
-        with _one_thread():
-            _run_in_turn(tasks)
-        return
     if not (side_by_side and 2 <= num_threads <= MAX_THREADS and are_even(rows, num_threads) and _can_run_in_threads()):
-        _run_in_turn(tasks)
+        for task in tasks:
+            task()
         return
     # The largest first, so that threads end together.
     order = sorted(range(len(tasks)), key=rows.__getitem__, reverse=True)
@@ -69,31 +58,6 @@ def run_tasks(
     assert openmp is not None
     openmp.GOMP_parallel(region, None, num_threads, 0)
     job.finish()
-
-
-def _run_in_turn(tasks: Sequence[Task]) -> None:
-    for task in tasks:
-        task()
-
-
-def _is_short(rows: Sequence[int], read_bytes: int | None) -> bool:
-    is_reading = read_bytes is not None and max(rows, default=0) <= _FREE_ROWS
-    return is_reading and len(rows) * (read_bytes or 0) <= ONE_THREAD_BYTES
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keeps the calling thread's operations undivided, torch's own and oneDNN's; other threads' are not affected."""
-    openmp = _openmp()
-    if openmp is None:
-        yield
-        return
-    before = openmp.omp_get_max_threads()
-    openmp.omp_set_num_threads(1)
-    try:
-        yield
-    finally:
-        openmp.omp_set_num_threads(before)
 
 
 def are_even(rows: Sequence[int], num_threads: int) -> bool:
@@ -168,10 +132,6 @@ class _OpenMP(Protocol):
 
     def GOMP_parallel(self, function: Any, data: None, num_threads: int, flags: int) -> None: ...
 
-    def omp_get_max_threads(self) -> int: ...
-
-    def omp_set_num_threads(self, num_threads: int) -> None: ...
-
 
 @functools.cache
 def _openmp() -> _OpenMP | None:
@@ -186,9 +146,6 @@ def _openmp() -> _OpenMP | None:
         found: Any = ctypes.CDLL(torch._C.__file__)
         found.GOMP_parallel.argtypes = (_Region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         found.GOMP_parallel.restype = None
-        found.omp_set_num_threads.argtypes = (ctypes.c_int,)
-        found.omp_set_num_threads.restype = None
-        found.omp_get_max_threads.argtypes = ()
     except (OSError, AttributeError, TypeError):
         return None
     runtime: _OpenMP = found
