@@ -32,21 +32,17 @@ _PACKED_TALL_MIN_TOKENS: Final = 17
 # issued at once, and more programs fit on a multiprocessor. At 384 it gains nothing.
 _SHORT_DEPTH: Final = 256
 
-# Two programs per multiprocessor of an H200, four thirds, and one. First products gain 7 and 11 % from tiles of 128
-# columns where one set of experts has 180 and 176 of them (gpt-oss-120b and GLM-4.5-Air, 64 tokens), and lose 8 to 11 %
-# where it has 96 to 128. Where the second product has no more tiles than one per multiprocessor, the loads in flight do
-# not hide their latency; half the columns and twice the stages give it two programs each (Mixtral-8x7B at 64 tokens:
-# one set of experts 214 to 194 us, Zipf routing 726 to 673, uniform 650 to 649).
+# Two programs per multiprocessor of an H200, four thirds, and one. Fewer tiles of 128 columns for one set of experts
+# than this: half as many columns. No more tiles than one each: half as many again and twice the stages, so that twice
+# as many bytes are in flight (Mixtral-8x7B at 64 tokens: one set of experts 214 to 194 us, uniform 650 to 649).
 _FULL_PROGRAMS: Final = 264
 _WIDE_PROGRAMS: Final = 176
 _ONE_EACH: Final = 132
 _MOST_STAGES: Final = 4
 _MOST_STAGES_OF_FEW: Final = 8
 
-# Unsorted second products with at most so many tiles of 128 columns for one set of experts, three quarters of the
-# multiprocessors, and from this depth on: half as many columns and steps twice as deep take 5 to 11 % off one set, and
-# 1 % off to 1 % more elsewhere (gpt-oss-120b, Phi-3.5-MoE, Mixtral-8x7B). They lose 2 % where 1,408 elements are
-# reduced (DeepSeek-V2-Lite, Qwen1.5-MoE) and 11 to 15 % with 128 tiles (Qwen3-30B-A3B, OLMoE-1B-7B).
+# Deep second products of few tiles of 128 columns, unsorted: half as many columns and twice the depth of a step take 5
+# to 11 % off one set of experts; shallower ones lose 2 %, and ones of 128 tiles 11 to 15 %.
 _FEW_TILES: Final = 99
 _DEEP: Final = 2048
 _H200_SHARED_BYTES: Final = 227 * 1024

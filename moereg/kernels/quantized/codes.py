@@ -71,10 +71,8 @@ def divide(x, scale):
 
 @triton.jit
 def divide_by_given(values, scale):
-    """Divides `values` [M, N] by a static scale, a number: exact where codes of up to 8 bits show a difference.
-
-    A division of zeros takes a slow path, and most rows of a tile may be padding.
-    """
+    """Divides `values` [M, N] by a static scale, a number: exact where codes of up to 8 bits show a difference."""
+    # A division of zeros, such as a tile's padding, takes a slow path.
     divisor = scale + tl.zeros([1, 1], tl.float32)  # [1, 1]
     if (scale > 8.673617379884035e-19) & (scale < 1.152921504606847e18):
         quotient = values * tl.div_rn(tl.full([1, 1], 1.0, tl.float32), divisor)  # [M, N]
