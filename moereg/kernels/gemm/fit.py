@@ -32,14 +32,19 @@ _PACKED_TALL_MIN_TOKENS: Final = 17
 # issued at once, and more programs fit on a multiprocessor. At 384 it gains nothing.
 _SHORT_DEPTH: Final = 256
 
-# Two programs per multiprocessor of an H200, and one. Where the second product has no more tiles than one per
-# multiprocessor, the loads in flight do not hide their latency; half the columns and twice the stages give it two
-# programs each (Mixtral-8x7B at 64 tokens: one set of experts 214 to 194 us, Zipf routing 726 to 673, uniform 650 to
-# 649). First products with so few tiles, those of shards, were not timed.
+# Two programs per multiprocessor of an H200, four thirds, and one. Fewer tiles of 128 columns for one set of experts
+# than this: half as many columns. No more tiles than one each: half as many again and twice the stages, so that twice
+# as many bytes are in flight (Mixtral-8x7B at 64 tokens: one set of experts 214 to 194 us, uniform 650 to 649).
 _FULL_PROGRAMS: Final = 264
+_WIDE_PROGRAMS: Final = 176
 _ONE_EACH: Final = 132
 _MOST_STAGES: Final = 4
 _MOST_STAGES_OF_FEW: Final = 8
+
+# Deep second products of few tiles of 128 columns, unsorted: half as many columns and twice the depth of a step take 5
+# to 11 % off one set of experts; shallower ones lose 2 %, and ones of 128 tiles 11 to 15 %.
+_FEW_TILES: Final = 99
+_DEEP: Final = 2048
 _H200_SHARED_BYTES: Final = 227 * 1024
 
 
@@ -83,12 +88,16 @@ def fit_pair(configs: GemmPair, shape: CallShape) -> GemmPair:
         return configs
     gate_up, down = configs.gate_up, configs.down
     is_short = not shape.is_packed and shape.down_depth <= _SHORT_DEPTH
+    is_deep = shape.down_depth >= _DEEP and shape.top_k * -(-shape.down_columns // 128) <= _FEW_TILES
     if is_short:
         stages = min(4, max(2, shape.down_depth // 64))
         down = _fitting(dataclasses.replace(down, block_n=128, block_k=64, num_stages=stages), shape)
+    elif is_deep and not (configs.sort_routes or shape.is_packed):
+        down = _fitting(dataclasses.replace(down, block_n=64, block_k=256, num_stages=3), shape)
     if configs.sort_routes and shape.most_rows > gate_up.block_m:
         down_columns = 64 if is_short else _tall_down_columns(shape)
-        tall_gate_up = _tall(gate_up, _tall_columns(shape, shape.gate_up_columns), shape)
+        columns = _tall_columns(shape, shape.gate_up_columns, _WIDE_PROGRAMS)
+        tall_gate_up = _tall(gate_up, columns, shape)
         tall_down = _tall(down, down_columns, shape)
         gate_up = dataclasses.replace(gate_up, tall=tall_gate_up)
         down = dataclasses.replace(down, tall=tall_down)
@@ -100,13 +109,13 @@ def _row_tiles(shape: CallShape) -> int:
     return shape.top_k * -(-shape.most_rows // _TALL_ROWS)
 
 
-def _tall_columns(shape: CallShape, num_columns: int) -> int:
+def _tall_columns(shape: CallShape, num_columns: int, enough: int) -> int:
     # The tiles of one set of experts must fill the GPU.
-    return 128 if _row_tiles(shape) * -(-num_columns // 128) >= _FULL_PROGRAMS else 64
+    return 128 if _row_tiles(shape) * -(-num_columns // 128) >= enough else 64
 
 
 def _tall_down_columns(shape: CallShape) -> int:
-    columns = _tall_columns(shape, shape.down_columns)
+    columns = _tall_columns(shape, shape.down_columns, _FULL_PROGRAMS)
     return 32 if _row_tiles(shape) * -(-shape.down_columns // columns) <= _ONE_EACH else columns
 
 

@@ -69,8 +69,7 @@ def _gemv_gate_up_kernel(
             x = tl.load(x_row + offs_k)
             w = tl.load(w_rows + offs_k)
         sums += w.to(tl.float32) * x.to(tl.float32)
-    # Not released earlier: the few programs of the second product would crowd onto the multiprocessors that are free
-    # first.
+    # Not released earlier: the few programs of the second product would crowd onto the first free multiprocessors.
     release_next(OVERLAP)
     x = tl.sum(sums, 1)  # [BLOCK_N]
     if topk_weights is not None:

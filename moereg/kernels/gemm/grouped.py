@@ -73,8 +73,7 @@ def gate_up_tile(
                 hidden_size, FORMAT, TILE)
     # fmt: on
     if not ROUTES.sorted:
-        # Not released earlier: the few programs of the second GEMM would crowd onto the multiprocessors that are free
-        # first.
+        # Not released earlier: the few programs of the second GEMM would crowd onto the first free multiprocessors.
         release_next(OVERLAP)
 
     if gemm.route_factors is not None:

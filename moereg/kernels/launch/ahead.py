@@ -124,12 +124,6 @@ class _AbsentDriver(DriverBase):  # type: ignore[misc]
     def get_benchmarker(self) -> Any:
         raise NotImplementedError
 
-    def get_empty_cache_for_benchmark(self) -> Any:
-        raise NotImplementedError
-
-    def clear_cache(self, cache: Any) -> None:
-        raise NotImplementedError
-
 
 _COMPILE: Final = JITFunction._do_compile
 

@@ -70,6 +70,20 @@ def divide(x, scale):
 
 
 @triton.jit
+def divide_by_given(values, scale):
+    """Divides `values` [M, N] by a static scale, a number: exact where codes of up to 8 bits show a difference."""
+    # A division of zeros, such as a tile's padding, takes a slow path.
+    divisor = scale + tl.zeros([1, 1], tl.float32)  # [1, 1]
+    if (scale > 8.673617379884035e-19) & (scale < 1.152921504606847e18):
+        quotient = values * tl.div_rn(tl.full([1, 1], 1.0, tl.float32), divisor)  # [M, N]
+        # Beyond any code; there the correction of an infinite quotient would be NaN.
+        quotient = tl.where(tl.abs(quotient) < 4096.0, divide(values, divisor), quotient)
+    else:
+        quotient = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
+    return quotient
+
+
+@triton.jit
 def encode(values, DTYPE: tl.constexpr, MIN_CODE: tl.constexpr, MAX_CODE: tl.constexpr):
     """Rounds numbers that are already divided by their scale to codes: nearest, ties to even, saturated."""
     # Comparisons keep NaN, which a minimum would replace.

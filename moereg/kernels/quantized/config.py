@@ -15,7 +15,7 @@ from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig, fit_pipeline
 CONFIG_RULES = read_rules(
     """
     bytes tokens rows way    | m   group mask | n   k   warps stages | n   k   warps stages
-    1     1      any  direct | 16  1     yes  | 32  128 2     5      | 64  128 2     4
+    1     1      any  direct | 16  1     yes  | 32  256 4     3      | 64  128 2     4
     1     16     any  direct | 16  1     yes  | 32  256 4     3      | 128 256 4     3
     1     any    11   sorted | 16  1     yes  | 32  256 4     3      | 128 256 4     3
     # From 64 rows on a tensor core of Hopper takes both operands from shared memory: tiles of 32 rows were slower even

@@ -18,7 +18,7 @@ from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.quantized.codes import TRITON_DTYPES, encode, quantize_tile
+from moereg.kernels.quantized.codes import TRITON_DTYPES, divide_by_given, encode, quantize_tile
 from moereg.kernels.quantized.operands import CodedOutput, CodeStrides, QuantizedMatrices, QuantizedRows
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.direct import DirectRoutes
@@ -466,9 +466,9 @@ def _quantized_gate_up_kernel(
         scale_pointers = out_scale + rows[:, None] * stride_out_scale
         CODE: tl.constexpr = out.dtype.element_ty
         if static_scale is not None:
-            scale = tl.load(static_scale + expert * stride_static) + tl.zeros([BLOCK_M, 1], tl.float32)
-            codes = encode(tl.div_rn(y, tl.broadcast_to(scale, (BLOCK_M, BLOCK_N))), CODE, MIN_CODE, MAX_CODE)
-            tl.store(scale_pointers, scale, mask=mask & (tile_n == 0))
+            given = tl.load(static_scale + expert * stride_static)
+            codes = encode(divide_by_given(y, given), CODE, MIN_CODE, MAX_CODE)
+            tl.store(scale_pointers, given + tl.zeros([BLOCK_M, 1], tl.float32), mask=mask & (tile_n == 0))
         else:
             # [BLOCK_M, BLOCK_N] and [BLOCK_M, BLOCK_N / OUT_GROUP]
             codes, stored = quantize_tile(y, CODE, OUT_GROUP, MIN_CODE, MAX_CODE, MX)

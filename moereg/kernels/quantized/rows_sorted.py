@@ -13,23 +13,10 @@ import triton.language as tl
 
 from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.quantized.codes import divide, encode, load_rows, quantize_tile, scale_of_bits
+from moereg.kernels.quantized.codes import divide, divide_by_given, encode, load_rows, quantize_tile, scale_of_bits
 from moereg.kernels.quantized.operands import QuantizedRows, Quantizer
 from moereg.kernels.quantized.small_floats import amax_bits
 from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD, GROUPED_BLOCK
-
-
-@triton.jit
-def _divide_by_given(values, scale):
-    """Divides `values` [1, BLOCK] by a static scale, a number: exact where codes of up to 8 bits show a difference."""
-    divisor = scale + tl.zeros([1, 1], tl.float32)  # [1, 1]
-    if (scale > 8.673617379884035e-19) & (scale < 1.152921504606847e18):
-        quotient = values * tl.div_rn(tl.full([1, 1], 1.0, tl.float32), divisor)  # [1, BLOCK]
-        # Beyond any code; there the correction of an infinite quotient would be NaN.
-        quotient = tl.where(tl.abs(quotient) < 4096.0, divide(values, divisor), quotient)
-    else:
-        quotient = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
-    return quotient
 
 
 # The stride between groups is the number of routes; whether it is a multiple of 16 is not worth a variant.
@@ -83,7 +70,7 @@ def _quantize_to_sorted_kernel(
             codes = encode(divide(values, scale[:, None]), DTYPE, MIN_CODE, MAX_CODE)  # [1, BLOCK]
         elif route_expert is None:
             given = tl.load(static_scale)
-            codes = encode(_divide_by_given(values, given), DTYPE, MIN_CODE, MAX_CODE)  # [1, BLOCK]
+            codes = encode(divide_by_given(values, given), DTYPE, MIN_CODE, MAX_CODE)  # [1, BLOCK]
             stored = given + tl.zeros([1], tl.float32)  # [1]
     if EARLY:
         # Tokens are older than the layer's first kernel; rows of routes are not.
@@ -95,7 +82,7 @@ def _quantize_to_sorted_kernel(
             # A token's experts may have different scales.
             expert = tl.load(route_expert + token * TOP_K + k)
             given = tl.load(static_scale + expert, mask=expert >= 0, other=1.0)
-            codes = encode(_divide_by_given(values, given), DTYPE, MIN_CODE, MAX_CODE)  # [1, BLOCK]
+            codes = encode(divide_by_given(values, given), DTYPE, MIN_CODE, MAX_CODE)  # [1, BLOCK]
             stored = given + tl.zeros([1], tl.float32)  # [1]
         tl.store(q + row * stride_q + columns, codes, mask=(columns < depth) & (row >= 0))
         tl.store(scales + row * stride_row_scale + groups * stride_group_scale, stored, mask=in_row & (row >= 0))
