@@ -77,6 +77,7 @@ SHAPES: Final = (
     Shape("olmoe", num_experts=64, hidden_size=2048, intermediate_size=1024, top_k=8),
     Shape("qwen3-moe", num_experts=128, hidden_size=2048, intermediate_size=768, top_k=8),
     Shape("small", num_experts=32, hidden_size=1024, intermediate_size=512, top_k=4),
+    Shape("tiny", num_experts=64, hidden_size=256, intermediate_size=256, top_k=8),
     Shape("few-256", num_experts=8, hidden_size=1024, intermediate_size=256, top_k=2),
     Shape("few-4096", num_experts=8, hidden_size=1024, intermediate_size=4096, top_k=2),
     Shape("many-256", num_experts=128, hidden_size=1024, intermediate_size=256, top_k=8),

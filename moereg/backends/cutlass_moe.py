@@ -120,8 +120,7 @@ class TorchGroupedExperts(LoadedExperts):
         return plain.Grouped(self)
 
 
-# As for unquantized weights: on an H200 3.9 to 5.1 times the time of `triton` (docs/board.md). torch has these matmuls
-# only on Hopper.
+# As for unquantized weights: on an H200 3.9 to 5.1 times `triton`'s time (docs/board.md). Only Hopper has these.
 @register_moe_backend(
     name="cutlass",
     priority=25,

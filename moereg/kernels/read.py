@@ -29,8 +29,7 @@ class ReadConfig:
     programs: int = 0
 
 
-# The fastest differs between devices, so all are tried. The last three go through shared memory, 192 KB of it per
-# multiprocessor.
+# Devices differ in which is fastest, so all are tried. The last three take 192 KB of shared memory a multiprocessor.
 READ_CONFIGS = (
     ReadConfig(block=2048, num_warps=4),
     ReadConfig(block=4096, num_warps=8),

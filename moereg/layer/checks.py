@@ -77,7 +77,7 @@ def check_no_alias(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
 def check_no_transform(error: Exception) -> None:
     """Explains a call's error if torch.func passed tensors without memory.
 
-    Takes the error, since checking beforehand would cost every call.
+    Takes the error, since asking for the transform beforehand would cost every call.
     """
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None:

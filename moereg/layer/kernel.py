@@ -451,8 +451,9 @@ class MoEKernel:
         thread = get_ident()
         try:
             self.in_turn.begin(thread)
-            # Raises where one of torch.func's transforms made it, as only those who read memory would.
-            hidden_states.data_ptr()
+            for tensor in (hidden_states, topk_weights, topk_ids):
+                # Tensors of torch.func's transforms have no memory, and raise. torch's own operations would take them.
+                tensor.data_ptr()
             if not is_own:
                 check_no_alias(out, (hidden_states, topk_weights, topk_ids))
             if self.checks_values:

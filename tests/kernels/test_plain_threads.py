@@ -224,8 +224,8 @@ def test_layers_have_the_bits_of_one_thread(two_threads: None, quant: str, activ
     """Operations inside a region have one thread, so that the number of threads changes nothing."""
     problem = MoEProblem(
         num_experts=8,
-        hidden_size=256,
-        intermediate_size=128,
+        hidden_size=512,
+        intermediate_size=512,
         top_k=4,
         quant=quant,
         activation_format=activation_format,

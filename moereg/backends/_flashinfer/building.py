@@ -45,8 +45,7 @@ _ADDED: Final[Mapping[str, tuple[str, ...]]] = {"sm90": (INT4,)}
 _DISPATCH: Final = "moe_gemm_kernels_fp8_uint4"
 # The generator's spelling of tiles that write bfloat16. It also writes a float16 file for each, which no cell calls.
 _TILES: Final = "_mixed_moe_gemm_kernelLauncher<__nv_fp8_e4m3, cutlass::uint4b_t, __nv_bfloat16,"
-# FlashInfer's dispatch file instantiates both output dtypes, takes 540 s on one core, and finishes last. bfloat16 alone
-# takes 310.
+# FlashInfer's dispatch file has both output dtypes, takes 540 s on one core and ends last; bfloat16 alone takes 310.
 _OWN_DISPATCH: Final = "moereg_fp8_uint4_bfloat16"
 _OWN_TEXT: Final = """#include "tensorrt_llm/kernels/cutlass_kernels/moe_gemm/moe_gemm_template_dispatch.h"
 

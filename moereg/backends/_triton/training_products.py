@@ -1,7 +1,6 @@
 """The full products of a training step: the portable kernels', or Hopper's own.
 
-Buffers of sorted rows have `guard` unused rows in front, where Hopper's clipped stores begin, or none. Sizes as in
-`training`.
+Sizes as in `training`. Sorted rows have `guard` unused ones in front, where Hopper's clipped stores begin, or none.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ _PACKED_TALL_MIN_TOKENS: Final = 17
 # issued at once, and more programs fit on a multiprocessor. At 384 it gains nothing.
 _SHORT_DEPTH: Final = 256
 
-# Two programs per multiprocessor of an H200, four thirds, and one. Fewer tiles of 128 columns for one set of experts
-# than this: half as many columns. No more tiles than one each: half as many again and twice the stages, so that twice
-# as many bytes are in flight (Mixtral-8x7B at 64 tokens: one set of experts 214 to 194 us, uniform 650 to 649).
+# Two programs per multiprocessor of an H200, four thirds, and one. Where one set of experts has fewer tiles of 128
+# columns than the first or second, tiles have 64; with one of 64 each or less they have 32 and twice the stages, for
+# more bytes in flight (Mixtral-8x7B, 64 tokens: one set of experts 214 to 194 us, uniform 650 to 649).
 _FULL_PROGRAMS: Final = 264
 _WIDE_PROGRAMS: Final = 176
 _ONE_EACH: Final = 132
@@ -42,7 +42,7 @@ _MOST_STAGES: Final = 4
 _MOST_STAGES_OF_FEW: Final = 8
 
 # Deep second products of few tiles of 128 columns, unsorted: half as many columns and twice the depth of a step take 5
-# to 11 % off one set of experts; shallower ones lose 2 %, and ones of 128 tiles 11 to 15 %.
+# to 10 % off one set of experts; shallower ones lose 2 %, and ones of 128 tiles 11 to 15 %.
 _FEW_TILES: Final = 99
 _DEEP: Final = 2048
 _H200_SHARED_BYTES: Final = 227 * 1024

@@ -178,9 +178,8 @@ _LEADING: Final = HopperQuantizedConfig(leads=True)
 
 # The first match counts. Measured on an H200 with 32 to 1,024 rows an expert, 2026-11-23, block scales only.
 #
-# With few rows an expert most guesses of a program's first tile are right, and memory is otherwise idle while tokens
-# are sorted: 2 % of the layer (qwen3-30b-a3b, 1,024 tokens). The threshold between 64 and 128 rows, where a second tile
-# begins, is a guess.
+# With few rows an expert most guesses of a program's first tile are right, and memory is idle while tokens are sorted:
+# 2 % of the layer (qwen3-30b-a3b, 1,024 tokens). The threshold, between 64 and 128 rows (a second tile), is a guess.
 QUANTIZED_RULES: Final = (
     HopperQuantizedRule(max_rows_per_expert=110, grouped=True, encodes_early=True, gate_up=_EARLY, down=_EARLY),
     HopperQuantizedRule(grouped=True, gate_up=_LEADING, down=_LEADING),
@@ -190,8 +189,7 @@ QUANTIZED_RULES: Final = (
 # The L2 does not keep a larger expert matrix until the expert's next row tile.
 _L2_SHARE_BYTES: Final = 48 * 2**20
 
-# Row tiles that then share its columns. For smaller matrices 1 is as good as any, or better by up to 11 %
-# (gpt-oss-120b).
+# Row tiles that then share its columns. For smaller matrices 1 is as good, or up to 11 % better (gpt-oss-120b).
 _L2_GROUP_M: Final = 4
 
 

@@ -94,8 +94,7 @@ class HopperPackedRule:
     down: HopperPackedConfig
 
 
-# One program of two consumers. Four producer warps that gather tokens need registers for addresses; TMA needs one warp
-# with few registers.
+# One program of two consumers. Four warps that gather tokens need registers for addresses; TMA needs one with few.
 _BY_TOKEN: Final = {"consumer_registers": 208, "producer_registers": 88}
 _BY_BOX: Final = {"consumer_registers": 232, "producer_registers": 40}
 

@@ -38,8 +38,7 @@ RunPart: TypeAlias = Callable[[int, int, int], None]
 
 # A chunk's weighted rows [N,H] are the one large temporary; smaller chunks would stream the weights more often.
 HOST_CHUNK_BYTES: Final = 128 << 20
-# Bounds input, both halves of the intermediate and output of one matmul pair; each thread may have one. Matmuls gain
-# nothing past 1,024 rows.
+# Bounds input, both halves of the intermediate and output of one matmul pair, which each thread may have.
 BLOCK_BYTES: Final = 48 << 20
 MAX_BLOCK_ROWS: Final = 1024
 # One gather for all experts saves a call for each; a larger one is evicted from the cache before it is read.
@@ -308,7 +307,7 @@ def _run_segments(
             return gathered
         return (gathered * input_weights.index_select(0, order).unsqueeze(1)).to(scaled_dtype)
 
-    if isinstance(mlp, PlainMlp) and routes.num_rows <= mlp.few_rows * len(routes.segments):
+    if isinstance(mlp, PlainMlp) and mlp.shares(routes.segments, 2 * block):
         results = mlp.together(gather(routes.order), routes.segments)
         if is_complete:
             return results
@@ -375,7 +374,7 @@ def _one_token(
         rows[row] = mlp(x, expert).to(dtype)
 
     parts = [(ids[slot], row, 1) for row, slot in enumerate(slots)]
-    if isinstance(mlp, PlainMlp) and mlp.few_rows:
+    if isinstance(mlp, PlainMlp) and mlp.shares(parts, len(parts)):
         rows = [mlp.in_turn(x.expand(len(slots), -1), parts)]
     else:
         _run_parts(run, parts, side_by_side)

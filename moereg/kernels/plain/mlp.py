@@ -42,7 +42,7 @@ _FEW_WEIGHTS: Final = 64
 _SMALL_INPUT: Final = 2.0**-8
 
 # From here on, converting an expert to fp32 costs less than a matmul in a dtype that the CPU lacks, which converts a
-# weight again for each row: one thread of an AMD EPYC with AVX2, bf16, 1.2x at 2 rows, 1.6x at 3, 2x at 4.
+# weight again for each row: one thread of an AMD EPYC with AVX2, bf16, 1.6x at 3 rows, 2x at 4.
 UPCAST_ROWS: Final = 3
 # MKL's product of so many rows is faster with its factors swapped: 1.2x to 2x on an AMD EPYC.
 _SWAPPED_ROWS: Final = range(4, 33)
@@ -66,8 +66,7 @@ def packing_is_faster(dtype: torch.dtype, is_intel: bool, num_elements: int) -> 
 
     Measured over 1 to 128 rows an expert, packed against plain: 2 cores of an AMD EPYC 9004: bf16 1.05x to 2x, fp32
     1.5x to 3.5x; 16 cores of an Intel Xeon with AMX: bf16 0.9x to 1.27x (1.08x on average), fp16 1.0x to 1.13x, fp32
-    0.75x to 1.24x (0.91x), since MKL, which torch uses for plain fp32 matmuls, is tuned for it. Dtypes that oneDNN
-    would emulate are not packed, nor are weights on CPUs other than x86-64, where it was not measured.
+    0.75x to 1.24x (0.91x), since torch's plain ones are MKL's. Emulated dtypes and CPUs other than x86-64 do not pack.
 
     Args:
         dtype: The weights' dtype.
@@ -216,8 +215,8 @@ class PackedFusedMlp:
 class PlainMlp:
     """Canonical or packed weights, in fp32 where the CPU has no matmul in their dtype or x is fp32.
 
-    Rounds to x's dtype after each product, however it is computed: the rows that others bring to an expert, such as
-    those of other ranks, change a result by the order of its sums alone.
+    Rounds to x's dtype after each product and its bias, however they are computed: the rows that others bring to an
+    expert, such as those of other ranks, change a result by the order of its sums alone.
 
     Attributes:
         w13: [E,2I,H], or [E,I,H] where not gated; or E packed matrices.
@@ -237,12 +236,23 @@ class PlainMlp:
     is_emulated: bool = False
     few_rows: int = 0
 
+    @property
+    def has_wide_bias(self) -> bool:
+        """Whether a bias has another dtype than the weights, whose products would round it."""
+        return self.w13_bias is not None and self.w13_bias.dtype != self.w13[0].dtype
+
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """As `ExpertMlp`; the result has x's dtype."""
-        dtype = torch.float32 if self.is_emulated and len(x) >= UPCAST_ROWS else x.dtype
+        dtype = torch.float32 if self.is_emulated and (len(x) >= UPCAST_ROWS or self.has_wide_bias) else x.dtype
         gemm1 = _linear(x.to(dtype), self.w13[expert], _row(self.w13_bias, expert)).to(x.dtype)
         hidden = self.activation(gemm1.float()).to(x.dtype).to(dtype)
         return _linear(hidden, self.w2[expert], _row(self.w2_bias, expert)).to(x.dtype)
+
+    def shares(self, segments: Sequence[tuple[int, int, int]], most_rows: int) -> bool:
+        """Whether `together` is faster: few rows an expert, none with many, and at most `most_rows` of them all."""
+        counts = [count for _, _, count in segments]
+        is_few = sum(counts) <= min(self.few_rows * len(counts), most_rows)
+        return is_few and max(counts) <= 4 * self.few_rows and not self.has_wide_bias
 
     def together(self, x: torch.Tensor, segments: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """Runs several experts of few rows: each product for all of them, then the activation once.
