@@ -120,7 +120,7 @@ class TorchGroupedExperts(LoadedExperts):
         return plain.Grouped(self)
 
 
-# As for unquantized weights: on an H200 3.9 to 5.1 times `triton`'s time (docs/board.md). Only Hopper has these.
+# As for unquantized weights: 3.9 to 5.1 times `triton`'s time on an H200 (docs/board.md). torch has these on Hopper.
 @register_moe_backend(
     name="cutlass",
     priority=25,

@@ -248,7 +248,7 @@ class _ShardRows(contextlib.ExitStack):
             if (entry["dtype"], entry["shape"]) != (dtype, list(shape)) or not 0 <= start < 2**62:
                 raise ValueError(name)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            # safetensors validated the header, so the file was written since: half a header raises any JSON error.
+            # safetensors validated the header, so the file was written since; half a header can raise anything.
             raise SafetensorError(f"its header changed while {name} was read") from error
         stored = self._read(data_start + start + row * num_bytes, num_bytes)
         return stored.view(_ROW_DTYPES[dtype]).view(shape_read)

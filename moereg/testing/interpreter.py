@@ -111,7 +111,7 @@ def patch_interpreter() -> None:
     splat = builder.create_splat
 
     def create_splat(self: Any, shape: Any, value: Any) -> Any:
-        # A comparison keeps its operands' type. Triton 3.9 splats a scalar one into integers, and takes none as a mask.
+        # A comparison keeps its operands' type. Triton 3.9 splats a scalar one into integers, which are no mask.
         is_mask = value.data.dtype == np.bool_ and not isinstance(value.dtype, tl.block_type)
         return splat(self, shape, interpreter.TensorHandle(value.data, tl.int1) if is_mask else value)
 
@@ -145,7 +145,7 @@ def patch_interpreter() -> None:
     builtin_names: dict[Any, list[str]] = {}
 
     def patch_builtin(package: Any, *scope: Any) -> None:
-        # Triton's own searches the whole language at each call of a device function: a third of some kernels' time.
+        # Triton's own searches the language at each call of a device function, a third of the time if calls are many.
         if package not in builtin_names:
             members = inspect.getmembers(package)
             builtin_names[package] = [member_name for member_name, member in members if tl.core.is_builtin(member)]

@@ -50,7 +50,7 @@ class Restoring(_Canonical):
             return RepeatingMlp(mlp, wide, has_large_weights(inputs.topk_weights))
         if not spans_tokens(self.computes):
             return mlp
-        # A dynamic scale of all rows precedes any rounding. The second depends on the first: that matmul runs twice.
+        # A dynamic scale of all rows comes before any is rounded; a2 needs a13, so the first matmul runs twice.
         scales = {"a13": self._scale(x for _, x in self._rows(inputs))}
         mlp = self._restoring_mlp(weights, scales)
         scales["a2"] = self._scale(mlp.intermediate(x, expert) for expert, x in self._rows(inputs))

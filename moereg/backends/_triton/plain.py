@@ -97,7 +97,7 @@ class Batched(Interleaved):
     def select(self, call: Call) -> ways.PlainWay:
         problem, hidden_states = self.problem, call.inputs.hidden_states
         rows_per_expert = batched_rows_per_expert(problem, hidden_states.shape[1])
-        # A float16 layer's `out` is fp32 for its unweighted rows. Hopper's kernels store boxes in the weights' dtype.
+        # A float16 layer's `out` is fp32, being unweighted. Hopper's kernels store boxes in the weights' dtype.
         if call.out.dtype == hidden_states.dtype and self.fits_hopper(hidden_states, rows_per_expert):
             # Rows are already grouped by expert, so none are copied.
             return ways.Hopper(hopper.select_config(rows_per_expert, math.inf, problem.num_local_experts))

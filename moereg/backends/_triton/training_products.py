@@ -1,6 +1,6 @@
 """The full products of a training step: the portable kernels', or Hopper's own.
 
-Sizes as in `training`. Sorted rows have `guard` unused ones in front, where Hopper's clipped stores begin, or none.
+Buffers of sorted rows begin with `guard` unused ones, or none, for Hopper's clipped stores. Sizes as in `training`.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ _PACKED_TALL_MIN_TOKENS: Final = 17
 # issued at once, and more programs fit on a multiprocessor. At 384 it gains nothing.
 _SHORT_DEPTH: Final = 256
 
-# Two programs per multiprocessor of an H200, four thirds, and one. Where one set of experts has fewer tiles of 128
-# columns than the first or second, tiles have 64; with one of 64 each or less they have 32 and twice the stages, for
-# more bytes in flight (Mixtral-8x7B, 64 tokens: one set of experts 214 to 194 us, uniform 650 to 649).
+# Two programs per multiprocessor of an H200, four thirds, and one. Tiles have 128 columns where one set of experts has
+# 264 of them in the second product, 176 in the first; else 64. A second product with at most 132 tiles takes 32 columns
+# and twice the stages: more bytes in flight (Mixtral-8x7B, 64 tokens: one set of experts 214 to 194 us, uniform same).
 _FULL_PROGRAMS: Final = 264
 _WIDE_PROGRAMS: Final = 176
 _ONE_EACH: Final = 132

@@ -66,7 +66,7 @@ def packing_is_faster(dtype: torch.dtype, is_intel: bool, num_elements: int) -> 
 
     Measured over 1 to 128 rows an expert, packed against plain: 2 cores of an AMD EPYC 9004: bf16 1.05x to 2x, fp32
     1.5x to 3.5x; 16 cores of an Intel Xeon with AMX: bf16 0.9x to 1.27x (1.08x on average), fp16 1.0x to 1.13x, fp32
-    0.75x to 1.24x (0.91x), since torch's plain ones are MKL's. Emulated dtypes and CPUs other than x86-64 do not pack.
+    0.75x to 1.24x (0.91x), since torch's plain ones are MKL's. Only x86-64 packs, and no emulated dtype.
 
     Args:
         dtype: The weights' dtype.
