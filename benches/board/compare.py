@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from benches import stored
@@ -89,12 +89,14 @@ class Comparison:
         own: What `triton` took.
         peers: What others took, those that failed left out.
         roofline_us: By the ceilings of that process; None where the file has none.
+        clocks: Of the GPU right after the row; empty where the file has none.
     """
 
     place: Place
     own: Timed
     peers: tuple[Timed, ...]
     roofline_us: float | None
+    clocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for peer in self.peers:
@@ -156,7 +158,7 @@ def of_board(document: Row, file: str) -> list[Comparison]:
         chosen = next((one for one in own if one.name == standing.default), own[0] if own else None)
         if chosen is not None:
             peers = tuple(one for one in timed if _backend(one) != OWN and one.time_us)
-            found.append(Comparison(place, chosen, peers, standing.roofline_us))
+            found.append(Comparison(place, chosen, peers, standing.roofline_us, standing.clocks))
     return found
 
 

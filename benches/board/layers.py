@@ -68,12 +68,18 @@ def _model(
     return BoardLayer(f"{model}{suffix}", scheme, MappingProxyType(keywords), _points(uniform, skewed))
 
 
+def _shard(model: str, scheme: str, ranks: int) -> BoardLayer:
+    columns = get_shape(model).problem_keywords()["intermediate_size"] // ranks
+    return _model(model, scheme, f" TP{ranks}", uniform=(1, 16, 256, 4096), skewed=(), intermediate_size=columns)
+
+
 # Users' batches are not uniform: where launch parameters go by what each expert has, every number of tokens shows it.
 _SKEWED: Final = (16, 64, 256, 1024, 4096)
 
 # The layers that decide the priorities come first, since a budget may end before the last. gpt-oss has its biases and
 # its clamped activation; "plain" is SwiGLU without bias in its sizes, for kernels that compute nothing else. "EP8" is
-# what one rank of eight holds. deepseek-v3 is 11 GB in 8 bits, so fewer copies fit beside each other.
+# what one rank of eight holds, "TP8" a shard of tensor parallelism over eight: all experts, an eighth of their columns.
+# deepseek-v3 is 11 GB in 8 bits, so fewer copies fit beside each other.
 GPU_LAYERS: Final = (
     _model("qwen3-30b-a3b", skewed=_SKEWED),
     _model("mixtral-8x7b", skewed=_SKEWED),
@@ -90,7 +96,12 @@ GPU_LAYERS: Final = (
     _model("mixtral-8x7b", "int4_w4a16_g128", skewed=(1024,)),
     _model("qwen3-30b-a3b", "nvfp4_w4a16", uniform=(1, 64, 1024), skewed=()),
     _model("qwen3-30b-a3b", "int8_w8a8", uniform=(1, 64, 1024), skewed=()),
+    _model("qwen3-30b-a3b", "int4_w4a8_g128", uniform=(1, 64, 1024), skewed=()),
     _model("gpt-oss-120b", suffix=" plain", skewed=(), activation="silu", has_bias=False),
+    *(_shard("qwen3-235b-a22b", "fp8_tensor_static", ranks) for ranks in (2, 4, 8)),
+    _shard("deepseek-v3", "fp8_block128", 8),
+    _shard("mixtral-8x7b", "unquantized", 4),
+    _shard("gpt-oss-120b", "mxfp4_w4a16", 2),
 )
 
 _SMALL: Final = MappingProxyType({"num_experts": 32, "hidden_size": 1024, "intermediate_size": 512, "top_k": 4})

@@ -192,8 +192,8 @@ def rows_table(found: Sequence[Comparison]) -> str:
     parts = []
     for scheme, routing in dict.fromkeys((one.place.scheme, one.place.routing) for one in found):
         own = [one for one in found if (one.place.scheme, one.place.routing) == (scheme, routing)]
-        lines = [[one.place.layer, str(one.place.tokens), *_times(one), *_roofline(one)] for one in own]
-        header = ["layer", "T", f"{OWN} us", "best peer", "its us", "ratio", "roofline us", "share"]
+        lines = [[one.place.layer, str(one.place.tokens), *_times(one), *_roofline(one), *_clocks(one)] for one in own]
+        header = ["layer", "T", f"{OWN} us", "best peer", "its us", "ratio", "roofline us", "share", "MHz", "W"]
         parts.append(f"#### {scheme}, {routing}\n\n{table(header, lines)}")
     return "\n\n".join(parts)
 
@@ -203,6 +203,11 @@ def _roofline(one: Comparison) -> list[str]:
         return ["-", "-"]
     margin = f" + {MARGIN_US:.0f}" if one.is_short else ""
     return [f"{rows.number(one.roofline_us)}{margin}", "-" if one.share is None else f"{one.share:.0%}"]
+
+
+def _clocks(one: Comparison) -> list[str]:
+    """Clock of the multiprocessors and power, the mean of a second, right after the row."""
+    return [f"{value:,}" if (value := one.clocks.get(name)) else "-" for name in ("sm_mhz", "power_w")]
 
 
 def missing_table(missing: Sequence[Place]) -> str:

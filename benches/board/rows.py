@@ -94,6 +94,7 @@ class Standing:
         entries: By name, in the order of the file.
         roofline_us: By the ceilings of its process; None where the file has none, or a row of it beats them.
         skipped: Why each backend that is not in the layer did not fit.
+        clocks: Of the GPU right after the row, as `moereg.platforms.gpu_clocks` has them; empty in older files.
     """
 
     layer: str
@@ -104,6 +105,7 @@ class Standing:
     entries: dict[str, Entry]
     roofline_us: float | None = None
     skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    clocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def place(self) -> str:
@@ -190,7 +192,8 @@ def standings(document: Row) -> list[Standing]:
         layer = document["layers"].get(f"{row['layer']}:{row['scheme']}".replace(" ", "-"), {})
         skipped = layer.get("skipped", {})
         entries = _entries(row, compiled_ahead(document))
-        rows.append(Standing(*where, default, entries, row.get("roofline_us"), skipped))
+        clocks = row.get("clocks", [{}])[-1]
+        rows.append(Standing(*where, default, entries, row.get("roofline_us"), skipped, clocks))
     return rows
 
 

@@ -80,10 +80,10 @@ _CLOCK_DOMAINS: Final = {"sm": 1, "memory": 2}
 
 
 def gpu_clocks() -> dict[str, int]:
-    """Current clocks and power limit of the first visible GPU, as far as NVML reports them.
+    """Current clocks and power of the first visible GPU, as far as NVML reports them.
 
     Returns:
-        `sm_mhz`, `max_sm_mhz`, `memory_mhz`, `max_memory_mhz` and `power_limit_w`; empty without NVML.
+        `sm_mhz`, `max_sm_mhz`, `memory_mhz`, `max_memory_mhz`, `power_w` and `power_limit_w`; empty without NVML.
     """
     clocks: dict[str, int] = {}
     with _first_visible() as found:
@@ -96,6 +96,8 @@ def gpu_clocks() -> dict[str, int]:
                 clocks[f"{name}_mhz"] = value.value
             if nvml.nvmlDeviceGetMaxClockInfo(handle, domain, ctypes.byref(value)) == 0:
                 clocks[f"max_{name}_mhz"] = value.value
+        if nvml.nvmlDeviceGetPowerUsage(handle, ctypes.byref(value)) == 0:
+            clocks["power_w"] = value.value // 1000
         if nvml.nvmlDeviceGetEnforcedPowerLimit(handle, ctypes.byref(value)) == 0:
             clocks["power_limit_w"] = value.value // 1000
     return clocks

@@ -455,6 +455,10 @@ class Nvml:
         clock._obj.value = {1: 1980, 2: 3201}[domain]
         return 3 if domain == 2 else 0
 
+    def nvmlDeviceGetPowerUsage(self, handle: Any, milliwatts: Any) -> int:
+        milliwatts._obj.value = 512_345
+        return 0
+
     def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any, milliwatts: Any) -> int:
         milliwatts._obj.value = 700_000
         return 0
@@ -531,7 +535,8 @@ def test_clocks_are_the_first_visible_gpus_and_may_be_missing(cuda_machine: pyte
     nvml = Nvml()
     cuda_machine.setattr(ctypes, "CDLL", lambda name: nvml)
     cuda_machine.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert gpu_clocks() == {"sm_mhz": 1502, "max_sm_mhz": 1980, "memory_mhz": 3202, "power_limit_w": 700}
+    powers = {"power_w": 512, "power_limit_w": 700}
+    assert gpu_clocks() == {"sm_mhz": 1502, "max_sm_mhz": 1980, "memory_mhz": 3202, **powers}
     assert nvml.shut_down == 1
     cuda_machine.setenv("CUDA_VISIBLE_DEVICES", "GPU-cccc")
     assert gpu_clocks() == {}
