@@ -2,7 +2,7 @@
 
     python -m benches.board --json FILE [--seconds S] [--layers NAME ...] [--tokens N ...] [--routings R ...]
                             [--only PATTERN ...] [--deny PATTERN ...] [--no-opt-in] [--first-use]
-                            [--rounds N] [--each S] [--list]
+                            [--rounds N] [--each S] [--libraries FOLDER] [--list]
     python -m benches.board --pack OUT FILE FILE...
 
 A row is one layer, scheme, routing and number of tokens; every backend that fits is in it. Its numbers are compared
@@ -10,7 +10,8 @@ with the reference first, then calls are timed in turns (docs/measuring.md). The
 second run with the same file measures what is missing. What fails is in the row with its reason. Measuring runs in a
 second process: a backend that crashes it, hangs or takes the device down is left out of the layer, and a new process
 goes on. moereg's own Triton kernels are compiled ahead, and their first calls have no time; with `--first-use` nothing
-is, so that first calls compare on a machine whose caches are empty. Exits with 1 where a backend failed or was wrong,
+is, so that first calls compare on a machine whose caches are empty. `--libraries` names a folder of
+`benches.board.build_libraries`, whose libraries take part too. Exits with 1 where a backend failed or was wrong,
 and with 3 where nothing ran. `--pack` measures nothing: it writes the times of two boards or more, of one machine and
 commit, as a pack that selection reads (docs/tuning.md).
 """
@@ -31,7 +32,8 @@ from typing import Any, Final
 
 from packaging.requirements import Requirement
 
-from benches.board import variants
+from benches.board import libraries, variants
+from benches.board.build_libraries import versions_of
 from benches.board.layers import BoardLayer, layers_of
 from benches.board.measure import COMPILED_AHEAD, Limits, Lost, Marker, Wanted, measure_board, patterns
 from benches.board.pack import write_pack_of
@@ -147,6 +149,7 @@ def _measure(
     board: Board, layers: Sequence[BoardLayer], platform: Platform, options: argparse.Namespace, running: pathlib.Path
 ) -> int:
     variants.register()
+    libraries.register(options.libraries)
     wanted = Wanted(patterns(options.only), patterns(options.deny), not options.no_opt_in)
     limits = Limits(options.seconds, options.rounds, options.each)
     try:
@@ -180,6 +183,7 @@ def _measured_on(platform: Platform, options: argparse.Namespace) -> dict[str, A
     ahead = [] if options.first_use or platform.kind != "cuda" else list(COMPILED_AHEAD)
     machine = dataclasses.asdict(machine_of(platform))
     found = {**provenance(platform, {"torch", *requires}), "compiled_ahead": ahead, "machine": machine}
+    found["versions"] = {**found["versions"], **versions_of(options.libraries)}
     return found | ({"instruction_set": instruction_set()} if platform.kind == "cpu" else {})
 
 
@@ -209,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pack", nargs="+", type=pathlib.Path, metavar=("OUT", "FILE"), help="write a pack from two boards or more"
     )
+    parser.add_argument("--libraries", type=pathlib.Path, metavar="FOLDER", help="libraries that were built there")
     parser.add_argument("--list", action="store_true", help="the layers and their rows")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parser

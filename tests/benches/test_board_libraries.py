@@ -1,0 +1,97 @@
+"""Libraries that come as source: they take part where they were built, and get weights and routes in their order."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+
+from benches.board import build_libraries, libraries
+from benches.board.layers import GPU_LAYERS
+from benches.board.libraries import ALL_TILES, HpcOpsTensorExperts, interleaved
+from benches.board.padded_routes import padded_on_host, padded_routes
+from moereg.plugins.loader import read_platform
+from moereg.registry import BackendRegistry
+from moereg.tuning.inputs import random_weights
+from moereg.tuning.session import entrants, timed_cell
+
+NAMES = ("hpc_ops", "alpha_moe")
+
+
+def test_nothing_registers_where_nothing_was_built(tmp_path: pathlib.Path, isolated_registry: BackendRegistry) -> None:
+    before = isolated_registry.names
+    libraries.register(None)
+    libraries.register(tmp_path)
+    (tmp_path / "hpc_ops.so").write_bytes(b"not a library")
+    libraries.register(tmp_path)
+    assert isolated_registry.names == before
+
+
+def test_what_was_built_takes_part_where_it_fits(
+    tmp_path: pathlib.Path, isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NAMES:
+        (tmp_path / f"{name}.so").touch()
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    libraries.register(tmp_path)
+    platform = read_platform("cuda:sm90")
+    taking = {}
+    for layer in GPU_LAYERS:
+        found = entrants(layer.problem(), platform, prefer=NAMES)
+        own = [one for one in found.decisions if one.backend in NAMES and one.accepted]
+        assert all(timed_cell(one, platform) for one in own)
+        taking[layer.name] = [one.backend for one in own]
+    assert taking["qwen3-30b-a3b:fp8_tensor_static"] == ["hpc_ops"]
+    assert (
+        sorted(taking["qwen3-30b-a3b:fp8_block128"]) == sorted(taking["deepseek-v3-EP8:fp8_block128"]) == sorted(NAMES)
+    )
+    assert {name for name, own in taking.items() if own} == {name for name in taking if ":fp8_" in name} - {
+        "qwen3-30b-a3b:fp8_channel_token"
+    }
+    unasked = entrants(GPU_LAYERS[3].problem(), platform).decisions
+    assert not any(one.accepted for one in unasked if one.backend in NAMES)
+
+
+def test_gate_and_up_alternate() -> None:
+    rows = torch.arange(8).view(1, 8, 1)
+    assert interleaved(rows, 2).flatten().tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert interleaved(rows, 1).flatten().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+def test_routes_are_padded_to_tiles() -> None:
+    topk_ids = torch.tensor([[2, 0], [2, 5], [2, 0]], dtype=torch.int32)
+    routes, experts = padded_on_host(topk_ids.flatten().tolist(), 4, 2)
+    assert routes == [1, 5, 0, 2, 4, 6]
+    assert experts == [0, 2, 2]
+    found = padded_routes(topk_ids, None, 4, 4, 2)
+    assert found.routes[:6].tolist() == routes
+    assert set(found.routes[6:].tolist()) <= {6}
+    assert found.experts[:3].tolist() == experts
+    assert found.num_rows.tolist() == [6]
+
+
+def test_scales_of_products() -> None:
+    layer = next(layer for layer in GPU_LAYERS if layer.scheme == "fp8_tensor_static")
+    small = {"num_experts": 2, "hidden_size": 128, "intermediate_size": 64, "top_k": 1}
+    problem = type(layer.problem())(**{**layer.keywords, **small}, quant=layer.scheme)
+    weights = random_weights(problem, torch.Generator().manual_seed(0), torch.device("cpu"))
+    permuted = HpcOpsTensorExperts(problem, read_platform("cuda:sm90")).permute_weights(weights, problem)
+    assert weights.w13_scale is not None
+    assert weights.a13_scale is not None
+    assert weights.a2_scale is not None
+    largest = weights.a13_scale.max()
+    assert torch.equal(permuted["w13_scale"], weights.w13_scale.view(2, -1)[:, 0] * largest)
+    assert torch.equal(permuted["inputs"], largest.view(1))
+    assert torch.equal(permuted["intermediate"], 1 / weights.a2_scale.max().view(1))
+
+
+def test_sources_are_changed_where_they_are_known() -> None:
+    line = "auto *td_y = td_xy + igroup * 2 + 1;"
+    fence = " if constexpr (kTaskLoopPolicy != 0) tma_descriptor_fence_acquire(td_y);"
+    assert build_libraries.fenced(f"a {line} b") == f"a {line}{fence} b"
+    cases = (
+        "switch(block_m) {\n  case 8:   dispatch_bn_wn<8>(x); break;\n  case 16:  dispatch_bn_wn<16>(x); break;\n}\n"
+    )
+    assert build_libraries.of_one_height(cases, 8) == "switch(block_m) {\n  case 8:   dispatch_bn_wn<8>(x); break;\n}\n"
+    assert len(ALL_TILES) == 152
