@@ -17,7 +17,7 @@ WHEELS = {
     "aiter": ("aiter", "rocm:gfx942", "unquantized", "amd-aiter<0.1.21,>=0.1.16"),
     "humming": ("humming", "cuda:sm90", "int4_w4a16_g128", "humming-kernels<0.2,>=0.1.19"),
     "jax": ("jax", "tpu:v5e", "unquantized", "jax<1,>=0.6"),
-    "sonic": ("sonic", "cuda:sm90", "unquantized", "nvidia-cutlass-dsl<4.3,>=4.2.1"),
+    "sonic": ("sonic", "cuda:sm90", "unquantized", "sonic-moe<0.2,>=0.1.2"),
     "vllm": ("marlin", "cuda:sm90", "int4_w4a16_g128", "vllm<0.27,>=0.26"),
 }
 """A backend of each, a machine and a scheme that it is for, and what it misses here."""

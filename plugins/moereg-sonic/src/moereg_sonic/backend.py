@@ -1,14 +1,15 @@
 """Registers the backend `sonic`: SonicMoE's forward kernels, bfloat16 on sm90.
 
-The first product gathers its rows by route and applies the activation, the second one reads them in order. Kernels are
-compiled by CuTe DSL at their first use, one for each layer shape.
+SonicMoE sorts the routes. Its first product gathers its rows by route and applies the activation, the second one reads
+them in order; both are QuACK's, which compiles their tiles at the first call of a layer and times them at the first
+one with each number of tokens.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -26,18 +27,17 @@ from moereg.author import (
 
 moereg_api = "1"
 
-MIN_HIDDEN_SIZE = 512
-"""SonicMoE asserts it."""
+_IMPORTED: Final = ("sonicmoe", "quack", "cutlass", "cuda")
 
 
-def no_sonicmoe(platform: Platform) -> str | None:
+def cannot_be_imported(platform: Platform) -> str | None:
     """The reason that SonicMoE cannot be imported here, or None. Looks for packages, imports none."""
-    missing = [name for name in ("sonicmoe", "quack") if importlib.util.find_spec(name) is None]
+    missing = [name for name in _IMPORTED if importlib.util.find_spec(name) is None]
     if not missing:
         return None
     return (
-        f"requires the packages sonicmoe and quack, found no {' or '.join(missing)}; install SonicMoE from "
-        "github.com/Dao-AILab/sonic-moe with its requirements.txt, since it is not on the package index"
+        f"requires the packages {', '.join(_IMPORTED)}, found no {' or '.join(missing)}; install sonic-moe[cu13], and "
+        "if that is a --target folder, add its nvidia_cutlass_dsl/python_packages to PYTHONPATH"
     )
 
 
@@ -46,15 +46,15 @@ def no_sonicmoe(platform: Platform) -> str | None:
     priority=40,
     quant_schemes=("unquantized",),
     platforms=("cuda:sm90",),
-    # CuTe DSL changes its language between minor versions.
-    requires=("nvidia-cutlass-dsl>=4.2.1,<4.3", "triton>=3.6"),
-    probes=(no_sonicmoe,),
+    # SonicMoE names one CuTe DSL, whose language changes between minor versions; QuACK 0.5 requires a later one.
+    requires=("sonic-moe>=0.1.2,<0.2", "quack-kernels>=0.3.11,<0.5", "nvidia-cutlass-dsl>=4.4.2,<4.5", "triton>=3.6"),
+    probes=(cannot_be_imported,),
 )
 class SonicExperts(Experts):
-    """Both products by SonicMoE; routes sorted by torch, and summed by a small Triton kernel."""
+    """Routes sorted, and both products computed, by SonicMoE; summed by a small Triton kernel."""
 
     facts = Facts(
-        activations=frozenset({"silu", "gelu_tanh", "relu2"}),
+        activations=frozenset({"silu", "gelu_tanh"}),
         dtypes=frozenset({"bfloat16"}),
         activation_formats=frozenset({"standard"}),
         placements=frozenset({"contiguous", "map"}),
@@ -62,16 +62,6 @@ class SonicExperts(Experts):
         graph_capture=True,
     )
     layouts = ("sonic_gate_up_interleaved",)
-
-    @classmethod
-    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        """See `Experts`."""
-        reasons = []
-        if problem.hidden_size < MIN_HIDDEN_SIZE:
-            reasons.append(f"requires hidden_size >= {MIN_HIDDEN_SIZE}, got {problem.hidden_size}")
-        if not problem.activation.gated and problem.intermediate_size % 128:
-            reasons.append(f"requires intermediate_size % 128 == 0 where not gated, got {problem.intermediate_size}")
-        return reasons
 
     @functools.cached_property
     def _layer(self) -> Any:
@@ -82,15 +72,12 @@ class SonicExperts(Experts):
 
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
         """See `Experts`. Interleaves gate and up rows; w2 is the given tensor."""
-        w13 = interleave_gate_up(weights.w13) if problem.activation.gated else weights.w13
-        return PermutedWeights(self.layouts[0], {"w13": w13, "w2": weights.w2})
+        return PermutedWeights(self.layouts[0], {"w13": interleave_gate_up(weights.w13), "w2": weights.w2})
 
     def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """See `Experts`."""
-        num_routes, num_halves = num_tokens * problem.top_k, problem.activation.num_halves
-        # SonicMoE takes the first product's output as an argument even where it does not write it.
-        num_columns = max(num_halves * problem.intermediate_size, problem.hidden_size)
-        return (num_routes, num_columns), (num_routes, problem.intermediate_size)
+        num_routes = num_tokens * problem.top_k
+        return (num_routes, problem.hidden_size), (num_routes, problem.intermediate_size)
 
     def apply(
         self,
