@@ -52,7 +52,7 @@ def test_a_tick_is_for_that_kind_of_machine_alone(verified_on_sm90: which_backen
         marks[name] = {fit.decision.backend: fit.text(platform) for fit in fits}
     assert marks["cuda:sm90"]["triton"] == "**triton** ✓"
     assert marks["cuda:sm80"]["triton"] == "**triton**"
-    assert marks["cuda:sm90"]["sonic"] == "sonic ✓ (wheel)"
+    assert marks["cuda:sm90"]["vllm_triton"] == "vllm_triton ✓ (wheel)"
 
 
 def test_an_emulation_is_chosen_after_every_kernel(verified_on_sm90: which_backend.World) -> None:
