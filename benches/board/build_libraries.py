@@ -76,6 +76,11 @@ def of_one_height(text: str, height: int) -> str:
 
 def _hpc_ops(source: pathlib.Path, build: pathlib.Path, as_is: bool) -> tuple[list[_Unit], list[pathlib.Path]]:
     shutil.copytree(source / "src", build / "src")
+    for name in _HPC_OPS[:2]:
+        path = build / "src" / name
+        # The fused layers launch every kernel to overlap with the one before: the other half takes minutes to compile.
+        text = path.read_text(encoding="utf-8").replace("bool kUsePDL = false;", "bool kUsePDL = true;")
+        path.write_text(text, encoding="utf-8")
     kernels = build / "src/group_gemm/kernels.cuh"
     if not as_is:
         kernels.write_text(fenced(kernels.read_text(encoding="utf-8")), encoding="utf-8")

@@ -6,6 +6,7 @@ Alpha-MoE it sorts the routes and zeroes the output, since that library takes bo
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import pathlib
 import sys
@@ -57,6 +58,21 @@ class _LibraryExperts(Experts):
         """None."""
         return (0,), (0,)
 
+    def apply(
+        self,
+        out: torch.Tensor,
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        """Runs without workspaces."""
+        self.run(out, inputs, weights)
+
+    @abc.abstractmethod
+    def run(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+        """See `Experts.apply`."""
+
     def in_groups(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [T,H] as codes, and their scales [T,H/128] fp32: one launch of ours, since neither library has one."""
         from moereg.backends._triton.quantized import row_format
@@ -89,14 +105,7 @@ class HpcOpsTensorExperts(_LibraryExperts):
         }
         return PermutedWeights(self.layouts[0], tensors, {"inputs": inputs, "intermediate": intermediate.reciprocal()})
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def run(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         """Quantizes, and calls the layer with the library's default for the product of gate and up, bf16."""
         codes, _ = torch.ops.hpc.scaled_fp8_quant(inputs.hidden_states, weights["inputs"], None)
         matrices = [weights[name] for name in ("w13", "w2", "w13_scale", "w2_scale", "intermediate")]
@@ -116,14 +125,7 @@ class HpcOpsBlockExperts(_LibraryExperts):
             tensors[name] = F.pad(tensors[name], (0, -tensors[name].shape[-1] % 4)).contiguous()
         return PermutedWeights(self.layouts[0], tensors)
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def run(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         """Quantizes, and calls the layer."""
         matrices = [weights[name] for name in ("w13", "w13_scale", "w2", "w2_scale")]
         ids = _local_ids(inputs)
@@ -190,14 +192,7 @@ class AlphaMoeExperts(_LibraryExperts):
         tensors |= {"w13": interleaved(tensors["w13"], 8), "w13_scale": interleaved(tensors["w13_scale"], 1)}
         return PermutedWeights(self.layouts[0], tensors)
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
+    def run(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         """Quantizes, sorts, zeroes and calls the layer."""
         from benches.board.padded_routes import padded_on_host, padded_routes
 
