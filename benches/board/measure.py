@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from benches.board.layers import BoardLayer, Point
-from benches.board.rows import compiled_ahead
+from benches.board.rows import class_name, compiled_ahead, lacks_a_library
 from benches.board.store import Board, Row
 from moereg.evidence.provenance import clocks
 from moereg.platforms import Platform, torch_device
@@ -110,7 +110,8 @@ class _Entrants:
     Attributes:
         selection: Every candidate; those that take part are accepted.
         default: What `select_backend` would choose.
-        skipped: Reasons of each backend that does not fit.
+        skipped: Reasons of each backend that does not fit, and of each class that lacks a library where another class
+            of its backend fits.
         excluded: Candidates that fit and do not take part, with the reason.
     """
 
@@ -124,10 +125,14 @@ def _entrants(layer: BoardLayer, problem: MoEProblem, board: Board, wanted: Want
     opt_in = sorted({cell.name for cell in load_backends().cells if cell.opt_in}) if wanted.opt_in else []
     found = entrants(problem, platform, prefer=opt_in)
     fitting = [decision for decision in found.decisions if decision.accepted and decision.backend in wanted]
-    skipped = {
-        decision.backend: "; ".join(reason.text for reason in decision.reasons)
-        for decision in nearest_by_backend(found.decisions)
-        if not decision.accepted and decision.backend in wanted
+    refused = [one for one in found.decisions if not one.accepted and one.backend in wanted]
+    texts = {id(one): "; ".join(reason.text for reason in one.reasons) for one in refused}
+    skipped = {one.backend: texts[id(one)] for one in nearest_by_backend(found.decisions) if id(one) in texts}
+    # Another class of a backend that takes part is missed only where it lacks something that can be installed.
+    skipped |= {
+        class_name(one.backend, one.experts): texts[id(one)]
+        for one in refused
+        if one.backend not in skipped and {reason.code for reason in one.reasons} <= {"package", "probe"}
     }
     excluded: list[tuple[Decision, str]] = []
     taking: list[Decision] = []
@@ -226,6 +231,9 @@ def _measure_layer(
         return "nothing fits"
     names = ", ".join(decision.backend for decision in taking_part.selection.decisions)
     print(f"{layer.name}: {names}", flush=True)
+    for name, reason in taking_part.skipped.items():
+        if lacks_a_library(reason):
+            print(f"{layer.name}: without {name}, which {reason}", flush=True)
     ceilings = _ceilings(problem, platform)
     board.document["ceilings"][_ceiling_name(problem, platform)] = dataclasses.asdict(ceilings)
     if compiled_ahead(board.document):

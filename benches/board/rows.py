@@ -22,6 +22,7 @@ __all__ = [
     "Standing",
     "absent",
     "apart",
+    "class_name",
     "compiled_ahead",
     "documents",
     "exceeds_ceilings",
@@ -250,7 +251,8 @@ def absent(board: str) -> dict[tuple[str, str], list[Standing]]:
 
 def lacks_a_library(reason: str) -> bool:
     """Whether a backend did not run for what the machine lacked, and not for what it computes."""
-    return all(re.search(r"not installed|^requires the |^install |^run ", part) for part in reason.split("; "))
+    wanted = r"not installed|^requires (the|CuTe DSL|QuACK's) |^(re)?install |^run "
+    return all(re.search(wanted, part) for part in reason.split("; "))
 
 
 def _in_short(reason: str) -> str:
@@ -272,7 +274,12 @@ def _name(one: Row, results: Iterable[Row]) -> str:
     own = [result for result in results if result["backend"] == one["backend"]]
     identity = ("experts", "computes")
     is_first = not own or all(own[0][key] == one[key] for key in identity)
-    return str(one["backend"]) if is_first else f"{one['backend']} ({one['experts'].removesuffix('Experts')})"
+    return str(one["backend"]) if is_first else class_name(one["backend"], one["experts"])
+
+
+def class_name(backend: str, experts: str) -> str:
+    """A class of a backend that has another one beside it."""
+    return f"{backend} ({experts.removesuffix('Experts')})"
 
 
 def _entries(row: Row, ahead: Collection[str]) -> dict[str, Entry]:

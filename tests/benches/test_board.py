@@ -152,6 +152,20 @@ def test_every_backend_is_in_its_row(run: Any, tmp_path: pathlib.Path) -> None:
     assert run().document["rows"] == before, "nothing was missing, so nothing was measured again"
 
 
+def test_a_class_that_lacks_a_library_is_named_where_another_of_its_backend_runs(
+    run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lacking = type("BetterExperts", (FakeExperts,), {})
+    register_moe_backend("fake_right", 2, ("unquantized",), ("*",), requires=("no-such-library",))(lacking)
+    unfit = type("OtherExperts", (FakeExperts,), {})
+    register_moe_backend("fake_right", 2, ("unquantized",), ("cuda",), requires=("no-such-library",))(unfit)
+    skipped = run().document["layers"]["tiny:unquantized"]["skipped"]
+    assert skipped["fake_right (Better)"] == "requires no-such-library, which is not installed"
+    assert "fake_right (Other)" not in skipped
+    text = "tiny:unquantized: without fake_right (Better), which requires no-such-library, which is not installed"
+    assert text in capsys.readouterr().out
+
+
 def test_who_is_out_is_in_the_row_with_the_reason(run: Any, tmp_path: pathlib.Path) -> None:
     board = Board(tmp_path / "board.json", MEASURED_ON)
     board.put_out("tiny:unquantized", "fake_right", "Fake_Right", "SIGSEGV in apply")

@@ -403,6 +403,8 @@ def test_layers_of_inference_mode_follow_a_state_dict(keep: bool, assign: bool) 
             one(x)
             one.w2.zero_()  # type: ignore[union-attr, operator]
         assert torch.equal(one(x), made_anew(one)(x))
+        # Kernels that share the parameters' memory see such writes anyway; copies follow what is counted.
+        assert not any(tensor.is_inference() for tensor in (one.w13, one.w2))  # type: ignore[union-attr]
 
 
 @KEEPS
