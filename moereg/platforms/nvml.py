@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 
 class GpuFacts(NamedTuple):
@@ -75,10 +75,6 @@ def gpu_settings() -> GpuSettings:
         return GpuSettings(cores.value, milliwatts.value // 1000, mig.value == 1, driver.value.decode())
 
 
-_CLOCK_DOMAINS: Final = {"sm": 1, "memory": 2}
-"""NVML's numbers for clock domains."""
-
-
 def gpu_clocks() -> dict[str, int]:
     """Current clocks and power of the first visible GPU, as far as NVML reports them.
 
@@ -91,7 +87,7 @@ def gpu_clocks() -> dict[str, int]:
             return clocks
         nvml, handle = found
         value = ctypes.c_uint()
-        for name, domain in _CLOCK_DOMAINS.items():
+        for name, domain in (("sm", 1), ("memory", 2)):  # NVML's numbers for clock domains.
             if nvml.nvmlDeviceGetClockInfo(handle, domain, ctypes.byref(value)) == 0:
                 clocks[f"{name}_mhz"] = value.value
             if nvml.nvmlDeviceGetMaxClockInfo(handle, domain, ctypes.byref(value)) == 0:
