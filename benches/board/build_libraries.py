@@ -6,7 +6,7 @@ SOURCE is a checkout of HPC-Ops (`hpc_ops`) or Alpha-MoE (`alpha_moe`); OUT gets
 library's own operators with torch, and `versions.json`. `python -m benches.board --libraries OUT` measures them.
 
 HPC-Ops writes TMA descriptors on the device, and its kernels read them after an acquiring fence only where a call has
-few rows an expert. Elsewhere they may read an earlier call's, so the fence is added there; `--as-is` adds none.
+few rows per expert. Elsewhere they may read an earlier call's, so the fence is added there; `--as-is` adds none.
 Alpha-MoE compiles all 160 of its tiles from one file; here each height has a compiler of its own.
 """
 
@@ -32,7 +32,7 @@ _FLAGS: Final = (
     *("--expt-relaxed-constexpr", "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED", "-DNDEBUG", "--split-compile=4"),
 )
 
-# What the libraries' torch code needs of these headers, without those of cuBLAS, cuSPARSE and Python behind them.
+# Stand-ins for two headers of torch, so that headers of cuBLAS, cuSPARSE and Python are not needed.
 _HEADERS: Final = {
     "ATen/cuda/CUDAContext.h": "#pragma once\n#include <c10/cuda/CUDAStream.h>\n"
     "namespace at::cuda { using namespace c10::cuda; }\n",
@@ -50,6 +50,7 @@ _HPC_OPS: Final = (
 )
 _KERNEL: Final = "fused_moe_w8a8_wgmma_up_down_acc"
 _HEIGHTS: Final = range(8, 129, 8)
+_VERSIONS: Final = "versions.json"
 
 
 class _Unit(NamedTuple):
@@ -59,10 +60,25 @@ class _Unit(NamedTuple):
     flags: tuple[str, ...] = ()
 
 
-def fenced(text: str) -> str:
+def _changed(pattern: str, replacement: str, text: str, times: int) -> str:
+    """Text with a pattern replaced as often as it is in the source that this program knows.
+
+    Raises:
+        SystemExit: It is there more or less often, so the source is another one.
+    """
+    found, count = re.subn(pattern, replacement, text)
+    if count != times:
+        raise SystemExit(
+            f"{pattern} is {count} times in a file that should have it {times} times; take a known version"
+        )
+    return found
+
+
+def fenced(text: str, times: int = 4) -> str:
     """Code of HPC-Ops' grouped GEMMs with a fence wherever a descriptor is about to be used without one."""
     pattern = r"(auto \*(td_[xy]) = td_xy \+ igroup \* 2[^;]*;)"
-    return re.sub(pattern, r"\1 if constexpr (kTaskLoopPolicy != 0) tma_descriptor_fence_acquire(\2);", text)
+    fence = r"\1 if constexpr (kTaskLoopPolicy != 0) tma_descriptor_fence_acquire(\2);"
+    return _changed(pattern, fence, text, times)
 
 
 def of_one_height(text: str, height: int) -> str:
@@ -79,8 +95,8 @@ def _hpc_ops(source: pathlib.Path, build: pathlib.Path, as_is: bool) -> tuple[li
     for name in _HPC_OPS[:2]:
         path = build / "src" / name
         # The fused layers launch every kernel to overlap with the one before: the other half takes minutes to compile.
-        text = path.read_text(encoding="utf-8").replace("bool kUsePDL = false;", "bool kUsePDL = true;")
-        path.write_text(text, encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        path.write_text(_changed("bool kUsePDL = false;", "bool kUsePDL = true;", text, 2), encoding="utf-8")
     kernels = build / "src/group_gemm/kernels.cuh"
     if not as_is:
         kernels.write_text(fenced(kernels.read_text(encoding="utf-8")), encoding="utf-8")
@@ -119,9 +135,12 @@ _LIBRARIES: Final[dict[str, Callable[[pathlib.Path, pathlib.Path, bool], tuple[l
 
 
 def versions_of(folder: pathlib.Path | None) -> dict[str, str]:
-    """Versions of the libraries that were built into a folder, by distribution."""
-    path = None if folder is None else folder / "versions.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.exists() else {}
+    """Versions of the libraries that were built into a folder, by distribution; none without a folder.
+
+    Raises:
+        OSError: Nothing was built there.
+    """
+    return {} if folder is None else json.loads((folder / _VERSIONS).read_text(encoding="utf-8"))
 
 
 def _nvcc() -> str:
@@ -175,8 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target = options.out / f"{options.library}.so"
     _run([nvcc, "-shared", *objects, *libraries, "-o", str(target)], target.name)
     version = options.version + (" as is" if options.as_is or options.library != "hpc_ops" else " with fences")
-    versions = {**versions_of(options.out), options.library.replace("_", "-"): version}
-    (options.out / "versions.json").write_text(json.dumps(versions), encoding="utf-8")
+    known = versions_of(options.out) if (options.out / _VERSIONS).exists() else {}
+    versions = {**known, options.library.replace("_", "-"): version}
+    (options.out / _VERSIONS).write_text(json.dumps(versions), encoding="utf-8")
     shutil.rmtree(build)
     return 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import pathlib
-import sys
+import statistics
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -86,10 +86,29 @@ class _LibraryExperts(Experts):
         return codes[0], scale[0]
 
 
-class HpcOpsTensorExperts(_LibraryExperts):
+class _HpcOpsExperts(_LibraryExperts):
+    """HPC-Ops, which takes ids of all ranks' experts and the number of its own rank."""
+
+    def __init__(self, problem: MoEProblem, platform: Platform, computes: QuantScheme | None = None) -> None:
+        super().__init__(problem, platform, computes)
+        self._rank: int | None = None
+
+    def rank_of(self, inputs: ExpertInputs) -> int:
+        """The rank whose experts these are, which the map of a first call tells."""
+        if self._rank is None:
+            first = 0 if inputs.expert_map is None else int(inputs.expert_map.ge(0).int().argmax())
+            self._rank = first // self.problem.num_local_experts
+        return self._rank
+
+
+class HpcOpsTensorExperts(_HpcOpsExperts):
     """HPC-Ops with one scale a matrix and one for all tokens, which its own kernel quantizes."""
 
-    facts = dataclasses.replace(_FACTS, requires_multiple={"hidden_size": 128, "intermediate_size": 64})
+    facts = dataclasses.replace(
+        _FACTS,
+        placements=frozenset({"contiguous"}),
+        requires_multiple={"hidden_size": 128, "intermediate_size": 64},
+    )
     layouts = ("hpc_ops_tensor",)
 
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
@@ -109,13 +128,14 @@ class HpcOpsTensorExperts(_LibraryExperts):
         """Quantizes, and calls the layer with the library's default for the product of gate and up, bf16."""
         codes, _ = torch.ops.hpc.scaled_fp8_quant(inputs.hidden_states, weights["inputs"], None)
         matrices = [weights[name] for name in ("w13", "w2", "w13_scale", "w2_scale", "intermediate")]
-        ids = _local_ids(inputs)
-        torch.ops.hpc.fuse_moe(codes, *matrices, ids, inputs.topk_weights, None, 0, self.problem.num_experts, True, out)
+        of_rank = inputs.topk_ids, inputs.topk_weights, None, self.rank_of(inputs), self.problem.num_experts
+        torch.ops.hpc.fuse_moe(codes, *matrices, *of_rank, True, out)
 
 
-class HpcOpsBlockExperts(_LibraryExperts):
+class HpcOpsBlockExperts(_HpcOpsExperts):
     """HPC-Ops with 128 x 128 scales."""
 
+    facts = dataclasses.replace(_LibraryExperts.facts, placements=frozenset({"contiguous"}))
     layouts = ("hpc_ops_block",)
 
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
@@ -128,24 +148,8 @@ class HpcOpsBlockExperts(_LibraryExperts):
     def run(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
         """Quantizes, and calls the layer."""
         matrices = [weights[name] for name in ("w13", "w13_scale", "w2", "w2_scale")]
-        ids = _local_ids(inputs)
-        torch.ops.hpc.fuse_moe_blockwise(
-            *self.in_groups(inputs.hidden_states),
-            *matrices,
-            ids,
-            inputs.topk_weights,
-            None,
-            0,
-            self.problem.num_experts,
-            out,
-        )
-
-
-def _local_ids(inputs: ExpertInputs) -> torch.Tensor:
-    """Ids as rank 0 has them: the library leaves out those that are no expert's of its rank."""
-    if inputs.expert_map is None:
-        return inputs.topk_ids
-    return inputs.expert_map.index_select(0, inputs.topk_ids.view(-1)).view_as(inputs.topk_ids)
+        of_rank = inputs.topk_ids, inputs.topk_weights, None, self.rank_of(inputs), self.problem.num_experts
+        torch.ops.hpc.fuse_moe_blockwise(*self.in_groups(inputs.hidden_states), *matrices, *of_rank, out)
 
 
 class Tile(NamedTuple):
@@ -176,7 +180,8 @@ def interleaved(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 class AlphaMoeExperts(_LibraryExperts):
     """Alpha-MoE: one launch from tokens to sums, with bf16 atomics.
 
-    As its documentation asks, its tiles are searched for each number of tokens, at the first call and by kernel time.
+    As its documentation asks, its tiles are searched for each number of tokens, by kernel time with cold caches. The
+    first call searches, so later ones with as many tokens and another routing have its tile.
     """
 
     facts = dataclasses.replace(_FACTS, requires_multiple={"hidden_size": 256, "intermediate_size": 128})
@@ -210,13 +215,16 @@ class AlphaMoeExperts(_LibraryExperts):
         if tile is None:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(f"alpha_moe: call the layer with {num_tokens} tokens before capturing a graph of it")
-            ids = _local_ids(inputs).view(-1).tolist()
+            ids = inputs.topk_ids.view(-1)
+            ids = (ids if inputs.expert_map is None else inputs.expert_map[ids]).tolist()
             found: dict[int, list[torch.Tensor]] = {}
             for block_m in sorted({tile.block_m for tile in ALL_TILES if tile.block_m <= max(num_tokens, 16)}):
                 routes, experts = padded_on_host(ids, num_local, block_m)
                 lists = (routes or [len(ids)] * block_m, experts or [0], [len(routes)])
                 found[block_m] = [inputs.topk_ids.new_tensor(values) for values in lists]
-            times = {tile: _time_of(launch, tile, *found[tile.block_m]) for tile in ALL_TILES if tile.block_m in found}
+            cache = torch.empty(_CACHE_BYTES, dtype=torch.uint8, device=out.device)
+            tiles = [tile for tile in ALL_TILES if tile.block_m in found]
+            times = {tile: _time_of(launch, cache, tile, *found[tile.block_m]) for tile in tiles}
             tile = self._tiles[num_tokens] = min(times, key=times.__getitem__)
             print(f"alpha_moe: {num_tokens} tokens: {tile}, {times[tile]:.3f} ms", flush=True)
         ids_and_map = (inputs.topk_ids, inputs.expert_map, self.problem.num_experts, num_local)
@@ -224,16 +232,21 @@ class AlphaMoeExperts(_LibraryExperts):
         launch(tile, *padded_routes(*ids_and_map, tile.block_m))
 
 
-def _time_of(launch: Callable[..., None], *arguments: Any) -> float:
-    """Milliseconds of a launch on this stream, the mean of five after one."""
+# More than the L2 of any GPU that the library runs on.
+_CACHE_BYTES: Final = 2**28
+
+
+def _time_of(launch: Callable[..., None], cache: torch.Tensor, *arguments: Any) -> float:
+    """Milliseconds of a launch on this stream whose weights are in no cache: the median of five after one."""
     launch(*arguments)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(5):
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(5)]
+    for begin, end in pairs:
+        cache.zero_()
+        begin.record()
         launch(*arguments)
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 5
+        end.record()
+    torch.cuda.current_stream().synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in pairs)
 
 
 _BACKENDS: Final[dict[str, tuple[tuple[str, type[Experts]], ...]]] = {
@@ -247,15 +260,14 @@ def register(folder: pathlib.Path | None) -> None:
 
     Args:
         folder: Of `benches.board.build_libraries`; None registers nothing.
+
+    Raises:
+        OSError: A library cannot be loaded.
     """
     for name, classes in _BACKENDS.items():
         path = None if folder is None else folder.resolve() / f"{name}.so"
         if path is None or not path.exists():
             continue
-        try:
-            torch.ops.load_library(path)
-        except OSError as error:
-            print(f"{name}: left out: {error}", file=sys.stderr)
-            continue
+        torch.ops.load_library(path)
         for scheme, experts in classes:
             register_moe_backend(name, 1, (scheme,), ("cuda:sm90",), opt_in=True)(experts)

@@ -36,8 +36,8 @@ def cannot_be_imported(platform: Platform) -> str | None:
     if not missing:
         return None
     return (
-        f"requires the packages {', '.join(_IMPORTED)}, found no {' or '.join(missing)}; install sonic-moe[cu13], and "
-        "if that is a --target folder, add its nvidia_cutlass_dsl/python_packages to PYTHONPATH"
+        f"requires the packages {', '.join(_IMPORTED)}, found no {' or '.join(missing)}; install SonicMoE without its "
+        "requirements, as the README of moereg-sonic does"
     )
 
 
@@ -46,8 +46,8 @@ def cannot_be_imported(platform: Platform) -> str | None:
     priority=40,
     quant_schemes=("unquantized",),
     platforms=("cuda:sm90",),
-    # SonicMoE names one CuTe DSL, whose language changes between minor versions; QuACK 0.5 requires a later one.
-    requires=("sonic-moe>=0.1.2,<0.2", "quack-kernels>=0.3.11,<0.5", "nvidia-cutlass-dsl>=4.4.2,<4.5", "triton>=3.6"),
+    # SonicMoE names one CuTe DSL, whose language changes between minor versions; QuACK goes with the language.
+    requires=("sonic-moe>=0.1.2,<0.2", "quack-kernels>=0.4.1,<0.5", "nvidia-cutlass-dsl>=4.4.2,<4.5", "triton>=3.6"),
     probes=(cannot_be_imported,),
 )
 class SonicExperts(Experts):
