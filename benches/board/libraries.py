@@ -50,7 +50,7 @@ _FACTS: Final = Facts(
 
 
 class _LibraryExperts(Experts):
-    """What the libraries have in common: they take their temporaries from torch."""
+    """Base of the libraries' classes, which take their temporaries from torch."""
 
     facts = dataclasses.replace(_FACTS, requires_multiple={"hidden_size": 128, "intermediate_size": 128})
 

@@ -22,6 +22,7 @@ gradients have H elements or more.
 gradient. If s is the share of elements within half a unit in the last place of L, that costs sqrt(s): about 2e-2 in
 bfloat16 with gates spread over 3.6, and any amount if there are few. So the bound adds how far gradients move with a
 clamp that far to either side. Kernels that clamp saved 16-bit values and kernels that clamp before are then both right.
+With adapters it is twice as far, since a class may round a product, and then its sum with the adapter's part.
 
 **Restored weights.** The reference dequantizes weights exactly, and a layer that trains multiplies with weights rounded
 to its dtype once. That moves a weight by at most half a unit in the last place, 2^-8 of it in bfloat16 and 2^-11 in
@@ -145,7 +146,7 @@ def reference_gradients(
         call = _LeafCall(**vars(LayerCall.of(problem, *arguments)), adapters=adapters)
         output, tensors = call.gradients(grad_out.double())
         moved = {name: torch.zeros_like(_norms(name, tensor)) for name, tensor in tensors.items()}
-        limit, share = problem.activation.limit, _NEAR_CLAMP[problem.dtype]
+        limit, share = problem.activation.limit, _NEAR_CLAMP[problem.dtype] * (1 if adapters is None else 2)
         for bound in () if limit is None else (limit * (1 - share), limit * (1 + share)):
             clamped = dataclasses.replace(problem.activation, limit=bound)
             near = dataclasses.replace(call, problem=dataclasses.replace(problem, activation=clamped))

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from moereg.author import ExpertAdapters, ExpertInputs, ExpertWeights, MoEProblem, PermutedWeights
+from moereg.numerics import gradients as bounds
 from moereg.numerics.gradients import reference_gradients
 from moereg.numerics.reference import reference_experts
 from moereg.platforms import Platform
@@ -175,6 +176,22 @@ def test_a_clamp_allows_for_what_is_beside_it_and_no_more() -> None:
     for each, unbent in zip(wrong, plain, strict=True):
         is_bent = each.name.startswith(("w13", "hidden"))
         assert unbent.bound < each.bound < 20 * unbent.bound if is_bent else each.bound == unbent.bound
+
+
+def test_a_clamp_allows_for_twice_as_much_beside_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class rounds a product, and then its sum with the adapter's part."""
+    problem = MoEProblem(**SMALL, activation=CLAMPED[0])
+    weights, inputs, grad_out, truth = reference_of(problem, 33, "uniform")
+    adapted = dataclasses.replace(problem, **ADAPTED)
+    adapters = make_adapters(adapted, CPU)
+    assert adapters is not None
+    for tensor in adapters.tensors().values():
+        tensor.zero_()
+    found = reference_gradients(adapted, weights, *inputs.call, grad_out, adapters=adapters)
+    monkeypatch.setitem(bounds._NEAR_CLAMP, problem.dtype, 2 * bounds._NEAR_CLAMP[problem.dtype])
+    wide = reference_gradients(problem, weights, *inputs.call, grad_out)
+    assert torch.equal(found.moved["w13"], wide.moved["w13"])
+    assert (wide.moved["w13"] > truth.moved["w13"]).any()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
