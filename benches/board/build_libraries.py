@@ -68,9 +68,7 @@ def _changed(pattern: str, replacement: str, text: str, times: int) -> str:
     """
     found, count = re.subn(pattern, replacement, text)
     if count != times:
-        raise SystemExit(
-            f"{pattern} is {count} times in a file that should have it {times} times; take a known version"
-        )
+        raise SystemExit(f"{pattern} is in this source {count} times, expected {times}; take commit 6e2eced")
     return found
 
 

@@ -29,21 +29,13 @@ from moereg.author import (
 )
 from moereg.backends._flashinfer.scales import one_for_all, one_scale
 
-__all__ = [
-    "ALL_TILES",
-    "AlphaMoeExperts",
-    "HpcOpsBlockExperts",
-    "HpcOpsTensorExperts",
-    "Tile",
-    "interleaved",
-    "register",
-]
+__all__ = ["HpcOpsTensorExperts", "interleaved", "register"]
 
 _FACTS: Final = Facts(
     activations=frozenset({"silu"}),
     activation_formats=frozenset({"standard"}),
     dtypes=frozenset({"bfloat16"}),
-    placements=frozenset({"contiguous", "map"}),
+    placements=frozenset({"contiguous"}),
     graph_capture=True,
     max_experts=512,
 )
@@ -104,11 +96,7 @@ class _HpcOpsExperts(_LibraryExperts):
 class HpcOpsTensorExperts(_HpcOpsExperts):
     """HPC-Ops with one scale a matrix and one for all tokens, which its own kernel quantizes."""
 
-    facts = dataclasses.replace(
-        _FACTS,
-        placements=frozenset({"contiguous"}),
-        requires_multiple={"hidden_size": 128, "intermediate_size": 64},
-    )
+    facts = dataclasses.replace(_FACTS, requires_multiple={"hidden_size": 128, "intermediate_size": 64})
     layouts = ("hpc_ops_tensor",)
 
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
@@ -135,7 +123,6 @@ class HpcOpsTensorExperts(_HpcOpsExperts):
 class HpcOpsBlockExperts(_HpcOpsExperts):
     """HPC-Ops with 128 x 128 scales."""
 
-    facts = dataclasses.replace(_LibraryExperts.facts, placements=frozenset({"contiguous"}))
     layouts = ("hpc_ops_block",)
 
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
@@ -184,7 +171,11 @@ class AlphaMoeExperts(_LibraryExperts):
     first call searches, so later ones with as many tokens and another routing have its tile.
     """
 
-    facts = dataclasses.replace(_FACTS, requires_multiple={"hidden_size": 256, "intermediate_size": 128})
+    facts = dataclasses.replace(
+        _FACTS,
+        placements=frozenset({"contiguous", "map"}),
+        requires_multiple={"hidden_size": 256, "intermediate_size": 128},
+    )
     layouts = ("alpha_moe",)
 
     def __init__(self, problem: MoEProblem, platform: Platform, computes: QuantScheme | None = None) -> None:

@@ -126,11 +126,11 @@ def _entrants(layer: BoardLayer, problem: MoEProblem, board: Board, wanted: Want
     found = entrants(problem, platform, prefer=opt_in)
     fitting = [decision for decision in found.decisions if decision.accepted and decision.backend in wanted]
     refused = [one for one in found.decisions if not one.accepted and one.backend in wanted]
-    texts = {id(one): "; ".join(reason.text for reason in one.reasons) for one in refused}
-    skipped = {one.backend: texts[id(one)] for one in nearest_by_backend(found.decisions) if id(one) in texts}
+    texts = {one: "; ".join(reason.text for reason in one.reasons) for one in refused}
+    skipped = {one.backend: texts[one] for one in nearest_by_backend(found.decisions) if one in texts}
     # Another class of a backend that takes part is missed only where it lacks something that can be installed.
     skipped |= {
-        class_name(one.backend, one.experts): texts[id(one)]
+        class_name(one.backend, one.experts): texts[one]
         for one in refused
         if one.backend not in skipped and {reason.code for reason in one.reasons} <= {"package", "probe"}
     }

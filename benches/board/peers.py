@@ -261,7 +261,9 @@ def headline() -> str:
     if of_itself:
         text += f" It counts {of_itself} more lost, to another experts class of `{OWN}` itself."
     if shards:
-        text += f" Rows of shards predate `{OWN}`'s Hopper kernels for per-tensor scales."
+        text += (
+            f" The shards in the last lines predate `{OWN}`'s Hopper kernels for per-tensor scales; the board's do not."
+        )
     heads = ["rows", f"fastest other's time / `{OWN}`'s, mean", "worst", "outcome"]
     return "\n\n".join(filter(None, (table(heads, lines), wrapped(text), page.absent_text("h200"))))
 
