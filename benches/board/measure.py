@@ -34,7 +34,7 @@ from moereg.tuning.session import LayerSession, entrants, row_values, timed_cell
 from moereg.tuning.timing import ROUNDS, SECONDS
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = ["COMPILED_AHEAD", "Limits", "Lost", "Marker", "Wanted", "measure_board"]
+__all__ = ["COMPILED_AHEAD", "Limits", "Lost", "Marker", "Wanted", "layer_weights", "measure_board"]
 
 # Of the free memory, for the canonical weights and one permuted copy a candidate; the rest is for calls and references.
 _WEIGHTS_FRACTION: Final = 0.75
@@ -239,10 +239,8 @@ def _measure_layer(
     if compiled_ahead(board.document):
         _precompile(problem, {point.tokens for point in points}, taking_part.selection)
 
-    def make_weights() -> ExpertWeights:
-        return random_weights(problem, torch.Generator().manual_seed(0), device)
-
     cells = {one: board.add_cell(timed_cell(one, platform)) for one in taking_part.selection.decisions}
+    make_weights = functools.partial(layer_weights, problem, device)
     session = LayerSession(taking_part.selection, make_weights, device, 0, points, watch=marker.watch)
     comparison = session.comparison
     for point in points:
@@ -257,6 +255,14 @@ def _measure_layer(
         board.add(layer, point, row)
         print(_line(layer, point, row), flush=True)
     return ""
+
+
+def layer_weights(problem: MoEProblem, device: torch.device) -> ExpertWeights:
+    """A layer's random weights. All experts have the largest static scale of the intermediate, as engines give it."""
+    weights = random_weights(problem, torch.Generator().manual_seed(0), device)
+    if weights.a2_scale is None:
+        return weights
+    return dataclasses.replace(weights, a2_scale=weights.a2_scale.amax().repeat(len(weights.a2_scale)))
 
 
 def _give_up_if_lost(board: Board, layer: BoardLayer, comparison: Comparison, marker: Marker) -> None:

@@ -21,18 +21,25 @@ from moereg.backends.torch_moe import (
     TorchPackedExperts,
 )
 from moereg.experts import ExpertInputs, Experts
-from moereg.kernels.plain import device, host
+from moereg.kernels.plain import device, host, mlp
 from moereg.numerics.reference import relative_error
 from moereg.numerics.tolerances import ROUNDING_BOUNDS
 from moereg.platforms import Platform
 from moereg.spec.problem import MoEProblem
+from moereg.testing.check import Check
 from moereg.testing.inputs import Inputs, make_inputs, make_weights
+from moereg.testing.listing import list_suite
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from tests.support.experts_run import CPU, run_experts, truth_of
 
 STANDARD = (TorchPackedExperts, TorchGroupedExperts, TorchDenseExperts)
 BATCHED = (TorchPackedBatchedExperts, TorchBatchedExperts)
 CLASSES = (*STANDARD, *BATCHED)
+PACKING = [
+    check
+    for check in list_suite("torch").checks
+    if check.kind in ("numbers", "equal_bits", "reload") and "TorchPacked" in str(check.cell)
+]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,6 +62,13 @@ def run(
 
 def format_of(experts_class: type[Experts]) -> str:
     return next(iter(experts_class.facts.activation_formats))
+
+
+@pytest.mark.parametrize("check", PACKING, ids=lambda check: check.id)
+def test_packed_experts_of_any_size(monkeypatch: pytest.MonkeyPatch, check: Check) -> None:
+    """The kit's layers are so small that plain matmuls are faster."""
+    monkeypatch.setattr(mlp, "_PACKED_ELEMENTS", 0)
+    check.run()
 
 
 @pytest.mark.parametrize("experts_class", CLASSES)

@@ -20,6 +20,8 @@ from benches.board.store import Board, OtherRunError
 from moereg.experts import ExpertInputs
 from moereg.platforms import probe_cpu
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
+from moereg.spec.problem import MoEProblem
+from moereg.tuning.inputs import random_weights
 from moereg.tuning.roofline import Ceilings
 from moereg.weights.permuted import PermutedWeights
 from tests.support.fakes import FakeExperts, WrongExperts
@@ -164,6 +166,16 @@ def test_a_class_that_lacks_a_library_is_named_where_another_of_its_backend_runs
     assert "fake_right (Other)" not in skipped
     text = "tiny:unquantized: without fake_right (Better), which requires no-such-library, which is not installed"
     assert text in capsys.readouterr().out
+
+
+def test_experts_share_a_static_scale_of_the_intermediate() -> None:
+    """Some kernels take no other, and with one for each expert their errors would not be theirs."""
+    problem = MoEProblem(**TINY.keywords, quant="fp8_tensor_static", max_num_tokens=1)
+    drawn = random_weights(problem, torch.Generator().manual_seed(0), torch.device("cpu"))
+    found = measure.layer_weights(problem, torch.device("cpu"))
+    assert len(drawn.a2_scale.unique()) == 4
+    assert torch.equal(found.a2_scale, drawn.a2_scale.max().expand(4))
+    assert torch.equal(found.w2.view(torch.uint8), drawn.w2.view(torch.uint8))
 
 
 def test_who_is_out_is_in_the_row_with_the_reason(run: Any, tmp_path: pathlib.Path) -> None:

@@ -50,7 +50,7 @@ _SWAPPED_ROWS: Final = range(4, 33)
 _UPCAST_ELEMENTS: Final = 1 << 19
 # Calling torch for an expert costs as much as a row of so many elements.
 _CALL_ELEMENTS: Final = 1 << 20
-# fp32 experts of fewer elements are faster in plain matmuls, whose calls cost a third of oneDNN's.
+# Experts of fewer elements are faster in plain matmuls, whose calls cost less than oneDNN's.
 _PACKED_ELEMENTS: Final = 400_000
 
 
@@ -75,7 +75,7 @@ def packing_is_faster(dtype: torch.dtype, is_intel: bool, num_elements: int) -> 
     """
     if not cpu.features().onednn or dtype_is_emulated(dtype):
         return False
-    return dtype != torch.float32 or not (is_intel or num_elements < _PACKED_ELEMENTS)
+    return num_elements >= _PACKED_ELEMENTS and not (is_intel and dtype == torch.float32)
 
 
 def few_rows(num_elements: int, is_emulated: bool) -> int:
