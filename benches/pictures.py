@@ -6,12 +6,12 @@ import itertools
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from benches.board.compare import Comparison
 from benches.board.rows import Standing
 
-__all__ = ["draw_board", "draw_peers", "fastest_times"]
+__all__ = ["draw_board", "draw_peers"]
 
 # Okabe and Ito's, which everyone can tell apart.
 COLORS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -70,16 +70,6 @@ def draw_peers(path: pathlib.Path, groups: Mapping[str, Sequence[Comparison]]) -
             size=9,
         )
         figure.savefig(path, metadata={"Date": None})
-
-
-def fastest_times(bench: dict[str, Any]) -> dict[int, dict[str, float]]:
-    """Times in microseconds of `triton` and of wheels' backends, each of its fastest class, by tokens and name."""
-    found: dict[int, dict[str, float]] = {}
-    for row in bench["rows"]:
-        if row["passed"] and (row["backend"] == "triton" or row["origin"] != "builtin"):
-            times = found.setdefault(row["tokens"], {})
-            times[row["backend"]] = min(row["time_us"], times.get(row["backend"], row["time_us"]))
-    return dict(sorted(found.items()))
 
 
 def draw_board(found: Sequence[Standing], path: pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""The tables of moereg's own kernels on an H200 and of its wheels, from the stored results.
+"""The tables of moereg's own kernels on an H200, from the stored results.
 
 Those of a CPU are `benches/cpu_page.py`'s, those beside other people's kernels `benches/board/peers.py`'s.
 """
@@ -9,7 +9,6 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from benches import pictures
 from benches.h200 import leave_one_out
 from benches.markdown import table
 from benches.stored import beats_ceilings, earlier_rows, load
@@ -260,30 +259,6 @@ def one_token_table() -> str:
     return _with_notes(table(header, rows), {"left_out": [], **document})
 
 
-def peers_fp8_table() -> str:
-    """`triton` beside two libraries of fp8 kernels that have to be built from source, each in a process with it."""
-    document = _load("h200_peers_fp8.json")
-    rows, missing = [], []
-    for bench in document["benches"]:
-        layer = f"{bench['model']} {bench['problem']['quant']}"
-        own = {row["tokens"]: row for row in bench["rows"] if row["backend"] == "triton"}
-        for row in bench["rows"]:
-            if row["backend"] == "triton":
-                continue
-            beside = own[row["tokens"]]
-            head = [layer, bench["routing"], str(row["tokens"]), f"{beside['time_us']:.1f}", row["backend"]]
-            if not row["passed"]:
-                missing.append([*head[:3], row["backend"], row["failure"]])
-                continue
-            ratio = row["time_us"] / beside["time_us"]
-            errors = f"{row['relative_error']:.1e}, {beside['relative_error']:.1e}"
-            rows.append([*head, f"{row['time_us']:.1f} ({row['kernel_us']:.1f})", f"{ratio:.2f}", errors])
-    header = ["layer", "routing", "T", "triton us", "peer", "its us (without preparing)", "ratio", "errors"]
-    where = f"{_where(document)} {document['method'][0].upper()}{document['method'][1:]}."
-    lacking = table(["layer", "routing", "T", "peer", "why it has no time"], missing)
-    return f"{table(header, rows)}\n\n{where}\n\n{lacking}"
-
-
 def cold_start_table() -> str:
     """Cost of a layer's kernels from an empty cache."""
     document = _load("h200_cold_start.json")
@@ -308,21 +283,6 @@ def _without(document: dict[str, Any], field: str) -> dict[str, Any]:
     return {name: value for name, value in document.items() if name != field}
 
 
-def wheels_table() -> str:
-    """Kernels of wheels beside moereg's own, each row from one process."""
-    document = _load("h200_wheels.json")
-    rows = []
-    for bench in document["benches"]:
-        layer = f"{bench['model']} {bench['problem']['quant']}"
-        for tokens, times in pictures.fastest_times(bench).items():
-            own = times.pop("triton", None)
-            beside = ", ".join(f"{name} {time:,.1f}" for name, time in sorted(times.items(), key=lambda item: item[1]))
-            ratio = f"{min(times.values()) / own:.2f}" if own and times else "-"
-            rows.append([layer, str(tokens), f"{own:,.1f}" if own else "failed", beside or "none ran", ratio])
-    header = ["layer", "T", "triton us", "wheels us", "best wheel / triton"]
-    return f"{table(header, rows)}\n\n{_where(document)} {document['note']}"
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "full_size": full_size_table,
     "h200": h200_table,
@@ -332,9 +292,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "skewed": skewed_table,
     "quant": quant_table,
     "one_token": one_token_table,
-    "peers_fp8": peers_fp8_table,
     "host_time": host_time_table,
     "sweep": sweep_table,
-    "wheels": wheels_table,
     "cold_start": cold_start_table,
 }

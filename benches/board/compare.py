@@ -29,7 +29,6 @@ __all__ = [
     "missing",
     "of_board",
     "of_file",
-    "of_wheels",
     "planned",
 ]
 
@@ -162,41 +161,14 @@ def of_board(document: Row, file: str) -> list[Comparison]:
     return found
 
 
-def of_wheels(document: Row, file: str) -> list[Comparison]:
-    """The rows of stored documents of `moereg bench --json`, each of one process.
-
-    A bench lists classes best first, so the first of ours is what it ships; where that failed, the row is there without
-    a time, as on a board.
-    """
-    found = []
-    for number, bench in enumerate(document["benches"]):
-        quant = bench["problem"]["quant"].replace(_PLAIN, bench["problem"]["dtype"])
-        for tokens in sorted({row["tokens"] for row in bench["rows"]}):
-            here = [row for row in bench["rows"] if row["tokens"] == tokens]
-            own = next((row for row in here if row["backend"] == OWN), None)
-            if own is None:
-                continue
-            process = f"{file}: bench {number}"
-            peers: dict[str, Timed] = {}
-            right = [row for row in here if row["passed"] and row["backend"] != OWN]
-            for row in sorted(right, key=lambda row: float(row["time_us"])):
-                peers.setdefault(row["backend"], Timed(row["backend"], row["time_us"], process))
-            ours = Timed(OWN, own["time_us"] if own["passed"] else None, process)
-            place = Place(bench["model"], quant, bench["routing"], tokens)
-            found.append(Comparison(place, ours, tuple(peers.values()), None))
-    return found
-
-
 def of_file(path: pathlib.Path) -> list[Comparison]:
-    """The comparisons of a stored file of either kind.
+    """The comparisons of a board.
 
     Raises:
-        ValueError: It is no such file, for example a table that divides by another run's times.
+        ValueError: It is none, for example a table that divides by another run's times.
     """
     try:
         document = stored.read(path)
-        if "benches" in document:
-            return of_wheels(document, path.name)
         if "layers" in document:
             return of_board(document, path.name)
     except (ValueError, KeyError, TypeError) as error:
@@ -205,8 +177,8 @@ def of_file(path: pathlib.Path) -> list[Comparison]:
 
 
 _NO_FILE: Final = (
-    "a comparison takes files whose rows have all times of one process, and {path} is neither a board nor benches of "
-    "`moereg bench --json`; name a file of benches.board"
+    "a comparison takes files whose rows have all times of one process, and {path} is no board; name a file of "
+    "benches.board"
 )
 
 

@@ -14,9 +14,9 @@ from benches.board.rows import (
     Standing,
     absent,
     apart,
+    beaten_ceilings,
     compiled_ahead,
     documents,
-    exceeds_ceilings,
     lacks_a_library,
     number,
     rows_of,
@@ -242,8 +242,10 @@ def _where(document: Row) -> str:
     note = f" {document['note']}" if document.get("note") else ""
     is_cpu = document.get("platform") == "cpu"
     instructions = f" ({document.get('instruction_set', 'instruction set not stored')})" if is_cpu else ""
-    if exceeds_ceilings(document):
-        note = f" A row exceeds one of them, so it was measured too low and no shares are given.{note}"
+    if beaten := beaten_ceilings(document):
+        note = (
+            f" A row exceeds that of {', '.join(beaten)}, so it was measured too low, and its rows get no share.{note}"
+        )
     where = f"{document['device']}{instructions} with {versions} at commit {document['commit'][:12] or 'unknown'}"
     return (
         f"Measured on {where}, {document['date']}, in {document['seconds']:.0f} s. "

@@ -1,4 +1,4 @@
-"""The tables of moereg's own kernels beside other people's, from the files whose rows are each of one process.
+"""The tables of moereg's own kernels beside other people's, from the rows of the board.
 
 Groups of rows first, with what they lost and to whom; then each scheme and routing, each row, and what is missing.
 """
@@ -11,18 +11,14 @@ import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
-from benches import stored
 from benches.board import compare, page, rows
 from benches.board.compare import MARGIN_US, OWN, SHORT_US, Comparison, Place, geometric_mean
 from benches.board.layers import GPU_LAYERS
 from benches.markdown import table, wrapped
 from moereg.tuning.inputs import ROUTINGS
 
-__all__ = ["TABLES", "board_comparisons", "groups_of", "kind_of", "report", "wheels_comparisons"]
+__all__ = ["TABLES", "board_comparisons", "groups_of", "kind_of", "report"]
 
-_WHEELS: Final = "h200_wheels.json"
-_LIBRARIES: Final = "h200_peers_fp8.json"
-_ELSEWHERE: Final = ("h200_peers_bf16.json", "h200_peers_quant.json")
 _UNIFORM: Final = ROUTINGS[0]
 _BANDS: Final = ((1, 4), (16, 64), (256, 256), (1024, 1024), (4096, 16384))
 
@@ -51,18 +47,6 @@ def board_comparisons() -> list[Comparison]:
         places = {one.place for one in found}
         found += compare.judged(one for one in own if one.place not in places)
     return compare.judged(found)
-
-
-def wheels_comparisons() -> list[Comparison]:
-    """Comparisons from the benches of wheels, which are older than the board where both have a row.
-
-    Raises:
-        FileNotFoundError: There are none.
-    """
-    path = rows.RESULTS / _WHEELS
-    if not path.exists():
-        raise FileNotFoundError(path)
-    return compare.judged(compare.of_file(path))
 
 
 def groups_of(found: Iterable[Comparison]) -> dict[str, list[Comparison]]:
@@ -181,9 +165,9 @@ def _rule(found: Iterable[Comparison]) -> str:
     without = sum(one.roofline_us is None for one in found)
     text = f"{MARGIN_US:.0f} us are added to a roofline below {SHORT_US:.0f} us ({short} rows), since a launch takes "
     text += (
-        f"longer than the work there; ratios are of times as measured. {without} rows have no share: a row of their "
+        f"longer than the work there; ratios are of times as measured. {without} rows have no share: a row beat their "
     )
-    text += "process beat its ceilings, so these were measured too low."
+    text += "ceiling, so it was measured too low."
     return wrapped(text)
 
 
@@ -242,77 +226,36 @@ def headline() -> str:
     """Rows won, tied and lost, by group, with what each figure lacks: the first page's table."""
     board, missing = board_comparisons(), compare.missing(GPU_LAYERS, board_comparisons())
     groups = {name: own for name, own in groups_of(board).items() if own}
-    shards = _shards()
     lines = []
-    for name, own in {
-        **groups,
-        f"all {len(board)} rows of the board": board,
-        "benches of plugins": wheels_comparisons(),
-        **{f"fp8 tensor-parallel shards, 16 tokens or more, against {label}": own for label, own in shards.items()},
-    }.items():
+    for name, own in {**groups, f"all {len(board)} rows of the board": board}.items():
         _, mean, worst, *_ = _judgment(own)
         lines.append([name, mean, worst.partition(" ")[0], page.counted([one.outcome for one in own])])
     others = sorted({peer.name.partition(" (")[0] for one in board for peer in one.peers})
     text = f"Each row was measured in one process on an {_first_of_board()['device']}, each kernel only after its "
     text += "output was checked; less than 3 % is a tie, and means are geometric. The board's others are "
-    text += f"{', '.join(f'`{name}`' for name in others)}; {len(missing)} of its {len(board) + len(missing)} planned "
-    text += "rows are missing."
+    text += f"{', '.join(f'`{name}`' for name in others)}; {len(missing) or 'none'} of its {len(board) + len(missing)} "
+    text += "planned rows are missing."
     of_itself = sum(one.outcome == "lost" for one in page.rows_of("h200")) - sum(one.outcome == "lost" for one in board)
     if of_itself:
         text += f" It counts {of_itself} more lost, to another experts class of `{OWN}` itself."
-    if shards:
-        text += (
-            f" The shards in the last lines predate `{OWN}`'s Hopper kernels for per-tensor scales; the board's do not."
-        )
     heads = ["rows", f"fastest other's time / `{OWN}`'s, mean", "worst", "outcome"]
     return "\n\n".join(filter(None, (table(heads, lines), wrapped(text), page.absent_text("h200"))))
 
 
-def _shards() -> dict[str, list[Comparison]]:
-    """Rows of two libraries built from source on shards of tensor parallelism, which the board lacks."""
-    try:
-        found = compare.judged(compare.of_file(rows.RESULTS / _LIBRARIES))
-    except FileNotFoundError:
-        return {}
-    many = [one for one in found if " TP" in one.place.layer and one.place.tokens >= 16 and one.best is not None]
-    labels = {"hpc_ops": "HPC-Ops", "alpha_moe": "Alpha-MoE"}
-    own = {label: [one for one in many if one.best and one.best.name == name] for name, label in labels.items()}
-    return {label: comparisons for label, comparisons in own.items() if comparisons}
-
-
 def report(paths: Sequence[pathlib.Path] = ()) -> str:
-    """Everything about the rows of these files, or of the stored ones, as text for a terminal.
+    """Everything about the rows of these boards, or of the stored one, as text for a terminal.
 
     Raises:
-        ValueError: A file is neither a board nor benches.
+        ValueError: A file is no board.
         FileNotFoundError: There is no such file.
     """
-    if paths:
-        sources = {"": compare.judged(one for path in paths for one in compare.of_file(path))}
-    else:
-        sources = {f"The board\n\n{_sources()}": board_comparisons(), "Benches of wheels": wheels_comparisons()}
-    parts = []
-    for number, (title, found) in enumerate(sources.items()):
-        missing = compare.missing(GPU_LAYERS, found) if number == 0 else []
-        parts += [f"## {title}"] if title else []
-        parts += ["Groups", groups_table(found, missing), "Lost", losses_table(found)]
-        parts += ["By scheme and routing", schemes_table(found), "Shares of the roofline", shares_table(found)]
-        parts += ["Missing", missing_table(missing)] if number == 0 else []
+    found = compare.judged(one for path in paths for one in compare.of_file(path)) if paths else board_comparisons()
+    missing = compare.missing(GPU_LAYERS, found)
+    parts = [] if paths else [f"## The board\n\n{_sources()}"]
+    parts += ["Groups", groups_table(found, missing), "Lost", losses_table(found)]
+    parts += ["By scheme and routing", schemes_table(found), "Shares of the roofline", shares_table(found)]
+    parts += ["Missing", missing_table(missing)]
     return "\n\n".join(parts)
-
-
-def elsewhere_table() -> str:
-    """Files of peers' times that no table divides by, since nothing of ours was in their processes."""
-    lines = []
-    for name in _ELSEWHERE:
-        document = stored.read(rows.RESULTS / name)
-        found: dict[str, list[dict[str, Any]]] = {}
-        for row in document["rows"]:
-            found.setdefault(row.get("scheme", "bfloat16"), []).append(row)
-        for scheme, own in found.items():
-            there = ", ".join(sorted({f"`{peer}`" for row in own for peer in row["peers_us"]}))
-            lines.append([f"`{name}`", scheme, str(len(own)), there, f"{document['device']}, {document['date']}"])
-    return table(["file", "scheme", "rows", "backends", "measured on"], lines)
 
 
 def _sources() -> str:
@@ -350,8 +293,5 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "peers_shares": _of_board(lambda found, _: shares_table(found).partition("\n\n")[0]),
     "peers_rows": _of_board(lambda found, _: rows_table(found)),
     "peers_missing": _of_board(lambda found, missing: missing_table(missing)),
-    "peers_elsewhere": elsewhere_table,
-    "wheels_groups": lambda: groups_table(wheels_comparisons()),
-    "wheels_losses": lambda: losses_table(wheels_comparisons()),
     "headline": headline,
 }

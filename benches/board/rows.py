@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from benches import stored
 from benches.board.variants import UNTUNED
+from moereg.spec.quant_schemes import get_scheme
 from moereg.tuning.inputs import ROUTINGS
 
 __all__ = [
@@ -22,10 +23,10 @@ __all__ = [
     "Standing",
     "absent",
     "apart",
+    "beaten_ceilings",
     "class_name",
     "compiled_ahead",
     "documents",
-    "exceeds_ceilings",
     "lacks_a_library",
     "number",
     "rows_of",
@@ -190,8 +191,7 @@ def standings(document: Row) -> list[Standing]:
     for row in _with_true_shares(document)["rows"]:
         default = _name(row["default"], row["results"]) if row["default"] else ""
         where = (row["layer"], row["scheme"], row["routing"], row["tokens"])
-        layer = document["layers"].get(f"{row['layer']}:{row['scheme']}".replace(" ", "-"), {})
-        skipped = layer.get("skipped", {})
+        skipped = _layer(document, row).get("skipped", {})
         entries = _entries(row, compiled_ahead(document))
         clocks = row.get("clocks", [{}])[-1]
         rows.append(Standing(*where, default, entries, row.get("roofline_us"), skipped, clocks))
@@ -221,9 +221,24 @@ def apart(board: str) -> list[Standing]:
     return found
 
 
-def exceeds_ceilings(document: Row) -> bool:
-    """Whether a row of a document beats the ceilings of its process."""
-    return stored.beats_ceilings(one.get("share") for row in document["rows"] for one in row["results"])
+def beaten_ceilings(document: Row) -> list[str]:
+    """Element types whose ceilings a row of a document beats."""
+    shares: dict[str, list[float | None]] = {}
+    for row in document["rows"]:
+        shares.setdefault(_ceiling(document, row), []).extend(one.get("share") for one in row["results"])
+    return [name for name, own in shares.items() if stored.beats_ceilings(own)]
+
+
+def _ceiling(document: Row, row: Row) -> str:
+    """The element type whose products are a row's ceiling, as `measure` names it."""
+    activation = get_scheme(row["scheme"]).activation
+    if activation is not None and activation.dtype in document.get("ceilings", ()):
+        return activation.dtype
+    return str(_layer(document, row).get("problem", {}).get("dtype", ""))
+
+
+def _layer(document: Row, row: Row) -> Row:
+    return document["layers"].get(f"{row['layer']}:{row['scheme']}".replace(" ", "-"), {})
 
 
 def compiled_ahead(document: Row) -> list[str]:
@@ -242,7 +257,11 @@ def absent(board: str) -> dict[tuple[str, str], list[Standing]]:
         lacking = {name: _in_short(reason) for name, reason in one.skipped.items() if lacks_a_library(reason)}
         there = {entry.backend for entry in one.entries.values()} | set(lacking)
         lacking |= dict.fromkeys(ran[one.layer, one.scheme] - there, "not in that process")
-        lacking |= {entry.name: "failed" for entry in one.entries.values() if entry.failure}
+        lacking |= {
+            entry.name: "too large beside the others" if entry.failure.startswith("left out") else "failed"
+            for entry in one.entries.values()
+            if entry.failure
+        }
         for name, reason in lacking.items():
             if name not in _OWN and UNTUNED not in name:
                 found.setdefault((name, reason), []).append(one)
@@ -261,10 +280,11 @@ def _in_short(reason: str) -> str:
 
 def _with_true_shares(document: Row) -> Row:
     """A document without the shares of ceilings that were measured too low."""
-    if not exceeds_ceilings(document):
-        return document
+    beaten = beaten_ceilings(document)
     rows = [
         {**row, "roofline_us": None, "results": [{**one, "share": None} for one in row["results"]]}
+        if _ceiling(document, row) in beaten
+        else row
         for row in document["rows"]
     ]
     return {**document, "rows": rows}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import pathlib
 import re
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from benches import pictures, report, results_page
-from benches.board import compare, peers, rows
+from benches.board import peers, rows
 from benches.board.compare import Comparison, Place, Timed
 from tests.support.pictures import labels_that_meet
 
@@ -136,46 +135,12 @@ def test_the_headline_counts_ties_and_names_what_the_rows_lack(folder: pathlib.P
             }
         },
     )
-    problem = {"quant": "fp8", "dtype": "bfloat16"}
-
-    def bench(name: str, file: str, *times: tuple[str, int, float]) -> None:
-        timed = [{"backend": one, "tokens": count, "time_us": time, "passed": True} for one, count, time in times]
-        benches = [{"model": name, "problem": problem, "routing": "uniform", "rows": timed}]
-        (folder / file).write_text(json.dumps({**HEAD, "benches": benches}))
-
-    bench("big", "h200_wheels.json", ("triton", 1, 10.0), ("wheel", 1, 20.0))
-    bench("big TP8", "h200_peers_fp8.json", *((one, 16, time) for one, time in (("triton", 100.0), ("hpc_ops", 80.0))))
     found = lines("headline")
     assert "| all 3 rows of the board | 1.11 | 1.02 | 1 won, 1 tied, 0 lost |" in found
-    assert "| benches of plugins | 2.00 | 2.00 | 1 won, 0 tied, 0 lost |" in found
-    shards = "fp8 tensor-parallel shards, 16 tokens or more, against HPC-Ops"
-    assert f"| {shards} | 0.80 | 0.80 | 0 won, 0 tied, 1 lost |" in found
     text = " ".join(" ".join(found).split())
     assert re.search(r"\d+ of its \d+ planned rows are missing", text)
     assert "`builder` in 3 rows (unquantized; its kernels were not built)" in text
     assert "`other` in 1 row (unquantized; not in that process)" in text
-
-
-def test_benches_of_wheels_are_judged_as_a_board_is() -> None:
-    """By the class that ships; one that failed is a lost row."""
-
-    def timed(backend: str, time_us: float, passed: bool = True) -> dict[str, Any]:
-        return {"backend": backend, "tokens": 64, "time_us": time_us, "passed": passed, "origin": "a-wheel"}
-
-    def bench(*found: dict[str, Any]) -> dict[str, Any]:
-        problem = {"quant": "unquantized", "dtype": "bfloat16"}
-        return {"benches": [{"model": "big", "problem": problem, "routing": "uniform", "rows": [*found]}]}
-
-    ships = bench(timed("triton", 100.0), timed("triton", 10.0), timed("other", 80.0), timed("other", 60.0))
-    (one,) = compare.of_wheels(ships, "w.json")
-    assert (one.ratio, [peer.time_us for peer in one.peers]) == (0.6, [60.0])
-    failed = bench(timed("triton", math.nan, passed=False), timed("triton", 10.0), timed("other", 60.0))
-    (one,) = compare.of_wheels(failed, "w.json")
-    assert (one.own.time_us, one.ratio, one.outcome) == (None, None, "lost")
-    assert "| 0 (1 in which triton failed) | - | - | 0 won, 0 tied, 1 lost | other 1 |" in peers.groups_table([one])
-    (alone,) = compare.of_wheels(bench(timed("triton", math.nan, passed=False)), "w.json")
-    assert alone.outcome == ""
-    assert compare.of_wheels(bench(timed("other", 60.0)), "w.json") == []
 
 
 def test_no_stored_ratio_of_another_run_is_on_a_page() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 import pathlib
 import re
 from typing import Any
@@ -68,23 +67,6 @@ def test_a_table_without_its_file_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert report.render(expected) == expected
 
 
-def _wheel_row(backend: str, time_us: float, tokens: int = 1, **fields: Any) -> dict[str, Any]:
-    origin = "builtin" if backend in ("triton", "torch") else "a-wheel"
-    return {"backend": backend, "tokens": tokens, "time_us": time_us, "passed": True, "origin": origin, **fields}
-
-
-def test_a_bench_of_wheels_in_which_triton_fails_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [_wheel_row("triton", math.nan, passed=False), _wheel_row("fast", 5.0), _wheel_row("triton", 2.0, 64)]
-    problem = {"quant": "int8_w8a8", "dtype": "bfloat16"}
-    document = {**MEASURED, "note": "", "benches": [{"model": "big", "problem": problem, "rows": rows}]}
-    monkeypatch.setattr(results_page, "_load", lambda name: document)
-    lines = results_page.wheels_table().splitlines()
-    assert lines[2:4] == [
-        "| big int8_w8a8 | 1 | failed | fast 5.0 | - |",
-        "| big int8_w8a8 | 64 | 2.0 | none ran | - |",
-    ]
-
-
 def test_shares_of_ceilings_that_a_row_beats_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     common = {"model": "big", "tokens": 16, "relative_error": 0.003, "wrong": False, "ours_us": 40.0, "roof_us": 20.0}
     rows = [
@@ -125,20 +107,6 @@ def test_rows_of_a_scheme_are_those_of_the_newest_file_that_has_them(
     assert page.count("Rows from an earlier commit") == 2
     assert re.findall(r"- `int4`: (.*)\.", page) == ["share_mean 10.000"]
     assert re.findall(r"Left out: (.*)\.", page) == ["int8 big T 1", "int8 big T 1", "int8 big T 16"]
-
-
-def test_a_peer_with_wrong_numbers_has_no_time(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    def row(backend: str, tokens: int, time_us: float, **fields: Any) -> dict[str, Any]:
-        passed = {"passed": True, "relative_error": 2e-3, "failure": None, "kernel_us": time_us - 1}
-        return {"backend": backend, "tokens": tokens, "time_us": time_us, **passed, **fields}
-
-    rows = [row("triton", 1, 20.0), row("peer", 1, 30.0), row("triton", 64, 100.0)]
-    rows.append(row("peer", 64, 10.0, passed=False, failure="wrong numbers: error 9.0e-01 > 3.0e-02"))
-    bench = {"model": "big", "problem": {"quant": "fp8_block128"}, "routing": "uniform", "rows": rows}
-    lines = table(monkeypatch, tmp_path, "peers_fp8", "h200_peers_fp8.json", method="in turns", benches=[bench])
-    assert "| big fp8_block128 | uniform | 1 | 20.0 | peer | 30.0 (29.0) | 1.50 | 2.0e-03, 2.0e-03 |" in lines
-    assert "| big fp8_block128 | uniform | 64 | peer | wrong numbers: error 9.0e-01 > 3.0e-02 |" in lines
-    assert sum("| 64 |" in line for line in lines) == 1
 
 
 def test_the_instruction_set_is_what_libraries_may_use(monkeypatch: pytest.MonkeyPatch, cpu_features: Any) -> None:

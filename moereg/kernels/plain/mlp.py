@@ -79,15 +79,16 @@ def packing_is_faster(dtype: torch.dtype, is_intel: bool, num_elements: int) -> 
 
 
 def few_rows(num_elements: int, is_emulated: bool) -> int:
-    """Most rows an expert, on average, for which `PlainMlp.together` is faster than each expert by itself, perhaps 0.
+    """Most rows an expert, on average, for which `PlainMlp.together` is faster than each expert by itself.
+
+    Measured in fp32 on 2 cores of an Intel Xeon with AMX, experts of 0.8 and 1.6 million weights, 1 to 128 tokens: 1.1x
+    to 1.5x.
 
     Args:
-        num_elements: Of an expert's weights.
+        num_elements: Of an expert's weights, which are not packed.
         is_emulated: As in `PlainMlp`, which converts weights for more rows.
     """
-    if is_emulated:
-        return UPCAST_ROWS + _CALL_ELEMENTS // num_elements
-    return 64 if num_elements < _PACKED_ELEMENTS else 0
+    return UPCAST_ROWS + _CALL_ELEMENTS // num_elements if is_emulated else 64
 
 
 def dtype_is_emulated(dtype: torch.dtype) -> bool:
