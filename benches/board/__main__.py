@@ -12,8 +12,8 @@ second process: a backend that crashes it, hangs or takes the device down is lef
 goes on. moereg's own Triton kernels are compiled ahead, and their first calls have no time; with `--first-use` nothing
 is, so that first calls compare on a machine whose caches are empty. `--libraries` names a folder of
 `benches.board.build_libraries`, whose libraries take part too. Exits with 1 where a backend failed or was wrong,
-and with 3 where nothing ran. `--pack` measures nothing: it writes the times of two boards or more, of one machine and
-commit, as a pack that selection reads (docs/tuning.md).
+and with 3 where nothing ran. `--pack` measures nothing: it writes the times of two boards or more of one machine as
+a pack that selection reads (docs/tuning.md).
 """
 
 from __future__ import annotations

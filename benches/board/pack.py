@@ -43,12 +43,11 @@ def write_pack_of(out: pathlib.Path, paths: Sequence[pathlib.Path]) -> str:
         _check(path, board)
     first, *others = boards
     for path in others:
-        for key in ("machine", "commit"):
-            if boards[path][key] != boards[first][key]:
-                raise ValueError(
-                    f"--pack takes boards of one machine and commit, and the {key} of {path} is {boards[path][key]!r}, "
-                    f"of {first} {boards[first][key]!r}; measure both alike"
-                )
+        if boards[path]["machine"] != boards[first]["machine"]:
+            raise ValueError(
+                f"--pack takes boards of one machine, and that of {path} is {boards[path]['machine']!r}, of {first} "
+                f"{boards[first]['machine']!r}; measure both on one"
+            )
     if len({board["process"] for board in boards.values()}) < len(boards):
         raise ValueError("--pack takes sessions of their own, got one process twice; measure again into another file")
 
@@ -84,23 +83,26 @@ def _with_board(pack: Pack, board: Document) -> Pack:
     number = pack.next_session
     session = Session(number, board["date"], board["commit"], board["process"], board.get("clocks", {}))
     pack = pack.with_session(session)
-    indices = []
-    for cell in board["cells"]:
-        pack, index = pack.with_cell(TimedCell.from_dict(cell))
-        indices.append(index)
+    rows = [(row, [one for one in row["results"] if _is_a_choice(one)]) for row in board["rows"]]
+    indices: dict[int, int] = {}
+    for cell in sorted({one["cell"] for _, results in rows for one in results}):
+        pack, indices[cell] = pack.with_cell(TimedCell.from_dict(board["cells"][cell]))
     problems = {(one["layer"], one["scheme"]): one["problem"] for one in board["layers"].values()}
-    for row in board["rows"]:
-        # Those that only boards have are nobody's choice; those that did not take part have no cell.
-        results = [one for one in row["results"] if "cell" in one and UNTUNED not in one["backend"]]
+    for row, results in rows:
         default = next((one for one in results if one["log_ratio"] is not None and _is_default(one, row)), None)
         if default is None:
             continue
         problem = MoEProblem.from_dict(problems[row["layer"], row["scheme"]])
         place = number, row["routing"], row["tokens"]
-        rows = [_row(one, indices[one["cell"]], *place) for one in results if one["log_ratio"] is not None]
+        timed = [_row(one, indices[one["cell"]], *place) for one in results if one["log_ratio"] is not None]
         wrong = [(indices[one["cell"]], one["failure"]) for one in results if one["is_wrong"]]
-        pack = pack.with_rows(problem, indices[default["cell"]], rows, wrong)
+        pack = pack.with_rows(problem, indices[default["cell"]], timed, wrong)
     return pack
+
+
+def _is_a_choice(one: Document) -> bool:
+    """Whether it took part and is not of a backend that only boards have."""
+    return "cell" in one and UNTUNED not in one["backend"] and not one["origin"].startswith("benches.")
 
 
 def _is_default(one: Document, row: Document) -> bool:

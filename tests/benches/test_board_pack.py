@@ -20,6 +20,7 @@ from benches.board.store import Board
 from benches.stored import RESULTS
 from moereg.dispatch import select_backend
 from moereg.evidence.provenance import provenance
+from moereg.measured import read
 from moereg.measured.keys import machine_of
 from moereg.measured.pack import read_pack
 from moereg.platforms import probe_cpu
@@ -44,7 +45,8 @@ def decisions(isolated_registry: object) -> list[Decision]:
 
 
 def result(decision: Decision, cell: int, log_ratio: float | None) -> dict[str, Any]:
-    identity = {"backend": decision.backend, "experts": decision.experts, "computes": decision.computes}
+    fields = ("backend", "experts", "computes", "origin")
+    identity = {field: getattr(decision, field) for field in fields}
     times = {"time_us": 10.0, "p10_us": 9.0, "p90_us": 12.0, "relative_error": 0.01, "tolerance": 0.1}
     numbers = {"log_ratio": log_ratio, "half_width": 0.001 * cell, "rounds": 48, "graph": False, "permuted_bytes": 64}
     failure = "wrong numbers: error 1" if log_ratio is None else None
@@ -63,13 +65,15 @@ def boards(decisions: list[Decision], tmp_path: Path) -> Documents:
             "results": [
                 result(decisions[0], 0, 0.0), result(decisions[1], 1, math.log(0.8)), result(decisions[2], 2, None),
                 {"backend": "large", "failure": "left out: no room"},
+                {**result(decisions[1], 1, math.log(0.1)), "origin": "benches.board.libraries"},
             ],
         }
         for routing in ("uniform", "zipf") for tokens in (1, 16)
     ]  # fmt: skip
     layers = {"tiny:unquantized": {"layer": "tiny", "scheme": "unquantized", "problem": PROBLEM.to_dict()}}
-    head = {"machine": dataclasses.asdict(machine_of(platform)), "commit": "0" * 40, "date": "2026-11-28"}
-    return [{**head, "process": f"p{number}", "cells": cells, "layers": layers, "rows": rows} for number in range(2)]
+    head = {"machine": dataclasses.asdict(machine_of(platform)), "date": "2026-11-28"}
+    own = ({"process": f"p{number}", "commit": f"{number}" * 40} for number in range(2))
+    return [{**head, **one, "cells": cells, "layers": layers, "rows": rows} for one in own]
 
 
 def packed(boards: Documents, folder: Path) -> int:
@@ -138,8 +142,7 @@ def _set(key: str, value: Any) -> Callable[[Documents], None]:
 
 REFUSED: list[tuple[Callable[[Documents], Any], str]] = [
     (_without("machine", "process", "cells"), "board_1.json lacks machine, process, cells; measure it again"),
-    (_set("commit", "1" * 40), f"the commit of .*board_1.json is '{'1' * 40}', of .*board_0.json"),
-    (_set("machine", {}), "the machine of .*board_1.json is {}"),
+    (_set("machine", {}), "takes boards of one machine, and that of .*board_1.json is {}, of .*board_0.json"),
     (_set("process", "p0"), "got one process twice"),
     (lambda boards: boards.pop(), "--pack takes at least 2 boards"),
     (_set("cells", [{}]), "board_1.json: "),
@@ -171,6 +174,12 @@ def test_a_session_whose_clock_moved_is_refused(
     boards[1]["rows"] = rows
     assert packed(boards, tmp_path) == 2
     assert "the clock of the device went from 1980 to 1680 MHz" in capsys.readouterr().err
+
+
+def test_the_shipped_pack_is_that_of_the_stored_boards(tmp_path: Path) -> None:
+    stored = [str(RESULTS / f"{name}_h200.json") for name in ("board", "session")]
+    assert command.main(["--pack", str(tmp_path / "pack.json"), *stored]) == 0
+    assert (tmp_path / "pack.json").read_text() == read._SHIPPED.read_text()
 
 
 def test_a_stored_board_of_before_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
