@@ -96,9 +96,13 @@ class Source:
             self._cells.setdefault(pack.cells[index].cell_key, []).append(index)
 
     def order(self, problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]) -> Measured:
-        """Asks this pack alone; as `measured_order`."""
+        """Asks this pack alone; as `measured_order`. Only of a user's own it is said where it is not used."""
+        found = self._order(problem, platform, candidates)
+        return found if self.is_users else dataclasses.replace(found, notes=())
+
+    def _order(self, problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]) -> Measured:
         if differences := self.pack.machine.differences(machine_of(platform)):
-            return self._unused(f"pack unused: it is of another machine: {', '.join(differences)}")
+            return Measured(notes=(f"pack unused: it is of another machine: {', '.join(differences)}",))
         own = [
             place
             for place, (cell, _, _) in enumerate(candidates)
@@ -109,11 +113,8 @@ class Source:
         key = problem_key(problem)
         places = self._layers.get(key_text(key), ())
         if not places:
-            return self._unused(*_nearest(self.pack, key))
+            return Measured(notes=tuple(_nearest(self.pack, key)))
         return _first(self._of_layer(place, candidates, own, platform) for place in places)
-
-    def _unused(self, *notes: str) -> Measured:
-        return Measured(notes=notes if self.is_users else ())
 
     def _of_layer(
         self, place: int, candidates: Sequence[Candidate], own: Sequence[int], platform: Platform

@@ -332,12 +332,15 @@ def test_the_first_pack_with_usable_times_of_the_layer_chooses() -> None:
     assert (found.backend, found.notices[1]) == ("second", "pack unused: code")
 
 
-def test_shipped_packs_of_other_machines_are_silent() -> None:
+def test_shipped_packs_say_nothing_of_where_they_are_unused() -> None:
     moved = dataclasses.replace(PACK, machine=dataclasses.replace(PACK.machine, device="Another CPU"))
     assert choose(CELLS, Source(moved, is_users=False)).notices == ()
     other_layer = pack_of(CELLS, [], problem=MoEProblem(**{**PROBLEM.to_dict(), "top_k": 4}))
     assert choose(CELLS, Source(other_layer, is_users=False)).notices == ()
     assert choose(CELLS, other_layer).notices != ()
+    changed = changed_cell(PACK, 0, digest="other")
+    assert choose(CELLS, Source(changed, is_users=False)).notices == ()
+    assert choose(CELLS, changed).notices == ("pack unused: code",)
 
 
 @pytest.fixture
