@@ -168,18 +168,12 @@ def of_file(path: pathlib.Path) -> list[Comparison]:
         ValueError: It is none, for example a table that divides by another run's times.
     """
     try:
-        document = stored.read(path)
-        if "layers" in document:
-            return of_board(document, path.name)
+        return of_board(stored.read(path), path.name)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(_NO_FILE.format(path=path)) from error
-    raise ValueError(_NO_FILE.format(path=path))
-
-
-_NO_FILE: Final = (
-    "a comparison takes files whose rows have all times of one process, and {path} is no board; name a file of "
-    "benches.board"
-)
+        raise ValueError(
+            f"a comparison takes files whose rows have all times of one process, and {path} is no board; name a file "
+            "of benches.board"
+        ) from error
 
 
 def judged(found: Iterable[Comparison]) -> list[Comparison]:

@@ -242,10 +242,8 @@ def _where(document: Row) -> str:
     note = f" {document['note']}" if document.get("note") else ""
     is_cpu = document.get("platform") == "cpu"
     instructions = f" ({document.get('instruction_set', 'instruction set not stored')})" if is_cpu else ""
-    if beaten := beaten_ceilings(document):
-        note = (
-            f" A row exceeds that of {', '.join(beaten)}, so it was measured too low, and its rows get no share.{note}"
-        )
+    if beaten := " and ".join(beaten_ceilings(document)):
+        note = f" A row beats the ceiling of {beaten}, so that was measured too low, and its rows get no share.{note}"
     where = f"{document['device']}{instructions} with {versions} at commit {document['commit'][:12] or 'unknown'}"
     return (
         f"Measured on {where}, {document['date']}, in {document['seconds']:.0f} s. "

@@ -237,7 +237,7 @@ def headline() -> str:
     text += "planned rows are missing."
     of_itself = sum(one.outcome == "lost" for one in page.rows_of("h200")) - sum(one.outcome == "lost" for one in board)
     if of_itself:
-        text += f" It counts {of_itself} more lost, to another experts class of `{OWN}` itself."
+        text += f" It counts {of_itself} more lost, to other experts classes of `{OWN}` itself."
     heads = ["rows", f"fastest other's time / `{OWN}`'s, mean", "worst", "outcome"]
     return "\n\n".join(filter(None, (table(heads, lines), wrapped(text), page.absent_text("h200"))))
 

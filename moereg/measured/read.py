@@ -96,7 +96,7 @@ class Source:
             self._cells.setdefault(pack.cells[index].cell_key, []).append(index)
 
     def order(self, problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]) -> Measured:
-        """Asks this pack alone; as `measured_order`. Only of a user's own it is said where it is not used."""
+        """Asks this pack alone; as `measured_order`. Only a user's own pack says where it is not used."""
         found = self._order(problem, platform, candidates)
         return found if self.is_users else dataclasses.replace(found, notes=())
 
@@ -278,7 +278,7 @@ def _believed(path: Path, origin: str, own: str) -> Source | None:
     try:
         return Source(read_pack(path, is_own=bool(own)), origin, is_users=bool(own))
     except ValueError as error:
-        cure = f"delete it, or name another file in {VARIABLE}" if own else f"report it to the authors of {origin}"
+        cure = f"delete it, or name another in {VARIABLE}" if own else f"tell the authors of {origin or 'moereg'}"
         warnings.warn(f"the pack {shown(str(path))} cannot be used: {error}; {cure}", RecordFileWarning, stacklevel=6)
         return None
 

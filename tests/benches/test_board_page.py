@@ -96,7 +96,7 @@ def test_ceilings_that_a_row_exceeds_are_none(stored: Any) -> None:
     assert "| uniform | 1 | 100.0 | **50.0** | 100.0% |" in found
     assert "| uniform | 16 | **100.0** | - | - |" in found
     assert "| uniform | 64 | **100.0 (50%)** | - |" in found, "it has another ceiling"
-    assert "A row exceeds that of bfloat16, so it was measured too low" in where
+    assert "A row beats the ceiling of bfloat16, so that was measured too low" in where
     stored(row(1, result("own", 100.0), {**beyond, "share": 1.02}))
     assert "(102%)" in lines("rows")[3]
 

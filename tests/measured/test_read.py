@@ -399,11 +399,14 @@ def test_a_bad_file_is_left_out_with_one_warning(file: Path, damage: Callable[[P
     file.write_text(PACK.text())
     file.chmod(0o600)
     assert len(read_tuning()) == 1
+    read._SHIPPED.write_text("{")
+    with pytest.warns(RecordFileWarning, match="tell the authors of moereg$"):
+        assert len(read_tuning()) == 1
 
 
 def test_a_bad_pack_of_a_wheel_names_the_wheel(file: Path, tmp_path: Path) -> None:
     (tmp_path / "wheel.json").write_text("{}")
-    with pytest.warns(RecordFileWarning, match="report it to the authors of moereg-mine"):
+    with pytest.warns(RecordFileWarning, match="tell the authors of moereg-mine"):
         assert read_tuning() == ()
 
 

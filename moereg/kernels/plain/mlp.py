@@ -81,7 +81,7 @@ def packing_is_faster(dtype: torch.dtype, is_intel: bool, num_elements: int) -> 
 def few_rows(num_elements: int, is_emulated: bool) -> int:
     """Most rows an expert, on average, for which `PlainMlp.together` is faster than each expert by itself.
 
-    Measured in fp32 on 2 cores of an Intel Xeon, experts of 0.8 and 1.6 million weights, 1 to 128 tokens: 1.1x to 1.5x.
+    Measured in fp32, 2 cores of an Intel Xeon, 0.8 and 1.6 million weights: 1.1x to 1.5x. Larger ones: not measured.
 
     Args:
         num_elements: Of an expert's weights, which are not packed.
