@@ -77,8 +77,8 @@ NOT_RUN: Final = {
     "moereg regret --checkpoint DIR --histogram calls.json --fail-above 3": (
         "needs a file; tests/cli/test_regret.py runs the command"
     ),
-    "python -m benches.board --pack tuning.json monday.json tuesday.json": (
-        "needs two boards; tests/benches/test_board_pack.py runs the command"
+    "python -m benches.board --pack moereg/tuning_pack.json benches/results/{board,session}_h200.json": (
+        "writes over what ships; tests/benches/test_board_pack.py runs the command"
     ),
     "vllm serve Qwen/Qwen3-30B-A3B": "needs vLLM and a model; plugins/vllm-moereg/tests starts engines",
     "export PYTORCH_NO_CUDA_MEMORY_CACHING=1": "belongs to the next",

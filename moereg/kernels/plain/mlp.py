@@ -79,15 +79,15 @@ def packing_is_faster(dtype: torch.dtype, is_intel: bool, num_elements: int) -> 
 
 
 def few_rows(num_elements: int, is_emulated: bool) -> int:
-    """Most rows an expert, on average, for which `PlainMlp.together` is faster than each expert by itself.
-
-    Measured in fp32, 2 cores of an Intel Xeon, 0.8 and 1.6 million weights: 1.1x to 1.5x. Larger ones: not measured.
+    """Most rows an expert, on average, for which `PlainMlp.together` is faster than each expert by itself, perhaps 0.
 
     Args:
-        num_elements: Of an expert's weights, which are not packed.
+        num_elements: Of an expert's weights.
         is_emulated: As in `PlainMlp`, which converts weights for more rows.
     """
-    return UPCAST_ROWS + _CALL_ELEMENTS // num_elements if is_emulated else 64
+    if is_emulated:
+        return UPCAST_ROWS + _CALL_ELEMENTS // num_elements
+    return 64 if num_elements < _PACKED_ELEMENTS else 0
 
 
 def dtype_is_emulated(dtype: torch.dtype) -> bool:
