@@ -33,7 +33,7 @@ def _documents(is_busy: bool = False) -> dict[str, Document]:
 def _machine(document: Document) -> str:
     instructions = document.get("instruction_set", "instruction set not stored")
     rate = document["ceilings"]["gflops"]["float32"]  # Tells processors of one name apart.
-    return f"{document['device']}, {instructions}, {document['threads']} threads of {rate:.0f} GFLOP/s in fp32"
+    return f"{document['device']}, {instructions}, {document['threads']} threads, {rate:.0f} GFLOP/s"
 
 
 def _where(name: str, document: Document) -> str:

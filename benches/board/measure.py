@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from benches.board.layers import BoardLayer, Point
-from benches.board.rows import class_name, compiled_ahead, lacks_a_library
+from benches.board.rows import EIGHT_BITS, ceiling_name, class_name, compiled_ahead, lacks_a_library
 from benches.board.store import Board, Row
 from moereg.evidence.provenance import clocks
 from moereg.platforms import Platform, torch_device
@@ -38,7 +38,6 @@ __all__ = ["COMPILED_AHEAD", "Limits", "Lost", "Marker", "Wanted", "layer_weight
 
 # Of the free memory, for the canonical weights and one permuted copy a candidate; the rest is for calls and references.
 _WEIGHTS_FRACTION: Final = 0.75
-_EIGHT_BITS: Final = ("float8_e4m3fn", "int8")
 COMPILED_AHEAD: Final = ("triton",)
 
 
@@ -235,7 +234,8 @@ def _measure_layer(
         if lacks_a_library(reason):
             print(f"{layer.name}: without {name}, which {reason}", flush=True)
     ceilings = _ceilings(problem, platform)
-    board.document["ceilings"][_ceiling_name(problem, platform)] = dataclasses.asdict(ceilings)
+    name = ceiling_name(problem.quant, problem.dtype, platform.kind)
+    board.document["ceilings"][name] = dataclasses.asdict(ceilings)
     if compiled_ahead(board.document):
         _precompile(problem, {point.tokens for point in points}, taking_part.selection)
 
@@ -258,7 +258,7 @@ def _measure_layer(
 
 
 def layer_weights(problem: MoEProblem, device: torch.device) -> ExpertWeights:
-    """A layer's random weights. All experts have the largest static scale of the intermediate, as engines give it."""
+    """A layer's random weights. All experts have the largest static scale of the intermediate, as in engines."""
     weights = random_weights(problem, torch.Generator().manual_seed(0), device)
     if weights.a2_scale is None:
         return weights
@@ -338,20 +338,13 @@ def _label(one: Row, row: Row) -> str:
     return str(one["backend"] if is_alone else f"{one['backend']} ({one['experts']})")
 
 
-def _ceiling_name(problem: MoEProblem, platform: Platform) -> str:
-    """The element type whose products are the ceiling of a scheme."""
-    activation = problem.quant.activation
-    is_measured = platform.kind == "cuda" and activation is not None and activation.dtype in _EIGHT_BITS
-    return activation.dtype if is_measured and activation is not None else problem.dtype
-
-
 def _ceilings(problem: MoEProblem, platform: Platform) -> Ceilings:
-    return _measured_ceilings(_ceiling_name(problem, platform), platform)
+    return _measured_ceilings(ceiling_name(problem.quant, problem.dtype, platform.kind), platform)
 
 
 @functools.cache
 def _measured_ceilings(dtype: str, platform: Platform) -> Ceilings:
-    if dtype not in _EIGHT_BITS:
+    if dtype not in EIGHT_BITS:
         return measure_ceilings(getattr(torch, dtype), torch_device(platform))
     from benches.h200 import quant
 

@@ -167,7 +167,7 @@ def _rule(found: Iterable[Comparison]) -> str:
     text += (
         f"longer than the work there; ratios are of times as measured. {without} rows have no share: a row beat their "
     )
-    text += "ceiling, so it was measured too low."
+    text += "ceiling, so the ceiling was measured too low."
     return wrapped(text)
 
 
@@ -282,7 +282,7 @@ def _of_board(write: Callable[[list[Comparison], list[Place]], str]) -> Callable
 
 
 def _groups_with_notes(found: list[Comparison], missing: list[Place]) -> str:
-    notes = (_rule(found), vllm_text(found), page.absent_text("h200"), _sources())
+    notes = (_rule(found), vllm_text(found), _sources())
     return "\n\n".join(filter(None, (groups_table(found, missing), *notes)))
 
 

@@ -12,11 +12,12 @@ from typing import Any, Final
 
 from benches import stored
 from benches.board.variants import UNTUNED
-from moereg.spec.quant_schemes import get_scheme
+from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.tuning.inputs import ROUTINGS
 
 __all__ = [
     "BOARDS",
+    "EIGHT_BITS",
     "RESULTS",
     "Entry",
     "Row",
@@ -24,6 +25,7 @@ __all__ = [
     "absent",
     "apart",
     "beaten_ceilings",
+    "ceiling_name",
     "class_name",
     "compiled_ahead",
     "documents",
@@ -38,6 +40,9 @@ RESULTS: Final = pathlib.Path(__file__).resolve().parents[1] / "results"
 # Kinds of machine. `board_KIND.json` is the board, `board_KIND_*.json` are runs of other processes, such as of backends
 # whose libraries do not fit beside the others'. Times of two files are never divided by each other.
 BOARDS: Final = ("h200", "cpu")
+
+EIGHT_BITS: Final = ("float8_e4m3fn", "int8")
+"""Element types whose products have a ceiling of their own on a GPU."""
 
 _OWN: Final = ("triton", "torch")
 
@@ -229,12 +234,15 @@ def beaten_ceilings(document: Row) -> list[str]:
     return [name for name, own in shares.items() if stored.beats_ceilings(own)]
 
 
+def ceiling_name(scheme: QuantScheme, dtype: str, kind: str) -> str:
+    """The element type whose products are the ceiling of a scheme in layers of a dtype on a kind of platform."""
+    activation = scheme.activation
+    return activation.dtype if kind == "cuda" and activation and activation.dtype in EIGHT_BITS else dtype
+
+
 def _ceiling(document: Row, row: Row) -> str:
-    """The element type whose products are a row's ceiling, as `measure` names it."""
-    activation = get_scheme(row["scheme"]).activation
-    if activation is not None and activation.dtype in document.get("ceilings", ()):
-        return activation.dtype
-    return str(_layer(document, row).get("problem", {}).get("dtype", ""))
+    dtype = _layer(document, row).get("problem", {}).get("dtype", "")
+    return ceiling_name(get_scheme(row["scheme"]), dtype, document.get("platform", "cuda").partition(":")[0])
 
 
 def _layer(document: Row, row: Row) -> Row:

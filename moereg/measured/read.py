@@ -96,11 +96,7 @@ class Source:
             self._cells.setdefault(pack.cells[index].cell_key, []).append(index)
 
     def order(self, problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]) -> Measured:
-        """Asks this pack alone; as `measured_order`. Only a user's own pack says where it is not used."""
-        found = self._order(problem, platform, candidates)
-        return found if self.is_users else dataclasses.replace(found, notes=())
-
-    def _order(self, problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]) -> Measured:
+        """Asks this pack alone; as `measured_order`."""
         if differences := self.pack.machine.differences(machine_of(platform)):
             return Measured(notes=(f"pack unused: it is of another machine: {', '.join(differences)}",))
         own = [
@@ -164,7 +160,8 @@ def measured_order(
         candidates: What fits, in the order of static priority, among which a request has no preference.
     """
     asked = sources if platform.probed and candidates else ()
-    return _first(source.order(problem, platform, candidates) for source in asked)
+    found = ((source, source.order(problem, platform, candidates)) for source in asked)
+    return _first(one if source.is_users else dataclasses.replace(one, notes=()) for source, one in found)
 
 
 def _first(found: Iterable[Measured]) -> Measured:

@@ -50,7 +50,7 @@ _SWAPPED_ROWS: Final = range(4, 33)
 _UPCAST_ELEMENTS: Final = 1 << 19
 # Calling torch for an expert costs as much as a row of so many elements.
 _CALL_ELEMENTS: Final = 1 << 20
-# Experts of fewer elements are faster in plain matmuls, whose calls cost less than oneDNN's.
+# Experts of fewer elements are faster in plain matmuls for few rows, since their calls cost less than oneDNN's.
 _PACKED_ELEMENTS: Final = 400_000
 
 
