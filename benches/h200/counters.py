@@ -1,9 +1,9 @@
-"""GPU counters, kernel by kernel, of the board's rows that are far from their ceilings.
+"""GPU counters, kernel by kernel, of the board's rows that are lost or far from their ceilings.
 
     python -m benches.h200.counters [--below 0.8] [--json FILE]
 
-Takes the stored board's rows of 16 tokens and more in which the default backend reaches less than that share of its
-roofline, calls each layer once under NVIDIA's `ncu`, and prints a line for each kernel. ncu runs a kernel several
+Takes the stored board's rows of 16 tokens and more in which the default backend lost or reaches less than that share of
+its roofline, calls each layer once under NVIDIA's `ncu`, and prints a line for each kernel. ncu runs a kernel several
 times, empties the caches before each, and does not lock the clock here. `work` is products that the tensor cores
 computed over those that the layer asks for: rows that only fill tiles make the difference.
 """
@@ -56,12 +56,13 @@ Row = dict[str, Any]
 
 
 def far_rows(below: float) -> list[Row]:
-    """Rows of the board whose default is `triton` and reaches less than a share of its roofline."""
+    """Rows of the board whose default is `triton` and lost, or reaches less than a share of its roofline."""
     found = []
     for one in rows_of("h200"):
         own = one.entries.get(one.default)
-        is_far = own is not None and own.backend == "triton" and own.share is not None and own.share < below
-        if is_far and own is not None and one.tokens >= LEAST_TOKENS:
+        if own is None or own.backend != "triton" or one.tokens < LEAST_TOKENS:
+            continue
+        if one.outcome == "lost" or (own.share is not None and own.share < below):
             where = {"layer": one.layer, "scheme": one.scheme, "routing": one.routing, "tokens": one.tokens}
             found.append({**where, "board_us": own.time_us, "share": own.share})
     return found
@@ -151,7 +152,8 @@ def counters_table(record: Mapping[str, Any] | None = None) -> str:
         asked = 2 * row["tokens"] * problem.top_k * problem.hidden_size * problem.intermediate_size
         asked *= problem.activation.num_halves + 1
         done = sum(kernel["operations"] for kernel in row["kernels"])
-        place = f"{row['layer']} {row['scheme']} {row['routing']} {row['tokens']:,}, {row['share']:.0%}"
+        share = "-" if row["share"] is None else f"{row['share']:.0%}"
+        place = f"{row['layer']} {row['scheme']} {row['routing']} {row['tokens']:,}, {share}"
         work = f"{done / asked:.2f}"
         for kernel in sorted(row["kernels"], key=lambda kernel: -float(kernel["ns"])):
             if kernel["ns"] < total / 20:

@@ -223,6 +223,25 @@ def test_which_experts_share_products(counts: list[int], most_rows: int, shares:
     assert plain.shares([(expert, 0, count) for expert, count in enumerate(counts)], most_rows) == shares
 
 
+@pytest.mark.parametrize("parts", [[(3, 1), (0, 1)], [(4, 2), (1, 1)]])
+def test_rows_with_copies_of_their_experts(monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, int]]) -> None:
+    """On a CPU with bfloat16 products, up to a number of elements that are copied; the same rows as in turn."""
+    plain = dataclasses.replace(plain_mlp(torch.bfloat16, False), is_emulated=False)
+    segments = [(expert, 0, count) for expert, count in parts]
+    num_rows = sum(count for _, count in parts)
+    x = torch.randn(num_rows, 48, generator=torch.Generator().manual_seed(7)).bfloat16()
+    copies: list[int] = []
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda matrices, x: copies.append(len(matrices)) or bmm(matrices, x))
+    monkeypatch.setattr(mlp, "_COPIED_ELEMENTS", num_rows * 3 * 48 * 40)
+    found = plain.in_turn(x, segments)
+    assert copies == [num_rows] * 2
+    monkeypatch.setattr(mlp, "_COPIED_ELEMENTS", num_rows * 3 * 48 * 40 - 1)
+    expected = plain.in_turn(x, segments)
+    assert copies == [num_rows] * 2
+    assert relative_error(found, expected) < 1e-3
+
+
 def test_rows_that_a_grouped_product_cannot_align_are_multiplied_in_turn() -> None:
     plain = plain_mlp(torch.bfloat16, False)
     odd = dataclasses.replace(plain, w13=plain.w13[:, :, :47].contiguous(), w2=plain.w2[:, :47].contiguous())

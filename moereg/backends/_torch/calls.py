@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-from typing import ClassVar
 
 from moereg.backends._loaded import Call, Implementation
 from moereg.kernels.plain import cpu, host
@@ -13,13 +12,7 @@ CANONICAL = "canonical"
 
 
 class HostImplementation(Implementation):
-    """Standard format: sorts routes on the host and runs each active expert's rows through `_mlp`.
-
-    Attributes:
-        side_by_side: Whether one thread per expert is faster than all threads on one expert at a time.
-    """
-
-    side_by_side: ClassVar[bool] = True
+    """Standard format: sorts routes on the host and runs each active expert's rows through `_mlp`."""
 
     @abc.abstractmethod
     def _mlp(self, call: Call) -> ExpertMlp:
@@ -38,6 +31,11 @@ class HostImplementation(Implementation):
     def _min_rows(self) -> int:
         """As in `host.bucket_rows`."""
         return host.MIN_ROWS
+
+    @property
+    def _min_tasks(self) -> int:
+        """Fewest active experts for which one thread per expert is faster than all threads on one expert at a time."""
+        return 2
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The routed rows of a chunk of tokens, in the second workspace."""
@@ -60,7 +58,7 @@ class HostImplementation(Implementation):
             apply_router_weight_on_input=self.problem.apply_router_weight_on_input,
             # As in the reference, scaled inputs are rounded before they are quantized.
             scaled_dtype=host.rows_dtype(self.problem.torch_dtype) if self.computes.activation is None else None,
-            side_by_side=self.side_by_side,
+            min_tasks=self._min_tasks,
             min_rows=self._min_rows,
         )
 
@@ -81,6 +79,6 @@ class HostBatchedImplementation(HostImplementation):
             inputs.expert_num_tokens,
             self._isolated_mlp(call),
             w13_rows=self._w13_rows,
-            side_by_side=self.side_by_side,
+            min_tasks=self._min_tasks,
             min_rows=self._min_rows,
         )

@@ -15,6 +15,10 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 ONEDNN_FUSED: Final = "onednn_gate_up_down"
 ONEDNN: Final = "onednn_w13_w2"
 
+# Active experts of fewer elements in all are faster one after the other: waking a thread for them costs 0.3 ms with
+# cold caches, a third of a call with two experts of 0.8 million.
+_THREAD_ELEMENTS: Final = 5_000_000
+
 
 class Host(HostImplementation):
     """CPU, standard format."""
@@ -57,6 +61,10 @@ class Host(HostImplementation):
     def _min_rows(self) -> int:
         dtype = self.problem.torch_dtype
         return 1 if dtype == torch.float32 or mlp.dtype_is_emulated(dtype) else host.MIN_ROWS
+
+    @property
+    def _min_tasks(self) -> int:
+        return max(2, -(-_THREAD_ELEMENTS // self._num_elements))
 
     @property
     def _num_elements(self) -> int:

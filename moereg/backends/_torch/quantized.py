@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterable
-from typing import ClassVar
 
 import torch
 
@@ -116,8 +116,10 @@ class RestoringBatched(HostBatchedImplementation, Restoring):
 class Int8(_Canonical):
     """Multiplies int8 codes of weights and of each token; standard format."""
 
-    # Many short steps contend for the interpreter: two threads ran at 0.6 to 0.7 of the speed.
-    side_by_side: ClassVar[bool] = False
+    @property
+    def _min_tasks(self) -> int:
+        # Many short steps contend for the interpreter: two threads ran at 0.6 to 0.7 of the speed.
+        return sys.maxsize
 
     def _mlp(self, call: Call) -> quantized_mlp.Int8Mlp:
         weights = call.weights

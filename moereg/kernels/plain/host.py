@@ -187,7 +187,7 @@ def host_experts(
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     scaled_dtype: torch.dtype | None = None,
-    side_by_side: bool = True,
+    min_tasks: int = 2,
     min_rows: int = MIN_ROWS,
 ) -> None:
     """Runs the experts of a CPU layer, chunk by chunk of tokens.
@@ -207,7 +207,7 @@ def host_experts(
         expert_map: [num_experts] int32 or None; local expert or -1.
         apply_router_weight_on_input: Scale an expert's input instead of its output; requires K = 1.
         scaled_dtype: Dtype of scaled inputs; None: that of hidden_states.
-        side_by_side: How experts share threads, as in `run_tasks`.
+        min_tasks: As in `run_tasks`.
         min_rows: As in `bucket_rows`.
     """
     num_tokens, hidden_size = hidden_states.shape
@@ -219,7 +219,7 @@ def host_experts(
         weights = topk_weights.view(-1)
         if apply_router_weight_on_input:
             hidden_states, weights = (hidden_states * weights).to(scaled_dtype), torch.ones_like(weights)
-        _one_token(out, hidden_states, weights, ids, slots, mlp, side_by_side)
+        _one_token(out, hidden_states, weights, ids, slots, mlp, min_tasks)
         return
     chunk = host_chunk_tokens(num_tokens, top_k, hidden_size, workspace.element_size())
     block = row_block(hidden_size, w13_rows, out.element_size())
@@ -229,7 +229,7 @@ def host_experts(
         input_weights = topk_weights[tokens].reshape(-1) if apply_router_weight_on_input else None
         rows = workspace.view(-1)[: (routes.num_rows + 1) * hidden_size].view(-1, hidden_size)
         x = hidden_states[tokens]
-        rows = _run_segments(rows, x, routes, top_k, mlp, block, input_weights, scaled_dtype, side_by_side, min_rows)
+        rows = _run_segments(rows, x, routes, top_k, mlp, block, input_weights, scaled_dtype, min_tasks, min_rows)
         weights = torch.ones_like(topk_weights[tokens]) if apply_router_weight_on_input else topk_weights[tokens]
         _weighted_sum(out[tokens], rows, routes, weights)
 
@@ -291,7 +291,7 @@ def _run_segments(
     block: int,
     input_weights: torch.Tensor | None,
     scaled_dtype: torch.dtype,
-    side_by_side: bool,
+    min_tasks: int,
     min_rows: int,
 ) -> torch.Tensor:
     """Returns each route's unweighted output; in rows [num_rows + 1, H], with zeros last, if a route is left out."""
@@ -332,13 +332,13 @@ def _run_segments(
         for expert, first, count in routes.segments
         for start in range(first, first + count, block)
     ]
-    _run_parts(run, parts, side_by_side)
+    _run_parts(run, parts, min_tasks)
     return rows
 
 
-def _run_parts(run: RunPart, parts: Sequence[Part], side_by_side: bool) -> None:
+def _run_parts(run: RunPart, parts: Sequence[Part], min_tasks: int) -> None:
     tasks = [functools.partial(run, *part) for part in parts]
-    run_tasks(tasks, [rows for _, _, rows in parts], side_by_side=side_by_side)
+    run_tasks(tasks, [rows for _, _, rows in parts], min_tasks=min_tasks)
 
 
 def _one_token(
@@ -348,7 +348,7 @@ def _one_token(
     ids: Sequence[int],
     slots: Sequence[int],
     mlp: ExpertMlp,
-    side_by_side: bool,
+    min_tasks: int,
 ) -> None:
     """Runs one token, whose experts all read the same row, without sorting, gathering and padding.
 
@@ -361,7 +361,7 @@ def _one_token(
         ids: Local expert of each of the K slots, or any other number where it has none.
         slots: The slots that have a local expert.
         mlp: The experts.
-        side_by_side: As in `run_tasks`.
+        min_tasks: As in `run_tasks`.
     """
     if not slots:
         out.zero_()
@@ -377,7 +377,7 @@ def _one_token(
     if isinstance(mlp, PlainMlp) and mlp.shares(parts, len(parts)):
         rows = [mlp.in_turn(x.expand(len(slots), -1), parts)]
     else:
-        _run_parts(run, parts, side_by_side)
+        _run_parts(run, parts, min_tasks)
     # The weight of a route without a local expert may be anything, and infinity times 0 is NaN.
     own = weights if len(slots) == len(ids) else weights[torch.tensor(slots, dtype=torch.int64, device="cpu")]
     out.copy_(torch.mv(torch.cat(rows).float().t(), own))
@@ -408,7 +408,7 @@ def host_batched_experts(
     expert_num_tokens: torch.Tensor,
     mlp: ExpertMlp,
     w13_rows: int,
-    side_by_side: bool = True,
+    min_tasks: int = 2,
     min_rows: int = MIN_ROWS,
 ) -> None:
     """Runs the experts of a CPU layer in the batched format.
@@ -419,7 +419,7 @@ def host_batched_experts(
         expert_num_tokens: [E] int32; valid rows of each expert.
         mlp: The experts.
         w13_rows: 2I, or I where not gated.
-        side_by_side: How experts share threads, as in `run_tasks`.
+        min_tasks: As in `run_tasks`.
         min_rows: As in `bucket_rows`.
     """
     max_tokens, hidden_size = hidden_states.shape[1:]
@@ -437,6 +437,6 @@ def host_batched_experts(
         for expert, count in enumerate(counts)
         for start in range(0, count, block)
     ]
-    _run_parts(run, parts, side_by_side)
+    _run_parts(run, parts, min_tasks)
     for expert, count in enumerate(counts):
         out[expert, count:].zero_()

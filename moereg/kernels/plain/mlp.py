@@ -42,16 +42,23 @@ _FEW_WEIGHTS: Final = 64
 _SMALL_INPUT: Final = 2.0**-8
 
 # From here on, converting an expert to fp32 costs less than a matmul in a dtype that the CPU lacks, which converts a
-# weight again for each row: one thread of an AMD EPYC with AVX2, bf16, 1.6x at 3 rows, 2x at 4.
-UPCAST_ROWS: Final = 3
+# weight again for each row. It pays from 3 rows on one thread of a first-generation AMD EPYC, and from 9 rows on two
+# threads of a fourth-generation one that is limited to AVX2, where 4 rows took 0.7 of the time unconverted.
+UPCAST_ROWS: Final = 8
 # MKL's product of so many rows is faster with its factors swapped: 1.2x to 2x on an AMD EPYC.
 _SWAPPED_ROWS: Final = range(4, 33)
 # Elements that are converted at a time: they stay in the cache until they are multiplied, 1.4x in a large expert.
 _UPCAST_ELEMENTS: Final = 1 << 19
 # Calling torch for an expert costs as much as a row of so many elements.
 _CALL_ELEMENTS: Final = 1 << 20
+# Rows whose experts have up to so many elements in all multiply copies of them, in two products: one of oneDNN's takes
+# 40 us, however small it is. AMD EPYC and Intel Xeon, bf16, a token with 8 experts of 200,000: 1.2x.
+_COPIED_ELEMENTS: Final = 1 << 22
 # Experts of fewer elements are faster in plain matmuls for few rows, since their calls cost less than oneDNN's.
 _PACKED_ELEMENTS: Final = 400_000
+# Unpacked experts of fewer elements share products: Intel Xeon, fp32, 1 to 128 tokens, up to 1.5x with 0.8 million,
+# 1.15x with 1.6 million, nothing with 5 million and more.
+_SHARED_ELEMENTS: Final = 2_000_000
 
 
 class ExpertMlp(Protocol):
@@ -87,7 +94,7 @@ def few_rows(num_elements: int, is_emulated: bool) -> int:
     """
     if is_emulated:
         return UPCAST_ROWS + _CALL_ELEMENTS // num_elements
-    return 64 if num_elements < _PACKED_ELEMENTS else 0
+    return 64 if num_elements < _SHARED_ELEMENTS else 0
 
 
 def dtype_is_emulated(dtype: torch.dtype) -> bool:
@@ -248,6 +255,12 @@ class PlainMlp:
         hidden = self.activation(gemm1.float()).to(x.dtype).to(dtype)
         return _linear(hidden, self.w2[expert], _row(self.w2_bias, expert)).to(x.dtype)
 
+    def _copies(self, num_rows: int) -> bool:
+        """Whether copying each row's expert is faster than a product for each expert."""
+        is_free = self.w13_bias is None and self.w2_bias is None and not self.is_emulated
+        num_elements = num_rows * (self.w13[0].numel() + self.w2[0].numel())
+        return is_free and self.w13[0].dtype != torch.float32 and num_elements <= _COPIED_ELEMENTS
+
     def shares(self, segments: Sequence[tuple[int, int, int]], most_rows: int) -> bool:
         """Whether `together` is faster: few rows an expert, none with many, and at most `most_rows` of them all."""
         counts = [count for _, _, count in segments]
@@ -266,7 +279,8 @@ class PlainMlp:
         """
         assert isinstance(self.w13, torch.Tensor) and isinstance(self.w2, torch.Tensor)
         row_bytes = (matrix.shape[2] * matrix.element_size() for matrix in (self.w13, self.w2))
-        if self.w13_bias is not None or self.w2_bias is not None or any(size % 16 for size in row_bytes):
+        has_bias = self.w13_bias is not None or self.w2_bias is not None
+        if has_bias or self._copies(len(x)) or any(size % 16 for size in row_bytes):
             return self.in_turn(x, segments)
         counts = {expert: count for expert, _, count in segments}
         ends = list(itertools.accumulate(counts.get(expert, 0) for expert in range(len(self.w13))))
@@ -276,6 +290,12 @@ class PlainMlp:
 
     def in_turn(self, x: torch.Tensor, segments: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """As `together`, but experts may be in any order."""
+        if isinstance(self.w13, torch.Tensor) and isinstance(self.w2, torch.Tensor) and self._copies(len(x)):
+            experts = [expert for expert, _, count in segments for _ in range(count)]
+            ids = torch.tensor(experts, dtype=torch.int64, device="cpu")
+            gemm1 = torch.bmm(self.w13.index_select(0, ids), x.unsqueeze(2)).squeeze(2)
+            hidden = self.activation(gemm1.float()).to(x.dtype)
+            return torch.bmm(self.w2.index_select(0, ids), hidden.unsqueeze(2)).squeeze(2)
 
         def linear(x: torch.Tensor, weight: PerExpert, bias: torch.Tensor | None) -> torch.Tensor:
             rows = x.split([count for _, _, count in segments])

@@ -34,19 +34,20 @@ _FREE_ROWS: Final = 16
 _Region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def run_tasks(tasks: Sequence[Task], rows: Sequence[int], *, side_by_side: bool = True) -> None:
+def run_tasks(tasks: Sequence[Task], rows: Sequence[int], *, min_tasks: int = 2) -> None:
     """Runs every task: side by side if threads would have about equal work, else one after the other.
 
     Args:
         tasks: Functions in any order, no two of which write the same memory.
         rows: Rows of each one's matmuls.
-        side_by_side: Whether a task is worth a thread of its own.
+        min_tasks: Fewest tasks that are worth a thread each.
 
     Raises:
         BaseException: A task's error. Tasks that had started have finished by then; the others were not started.
     """
     num_threads = torch.get_num_threads()
-    if not (side_by_side and 2 <= num_threads <= MAX_THREADS and are_even(rows, num_threads) and _can_run_in_threads()):
+    is_worth_it = len(tasks) >= min_tasks and 2 <= num_threads <= MAX_THREADS and are_even(rows, num_threads)
+    if not (is_worth_it and _can_run_in_threads()):
         for task in tasks:
             task()
         return
