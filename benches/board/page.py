@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -10,6 +11,7 @@ from typing import Any, Final
 
 from benches.board.rows import (
     BOARDS,
+    Entry,
     Row,
     Standing,
     absent,
@@ -125,9 +127,9 @@ def rows_table(board: str) -> str:
 
 
 def apart_table(board: str) -> str:
-    """Backends that had processes of their own, each beside the default of the same process."""
+    """Backends that the rows lack, from other processes, each beside the default of the same process."""
     rows = []
-    for one in apart(board):
+    for one in _apart(board):
         own = one.entries.get(one.default)
         for entry in one.entries.values():
             if own is None or entry.backend == own.backend or entry.is_variant:
@@ -139,6 +141,16 @@ def apart_table(board: str) -> str:
         return "No backend has rows of a process of its own."
     header = ["layer", "scheme", "routing", "T", "default", "its us", "backend", "its us", "ratio"]
     return table(header, rows)
+
+
+def _apart(board: str) -> list[Standing]:
+    """Rows of other processes: their default and what the board's own row of the place lacks."""
+    there = {(one.place, entry.name) for one in rows_of(board) for entry in one.entries.values() if entry.time_us}
+
+    def lacking(one: Standing) -> dict[str, Entry]:
+        return {name: own for name, own in one.entries.items() if name == one.default or (one.place, name) not in there}
+
+    return [dataclasses.replace(one, entries=lacking(one)) for one in apart(board)]
 
 
 def _columns(found: Sequence[Standing]) -> list[str]:
@@ -166,10 +178,11 @@ def failures_table(board: str) -> str:
         [name, places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else ""), cell(reason)]
         for (name, reason), places in where.items()
     ]
+    ran = {(one.layer, one.scheme, entry.backend) for one in apart(board) for entry in one.ranking}
     lacking: dict[tuple[str, str], dict[str, None]] = {}
     for layer in (layer for document in files for layer in document["layers"].values()):
         for name, reason in layer["skipped"].items():
-            if lacks_a_library(reason):
+            if lacks_a_library(reason) and (layer["layer"], layer["scheme"], name) not in ran:
                 key = (name, _without_folders(reason))
                 lacking.setdefault(key, {})[f"{layer['layer']} {layer['scheme']}"] = None
     rows += [[name, ", ".join(layers), cell(reason)] for (name, reason), layers in lacking.items()]
@@ -220,9 +233,9 @@ def first_use_table(board: str) -> str:
 
 
 def variants_table(board: str) -> str:
-    """A backend beside itself without its tactics, in every file that has both."""
+    """A backend beside itself without its tactics, from the first file that has the row and both."""
     rows = []
-    for one in rows_of(board) + apart(board):
+    for one in rows_of(board) + _apart(board):
         for name, entry in one.entries.items():
             base = name.replace(UNTUNED, "").replace("(Untuned", "(")
             own = one.entries.get(base)

@@ -264,7 +264,7 @@ def _sources() -> str:
     commit = _first_of_board().get("commit")
     return "\n".join(
         f"- `{name}`: {document['device']}, commit {str(document.get('commit') or 'unknown')[:12]}, {document['date']}"
-        + ("" if document.get("commit") == commit else "; used where no later file has the row")
+        + ("" if document.get("commit") == commit else "; used where no file above has the row")
         for name, document in files
     )
 

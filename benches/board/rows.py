@@ -255,10 +255,14 @@ def compiled_ahead(document: Row) -> list[str]:
 
 
 def absent(board: str) -> dict[tuple[str, str], list[Standing]]:
-    """The rows that lack a backend which could have run in them, by backend and reason in a few words."""
-    rows = rows_of(board)
+    """The rows that lack a backend which could have run in them, by backend and reason in a few words.
+
+    A row that has the backend in a process of its own lacks nothing.
+    """
+    rows, others = rows_of(board), apart(board)
+    elsewhere = {(one.place, entry.backend) for one in others for entry in one.ranking}
     ran: dict[tuple[str, str], set[str]] = {}
-    for one in (*rows, *apart(board)):
+    for one in (*rows, *others):
         ran.setdefault((one.layer, one.scheme), set()).update(entry.backend for entry in one.ranking)
     found: dict[tuple[str, str], list[Standing]] = {}
     for one in rows:
@@ -271,7 +275,7 @@ def absent(board: str) -> dict[tuple[str, str], list[Standing]]:
             if entry.failure
         }
         for name, reason in lacking.items():
-            if name not in _OWN and UNTUNED not in name:
+            if name not in _OWN and UNTUNED not in name and (one.place, name) not in elsewhere:
                 found.setdefault((name, reason), []).append(one)
     return found
 

@@ -32,6 +32,9 @@ from moereg.platforms import probe_platform
 from moereg.tuning.inputs import random_call, random_weights
 
 STORED: Final = "counters_h200.json"
+LOST: Final = "counters_lost_h200.json"
+"""Counters of the lost rows alone, which `--below 0` takes."""
+
 LEAST_TOKENS: Final = 16
 WARM_CALLS: Final = 3
 """Calls before the one that is counted: they compile, and record what is launched."""
@@ -60,7 +63,7 @@ def far_rows(below: float) -> list[Row]:
     found = []
     for one in rows_of("h200"):
         own = one.entries.get(one.default)
-        if own is None or own.backend != "triton" or one.tokens < LEAST_TOKENS:
+        if own is None or own.time_us is None or own.backend != "triton" or one.tokens < LEAST_TOKENS:
             continue
         if one.outcome == "lost" or (own.share is not None and own.share < below):
             where = {"layer": one.layer, "scheme": one.scheme, "routing": one.routing, "tokens": one.tokens}
@@ -143,9 +146,8 @@ def _kernel(line: Mapping[str, str]) -> Row:
     return {"name": line["Kernel Name"], "operations": operations, "stalls": stalls, **found}
 
 
-def counters_table(record: Mapping[str, Any] | None = None) -> str:
-    """A line for each kernel that takes a twentieth of its row's time; None reads the stored counters."""
-    record = load(STORED, RESULTS) if record is None else record
+def counters_table(record: Mapping[str, Any]) -> str:
+    """A line for each kernel that takes a twentieth of its row's time."""
     lines = []
     for row in record["rows"]:
         problem, total = _layer_of(row).problem(), sum(kernel["ns"] for kernel in row["kernels"])
@@ -171,7 +173,10 @@ def counters_table(record: Mapping[str, Any] | None = None) -> str:
     return f"{table(heads, lines)}\n\n{wrapped(where)}"
 
 
-TABLES: Final[dict[str, Callable[[], str]]] = {"counters": counters_table}
+TABLES: Final[dict[str, Callable[[], str]]] = {
+    "counters": lambda: counters_table(load(STORED, RESULTS)),
+    "counters_lost": lambda: counters_table(load(LOST, RESULTS)),
+}
 
 
 def main() -> int:

@@ -58,9 +58,9 @@ class Patterns:
     def wildcards(self, patterns: Iterable[str]) -> Match:
         """Makes a test whether any name, with wildcards as in file names, means a module or one that contains it."""
         names, globs = _divide(patterns, lambda pattern: not set(pattern) & set("*?["))
-        # A module's pattern also covers all modules inside it.
+        # A pattern also covers all modules inside one. Its last two characters, `\Z` or `\z`, are Python's alone.
         matches = [
-            self.expression(glob, _without_anchor(fnmatch.translate(some)))
+            self.expression(glob, f"{fnmatch.translate(some)[:-2]}$(?!\\n)")
             for glob in globs
             for some in (glob, f"{glob}.*")
         ]
@@ -116,8 +116,3 @@ def _has_name(module: str, names: frozenset[str], num_starts: int) -> bool:
     parts = module.split(".") if names else []
     starts = range(min(num_starts, len(parts)))
     return any(".".join(parts[start:stop]) in names for start in starts for stop in range(start + 1, len(parts) + 1))
-
-
-def _without_anchor(expression: str) -> str:
-    r"""Replaces Python's end of text, `\Z` or from 3.14 `\z`, since the other engine may know only one of these."""
-    return f"{expression[:-2]}$(?!\\n)"

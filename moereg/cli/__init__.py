@@ -159,15 +159,11 @@ def _usage_text(error: Any) -> str:
     text = error.format_message().rstrip(".")
     if type(error).__name__ == "NoSuchOption" and context is not None and option is not None:
         known = {name for parameter in context.command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        text = unknown_name_message("option", option, {*filter(_is_option, known), "--help"})
+        text = unknown_name_message("option", option, {*(name for name in known if name.startswith("-")), "--help"})
     if text.startswith(_SURPLUS):
         surplus = text.partition(" (")[2].rstrip(")")
         text = f"a command must have no surplus argument, got {shown(surplus)}; leave it out"
     return f"{text}; see {context.command_path if context is not None else 'moereg'} --help"
-
-
-def _is_option(name: str) -> bool:
-    return name.startswith("-")
 
 
 def _is_about_completion(arguments: Sequence[str]) -> bool:

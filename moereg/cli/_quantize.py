@@ -239,7 +239,8 @@ class QuantizeResult:
             target.print(_table(self, original))
             _print_notes(target.print, self)
             if len(self.rows) >= _FEWEST_POINTS:
-                target.print(f"\nerror of the output (log) over size, up to the original's {_size(original)}:")
+                size = format_bytes(original.num_bytes)
+                target.print(f"\nerror of the output (log) over size, up to the original's {size}:")
                 for line in sketch(self):
                     target.print(f"  {line}")
         why: dict[str, list[str]] = {}
@@ -293,13 +294,14 @@ def _table(result: QuantizeResult, original: SchemeRow) -> Table:
         column.justify = "right"
     table.columns[0].no_wrap = True
     unbeaten = result.unbeaten() if len(result.rows) > 1 else ()
-    table.add_row(_original(original), _size(original), "", "", *_original_times(original, result.rows))
+    name = "original" if original.quant == "unquantized" else f"original, {original.quant}"
+    table.add_row(name, format_bytes(original.num_bytes), "", "", *_original_times(original, result.rows))
     table.add_section()
     for letter, row in zip(_letters(result.rows), result.rows, strict=True):
         mark = "*" if row in unbeaten else ""
         table.add_row(
             Text(f"{letter} {row.quant}{mark}", style="bold green" if mark else ""),
-            _size(row),
+            format_bytes(row.num_bytes),
             f"{row.weights_error:.1%}",
             f"{row.output_error:.1%}",
             *_times(row),
@@ -307,16 +309,8 @@ def _table(result: QuantizeResult, original: SchemeRow) -> Table:
     return table
 
 
-def _original(row: SchemeRow) -> str:
-    return "original" if row.quant == "unquantized" else f"original, {row.quant}"
-
-
 def _letters(rows: Sequence[SchemeRow]) -> str:
     return (_LETTERS * (len(rows) // len(_LETTERS) + 1))[: len(rows)]
-
-
-def _size(row: SchemeRow) -> str:
-    return format_bytes(row.num_bytes)
 
 
 def _times(row: SchemeRow) -> Iterator[str | Text]:

@@ -95,7 +95,8 @@ def plan_layer(
     except Exception as raised:
         error = raised
     expert_map, num_batches = asked.expert_map, asked.num_batches
-    said = {"moereg": __version__, "torch": torch.__version__, "device": device.type, **_common_fields(problem)}
+    common = {name: value for name, value in problem.to_dict().items() if name not in _OF_ONE_RANK}
+    said = {"moereg": __version__, "torch": torch.__version__, "device": device.type, **common}
     said["num_batches"] = num_batches
     own = None if expert_map is None or placement is not None or error else expert_map.tolist()
     known = agree(group, "what they were given", said, error, (own, group.num_layers))
@@ -174,10 +175,6 @@ def _placement_of(maps: Sequence[list[int]], num_experts: int) -> ExpertPlacemen
         for mapping in maps
     ]
     return ExpertPlacement(num_experts, tuple(ranks))
-
-
-def _common_fields(problem: MoEProblem) -> dict[str, Any]:
-    return {name: value for name, value in problem.to_dict().items() if name not in _OF_ONE_RANK}
 
 
 def _chosen(

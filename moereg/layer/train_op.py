@@ -64,7 +64,7 @@ def trains(
         "hidden_states": hidden_states.requires_grad,
         "topk_weights": topk_weights.requires_grad,
         "weights": any(each is not None and each.requires_grad for each in weights.values()),
-        "adapters": any(each.requires_grad for each in _adapter_tensors(adapters).values()),
+        "adapters": adapters is not None and any(each.requires_grad for each in adapters.tensors().values()),
     }
     return any(follows.values()) and all(
         name in problem.gradients for name, is_followed in follows.items() if is_followed
@@ -145,10 +145,6 @@ def cut_saved(saved: torch.Tensor, shapes: SavedShapes) -> dict[str, torch.Tenso
         tensors[name] = saved[start : start + num_bytes].view(dtype).view(shape)
         start += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
     return tensors
-
-
-def _adapter_tensors(adapters: ExpertAdapters | None) -> dict[str, torch.Tensor]:
-    return {} if adapters is None else adapters.tensors()
 
 
 class CallTensors(NamedTuple):

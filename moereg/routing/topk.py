@@ -124,10 +124,7 @@ def grouped_softmax_topk(
 
     Args:
         router_logits: [T,E]; DeepSeek-V2 computes them in fp32.
-        top_k: Experts for each token.
-        num_groups: Equal groups of neighboring experts; 1 means no groups.
-        topk_groups: Groups that a token may choose from.
-        scaling_factor: `routed_scaling_factor`, folded into the weights.
+        top_k, num_groups, topk_groups, scaling_factor: As in `grouped_sigmoid_topk`.
         renormalize: Whether the chosen weights are divided by their sum (Mistral 4).
         scored_experts: Best experts of a group whose scores add up to the group's: 1 in DeepSeek-V2, 2 in Mistral 4.
         rounds_scores: Whether the softmax is taken in the logits' dtype, not in fp32 (Mistral 4).
@@ -240,9 +237,8 @@ def sqrtsoftplus_topk(
 
     Args:
         router_logits: [T,E], any floating dtype.
-        top_k: Experts for each token.
+        top_k, scaling_factor: As in `grouped_sigmoid_topk`.
         correction_bias: [E], added to the scores for the choice alone; None for no bias.
-        scaling_factor: `routed_scaling_factor`, folded into the weights.
         rounds_scores: Whether scores are computed in the logits' dtype, as transformers does.
 
     Returns:

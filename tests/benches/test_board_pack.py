@@ -177,7 +177,7 @@ def test_a_session_whose_clock_moved_is_refused(
 
 
 def test_the_shipped_pack_is_that_of_the_stored_boards(tmp_path: Path) -> None:
-    stored = [str(RESULTS / f"{name}_h200.json") for name in ("board", "session")]
+    stored = [str(RESULTS / f"{name}.json") for name in ("board_h200", "session_h200", "board_h200_3")]
     assert command.main(["--pack", str(tmp_path / "pack.json"), *stored]) == 0
     assert (tmp_path / "pack.json").read_text() == read._SHIPPED.read_text()
 

@@ -104,12 +104,13 @@ def test_ceilings_that_a_row_exceeds_are_none(stored: Any) -> None:
 def test_another_process_has_its_own_default_and_its_own_table(stored: Any) -> None:
     stored(row(1, result("own", 100.0)), row(16, result("own", 100.0)))
     assert lines("apart") == ["No backend has rows of a process of its own."]
-    apart = row(1, result("own", 110.0), result("sonic", 55.0), result("bad", None, "it raised"))
+    stored(row(1, result("own", 100.0), result("both", 120.0)), row(16, result("own", 100.0)))
+    apart = row(1, result("own", 110.0), result("both", 90.0), result("sonic", 55.0), result("bad", None, "it raised"))
     stored(apart, row(64, result("own", 10.0), result("sonic", 20.0)), name="board_h200_sonic.json")
     assert lines("rows")[3:6] == [
-        "| uniform | 1 | **100.0 (50%)** | - | - |",
-        "| uniform | 16 | **100.0 (50%)** | - | - |",
-        "| uniform | 64 | **10.0 (50%)** | 20.0 (50%) | 100.0% |",
+        "| uniform | 1 | **100.0 (50%)** | 120.0 (50%) | - | 20.0% |",
+        "| uniform | 16 | **100.0 (50%)** | - | - | - |",
+        "| uniform | 64 | **10.0 (50%)** | - | 20.0 (50%) | 100.0% |",
     ]
     assert lines("apart")[2:] == [
         "| big | unquantized | uniform | 1 | own | 110.0 (50%) | sonic | 55.0 (50%) | 0.50 |",
@@ -136,3 +137,6 @@ def test_a_backend_whose_kernels_were_not_built_is_named_with_the_figure(stored:
     found = "\n".join(lines("failures"))
     assert "| builder | big unquantized | requires the kernels fp8, got kernels.so with bfloat16; run moereg" in found
     assert "other_shape" not in found
+    stored(row(16, result("own", 1.0), result("builder", 2.0)), name="board_h200_1.json")
+    assert "`builder` in 1 row (unquantized; its kernels were not built)" in " ".join(lines("losses"))
+    assert "got kernels.so with bfloat16" not in " ".join(lines("failures"))

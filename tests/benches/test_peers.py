@@ -75,7 +75,7 @@ def test_rows_of_an_earlier_commit_count_where_the_board_has_none(folder: pathli
     assert {one.place.tokens: one.ratio for one in peers.board_comparisons()} == {64: 1.2, 1: 0.5, 16: 2.0}
     assert {one.tokens: one.entries["triton"].time_us for one in rows.rows_of("h200")} == {64: 100.0, 1: 20.0, 16: 30.0}
     sources = [line for line in lines("peers_groups") if line.startswith("- `board")]
-    assert [line.endswith("; used where no later file has the row") for line in sources] == [False, True, True]
+    assert [line.endswith("; used where no file above has the row") for line in sources] == [False, True, True]
 
 
 def test_ours_is_what_a_user_gets_and_variants_are_no_peers(folder: pathlib.Path) -> None:

@@ -147,10 +147,10 @@ def test_which_products_mix_rows(cpu_features: Callable[..., None]) -> None:
     assert not cpu.mixes_rows(torch.bfloat16, 130)
 
 
-@pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(130, 96), (64, 88)])
+@pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(130, 96), (64, 88), (64, 64)])
 @pytest.mark.parametrize("quant", ["unquantized", "int8_w8a16"])
 def test_a_token_that_went_wrong_changes_no_other(hidden_size: int, intermediate_size: int, quant: str) -> None:
-    """oneDNN's AMX kernels are where it would."""
+    """oneDNN's AMX kernels are where it would. The last sizes are multiplied as copies of the expert."""
     sizes = {"num_experts": 2, "hidden_size": hidden_size, "intermediate_size": intermediate_size, "top_k": 1}
     problem = MoEProblem(**sizes, quant=quant)
     kernel = make_kernel(problem, make_weights(problem, CPU), select_backend(problem, "cpu", require="torch"))
@@ -169,7 +169,7 @@ TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 33])
+@pytest.mark.parametrize("rows", [1, 4, mlp.UPCAST_ROWS - 1, mlp.UPCAST_ROWS, 33])
 def test_plain_experts(monkeypatch: pytest.MonkeyPatch, rows: int, dtype: torch.dtype, has_bias: bool) -> None:
     """Products of every number of rows, whose weights are converted in blocks, the last one smaller."""
     monkeypatch.setattr(mlp, "_UPCAST_ELEMENTS", 5 * 48)
@@ -223,23 +223,51 @@ def test_which_experts_share_products(counts: list[int], most_rows: int, shares:
     assert plain.shares([(expert, 0, count) for expert, count in enumerate(counts)], most_rows) == shares
 
 
-@pytest.mark.parametrize("parts", [[(3, 1), (0, 1)], [(4, 2), (1, 1)]])
-def test_rows_with_copies_of_their_experts(monkeypatch: pytest.MonkeyPatch, parts: list[tuple[int, int]]) -> None:
-    """On a CPU with bfloat16 products, up to a number of elements that are copied; the same rows as in turn."""
-    plain = dataclasses.replace(plain_mlp(torch.bfloat16, False), is_emulated=False)
-    segments = [(expert, 0, count) for expert, count in parts]
-    num_rows = sum(count for _, count in parts)
-    x = torch.randn(num_rows, 48, generator=torch.Generator().manual_seed(7)).bfloat16()
-    copies: list[int] = []
+@pytest.mark.parametrize(
+    ("dtype", "is_emulated", "has_bias", "limit", "copies"),
+    [
+        (torch.bfloat16, False, False, 4 * 3 * 48 * 40, 4),
+        (torch.bfloat16, False, False, 4 * 3 * 48 * 40 - 1, None),
+        (torch.bfloat16, True, False, 1 << 22, None),
+        (torch.bfloat16, False, True, 1 << 22, None),
+        (torch.float32, False, False, 1 << 22, None),
+    ],
+)
+@pytest.mark.parametrize("is_together", [False, True])
+@pytest.mark.parametrize("parts", [[(0, 1), (3, 3)], [(3, 1), (0, 2), (3, 1)]])
+def test_rows_with_copies_of_their_experts(
+    monkeypatch: pytest.MonkeyPatch,
+    parts: list[tuple[int, int]],
+    is_together: bool,
+    dtype: torch.dtype,
+    is_emulated: bool,
+    has_bias: bool,
+    limit: int,
+    copies: int | None,
+) -> None:
+    """Up to a number of elements, without biases, in 16 bits that the CPU multiplies; a token may repeat an expert."""
+    if is_together and len(parts) > 2:
+        pytest.skip("together takes ascending experts")
+    plain = dataclasses.replace(plain_mlp(dtype, has_bias), is_emulated=is_emulated)
+    x = torch.randn(4, 48, generator=torch.Generator().manual_seed(7)).to(dtype)
+    made: list[int] = []
     bmm = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda matrices, x: copies.append(len(matrices)) or bmm(matrices, x))
-    monkeypatch.setattr(mlp, "_COPIED_ELEMENTS", num_rows * 3 * 48 * 40)
-    found = plain.in_turn(x, segments)
-    assert copies == [num_rows] * 2
-    monkeypatch.setattr(mlp, "_COPIED_ELEMENTS", num_rows * 3 * 48 * 40 - 1)
-    expected = plain.in_turn(x, segments)
-    assert copies == [num_rows] * 2
-    assert relative_error(found, expected) < 1e-3
+    monkeypatch.setattr(torch, "bmm", lambda matrices, x: made.append(len(matrices)) or bmm(matrices, x))
+    monkeypatch.setattr(mlp, "_COPIED_ELEMENTS", limit)
+    segments = [(expert, 0, count) for expert, count in parts]
+    found = plain.together(x, segments) if is_together else plain.in_turn(x, segments)
+    assert made == ([] if copies is None else [copies] * 2)
+    own = zip(x.split([count for _, count in parts]), parts, strict=True)
+    expected = torch.cat([in_fp32(plain, rows, expert) for rows, (expert, _) in own])
+    torch.testing.assert_close(found.float(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize(
+    ("num_elements", "is_emulated", "expected"),
+    [(196_608, True, 13), (11_010_048, True, 8), (196_608, False, 64), (1_999_999, False, 64), (2_000_000, False, 0)],
+)
+def test_rows_an_expert_up_to_which_experts_share(num_elements: int, is_emulated: bool, expected: int) -> None:
+    assert mlp.few_rows(num_elements, is_emulated) == expected
 
 
 def test_rows_that_a_grouped_product_cannot_align_are_multiplied_in_turn() -> None:

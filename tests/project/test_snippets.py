@@ -77,7 +77,8 @@ NOT_RUN: Final = {
     "moereg regret --checkpoint DIR --histogram calls.json --fail-above 3": (
         "needs a file; tests/cli/test_regret.py runs the command"
     ),
-    "python -m benches.board --pack moereg/tuning_pack.json benches/results/{board,session}_h200.json": (
+    "python -m benches.board --pack moereg/tuning_pack.json "
+    "benches/results/{board_h200,session_h200,board_h200_3}.json": (
         "writes over what ships; tests/benches/test_board_pack.py runs the command"
     ),
     "vllm serve Qwen/Qwen3-30B-A3B": "needs vLLM and a model; plugins/vllm-moereg/tests starts engines",

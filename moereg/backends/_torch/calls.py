@@ -34,7 +34,7 @@ class HostImplementation(Implementation):
 
     @property
     def _min_tasks(self) -> int:
-        """Fewest active experts for which one thread per expert is faster than all threads on one expert at a time."""
+        """Fewest blocks of an expert's rows for which a thread each is faster than all threads on one at a time."""
         return 2
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

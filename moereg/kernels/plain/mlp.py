@@ -42,8 +42,8 @@ _FEW_WEIGHTS: Final = 64
 _SMALL_INPUT: Final = 2.0**-8
 
 # From here on, converting an expert to fp32 costs less than a matmul in a dtype that the CPU lacks, which converts a
-# weight again for each row. It pays from 3 rows on one thread of a first-generation AMD EPYC, and from 9 rows on two
-# threads of a fourth-generation one that is limited to AVX2, where 4 rows took 0.7 of the time unconverted.
+# weight again for each row. Both take as long for 3 rows on a first-generation AMD EPYC, and for 8 on a later one that
+# is limited to AVX2, where leaving 4 rows unconverted took 0.7 of the time.
 UPCAST_ROWS: Final = 8
 # MKL's product of so many rows is faster with its factors swapped: 1.2x to 2x on an AMD EPYC.
 _SWAPPED_ROWS: Final = range(4, 33)
@@ -51,13 +51,13 @@ _SWAPPED_ROWS: Final = range(4, 33)
 _UPCAST_ELEMENTS: Final = 1 << 19
 # Calling torch for an expert costs as much as a row of so many elements.
 _CALL_ELEMENTS: Final = 1 << 20
-# Rows whose experts have up to so many elements in all multiply copies of them, in two products: one of oneDNN's takes
-# 40 us, however small it is. AMD EPYC and Intel Xeon, bf16, a token with 8 experts of 200,000: 1.2x.
+# Rows whose experts have up to so many elements, each row's counted, multiply copies of them in two products: one of
+# oneDNN's takes 40 us, however small it is. AMD EPYC and Intel Xeon, bf16, a token with 8 experts of 200,000: 1.2x.
 _COPIED_ELEMENTS: Final = 1 << 22
 # Experts of fewer elements are faster in plain matmuls for few rows, since their calls cost less than oneDNN's.
 _PACKED_ELEMENTS: Final = 400_000
-# Unpacked experts of fewer elements share products: Intel Xeon, fp32, 1 to 128 tokens, up to 1.5x with 0.8 million,
-# 1.15x with 1.6 million, nothing with 5 million and more.
+# Unpacked experts of fewer elements share products: Intel Xeon, fp32, up to 128 tokens, 1.5x with 0.8 million, 1.15x
+# with 1.6 million, 1.0x with 5 million and more.
 _SHARED_ELEMENTS: Final = 2_000_000
 
 

@@ -35,7 +35,7 @@ _Region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def run_tasks(tasks: Sequence[Task], rows: Sequence[int], *, min_tasks: int = 2) -> None:
-    """Runs every task: side by side if threads would have about equal work, else one after the other.
+    """Runs every task: side by side if threads would have about equal and enough work, else one after the other.
 
     Args:
         tasks: Functions in any order, no two of which write the same memory.
