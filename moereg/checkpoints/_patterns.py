@@ -58,7 +58,7 @@ class Patterns:
     def wildcards(self, patterns: Iterable[str]) -> Match:
         """Makes a test whether any name, with wildcards as in file names, means a module or one that contains it."""
         names, globs = _divide(patterns, lambda pattern: not set(pattern) & set("*?["))
-        # A pattern also covers all modules inside one. Its last two characters, `\Z` or `\z`, are Python's alone.
+        # Modules inside a match are covered too. Translations end in `\Z` or `\z`, of which other engines may lack one.
         matches = [
             self.expression(glob, f"{fnmatch.translate(some)[:-2]}$(?!\\n)")
             for glob in globs

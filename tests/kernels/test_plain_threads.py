@@ -281,11 +281,11 @@ def test_who_takes_tasks(monkeypatch: pytest.MonkeyPatch, rows: list[int], num_t
         ("unquantized", "batched", 4 * 98_304, 1),
         # All experts of this call are too little work for a second thread.
         ("unquantized", "batched", 4 * 98_304 + 1, 0),
-        ("int4_w4a16_g128", "standard", None, 1),
-        ("int4_w4a16_g128", "batched", None, 1),
+        ("int4_w4a16_g128", "standard", 0, 1),
+        ("int4_w4a16_g128", "batched", 0, 1),
         # Steps that are too short for threads that share an interpreter.
-        ("int8_w8a8", "standard", None, 0),
-        ("int8_w8a8", "batched", None, 0),
+        ("int8_w8a8", "standard", 0, 0),
+        ("int8_w8a8", "batched", 0, 0),
     ],
 )
 def test_regions_of_a_layer(
@@ -294,12 +294,11 @@ def test_regions_of_a_layer(
     cpu_features: Callable[..., None],
     quant: str,
     activation_format: str,
-    thread_elements: int | None,
+    thread_elements: int,
     expected: int,
 ) -> None:
     cpu_features(onednn=True, bf16=False, amx=False, int8=True)
-    if thread_elements is not None:
-        monkeypatch.setattr(plain, "_THREAD_ELEMENTS", thread_elements)
+    monkeypatch.setattr(plain, "_THREAD_ELEMENTS", thread_elements)
     facts = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 128, "top_k": 4}
     problem = MoEProblem(**facts, quant=quant, activation_format=activation_format, max_num_tokens=4)
     kernel = make_kernel(problem, make_weights(problem, CPU))

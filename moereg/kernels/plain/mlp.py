@@ -42,8 +42,8 @@ _FEW_WEIGHTS: Final = 64
 _SMALL_INPUT: Final = 2.0**-8
 
 # From here on, converting an expert to fp32 costs less than a matmul in a dtype that the CPU lacks, which converts a
-# weight again for each row. Both take as long for 3 rows on a first-generation AMD EPYC, and for 8 on a later one that
-# is limited to AVX2, where leaving 4 rows unconverted took 0.7 of the time.
+# weight again for each row. On two threads of an AMD EPYC limited to AVX2 both take as long for 8 rows, and 4 rows took
+# 0.7 of the time unconverted. On one thread of a first-generation one, converting gained 1.6x at 3 rows, 2x at 4.
 UPCAST_ROWS: Final = 8
 # MKL's product of so many rows is faster with its factors swapped: 1.2x to 2x on an AMD EPYC.
 _SWAPPED_ROWS: Final = range(4, 33)
@@ -289,7 +289,7 @@ class PlainMlp:
         return F.grouped_mm(self.activation(gemm1.float()).to(x.dtype), self.w2.transpose(1, 2), offs=offs)
 
     def in_turn(self, x: torch.Tensor, segments: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-        """As `together`, but experts may be in any order."""
+        """As `together`, but experts may be in any order, one product each, or two for copies of tiny ones."""
         if isinstance(self.w13, torch.Tensor) and isinstance(self.w2, torch.Tensor) and self._copies(len(x)):
             experts = [expert for expert, _, count in segments for _ in range(count)]
             ids = torch.tensor(experts, dtype=torch.int64, device="cpu")
