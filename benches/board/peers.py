@@ -210,7 +210,7 @@ def missing_table(missing: Sequence[Place]) -> str:
 
 
 # Layers with a file for the H200 and 16-bit experts in vLLM's fused_moe/configs; it takes heuristics for all others.
-_VLLM_CONFIGURED: Final = ("qwen3-30b-a3b", "mixtral-8x7b")
+_VLLM_CONFIGURED: Final = ("qwen3-30b-a3b", "mixtral-8x7b", "mixtral-8x7b TP4")
 
 
 def vllm_text(found: Iterable[Comparison]) -> str:

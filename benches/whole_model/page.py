@@ -141,7 +141,8 @@ def memory_table(found: Sequence[Mapping[str, Any]] | None = None) -> str:
     lines = []
     for record in records() if found is None else found:
         freed, kept = record.get("prepare_free", {}), record.get("prepare", {})
-        made = kept or freed
+        # Older files have the first where the next one did not overwrite it.
+        made = record.get("first_prepare", freed if kept else {})
         rows = [row for row in record["rows"] if row["implementation"] == _OURS and "extra_bytes" in row]
         quantized = record.get("quantized")
         versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())

@@ -142,7 +142,7 @@ _LATER: Final = frozenset({"swigluoai"})
 _SOONER: Final = _CUTLASS.activations - _LATER
 
 
-# On an H200 1.2 times the time of `triton`; with FlashInfer's own choice of tiles 2.6 to 8 times that (docs/board.md).
+# After `triton`: benches/results/board_h200.md has the times of both, and those with FlashInfer's own choice of tiles.
 @_cutlass("bfloat16", "unquantized", "cuda:sm90", priority=48, dtypes=("bfloat16",), opt_in=False)
 @_cutlass("float16", "unquantized", "cuda:sm90", priority=48, dtypes=("float16",))
 @_blackwell("bfloat16", "unquantized", "cuda:sm100f", dtypes=("bfloat16",), activations=_SOONER)

@@ -322,7 +322,7 @@ class TritonQuantizedBatchedExperts(_QuantizedExperts):
         return quantized.Batched(self)
 
 
-# Below all that infer, for what computes no gradients: neither measured nor run on a GPU yet.
+# Below every class that only infers, which problems without gradients therefore get.
 @_cell(priority=9, quant_schemes=("unquantized",), platforms=_GPUS)
 class TritonTrainingExperts(LoadedTrainingExperts, _TritonExperts):
     """Standard format, with gradients: grouped GEMMs over sorted routes that read weights where parameters lie.
