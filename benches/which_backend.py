@@ -22,7 +22,6 @@ from packaging.utils import canonicalize_name
 from benches.board import rows as board_rows
 from benches.markdown import table
 from benches.stored import SAME
-from moereg.evidence.code_digest import files_stay
 from moereg.evidence.ledger import Evidence, arch_name, evidence_of
 from moereg.platforms import Platform
 from moereg.plugins.loader import load_backends
@@ -106,11 +105,8 @@ class World:
 
     def __init__(self, cells: Sequence[BackendCell]) -> None:
         self.cells: Final = tuple(cells)
-        self.evidence: Final[dict[int, Evidence]] = {}
+        self.evidence: Final = {id(cell): evidence_of(cell) for cell in cells}
         self._fits: Final[dict[tuple[str, Platform, str], list[Fit]]] = {}
-        with files_stay():
-            for cell in self.cells:
-                self.evidence[id(cell)] = evidence_of(cell)
 
     def fits(self, scheme: str, platform: Platform, activation_format: str) -> list[Fit]:
         """The candidates of a layer in a scheme, best first: a backend's best one alone."""

@@ -41,7 +41,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from moereg._aliases import resolve_former_names
 from moereg._version import __version__
 
 if TYPE_CHECKING:
@@ -140,9 +139,6 @@ _NAMES_OF: Final = {
 }
 _HOMES: Final = {module: names.split() for module, names in _NAMES_OF.items()}
 """Names by home module, imported when first read: torch takes a second, and not every command needs it."""
-
-
-resolve_former_names()
 
 
 def __getattr__(name: str) -> Any:

@@ -19,10 +19,11 @@ def main() -> int:
             return 0
         except OSError:  # The command line handles closed or full streams.
             pass
-    from moereg.runtime.lazy_torch import load_torch_at_first_use
+    from moereg.runtime.lazy_torch import ctrl_c_ends_imports, load_torch_at_first_use
 
-    load_torch_at_first_use()
-    from moereg.cli import main as run_command
+    with ctrl_c_ends_imports():
+        load_torch_at_first_use()
+        from moereg.cli import main as run_command
 
     return run_command()
 

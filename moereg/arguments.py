@@ -85,6 +85,12 @@ def check_date(name: str, value: object) -> str:
     return text
 
 
+def check_schema(name: str, value: object, schema: int) -> None:
+    """The version of a JSON object that this code reads; True and 1.0 are not 1."""
+    if type(value) is not int or value != schema:
+        raise ArgumentError(f"{name} must be {schema}, got {shown(value)}")
+
+
 def check_one_of(name: str, value: object, known: tuple[str, ...]) -> str:
     """One of the known names."""
     if not isinstance(value, str):

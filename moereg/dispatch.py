@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterator
 from typing import Final
 
 from moereg.arguments import takes
-from moereg.errors import MoeregWarning, UnsupportedProblemError
+from moereg.errors import EmulationWarning, UnsupportedProblemError
 from moereg.evidence.admission import ADMITTED
 from moereg.evidence.quarantine import QUARANTINE
 from moereg.measured.read import read_tuning
@@ -30,7 +30,6 @@ from moereg.spec.reasons import Reason
 
 __all__ = [
     "Decision",
-    "EmulationWarning",
     "Names",
     "Request",
     "Selection",
@@ -49,10 +48,6 @@ logger: Final = logging.getLogger("moereg")
 def _times(key: Hashable) -> Iterator[int]:
     """Counts from 0 for each of the latest keys: process-wide, since a model has many layers of one shape."""
     return itertools.count()
-
-
-class EmulationWarning(MoeregWarning):
-    """Only an emulation fits: right numbers, not the speed of the scheme."""
 
 
 @takes(problem=(MoEProblem, "make one with MoEProblem(...)"))

@@ -24,6 +24,38 @@ class ArgumentError(MoeregError, ValueError):
     """An argument, or a field of a mapping, has a wrong type or value."""
 
 
+class RecordFileError(MoeregError, RuntimeError):
+    """A file of this machine's records or measured times cannot be changed."""
+
+
+class RecordFileWarning(MoeregWarning):
+    """A file of this machine's records or measured times cannot be used, and counts as empty."""
+
+
+class LedgerWarning(MoeregWarning):
+    """A ledger cannot be read; its cells count as not verified."""
+
+
+class AdmissionWarning(MoeregWarning):
+    """A backend failed its first check on this machine, and another one was taken."""
+
+
+class EmulationWarning(MoeregWarning):
+    """Only an emulation fits: right numbers, not the speed of the scheme."""
+
+
+class OldWeightsWarning(MoeregWarning):
+    """An optimizer trains tensors of which a bare kernel holds a permuted copy."""
+
+
+class RanksMeasuredWarning(MoeregWarning):
+    """Ranks of a group have packs that choose differently, so none of them uses its own."""
+
+
+class BuildError(MoeregError, RuntimeError):
+    """A compiler or linker failed."""
+
+
 class BackendError(MoeregError, RuntimeError):
     """A backend's own code raised; `__cause__` is the original exception.
 
@@ -36,6 +68,18 @@ class BackendError(MoeregError, RuntimeError):
         super().__init__(message)
         self.backend = backend
         self.origin = origin
+
+
+class CompiledCodeError(MoeregError, RuntimeError):
+    """Compiled code came to a layer that is gone."""
+
+
+class PicklingError(MoeregError, TypeError):
+    """A layer whose weights are in one machine's layout cannot be pickled."""
+
+
+class WorkerError(MoeregError, RuntimeError):
+    """A process that checks or measures ended by itself, and no backend ran in it."""
 
 
 class GradientError(MoeregError, RuntimeError):

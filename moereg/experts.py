@@ -15,7 +15,7 @@ from moereg.spec.facts import Facts
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.weights.adapters import ExpertAdapters
-from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import CANONICAL, ExpertWeights, PermutedWeights
 
 __all__ = ["INPUT_FORMS", "OUTPUT_FORMS", "BuildPlan", "ExpertInputs", "Experts", "Facts", "Gradients", "KernelBuilder"]
 
@@ -178,6 +178,9 @@ class Experts(abc.ABC):
     wide_output: ClassVar[bool] = False
     """Whether `apply` writes fp32 in a float16 layer if finalize weights or adds its rows: unweighted rows may exceed
     float16's range even if the layer's output does not."""
+    wide_intermediate: ClassVar[bool] = False
+    """Whether a float16 layer with 16-bit activations is right where its intermediate exceeds 65,504, since the class
+    keeps or recomputes it in fp32. In others, such a token's row is infinite or NaN."""
     layouts: ClassVar[tuple[str, ...]] = ()
     """Layouts of permuted weights that `apply` reads, preferred first."""
     shared_layouts: ClassVar[tuple[str, ...]] = ()
@@ -212,6 +215,11 @@ class Experts(abc.ABC):
         is a lowercase clause, rule then fact: `requires hidden_size % 128 == 0, got 2880`.
         """
         return []
+
+    @classmethod
+    def reads_in_place(cls) -> bool:
+        """Whether it reads the tensors of `ExpertWeights` where their owner keeps them, and never a copy."""
+        return cls.layouts == (CANONICAL,)
 
     @classmethod
     def device_types(cls, platform: Platform) -> tuple[str, ...]:

@@ -172,7 +172,7 @@ def check_experts(experts: type[Experts]) -> None:
         raise ArgumentError(
             f"layouts must be a tuple of at least one layout of permuted weights, got {experts.layouts!r}"
         )
-    shared: object = vars(experts).get("shared_layouts", ())
+    shared: object = experts.shared_layouts
     if not isinstance(shared, tuple) or not all(name in experts.layouts for name in shared):
         raise ArgumentError(f"shared_layouts must be a tuple of names in layouts {experts.layouts!r}, got {shared!r}")
 
@@ -192,25 +192,6 @@ def _check_training(experts: type[Experts]) -> None:
             f"a class that computes gradients of weights must read them in layout 'canonical', so that a trained "
             f"parameter is read in place, got layouts {experts.layouts!r}"
         )
-
-
-def share_layout(layout: str, *classes: type[Experts]) -> tuple[type[Experts], ...]:
-    """Declares a layout of classes shared (`Experts.shared_layouts`), outside of their bodies.
-
-    Evidence is of a class's body and what it names, and a line `_SHARED = share_layout(...)` is neither. So a class
-    that was verified before stays verified.
-
-    Args:
-        layout: One of each class's `layouts`.
-        *classes: The classes.
-
-    Returns:
-        The classes.
-    """
-    for kind in classes:
-        assert layout in kind.layouts
-        kind.shared_layouts = (*kind.shared_layouts, layout)
-    return classes
 
 
 @functools.cache

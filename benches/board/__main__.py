@@ -39,9 +39,9 @@ from benches.board.measure import COMPILED_AHEAD, Limits, Lost, Marker, Wanted, 
 from benches.board.pack import write_pack_of
 from benches.board.store import Board
 from benches.stored import instruction_set
+from moereg.errors import RecordFileError
 from moereg.evidence.provenance import provenance
 from moereg.measured.keys import machine_of
-from moereg.measured.pack import PackError
 from moereg.platforms import Platform
 from moereg.plugins.loader import current_platform, load_backends
 from moereg.tuning.inputs import ROUTINGS
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _pack(out: pathlib.Path, *paths: pathlib.Path) -> int:
     try:
         print(write_pack_of(out, paths))
-    except (ValueError, OSError, PackError) as error:
+    except (ValueError, OSError, RecordFileError) as error:
         print(f"benches.board: {error}", file=sys.stderr)
         return 2
     return 0

@@ -310,9 +310,9 @@ def _identity(decision: Decision) -> dict[str, Any]:
 def _result(
     one: Measurement, default: Measurement | None, comparison: Comparison, ahead: Collection[str]
 ) -> dict[str, Any]:
-    found = row_values(one, default, comparison) or {}
+    found = row_values(one, default) or {}
     return {
-        **{name: found.get(name) for name in ("log_ratio", "half_width", "rounds", "graph", "permuted_bytes")},
+        **{name: found.get(name) for name in ("log_ratio", "half_width", "rounds", "graph")},
         "is_wrong": one.is_culprit and not one.lacks_memory,
         "time_us": one.time_us,
         "p10_us": one.timing.p10_us if one.timing else math.nan,

@@ -19,7 +19,7 @@ from moereg.tuning.session import drifted
 __all__ = ["write_pack_of"]
 
 _OF_A_SESSION: Final = ("machine", "process", "cells")
-_OF_A_RESULT: Final = ("log_ratio", "half_width", "rounds", "graph", "permuted_bytes", "is_wrong", "cell")
+_OF_A_RESULT: Final = ("log_ratio", "half_width", "rounds", "graph", "is_wrong", "cell")
 
 Document = Mapping[str, Any]
 
@@ -33,7 +33,7 @@ def write_pack_of(out: pathlib.Path, paths: Sequence[pathlib.Path]) -> str:
 
     Raises:
         ValueError: There are too few, or one is not a session or was measured elsewhere; names the file.
-        PackError: The file cannot be written.
+        RecordFileError: The file cannot be written.
     """
     load_backends()  # Problems may have schemes of wheels.
     boards = {path: stored.read(path) for path in paths}
@@ -123,5 +123,4 @@ def _row(one: Document, cell: int, session: int, routing: str, tokens: int) -> R
         rounds=one["rounds"],
         error=one["relative_error"] / one["tolerance"],
         graph=one["graph"],
-        permuted_bytes=one["permuted_bytes"],
     )

@@ -45,6 +45,8 @@ EIGHT_BITS: Final = ("float8_e4m3fn", "int8")
 """Element types whose products have a ceiling of their own on a GPU."""
 
 _OWN: Final = ("triton", "torch")
+_REMOVED: Final = "flashinfer_cutile"
+"""A backend that is gone: stored files still say why it did not run, pages do not."""
 
 Row = dict[str, Any]
 
@@ -168,7 +170,10 @@ def number(value: float) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _parsed(path: pathlib.Path, _stamp: int) -> Row:
-    return stored.read(path)
+    document = stored.read(path)
+    for layer in document["layers"].values():
+        layer.get("skipped", {}).pop(_REMOVED, None)
+    return document
 
 
 def documents(board: str) -> dict[str, Row]:

@@ -89,8 +89,7 @@ def run_rank(rank: int, size: int, folder: Path, end: float) -> None:
     import torch
     import torch.distributed as dist
 
-    from moereg.dispatch import EmulationWarning
-    from moereg.errors import MoeregError
+    from moereg.errors import EmulationWarning, MoeregError
     from moereg.tuning.over_ranks import Job, _Rank
 
     warnings.simplefilter("ignore", EmulationWarning)

@@ -95,7 +95,7 @@ def all_rows(only: str | None = None) -> list[tuple[ModelLayer, list[Point]]]:
 def needed_bytes(problem: MoEProblem, num_tokens: int) -> int:
     """An upper bound on the GPU memory that measuring a layer takes: weights twice, and what calls of it hold."""
     size = problem.torch_dtype.itemsize
-    hidden, inter = round_up(problem.hidden_size, WEIGHT_PAD), round_up(problem.intermediate_size, WEIGHT_PAD)
+    hidden, inter = problem.hidden_size, round_up(problem.intermediate_size, WEIGHT_PAD)
     weights = problem.num_local_experts * (problem.activation.num_halves + 1) * hidden * inter * size
     # Some hundred guard rows, and the routes' plan, are small beside the rest.
     workspace = (num_tokens * problem.top_k + 1024) * (hidden + inter) * size

@@ -42,7 +42,7 @@ from packaging.requirements import Requirement
 from moereg.dispatch import explain_backends
 from moereg.evidence.provenance import clocks, provenance
 from moereg.measured.pack import Pack, read_pack
-from moereg.measured.plans import LayerTimes, best_for_all, with_ranges
+from moereg.measured.plans import LayerTimes, best_for_all
 from moereg.measured.read import Source
 from moereg.measured.significance import ASKED
 from moereg.plugins.loader import current_platform, load_backends
@@ -334,7 +334,7 @@ class Plans(NamedTuple):
         times: The layer's times.
         names: Cells by their index in the times.
         choices: The cell of a number of tokens, by plan: `default` by priority, `one_backend` (A), `planned` as
-            selection reads it (B), `every_layout` (C without a limit).
+            selection reads it (B).
     """
 
     note: str
@@ -349,14 +349,15 @@ def plans_of(problem: MoEProblem, pack: pathlib.Path) -> Plans:
     platform = current_platform()
     decisions = list(rivals(entrants(problem, platform)).values())
     candidates = [candidate_of(one, platform) for one in decisions]
-    found = Source(read_pack(pack, is_own=True)).order(problem, platform, candidates)
-    if found.layer is None:
-        raise SystemExit(f"{pack} has no valid times of this layer: {'; '.join(found.notes)}")
-    times, names = found.layer.times, {at: _name(key_of(decisions[i], platform)) for at, i in found.layer.cells.items()}
-    order = list(found.layer.cells)
+    read = read_pack(pack, is_own=True)
+    found, layer = Source(read).order(problem, platform, candidates), read.layers[-1]
+    if not found.ranges:
+        raise SystemExit(f"{pack} chooses nothing for this layer: {'; '.join(found.notes)}")
+    times, wrong = LayerTimes(layer.rows, layer.default, layer.calls), dict(layer.wrong)
+    names = {at: _name(read.cells[at].cell_key) for at in sorted(layer.cells) if at not in wrong}
+    order = list(names)
     base = best_for_all(times, order)
     planned = [(most, _name(key_of(one, platform))) for most, one in explain_backends(problem).plan]
-    every = [(most, names[cell]) for most, cell in with_ranges(times, order, base, order)]
     return Plans(
         found.note,
         times,
@@ -365,7 +366,6 @@ def plans_of(problem: MoEProblem, pack: pathlib.Path) -> Plans:
             "default": lambda tokens: names[order[0]],
             "one_backend": lambda tokens: names[base],
             "planned": lambda tokens: _at(planned, tokens),
-            "every_layout": lambda tokens: _at(every, tokens),
         },
     )
 
@@ -408,12 +408,7 @@ def judged(part: Mapping[str, Any]) -> tuple[dict[str, dict[str, float] | None],
 
     def choices(times: LayerTimes) -> dict[str, Callable[[int], str]]:
         base = best_for_all(times, order)
-        ranges = [(most, str(cell)) for most, cell in with_ranges(times, order, base, order)]
-        return {
-            "default": lambda _: str(order[0]),
-            "one_backend": lambda _: str(base),
-            "every_layout": lambda tokens: _at(ranges, tokens),
-        }
+        return {"default": lambda _: str(order[0]), "one_backend": lambda _: str(base)}
 
     chosen, others, rows = choices(first), choices(second), []
     for at, routing in itertools.product(second.tokens, ASKED):

@@ -13,8 +13,7 @@ imports these modules, so they import no kernels. The code that runs is in a pri
 
             return plain.Standard(self)
 
-`_load` runs once per instance, when a layer makes it; deciding makes none. Its import is a plain statement, because
-the digest of a class's code (`moereg.evidence.code_digest`) follows import statements.
+`_load` runs once per instance, when a layer makes it; deciding makes none.
 
 A backend needs none of this: a class may also subclass `moereg.author.Experts` and do its work itself.
 """
@@ -22,11 +21,12 @@ A backend needs none of this: a class may also subclass `moereg.author.Experts` 
 from __future__ import annotations
 
 import abc
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-from moereg.experts import ExpertInputs, Experts
+from moereg.experts import ExpertInputs, Experts, Gradients, SavedShapes
 from moereg.platforms import Platform
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
@@ -70,6 +70,22 @@ class Implementation(abc.ABC):
     def run(self, call: Call) -> None:
         """See `Experts.apply`."""
 
+    def saved_shapes(self, num_tokens: int) -> SavedShapes:
+        """See `Experts.saved_shapes`."""
+        raise NotImplementedError(f"{type(self).__name__} computes no gradients")
+
+    def run_saving(self, call: Call, saved: Mapping[str, torch.Tensor]) -> None:
+        """See `Experts.apply_saving`."""
+        raise NotImplementedError(f"{type(self).__name__} computes no gradients")
+
+    def backward_workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """See `Experts.backward_workspace_shapes`."""
+        return self.workspace_shapes(num_tokens)
+
+    def run_backward(self, call: Call, grads: Gradients, saved: Mapping[str, torch.Tensor]) -> None:
+        """See `Experts.apply_backward`; the call's `out` is the gradient of the output, only read."""
+        raise NotImplementedError(f"{type(self).__name__} computes no gradients")
+
 
 class LoadedExperts(Experts):
     """Experts that delegate to an implementation; a subclass declares its facts and loads it."""
@@ -97,3 +113,41 @@ class LoadedExperts(Experts):
         workspace2: torch.Tensor,
     ) -> None:
         self.implementation.run(Call(out, inputs, weights, workspace13, workspace2))
+
+    def saved_shapes(self, problem: MoEProblem, num_tokens: int) -> SavedShapes:
+        return self.implementation.saved_shapes(num_tokens)
+
+    def apply_saving(
+        self,
+        out: torch.Tensor,
+        saved: Mapping[str, torch.Tensor],
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        self.implementation.run_saving(Call(out, inputs, weights, workspace13, workspace2), saved)
+
+    def backward_workspace_shapes(
+        self, problem: MoEProblem, num_tokens: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.implementation.backward_workspace_shapes(num_tokens)
+
+    def apply_backward(
+        self,
+        grads: Gradients,
+        grad_out: torch.Tensor,
+        saved: Mapping[str, torch.Tensor],
+        inputs: ExpertInputs,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+    ) -> None:
+        self.implementation.run_backward(Call(grad_out, inputs, weights, workspace13, workspace2), grads, saved)
+
+
+def scaled_input_reasons(problem: MoEProblem) -> list[str]:
+    """Refuses gradients where the routing weight scales inputs, which only the kernels that infer do."""
+    if not problem.gradients or not problem.apply_router_weight_on_input:
+        return []
+    return ["requires apply_router_weight_on_input=False where gradients are asked, got True"]

@@ -13,8 +13,13 @@ from typing import Final
 from moereg.backends._cutlass.package import REQUIRES, cache_can_be_written, can_be_imported
 from moereg.backends._loaded import Implementation, LoadedExperts
 from moereg.experts import Experts, Facts
-from moereg.registration import share_layout
 from moereg.registry import register_moe_backend
+
+CODE: Final = (
+    *("backends/cutlass_moe", "backends/_cutlass", "backends/_torch", "backends/_loaded", "weights/layouts"),
+    *("backends/_flashinfer/package", "backends/_triton/workspace", "kernels/sizes"),
+    *(f"kernels/{name}/" for name in ("launch", "plain", "quack", "quantized", "rows")),
+)
 
 _QUACK_FACTS: Final = Facts(
     activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
@@ -112,7 +117,7 @@ class TorchGroupedExperts(LoadedExperts):
     """torch's `grouped_mm`, standard format."""
 
     facts = _TORCH_FACTS
-    layouts = ("canonical",)
+    layouts = shared_layouts = ("canonical",)
 
     def _load(self) -> Implementation:
         from moereg.backends._torch import plain
@@ -137,7 +142,3 @@ class TorchScaledGroupedExperts(LoadedExperts):
         from moereg.backends._cutlass import torch_scaled
 
         return torch_scaled.ScaledGrouped(self)
-
-
-# As the classes of `torch_moe` share it.
-_SHARED: Final = share_layout("canonical", TorchGroupedExperts)

@@ -6,14 +6,12 @@ FlashInfer.
 - `flashinfer_cutlass`: FlashInfer's CUTLASS kernels, built on request and tuned by timing
 - `flashinfer_trtllm`: TensorRT-LLM's generated kernels for Blackwell, through FlashInfer
 - `flashinfer_cutedsl`: FlashInfer's CuTe DSL kernels for 4-bit floats on Blackwell
-- `flashinfer_cutile`: FlashInfer's cuTile kernels, which need no nvcc
 - `flashinfer_b12x`: FlashInfer's kernels for nvfp4 weights on sm120
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable
 from typing import Final
 
@@ -30,9 +28,6 @@ __all__ = [
     "FlashInferB12xExperts",
     "FlashInferCuTeDslBatchedExperts",
     "FlashInferCuTeDslExperts",
-    "FlashInferCuTileExperts",
-    "FlashInferCuTileFloat4Experts",
-    "FlashInferCuTileFloat8Experts",
     "FlashInferCutlassBlockExperts",
     "FlashInferCutlassExperts",
     "FlashInferCutlassFp8Experts",
@@ -47,6 +42,11 @@ __all__ = [
     "FlashInferTrtLlmFloat8TensorExperts",
     "FlashInferTrtLlmInteger4Experts",
 ]
+
+CODE: Final = (
+    *("backends/flashinfer_moe", "backends/_flashinfer", "backends/_loaded", "weights/layouts", "kernels/sizes"),
+    *(f"kernels/{name}/" for name in ("launch", "plain", "quantized", "rows")),
+)
 
 # Needed by every cell; kernels that have to be built or downloaded have further probes.
 _REQUIRES: Final = (REQUIRES,)
@@ -132,9 +132,9 @@ class _CutlassExperts(LoadedExperts):
 
     @classmethod
     def kernel_builder(cls) -> KernelBuilder | None:
-        # By name: the code digest follows imports, and how kernels are built is not part of what a layer runs.
-        builder: KernelBuilder = importlib.import_module("moereg.backends._flashinfer.building").CutlassBuilder()
-        return builder
+        from moereg.backends._flashinfer.building import CutlassBuilder
+
+        return CutlassBuilder()
 
 
 # vLLM puts FlashInfer's 16-bit kernels after Triton for swigluoai.
@@ -264,7 +264,6 @@ class FlashInferCutlassNvfp4Experts(_CutlassExperts):
 
 
 # The other families. Priorities again follow vLLM's order: on Blackwell, where none has run, before `triton` (110).
-# `flashinfer_cutile` on Hopper is opt-in, since it has not run where others were measured.
 
 
 class _TrtLlmExperts(LoadedExperts):
@@ -383,55 +382,6 @@ class FlashInferCuTeDslBatchedExperts(LoadedExperts):
         from moereg.backends._flashinfer import cutedsl
 
         return cutedsl.Batched(self)
-
-
-class _CuTileExperts(LoadedExperts):
-    """cuTile kernels, standard format: they need no nvcc. Equal inputs give equal bits."""
-
-    facts = claims.CUTILE_FACTS
-
-    @classmethod
-    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        return claims.cutile_reasons(problem)
-
-
-@claims.cutile("unquantized")
-class FlashInferCuTileExperts(_CuTileExperts):
-    """bfloat16."""
-
-    layouts = ("flashinfer_cutile_transposed",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutile
-
-        return cutile.Bfloat16(self)
-
-
-@claims.cutile("fp8_tensor_dynamic", claims.FP8_TENSOR_W8A16)
-@claims.cutile(claims.MXFP8_W8A16)
-class FlashInferCuTileFloat8Experts(_CuTileExperts):
-    """8-bit floats; 16-bit activations, or one dynamic scale over all valid ones."""
-
-    facts = claims.CUTILE_FLOAT8_FACTS
-    layouts = ("flashinfer_cutile_float8",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutile
-
-        return cutile.Float8(self)
-
-
-@claims.cutile("nvfp4_w4a16", "mxfp4_w4a16")
-class FlashInferCuTileFloat4Experts(_CuTileExperts):
-    """4-bit floats with 16-bit activations."""
-
-    facts = claims.CUTILE_FLOAT4_FACTS
-    layouts = ("flashinfer_cutile_float4",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutile
-
-        return cutile.Float4(self)
 
 
 # Opt-in, as in vLLM: atomic additions give other bits in each run, and later calls free what a graph captured.

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+from typing import ClassVar, Final
 
-from moereg.backends._loaded import Implementation, LoadedExperts
-from moereg.backends._loaded_training import LoadedTrainingExperts, TrainingImplementation
+from moereg.backends._loaded import Implementation, LoadedExperts, scaled_input_reasons
 from moereg.experts import Facts
 from moereg.platforms import Platform
-from moereg.registration import share_layout
 from moereg.registry import register_moe_backend
-from moereg.spec.problem import GRADIENTS
+from moereg.spec.problem import GRADIENTS, MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES
+
+CODE: Final = ("backends/torch_moe", "backends/_torch", "backends/_loaded", "kernels/plain/", "weights/layouts")
 
 _BATCHED: Final = frozenset({"batched"})
 
@@ -46,14 +46,22 @@ def _has_int8_matmul(platform: Platform) -> str | None:
     return None if cpu.features().int8 else "requires AVX-512 VNNI, without which torch multiplies int8 in a plain loop"
 
 
+class _TorchExperts(LoadedExperts):
+    """Canonical is shared: `ExpertWeights`' tensors by their names, static activation scales as one per expert."""
+
+    wide_output = True
+    wide_intermediate = True
+    layouts: ClassVar[tuple[str, ...]] = ("canonical",)
+    shared_layouts: ClassVar[tuple[str, ...]] = ("canonical",)
+
+
 # 1.35 times as fast in bf16 and 1.77 in fp32 as the best of transformers' implementations (geometric means of
 # benches/results/cpu_epyc_2threads.json).
 @register_moe_backend(name="torch", priority=60, quant_schemes=("unquantized",), platforms=("cpu",))
-class TorchPackedExperts(LoadedExperts):
+class TorchPackedExperts(_TorchExperts):
     """CPU, standard format: weights in oneDNN's layout where that is faster, active experts only."""
 
     facts = _CPU
-    wide_output = True
     layouts = ("onednn_gate_up_down", "onednn_w13_w2", "canonical")
 
     def _load(self) -> Implementation:
@@ -63,12 +71,11 @@ class TorchPackedExperts(LoadedExperts):
 
 
 @register_moe_backend(name="torch", priority=59, quant_schemes=("unquantized",), platforms=("cpu",))
-class TorchPackedBatchedExperts(LoadedExperts):
+class TorchPackedBatchedExperts(_TorchExperts):
     """CPU, batched format: as `TorchPackedExperts`, on the rows that prepare laid out for each expert."""
 
     facts = _CPU_BATCHED
     output_form = "per_expert"
-    wide_output = True
     layouts = TorchPackedExperts.layouts
 
     def _load(self) -> Implementation:
@@ -79,14 +86,16 @@ class TorchPackedBatchedExperts(LoadedExperts):
 
 # Below the packed weights, which serve what computes no gradients.
 @register_moe_backend(name="torch", priority=20, quant_schemes=("unquantized",), platforms=("cpu",))
-class TorchTrainingExperts(LoadedTrainingExperts):
+class TorchTrainingExperts(_TorchExperts):
     """CPU, standard format, with all gradients: canonical weights, active experts only."""
 
-    facts = dataclasses.replace(_CPU, router_weight_on_input=False, gradients=frozenset(GRADIENTS))
-    wide_output = True
-    layouts = ("canonical",)
+    facts = dataclasses.replace(_CPU, gradients=frozenset(GRADIENTS))
 
-    def _load(self) -> TrainingImplementation:
+    @classmethod
+    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
+        return scaled_input_reasons(problem)
+
+    def _load(self) -> Implementation:
         from moereg.backends._torch import training
 
         return training.TrainingHost(self)
@@ -94,12 +103,10 @@ class TorchTrainingExperts(LoadedTrainingExperts):
 
 # The last resort: E/K times the routed work.
 @register_moe_backend(name="torch", priority=10, quant_schemes=("unquantized",), platforms=("*",))
-class TorchDenseExperts(LoadedExperts):
+class TorchDenseExperts(_TorchExperts):
     """Any device, standard format: every expert sees every token, unrouted results are dropped."""
 
     facts = _DEVICE
-    wide_output = True
-    layouts = ("canonical",)
 
     def _load(self) -> Implementation:
         from moereg.backends._torch import plain
@@ -109,13 +116,11 @@ class TorchDenseExperts(LoadedExperts):
 
 # Batched matmuls over all rows, valid or not (an H200 took 1.0 ms for Qwen3-30B's layer with max_T 64).
 @register_moe_backend(name="torch", priority=11, quant_schemes=("unquantized",), platforms=("*",))
-class TorchBatchedExperts(LoadedExperts):
+class TorchBatchedExperts(_TorchExperts):
     """Any device, batched format: two batched matmuls over all rows."""
 
     facts = dataclasses.replace(_DEVICE, activation_formats=_BATCHED)
     output_form = "per_expert"
-    wide_output = True
-    layouts = ("canonical",)
 
     def _load(self) -> Implementation:
         from moereg.backends._torch import plain
@@ -127,12 +132,10 @@ class TorchBatchedExperts(LoadedExperts):
 # zero points), against 69 ms with unquantized weights in oneDNN's layout. Emulated activations add 5 to 20 %.
 @register_moe_backend(name="torch", priority=40, quant_schemes=_WEIGHT_ONLY, platforms=("cpu",))
 @register_moe_backend(name="torch", priority=30, quant_schemes=_EMULATED, platforms=("cpu",), tier="emulation")
-class TorchQuantizedExperts(LoadedExperts):
+class TorchQuantizedExperts(_TorchExperts):
     """CPU, standard format: any weight and activation format that `moereg.quantize` reads."""
 
     facts = _CPU
-    wide_output = True
-    layouts = ("canonical",)
 
     def _load(self) -> Implementation:
         from moereg.backends._torch import quantized
@@ -142,13 +145,11 @@ class TorchQuantizedExperts(LoadedExperts):
 
 @register_moe_backend(name="torch", priority=39, quant_schemes=_WEIGHT_ONLY, platforms=("cpu",))
 @register_moe_backend(name="torch", priority=29, quant_schemes=_EMULATED, platforms=("cpu",), tier="emulation")
-class TorchQuantizedBatchedExperts(LoadedExperts):
+class TorchQuantizedBatchedExperts(_TorchExperts):
     """CPU, batched format: as `TorchQuantizedExperts`, on the rows that prepare laid out for each expert."""
 
     facts = _CPU_BATCHED
     output_form = "per_expert"
-    wide_output = True
-    layouts = ("canonical",)
 
     def _load(self) -> Implementation:
         from moereg.backends._torch import quantized
@@ -160,12 +161,11 @@ class TorchQuantizedBatchedExperts(LoadedExperts):
 @register_moe_backend(
     name="torch", priority=50, quant_schemes=("int8_w8a8",), platforms=("cpu",), probes=(_has_int8_matmul,)
 )
-class TorchInt8Experts(LoadedExperts):
+class TorchInt8Experts(_TorchExperts):
     """CPU with int8 instructions, standard format: int8 matmuls with int32 sums."""
 
     facts = _CPU
-    wide_output = True
-    layouts = ("canonical",)
+    wide_intermediate = False
 
     def _load(self) -> Implementation:
         from moereg.backends._torch import quantized
@@ -176,23 +176,14 @@ class TorchInt8Experts(LoadedExperts):
 @register_moe_backend(
     name="torch", priority=49, quant_schemes=("int8_w8a8",), platforms=("cpu",), probes=(_has_int8_matmul,)
 )
-class TorchInt8BatchedExperts(LoadedExperts):
+class TorchInt8BatchedExperts(_TorchExperts):
     """CPU with int8 instructions, batched format: as `TorchInt8Experts`."""
 
     facts = _CPU_BATCHED
     output_form = "per_expert"
-    wide_output = True
-    layouts = ("canonical",)
+    wide_intermediate = False
 
     def _load(self) -> Implementation:
         from moereg.backends._torch import quantized
 
         return quantized.Int8Batched(self)
-
-
-# The tensors of `ExpertWeights` under their names, static activation scales as one per expert, and nothing else.
-_SHARED: Final = share_layout(
-    "canonical",
-    *(TorchPackedExperts, TorchPackedBatchedExperts, TorchTrainingExperts, TorchDenseExperts, TorchBatchedExperts),
-    *(TorchQuantizedExperts, TorchQuantizedBatchedExperts, TorchInt8Experts, TorchInt8BatchedExperts),
-)

@@ -6,19 +6,23 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
-from moereg.backends._loaded import Implementation, LoadedExperts
-from moereg.backends._loaded_training import LoadedTrainingExperts, TrainingImplementation
+from moereg.backends._loaded import Implementation, LoadedExperts, scaled_input_reasons
 from moereg.experts import Experts, Facts
 from moereg.kernels.sizes import CODE_PAD, WEIGHT_PAD
 from moereg.platforms import Platform
 from moereg.registry import register_moe_backend
-from moereg.spec.problem import MoEProblem
+from moereg.spec.problem import GRADIENTS, MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat
 from moereg.weights.layouts import round_up
 
 E = TypeVar("E", bound=type[Experts])
+
+CODE: Final = (
+    *("backends/triton_moe", "backends/_triton", "backends/_loaded", "weights/layouts", "kernels/sizes"),
+    *(f"kernels/{name}/" for name in ("backward", "gemm", "hopper", "launch", "packed", "quantized", "rows")),
+)
 
 _GPUS: Final = ("cuda:sm80+", "rocm:gfx942")
 
@@ -142,21 +146,24 @@ class _TritonExperts(LoadedExperts):
         return (platform.device_type, "cpu") if interpreted else (platform.device_type,)
 
 
-class _InterleavedExperts(_TritonExperts):
-    """Both reduced dimensions are padded; gate and up rows alternate."""
+class _PlainExperts(_TritonExperts):
+    """Multiplies in 16 or 32 bits."""
+
+    pad: ClassVar[int] = 1
+    """Sizes of the weights are padded to multiples of this."""
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
         """Refuses sizes beyond the kernels' 32-bit offsets within one expert."""
-        rows = problem.activation.num_halves * round_up(problem.intermediate_size, WEIGHT_PAD)
-        elements = rows * round_up(problem.hidden_size, WEIGHT_PAD)
+        rows = problem.activation.num_halves * round_up(problem.intermediate_size, cls.pad)
+        elements = rows * round_up(problem.hidden_size, cls.pad)
         if elements >= 2**31:
             return [f"requires fewer than 2**31 elements in one expert's w13, got {elements}"]
         return []
 
 
 @_UNQUANTIZED
-class TritonExperts(_InterleavedExperts):
+class TritonExperts(_PlainExperts):
     """Standard format: two grouped GEMMs over sorted routes with the activation between them, then a reduction.
 
     Up to 16 tokens (8 with packed weights and few rows per expert) need no sort, and the second GEMM of one token adds
@@ -164,12 +171,25 @@ class TritonExperts(_InterleavedExperts):
 
     Equal inputs give equal bits: a result row does not depend on its place in a tile, no kernel adds atomically, and
     the order in which a token's rows are summed depends only on its experts.
+
+    Where the problem has gradients, a forward pass saves the rows before the activation and the plan of the routes.
+    Backward, the gradient of the second product's input gives those of the pre-activation and of the routing weights in
+    one pass. An expert's rows are added in the order of its routes, and a token's in the order of its experts.
     """
 
-    facts = _FACTS
-    layouts = ("gate_up_interleaved_pad64",)
+    facts = dataclasses.replace(_FACTS, gradients=frozenset(GRADIENTS))
+    layouts = ("canonical",)
+
+    @classmethod
+    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
+        """Refuses sizes beyond the kernels' 32-bit offsets within one expert, and gradients of scaled inputs."""
+        return [*super().unsupported_reasons(problem, platform), *scaled_input_reasons(problem)]
 
     def _load(self) -> Implementation:
+        if self.problem.gradients:
+            from moereg.backends._triton import training
+
+            return training.Training(self)
         from moereg.backends._triton import plain
 
         return plain.Standard(self)
@@ -178,7 +198,7 @@ class TritonExperts(_InterleavedExperts):
 # Works on valid rows only. torch's batched matmuls (priority 11) work on all E * max_T rows: num_experts / top_k times
 # as many under even routing.
 @_UNQUANTIZED
-class TritonBatchedExperts(_InterleavedExperts):
+class TritonBatchedExperts(_PlainExperts):
     """Batched format: the grouped GEMMs of `TritonExperts` over each expert's rows, in place.
 
     Rows of `out` past an expert's count are undefined. Equal inputs give equal bits in the others.
@@ -195,9 +215,10 @@ class TritonBatchedExperts(_InterleavedExperts):
         return plain.Batched(self)
 
 
-class _PackedExperts(_InterleavedExperts):
+class _PackedExperts(_PlainExperts):
     """Weights stay packed and are dequantized tile by tile, in registers."""
 
+    pad = WEIGHT_PAD
     layouts = ("packed64_gate_up_interleaved",)
 
     @classmethod
@@ -320,36 +341,3 @@ class TritonQuantizedBatchedExperts(_QuantizedExperts):
         from moereg.backends._triton import quantized
 
         return quantized.Batched(self)
-
-
-# Below every class that only infers, which problems without gradients therefore get.
-@_cell(priority=9, quant_schemes=("unquantized",), platforms=_GPUS)
-class TritonTrainingExperts(LoadedTrainingExperts, _TritonExperts):
-    """Standard format, with gradients: grouped GEMMs over sorted routes that read weights where parameters lie.
-
-    A forward pass saves the rows before the activation and the plan of the routes. Backward, the gradient of the second
-    product's input gives those of the pre-activation and of the routing weights in one pass.
-
-    Equal inputs give equal bits: no kernel adds atomically, an expert's rows are added in the order of its routes, and
-    a token's in the order of its experts.
-    """
-
-    facts = dataclasses.replace(
-        _FACTS,
-        router_weight_on_input=False,
-        gradients=frozenset({"hidden_states", "topk_weights", "weights", "adapters"}),
-    )
-    layouts = ("canonical",)
-
-    @classmethod
-    def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        """Refuses sizes beyond the kernels' 32-bit offsets within one expert."""
-        elements = problem.activation.num_halves * problem.intermediate_size * problem.hidden_size
-        if elements >= 2**31:
-            return [f"requires fewer than 2**31 elements in one expert's w13, got {elements}"]
-        return []
-
-    def _load(self) -> TrainingImplementation:
-        from moereg.backends._triton import training
-
-        return training.Training(self)

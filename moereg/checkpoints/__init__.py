@@ -12,20 +12,10 @@ Terms of this package:
 - The *manifest* of a layer lists the parts of each of its experts. It is complete before any data is read.
 
 `_files` opens files, `_models` and `_quantization` read the configs, `_manifest` lists what to read, and `_load` has
-the public functions. `_save` writes a checkpoint with quantized experts, whose tensors `_compressed_write` makes.
+the public functions.
 """
 
 from moereg.checkpoints._layer import CheckpointLayer
 from moereg.checkpoints._load import load_experts, moe_layers, read_problem
-from moereg.checkpoints._save import SavedCheckpoint, check_can_save, quantize_layer, save_quantized
 
-__all__ = [
-    "CheckpointLayer",
-    "SavedCheckpoint",
-    "check_can_save",
-    "load_experts",
-    "moe_layers",
-    "quantize_layer",
-    "read_problem",
-    "save_quantized",
-]
+__all__ = ["CheckpointLayer", "load_experts", "moe_layers", "read_problem"]

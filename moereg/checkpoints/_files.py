@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from moereg.checkpoints._hub import download, link_roots, snapshot_of
 from moereg.errors import CheckpointError, shown
 from moereg.routing import language_config
+from moereg.runtime.files import open_regular
 from moereg.runtime.memory import format_bytes
 
 INDEX: Final = "model.safetensors.index.json"
@@ -234,7 +235,7 @@ class _ShardRows(contextlib.ExitStack):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = open_regular(str(path), os.O_RDONLY | os.O_CLOEXEC)
         self.callback(os.close, self._file)
 
     def read(self, name: str, row: int, dtype: str, shape: Sequence[int], num_rows: int | None) -> torch.Tensor:
@@ -296,7 +297,7 @@ def config_errors(files: CheckpointFiles) -> Iterator[None]:
 
 def _read_json_object(path: Path, largest: int) -> Mapping[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             content = file.read(largest + 1)
         value = json.loads(content.decode("utf-8")) if len(content) <= largest else None
     except (OSError, ValueError, RecursionError) as error:

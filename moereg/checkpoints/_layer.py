@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moereg.errors import ArgumentError
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.routing import RouterSpec
 from moereg.runtime.memory import format_bytes
@@ -82,12 +83,12 @@ class CheckpointLayer:
             Mistral 4 and DBRX in transformers) may choose another expert in 16 bits if two are nearly tied.
 
         Raises:
-            ValueError: hidden_states have another shape, dtype or device.
+            ArgumentError: hidden_states have another shape, dtype or device.
         """
         expected = (self.problem.hidden_size, self.problem.torch_dtype, self.router_weight.device)
         columns = hidden_states.shape[1] if hidden_states.dim() == 2 else None
         if (columns, hidden_states.dtype, hidden_states.device) != expected:
-            raise ValueError(
+            raise ArgumentError(
                 f"hidden_states must be [T,{expected[0]}] {expected[1]} on {expected[2]}, got "
                 f"{list(hidden_states.shape)} {hidden_states.dtype} on {hidden_states.device}; convert them"
             )

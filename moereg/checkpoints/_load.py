@@ -53,7 +53,7 @@ def read_problem(path: str | os.PathLike[str], layer: int, **overrides: Any) -> 
     Raises:
         CheckpointError: The layer cannot be read; the message says why.
         RequestError: An override contradicts the checkpoint.
-        ValueError: An override's value does not fit the layer.
+        ArgumentError: An override's value does not fit the layer.
     """
     if facts := sorted(set(overrides) - set(_OVERRIDES)):
         raise RequestError(
@@ -96,7 +96,7 @@ def load_experts(
     Raises:
         CheckpointError: The layer cannot be read; the message says why.
         TooLargeError: The layer would not fit in free memory.
-        ValueError: The rank's experts are not experts of the layer, or an argument is out of range.
+        ArgumentError: The rank's experts are not experts of the layer, or an argument is out of range.
 
     Example:
         >>> import torch
@@ -113,7 +113,9 @@ def load_experts(
         raise ArgumentError(f"max_memory_fraction must be above 0 and at most 1, got {shown(max_memory_fraction)}")
     device = check_device("device", device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {str(device)!r} needs a GPU that this torch build can use; leave it out for the CPU")
+        raise ArgumentError(
+            f"device {str(device)!r} needs a GPU that this torch build can use; leave it out for the CPU"
+        )
     with CheckpointFiles(path) as files:
         manifest = list_layer(files, layer, num_local_experts, ep_rank)
         overrides: dict[str, Any] = {} if dtype is None else {"dtype": dtype}

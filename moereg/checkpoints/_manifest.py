@@ -90,7 +90,7 @@ class ExpertPart:
             stored: The tensor, or its row, as stored.
 
         Raises:
-            ValueError: Its values contradict its format.
+            ArgumentError: Its values contradict its format.
         """
         canonical = self.tensor.convert(stored)
         if self.field is None:
@@ -110,8 +110,8 @@ class ExpertPart:
             rows.copy_(canonical if self.half == 0 else torch.maximum(rows, canonical.to(rows)))
 
 
-def list_projections(
-    model: ModelType, sizes: LayerSizes | MoEProblem, root: str, expert: int, fused: FusedNames | None
+def _list_projections(
+    model: ModelType, sizes: LayerSizes, root: str, expert: int, fused: FusedNames | None
 ) -> Iterator[tuple[str, int | None, Projection]]:
     """The projections of an expert, each with its matrix and half.
 
@@ -140,20 +140,16 @@ class LayerManifest:
 
     Attributes:
         model_type: The type in config.json.
-        model: Its row of the table.
         problem: The layer, with the scheme and dtype of the stored tensors.
         router: How it routes.
-        root: Prefix of the block's names, including the dot.
         parts: Parts to read, by local expert.
         router_weight, router_bias, correction_bias: Tensor names, None if the model has none.
         has_shared_experts: Whether the layer has experts that take every token.
     """
 
     model_type: str
-    model: ModelType
     problem: MoEProblem
     router: RouterSpec
-    root: str
     parts: Sequence[tuple[ExpertPart, ...]]
     router_weight: str
     router_bias: str | None
@@ -161,7 +157,7 @@ class LayerManifest:
     has_shared_experts: bool
 
 
-def find_model(files: CheckpointFiles) -> tuple[str, ModelType]:
+def _find_model(files: CheckpointFiles) -> tuple[str, ModelType]:
     """The model type's name in config.json, and its row of the table.
 
     Raises:
@@ -184,7 +180,7 @@ def moe_layer_indices(files: CheckpointFiles) -> tuple[int, ...]:
     Raises:
         CheckpointError: config.json does not say which layers have experts.
     """
-    _, model = find_model(files)
+    _, model = _find_model(files)
     with config_errors(files):
         return tuple(sorted(model.moe_layers(files.config, count_layers(files.config))))
 
@@ -202,12 +198,12 @@ def list_layer(
 
     Raises:
         CheckpointError: The layer cannot be read; the message says why.
-        ValueError: An argument is not an integer, or the rank's experts are not experts of the layer.
+        ArgumentError: An argument is not an integer, or the rank's experts are not experts of the layer.
     """
     for argument, value in (("layer", layer), ("num_local_experts", num_local_experts), ("ep_rank", ep_rank)):
         if type(value) is not int and not (value is None and argument == "num_local_experts"):
             raise ArgumentError(f"{argument} must be an integer, got {shown(value)}; pass one")
-    model_type, model = find_model(files)
+    model_type, model = _find_model(files)
     _check_has_experts(files, layer)
     with config_errors(files):
         router = RouterSpec.from_config(files.config)
@@ -276,14 +272,12 @@ def list_layer(
             dtype=_dtype(files, storage, headers, router_weight),
             num_local_experts=len(experts),
         )
-    return LayerManifest(
-        model_type, model, problem, router, root, parts, router_weight, router_bias, correction_bias, bool(shared)
-    )
+    return LayerManifest(model_type, problem, router, parts, router_weight, router_bias, correction_bias, bool(shared))
 
 
 def _check_has_experts(files: CheckpointFiles, layer: int) -> None:
     """Checks that the layer exists, has experts and can be read."""
-    model_type, model = find_model(files)
+    model_type, model = _find_model(files)
     moe_layers = moe_layer_indices(files)
     num_layers = count_layers(files.config)
     if not 0 <= layer < num_layers:
@@ -320,7 +314,7 @@ def _local_experts(num_experts: int, num_local_experts: int | None, ep_rank: int
     count = num_experts if num_local_experts is None else num_local_experts
     first = ep_rank * count
     if count < 1 or ep_rank < 0 or first + count > num_experts:
-        raise ValueError(
+        raise ArgumentError(
             f"a rank's experts must be among the layer's {num_experts}, got num_local_experts={count} and "
             f"ep_rank={ep_rank}; keep num_local_experts * (ep_rank + 1) at most {num_experts}"
         )
@@ -363,12 +357,12 @@ def _bias_names(models: Iterable[ModelType], layer_root: str, root: str) -> list
 def _list_parts(
     model: ModelType, sizes: LayerSizes, storage: StorageFormat, root: str, expert: int, fused: FusedNames | None
 ) -> Iterator[ExpertPart]:
-    """Lists the parts of one expert in a storage format; other arguments as for `list_projections`.
+    """Lists the parts of one expert in a storage format; other arguments as for `_list_projections`.
 
     Raises:
         CheckpointError: The sizes do not fit the format.
     """
-    for matrix, half, projection in list_projections(model, sizes, root, expert, fused):
+    for matrix, half, projection in _list_projections(model, sizes, root, expert, fused):
         biases = [StoredTensor("_bias", ((projection.rows,),), FLOATS, "bias")] if model.has_bias else []
         for tensor in (*storage.tensors(projection), *biases):
             name = f"{projection.module}{tensor.suffix}"
@@ -403,7 +397,7 @@ def _storage_format(
     fused: FusedNames | None,
 ) -> StorageFormat:
     """How the experts are stored, according to the configs."""
-    projections = (some for expert in experts for some in list_projections(model, sizes, root, expert, fused))
+    projections = (some for expert in experts for some in _list_projections(model, sizes, root, expert, fused))
     storage = quantized_format(files, list(dict.fromkeys(projection.module for _, _, projection in projections)))
     if storage is None:
         is_transposed = model.is_transposed

@@ -35,8 +35,15 @@ from moereg.cli._show import (
     source_of,
     versions_of,
 )
-from moereg.dispatch import EmulationWarning, explain_backends, select_backend
-from moereg.errors import BackendError, TooLargeError, UnknownNameError, UnsupportedProblemError, unknown_name_message
+from moereg.dispatch import explain_backends, select_backend
+from moereg.errors import (
+    BackendError,
+    EmulationWarning,
+    TooLargeError,
+    UnknownNameError,
+    UnsupportedProblemError,
+    unknown_name_message,
+)
 from moereg.evidence.provenance import provenance
 from moereg.layer.backend_calls import device_types
 from moereg.numerics.reference import reference_experts, relative_error

@@ -139,7 +139,6 @@ def run(
     replicas=option("With --ep: balance experts by the routing's loads, so many of them twice.", min=0),
     batches="With --ep: parts into which calls are cut, e.g. 1,2; 1 if left out.",
     eager="With --ep: capture nothing in CUDA graphs.",
-    plot="Draw time and share of the roofline into this file, e.g. bench.png.",
 )
 def bench(
     flags: ProblemFlags,
@@ -154,12 +153,10 @@ def bench(
     replicas: int | None = None,
     batches: str | None = None,
     eager: bool = False,
-    plot: Path | None = None,
     verbose: bool = False,
 ) -> Shown | int:
     """Compare all backends that fit: numbers first, then speed."""
     from moereg.cli._bench import bench_layer, check_routing, parse_counts
-    from moereg.cli._plot import check_can_plot, plot_bench, write_plot
     from moereg.tuning.timing import ROUNDS
 
     _check_ep(ep, way, checkpoint)
@@ -167,8 +164,6 @@ def bench(
     parts = (1,) if batches is None else parse_counts(batches, "--batches 1,2")
     timed = ROUNDS if rounds is None else rounds
     if ep is not None:
-        if plot is not None:
-            raise UsageError("--plot draws backends, and --ep compares ways of moving tokens; leave one out")
         from moereg.cli._ep import bench_group
 
         group = bench_group(flags, ep, way, token_counts, routing, timed, seed, replicas, eager, parts)
@@ -177,12 +172,7 @@ def bench(
     for name in (name for name, is_given in of_ranks.items() if is_given):
         raise UsageError(f"{name} is about ranks; say --ep, too")
     check_routing(routing)
-    if plot is not None:
-        check_can_plot(plot)
     result = bench_layer(flags, checkpoint, layer, token_counts, routing, timed, seed)
-    # First, so that a full disk leaves nothing on standard output.
-    if plot is not None and result.rows:
-        write_plot(plot_bench, result, plot)
     return _measured(result, lambda: result.show(verbose))
 
 
@@ -193,7 +183,6 @@ def bench(
     prefer=backends_of("Measure these backends too, although they are opt-in."),
     seconds=option("Stop after so long; the same command goes on.", min=1),
     histogram="Calls by number of tokens in a JSON file, which weigh the choice; decades count alike if left out.",
-    memory=option("Gigabytes a layer for its weights in further layouts, where those are faster.", min=0),
     refresh="Measure again what was measured.",
     dry_run="Say what would be measured.",
 )
@@ -207,15 +196,13 @@ def tune(
     prefer: list[str] | None = None,
     seconds: float | None = None,
     histogram: Path | None = None,
-    memory: float = 0.0,
     seed: int = 0,
     refresh: bool = False,
     dry_run: bool = False,
     verbose: bool = False,
 ) -> Shown | int:
     """Time a layer's backends here; layers get the fastest."""
-    from moereg.cli._regret import read_histogram
-    from moereg.cli._tune import parse_routings, parse_tokens, tune_layer
+    from moereg.cli._tune import parse_routings, parse_tokens, read_histogram, tune_layer
     from moereg.cli._tune_session import Question
     from moereg.measured.significance import ASKED
 
@@ -225,7 +212,7 @@ def tune(
     calls = None if histogram is None else read_histogram(histogram)
     question = Question(flags, checkpoint, layer, counts, routings, seed)
     try:
-        result = tune_layer(question, seconds, refresh, dry_run, calls, memory * 1e9)
+        result = tune_layer(question, seconds, refresh, dry_run, calls)
     except BackendError as error:
         print_error(str(error))
         return WRONG_NUMBERS
@@ -233,26 +220,8 @@ def tune(
 
 
 @command(
-    layer="Of the checkpoint; all with experts if left out.",
-    histogram="Calls by number of tokens in a JSON file, as kernel.token_histogram() returns them.",
-    fail_above=option("Exit with 1 if a layer loses more percent, or is not measured.", min=0),
-)
-def regret(
-    flags: ProblemFlags,
-    checkpoint: Path | None = None,
-    layer: int | None = None,
-    histogram: Path | None = None,
-    fail_above: float | None = None,
-) -> Shown:
-    """Show what the choice loses against the fastest measured."""
-    from moereg.cli._regret import compare_choices
-
-    return compare_choices(flags, checkpoint, layer, histogram, fail_above)
-
-
-@command(
     checkpoint="The checkpoint, a directory or a name in the Hub's cache; it is only read.",
-    layer="Compare on this layer, the first with experts if left out. With --out, quantize it alone; all if left out.",
+    layer="Compare on this layer, the first with experts if left out.",
     quant=schemes_of("Schemes to compare: int4_w4a16_g128 or a,b or int4_*; all that fit if left out."),
     tokens="Tokens of the timed calls; 1,64 if left out.",
     inputs="Real hidden states [T,H] by layer index, in a safetensors file; random ones if left out.",
@@ -260,8 +229,6 @@ def regret(
     platform="cpu, on a machine that has a GPU.",
     require=backends_of("Use one of these backends."),
     seed=seed_of("Of random hidden states."),
-    plot="Draw error over size and over time into this file, e.g. quantize.png.",
-    out="Write a copy with quantized experts into this new directory.",
 )
 def quantize(
     checkpoint: Path,
@@ -275,13 +242,10 @@ def quantize(
     prefer: list[str] | None = None,
     deny: list[str] | None = None,
     seed: int = 0,
-    plot: Path | None = None,
-    out: Path | None = None,
 ) -> Shown:
-    """Compare schemes on a checkpoint's layer, write a copy."""
+    """Compare schemes on a checkpoint's layer."""
     from moereg.cli._bench import parse_counts
-    from moereg.cli._plot import check_can_plot, write_plot
-    from moereg.cli._quantize import DEFAULT_TOKENS, Question, compare_schemes, find_schemes, plot_quantize, read_inputs
+    from moereg.cli._quantize import DEFAULT_TOKENS, Question, compare_schemes, find_schemes, read_inputs
 
     question = Question(
         checkpoint,
@@ -290,18 +254,11 @@ def quantize(
         DEFAULT_TOKENS if tokens is None else parse_counts(tokens),
         read_inputs(inputs),
         seed,
-        out,
-        layer is not None,
     )
-    if plot is not None:
-        check_can_plot(plot)
     flags = ProblemFlags(
         num_local_experts=num_local_experts, platform=platform, require=require, prefer=prefer, deny=deny
     )
-    result = compare_schemes(flags, question)
-    if plot is not None and result.rows:
-        write_plot(plot_quantize, result, plot)
-    return _measured(result)
+    return _measured(compare_schemes(flags, question))
 
 
 @command(

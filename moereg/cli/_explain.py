@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from moereg.cli._options import ProblemFlags, Subject, usage_errors
+from moereg.cli._options import ProblemFlags, Subject
 from moereg.cli._output import console
 from moereg.cli._show import (
     WIDE,
@@ -24,7 +24,7 @@ from moereg.cli._show import (
 )
 from moereg.dispatch import explain_backends
 from moereg.errors import one_line
-from moereg.evidence.ledger import evidence_of
+from moereg.evidence.ledger import Evidence, evidence_of
 from moereg.platforms import Platform
 from moereg.plugins.loader import load_backends
 from moereg.selection.result import SCHEMA, Selection
@@ -115,8 +115,7 @@ class ModelChoices:
         from moereg.integrations.transformers import explain_model
 
         flags.check_no_checkpoint_facts("--model-dir")
-        with usage_errors():
-            return cls(path, explain_model(path, flags.platform, **flags.request(), **flags.wishes()))
+        return cls(path, explain_model(path, flags.platform, **flags.request(), **flags.wishes()))
 
     @property
     def fits(self) -> bool:
@@ -192,7 +191,7 @@ def selection_with_evidence(selection: Selection) -> dict[str, Any]:
     """The object that `moereg explain --json` prints: the selection and the chosen cell's evidence.
 
     `verification` is None if nothing fits or the cell is not registered here; a rejected decision's
-    `verified_on_platform` is None.
+    `verified_on_platform` is None. `verified_on` is the machine of the nearest current record, None without one.
     """
     winner = selection.winner
     found = None
@@ -200,12 +199,15 @@ def selection_with_evidence(selection: Selection) -> dict[str, Any]:
         evidence = evidence_of(winner.cell)
         found = {
             **evidence.to_dict(),
-            "verified_on_platform": evidence.on(selection.platform),
+            "verified_on_platform": evidence.on(selection.platform) is not None,
             "checked_at_first_use": is_checked_at_first_use(winner, selection.platform, evidence),
         }
     values = selection.to_dict()
     for decision, shown in zip(selection.decisions, values["decisions"], strict=True):
         cell = decision.cell
-        is_verified = decision.accepted and cell is not None and evidence_of(cell).on(selection.platform)
+        evidence = evidence_of(cell) if decision.accepted and cell is not None else Evidence((), (), ())
+        is_verified = evidence.on(selection.platform) is not None
         shown["verified_on_platform"] = is_verified if decision.accepted else None
+        nearest = evidence.nearest(selection.platform)
+        shown["verified_on"] = None if nearest is None else {"device": nearest.device, "versions": nearest.versions}
     return {**values, "verification": found}

@@ -17,7 +17,9 @@ from moereg.dispatch import machine_reasons
 from moereg.errors import PluginError
 from moereg.evidence.admission import ADMITTED
 from moereg.evidence.ledger import arch_name, evidence_of
+from moereg.evidence.on_machine import MachineRecord
 from moereg.evidence.quarantine import QUARANTINE, Quarantine, QuarantineRecord
+from moereg.measured.read import Source, read_tuning
 from moereg.platforms import Platform, platform_of_product, probe_platform
 from moereg.plugins.loader import current_platform, load_backends, load_movements, plugin_statuses
 from moereg.plugins.status import MOVEMENT_GROUP, PLATFORM_GROUP
@@ -60,6 +62,19 @@ def collect_info() -> dict[str, Any]:
         "plugins": [status.to_dict() for status in plugin_statuses()],
         "platform_claimed_by": platform.claimed_by or None,
         "ways": [_dispatcher(dispatchers.by_name(name), platform) for name in dispatchers.names],
+        "packs": [_pack(source, platform) for source in read_tuning()],
+    }
+
+
+def _pack(source: Source, platform: Platform) -> dict[str, Any]:
+    pack = source.pack
+    return {
+        "name": source.name,
+        "platform": pack.machine.platform,
+        "device": pack.machine.device,
+        "sessions": len(pack.sessions),
+        "layers": len(pack.layers),
+        "unused": source.unused(platform, load_backends().cells),
     }
 
 
@@ -111,7 +126,7 @@ def _backend(cells: Sequence[BackendCell], platform: Platform, quarantine: Quara
 
 def _reasons(cell: BackendCell, platform: Platform, quarantine: Quarantine) -> list[Reason]:
     """Why a cell cannot run any problem here: the machine's reasons, or all its schemes are quarantined."""
-    held = quarantine.of_cell(cell, platform)
+    held = [record for record in quarantine.of_cell(cell, platform) if record.holds_for(trains=False)]
     is_out = len(held) == len(cell.schemes)
     return [*machine_reasons(cell, platform), *(record.reason for record in held if is_out)]
 
@@ -125,12 +140,13 @@ def _cell(cell: BackendCell, held: Sequence[QuarantineRecord], platform: Platfor
         "priority": cell.priority,
         "tier": cell.tier,
         **evidence_of(cell).to_dict(),
-        "quarantined": [{"scheme": record.scheme, "date": record.date, "failure": record.failure} for record in held],
-        "admitted": [
-            {"scheme": record.scheme, "date": record.date, "error": record.error, "bound": record.bound}
-            for record in passed
-        ],
+        "quarantined": [_parts(record, "failure") for record in held],
+        "admitted": [_parts(record, "error", "bound") for record in passed],
     }
+
+
+def _parts(record: MachineRecord, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in ("scheme", "trains", "date", *names)}
 
 
 def show_info(info: Mapping[str, Any], with_cells: bool) -> None:
@@ -140,10 +156,20 @@ def show_info(info: Mapping[str, Any], with_cells: bool) -> None:
     if info["platform_error"] is not None:
         target.print(f"it is not settled which machine this is: {info['platform_error']}")
     (_print_cells if with_cells else _print_backends)(target, info, _held(platform), platform)
+    for pack in info["packs"]:
+        target.print(_pack_line(pack))
     if not info["plugins"]:
         target.print("no plugins installed")
     if not with_cells:
         target.print("moereg explain --model NAME says what a layer gets, moereg models lists names")
+
+
+def _pack_line(pack: Mapping[str, Any]) -> str:
+    """Whose times they are, and why they are not used here."""
+    unused = pack["unused"]
+    why = unused.get("") or ", ".join(f"{name} ({reason})" for name, reason in unused.items())
+    used = "in use" if not unused else f"unused: {why}" if "" in unused else f"unused for {why}"
+    return f"{pack['name']} (measured times of {pack['device']}, {pack['layers']} layers): {used}"
 
 
 def _print_backends(target: Console, info: Mapping[str, Any], held: _Held, platform: Platform) -> None:
@@ -168,6 +194,10 @@ def _print_backends(target: Console, info: Mapping[str, Any], held: _Held, platf
             _verified(cells),
         )
     target.print(table)
+    records = [record for backend in backends for cell in backend["cells"] for record in cell["verified"]]
+    with_versions = sorted({record["machine"] for record in records if not record["stale"]})
+    if with_versions:
+        target.print(f"verified on: {'; '.join(with_versions)}")
     num_cells = sum(len(backend["cells"]) for backend in backends)
     target.print(f"{len(backends)} backends with {num_cells} cells: moereg info --cells shows all, and every reason")
     target.print(Text(f"ways between ranks: {', '.join(map(_in_brief, info['ways']))}"))
@@ -258,12 +288,12 @@ def _runs(backend: Mapping[str, Any]) -> Text:
 def _verified(cells: Sequence[Mapping[str, Any]]) -> str:
     """Devices on which all of a backend's current cells were verified, or the number of verified cells."""
     records = [[record for record in cell["verified"] if not record["stale"]] for cell in cells]
-    platforms = dict.fromkeys(arch_name(record["platform"]) for of_cell in records for record in of_cell)
-    if not platforms:
+    devices = dict.fromkeys(record["machine"].partition(",")[0] for of_cell in records for record in of_cell)
+    if not devices:
         return "code changed" if any(cell["verified"] for cell in cells) else "-"
     num_verified = sum(map(bool, records))
     part = f" ({num_verified} of {len(cells)})" if num_verified < len(cells) else ""
-    return _short(platforms) + part
+    return _short(devices) + part
 
 
 def _held(platform: Platform) -> _Held:
@@ -277,7 +307,7 @@ def _print_quarantine(target: Console, held: _Held) -> None:
     if records:
         target.print(f"quarantined here, in {QUARANTINE.path()}:")
     for record in records:
-        target.print(f"  - {record.backend} ({record.experts}), {record.scheme}: {record.reason.text}")
+        target.print(f"  - {record.backend} ({record.experts}), {record.computed}: {record.reason.text}")
 
 
 def _print_admitted(target: Console, held: _Held, platform: Platform) -> None:
@@ -285,7 +315,7 @@ def _print_admitted(target: Console, held: _Held, platform: Platform) -> None:
     if records:
         target.print(f"admitted here, in {ADMITTED.path()}:")
     for record in records:
-        target.print(f"  - {record.backend} ({record.experts}), {record.scheme}: {record.date}")
+        target.print(f"  - {record.backend} ({record.experts}), {record.computed}: {record.date}")
 
 
 def _print_plugins(target: Console, plugins: Sequence[Mapping[str, Any]]) -> None:

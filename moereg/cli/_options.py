@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -15,7 +14,6 @@ import typer
 
 from moereg.cli._output import OK, only_results_on_stdout, print_json
 from moereg.errors import ArgumentError, MoeregError, one_line, shown
-from moereg.evidence.code_digest import files_stay
 from moereg.platforms import PRODUCTS, platform_of_product
 from moereg.plugins.loader import find_scheme, list_backends
 from moereg.plugins.modules import import_modules, is_file_name, registers
@@ -155,11 +153,10 @@ class ProblemFlags:
                 f"say which layer: --model NAME, or all of {', '.join(map(_flag, _SIZES))} "
                 f"(missing: {', '.join(missing)}), or --checkpoint DIR; moereg models lists names"
             )
-        with usage_errors():
-            if self.activation is not None or self.swiglu_limit is not None:
-                name = self.activation or keywords.get("activation", "silu")
-                keywords["activation"] = Activation.from_name(name, self.swiglu_limit)
-            return MoEProblem(**keywords, **self.wishes())
+        if self.activation is not None or self.swiglu_limit is not None:
+            name = self.activation or keywords.get("activation", "silu")
+            keywords["activation"] = Activation.from_name(name, self.swiglu_limit)
+        return MoEProblem(**keywords, **self.wishes())
 
     def wishes(self) -> dict[str, Any]:
         """Given fields of `MoEProblem` that no model or checkpoint decides.
@@ -224,17 +221,6 @@ def _flag(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-@contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
-    """Turns a ValueError about the user's value into a UsageError."""
-    try:
-        yield
-    except MoeregError:
-        raise
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
 class Shown(NamedTuple):
     """A command's result.
 
@@ -281,15 +267,14 @@ def command(imports: bool = True, **options: Any) -> Callable[[Callable[..., Sho
 
         @functools.wraps(work)
         def run(json: bool, verbose: bool, **values: Any) -> int:
-            with files_stay():  # Many cells' evidence reads the same files.
-                with only_results_on_stdout(verbose):
-                    import_named(values.pop("file", None) or [], values.pop("module", None) or [] if imports else [])
-                    flags = {"flags": ProblemFlags(**{name: values.pop(name) for name in shared})} if fields else {}
-                    found = work(**flags, **values, **dict.fromkeys(passed, verbose))
-                    if isinstance(found, int):
-                        return found
-                    shown = found.values() if json else {}
-                print_json(shown) if json else found.show()
+            with only_results_on_stdout(verbose):
+                import_named(values.pop("file", None) or [], values.pop("module", None) or [] if imports else [])
+                flags = {"flags": ProblemFlags(**{name: values.pop(name) for name in shared})} if fields else {}
+                found = work(**flags, **values, **dict.fromkeys(passed, verbose))
+                if isinstance(found, int):
+                    return found
+                shown = found.values() if json else {}
+            print_json(shown) if json else found.show()
             return found.code
 
         run.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
@@ -375,9 +360,8 @@ def find_subject(flags: ProblemFlags, checkpoint: Path | None, layer: int | None
     from moereg.checkpoints import read_problem
 
     flags.check_no_checkpoint_facts()
-    with usage_errors():
-        layer = first_layer(checkpoint) if layer is None else layer
-        problem = read_problem(checkpoint, layer, **flags.wishes())
+    layer = first_layer(checkpoint) if layer is None else layer
+    problem = read_problem(checkpoint, layer, **flags.wishes())
     name = f"{one_line(checkpoint.resolve().name)}, layer {layer}"
     return Subject(name, problem, checkpoint, layer, flags.notices())
 

@@ -1,20 +1,16 @@
-"""`moereg quantize`: compares a checkpoint's layer in every scheme that fits, and may write a copy."""
+"""`moereg quantize`: compares a checkpoint's layer in every scheme that fits."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fnmatch
 import math
-import os
-import signal
 import string
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import Any, Final
 
 import torch
 from rich.table import Table
@@ -22,41 +18,28 @@ from rich.text import Text
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from moereg.checkpoints import (
-    CheckpointLayer,
-    SavedCheckpoint,
-    check_can_save,
-    load_experts,
-    quantize_layer,
-    read_problem,
-    save_quantized,
-)
+from moereg.checkpoints import CheckpointLayer, read_problem
 from moereg.cli._bench import MAX_FRACTION, layer_device, load_layer, platform_at_hand, random_hidden_states
-from moereg.cli._options import ProblemFlags, UsageError, first_layer, usage_errors
+from moereg.cli._options import ProblemFlags, UsageError, first_layer
 from moereg.cli._output import console
-from moereg.cli._plot import COLORS, FAINT, INK, STYLE, axis_us, hide_ticks_that_meet, show_grid, tick
 from moereg.cli._progress import SILENT_SECONDS, phase
 from moereg.cli._show import answers, format_us, format_us_range, new_table, versions_of
 from moereg.dispatch import explain_backends
 from moereg.errors import TooLargeError, one_line, shown
 from moereg.evidence.provenance import provenance
-from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.reference import calibrate_activation_scales, reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
 from moereg.plugins.loader import find_scheme
-from moereg.quantize import dequantize_weights
+from moereg.quantize import dequantize_weights, quantize_weights
 from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.selection.result import SCHEMA, Decision, Selection, nearest_by_backend
 from moereg.spec.problem import MoEProblem
-from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme, TensorRole, get_scheme
+from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme, get_scheme
 from moereg.tuning.compare import Comparison, Measurement
 from moereg.tuning.inputs import Call, num_calls
 from moereg.tuning.roofline import expert_bytes
 from moereg.weights.permuted import ExpertWeights
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.text import Annotation
 
 DEFAULT_TOKENS: Final = (1, 64)
 # Fewest tokens to compute errors and activation scales from.
@@ -77,7 +60,6 @@ class Question:
     Attributes:
         token_counts: Tokens of the timed calls, ascending.
         inputs: Real inputs [T,H] by layer; layers without get random ones.
-        is_one_layer: Whether the copy quantizes only this layer instead of all.
     """
 
     checkpoint: Path
@@ -86,8 +68,6 @@ class Question:
     token_counts: tuple[int, ...]
     inputs: Mapping[int, torch.Tensor]
     seed: int
-    out: Path | None
-    is_one_layer: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +137,6 @@ class QuantizeResult:
         inputs: `random` or `given`.
         rows: Schemes that fit, in the question's order.
         skipped: Name and nearest candidate of each scheme that nothing here computes.
-        saved: The written copy.
-        read_back: Whether this layer of the copy was read back with equal bits.
     """
 
     question: Question
@@ -170,15 +148,13 @@ class QuantizeResult:
     original: SchemeRow | None = None
     rows: tuple[SchemeRow, ...] = ()
     skipped: tuple[tuple[str, Selection], ...] = ()
-    saved: SavedCheckpoint | None = None
-    read_back: bool | None = None
 
     @property
     def passed(self) -> bool | None:
-        """Whether everything that ran was right, including the written copy; None if nothing fitted."""
+        """Whether everything that ran was right; None if nothing fitted."""
         if not self.rows or self.original is None:
             return None
-        return all(row.passed for row in (self.original, *self.rows)) and self.read_back is not False
+        return all(row.passed for row in (self.original, *self.rows))
 
     def unbeaten(self) -> tuple[SchemeRow, ...]:
         """Rows that are Pareto-optimal in size, error and time, without wrong ones and emulations."""
@@ -199,7 +175,6 @@ class QuantizeResult:
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `moereg quantize --json` prints."""
-        saved = self.saved
         return {
             "schema": SCHEMA,
             "checkpoint": str(self.question.checkpoint),
@@ -215,19 +190,10 @@ class QuantizeResult:
                 {"quant": name, "reasons": nearest_by_backend(selection.decisions)[0].to_dict()["reasons"]}
                 for name, selection in self.skipped
             ],
-            "out": None
-            if saved is None
-            else {
-                "path": str(saved.path),
-                "quant": saved.quant.name,
-                "layers": list(saved.layers),
-                "bytes": saved.num_bytes,
-                "read_back": self.read_back,
-            },
         }
 
     def show(self) -> None:
-        """Prints the comparison and the written copy, or the reasons if nothing fitted."""
+        """Prints the comparison, or the reasons if nothing fitted."""
         target = console(sys.stdout)
         question, original = self.question, self.original
         target.print(f"{self.subject}: {self.problem}")
@@ -256,22 +222,10 @@ class QuantizeResult:
                     fault = measured.failure or measured.damage or error
                     label = f"{row.quant} on {row.decision.backend} at {measured.num_tokens} tokens"
                     target.print(Text(f"{label}: {fault}", style="bold red"))
-        saved = self.saved
-        if saved is not None:
-            layers = f"layer {saved.layers[0]}" if len(saved.layers) == 1 else f"{len(saved.layers)} layers"
-            back = "the same bits" if self.read_back else "OTHER BITS"
-            target.print(f"wrote {saved.path}: {layers} in {saved.quant.name}, {format_bytes(saved.num_bytes)} in all")
-            target.print(f"read back by load_experts, layer {question.layer}: {back}")
-        elif question.out is not None and self.rows:
-            target.print("nothing was written, since something was wrong")
-        elif self.rows:
-            target.print(
-                "nothing was written; --quant NAME --out DIR writes a checkpoint with the experts of all layers"
-            )
-        elif len(self.skipped) < len(question.schemes):
-            target.print(Text("nothing here computes the original, which the others are compared with", "bold red"))
-        else:
-            target.print(Text("nothing fits", "bold red"))
+        if not self.rows:
+            is_original = len(self.skipped) < len(question.schemes)
+            what = "nothing here computes the original, which the others are compared with"
+            target.print(Text(what if is_original else "nothing fits", "bold red"))
 
 
 def _print_notes(show: Any, result: QuantizeResult) -> None:
@@ -357,82 +311,6 @@ def sketch(result: QuantizeResult) -> list[str]:
     return [*lines, f"{'':>7} +{'-' * width}", f"{'':>9}{first}{last:>{width - len(first)}}"]
 
 
-def plot_quantize(result: QuantizeResult, path: Path) -> None:
-    """Writes the plot in the format of the file's suffix.
-
-    Args:
-        result: A result with rows.
-        path: A path that `check_can_plot` accepts; overwritten.
-    """
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    original = result.original
-    assert original is not None
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11.5, 5.4), dpi=150, facecolor="white")
-        sizes, times = figure.subplots(1, 2, sharey=True)
-        figure.subplots_adjust(left=0.07, right=0.79, top=0.8, bottom=0.11, wspace=0.07)
-        sizes.set_yscale("log")
-        tick(sizes.yaxis, lambda value, _: f"{100 * value:.3g} %")
-        sizes.set_ylabel("error of the output")
-        sizes.set_xlabel("size of the layer's experts, MB")
-        times.set_xscale("log")
-        tick(times.xaxis, axis_us)
-        times.set_xlabel(f"time of a call of {result.question.token_counts[-1]} tokens")
-        _draw(sizes, result.rows, [row.num_bytes / 1e6 for row in result.rows], original.num_bytes / 1e6)
-        sizes.set_xlim(left=0)
-        _draw(times, result.rows, [row.measured[-1].time_us for row in result.rows], original.measured[-1].time_us)
-        hide_ticks_that_meet(times)
-        for axes in (sizes, times):
-            _label(axes, _letters(result.rows))
-        title = f"{result.subject}, on {result.measured_on['device']}"
-        figure.text(0.07, 0.93, title, fontsize=15, fontweight="bold", color=INK)
-        inputs = "its own inputs" if result.inputs == "given" else "random hidden states"
-        facts = ("dashed: the original", "hollow: an emulation", f"errors on {inputs}", result.measured_on["date"])
-        figure.text(0.07, 0.88, " · ".join(map(str, (result.problem, *facts))), fontsize=10, color=FAINT)
-        for place, (letter, row) in enumerate(zip(_letters(result.rows), result.rows, strict=True)):
-            y = 0.78 - 0.036 * place
-            figure.text(0.805, y, letter, fontsize=10, fontweight="bold", color=_color(row, result.rows))
-            figure.text(0.825, y, row.quant, fontsize=10, color=INK)
-        figure.savefig(path)
-
-
-def _color(row: SchemeRow, rows: Sequence[SchemeRow]) -> str:
-    families = list(dict.fromkeys(row.quant.partition("_")[0] for row in rows))
-    return COLORS[families.index(row.quant.partition("_")[0]) % len(COLORS)]
-
-
-def _draw(axes: Axes, rows: Sequence[SchemeRow], values: Sequence[float], original: float) -> None:
-    for row, value in zip(rows, values, strict=True):
-        color = _color(row, rows)
-        filled = color if row.decision.tier == "kernel" else "white"
-        error = row.output_error if row.output_error > 0 else math.nan  # A logarithmic axis has no zero.
-        axes.plot([value], [error], "o", color=color, markerfacecolor=filled, markersize=7, zorder=3)
-    axes.axvline(original, color=FAINT, linestyle=(0, (4, 3)), linewidth=1.6)
-    show_grid(axes)
-
-
-def _label(axes: Axes, letters: str) -> None:
-    """Labels each point with its letter; points whose labels would overlap share one."""
-    labels: list[Annotation] = []
-    for letter, line in zip(letters, axes.get_lines(), strict=False):
-        data: Any = line.get_data()
-        x, y = (float(values[0]) for values in data)
-        if not (math.isfinite(x) and math.isfinite(y)):
-            continue
-        # To the side where there is room.
-        is_right = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))[0] > 0.5
-        place: dict[str, Any] = {"xytext": (-6, 4), "ha": "right"} if is_right else {"xytext": (6, 4)}
-        label = axes.annotate(letter, (x, y), textcoords="offset points", fontsize=9, color=INK, **place)
-        while touched := [one for one in labels if one.get_window_extent().overlaps(label.get_window_extent())]:
-            labels.remove(touched[0])
-            touched[0].set_text(f"{touched[0].get_text()},{label.get_text()}")
-            label.remove()
-            label = touched[0]
-        labels.append(label)
-
-
 def find_schemes(words: Sequence[str]) -> tuple[QuantScheme, ...]:
     """The schemes of `--quant`: names or patterns such as `int4_*`; by default all of moereg's own.
 
@@ -481,20 +359,17 @@ def read_inputs(path: Path | None) -> dict[int, torch.Tensor]:
 
 
 def compare_schemes(flags: ProblemFlags, question: Question) -> QuantizeResult:
-    """Loads a layer, quantizes it to each scheme in turn, runs its backend, and writes the copy.
+    """Loads a layer, quantizes it to each scheme in turn, and runs its backend.
 
-    The result has no rows if nothing fits. Nothing is written if something was wrong.
+    The result has no rows if nothing fits.
 
     Raises:
         MoeregError: Anything that the user can fix.
     """
-    if question.out is not None:
-        check_copy(question)
     layer = first_layer(question.checkpoint) if question.layer is None else question.layer
     question = dataclasses.replace(question, layer=layer)
     flags = dataclasses.replace(flags, tokens=max(question.token_counts))
-    with usage_errors():
-        problem = read_problem(question.checkpoint, layer, **flags.wishes())
+    problem = read_problem(question.checkpoint, layer, **flags.wishes())
     platform = platform_at_hand("quantize", flags.platform)
     selections = {
         scheme.name: explain_backends(dataclasses.replace(problem, quant=scheme), platform, **flags.request())
@@ -528,27 +403,7 @@ def compare_schemes(flags: ProblemFlags, question: Question) -> QuantizeResult:
                 is_said = True
                 about = f"{left_seconds / 60:.0f} min" if left_seconds >= 90 else f"{left_seconds:.0f} s"
                 print(f"about {about} left for {num_left} of {len(fitting)} schemes", file=sys.stderr, flush=True)
-        result = dataclasses.replace(result, original=first, rows=tuple(rows))
-        if question.out is None or not result.passed:
-            return result
-        return work.write(result)
-
-
-def check_copy(question: Question) -> None:
-    """Checks before measuring that the copy can be written.
-
-    Raises:
-        UsageError: The scheme to write is ambiguous.
-        CheckpointError: The copy cannot be written.
-    """
-    assert question.out is not None
-    if len(question.schemes) != 1:
-        raise UsageError(
-            f"--out writes one scheme, got {len(question.schemes)}; choose it with --quant, such as --quant "
-            f"{question.schemes[0].name}"
-        )
-    layers = [question.layer] if question.is_one_layer and question.layer is not None else None
-    check_can_save(question.checkpoint, question.out, question.schemes[0], layers, question.inputs)
+        return dataclasses.replace(result, original=first, rows=tuple(rows))
 
 
 def _check_fits(problem: MoEProblem, device: torch.device) -> None:
@@ -660,36 +515,12 @@ class _Work:
         )
 
     def quantized(self, scheme: QuantScheme) -> ExpertWeights:
-        """The layer's quantized weights, equal to the copy's."""
-        with usage_errors():
-            return quantize_layer(self.plain, scheme, self.sample.to(self.plain.router_weight.dtype))
-
-    def write(self, result: QuantizeResult) -> QuantizeResult:
-        """Writes the copy and reads this layer back."""
-        question = result.question
-        assert question.out is not None and question.layer is not None
-        (scheme,) = question.schemes
-        layers = [question.layer] if question.is_one_layer else None
-        with phase(f"writing {question.out}") as advance, _cleaned_up_before_the_end():
-            saved = save_quantized(
-                question.checkpoint,
-                question.out,
-                scheme,
-                layers,
-                question.inputs,
-                device=self.layer.weights.w13.device,
-                progress=advance,
-            )
-        with phase("reading it back"):
-            local, device = self.layer.problem, self.layer.weights.w13.device
-            count = local.num_local_experts if local.is_expert_parallel else None
-            found = load_experts(saved.path, question.layer, device=device, num_local_experts=count).weights
-            # With only some experts, unchosen ones get other activation scales.
-            roles = [
-                role for role in get_args(TensorRole) if not (local.is_expert_parallel and role == "activation_scale")
-            ]
-            is_same = _same(found.tensors(*roles), self.quantized(scheme).tensors(*roles))
-        return dataclasses.replace(result, saved=saved, read_back=is_same)
+        """The layer's quantized weights; activation scales that a checkpoint stores come from the sample."""
+        plain, fmt, a13_scale, a2_scale = self.plain, scheme.activation, None, None
+        if fmt is not None and (fmt.static or fmt.global_scale):
+            call = (self.sample, *self.layer.route(self.sample))
+            a13_scale, a2_scale = calibrate_activation_scales(plain.problem, plain.weights, *call, scheme)
+        return quantize_weights(plain.weights, scheme, a13_scale=a13_scale, a2_scale=a2_scale)
 
     def _original_us(self, count: int) -> float:
         """The original's current time; NaN if it was wrong or failed."""
@@ -697,32 +528,6 @@ class _Work:
             return math.nan
         (timing,) = self.original.time_again(count, _ROUNDS, _SECONDS).values()
         return timing.median_us
-
-
-class _EndedError(BaseException):
-    """A signal is ending this process."""
-
-
-@contextlib.contextmanager
-def _cleaned_up_before_the_end() -> Iterator[None]:
-    """Within this context, SIGTERM removes half-written files before it ends this process."""
-    is_ours = threading.current_thread() is threading.main_thread()
-    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def end(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # Another signal would interrupt the cleanup.
-        raise _EndedError
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        with contextlib.suppress(_EndedError):
-            yield
-            return
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _calls(count: int) -> int:
@@ -753,16 +558,3 @@ def _weights_error(weights: ExpertWeights, plain: ExpertWeights) -> float:
             difference += float(torch.linalg.vector_norm(found[0] - expected)) ** 2
             norm += float(torch.linalg.vector_norm(expected)) ** 2
     return math.sqrt(difference / norm) if norm else math.sqrt(difference)
-
-
-def _same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two layers hold the same numbers; a checkpoint stores a common scale of gate and up twice."""
-    theirs = dict(expected)
-    for name, tensor in found.items():
-        other = theirs.pop(name, None)
-        if other is None:
-            return False
-        other = other.unsqueeze(1) if other.dim() < tensor.dim() else other
-        if tensor.dtype != other.dtype or not torch.equal(tensor.float(), other.expand_as(tensor).float()):
-            return False
-    return not theirs

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moereg.evidence.on_machine import record_keys
-from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
+from moereg.evidence.quarantine import QUARANTINE, Quarantine, QuarantineRecord
 from moereg.plugins.loader import current_platform, list_cells, load_backends
 from moereg.registry import BackendCell
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
-from moereg.testing.check import CellName, Check
+from moereg.testing.check import GRADIENT_KINDS, CellName, Check
 from moereg.testing.outcomes import IMPORT, Outcome, Report
 
 
@@ -51,17 +51,20 @@ class Change:
 
 
 def _short(record: QuarantineRecord) -> dict[str, str]:
-    return {name: getattr(record, name) for name in ("backend", "experts", "rule", "scheme", "failure", "date")}
+    names = "backend", "experts", "rule", "scheme", "trains", "failure", "date"
+    return {name: getattr(record, name) for name in names}
 
 
 def _named(record: QuarantineRecord) -> str:
-    return f"{record.backend} ({record.experts}, {record.rule}), {record.scheme}"
+    return f"{record.backend} ({record.experts}, {record.rule}), {record.computed}"
 
 
 def quarantine_failures(
     report: Report, is_whole: bool = True, again: Callable[[Check], Outcome] | None = None
 ) -> Change:
     """Quarantines the schemes of cells that failed here, and lifts cells that passed all of their checks.
+
+    What failed in checks of gradients alone is quarantined for problems with gradients alone.
 
     Args:
         report: The kit's report.
@@ -92,9 +95,9 @@ def quarantine_failures(
         elif result.outcome.passes_alone:
             left[str(name)] = f"{check.id} passes alone; a check before it, of any cell, damages the process"
         else:
-            schemes = [
-                scheme for scheme in _schemes(check, cell) if not record_keys(cell, here, scheme) <= added.keys()
-            ]
+            trains = check.kind in GRADIENT_KINDS
+            found = Quarantine(added.values())
+            schemes = [scheme for scheme in _schemes(check, cell) if not found.record(cell, scheme, here, trains)]
             outcome = result.outcome
             if schemes and outcome.status == "timed_out":
                 outcome = Outcome("passed") if again is None else again(check)
@@ -103,7 +106,7 @@ def quarantine_failures(
                 continue
             failure = f"{check.id} {outcome.status.replace('_', ' ')}: {outcome.message}"
             for scheme in schemes:  # A scheme keeps its first failure.
-                record = QuarantineRecord.failed(cell, scheme, here, failure)
+                record = QuarantineRecord.failed(cell, scheme, here, failure, trains)
                 added[record.key] = record
     passed = (known[name] for name in report.verified_cells if is_whole and name in known)
     keys = {key for cell in passed for key in record_keys(cell, here)}

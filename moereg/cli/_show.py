@@ -145,42 +145,45 @@ def _print_decisions(
 
 
 def _verified(decision: Decision, platform: Platform) -> Text:
-    """Whether a candidate was verified on a platform, or admitted on this machine, in a word or two."""
+    """Whether a candidate was verified or admitted on this machine, else where it was verified, in a few words."""
     evidence = None if decision.cell is None else evidence_of(decision.cell)
-    if evidence is not None and evidence.on(platform):
-        return Text("yes", style="green")
+    nearest = None if evidence is None else evidence.nearest(platform)
+    if nearest is not None and platform.probed and nearest.is_on(platform):
+        return Text(f"yes ({nearest.machine_in_brief})", style="green")
     if (record := admission_of(decision, platform)) is not None:
         return Text(f"admitted {record.date}", style="green")
-    if evidence is None or not (evidence.current or evidence.stale):
-        return Text("no", style="yellow")
-    is_stale = any(record.platform == str(platform) for record in evidence.stale)
-    return Text("code changed" if is_stale else "elsewhere", style="yellow")
+    if nearest is not None:
+        return Text(f"on {nearest.machine_in_brief}", style="green" if nearest.is_on(platform) else "yellow")
+    return Text("code changed" if evidence is not None and evidence.stale else "no", style="yellow")
 
 
 def _verification(decision: Decision, platform: Platform) -> str:
-    """Platforms on which a candidate was verified, this one first, and what admission says where it was not."""
-    arch = arch_name(str(platform))
-    if decision.cell is None:
-        return f"not verified on {arch}"
-    evidence = evidence_of(decision.cell)
-    if evidence.on(platform):
-        return f"verified {evidence}"
-    elsewhere = f"; verified {evidence}" if evidence.current or evidence.stale else ""
-    record = admission_of(decision, platform)
-    found = f"; admitted {record.date}: off by {record.error:.2g}, bound {record.bound:.2g}" if record else ""
+    """Where and with what a candidate was verified, and what admission says where no record holds."""
+    evidence = Evidence((), (), ()) if decision.cell is None else evidence_of(decision.cell)
+    parts = [f"verified {evidence}"] if evidence.current or evidence.stale else []
+    if all(record.platform != str(platform) for record in evidence.current):
+        parts.insert(0, f"not verified on {arch_name(str(platform))}")
+    if record := admission_of(decision, platform):
+        parts.append(f"admitted {record.date}: off by {record.error:.2g}, bound {record.bound:.2g}")
     if is_checked_at_first_use(decision, platform, evidence):
-        found = "; will be checked at first use" if platform.probed else "; would be checked at first use there"
-    return f"not verified on {arch}{elsewhere}{found}"
+        parts.append(f"checked at first use {'here' if platform.probed else 'there'}")
+    elif not platform.probed and evidence.on(platform):
+        parts.append("checked at first use on other devices and versions")
+    return "; ".join(parts)
 
 
 def admission_of(decision: Decision, platform: Platform) -> AdmissionRecord | None:
-    """The record of a candidate that is admitted on this machine."""
-    return None if decision.cell is None else ADMITTED.read().record(decision.cell, decision.scheme, platform)
+    """The record of a candidate that is admitted on this machine, for its problem or else without gradients."""
+    if decision.cell is None or not decision.evidence:
+        return None
+    return next(iter(ADMITTED.read().of_cell(decision.cell, platform, decision.scheme)), None)
 
 
 def is_checked_at_first_use(decision: Decision, platform: Platform, evidence: Evidence) -> bool:
     """Whether a layer on that machine would check the candidate's kernel first."""
-    is_known = evidence.on(platform) or admission_of(decision, platform) is not None
+    if decision.cell is None:
+        return False
+    is_known = evidence.on(platform) or admission_of(decision, platform)
     return not is_known and (not platform.probed or ADMITTED.path() is not None)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
+from moereg.arguments import check_count, check_mapping
 from moereg.cli._bench import check_routing, parse_counts, platform_at_hand
 from moereg.cli._options import Subject, UsageError, find_subject
 from moereg.cli._output import NOTHING_FITS, OK, UNFINISHED, WRONG_NUMBERS, console
@@ -26,11 +27,12 @@ from moereg.errors import shown
 from moereg.evidence.admission import ADMITTED, AdmissionRecord
 from moereg.evidence.ledger import evidence_of
 from moereg.evidence.quarantine import QUARANTINE
+from moereg.evidence.store import read_document
+from moereg.measured.pack import VARIABLE
 from moereg.measured.plans import LayerTimes, with_ranges
-from moereg.measured.read import VARIABLE, Measured, Source, tuning_path
+from moereg.measured.read import Measured, Source, tuning_path
 from moereg.measured.significance import ASKED, NUM_SESSIONS
 from moereg.platforms import Platform
-from moereg.runtime.memory import format_bytes
 from moereg.runtime.progress import duration
 from moereg.selection.decide import candidate_of
 from moereg.selection.result import SCHEMA, Selection
@@ -55,7 +57,6 @@ class TuneResult:
         record: The layer's part of it; None if nothing fits.
         selection: The candidates.
         counts, routings: What was asked.
-        granted: Candidates with memory for a layout of their own, and its bytes a layer.
         unfinished: Why the measuring stopped before its end; empty if it did not.
         is_dry: Whether nothing was to be measured.
     """
@@ -67,7 +68,6 @@ class TuneResult:
     selection: Selection
     counts: tuple[int, ...]
     routings: tuple[str, ...]
-    granted: Mapping[Key, int] = dataclasses.field(default_factory=dict)
     unfinished: str = ""
     is_dry: bool = False
 
@@ -139,7 +139,6 @@ class TuneResult:
             "default": _named(keys[0]) if keys else None,
             "selected": _named(self.selected) if self.selected else None,
             "plan": [[most, _named(keys[index])] for most, index in self.plan.ranges],
-            "memory": [{**_named(key), "bytes": size} for key, size in self.granted.items()],
             "note": self.plan.note or None,
             "winners": self.winners(),
             "left_out": [{**_named(key), "reason": text} for key, text in (record.left_out if record else {}).items()],
@@ -206,8 +205,6 @@ class TuneResult:
             default = record.keys[0]
             for most, index in self.plan.ranges[:-1]:
                 target.print(f"calls of up to {most} tokens get {_text(record.keys[index])}")
-            for key, size in self.granted.items():
-                target.print(f"{_text(key)} reads weights of its own: {format_bytes(size)} more for each such layer")
             text = f"nothing beats the default: layers of this shape get {_text(default)} as before"
             if selected != default:
                 text = f"layers of this shape now get {_text(selected)} (was {_text(default)})"
@@ -229,7 +226,6 @@ def tune_layer(
     refresh: bool = False,
     dry_run: bool = False,
     calls: Mapping[int, int] | None = None,
-    memory_bytes: float = 0.0,
     start: Callable[[], Worker] = start_worker,
 ) -> TuneResult:
     """Measures a layer into the user's pack.
@@ -240,7 +236,6 @@ def tune_layer(
         refresh: Whether to forget the layer's times first.
         dry_run: Whether to measure nothing.
         calls: Numbers of calls by number of tokens, which weigh the choice; without, decades count alike.
-        memory_bytes: Memory for further copies of the layer's weights.
         start: Starts a process that measures.
 
     Raises:
@@ -273,7 +268,7 @@ def tune_layer(
     with countdown("tuning") as progress:
         try:
             Tuner(question, platform, record, start, deadline, progress).run()
-            result = dataclasses.replace(result, granted=record.decide(calls or {}, memory_bytes))
+            record.weigh(calls or {})
         except Unfinished as error:
             result = dataclasses.replace(result, unfinished=str(error))
     _admit(record, platform)
@@ -320,3 +315,21 @@ def parse_routings(text: str) -> tuple[str, ...]:
             f"--routing takes {' and '.join(ASKED)}, got {shown(text)}; {GUARD} is always measured as a guard"
         )
     return names
+
+
+def read_histogram(path: Path) -> Mapping[int, int]:
+    """Calls by numbers of tokens, at least one.
+
+    Raises:
+        UsageError: The file has another form.
+    """
+    try:
+        found = check_mapping("a histogram", read_document(path))
+        numbers = {key: int(key) if key.isascii() and key.isdigit() else key for key in found}
+        calls = {check_count("tokens", numbers[key]): check_count("calls", found[key], minimum=0) for key in found}
+        if not any(calls.values()):
+            raise ValueError("it has no calls")
+    except ValueError as error:
+        form = '{"1": 900, "512": 12}'
+        raise UsageError(f"--histogram takes calls by tokens, such as {form}, got {str(path)!r}: {error}") from None
+    return calls

@@ -123,7 +123,7 @@ def measure(tell: Callable[[Any], object], keys: Collection[Key], point: Point, 
         for row in session.leave_out_failed(rows)
     ]
     default = next((row for row in rows if row.decision == layer.default), None)
-    values = {key_of(row.decision, platform): row_values(row, default, session.comparison) for row in rows}
+    values = {key_of(row.decision, platform): row_values(row, default) for row in rows}
     timed = {key: found for key, found in values.items() if found is not None}
     return AtPoint(timed, failures, str(session.comparison.stopped or ""))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from moereg.cli._tune_session import Failure, Question, begin, clocks, measure
-from moereg.errors import BackendError, TooLargeError
+from moereg.errors import BackendError, TooLargeError, WorkerError
 from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
 from moereg.measured.plans import LayerTimes
 from moereg.measured.significance import NUM_SESSIONS, gains
@@ -167,7 +167,7 @@ class Tuner:
             return answer.value
         key, step = answer.step or (None, "")
         if key is None and fresh:
-            raise RuntimeError(f"a session ended before it ran anything: {answer.outcome.message}")
+            raise WorkerError(f"a session ended before it ran anything: {answer.outcome.message}")
         how = f"{answer.outcome.message} ({step})" if step else answer.outcome.message
         raise _Ended(None if step == IN_TURNS else key, how)
 

@@ -1,7 +1,7 @@
 """The ledger: which cells were verified on which hardware and versions, and whether their code is still the same.
 
 A package's ledger is `moereg_ledger.json` at its top level and has records of that package's cells only; moereg ships
-its own. A record is evidence for the machine that it names, and for the rule that matched when it was made.
+its own. A record is evidence for the device and the versions that it names, and for the rule that matched then.
 """
 
 from __future__ import annotations
@@ -9,28 +9,24 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final
 
 from packaging.requirements import Requirement
 from typing_extensions import Self
 
 from moereg.arguments import check_count, check_date, within
-from moereg.errors import ArgumentError, MoeregWarning
+from moereg.errors import ArgumentError, LedgerWarning
 from moereg.evidence.code_digest import LEDGER_NAME, UNKNOWN, class_digest, module_file, root_package
-from moereg.evidence.provenance import provenance
+from moereg.evidence.provenance import minor_version, provenance
 from moereg.evidence.store import Record, read_once, read_records, records_text
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BUILTIN, REGISTRY, BackendCell
 from moereg.spec.facts import narrowed_text
 
 FILE_NAME: Final = LEDGER_NAME
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 _PACKAGE: Final = __name__.partition(".")[0]
-
-
-class LedgerWarning(MoeregWarning):
-    """A ledger cannot be read; its cells count as not verified."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Verification(Record):
         commit: Commit of moereg's code; empty if unknown, and for other distributions' cells.
         date: ISO date.
         cases: Conformance tests that passed; none failed.
-        digest: `cell_digest` of the code.
+        digest: `class_digest` of the code.
         facts: The cell's narrowed facts, as text, to distinguish cells on one rule; empty if it narrows none, and in
             records that do not say.
     """
@@ -71,12 +67,12 @@ class Verification(Record):
         """Makes a record for a cell that has just passed on this machine.
 
         Raises:
-            ValueError: None of its rules matches the machine, which could only have imitated another.
+            ArgumentError: None of its rules matches the machine, which could only have imitated another.
         """
         rule = cell.rule_for(platform)
         if rule is None:
             rules = ", ".join(rule.text for rule in cell.rules)
-            raise ValueError(
+            raise ArgumentError(
                 f"a record of {cell.class_name} needs a platform in ({rules}), got {platform}; run it there"
             )
         found = provenance(platform, {"torch", *(Requirement(text).name for text in cell.requires)})
@@ -90,7 +86,7 @@ class Verification(Record):
             rule=rule.text,
             tier=cell.tier,
             cases=cases,
-            digest=cell_digest(cell),
+            digest=class_digest(cell.experts),
             facts=narrowed_text(cell.facts, cell.experts.facts),
             **found,
         )
@@ -113,15 +109,36 @@ class Verification(Record):
             return False
         return self.facts in ("", narrowed_text(cell.facts, cell.experts.facts))
 
+    def is_on(self, platform: Platform) -> bool:
+        """Whether it holds for a machine: same device, and same major and minor versions of torch and libraries.
+
+        Of a platform that is only named, neither is known: its architecture decides. The model of a CPU does not
+        matter, since the kernels for CPUs are torch's, which support every CPU; otherwise hardly any CPU would be in a
+        record, and all users would wait for the first check.
+        """
+        if self.platform != str(platform) or not platform.probed:
+            return self.platform == str(platform)
+        here = {name: minor_version(platform.versions.get(name, "")) for name in self.versions}
+        is_same = here == {name: minor_version(version) for name, version in self.versions.items()}
+        return is_same and (platform.kind == "cpu" or self.device == platform.device_name)
+
+    @property
+    def machine(self) -> tuple[str, ...]:
+        """Device and versions, such as `H200`, `torch 2.11`, `triton 3.6`."""
+        names = sorted(self.versions, key=lambda name: (name not in ("torch", "triton"), name))
+        versions = (f"{name} {minor_version(self.versions[name])}" for name in names)
+        return (self.device.removeprefix("NVIDIA ") or arch_name(self.platform), *versions)
+
+    @property
+    def machine_in_brief(self) -> str:
+        """`machine` with torch and Triton alone."""
+        device, *versions = self.machine
+        return ", ".join((device, *(each for each in versions if each.startswith(("torch ", "triton ")))))
+
     @property
     def key(self) -> tuple[str, str, tuple[str, ...], str, str, str, str]:
         """The record's subject: a later record of the same cell on the same device replaces it."""
         return (self.backend, self.experts, self.schemes, self.rule, self.platform, self.device, self.facts)
-
-
-def cell_digest(cell: BackendCell) -> str:
-    """A digest of the code that a cell runs: its class, and what it names and imports."""
-    return class_digest(cell.experts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,39 +150,44 @@ class Evidence:
         stale: Records of code that has changed since, or cannot be read now.
         missing: Platforms that the cell's rules name without a current record, such as `cuda:sm80` for `cuda:sm80+`;
             a rule without an architecture stands for itself.
-        is_readable: Whether the cell's code could be read; True if there are no records.
     """
 
     current: tuple[Verification, ...]
     stale: tuple[Verification, ...]
     missing: tuple[str, ...]
-    is_readable: bool = True
 
-    def on(self, platform: Platform) -> bool:
-        """Whether a current record covers this platform."""
-        return any(record.platform == str(platform) for record in self.current)
+    def on(self, platform: Platform) -> Verification | None:
+        """The current record that holds for this machine, or None."""
+        return next((record for record in self.current if record.is_on(platform)), None)
+
+    def nearest(self, platform: Platform) -> Verification | None:
+        """The current record that holds for this machine, else one of the same platform, else any."""
+        return max(self.current, key=lambda one: (one.is_on(platform), one.platform == str(platform)), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: `verified`, a list of records with `stale`, and `not_verified`, a list of platforms."""
-        keys = ("rule", "platform", "device", "versions", "commit", "date", "cases")
+        keys = ("rule", "platform", "device", "versions", "commit", "date", "cases", "digest")
         return {
             "verified": [
-                {**{key: getattr(record, key) for key in keys}, "stale": record in self.stale}
+                {
+                    **{key: getattr(record, key) for key in keys},
+                    "stale": record in self.stale,
+                    "machine": record.machine_in_brief,
+                }
                 for record in (*self.current, *self.stale)
             ],
             "not_verified": list(self.missing),
         }
 
     def __str__(self) -> str:
-        """Such as `on sm90 (NVIDIA H200, 2026-11-22); not on sm80, gfx942`, or `not verified` without records."""
+        """Such as `on H200 with torch 2.11, triton 3.6 (sm90, 2026-11-22); not on sm80`, or `not verified`."""
         if not self.current and not self.stale:
             return "not verified"
         parts = []
         if self.current:
             parts.append(f"on {_machines(self.current)}")
         if self.stale:
-            since = "before its code changed" if self.is_readable else "with code that cannot be read now,"
-            parts.append(f"{since} on {_machines(self.stale)}")
+            parts.append(f"before its code changed on {_machines(self.stale)}")
         missing = [name for name in self.missing if not any(_covers(record.platform, name) for record in self.stale)]
         if missing:
             names = ["elsewhere" if name == "*" else arch_name(name) for name in missing]
@@ -179,22 +201,21 @@ def arch_name(platform: str) -> str:
     return arch if arch and kind in ("cpu", "cuda", "rocm") else platform
 
 
-def _machines(records: Sequence[Verification]) -> str:
-    return ", ".join(
-        f"{arch_name(record.platform)} ({', '.join(filter(None, [record.device, record.date]))})" for record in records
-    )
+def _machines(records: Iterable[Verification]) -> str:
+    """Such as `H200 with torch 2.11, triton 3.6 (sm90, 2026-11-22)`."""
+    found = [(record.machine, f"{arch_name(record.platform)}, {record.date}") for record in records]
+    return ", ".join(f"{device} with {', '.join(versions)} ({where})" for (device, *versions), where in found)
 
 
 def evidence_of(cell: BackendCell) -> Evidence:
     """The evidence for a cell in its own package's ledger. Warns once about an unreadable ledger."""
     records = [record for record in _own_records(cell) if record.is_of(cell)]
-    digest = cell_digest(cell) if records else UNKNOWN
-    is_current = [record.digest == digest != UNKNOWN for record in records]
-    current = tuple(record for record, holds in zip(records, is_current, strict=True) if holds)
-    stale = tuple(record for record, holds in zip(records, is_current, strict=True) if not holds)
+    digest = class_digest(cell.experts) if records else UNKNOWN
+    current = tuple(record for record in records if record.digest == digest != UNKNOWN)
+    stale = tuple(record for record in records if record not in current)
     named = [_named(rule) for rule in cell.rules]
     missing = tuple(name for name in named if not any(_covers(record.platform, name) for record in current))
-    return Evidence(current, stale, missing, digest != UNKNOWN or not records)
+    return Evidence(current, stale, missing)
 
 
 def _named(rule: PlatformRule) -> str:
@@ -237,7 +258,7 @@ def read_ledger(path: pathlib.Path) -> tuple[Verification, ...]:
     """Reads the records of a ledger file.
 
     Raises:
-        ValueError: It cannot be read, is not JSON, or does not hold records of this schema.
+        ArgumentError: It cannot be read, is not JSON, or does not hold records of this schema.
     """
     return read_records(path, Verification, SCHEMA)
 
@@ -246,7 +267,7 @@ def merge_ledger(path: pathlib.Path, records: Sequence[Verification]) -> None:
     """Merges records into a ledger file; records of other cells and devices stay.
 
     Raises:
-        ValueError: The file exists and is not a ledger.
+        ArgumentError: The file exists and is not a ledger.
     """
     known = {record.key: record for record in (*(read_ledger(path) if path.exists() else ()), *records)}
     ordered = [known[key] for key in sorted(known)]

@@ -6,6 +6,7 @@ user's data directory unless an environment variable names another, or turns it 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -20,27 +21,27 @@ from packaging.utils import canonicalize_name
 from typing_extensions import Self
 
 from moereg.arguments import check_date
-from moereg.errors import MoeregError, MoeregWarning, described, one_line, shown
+from moereg.errors import ArgumentError, RecordFileError, RecordFileWarning, one_line, shown
 from moereg.evidence.code_digest import class_digest
-from moereg.evidence.store import Record, change_file, read_once, read_records, records_text
+from moereg.evidence.store import (
+    OlderFileError,
+    Record,
+    change_file,
+    read_once,
+    read_records,
+    records_text,
+    unusable,
+)
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BackendCell
 from moereg.spec.facts import narrowed_text
 from moereg.spec.quant_schemes import QuantScheme
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 _LONGEST_FACTS: Final = 4000
 _OFF: Final = ("", "off")
 
 _Key = tuple[str, ...]
-
-
-class RecordFileWarning(MoeregWarning):
-    """A file of this machine's records cannot be used, and counts as empty."""
-
-
-class RecordFileError(MoeregError, RuntimeError):
-    """A file of this machine's records cannot be changed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,47 +66,59 @@ class CellRecord(Record):
     def fields_of(cell: BackendCell, scheme: QuantScheme, rule: PlatformRule, platform: Platform) -> dict[str, Any]:
         """The fields of a cell on a machine, whose rule matches it."""
         names = dict(zip(_NAMES, cell_key(cell, scheme, rule), strict=True))
-        return {**names, "digest": _digest_once(cell.experts), "versions": cell_versions(cell, platform)}
+        return {**names, "digest": class_digest(cell.experts), "versions": cell_versions(cell, platform)}
 
     @property
     def cell_key(self) -> _Key:
         """The record's cell, as `cell_key` gives it."""
         return tuple(getattr(self, name) for name in _NAMES)
 
-    def changes(self, cell: BackendCell, platform: Platform) -> tuple[str, ...]:
-        """Changes since: versions such as `humming 0.1.19 -> 0.1.20`, then `code`; empty if the record holds."""
+    def changes(self, cell: BackendCell, platform: Platform, part: Callable[[str], str] = str) -> tuple[str, ...]:
+        """Changes since: versions such as `humming 0.1.19 -> 0.1.20`, then `code`; empty if the record holds.
+
+        Args:
+            cell, platform: Its cell here.
+            part: The part of a version that matters.
+        """
         now = cell_versions(cell, platform)
         names = sorted({*now, *self.versions})
         pairs = [(name, self.versions.get(name, "none"), now.get(name, "none")) for name in names]
-        changed = [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
-        return (*changed, *(["code"] if self.digest != _digest_once(cell.experts) else []))
+        changed = [f"{name} {old} -> {new}" for name, old, new in pairs if part(old) != part(new)]
+        return (*changed, *(["code"] if self.digest != class_digest(cell.experts) else []))
 
 
 _NAMES: Final = ("backend", "experts", "rule", "scheme", "facts")
+_USES: Final = ("infers", "trains")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachineRecord(CellRecord):
-    """One scheme of a cell on one machine.
+    """One scheme of a cell on one machine, with or without gradients.
+
+    One class may infer and train, and the two are admitted and quarantined apart. A layer whose problem has gradients
+    is admitted by a check of both, since its calls without a backward pass run what infers: so what failed in inference
+    does not train either, and what failed in training still infers.
 
     Attributes:
         platform, device, date: As in `moereg.evidence.ledger.Verification`.
+        trains: Whether it is of problems with gradients.
     """
 
     platform: str
     device: str
     date: Annotated[str, check_date]
+    trains: bool = False
 
     @classmethod
     def of(cls, cell: BackendCell, scheme: QuantScheme, platform: Platform, **found: Any) -> Self:
         """Makes a record of a cell that has just run on this machine, computing a scheme.
 
         Raises:
-            ValueError: The platform is not a probed one, or none of the cell's rules matches it.
+            ArgumentError: The platform is not a probed one, or none of the cell's rules matches it.
         """
         rule = cell.rule_for(platform)
         if rule is None or not platform.probed:
-            raise ValueError(
+            raise ArgumentError(
                 f"only what ran on the machine at hand can be recorded, got {cell.class_name} "
                 f"({cell.rules_text}) on {platform}; run it there"
             )
@@ -115,8 +128,17 @@ class MachineRecord(CellRecord):
 
     @property
     def key(self) -> _Key:
-        """The record's subject: a later record of the same cell, scheme and device replaces it."""
-        return (*self.cell_key, self.platform, self.device)
+        """The record's subject: a later record of the same cell, scheme, device and use replaces it."""
+        return (*self.cell_key, self.platform, self.device, _USES[self.trains])
+
+    @property
+    def computed(self) -> str:
+        """What it is of, such as `unquantized, gradients`."""
+        return f"{self.scheme}, gradients" if self.trains else self.scheme
+
+    def holds_for(self, trains: bool) -> bool:
+        """Whether it says something of problems with gradients, or of those without."""
+        return self.trains is trains
 
     def is_from(self, platform: Platform) -> bool:
         """Whether it was made on that machine."""
@@ -139,8 +161,10 @@ def cell_key(cell: BackendCell, scheme: QuantScheme, rule: PlatformRule) -> _Key
 def record_keys(cell: BackendCell, platform: Platform, scheme: QuantScheme | None = None) -> frozenset[_Key]:
     """The keys of all records that a cell could have on a machine, for one scheme if given."""
     rule = cell.rule_for(platform)
-    schemes = cell.schemes if scheme is None else (scheme,)
-    return frozenset((*cell_key(cell, each, rule), *_machine(platform)) for each in schemes if rule is not None)
+    if rule is None:
+        return frozenset()
+    keys = (cell_key(cell, each, rule) for each in (cell.schemes if scheme is None else (scheme,)))
+    return frozenset((*key, *_machine(platform), use) for key in keys for use in _USES)
 
 
 def cell_versions(cell: BackendCell, platform: Platform) -> dict[str, str]:
@@ -153,12 +177,6 @@ def cell_versions(cell: BackendCell, platform: Platform) -> dict[str, str]:
 def _distributions(origin: str, requires: tuple[str, ...]) -> tuple[str, ...]:
     names = {"moereg", "torch", origin, *(Requirement(text).name for text in requires)}
     return tuple(sorted({canonicalize_name(name) for name in names}))
-
-
-@functools.lru_cache(maxsize=1024)
-def _digest_once(experts: type) -> str:
-    """Caches the digest of the code that this process loaded, or nearly: it is read at first use."""
-    return class_digest(experts)
 
 
 M = TypeVar("M", bound=MachineRecord)
@@ -175,16 +193,18 @@ class MachineRecords(Generic[M]):
         self.records = tuple(records)
         self._by_key = {record.key: record for record in self.records}
 
-    def record(self, cell: BackendCell, scheme: QuantScheme | None, platform: Platform) -> M | None:
-        """The record that holds for a cell and a scheme, or None. A platform that was only named has no records."""
-        if not self._by_key or scheme is None or not platform.probed:
-            return None
-        found = next(filter(None, map(self._by_key.get, record_keys(cell, platform, scheme))), None)
-        return found if found is not None and not found.changes(cell, platform) else None
+    def record(
+        self, cell: BackendCell, scheme: QuantScheme | None, platform: Platform, trains: bool = False
+    ) -> M | None:
+        """The record that holds for a cell and a scheme, with gradients or without; else None."""
+        found = () if scheme is None else self.of_cell(cell, platform, scheme)
+        return next((record for record in found if record.holds_for(trains)), None)
 
-    def of_cell(self, cell: BackendCell, platform: Platform) -> tuple[M, ...]:
-        """The records that hold for a cell, one per scheme."""
-        return tuple(filter(None, (self.record(cell, scheme, platform) for scheme in cell.schemes)))
+    def of_cell(self, cell: BackendCell, platform: Platform, scheme: QuantScheme | None = None) -> tuple[M, ...]:
+        """The records that hold for a cell, of one scheme if given. A platform that was only named has none."""
+        keys = sorted(record_keys(cell, platform, scheme)) if self._by_key and platform.probed else ()
+        found = filter(None, map(self._by_key.get, keys))
+        return tuple(record for record in found if not record.changes(cell, platform))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,12 +240,8 @@ class RecordFile(Generic[M]):
         try:
             return MachineRecords(read_records(path, self.kind, SCHEMA, is_own=True))
         except ValueError as error:
-            warnings.warn(
-                f"the {self.name} {shown(str(path))} cannot be used: {error}; "
-                f"delete it, or name another file in {self.variable}",
-                RecordFileWarning,
-                stacklevel=6,
-            )
+            text = unusable(f"the {self.name}", path, error, self.variable)
+            warnings.warn(text, RecordFileWarning, stacklevel=6)
             return MachineRecords()
 
     def change(self, add: Iterable[M] = (), lift: Callable[[M], bool] | None = None) -> tuple[M, ...]:
@@ -249,18 +265,14 @@ class RecordFile(Generic[M]):
 
         def changed(path: Path) -> str:
             nonlocal lifted
-            before = read_records(path, self.kind, SCHEMA, is_own=True) if path.exists() else ()
+            before: tuple[M, ...] = ()
+            with contextlib.suppress(OlderFileError):
+                before = read_records(path, self.kind, SCHEMA, is_own=True) if path.exists() else ()
             lifted = tuple(record for record in before if lift is not None and lift(record))
             kept = (record for record in before if record not in lifted)
             return records_text(SCHEMA, {record.key: record for record in (*kept, *add)}.values())
 
-        try:
-            change_file(named, changed)
-        except (OSError, ValueError) as error:
-            raise RecordFileError(
-                f"the {self.name} {shown(str(named))} must be readable and writable, got {described(error)}; delete "
-                f"it, or name another file in {self.variable}"
-            ) from error
+        change_file(named, changed, f"the {self.name}", self.variable)
         return lifted
 
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable
 from typing import Any, Final
 
+from packaging.version import InvalidVersion, Version
+
 from moereg.platforms import Platform, gpu_clocks
 
 _ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
@@ -34,6 +36,14 @@ def provenance(platform: Platform, distributions: Iterable[str]) -> dict[str, An
         "commit": os.environ.get("MOEREG_COMMIT") or _commit(_ROOT),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
+
+
+def minor_version(text: str) -> str:
+    """Major and minor version, such as `2.11` for `2.11.0+cu128`: patch versions do not matter to evidence."""
+    try:
+        return ".".join(map(str, Version(text).release[:2]))
+    except InvalidVersion:
+        return text
 
 
 def clocks(platform: Platform) -> dict[str, dict[str, int]]:

@@ -30,9 +30,15 @@ class QuarantineRecord(MachineRecord):
     failure: str
 
     @classmethod
-    def failed(cls, cell: BackendCell, scheme: QuantScheme, platform: Platform, failure: str) -> QuarantineRecord:
+    def failed(
+        cls, cell: BackendCell, scheme: QuantScheme, platform: Platform, failure: str, trains: bool = False
+    ) -> QuarantineRecord:
         """Makes a record of a cell that has just failed on this machine; raises ValueError as `of`."""
-        return cls.of(cell, scheme, platform, failure=one_line(failure, _LONGEST_FAILURE))
+        return cls.of(cell, scheme, platform, failure=one_line(failure, _LONGEST_FAILURE), trains=trains)
+
+    def holds_for(self, trains: bool) -> bool:
+        """Whether it keeps the cell from problems with gradients, or from those without."""
+        return trains or not self.trains
 
     @property
     def reason(self) -> Reason:

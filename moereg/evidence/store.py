@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from typing_extensions import Self
 
-from moereg.arguments import check_object
-from moereg.errors import described, shown
+from moereg.arguments import check_field, check_list, check_mapping, check_object
+from moereg.errors import ArgumentError, RecordFileError, described, shown
+from moereg.runtime.files import open_regular
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Record")
@@ -67,15 +69,30 @@ def read_records(path: Path, kind: type[R], schema: int, is_own: bool = False) -
         is_own: Whether only this user or root may have write access.
 
     Raises:
-        ValueError: It cannot be read, others may write to it, or it does not hold records of this schema.
+        ArgumentError: It cannot be read, others may write to it, or it does not hold records of this schema.
     """
-    document = read_document(path, is_own)
-    if not isinstance(document, Mapping) or document.get("schema") != schema:
-        found = document.get("schema") if isinstance(document, Mapping) else type(document).__name__
-        raise ValueError(f"it must be an object of schema {schema}, got {shown(found)}")
-    if not isinstance(document.get("records"), list):
-        raise ValueError("its records must be a list")
-    return tuple(kind.from_dict(values, f"records[{number}]") for number, values in enumerate(document["records"]))
+    document = check_mapping("a file of records", read_document(path, is_own))
+    check_schema(document.get("schema"), schema)
+    return check_field(
+        "", document, "records", functools.partial(check_list, check=lambda at, one: kind.from_dict(one, at))
+    )
+
+
+class OlderFileError(ArgumentError):
+    """A file of an older schema, which counts as empty."""
+
+
+def check_schema(found: object, schema: int) -> None:
+    """Checks the schema of a file.
+
+    Raises:
+        OlderFileError: It is an older one.
+        ArgumentError: It is no schema of this moereg.
+    """
+    if type(found) is int and 0 < found < schema:
+        raise OlderFileError(f"it was made by an older moereg (schema {found}, now {schema}) and is ignored")
+    if type(found) is not int or found != schema:
+        raise ArgumentError(f"schema must be {schema}, got {shown(found)}")
 
 
 def read_document(path: Path, is_own: bool = False) -> Any:
@@ -86,17 +103,42 @@ def read_document(path: Path, is_own: bool = False) -> Any:
         is_own: Whether only this user or root may have write access.
 
     Raises:
-        ValueError: It cannot be read, or others may write to it.
+        ArgumentError: It cannot be read, or others may write to it.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=open_regular) as file:
             status = os.fstat(file.fileno())
             others_write = status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             if is_own and others_write:
-                raise ValueError("it must belong to this user or to root, and nobody else may write to it")
+                raise PermissionError("it must belong to this user or to root, and nobody else may write to it")
             return json.load(file)
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"it must be readable JSON, got {described(error)}") from error
+        raise ArgumentError(f"it must be readable JSON, got {described(error)}") from error
+
+
+def unusable(what: str, path: Path, error: Exception, variable: str) -> str:
+    """Words an error about a file of this machine, with a cure that loses nothing but what cannot be read anyway.
+
+    Args:
+        what: Its name.
+        path: Where it is.
+        error: From reading or changing it.
+        variable: The environment variable that names another file.
+    """
+    cause = error.__cause__ or error
+    number = getattr(cause, "errno", None)
+    if isinstance(cause, TimeoutError):
+        cure = "wait for the process that holds its lock or end it, or "
+    elif isinstance(cause, PermissionError) or number == errno.EROFS:
+        cure = "let this user, and nobody else, write to it and its folder, or "
+    elif number in (errno.ENOSPC, errno.EDQUOT):
+        cure = "free space on its disk, or "
+    elif isinstance(cause, (json.JSONDecodeError, UnicodeDecodeError, RecursionError)):
+        cure = "delete it, or "
+    else:
+        cure = "" if isinstance(cause, OSError) else "move it away, or "
+    text = described(error) if isinstance(error, OSError) else str(error)
+    return f"{what} {shown(str(path))} cannot be used: {text}; {cure}name another file in {variable}"
 
 
 def records_text(schema: int, records: Iterable[Any]) -> str:
@@ -105,15 +147,26 @@ def records_text(schema: int, records: Iterable[Any]) -> str:
     return json.dumps(document, indent=1) + "\n"
 
 
-def change_file(path: Path, changed: Callable[[Path], str]) -> None:
+def change_file(named: Path, changed: Callable[[Path], str], what: str, variable: str) -> None:
     """Replaces a file of the user's atomically by `changed(path)`; concurrent writers take turns.
 
+    Args:
+        named: The file.
+        changed: Gets its path without links, and returns its new text.
+        what, variable: As in `unusable`.
+
     Raises:
-        OSError: It or its lock cannot be written.
+        RecordFileError: It cannot be read, or it or its lock cannot be written.
     """
+    try:
+        _change(Path(os.path.realpath(named)), changed)
+    except (OSError, ValueError) as error:
+        raise RecordFileError(unusable(what, named, error, variable)) from error
+
+
+def _change(path: Path, changed: Callable[[Path], str]) -> None:
     import filelock
 
-    path = Path(os.path.realpath(path))
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with filelock.FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
         text = changed(path)

@@ -283,6 +283,9 @@ def _prepare_layer(plan: _Plan, request: Mapping[str, Names], free: bool, shared
         if known is not None:
             known.give_back()  # Its kernel may hold the only copy of the weights.
         served = serving.ServedExperts(found.module, request)
+    if not served.is_prepared:
+        served.kernels.clear()  # Those that read in place; there may be faster ones with a copy.
+    served.is_prepared = True
     served.follow_parameters()
     kernel = served.kernel(plan.top_k, plan.dtype, plan.selection)
     serving.attach(found.module, served)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 WEIGHT_PAD: Final = 64
-"""The reduced dimension of 16- and 32-bit weights is padded to a multiple of this; packed weights have blocks of it."""
+"""Both sizes of packed weights, which have blocks of it, and rows of an intermediate are padded to a multiple."""
 
 CODE_PAD: Final = 128
 """The reduced dimension of quantized weights that are multiplied directly is padded to a multiple of this."""

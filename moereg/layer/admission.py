@@ -15,17 +15,27 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from moereg.errors import BackendError, MoeregError, MoeregWarning, described, is_lack_of_memory
+from moereg.errors import (
+    AdmissionWarning,
+    BackendError,
+    MoeregError,
+    RecordFileError,
+    RecordFileWarning,
+    described,
+    is_lack_of_memory,
+)
 from moereg.evidence.admission import ADMITTED, ADMITTED_TIER, AdmissionRecord
 from moereg.evidence.ledger import evidence_of
-from moereg.evidence.on_machine import MachineRecord, RecordFileError, RecordFileWarning
+from moereg.evidence.on_machine import MachineRecord
 from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
 from moereg.layer.kernel import MoEKernel
 from moereg.layer.ranges import alone
+from moereg.layer.train_op import CallTensors, most_saved_bytes
+from moereg.numerics.gradients import Comparison, reference_gradients
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
@@ -38,6 +48,7 @@ from moereg.selection.decide import without_winner
 from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
+from moereg.weights.adapters import ExpertAdapters, adapter_shapes
 from moereg.weights.permuted import ExpertWeights
 
 logger: Final = logging.getLogger("moereg")
@@ -45,23 +56,25 @@ logger: Final = logging.getLogger("moereg")
 _TOKENS: Final = (1, 48)
 """Numbers of tokens of the calls: kernels take other ways for one token than for many."""
 _NUM_RUNS: Final = 2
-"""Runs of each call, since the first one may find scratch memory that happens to hold zeros."""
+"""Runs of each call without gradients, since the first one may find scratch memory that happens to hold zeros."""
 _SEED: Final = 33
 _MOST_WEIGHTS: Final = 2**27
 """Most weights of the experts that tokens are routed to: on one core of a CPU the check takes 2 s then."""
+_MOST_TRAINED: Final = 2**24
+"""Likewise where gradients are compared, in fp64 and with gradients of all these weights."""
 _MIN_ROUTE_WEIGHT: Final = 0.1
 _STATIC_SPREAD: Final = 4.0
 """Standard deviations of tokens up to the largest that static activation scales are made for."""
 _RANGE_MARGIN: Final = 100.0
 
+_OUTPUT: Final = "output"
+
 _Key = tuple[object, ...]
+_Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Compare = Callable[[], list[Comparison]]
 
 _HERE: Final[dict[_Key, str]] = {}
 """Outcomes that no file keeps, for this process: why a cell failed, or an empty text."""
-
-
-class AdmissionWarning(MoeregWarning):
-    """A backend failed its first check on this machine, and another one was taken."""
 
 
 class Found(NamedTuple):
@@ -78,22 +91,27 @@ class Found(NamedTuple):
 
 
 class _Subject(NamedTuple):
-    """The winner of a selection: one scheme of a cell on this machine."""
+    """The winner of a selection: one scheme of a cell on this machine, with or without gradients."""
 
     cell: BackendCell
     scheme: QuantScheme
     platform: Platform
+    trains: bool
 
     @classmethod
     def of(cls, selection: Selection) -> _Subject:
         winner = selection.winner
         assert winner is not None and winner.cell is not None and winner.scheme is not None
-        return cls(winner.cell, winner.scheme, selection.platform)
+        return cls(winner.cell, winner.scheme, selection.platform, bool(selection.problem.gradients))
 
     @property
     def key(self) -> _Key:
         """Changes with code and versions, as files of records do."""
-        return _key_of(MachineRecord.of(*self))
+        return _key_of(MachineRecord.of(*self[:3], trains=self.trains))
+
+    def failed(self, failure: str) -> QuarantineRecord:
+        """The record of a failure."""
+        return QuarantineRecord.failed(*self[:3], failure, self.trains)
 
     @property
     def is_admitted(self) -> bool:
@@ -115,7 +133,7 @@ def _key_of(record: MachineRecord) -> _Key:
 
 @functools.lru_cache(maxsize=1024)
 def _is_verified(cell: BackendCell, platform: Platform) -> bool:
-    return evidence_of(cell).on(platform)
+    return evidence_of(cell).on(platform) is not None
 
 
 def checked(
@@ -124,7 +142,7 @@ def checked(
     """Makes the winner's kernel, and checks it if it is to run on this machine and nothing vouches for it here.
 
     Not checked are kernels on `meta` and those made while a CUDA graph is captured. What cannot be judged, such as
-    weights that are zeros or NaN, passes without a record.
+    weights that are zeros or NaN, passes without a record. Gradients are checked where the problem has some.
 
     Args:
         selection: Has a winner.
@@ -164,45 +182,139 @@ def _can_check(selection: Selection, device: torch.device) -> bool:
 
 
 def _compared(kernel: MoEKernel, weights: ExpertWeights) -> Found:
-    """Compares calls with the reference."""
-    selection, device = kernel.selection, weights.w13.device
-    problem, winner = selection.problem, selection.winner
-    assert winner is not None
+    """Compares calls, and passes forward and backward if the problem has gradients, with the reference."""
     # Over a group the experts are called alone.
-    local = resolve_prepare_finalize(problem, None)
-    checking = MoEKernel(problem, selection, kernel.experts, kernel.weights, local, kernel.expert_map)
+    local = resolve_prepare_finalize(kernel.selection.problem, None)
+    parts = kernel.experts, kernel.weights, local, kernel.expert_map
+    checking = MoEKernel(kernel.selection.problem, kernel.selection, *parts)
     worst = Found()
-    with plain_torch():
-        for call in _calls(problem, weights, winner):
-            num_tokens = len(call[0])
-            truth = reference_experts(problem, weights, *call, expert_map=kernel.expert_map, computes=winner.scheme)
-            if not _is_in_range(problem, truth):
-                continue
-            bound = layer_tolerance(problem, num_tokens, winner.scheme)
-            for _ in range(_NUM_RUNS):
-                try:
-                    out = torch.full_like(call[0], math.nan)
-                    error = relative_error(checking(*call, out=out), truth)
-                except Exception as raised:
-                    if is_lack_of_memory(raised):
-                        return Found()
-                    if isinstance(raised, MoeregError) and not isinstance(raised, BackendError):
-                        raise
-                    text = f"its first check raised at T {num_tokens}: {described(raised.__cause__ or raised)}"
-                    return Found(_after(selection, text, device))
-                if math.isnan(error):
-                    return Found(f"its first check left NaN in the output at T {num_tokens}")
-                if error > bound:
-                    return Found(f"its first check was off by {error:.2g} at T {num_tokens}, bound {bound:.2g}")
-                if not worst.bound or error / bound > worst.error / worst.bound:
-                    worst = Found("", error, bound)
+    try:
+        with plain_torch():
+            for num_tokens, compare in _comparisons(checking, weights):
+                found = _judged(checking, num_tokens, compare)
+                if found.failure:
+                    return found
+                worst = max(worst, found, key=_closeness)
+    except Exception as error:
+        if not is_lack_of_memory(error):
+            raise
+        return Found()
     return worst
 
 
-def _calls(
-    problem: MoEProblem, weights: ExpertWeights, winner: Decision
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Random tokens and routes, with a generator of their own."""
+def _judged(checking: MoEKernel, num_tokens: int, compare: _Compare) -> Found:
+    """Runs a call, and compares its numbers."""
+    worst = Found()
+    try:
+        compared = compare()
+    except Exception as raised:
+        is_callers = isinstance(raised, MoeregError) and not isinstance(raised, BackendError)
+        if is_callers or is_lack_of_memory(raised):
+            raise
+        text = f"its first check raised at T {num_tokens}: {described(raised.__cause__ or raised)}"
+        return Found(_after(checking.selection, text, checking.weights.device))
+    for name, error, bound in compared:
+        if math.isnan(error):
+            return Found(f"its first check left NaN in the {name} at T {num_tokens}")
+        if error > bound:
+            where = "" if name == _OUTPUT else f" in the {name}"
+            return Found(f"its first check was off by {error:.2g}{where} at T {num_tokens}, bound {bound:.2g}")
+        worst = max(worst, Found("", error, bound), key=_closeness)
+    return worst
+
+
+def _closeness(found: Found) -> float:
+    """How close an error comes to its bound; below 0 where nothing was compared."""
+    return found.error / found.bound if found.bound else -1.0
+
+
+def _comparisons(checking: MoEKernel, weights: ExpertWeights) -> Iterator[tuple[int, _Compare]]:
+    """Numbers of tokens, each with what runs a call of so many and compares it. Leaves out what shows nothing."""
+    problem, winner = checking.problem, checking.selection.winner
+    assert winner is not None
+    training = None
+    if problem.gradients:
+        *_, call = _calls(problem, weights, winner, _MOST_TRAINED)
+        training = _training(checking, weights, call)
+        if training is None:
+            return
+    for call in _calls(problem, weights, winner, _MOST_WEIGHTS):
+        truth = reference_experts(problem, weights, *call, checking.expert_map, computes=winner.scheme)
+        for _ in range(_NUM_RUNS if _is_in_range(problem, truth) else 0):
+            yield len(call[0]), functools.partial(_outputs, checking, call, truth)
+    if training is not None:
+        yield len(call[0]), training
+
+
+def _outputs(checking: MoEKernel, call: _Tensors, truth: torch.Tensor) -> list[Comparison]:
+    out = torch.full_like(call[0], math.nan)
+    bound = layer_tolerance(checking.problem, len(out), _Subject.of(checking.selection).scheme)
+    return [Comparison(_OUTPUT, relative_error(checking(*call, out=out), truth), bound)]
+
+
+def _training(checking: MoEKernel, weights: ExpertWeights, call: _Tensors) -> _Compare | None:
+    """What runs a pass forward and backward and compares its numbers; None if they would show nothing.
+
+    The reference has those of the experts that get tokens; the other experts' gradients are zeros.
+    """
+    problem, device, num_tokens = checking.problem, weights.w13.device, len(call[0])
+    generator = torch.Generator("cpu").manual_seed(_SEED)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        random = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return (random / math.sqrt(shape[-1])).to(problem.torch_dtype).to(device)
+
+    everyone = torch.arange(problem.num_experts, device=device)
+    place = everyone if checking.expert_map is None else checking.expert_map.long()
+    numbers = torch.full((problem.num_local_experts + 1,), -1, dtype=torch.int32, device=device)
+    numbers[place[call[2].long()]] = 0
+    numbers[-1] = -1  # The place of experts that are not here.
+    active, idle = (numbers[:-1] == 0).nonzero().view(-1), (numbers[:-1] < 0).nonzero().view(-1)
+    if not len(active):
+        return None
+    numbers[active] = everyone[: len(active)].int()
+    part = dataclasses.replace(problem, num_local_experts=len(active), placement="map")
+    tensors = {name: tensor[active] if tensor.dim() else tensor for name, tensor in weights.tensors().items()}
+    shapes = adapter_shapes(part, problem.adapter_rank) if problem.adapter_rank else {}
+    own: dict[str, Any] = {name: drawn(*shape) for name, shape in shapes.items()}
+    factors: dict[str, Any] = {
+        name: factor.new_zeros(problem.num_local_experts, *factor.shape[1:]).index_copy_(0, active, factor)
+        for name, factor in own.items()
+    }
+    grad_out, adapters = drawn(*call[0].shape), ExpertAdapters(**own) if own else None
+    held = ExpertWeights.unchecked(tensors, weights.scheme)
+    truth = reference_gradients(part, held, *call, grad_out, numbers[place], adapters)
+    trained = weights.tensors() if "weights" in problem.gradients else {}
+    given = CallTensors(trained, ExpertAdapters(**factors) if own else None)
+    of_experts = {**trained, **factors}
+    likes = {"hidden_states": call[0], "topk_weights": call[1]}
+    likes = {**{name: like for name, like in likes.items() if name in problem.gradients}, **of_experts}
+    # Only a few: to fill the gradients of all experts of a large layer takes seconds on a CPU.
+    idle = idle[: len(active)]
+
+    def compare() -> list[Comparison]:
+        # Bytes of NaN. Workspaces hold what earlier calls left.
+        saved = torch.full((most_saved_bytes(problem, num_tokens),), 255, dtype=torch.uint8, device=device)
+        found = {name: torch.empty_like(like) for name, like in likes.items()}
+        for name, tensor in found.items():
+            tensor[torch.cat((active, idle)) if name in of_experts else ...] = math.nan
+        out = checking.run_saving(*call, given, saved)
+        checking.run_backward(found, grad_out, saved, *call, given)
+        bound = layer_tolerance(problem, num_tokens, _Subject.of(checking.selection).scheme)
+        compared = [Comparison("output that gradients are of", relative_error(out, truth.output), bound)]
+        for name in of_experts:
+            error = math.inf if found[name][idle].any() else 0.0
+            compared.append(Comparison(f"gradient of {name} of experts without tokens", error, 0.0))
+            found[name] = found[name][active]
+        for name, error, bound in truth.compare(found):
+            compared.append(Comparison(f"gradient of {name.partition(' of ')[0]}", error, bound))
+        return compared
+
+    return compare if all(_is_in_range(problem, truth.tensors[name]) for name in likes) else None
+
+
+def _calls(problem: MoEProblem, weights: ExpertWeights, winner: Decision, most_weights: int) -> Iterator[_Tensors]:
+    """Random tokens and routes, with a generator of their own, to experts with so many weights."""
     generator = torch.Generator("cpu").manual_seed(_SEED)
     device, scheme = weights.w13.device, winner.scheme
     spread = 1.0
@@ -214,7 +326,7 @@ def _calls(
         return draw(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     of_one = (problem.activation.num_halves + 1) * problem.hidden_size * problem.intermediate_size
-    share = _MOST_WEIGHTS // of_one / problem.num_local_experts
+    share = most_weights // of_one / problem.num_local_experts
     num_experts = min(problem.num_experts, max(problem.top_k, int(share * problem.num_experts)))
     order = drawn(problem.num_experts)
     order[-1] = 1.0  # The last expert is among them: an offset that overflows does so there.
@@ -248,7 +360,7 @@ def _after(selection: Selection, failure: str, device: torch.device) -> str:
     except Exception as lost:
         winner = selection.winner
         assert winner is not None
-        _quarantine(QuarantineRecord.failed(*_Subject.of(selection), failure))
+        _quarantine(_Subject.of(selection).failed(failure))
         raise BackendError(
             f"backend {winner.backend!r} of {winner.provider} took the device down: {failure}; it is quarantined, so "
             "start the process again to run on another one",
@@ -269,7 +381,8 @@ def admitted(kernel: MoEKernel, found: Found) -> MoEKernel:
     subject = _Subject.of(selection)
     if found.bound:
         try:
-            ADMITTED.change([AdmissionRecord.of(*subject, error=found.error, bound=found.bound)])
+            given: dict[str, Any] = {"trains": subject.trains, "error": found.error, "bound": found.bound}
+            ADMITTED.change([AdmissionRecord.of(*subject[:3], **given)])
         except RecordFileError as error:
             _HERE[subject.key] = ""
             _warn_once(str(error))
@@ -338,7 +451,7 @@ def next_choice(selection: Selection, failure: str) -> Selection:
     subject, winner = _Subject.of(selection), selection.winner
     assert winner is not None
     is_known = bool(subject.known())
-    record = QuarantineRecord.failed(*subject, failure)
+    record = subject.failed(failure)
     held = "it is quarantined" if is_known else _quarantine(record)
     found = without_winner(selection, record.reason)
     about = (

@@ -12,6 +12,7 @@ from typing import Final, NoReturn
 import torch
 
 from moereg.errors import (
+    ArgumentError,
     BackendError,
     MoeregError,
     RegistrationError,
@@ -67,7 +68,7 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
     Raises:
         BackendError: The method raised, or did not return a `PermutedWeights` with tensors on the weights' device and a
             declared layout.
-        ValueError: The experts do not run where the weights are.
+        ArgumentError: The experts do not run where the weights are.
     """
     inner = experts.inner if isinstance(experts, RestoredExperts) else experts
     check_device(selection, type(inner), weights.w13.device)
@@ -119,15 +120,15 @@ def check_device(selection: Selection, experts: type[Experts], device: torch.dev
 
     Raises:
         BackendError: As `device_types` does.
-        ValueError: They do not; says so if the selection is for another machine.
+        ArgumentError: They do not; says so if the selection is for another machine.
     """
     allowed = device_types(selection, experts)
     if device.type in allowed:
         return
     platform, here = selection.platform, current_platform()
     if platform.kind not in (here.kind, "cpu"):
-        raise ValueError(f"this selection is for {platform}, and this machine is {here}; select again here")
-    raise ValueError(
+        raise ArgumentError(f"this selection is for {platform}, and this machine is {here}; select again here")
+    raise ArgumentError(
         f"{experts.__name__} for {platform} needs weights on a {' or '.join(allowed)} device, got {device}; move the "
         f"weights there or select for the platform of {device} (kinds: {', '.join(KINDS)})"
     )
@@ -177,8 +178,8 @@ def saved_shapes(selection: Selection, experts: Experts, num_tokens: int, most_b
 
 
 def raise_copied(selection: Selection) -> NoReturn:
-    """Raises for a class that copies weights which it is to train in place."""
-    raise _backend_error(selection, "permute_weights", "copied weights that are trained in place in", "other memory")
+    """Raises for a class that copies weights which it is to read or train in place."""
+    raise _backend_error(selection, "permute_weights", "copied weights that are read in place in", "other memory")
 
 
 def _two_shapes(selection: Selection, experts: Experts, method: str, num_tokens: int) -> Shapes:
@@ -252,9 +253,9 @@ def named(selection: Selection, step: str, error: BaseException) -> BaseExceptio
     """Wraps an exception of the chosen backend's method in a `BackendError` that names it.
 
     Out-of-memory errors and requests to stop the process pass unchanged, since the backend did not cause them; so do
-    moereg's own errors, except refused registrations.
+    moereg's own errors, except about arguments and registrations, which are the backend's here.
     """
-    is_told = isinstance(error, MoeregError) and not isinstance(error, RegistrationError)
+    is_told = isinstance(error, MoeregError) and not isinstance(error, (ArgumentError, RegistrationError))
     if is_told or is_lack_of_memory(error) or stops_the_process(error):
         return error
     found = _backend_error(selection, step, "raised in", described(error))

@@ -5,12 +5,15 @@ Each check raises a ValueError that names the tensor, the rule and the cure.
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 import torch
+from torch.autograd import forward_ad
 
-from moereg.errors import ArgumentError
+from moereg.errors import ArgumentError, GradientError
 from moereg.spec.problem import MoEProblem
 from moereg.weights.checks import DEBUG_VARIABLE, checks_values
 
@@ -31,7 +34,7 @@ def check_call(
     is_tensor = isinstance(hidden_states, torch.Tensor)
     num_tokens = hidden_states.shape[0] if is_tensor and hidden_states.dim() else 0
     if is_tensor and hidden_states.dim() > 2:
-        raise ValueError(
+        raise ArgumentError(
             f"hidden_states must be [T,H], got {list(hidden_states.shape)}; flatten batch and sequence with "
             f".reshape(-1, {problem.hidden_size}), as moereg.MoELayer does by itself"
         )
@@ -44,7 +47,7 @@ def check_call(
     if out is not None:
         check_tensor("out", out, rows, (dtype,), device)
     if problem.max_num_tokens is not None and num_tokens > problem.max_num_tokens:
-        raise ValueError(f"the problem says max_num_tokens={problem.max_num_tokens}, got {num_tokens} tokens")
+        raise ArgumentError(f"the problem says max_num_tokens={problem.max_num_tokens}, got {num_tokens} tokens")
 
 
 def check_values(
@@ -69,23 +72,40 @@ def check_no_alias(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
         address = tensor.data_ptr()
         # Tensors without storage, such as meta ones, have no address.
         if address and address < end and start < address + tensor.nbytes:
-            raise ValueError(
+            raise ArgumentError(
                 "out must not alias an input: it is overwritten while inputs are read; pass another tensor"
             )
 
 
-def check_no_transform(error: Exception) -> None:
-    """Explains a call's error if torch.func passed tensors without memory.
+def check_no_transform(*tensors: Iterable[torch.Tensor | None]) -> None:
+    """Checks that no tensor of a call is one of torch.func's transforms or of forward-mode AD.
 
-    Takes the error, since asking for the transform beforehand would cost every call.
+    Costs next to nothing outside of these, where it looks at no tensor.
+
+    Raises:
+        ArgumentError: `torch.vmap` passed one, which has no memory that a kernel could read.
+        GradientError: Another transform did, or one has a tangent, of which a kernel would lose a part.
     """
-    transform = torch._C._functorch.peek_interpreter_stack()
-    if transform is not None:
-        raise ArgumentError(
-            "moereg's kernels read memory, which tensors of torch.func's transforms do not have, got a call inside of "
-            f"{transform.key().name.lower()}; call the layer outside of it, on the whole batch: a MoELayer takes "
-            "hidden_states [..., H]"
-        ) from error
+    transform: Any = torch._C._functorch.peek_interpreter_stack()  # None outside of transforms.
+    if not isinstance(transform, torch._C._functorch.CInterpreter) and forward_ad._current_level < 0:
+        return
+    if torch.compiler.is_compiling():  # Without tensors to look at; torch runs code that raises without its compiler.
+        raise GradientError("a layer is not compiled inside of torch.func's transforms or forward-mode AD")
+    for tensor in itertools.chain(*tensors):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        if transform is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            kind = transform.key().name.lower()
+            raise (GradientError if kind in ("grad", "jvp") else ArgumentError)(
+                "moereg's kernels read memory, which tensors of torch.func's transforms do not have, got a call inside "
+                f"of {kind}; call the layer outside of it, on the whole batch: a MoELayer takes hidden_states "
+                "[..., H], and torch.autograd.grad computes gradients"
+            )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise GradientError(
+                f"moereg computes gradients by backward passes only, got a dual tensor {list(tensor.shape)} of "
+                "forward-mode AD; call torch.autograd.grad for gradients, or pass unpack_dual(tensor).primal"
+            )
 
 
 def check_tensor(
@@ -94,28 +114,28 @@ def check_tensor(
     """Checks a caller's tensor; errors use `name`."""
     # Up to four times per call, so a right tensor passes by plain comparisons.
     if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it")
+        raise ArgumentError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}; convert it")
     if tensor.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+        raise ArgumentError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{name} must be {allowed}, got {str(tensor.dtype).removeprefix('torch.')}; convert it")
+        raise ArgumentError(f"{name} must be {allowed}, got {str(tensor.dtype).removeprefix('torch.')}; convert it")
     if tensor.layout is not torch.strided:
-        raise ValueError(f"{name} must be a dense tensor, got layout {tensor.layout}; call .to_dense()")
+        raise ArgumentError(f"{name} must be a dense tensor, got layout {tensor.layout}; call .to_dense()")
     if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}; call .contiguous()")
+        raise ArgumentError(f"{name} must be contiguous, got strides {list(tensor.stride())}; call .contiguous()")
     if tensor.device != device:
-        raise ValueError(f"{name} must be on the weights' device {device}, got {tensor.device}; move it")
+        raise ArgumentError(f"{name} must be on the weights' device {device}, got {tensor.device}; move it")
 
 
 def _is_plainly_right(topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int) -> bool:
-    """Whether every weight is finite and no token names an expert twice, checked in plain Python."""
-    if not all(map(math.isfinite, topk_weights.flatten().tolist())):
-        return False
-    for ids in topk_ids.tolist():
+    """Whether every expert's weight is finite and no token names one twice, checked in plain Python."""
+    for ids, weights in zip(topk_ids.tolist(), topk_weights.tolist(), strict=True):
         experts = [expert for expert in ids if 0 <= expert < num_experts]
         if len(set(experts)) != len(experts):
             return False
+        if not all(map(math.isfinite, weights)):
+            return False  # Unless no expert has it, which the other check knows.
     return True
 
 
@@ -123,9 +143,11 @@ def _check_routing(topk_weights: torch.Tensor, topk_ids: torch.Tensor, problem: 
     # torch calls cost more than a few comparisons: a twelfth of one token's time in a small layer.
     if topk_ids.numel() <= _FEW_ROUTES and _is_plainly_right(topk_weights, topk_ids, problem.num_experts):
         return
-    if not torch.isfinite(topk_weights).all():
-        token, slot = torch.nonzero(~torch.isfinite(topk_weights))[0].tolist()
-        raise ValueError(
+    wrong = ~torch.isfinite(topk_weights)
+    # Padding names no expert, and its weights may be what memory held.
+    if wrong.any() and (wrong := wrong & (topk_ids >= 0) & (topk_ids < problem.num_experts)).any():
+        token, slot = torch.nonzero(wrong)[0].tolist()
+        raise ArgumentError(
             f"topk_weights must be finite, got {topk_weights[token, slot].item()} at token {token}, slot {slot}; "
             f"look at the router (on a GPU this is checked with {DEBUG_VARIABLE}=1 only)"
         )
@@ -136,7 +158,7 @@ def _check_routing(topk_weights: torch.Tensor, topk_ids: torch.Tensor, problem: 
     twice = (ordered[:, 1:] == ordered[:, :-1]) & known
     if twice.any():
         token = int(torch.nonzero(twice)[0, 0])
-        raise ValueError(
+        raise ArgumentError(
             f"topk_ids of one token must be distinct, got {topk_ids[token].tolist()} at token {token}; "
             f"add the two weights up instead (on a GPU this is checked with {DEBUG_VARIABLE}=1 only)"
         )
@@ -147,7 +169,7 @@ def check_expert_map(expert_map: torch.Tensor, problem: MoEProblem) -> None:
     wrong = (expert_map < -1) | (expert_map >= problem.num_local_experts)
     if wrong.any():
         expert = int(torch.nonzero(wrong)[0, 0])
-        raise ValueError(
+        raise ArgumentError(
             f"expert_map must hold local experts in [0, {problem.num_local_experts}) or -1, got "
             f"{int(expert_map[expert])} for expert {expert}; give experts of other ranks -1"
         )

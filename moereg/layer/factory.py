@@ -16,11 +16,11 @@ from moereg.errors import ArgumentError
 from moereg.layer import backend_calls
 from moereg.layer.admission import Found, admitted, checked, checked_plan, next_choice, unchecked
 from moereg.layer.expert_map import resolve_expert_map
+from moereg.layer.in_place import check_in_place
 from moereg.layer.kernel import MoEKernel
 from moereg.layer.one_expert import OneExpert
 from moereg.layer.plan import Asked, Movement, local_movement, plan_layer, winner_of
-from moereg.layer.ranges import RangeExperts, alone, make_copies, make_ranges
-from moereg.layer.train_op import check_trained
+from moereg.layer.ranges import alone, make_ranges
 from moereg.layer.warm_up import use_shipped_kernels
 from moereg.prepare_finalize import PrepareFinalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement
@@ -28,8 +28,7 @@ from moereg.prepare_finalize.ranks_agree import agree
 from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_state import plain_torch
 from moereg.spec.problem import MoEProblem
-from moereg.weights.layouts import aligned
-from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import ExpertWeights
 from moereg.weights.versions import CopiedFrom
 
 __all__ = ["MoEKernel", "make_kernel", "make_unchecked_kernel"]
@@ -59,11 +58,11 @@ def make_kernel(
 
     Args:
         problem: The layer.
-        weights: Canonical weights of this rank's experts, with any strides. Not kept, and never written unless
-            `reload` is told to. A contiguous tensor that the backend's layout leaves unchanged is shared: the kernel
-            reads it in place and sees its owner's writes.
+        weights: Canonical weights of this rank's experts. Never written unless `reload` is told to. A tensor that the
+            backend's layout leaves unchanged is shared if it is contiguous: the kernel reads it in place and sees its
+            owner's writes. Others are copied, with any strides.
         selection: From `select_backend`; made here if None. If its plan has several ranges, a call's number of tokens
-            says whose experts run. Those that do not share a layout have copies of their own of all weights.
+            says whose experts run; they read one layout.
         prepare_finalize: The token dispatcher. With a group, a name such as `all_gather`, several names, or a selection
             from `select_movement`; None takes the best one. Without a group, and for partial sums that the caller
             adds up, an object such as `StandardPrepareFinalize()`; None takes the one for the problem's format.
@@ -92,8 +91,8 @@ def make_kernel(
             kernel; each of them raises.
         GroupError: A rank of the group has ended, calls a layer, or did not come within its time limit; or another
             thread uses the group.
-        ValueError: Weights, expert_map or ep_rank do not belong to the problem, or the selection was made for another
-            problem or machine.
+        ArgumentError: Weights, expert_map or ep_rank do not belong to the problem, or the selection was made for
+            another problem or machine.
 
     Example:
         >>> import torch
@@ -154,7 +153,7 @@ def _builder(
     place = outside_pools(lambda: resolve_expert_map(problem, ep_rank, expert_map, device), device)
     weights.check_against(problem)
     if "weights" in problem.gradients:
-        check_trained(weights.tensors())
+        check_in_place(weights.tensors())
         if own_weights:
             raise ArgumentError(
                 "own_weights copies weights, and gradients of weights train them in place; leave it out"
@@ -213,26 +212,15 @@ def _build(
 
     def made() -> MoEKernel:
         ranges = make_ranges(selection)
-        given = weights
-        if len(ranges) > 1:
-            # The class that permutes may take tensors that begin anywhere, and others that read them may not.
-            tensors = {name: aligned(tensor) for name, tensor in weights.tensors().items()}
-            given = ExpertWeights.unchecked(tensors, weights.scheme)
-
-        def permute(each: RangeExperts) -> PermutedWeights:
-            winner = each.selection.winner
-            assert winner is not None
-            reader = OneExpert(each.selection, winner, weights)
-            return backend_calls.permute(each.selection, each.experts, given).with_reader(reader)
-
-        copies = make_copies(ranges, permute)
-        for held in copies:
-            held.borrowed = held.weights.shared_with(weights)
-            if own_weights:
-                with plain_torch(), torch.inference_mode(False):
-                    held.weights, held.borrowed = held.weights.with_own(held.borrowed), frozenset()
-        parts = ranges[-1].experts, copies[0].weights, prepare_finalize, expert_map, copies[0].borrowed
-        kernel = MoEKernel(problem, selection, *parts, ranges, copies[1:])
+        winner, experts = ranges[-1].selection.winner, ranges[-1].experts
+        assert winner is not None
+        reader = OneExpert(ranges[-1].selection, winner, weights)
+        permuted = backend_calls.permute(ranges[-1].selection, experts, weights).with_reader(reader)
+        borrowed = permuted.shared_with(weights)
+        if own_weights:
+            with plain_torch(), torch.inference_mode(False):
+                permuted, borrowed = permuted.with_own(borrowed), frozenset()
+        kernel = MoEKernel(problem, selection, experts, permuted, prepare_finalize, expert_map, borrowed, ranges)
         copied = kernel.copied_from(weights)
         if "weights" in problem.gradients:
             if copied:

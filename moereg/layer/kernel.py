@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from threading import get_ident
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,7 +12,7 @@ import torch
 
 from moereg.arguments import check_count, check_flag, check_instance
 from moereg.dispatch import Selection
-from moereg.errors import ArgumentError, GradientError, LayoutMismatchError
+from moereg.errors import ArgumentError, GradientError, LayoutMismatchError, PicklingError
 from moereg.experts import Experts, Gradients, SavedShapes
 from moereg.layer import backend_calls
 from moereg.layer.checks import check_call, check_no_alias, check_no_transform, check_values
@@ -21,21 +20,20 @@ from moereg.layer.in_turn import InTurn
 from moereg.layer.move_experts import exchange_experts
 from moereg.layer.no_backward import joined, wants_gradient
 from moereg.layer.one_expert import OneExpert
-from moereg.layer.ranges import RangeExperts, WeightsCopy
+from moereg.layer.ranges import RangeExperts
 from moereg.layer.train_op import CallTensors, cut_saved, run_training, trains
 from moereg.layer.warm_up import WarmUp, warm_up
 from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
 from moereg.prepare_finalize.overlap import Tokens, run_over_group
 from moereg.prepare_finalize.ranks_agree import MOVING
-from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_op import new_handle, run_compiled
 from moereg.runtime.torch_state import fp32_is_exact, plain_torch
 from moereg.runtime.workspace import WORKSPACES
 from moereg.spec.problem import MoEProblem
 from moereg.weights.adapters import ExpertAdapters
 from moereg.weights.expert_weights import check_expert
-from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import CANONICAL, ExpertWeights, PermutedWeights
 from moereg.weights.versions import CopiedFrom
 
 
@@ -52,22 +50,18 @@ class MoEKernel:
             `problem` if tokens come from other ranks.
         experts: The chosen class's instance for this layer; a plan's open range's.
         ranges: The experts of each range of the selection's plan, ascending, the open range last.
-        copies: The permuted weights in the open range's layout, and in further ones for ranges that do not share it;
-            the canonical ones are not kept.
         expert_map: [num_experts] int32 on the weights' device, local expert or -1; update it in place. None if all
             experts are local.
         copied: Warns if an optimizer trains weights that this kernel has copies of; None if its owner reloads it.
-        trained: The canonical tensors that calls read and train in place, by name, if the problem has gradients of
-            weights; else empty.
+        borrowed: Names of permuted tensors that share the caller's memory, which only the caller writes unless a method
+            is told `write_shared=True`.
         in_turn: Keeps calls and writes apart.
-        cure: Advice for a captured graph that reads memory which a reload may not write; the owner may set it.
         checks_values: Whether values of routing are checked at all; an engine that warms up on memory that nothing
             wrote sets it to False.
     """
 
     checks_values: bool = True
     copied: CopiedFrom | None = None
-    cure: str = "make the kernel with own_weights=True, or say write_shared=True to write there"
 
     def __init__(
         self,
@@ -79,17 +73,20 @@ class MoEKernel:
         expert_map: torch.Tensor | None,
         borrowed: frozenset[str] = frozenset(),
         ranges: tuple[RangeExperts, ...] = (),
-        other_copies: tuple[WeightsCopy, ...] = (),
     ) -> None:
         self.ranges = ranges or (RangeExperts(None, selection, experts),)
-        self.copies = (WeightsCopy(self.ranges[-1], weights, borrowed), *other_copies)
         for each in self.ranges:
-            layouts, layout = each.experts.layouts, self._copy_of(each).weights.layout
-            if layout not in layouts:
+            reader, layout = each.experts, weights.layout
+            shared = {*reader.shared_layouts} & {*experts.shared_layouts}
+            if layout not in (reader.layouts if reader is experts else shared):
                 raise LayoutMismatchError(
-                    f"{type(each.experts).__name__} reads layouts {', '.join(layouts)}, got {layout!r}; permute the "
-                    "weights with the same class"
+                    f"{type(reader).__name__} reads layouts {', '.join(reader.layouts)}, got {layout!r} of "
+                    f"{type(experts).__name__}; permute the weights with the same class"
                 )
+        self._weights = weights
+        self._source: Callable[[], Mapping[str, torch.Tensor]] | None = None
+        self._trained: Mapping[str, torch.Tensor] = {}
+        self.borrowed = borrowed
         self.problem = problem
         self.selection = selection
         self.experts = experts
@@ -99,8 +96,6 @@ class MoEKernel:
         self._experts_problem = selection.problem
         self._communicates = prepare_finalize.communicates
         self._device = weights.device
-        self._borrowed = frozenset[str]().union(*(held.borrowed for held in self.copies))
-        self._is_captured = False
         # Devices without autocast, such as meta, raise when asked about it.
         self._autocast_type = weights.device.type if torch.amp.is_autocast_available(weights.device.type) else "cpu"
         # Checking fp32 precision costs 2 us, so on a GPU only layers that may multiply in fp32 do it: float16 ones
@@ -111,7 +106,6 @@ class MoEKernel:
         self._knows_counts = facts is None or not facts.max_num_tokens
         # Ranks may run experts of different ranges, and their results meet.
         self._sent_dtype = max((each.experts.rows_dtype for each in self.ranges), key=lambda dtype: dtype.itemsize)
-        self.trained: Mapping[str, torch.Tensor] = {}
         if problem.gradients and isinstance(prepare_finalize, GroupPrepareFinalize):
             raise ArgumentError(
                 f"gradients require experts that no group shares, got {prepare_finalize.name!r} with gradients of "
@@ -151,29 +145,30 @@ class MoEKernel:
             GradientError: `out` is passed and an input requires a gradient.
             GroupError: Ranks of the group call different layers, another thread of this process calls one, or a rank
                 has ended or stalled.
-            ValueError: A shape, dtype or device is wrong, or `out` aliases an input; on a CPU, or on a GPU with
+            ArgumentError: A shape, dtype or device is wrong, or `out` aliases an input; on a CPU, or on a GPU with
                 MOEREG_DEBUG=1, also NaN in topk_weights, a token that names an expert twice, or an out-of-range
                 expert_map. Compiled code makes the same checks when it runs.
         """
         check_call(self.problem, self._device, hidden_states, topk_weights, topk_ids, out)
-        is_own = out is None
-        followed: tuple[torch.Tensor, ...] = (hidden_states, topk_weights, *self.trained.values())
+        is_own, trained = out is None, self.trained
+        followed: tuple[torch.Tensor, ...] = (hidden_states, topk_weights, *trained.values())
         if adapters is not None:
             check_instance("adapters", adapters, ExpertAdapters, "make them with ExpertAdapters(w13_a=..., w13_b=...)")
             adapters.check_against(self.problem, self._device)
             adapters = adapters.computed_in(self.problem.torch_dtype)
             followed = (*followed, *adapters.tensors().values())
+        check_no_transform(followed, (topk_ids,))
         if out is not None and wants_gradient(*followed):
             raise GradientError(
                 "out must be None where an input requires a gradient, since a tensor that is passed stays outside of "
                 "autograd's graph; leave it out, or call under torch.no_grad()"
             )
         call = hidden_states, topk_weights, topk_ids
-        if trains(self.problem, hidden_states, topk_weights, self.trained, adapters):
-            return run_training(self.problem, *call, self.trained, self._handle, adapters)
+        if trains(self.problem, hidden_states, topk_weights, trained, adapters):
+            return run_training(self.problem, *call, trained, self._handle, adapters)
         if adapters is not None:
             with torch.no_grad():
-                found = run_training(self.problem, *call, self.trained, self._handle, adapters)
+                found = run_training(self.problem, *call, trained, self._handle, adapters)
             return joined(found if out is None else out.copy_(found), *followed)
         if out is None:
             out = torch.empty_like(hidden_states)
@@ -186,16 +181,47 @@ class MoEKernel:
 
     @property
     def weights(self) -> PermutedWeights:
-        """The permuted weights that the open range reads."""
-        return self.copies[0].weights
+        """What calls read: permuted weights, or the owner's tensors as they are now."""
+        return self._weights if self._source is None else PermutedWeights.in_place(self._source())
+
+    @weights.setter
+    def weights(self, weights: PermutedWeights) -> None:
+        self._weights, self._source = weights, None
+
+    @property
+    def trained(self) -> Mapping[str, torch.Tensor]:
+        """The canonical tensors that calls train in place, by name; empty if the problem names no gradients of them."""
+        if self._source is None or "weights" not in self.problem.gradients:
+            return self._trained
+        return self._source()
+
+    @trained.setter
+    def trained(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._trained = tensors
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether all of its classes read canonical weights where their owner keeps them."""
+        return all(each.experts.reads_in_place() for each in self.ranges)
+
+    def read_from(self, source: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """Lets each call read its owner's tensors, and keeps none: nothing can be stale, and nothing is held.
+
+        Args:
+            source: Returns canonical tensors by name, which it has checked; must not hold them itself.
+
+        Raises:
+            BackendError: The class says that it reads in place, and copied a tensor.
+        """
+        if len(self.borrowed) < len(self._weights.per_expert):
+            backend_calls.raise_copied(self.selection)
+        empty = {name: torch.empty_like(self._weights[name], device="meta") for name in self._weights.per_expert}
+        self._weights = PermutedWeights(CANONICAL, empty, reader=self._weights.reader)
+        self._source, self._trained, self.copied, self.borrowed = source, {}, None, frozenset(empty)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoEKernel:
         # Compiled code finds a kernel by its handle, so a copy needs its own.
-        parts_of = [held.weights for held in self.copies], self.expert_map, self.trained
-        copied, expert_map, trained = copy.deepcopy(parts_of, memo)
-        own, *others = (
-            WeightsCopy(held.range, weights, held.borrowed) for held, weights in zip(self.copies, copied, strict=True)
-        )
+        weights, expert_map, trained = copy.deepcopy((self.weights, self.expert_map, self._trained), memo)
         moves = self.prepare_finalize
         if isinstance(moves, GroupPrepareFinalize):
             knows_places = self.expert_map is moves.tables.expert_map
@@ -204,18 +230,18 @@ class MoEKernel:
                 # A copy's experts move independently.
                 moves.tables = PlacementTables(moves.tables.placement, moves.group.rank, self._device)
                 expert_map = moves.tables.expert_map
-        # If the caller's tensors are copied along, shared memory stays shared between the copies.
-        parts = self.problem, self.selection, self.experts, own.weights, moves, expert_map
-        made = MoEKernel(*parts, own.borrowed, self.ranges, tuple(others))
-        made.trained = trained
         if trained:
             # Parameters are copied into memory of their own, which the copy's calls without gradients must read too.
             tensors = {name: tensor.detach() for name, tensor in trained.items()}
-            made.copies[0].weights = dataclasses.replace(own.weights, per_expert=tensors)
+            weights = dataclasses.replace(weights, per_expert=tensors)
+        # If the caller's tensors are copied along, shared memory stays shared between the copies.
+        parts = self.problem, self.selection, self.experts, weights, moves, expert_map
+        made = MoEKernel(*parts, self.borrowed, self.ranges)
+        made.trained = trained
         return made
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
+        raise PicklingError(
             "a MoEKernel holds weights in one machine's layout and is not pickled; "
             "send the problem and Selection.to_dict(), and make it there"
         )
@@ -238,8 +264,7 @@ class MoEKernel:
         moves = self.prepare_finalize
         local = moves.local if isinstance(moves, GroupPrepareFinalize) else moves
         ranges = self.ranges if self._knows_counts else self.ranges[-1:]
-        weights = [self._copy_of(each).weights for each in ranges]
-        return warm_up(ranges, weights, self.expert_map, token_counts, jobs, local)
+        return warm_up(ranges, self.weights, self.expert_map, token_counts, jobs, local)
 
     def range_of(self, num_tokens: int) -> RangeExperts:
         """The range whose experts serve a call.
@@ -280,9 +305,8 @@ class MoEKernel:
     def reload(self, weights: ExpertWeights, *, write_shared: bool = False) -> None:
         """Permutes other weights of the same problem into the same storage, so that captured graphs see them.
 
-        A tensor that the layout leaves unchanged may be the caller's own, which the kernel may not write. The kernel
-        then copies it first. A graph captured before would keep reading the old one, so that is refused;
-        `make_kernel(..., own_weights=True)` copies from the start.
+        A tensor that the layout leaves unchanged is the caller's own, which the kernel reads in place. Only its owner
+        writes it; given again, it is up to date.
 
         Args:
             weights: New weights of this problem on the kernel's device; only read.
@@ -290,26 +314,20 @@ class MoEKernel:
                 that share them, then see the new values.
 
         Raises:
-            ArgumentError: A captured graph reads tensors that are not the kernel's, and `write_shared` is not set.
-            ValueError: The weights are not this problem's or are on another device.
+            ArgumentError: The kernel reads tensors that are not its own, the new ones lie elsewhere, and `write_shared`
+                is not set; or the weights are not this problem's or are on another device.
         """
         check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
         check_flag("write_shared", write_shared)
         weights.check_against(self.problem)
         with self.in_turn.alone():
-            permuted = [
-                backend_calls.permute(held.range.selection, held.range.experts, weights) for held in self.copies
-            ]
-            # Tensors shared with these same weights are up to date.
-            others = [
-                frozenset[str]() if write_shared else held.weights.elsewhere(held.borrowed, new)
-                for held, new in zip(self.copies, permuted, strict=True)
-            ]
-            self._own(others)
+            held = self.weights
+            new = backend_calls.permute(self.ranges[-1].selection, self.experts, weights)
+            if not write_shared:
+                self._check_own(held.elsewhere(self.borrowed, new))
             # Inference mode may write both kinds of tensors; outside it, tensors made inside may not be written.
             with plain_torch(), torch.inference_mode():
-                for held, new in zip(self.copies, permuted, strict=True):
-                    held.weights.copy_from(new)
+                held.copy_from(new)
         if self.copied is not None:
             self.copied.tensors(self.copied_from(weights))
 
@@ -326,24 +344,20 @@ class MoEKernel:
             write_shared: As in `reload`.
 
         Raises:
-            ArgumentError: There is no such expert, the weights are not one expert of this layer, or as in `reload`.
+            ArgumentError: There is no such expert, the weights are not one expert of this layer, or the kernel reads
+                tensors that are not its own and `write_shared` is not set.
             BackendError: The backend's layout does not keep experts apart, or its code raised.
         """
         check_expert(expert, self.problem.num_local_experts)
-        readers = [held.weights.reader for held in self.copies]
         check_flag("write_shared", write_shared)
-        others = self._not_own(write_shared)
-        self._check_may_write(others)
-        rows: list[PermutedWeights] = []
-        for held, reader in zip(self.copies, readers, strict=True):
-            if not isinstance(reader, OneExpert):
-                raise ArgumentError("update_expert needs a kernel that make_kernel made; reload the whole layer")
-            rows.append(reader.rows_for(held.weights, weights))
-        with self.in_turn.alone():
-            self._own(others)
-            with plain_torch(), torch.inference_mode():
-                for held, row in zip(self.copies, rows, strict=True):
-                    held.weights.write_expert(expert, row)
+        held = self.weights
+        reader = self._weights.reader
+        if not isinstance(reader, OneExpert):
+            raise ArgumentError("update_expert needs a kernel that make_kernel made; reload the whole layer")
+        row = reader.rows_for(held, weights)
+        self._check_own(frozenset() if write_shared else self.borrowed)
+        with self.in_turn.alone(), plain_torch(), torch.inference_mode():
+            held.write_expert(expert, row)
 
     @property
     def expert_placement(self) -> ExpertPlacement | None:
@@ -367,12 +381,12 @@ class MoEKernel:
 
         Raises:
             ArgumentError: The kernel was made without `expert_placement`, the placement has other sizes, or as in
-                `reload`.
+                `update_expert`.
             RanksDifferError: Ranks got different placements or one could not continue; no expert has moved.
             GroupError: A rank of the group has ended or timed out.
             LayoutNotInvertibleError: The layout can neither be copied nor keeps the canonical numbers.
         """
-        moves, others = self.prepare_finalize, self._not_own(write_shared is True)
+        moves = self.prepare_finalize
         if not isinstance(moves, GroupPrepareFinalize) or self.expert_map is not moves.tables.expert_map:
             raise ArgumentError(
                 "move_experts needs a kernel that knows where all experts are; pass group and expert_placement to "
@@ -382,55 +396,29 @@ class MoEKernel:
         try:
             check_flag("write_shared", write_shared)
             check_instance("placement", placement, ExpertPlacement, "make one with balance_experts(...)")
-            self._check_may_write(others)
+            self._check_own(frozenset() if write_shared else self.borrowed)
         except Exception as raised:
             error = raised
         # A call between exchange and writes would meet ranks that have already written.
         with moves.group.alone(MOVING.act):
-            arrived = [
-                exchange_experts(moves.group, held.weights, moves.tables.placement, placement, error)
-                for held in self.copies
-            ]
+            arrived = exchange_experts(moves.group, self.weights, moves.tables.placement, placement, error)
             with self.in_turn.alone():
-                if arrived[0].places:
-                    self._own(others)
                 with plain_torch(), torch.inference_mode():
-                    for held, incoming in zip(self.copies, arrived, strict=True):
-                        incoming.write(held.weights)
+                    arrived.write(self.weights)
                 moves.tables.update(placement)
-        return len(arrived[0].places)
+        return len(arrived.places)
 
     def copied_from(self, weights: ExpertWeights) -> list[torch.Tensor]:
         """Canonical tensors of which the kernel holds a copy, in any layout."""
-        copied = {id(tensor): tensor for held in self.copies for tensor in held.weights.copied_from(weights)}
-        return list(copied.values())
+        return self.weights.copied_from(weights)
 
-    def _not_own(self, write_shared: bool) -> list[frozenset[str]]:
-        """For each copy, names of tensors that are not to be written."""
-        return [frozenset() if write_shared else held.borrowed for held in self.copies]
-
-    def _check_may_write(self, others: Sequence[frozenset[str]]) -> None:
-        names = frozenset[str]().union(*others)
-        if names and self.trained:
+    def _check_own(self, names: frozenset[str]) -> None:
+        if names:
             raise ArgumentError(
-                f"this kernel trains {', '.join(sorted(names))} in place, got other tensors; write the numbers into "
-                "the parameters, or say write_shared=True"
+                f"this kernel reads {', '.join(sorted(names))} where its owner keeps them, got other numbers; write "
+                "them into those tensors, say write_shared=True to have the kernel write there, or make it with "
+                "own_weights=True"
             )
-        if names and self._is_captured:
-            shown = ", ".join(sorted(names))
-            raise ArgumentError(
-                f"this kernel reads {shown} where make_kernel was given them, and so does a captured graph; {self.cure}"
-            )
-
-    def _own(self, others: Sequence[frozenset[str]]) -> None:
-        self._check_may_write(others)
-        for held, names in zip(self.copies, others, strict=True):
-            if names:
-                # Copies made in inference mode could not be written outside it.
-                with plain_torch(), torch.inference_mode(False):
-                    held.weights = outside_pools(functools.partial(held.weights.with_own, names), self._device)
-                held.borrowed -= names
-        self._borrowed = frozenset[str]().union(*(held.borrowed for held in self.copies))
 
     def check_and_run(
         self,
@@ -439,6 +427,7 @@ class MoEKernel:
         topk_ids: torch.Tensor,
         out: torch.Tensor,
         is_own: bool = False,
+        reads: Reads | None = None,
     ) -> None:
         """Runs a call whose shapes and dtypes were checked, as compiled code does.
 
@@ -447,23 +436,17 @@ class MoEKernel:
         Args:
             hidden_states, topk_weights, topk_ids, out: As in a call; T at least 1 unless tokens come from other ranks.
             is_own: Whether `out` was newly allocated, so that nothing aliases it.
+            reads: What the call reads instead of the kernel's weights and map.
         """
         thread = get_ident()
+        reads = reads or Reads(self.weights, self.expert_map)
         try:
             self.in_turn.begin(thread)
-            for tensor in (hidden_states, topk_weights, topk_ids):
-                # Tensors of torch.func's transforms have no memory, and raise. torch's own operations would take them.
-                tensor.data_ptr()
             if not is_own:
                 check_no_alias(out, (hidden_states, topk_weights, topk_ids))
             if self.checks_values:
-                check_values(self.problem, self._device, topk_weights, topk_ids, self.expert_map)
-            if self._borrowed and not self._is_captured:
-                self._is_captured = _may_be_captured(self._device)
-            self._run(hidden_states, topk_weights, topk_ids, out)
-        except RuntimeError as error:
-            check_no_transform(error)
-            raise
+                check_values(self.problem, self._device, topk_weights, topk_ids, reads.expert_map)
+            self._run(reads, hidden_states, topk_weights, topk_ids, out)
         finally:
             self.in_turn.end(thread)
 
@@ -484,13 +467,15 @@ class MoEKernel:
         Args:
             hidden_states, topk_weights, topk_ids: As in a call.
             tensors: The weights to read, and adapters.
-            saved: uint8, overwritten.
+            saved: uint8, overwritten; empty if there will be no backward pass.
 
         Returns:
             [T,H], new.
         """
         out = torch.empty_like(hidden_states)
-        if len(hidden_states):
+        if len(hidden_states) and not saved.numel():
+            self.check_and_run(hidden_states, topk_weights, topk_ids, out, True, self._reads(tensors))
+        elif len(hidden_states):
             if self.checks_values:
                 check_values(self.problem, self._device, topk_weights, topk_ids, self.expert_map)
             self._num_calls[(len(hidden_states) - 1).bit_length()] += 1
@@ -536,8 +521,6 @@ class MoEKernel:
         selection, experts = served.selection, served.experts
         try:
             self.in_turn.begin(thread)
-            if self._borrowed and not self._is_captured:
-                self._is_captured = _may_be_captured(self._device)
             with plain_torch():
                 known, sizes = self._training_shapes.get(step, (0, None))
                 if sizes is None or known != num_tokens:
@@ -550,35 +533,39 @@ class MoEKernel:
                 prepare = self.prepare_finalize.prepare
                 inputs = prepare(hidden_states, topk_weights, topk_ids, problem, self.expert_map).inputs
                 inputs = dataclasses.replace(inputs, adapters=tensors.adapters)
-                own = self._copy_of(served).weights
-                read = PermutedWeights("canonical", tensors.weights) if tensors.weights else own
+                read = self._reads(tensors).weights
                 names = {"workspace13": workspaces[0], "workspace2": workspaces[1]}
                 try:
                     getattr(experts, step)(saved=kept, inputs=inputs, weights=read, **names, **others)
                 except BaseException as error:
                     backend_calls.raise_named(selection, step, error)
-        except RuntimeError as error:
-            check_no_transform(error)
-            raise
         finally:
             self.in_turn.end(thread)
 
-    def _run(
-        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def _reads(self, tensors: CallTensors) -> Reads:
+        """What a call reads that was given its layer's tensors."""
+        own = not (tensors.weights and self.reads_in_place)
+        return Reads(self.weights if own else PermutedWeights.in_place(tensors.weights), self.expert_map)
+
+    def _run(self, *reads_and_call: Any) -> None:
         if torch.is_autocast_enabled(self._autocast_type) or (self._needs_exact_fp32 and not fp32_is_exact()):
             # `plain_torch` costs 10 us, so it is entered only if needed.
             with plain_torch():
-                self._run_plainly(hidden_states, topk_weights, topk_ids, out)
+                self._run_plainly(*reads_and_call)
         elif torch.is_grad_enabled():
             # The common case, 2 us. Weights may be parameters, and permuted weights views of them.
             with torch.no_grad():
-                self._run_plainly(hidden_states, topk_weights, topk_ids, out)
+                self._run_plainly(*reads_and_call)
         else:
-            self._run_plainly(hidden_states, topk_weights, topk_ids, out)
+            self._run_plainly(*reads_and_call)
 
     def _run_plainly(
-        self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
+        self,
+        reads: Reads,
+        hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
         problem = self._experts_problem
         topk_ids = _in_32_bits(topk_ids, problem)
@@ -587,17 +574,20 @@ class MoEKernel:
             tokens = Tokens(hidden_states, topk_weights, topk_ids)
             run_over_group(moves, tokens, out, self.expert_map, self._multiply)
             return
-        prepared = moves.prepare(hidden_states, topk_weights, topk_ids, problem, self.expert_map)
-        expert_out = self._multiply(prepared, out)
+        prepared = moves.prepare(hidden_states, topk_weights, topk_ids, problem, reads.expert_map)
+        expert_out = self._multiply(prepared, out, reads.weights)
         if expert_out is not out:
             moves.finalize(out, expert_out, prepared, problem)
 
-    def _multiply(self, prepared: Prepared, out: torch.Tensor | None = None) -> torch.Tensor:
+    def _multiply(
+        self, prepared: Prepared, out: torch.Tensor | None = None, weights: PermutedWeights | None = None
+    ) -> torch.Tensor:
         """Runs the experts.
 
         Args:
             prepared: Their inputs; without rows they are not called.
             out: [T,H] for reduced output; other forms then use scratch memory. None allocates new memory.
+            weights: What they read; None means the kernel's own.
 
         Returns:
             The rows, in the experts' output form.
@@ -619,16 +609,13 @@ class MoEKernel:
             experts.apply(
                 out=out,
                 inputs=prepared.inputs,
-                weights=served.copy.weights,
+                weights=weights or self._weights,
                 workspace13=workspace13,
                 workspace2=workspace2,
             )
         except BaseException as error:
             backend_calls.raise_named(served.range.selection, "apply", error)
         return out.to(self._sent_dtype) if is_sent else out
-
-    def _copy_of(self, served: RangeExperts) -> WeightsCopy:
-        return next((held for held in self.copies if held.serves(served.experts)), self.copies[0])
 
     def _serve(self, num_tokens: int) -> _Served:
         """Finds and remembers what serves calls with a number of tokens."""
@@ -645,12 +632,12 @@ class MoEKernel:
         problem, experts = self._experts_problem, served.experts
         shapes = backend_calls.workspace_shapes(served.selection, experts, num_tokens)
         if experts.output_form == "reduced":
-            return _Served(served, self._copy_of(served), (num_tokens, problem.hidden_size), shapes)
+            return _Served(served, (num_tokens, problem.hidden_size), shapes)
         is_batched = experts.output_form == "per_expert"
         rows = (problem.num_local_experts, num_tokens) if is_batched else (num_tokens, problem.top_k)
         # All scratch has the problem's dtype.
         width = problem.hidden_size * experts.rows_dtype.itemsize // problem.torch_dtype.itemsize
-        return _Served(served, self._copy_of(served), (*rows, problem.hidden_size), (*shapes, (*rows, width)))
+        return _Served(served, (*rows, problem.hidden_size), (*shapes, (*rows, width)))
 
     def _scratch(self, served: RangeExperts, shapes: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, ...]:
         try:
@@ -664,8 +651,20 @@ class MoEKernel:
     def __repr__(self) -> str:
         names = [f"{each.selection.backend or 'none'}{f' to {each.most}' if each.most else ''}" for each in self.ranges]
         name = ", ".join(names)
-        num_bytes = sum(held.weights.num_bytes for held in self.copies)
-        return f"MoEKernel({name}, {self.problem}, {num_bytes / 2**20:.0f} MiB on {self._device})"
+        held = "weights in place" if self._source else f"{self._weights.num_bytes / 2**20:.0f} MiB"
+        return f"MoEKernel({name}, {self.problem}, {held} on {self._device})"
+
+
+class Reads(NamedTuple):
+    """What a call reads beside its inputs.
+
+    Attributes:
+        weights: In a layout of the kernel's classes.
+        expert_map: As in `MoEKernel`.
+    """
+
+    weights: PermutedWeights
+    expert_map: torch.Tensor | None
 
 
 class _Served(NamedTuple):
@@ -673,13 +672,11 @@ class _Served(NamedTuple):
 
     Attributes:
         range: Their range of the plan.
-        copy: The weights that they read.
         rows: Shape of their output.
         scratch: Shapes of both workspaces and, unless the output is finished rows, of room for it.
     """
 
     range: RangeExperts
-    copy: WeightsCopy
     rows: tuple[int, ...]
     scratch: tuple[tuple[int, ...], ...]
 

@@ -12,7 +12,7 @@ import torch
 from moereg._version import __version__
 from moereg.arguments import check_instance
 from moereg.dispatch import platform_of, select_backend
-from moereg.errors import ArgumentError, MoeregWarning, UnsupportedProblemError
+from moereg.errors import ArgumentError, RanksMeasuredWarning, UnsupportedProblemError
 from moereg.evidence.code_digest import class_digest
 from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.movement import MovementDecision, MovementSelection, problem_of_rank, select_movement
@@ -37,10 +37,6 @@ _UNLIKE: Final = (
     "ranks of a group must choose alike, and by their measured times would run {}: all of them choose without measured "
     "times; give every rank the same pack (MOEREG_TUNING)"
 )
-
-
-class RanksMeasuredWarning(MoeregWarning):
-    """Ranks of a group have packs that choose differently, so none of them uses its own."""
 
 
 class Asked(NamedTuple):
@@ -228,7 +224,7 @@ def local_movement(problem: MoEProblem, movement: Movement) -> PrepareFinalize:
     """The token dispatcher without a group: the caller's object, or the local one for the problem's format.
 
     Raises:
-        ValueError: The object has another type or format.
+        ArgumentError: The object has another type or format.
     """
     if movement is not None and not isinstance(movement, PrepareFinalize):
         cure = "leave it out for the one of the format; names of ways need a group"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from moereg.experts import Experts
 from moereg.layer import backend_calls
 from moereg.selection.result import Decision, Selection
-from moereg.weights.permuted import PermutedWeights
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,42 +63,3 @@ def counts_by_range(ranges: Sequence[int | None], counts: Sequence[int]) -> Iter
         start += len(inside)
         if inside:
             yield place, inside
-
-
-@dataclasses.dataclass(eq=False)
-class WeightsCopy:
-    """A layer's weights in one layout.
-
-    Attributes:
-        range: The range whose class permuted them.
-        weights: The permuted weights.
-        borrowed: Names of permuted tensors that share the caller's memory. A captured graph holds their addresses.
-    """
-
-    range: RangeExperts
-    weights: PermutedWeights
-    borrowed: frozenset[str] = frozenset()
-
-    def serves(self, experts: Experts) -> bool:
-        """Whether experts read this copy: their own, or one in a layout that both classes share."""
-        layout, own = self.weights.layout, self.range.experts
-        return experts is own or (layout in experts.shared_layouts and layout in own.shared_layouts)
-
-
-def make_copies(
-    ranges: Sequence[RangeExperts], permute: Callable[[RangeExperts], PermutedWeights]
-) -> tuple[WeightsCopy, ...]:
-    """Permutes a layer's weights once for each layout that the ranges need, the open range's first.
-
-    Args:
-        ranges: As `make_ranges` makes them.
-        permute: Permutes the weights by a range's class.
-
-    Raises:
-        BackendError: A class raised.
-    """
-    copies: list[WeightsCopy] = []
-    for each in reversed(ranges):
-        if not any(held.serves(each.experts) for held in copies):
-            copies.append(WeightsCopy(each, permute(each)))
-    return tuple(copies)

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from moereg.errors import ArgumentError, GradientError
+from moereg.errors import GradientError
 from moereg.experts import SavedShapes
 from moereg.kernels.sizes import GUARD_ROWS
 from moereg.runtime.graph_pools import in_compiled_code
@@ -71,25 +71,6 @@ def trains(
     )
 
 
-def check_trained(weights: Mapping[str, torch.Tensor]) -> None:
-    """Checks that weights can be trained where they are.
-
-    Raises:
-        ArgumentError: One is sharded or not contiguous.
-    """
-    for name, tensor in weights.items():
-        if type(tensor).__name__ == "DTensor":
-            raise ArgumentError(
-                f"gradients of weights require plain tensors, got a DTensor as {name}; leave the layer's parameters "
-                "out of fully_shard, or use DistributedDataParallel"
-            )
-        if not tensor.is_contiguous():
-            raise ArgumentError(
-                f"gradients of weights require contiguous tensors, which are read in place, got {name} with strides "
-                f"{list(tensor.stride())}; make a parameter of {name}.contiguous()"
-            )
-
-
 def run_training(
     problem: MoEProblem,
     hidden_states: torch.Tensor,
@@ -99,12 +80,12 @@ def run_training(
     handle: torch.Tensor,
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
-    """Runs a layer so that a backward pass to its output computes gradients.
+    """Runs a layer on its owner's tensors, so that a backward pass to its output computes what autograd follows.
 
     Args:
         problem: The layer.
         hidden_states, topk_weights, topk_ids: As in `MoEKernel`, checked.
-        weights: Canonical tensors to read and to train, by name; none of them if the layer's own are not trained.
+        weights: Canonical tensors to read, and to train if they require it, by name; none if the kernel has its own.
         handle: From `new_handle`, of a layer whose `training_kernel` gives its kernel.
         adapters: Of the experts, in the problem's dtype, contiguous; they may be read without gradients too.
 
@@ -114,7 +95,9 @@ def run_training(
     adapters = adapters or ExpertAdapters()
     tensors = {**weights, **adapters.tensors()}
     call = hidden_states, topk_weights, topk_ids, *(tensors.get(name) for name in _TENSORS)
-    scalings, saved_bytes = (adapters.w13_scaling, adapters.w2_scaling), most_saved_bytes(problem, len(hidden_states))
+    scalings, saved_bytes = (adapters.w13_scaling, adapters.w2_scaling), 0
+    if adapters.tensors() or trains(problem, hidden_states, topk_weights, weights):
+        saved_bytes = most_saved_bytes(problem, len(hidden_states))
     out: torch.Tensor
     if _needs_op(call):
         out = torch.ops.moereg.moe_train(*call, handle, *scalings, saved_bytes)[0]
@@ -168,11 +151,12 @@ class CallTensors(NamedTuple):
 
 
 def _needs_op(tensors: Sequence[torch.Tensor | None]) -> bool:
-    """Whether torch has to dispatch a call: a compiler or a mode looks on, or a tensor is no plain one."""
+    """Whether torch has to dispatch a call: a compiler, mode or transform looks on, or a tensor is no plain one."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
+        or torch._C._are_functorch_transforms_active()
         or not all(each is None or (type(each) in _PLAIN and torch._C._has_storage(each)) for each in tensors)
     )
 
@@ -210,6 +194,7 @@ def _moe_train_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     targets = _targets(hidden_states, topk_weights, tensors, wanted)
     with in_compiled_code():
         kernel = layer_of(handle).training_kernel()
+        _check_not_converted(kernel.problem.torch_dtype, hidden_states, tensors)
         kernel.run_backward(
             {
                 name: tensor
@@ -222,6 +207,20 @@ def _moe_train_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
             CallTensors.of(tensors, w13_scaling, w2_scaling),
         )
     return targets
+
+
+def _check_not_converted(
+    dtype: torch.dtype, hidden_states: torch.Tensor, tensors: Sequence[torch.Tensor | None]
+) -> None:
+    place = hidden_states.dtype, hidden_states.device
+    for now in ((dtype, place[1]), *((each.dtype, each.device) for each in tensors if each is not None)):
+        if now != place:
+            raise GradientError(
+                "a backward pass reads the parameters of its forward pass, which ran in "
+                f"{str(place[0]).removeprefix('torch.')} on {place[1]}, got parameters that were converted since to "
+                f"{str(now[0]).removeprefix('torch.')} on {now[1]}; convert a layer before its forward pass or after "
+                "its backward pass"
+            )
 
 
 def _targets(

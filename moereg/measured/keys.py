@@ -46,13 +46,11 @@ class Machine:
     driver: str
 
     def differences(self, here: Machine) -> tuple[str, ...]:
-        """The fields that differ on this machine, such as `driver 570, here 580`."""
-        now = dataclasses.asdict(here)
-        return tuple(
-            f"{field} {str(value) or 'none'}, here {str(now[field]) or 'none'}"
-            for field, value in dataclasses.asdict(self).items()
-            if value != now[field]
-        )
+        """The fields that differ on this machine, such as `driver 570, here 580`; of another device that alone."""
+        now, then = dataclasses.asdict(here), dataclasses.asdict(self)
+        names = [name for name in then if then[name] != now[name]]
+        names = ["device"] if "device" in names else names
+        return tuple(f"{name} {str(then[name]) or 'none'}, here {str(now[name]) or 'none'}" for name in names)
 
 
 @functools.lru_cache(maxsize=8)

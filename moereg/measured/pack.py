@@ -5,10 +5,10 @@ Values are checked when they are read, so that selection can trust them: an erro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,9 +27,10 @@ from moereg.arguments import (
     check_text,
     within,
 )
-from moereg.errors import ArgumentError, MoeregError, described, shown
+from moereg.errors import ArgumentError, described, shown
 from moereg.evidence.on_machine import CellRecord
-from moereg.evidence.store import change_file, read_document
+from moereg.evidence.provenance import minor_version
+from moereg.evidence.store import OlderFileError, change_file, check_schema, read_document
 from moereg.experts import Experts
 from moereg.measured.keys import Machine, key_text, problem_key
 from moereg.platforms import Platform, PlatformRule
@@ -37,13 +38,10 @@ from moereg.registry import BackendCell
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
+VARIABLE: Final = "MOEREG_TUNING"
 LARGEST_LOG: Final = 50.0
 """Largest logarithm of a ratio of times that a row may hold: its exponential is a finite number by far."""
-
-
-class PackError(MoeregError, RuntimeError):
-    """A pack's file cannot be written."""
 
 
 def _check_log(name: str, value: object) -> float:
@@ -73,24 +71,21 @@ class TimedCell(CellRecord):
 
     Attributes:
         state: `Experts.tuning_state()`.
-        layout: The layout of its weights that other classes read too, empty if there is none.
     """
 
     state: str = ""
-    layout: str = ""
 
     @classmethod
-    def of(
-        cls, cell: BackendCell, scheme: QuantScheme, rule: PlatformRule, platform: Platform, layout: str = ""
-    ) -> TimedCell:
+    def of(cls, cell: BackendCell, scheme: QuantScheme, rule: PlatformRule, platform: Platform) -> TimedCell:
         """The cell as it runs here now, computing a scheme by a rule."""
         fields = cls.fields_of(cell, scheme, rule, platform)
-        return cls(**fields, state=state_of(cell.experts), layout=layout)
+        return cls(**fields, state=state_of(cell.experts))
 
-    def changes(self, cell: BackendCell, platform: Platform) -> tuple[str, ...]:
-        """As `CellRecord.changes`, then a `layout` no longer shared and a `state` that differs or cannot be asked."""
-        is_shared = not self.layout or self.layout in cell.experts.shared_layouts
-        changed = (*super().changes(cell, platform), *(() if is_shared else ("layout",)))
+    def changes(
+        self, cell: BackendCell, platform: Platform, part: Callable[[str], str] = minor_version
+    ) -> tuple[str, ...]:
+        """As `CellRecord.changes` for minor versions, then a `state` that differs or cannot be asked."""
+        changed = super().changes(cell, platform, part)
         try:
             is_same = self.state == state_of(cell.experts)
         except Exception as error:  # A backend's code; its times cannot be trusted then.
@@ -131,7 +126,6 @@ class Row(NamedTuple):
         rounds: Number of pairs.
         error: Largest error of its numbers as a fraction of the tolerance.
         graph: Whether it ran in a CUDA graph.
-        permuted_bytes: Bytes of the layer's weights in its layout.
     """
 
     session: int
@@ -146,7 +140,6 @@ class Row(NamedTuple):
     rounds: Annotated[int, check_count]
     error: float
     graph: bool
-    permuted_bytes: int
 
     @property
     def key(self) -> tuple[int, int, str, int]:
@@ -194,14 +187,12 @@ class Pack:
         sessions: By which processes.
         cells: The cells that rows name by index.
         layers: One for each layer and default.
-        memory: Second layouts that memory was granted for: pairs of an index in `layers` and one in `cells`.
     """
 
     machine: Machine
     sessions: tuple[Session, ...] = ()
     cells: tuple[TimedCell, ...] = ()
     layers: tuple[TunedLayer, ...] = ()
-    memory: tuple[tuple[int, int], ...] = ()
 
     @property
     def next_session(self) -> int:
@@ -268,9 +259,7 @@ class Pack:
             UnknownNameError: A layer's scheme, activation or another name is not known here.
         """
         found = check_mapping("a pack", values)
-        schema = found.get("schema")
-        if isinstance(schema, bool) or schema != SCHEMA:
-            raise ArgumentError(f"schema must be {SCHEMA}, got {shown(schema)}")
+        check_schema(found.get("schema"), SCHEMA)
         columns = check_field("", found, "columns", functools.partial(check_list, check=check_text))
         if missing := [name for name in Row._fields if name not in columns]:
             raise ArgumentError(f"columns must have {', '.join(missing)}, got {shown(list(columns))}")
@@ -282,33 +271,30 @@ class Pack:
         _check_unlike("layers", [layer.key for layer in pack.layers])
         for place in range(len(pack.layers)):
             pack._check_layer(place)
-        for place, (of_layer, of_cell) in enumerate(pack.memory):
-            _check_index(f"memory[{place}][0]", of_layer, pack.layers)
-            _check_index(f"memory[{place}][1]", of_cell, pack.cells)
         return pack
 
     def _check_layer(self, place: int) -> None:
         """Checks a layer's rows, that what it names is in the pack, and that no row is there twice."""
         layer, name = self.layers[place], f"layers[{place}]"
         numbers = {session.number for session in self.sessions}
-        _check_columns(f"{name}.rows", layer.rows)
         _check_index(f"{name}.default", layer.default, self.cells)
         for at, row in enumerate(layer.rows):
+            for (field, check), value in zip(_CHECKS.items(), row, strict=True):
+                check(f"{name}.rows[{at}].{field}", value)
             if row.session not in numbers:
                 raise ArgumentError(
                     f"{name}.rows[{at}].session must be the number of a session, got {shown(row.session)}"
                 )
-            if row.cell >= len(self.cells):
-                _check_index(f"{name}.rows[{at}].cell", row.cell, self.cells)
+            _check_index(f"{name}.rows[{at}].cell", row.cell, self.cells)
             if row.cell == layer.default and (row.log_ratio or row.half_width):
                 raise ArgumentError(
                     f"{name}.rows[{at}].log_ratio and half_width must be 0 for the default, got {row.log_ratio}, "
                     f"{row.half_width}"
                 )
         _check_unlike(f"{name}.rows", [row.key for row in layer.rows])
-        for field in ("wrong", "left_out"):
-            for at, (cell, _) in enumerate(getattr(layer, field)):
-                _check_index(f"{name}.{field}[{at}][0]", cell, self.cells)
+        for kind in ("wrong", "left_out"):
+            for at, (cell, _) in enumerate(getattr(layer, kind)):
+                _check_index(f"{name}.{kind}[{at}][0]", cell, self.cells)
 
     def text(self) -> str:
         """The pack as JSON, one row of times a line."""
@@ -317,7 +303,6 @@ class Pack:
             "machine": dataclasses.asdict(self.machine),
             "sessions": [dataclasses.asdict(session) for session in self.sessions],
             "cells": [dataclasses.asdict(cell) for cell in self.cells],
-            "memory": self.memory,
             "columns": Row._fields,
         }
         lines = [f" {json.dumps(name)}: {json.dumps(value, allow_nan=False)}," for name, value in values.items()]
@@ -346,28 +331,7 @@ def _read_rows(columns: Sequence[str], name: str, value: object) -> tuple[Row, .
     return check_list(name, value, read)
 
 
-def _check_columns(name: str, rows: Sequence[Row]) -> None:
-    for field, column in zip(Row._fields, zip(*rows, strict=True), strict=False):
-        check = _CHECKS[field]
-        try:
-            for value in _extremes(column):
-                check(field, value)
-        except ArgumentError:
-            for place, value in enumerate(column):
-                check(f"{name}[{place}].{field}", value)
-
-
 _CHECKS: Final = {field: check_of(kind) for field, kind in get_type_hints(Row, include_extras=True).items()}
-
-
-def _extremes(column: Sequence[Any]) -> Iterable[Any]:
-    """Values that pass a check of their type and range if and only if all do: packs have too many to check each."""
-    kinds = set(map(type, column))
-    if kinds in ({str}, {bool}):
-        return set(column)
-    if kinds == {int} or (kinds == {float} and all(map(math.isfinite, column))):
-        return min(column), max(column)
-    return column
 
 
 def _check_index(name: str, index: int, values: Sequence[object]) -> None:
@@ -391,7 +355,7 @@ def read_pack(path: Path, is_own: bool) -> Pack:
         is_own: Whether only this user or root may have write access.
 
     Raises:
-        ValueError: It cannot be read, others may write to it, or it is no pack; one line.
+        ArgumentError: It cannot be read, others may write to it, or it is no pack; one line.
     """
     return Pack.from_dict(read_document(path, is_own))
 
@@ -409,24 +373,19 @@ def write_pack(path: Path, machine: Machine, change: Callable[[Pack], Pack], is_
         The new pack.
 
     Raises:
-        PackError: The file cannot be read or written, or holds times of another machine.
+        RecordFileError: The file cannot be read or written, or holds times of another machine.
     """
     pack = Pack(machine)
 
     def changed(path: Path) -> str:
         nonlocal pack
         if not is_new and path.exists():
-            pack = read_pack(path, is_own=True)
+            with contextlib.suppress(OlderFileError):
+                pack = read_pack(path, is_own=True)
         if differences := pack.machine.differences(machine):
-            raise ValueError(f"it must hold times of this machine, got {'; '.join(differences)}")
+            raise ArgumentError(f"it must hold times of this machine, got {'; '.join(differences)}")
         pack = change(pack)
         return pack.text()
 
-    try:
-        change_file(path, changed)
-    except (OSError, ValueError) as error:
-        raise PackError(
-            f"the pack {shown(str(path))} must be readable and writable, got {described(error)}; delete it, or name "
-            "another file in MOEREG_TUNING"
-        ) from error
+    change_file(path, changed, "the pack", VARIABLE)
     return pack

@@ -2,7 +2,7 @@
 
 LayerTimes       a layer's rows by cell and number of tokens
 best_for_all     plan A: one cell for all numbers of tokens
-with_ranges      plans B and C: other cells where they win, between measured numbers of tokens
+with_ranges      plan B: other cells where they win, between measured numbers of tokens
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from moereg.measured.pack import Row
 from moereg.measured.significance import ASKED, Ratio, Ratios, beats
@@ -85,20 +85,13 @@ class LayerTimes:
 
     def shares(self, tokens: Sequence[int], cell: int) -> list[float]:
         """The share of each number of tokens in a cell's time of the calls; of decades alike if none is among them."""
-        shares = self.shares_of(dict(self.calls), tokens, cell)
-        return shares if any(shares) else equal_decades(tokens)
-
-    def shares_of(self, calls: Mapping[int, float], tokens: Sequence[int], cell: int) -> list[float]:
-        """The share of each measured number of tokens in a cell's time of calls; 0 if none is among them."""
-        counted = dict.fromkeys(tokens, 0.0)
-        for called, number in calls.items():
+        counted = dict.fromkeys(tokens, 0)
+        for called, number in self.calls:
             if tokens[0] <= called <= tokens[-1]:
                 # The nearest by ratio, since times grow with tokens.
                 counted[min(tokens, key=lambda at: abs(math.log(at / called)))] += number
         spent = [number * self._median_us(cell, at) for at, number in counted.items()]
-        # Without times of the cell each call counts alike.
-        weights = spent if any(spent) else list(counted.values())
-        return [weight / (math.fsum(weights) or 1.0) for weight in weights]
+        return [time / math.fsum(spent) for time in spent] if any(spent) else _equal_decades(tokens)
 
     def _median_us(self, cell: int, tokens: int) -> float:
         """A cell's mean median in the asked routings."""
@@ -106,7 +99,7 @@ class LayerTimes:
         return math.fsum(row.median_us for row in own) / max(1, len(own))
 
 
-def equal_decades(tokens: Sequence[int]) -> list[float]:
+def _equal_decades(tokens: Sequence[int]) -> list[float]:
     """The share of each number of tokens if all decades count alike: from middle to middle on the logarithmic axis."""
     logs = [math.log(at) for at in tokens]
     if len(logs) == 1:
@@ -133,7 +126,7 @@ def best_for_all(times: LayerTimes, order: Sequence[int]) -> int:
 
 
 def with_ranges(times: LayerTimes, order: Sequence[int], base: int, others: Collection[int]) -> Ranges:
-    """Plans B and C: `base` for all, and other cells where they win.
+    """Plan B: `base` for all, and other cells where they win.
 
     A cell has the range from the first to the last measured number of tokens of a run that it wins, so nothing is
     assumed of larger, smaller or disputed ones.
@@ -142,7 +135,7 @@ def with_ranges(times: LayerTimes, order: Sequence[int], base: int, others: Coll
         times: The layer's times.
         order: Cells in the order of static priority, with `base`.
         base: The cell of plan A.
-        others: Cells that may run too: they read the layout of `base`, or have memory for their own.
+        others: Cells that may run too, since they read the layout of `base`.
     """
     winners = [(at, _winner_at(times, at, order, base, others)) for at in times.tokens]
     ranges: list[tuple[int | None, int]] = []

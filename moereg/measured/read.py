@@ -16,17 +16,18 @@ import statistics
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import importlib_metadata
 from packaging.utils import canonicalize_name
 
-from moereg.errors import shown
+from moereg.errors import RecordFileWarning, shown
 from moereg.evidence.code_digest import module_file
-from moereg.evidence.on_machine import RecordFileWarning, cell_key, user_data
-from moereg.evidence.store import read_once
+from moereg.evidence.on_machine import cell_key, user_data
+from moereg.evidence.store import read_once, unusable
+from moereg.experts import Experts
 from moereg.measured.keys import key_text, machine_of, problem_key
-from moereg.measured.pack import Pack, TimedCell, read_pack
+from moereg.measured.pack import VARIABLE, Pack, TimedCell, read_pack
 from moereg.measured.plans import LayerTimes, Ranges, best_for_all, with_ranges
 from moereg.measured.significance import NUM_SESSIONS, mean_gain, num_shared_sessions
 from moereg.platforms import Platform, PlatformRule
@@ -34,26 +35,11 @@ from moereg.registry import BackendCell
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 
-VARIABLE: Final = "MOEREG_TUNING"
 ENTRY_POINTS: Final = "moereg.tuning"
 """The group of wheels' packs: `moereg_mine:tuning.json` is a file of the package `moereg_mine`."""
 
 Candidate = tuple[BackendCell, QuantScheme, PlatformRule]
 """A cell that fits, the scheme that it would compute, and the rule by which it may run."""
-
-
-class LayerOfPack(NamedTuple):
-    """A layer's times that are valid now.
-
-    Attributes:
-        times: The times.
-        cells: Indices of candidates by those of their cells in the pack.
-        left_out: Indices of candidates that were not measured further, with the reason.
-    """
-
-    times: LayerTimes
-    cells: Mapping[int, int]
-    left_out: Mapping[int, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +51,12 @@ class Measured:
         note: One line on the choice; empty without one.
         notes: What is not used and why, one line each.
         digest: Of the times that chose; empty without a choice.
-        layer: The times that chose, or the first that are valid where there are too few of them; None without.
     """
 
     ranges: Ranges = ()
     note: str = ""
     notes: tuple[str, ...] = ()
     digest: str = ""
-    layer: LayerOfPack | None = None
 
 
 class Source:
@@ -81,11 +65,13 @@ class Source:
     Attributes:
         pack: The pack.
         origin: The distribution whose backends alone it may order; empty for all.
-        is_users: Whether a user made it, who wants to know where it is not used.
+        is_users: Whether a user made it, who wants to know which layers it lacks.
+        name: What notes call it.
     """
 
     def __init__(self, pack: Pack, origin: str = "", is_users: bool = True) -> None:
         self.pack, self.origin, self.is_users = pack, origin, is_users
+        self.name: Final = "pack" if is_users else f"pack of {origin or 'moereg'}"
         self._layers: dict[str, list[int]] = {}
         self._cells: dict[tuple[str, ...], list[int]] = {}
         self._plans: dict[tuple[int, tuple[int, ...]], Measured] = {}
@@ -98,7 +84,7 @@ class Source:
     def order(self, problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]) -> Measured:
         """Asks this pack alone; as `measured_order`."""
         if differences := self.pack.machine.differences(machine_of(platform)):
-            return Measured(notes=(f"pack unused: it is of another machine: {', '.join(differences)}",))
+            return Measured(notes=(f"{self.name} unused: it is of another machine: {', '.join(differences)}",))
         own = [
             place
             for place, (cell, _, _) in enumerate(candidates)
@@ -109,17 +95,38 @@ class Source:
         key = problem_key(problem)
         places = self._layers.get(key_text(key), ())
         if not places:
-            return Measured(notes=tuple(_nearest(self.pack, key)))
+            return Measured(notes=tuple(_nearest(self.pack, key)) if self.is_users else ())
         return _first(self._of_layer(place, candidates, own, platform) for place in places)
+
+    def unused(self, platform: Platform, cells: Iterable[BackendCell]) -> dict[str, str]:
+        """Why times do not count here: by backend, or under an empty name if none does.
+
+        Args:
+            platform: The machine at hand.
+            cells: All that are registered.
+        """
+        if differences := self.pack.machine.differences(machine_of(platform)):
+            return {"": f"it is of another machine: {', '.join(differences)}"}
+        here = {}
+        for cell in cells:
+            if (rule := cell.rule_for(platform)) is not None:
+                here.update({cell_key(cell, scheme, rule): cell for scheme in cell.schemes})
+        found: dict[str, str] = {}
+        for key, places in self._cells.items():
+            timed = [self.pack.cells[at] for at in places]
+            own = here.get(key)
+            changes = [one.changes(own, platform) for one in timed] if own else [("not installed",)]
+            if all(changes):
+                found.setdefault(timed[0].backend, ", ".join(changes[0]))
+        return found
 
     def _of_layer(
         self, place: int, candidates: Sequence[Candidate], own: Sequence[int], platform: Platform
     ) -> Measured:
         layer, cells = self.pack.layers[place], self.pack.cells
-        wrong, reasons = dict(layer.wrong), dict(layer.left_out)
+        wrong = dict(layer.wrong)
         notes: list[str] = []
         usable: dict[int, int] = {}
-        left_out: dict[int, str] = {}
         for index in own:
             cell = candidates[index][0]
             changes = {
@@ -130,22 +137,21 @@ class Source:
             if at is not None and at not in wrong:
                 usable[at] = index
                 continue
-            left_out.update((index, reasons[other]) for other in changes if other in reasons and not changes[other])
             if at is not None:
                 reason = f"{cell.name} failed when it was measured: {wrong[at]}"
             else:
                 reason = ", ".join(changes[known[0]]) if known else f"{cell.name} was not measured"
             if index == 0 or layer.default in known:
-                return Measured(notes=(*notes, f"pack unused: {reason}"))
+                return Measured(notes=(*notes, f"{self.name} unused: {reason}"))
             if known:
-                notes.append(f"pack unused for {cell.name}: {reason}")
+                notes.append(f"{self.name} unused for {cell.name}: {reason}")
         order = tuple(usable)
         plan = self._plans.get((place, order))
         if plan is None:
-            plan = self._plans[place, order] = _plan(self.pack, place, order)
+            classes = {at: candidates[index][0].experts for at, index in usable.items()}
+            plan = self._plans[place, order] = _plan(self, place, classes)
         ranges = tuple((most, usable[at]) for most, at in plan.ranges)
-        found = LayerOfPack(LayerTimes(layer.rows, layer.default, layer.calls), usable, left_out)
-        return dataclasses.replace(plan, ranges=ranges, notes=(*notes, *plan.notes), layer=found)
+        return dataclasses.replace(plan, ranges=ranges, notes=(*notes, *plan.notes))
 
 
 def measured_order(
@@ -160,24 +166,22 @@ def measured_order(
         candidates: What fits, in the order of static priority, among which a request has no preference.
     """
     asked = sources if platform.probed and candidates else ()
-    found = ((source, source.order(problem, platform, candidates)) for source in asked)
-    return _first(one if source.is_users else dataclasses.replace(one, notes=()) for source, one in found)
+    return _first(source.order(problem, platform, candidates) for source in asked)
 
 
 def _first(found: Iterable[Measured]) -> Measured:
-    """The first one that chooses, else the first with times; with the notes of those before it."""
+    """The first one that chooses, with the notes of those before it."""
     notes: list[str] = []
-    layer = None
     for one in found:
         notes += one.notes
-        layer = layer or one.layer
         if one.ranges:
             return dataclasses.replace(one, notes=tuple(notes))
-    return Measured(notes=tuple(notes), layer=layer)
+    return Measured(notes=tuple(notes))
 
 
-def _plan(pack: Pack, place: int, order: Sequence[int]) -> Measured:
+def _plan(source: Source, place: int, classes: Mapping[int, type[Experts]]) -> Measured:
     """The plan for cells of a pack, in the order of priority; its ranges have their indices in the pack."""
+    order, pack = tuple(classes), source.pack
     layer, cells = pack.layers[place], pack.cells
     times = LayerTimes(layer.rows, layer.default, layer.calls)
     pairs = ((times.at(cell, at), times.at(order[0], at)) for cell in order[1:] for at in times.tokens)
@@ -186,10 +190,11 @@ def _plan(pack: Pack, place: int, order: Sequence[int]) -> Measured:
         least = _counted(NUM_SESSIONS)
         alone = f"only {cells[order[0]].backend} was measured"
         what = f"{_counted(compared)} compared it with others, and a choice takes {least}" if len(order) > 1 else alone
-        return Measured(notes=(f"pack unused: {what}",))
+        return Measured(notes=(f"{source.name} unused: {what}",))
     base = best_for_all(times, order)
-    others = {cell for cell in order if cells[cell].layout and cells[cell].layout == cells[base].layout}
-    others |= {cell for of, cell in pack.memory if of == place and cell in order}
+    # A layer has one copy of its weights. A class with several layouts may have been timed in any of them.
+    layouts = {cell: kind.layouts for cell, kind in classes.items() if kind.layouts == kind.shared_layouts[:1]}
+    others = {cell for cell, layout in layouts.items() if layout == layouts.get(base)}
     ranges = with_ranges(times, order, base, others)
     sessions = {row.session for row in layer.rows}
     date = max(session.date for session in pack.sessions if session.number in sessions)
@@ -275,8 +280,9 @@ def _believed(path: Path, origin: str, own: str) -> Source | None:
     try:
         return Source(read_pack(path, is_own=bool(own)), origin, is_users=bool(own))
     except ValueError as error:
-        cure = f"delete it, or name another in {VARIABLE}" if own else f"tell the authors of {origin or 'moereg'}"
-        warnings.warn(f"the pack {shown(str(path))} cannot be used: {error}; {cure}", RecordFileWarning, stacklevel=6)
+        theirs = f"the pack {shown(str(path))} cannot be used: {error}; tell the authors of {origin or 'moereg'}"
+        text = unusable("the pack", path, error, VARIABLE) if own else theirs
+        warnings.warn(text, RecordFileWarning, stacklevel=6)
         return None
 
 

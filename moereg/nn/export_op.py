@@ -12,15 +12,20 @@ import torch
 
 from moereg.dispatch import platform_of, select_backend
 from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.layer.in_place import ReadInPlace
+from moereg.layer.kernel import Reads
 from moereg.runtime.graph_pools import in_compiled_code
 from moereg.runtime.torch_op import detached
+from moereg.selection.decide import reading_in_place
 from moereg.spec.problem import MoEProblem
-from moereg.weights.permuted import ExpertWeights
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from moereg.weights.versions import TensorState, check_counted, states_of
 
 _LAYERS: Final[dict[tuple[str, tuple[int, ...]], tuple[MoEKernel, tuple[TensorState, ...]]]] = {}
-"""Kernels by a program's description of the layer and its tensors' addresses, with the state of those tensors. A kernel
-has its own weights, so it does not keep the program's alive, and is dropped with the first of them."""
+"""Kernels with a copy of a program's weights, by its description of the layer and its tensors' addresses, with the
+state of those tensors. Dropped with the first of them."""
+_IN_PLACE: Final[dict[str, tuple[MoEKernel, ReadInPlace]]] = {}
+"""Kernels that read the tensors of each call, by the description of the layer."""
 _LOCK: Final = threading.Lock()
 
 _LIBRARY: Final = torch.library.Library("moereg", "FRAGMENT")
@@ -62,38 +67,49 @@ def _said_of(layer: dict[str, Any]) -> str:
 
 
 def _exported_layer(*arguments: Any) -> None:
-    *call, tensors, layer = arguments
-    if not len(call[0]):
+    hidden_states, topk_weights, topk_ids, out, tensors, layer = arguments
+    if not len(hidden_states):
         return
     with in_compiled_code():
         with _LOCK:
-            kernel = _kernel_of(tensors, layer)
-        kernel.check_and_run(*call)
+            kernel, reads = _kernel_of(tensors, layer)
+        kernel.check_and_run(hidden_states, topk_weights, topk_ids, out, reads=reads)
 
 
-def _kernel_of(tensors: list[torch.Tensor], layer: str) -> MoEKernel:
-    key = (layer, tuple(tensor.data_ptr() for tensor in tensors))
+def _kernel_of(tensors: list[torch.Tensor], layer: str) -> tuple[MoEKernel, Reads | None]:
+    """A call's kernel, and what it reads if that is not the kernel's own."""
     said = json.loads(layer)
     held = dict(zip(said.pop("tensors"), tensors, strict=True))
     expert_map = held.pop("expert_map", None)
+    kernel, readable = _IN_PLACE.get(layer, (None, None))
+    if kernel is not None and readable is not None and readable.fits(held):
+        return kernel, Reads(PermutedWeights.in_place(held), expert_map)
+    key = (layer, tuple(tensor.data_ptr() for tensor in tensors))
     (kernel, before), seen = _LAYERS.get(key, (None, ())), states_of(held.values())
     check_counted(before, seen, "call torch.autograd.graph.increment_version(tensor) after such writes")
     if kernel is not None and before == seen:
-        return kernel
+        return kernel, None
     problem = MoEProblem.from_dict(said.pop("problem"))
     weights = ExpertWeights(**held, quant=problem.quant)
     if kernel is not None:
         kernel.reload(weights)
         _LAYERS[key] = kernel, seen
-        return kernel
+        return kernel, None
     ep_rank = said.pop("ep_rank")
     selection = select_backend(problem, platform_of(weights.w13.device), **said)
+    in_place = reading_in_place(selection)
+    if problem.quant.weight is None and in_place.winner is not None:
+        kernel = make_kernel(problem, weights, in_place, ep_rank=ep_rank, expert_map=expert_map)
+        kernel.read_from(dict)  # Each call brings its tensors.
+        kernel.expert_map = None
+        _IN_PLACE[layer] = kernel, ReadInPlace(held)
+        return kernel, Reads(PermutedWeights.in_place(held), expert_map)
     kernel = make_kernel(problem, weights, selection, ep_rank=ep_rank, expert_map=expert_map, own_weights=True)
     kernel.copied = None
     _LAYERS[key] = kernel, seen
     for tensor in held.values():
         weakref.finalize(tensor.untyped_storage(), _drop, key, weakref.ref(kernel)).atexit = False
-    return kernel
+    return kernel, None
 
 
 def _drop(key: tuple[str, tuple[int, ...]], kernel: weakref.ref[MoEKernel]) -> None:

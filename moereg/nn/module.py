@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from moereg.errors import ArgumentError
 from moereg.layer.checks import check_call, check_no_transform
 from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.layer.in_place import ReadInPlace, say_gain
 from moereg.layer.no_backward import joined
 from moereg.layer.one_expert import keeping_moves
 from moereg.layer.train_op import run_training, trains
@@ -23,6 +26,7 @@ from moereg.routing import RouterSpec
 from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_op import is_exporting, new_handle, run_compiled
 from moereg.runtime.torch_state import plain_torch
+from moereg.selection.decide import reading_in_place
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import TENSOR_ROLES
 from moereg.weights.adapters import ADAPTER_TENSORS, ExpertAdapters
@@ -37,16 +41,19 @@ class MoELayer(CanonicalModule):
 
     Its parameters are the canonical tensors named as in `ExpertWeights`: `w13` [E,2I,H] with gate rows first, `w2`
     [E,H,I], scales and biases; `router_weight` [E,H], `router_bias` [E] and `correction_bias` [E]; and those of
-    `ExpertAdapters`. `state_dict` holds these on every machine, whatever layout the kernel reads. The kernel is made at
-    the first call, or by `prepare`, and follows `.to()`, `load_state_dict`, steps of torch's optimizers, and parameters
-    that are replaced or written. Writes through `parameter.data` or a raw pointer, which torch does not see, need
-    `refresh()`.
+    `ExpertAdapters`. `state_dict` holds these on every machine, whatever layout the kernel reads.
+
+    The first call takes the best kernel that reads the parameters where they are: each call sees them as they are then,
+    whoever wrote or replaced them, and nothing is copied. `prepare` may take a kernel with a copy in a layout of its
+    own; it follows `.to()`, `load_state_dict`, steps of torch's optimizers, and parameters that are replaced or
+    written. Writes through `parameter.data` or a raw pointer, which torch does not see, need `refresh()` then. Where no
+    kernel reads the parameters in place, as with most 4-bit weights on a GPU, the first call prepares.
 
     Parameters require a gradient where the problem's `gradients` name them: the experts' as `weights`, which are then
     read and trained in place, the router's as `topk_weights`, and `adapters`. See [docs/training.md](docs/training.md).
 
-    With `keep_canonical=False` the experts' parameters are freed once the kernel is made, and `state_dict`, `.to()`
-    and copies read them back from it.
+    With `keep_canonical=False` the first call prepares and frees the experts' parameters, and `state_dict`, `.to()` and
+    copies read them back from the kernel.
 
     It can be copied, pickled, compiled and exported, and with a router be part of `nn.Sequential`. An exported program
     holds the parameters and makes its kernel where it runs, after `import moereg.nn.module`, from copies that go with
@@ -260,9 +267,10 @@ class MoELayer(CanonicalModule):
             of any float dtype, and computes and returns its own.
 
         Raises:
-            ValueError: A shape, dtype or device is wrong, or the layer has no router and no experts were named.
+            ArgumentError: A shape, dtype or device is wrong, or the layer has no router and no experts were named.
         """
         check_instance("hidden_states", hidden_states, torch.Tensor, "pass [..., H]")
+        check_no_transform((hidden_states, topk_weights, topk_ids), self._parameters.values())
         hidden_size = self.problem.hidden_size
         if not hidden_states.dim() or hidden_states.shape[-1] != hidden_size:
             raise ArgumentError(f"hidden_states must be [..., {hidden_size}], got {list(hidden_states.shape)}")
@@ -282,7 +290,7 @@ class MoELayer(CanonicalModule):
             topk_weights = topk_weights.float()
         if torch.compiler.is_compiling():
             check_call(self.problem, hidden_states.device, rows, topk_weights, topk_ids, None)
-            trained, adapters = self._trained, self.adapters
+            held, adapters = self._in_place, self.adapters
             if adapters is not None:
                 if is_exporting():
                     raise ArgumentError(
@@ -290,33 +298,23 @@ class MoELayer(CanonicalModule):
                     )
                 adapters.check_against(self.problem, hidden_states.device)
                 adapters = adapters.computed_in(self.problem.torch_dtype)
-            if not is_exporting() and trains(self.problem, rows, topk_weights, trained, adapters):
-                out = run_training(self.problem, rows, topk_weights, topk_ids, trained, self._handle, adapters)
+            if not is_exporting() and trains(self.problem, rows, topk_weights, held, adapters):
+                out = run_training(self.problem, rows, topk_weights, topk_ids, held, self._handle, adapters)
                 return joined(out, *self._untrained).view(hidden_states.shape)
             out = torch.empty_like(rows)
-            if adapters is not None:
+            if adapters is not None or (held and not is_exporting()):
                 with torch.no_grad():
-                    out = run_training(self.problem, rows, topk_weights, topk_ids, trained, self._handle, adapters)
+                    out = run_training(self.problem, rows, topk_weights, topk_ids, held, self._handle, adapters)
             elif is_exporting() and not self._is_freed:
-                held = {
-                    name: tensor
-                    for name, tensor in self._parameters.items()
-                    if name in TENSOR_ROLES and tensor is not None
-                }
                 expert_map = self._buffers["expert_map"]
-                tensors = held if expert_map is None else {**held, "expert_map": expert_map}
+                tensors = self._held if expert_map is None else {**self._held, "expert_map": expert_map}
                 run_exported(
                     rows, topk_weights, topk_ids, out, tensors, self.problem, ep_rank=self.ep_rank, **self._wishes
                 )
             elif rows.shape[0]:
                 run_compiled(rows, topk_weights, topk_ids, out, self._handle)
         else:
-            try:
-                kernel = self.prepare()
-            except RuntimeError as error:
-                check_no_transform(error)
-                raise
-            out = kernel(rows, topk_weights, topk_ids, adapters=self.adapters)
+            out = self.training_kernel()(rows, topk_weights, topk_ids, adapters=self.adapters)
         # The kernel follows what it trains.
         followed = self._untrained if out.requires_grad else (rows, topk_weights, *self._parameters.values())
         out = joined(out, *followed)
@@ -353,7 +351,10 @@ class MoELayer(CanonicalModule):
         return router.route(logits, self._parameters["correction_bias"])
 
     def prepare(self, selection: Selection | None = None, *, refresh: bool = False) -> MoEKernel:
-        """Makes the kernel, or updates it with written or replaced parameters.
+        """Makes the best kernel, or updates it with written or replaced parameters.
+
+        It may hold a copy of the weights in a layout of its own: `print` it for the bytes. Where the best class reads
+        the parameters in place, so does the kernel, which then serves as long as the layer lives.
 
         Args:
             selection: A selection for this problem, for this kernel only; None selects on the layer's device by its
@@ -368,44 +369,60 @@ class MoELayer(CanonicalModule):
             ArgumentError: The parameters are on meta or on a device that this machine's platform lacks, or they are to
                 be freed and the kernel's layout cannot be read back.
         """
-        if self._kernel is not None and selection is None:
-            if self._is_freed:
-                return self._kernel
-            state = self._state(checks=not (refresh or self._trained))
-            if self._trained:
-                # Read in place, whoever wrote them; replaced parameters take a new kernel.
-                if self._seen is None or are_elsewhere(self._seen, state):
-                    self._kernel = None
-                else:
-                    self._kernel.trained, self._seen = self._trained, state
-            elif refresh or state != self._seen:
-                # In place, so that captured graphs see it.
-                self._kernel.reload(self._checked_weights())
-                self._seen = state
-            if self._kernel is not None:
-                return self._kernel
-        outside_pools(self._thaw, self._device)
-        weights = self.weights
-        if weights.w13.device.type == "meta":
+        followed = self._followed(refresh) if selection is None and self._is_prepared else None
+        self._is_prepared = True
+        return followed or self._made(selection or self._selected())
+
+    def _followed(self, refresh: bool = False) -> MoEKernel | None:
+        """The kernel, up to date with the parameters; None if they need another one."""
+        kernel = self._kernel
+        if kernel is None or self._is_freed:
+            return kernel
+        if self._reads is not None:
+            return kernel if self._reads.fits(self._in_place) else None
+        state, seen = self._state(checks=not refresh), self._seen
+        if refresh or state != seen:
+            if seen is not None and kernel.borrowed and are_elsewhere(seen, state):
+                return None  # It would write into the old parameters, which may be anybody's.
+            # In place, so that captured graphs see it.
+            kernel.reload(self._checked_weights(), write_shared=True)
+            self._seen = state
+        return kernel
+
+    def _selected(self) -> Selection:
+        """Selects among all classes."""
+        if self._device.type == "meta":
             raise ArgumentError(
                 "the parameters of this MoELayer are on meta and hold nothing; load_state_dict(..., assign=True), or "
                 "to_empty(device=...) and load_state_dict"
             )
+        return select_backend(self.problem, platform_of(self._device), **self._wishes)
+
+    def _made(self, selection: Selection | None = None) -> MoEKernel:
+        """Makes the kernel of a selection; by default the best one that reads the parameters in place, if there is any.
+
+        Raises:
+            UnsupportedProblemError, ArgumentError: As in `prepare`.
+        """
+        outside_pools(self._thaw, self._device)
         weights = self._checked_weights()
         if selection is None:
-            selection = select_backend(self.problem, platform_of(weights.w13.device), **self._wishes)
+            best = self._selected()
+            selection = reading_in_place(best)
+            say_gain(best, selection, weights, "layer.prepare()")
+            selection = best if selection.winner is None else selection
         place = self._buffers["expert_map"]
         kernel = make_kernel(self.problem, weights, selection, ep_rank=self.ep_rank, expert_map=place)
-        kernel.copied = None  # Later calls of this function reload it.
-        kernel.trained = self._trained
-        kernel.cure = (
-            "write into the parameters instead of replacing them (load_state_dict without assign=True), or drop the "
-            "kernel with layer.to(layer.w13.device) and capture again"
-        )
+        kernel.copied = None  # Later calls of `prepare` reload it.
+        held, me = self._in_place, weakref.ref(self)
+        self._reads = None
         if not self.keep_canonical:
             with keeping_moves():
                 kernel.weights.to_canonical(0)  # Raises if nothing could be read back.
             self._free()
+        elif held and kernel.reads_in_place:
+            self._reads = ReadInPlace(held)
+            kernel.read_from(functools.partial(_held_by, me))
         self._kernel, self._seen = kernel, self._state()
         return kernel
 
@@ -415,7 +432,7 @@ class MoELayer(CanonicalModule):
         Such writes go through `parameter.data` or a raw pointer, or are made by replayed CUDA graphs. Captured graphs
         of this layer see them.
         """
-        if self._kernel is not None:
+        if self._kernel is not None and self._reads is None:
             self.prepare(refresh=True)
 
     def update_expert(self, expert: int, weights: ExpertWeights) -> None:
@@ -426,13 +443,13 @@ class MoELayer(CanonicalModule):
             weights: That expert alone, E = 1, on the layer's device.
 
         Raises:
-            ValueError: As in `MoEKernel.update_expert`.
+            ArgumentError: As in `MoEKernel.update_expert`.
         """
-        kernel = self.prepare()
+        kernel = self.training_kernel()
         with kernel.in_turn.alone():
             # The kernel shares the parameters' own memory.
             kernel.update_expert(expert, weights, write_shared=True)
-            if not self._is_freed:
+            if not self._is_freed and self._reads is None:
                 with torch.no_grad():
                     for name, tensor in weights.tensors().items():
                         parameter = self._parameters[name]
@@ -450,11 +467,13 @@ class MoELayer(CanonicalModule):
             hidden_states, topk_weights, topk_ids, out: As in `MoEKernel.check_and_run`.
         """
         with torch.no_grad():
-            self.prepare()(hidden_states, topk_weights, topk_ids, out)
+            self.training_kernel()(hidden_states, topk_weights, topk_ids, out)
 
     def training_kernel(self) -> MoEKernel:
-        """The kernel, for the op by which layers train."""
-        return self.prepare()
+        """The kernel that serves the layer's calls: the prepared one, or one that reads the parameters in place."""
+        if not self.keep_canonical:
+            return self.prepare()
+        return self._followed() or self._made(self._selected() if self._is_prepared else None)
 
     def extra_repr(self) -> str:
         """The problem, the backend and the router, for `repr`."""
@@ -474,6 +493,16 @@ class MoELayer(CanonicalModule):
                 f"{list(routes.shape)}; a route belongs to the token at its place"
             )
         return routes.reshape(-1, self.problem.top_k).contiguous()
+
+
+def _held_by(layer: weakref.ref[MoELayer]) -> dict[str, torch.Tensor]:
+    """What a kernel in place reads: the parameters as they are at a call."""
+    found = layer()
+    if found is None:
+        raise ArgumentError(
+            "this kernel reads the parameters of a MoELayer, got a call after the layer was freed; keep the layer"
+        )
+    return found._in_place
 
 
 def _is_autocast(tensor: torch.Tensor) -> bool:

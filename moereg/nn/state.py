@@ -15,6 +15,7 @@ from moereg.arguments import check_count, check_instance
 from moereg.checkpoints._models import MODEL_TYPES
 from moereg.errors import ArgumentError
 from moereg.layer.factory import MoEKernel
+from moereg.layer.in_place import ReadInPlace
 from moereg.layer.one_expert import read_all
 from moereg.layer.train_op import WEIGHTS
 from moereg.routing import RouterSpec, language_config
@@ -36,7 +37,9 @@ class CanonicalModule(torch.nn.Module):
     problem: MoEProblem
     _handle: torch.Tensor
     _adapter_scaling: tuple[float, float]
-    # _seen: State of the parameters that the kernel was made from; None if it is out of date.
+    # _seen: State of the parameters that the kernel copied; None if it is out of date.
+    # _reads: What the kernel may read in place; None if it has weights of its own.
+    # _is_prepared: Whether `prepare` was asked for the best kernel, in whichever layout.
     # _freed: Freed parameters by name, on meta.
 
     def __init__(self) -> None:
@@ -44,6 +47,8 @@ class CanonicalModule(torch.nn.Module):
         super().__init__()
         self._kernel: MoEKernel | None = None
         self._seen: tuple[TensorState, ...] | None = None
+        self._reads: ReadInPlace | None = None
+        self._is_prepared = False
         self._freed: dict[str, torch.Tensor] = {}
 
     @property
@@ -64,11 +69,14 @@ class CanonicalModule(torch.nn.Module):
     def __delattr__(self, name: str) -> None:
         """Like torch's, but keeps parameters, which `torch.nn.utils.parametrize` would replace."""
         if name in self._parameters:
-            raise ArgumentError(
-                f"a MoELayer keeps its own parameters, got one that takes {name} away, as parametrizations do; write "
-                f"the numbers into {name}, whose writes the kernel follows"
-            )
+            raise _taken(name)
         super().__delattr__(name)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Like torch's, but refuses `w13_orig` and the like, with which `torch.nn.utils.prune` begins."""
+        if name.endswith("_orig") and name.removesuffix("_orig") in self._parameters:
+            raise _taken(name.removesuffix("_orig"))
+        super().register_parameter(name, param)
 
     @property
     def adapters(self) -> ExpertAdapters | None:
@@ -86,15 +94,19 @@ class CanonicalModule(torch.nn.Module):
         self.register_parameter(name, parameter)
 
     @property
-    def _trained(self) -> dict[str, torch.Tensor]:
-        """Parameters that are read and trained in place, frozen ones included; empty for a layer that trains none."""
-        names = WEIGHTS if "weights" in self.problem.gradients else ()
-        return {name: tensor for name in names if (tensor := self._parameters[name]) is not None}
+    def _held(self) -> dict[str, torch.Tensor]:
+        """The canonical parameters, frozen ones included; empty once they are freed."""
+        return {name: tensor for name in TENSOR_ROLES if (tensor := self._parameters[name]) is not None}
+
+    @property
+    def _in_place(self) -> dict[str, torch.Tensor]:
+        """Those that a kernel can read where they are; quantized ones have a kernel that holds them."""
+        return self._held if self.problem.quant.weight is None else {}
 
     @property
     def _untrained(self) -> list[torch.Tensor | None]:
         """The experts' parameters if they are not trained: a gradient that they require is an error."""
-        return [] if self._trained else [self._parameters[name] for name in WEIGHTS]
+        return [] if "weights" in self.problem.gradients else [self._parameters[name] for name in WEIGHTS]
 
     def _count_writes(self) -> None:
         """Replaces parameters made in inference mode by ordinary ones, which count writes, in the same memory."""
@@ -193,7 +205,7 @@ class CanonicalModule(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and pickles: canonical tensors without the kernel, which belongs to this machine."""
-        state = {**self.__dict__, "_kernel": None, "_seen": None, "_freed": {}}
+        state = {**self.__dict__, "_kernel": None, "_seen": None, "_reads": None, "_freed": {}}
         del state["_handle"]
         if self._is_freed:
             read = {name: _as_parameter(tensor) for name, tensor in self.weights.tensors().items()}
@@ -247,6 +259,13 @@ def router_tensors(
         elif name in {"router_weight"} | needs_correction:
             tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
     return tensors
+
+
+def _taken(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"a MoELayer keeps its own parameters, got one that takes {name} away, as pruning and parametrizations do; "
+        f"write the numbers into {name}, whose writes the kernel follows"
+    )
 
 
 def _as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:

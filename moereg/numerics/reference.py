@@ -6,7 +6,7 @@ It rounds only at these points:
 - input: if the scheme quantizes activations, hidden states (times the routing weight, rounded to the problem's
   dtype, if that scales the input) are rounded to the scheme's activation format;
 - intermediate: if the scheme quantizes activations, the activation function's output is rounded to the problem's
-  dtype (`ROUNDS_INTERMEDIATE`) and then to the scheme's activation format.
+  dtype (`ROUNDS_INTERMEDIATE`), where that has the range for it, and then to the scheme's activation format.
 
 Both matmuls, biases, the activation function and the weighted sum stay in fp32 or fp64.
 """
@@ -18,6 +18,7 @@ from typing import Final
 
 import torch
 
+from moereg.errors import ArgumentError
 from moereg.quantize import (
     activation_scale,
     dequantize_rows,
@@ -70,7 +71,7 @@ def reference_experts(
         [T,H] in `dtype`, on the inputs' device. Synchronizes the device.
 
     Raises:
-        ValueError: `computes` cannot serve the problem's scheme, or the weights have another scheme.
+        ArgumentError: `computes` cannot serve the problem's scheme, or the weights have another scheme.
     """
     call = LayerCall.of(problem, weights, hidden_states, topk_weights, topk_ids, expert_map, dtype, computes)
     return dataclasses.replace(call, rounds_intermediate=rounds_intermediate).output()
@@ -171,12 +172,12 @@ class LayerCall:
         if problem.gradients:  # Layers that train restore their weights.
             scheme = problem.quant.weight_only
         if not scheme.serves(problem.quant):
-            raise ValueError(
+            raise ArgumentError(
                 f"computes must have the weights of {problem.quant.name} and its activations or 16-bit ones, "
                 f"got {scheme.name}"
             )
         if weights.scheme.weight != scheme.weight:
-            raise ValueError(
+            raise ArgumentError(
                 f"the weights are {weights.scheme.description} but the problem says {problem.quant.description}; make "
                 "both name the checkpoint's scheme"
             )
@@ -251,7 +252,8 @@ class LayerCall:
             gemm1 += self.bias("w13", expert)
         hidden = self.problem.activation(gemm1)
         if self.scheme.activation is not None and self.rounds_intermediate:
-            hidden = hidden.to(self.problem.torch_dtype).to(self.dtype)
+            rounded = hidden.to(self.problem.torch_dtype).to(self.dtype)
+            hidden = torch.where(rounded.isinf(), hidden, rounded)  # Kernels' infinities are not the layer's numbers.
         return hidden
 
     def rounded(self, x: torch.Tensor, expert: int, name: str) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Token dispatchers around the experts, chosen before the backend: their format is a fact of the problem."""
 
+from moereg.errors import ArgumentError
 from moereg.prepare_finalize.all_gather import AllGather
 from moereg.prepare_finalize.all_to_all import AllToAll, AllToAllSums
 from moereg.prepare_finalize.base import Prepared, PrepareFinalize, StandardPrepareFinalize
@@ -38,12 +39,12 @@ def resolve_prepare_finalize(problem: MoEProblem, prepare_finalize: PrepareFinal
     """Returns the caller's token dispatcher, or the local one of the problem's format if None.
 
     Raises:
-        ValueError: Its format differs from the problem's.
+        ArgumentError: Its format differs from the problem's.
     """
     if prepare_finalize is None:
         return local_prepare_finalize(problem.activation_format)
     if prepare_finalize.activation_format != problem.activation_format:
-        raise ValueError(
+        raise ArgumentError(
             f"prepare_finalize {prepare_finalize.name!r} makes the {prepare_finalize.activation_format} format but the "
             f"problem says {problem.activation_format}; choose it first and put its format in the problem"
         )

@@ -12,6 +12,8 @@ from moereg.prepare_finalize.wire import as_bytes
 from moereg.spec.facts import MovementFacts
 from moereg.spec.problem import DTYPES, MoEProblem
 
+CODE = ("prepare_finalize/", "kernels/rows/")
+
 
 # The fastest on up to 16 ranks, or within a fifth of it, by docs/scale.md: with few ranks a token goes to most of them
 # anyway, and a graph can capture the call. Predicted, except for two ranks.

@@ -31,6 +31,8 @@ from moereg.prepare_finalize.wire import Received
 from moereg.spec.facts import MovementFacts
 from moereg.spec.problem import DTYPES, MoEProblem
 
+CODE = ("prepare_finalize/", "kernels/rows/")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Routed(Moved):

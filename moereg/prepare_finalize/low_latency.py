@@ -19,6 +19,8 @@ from moereg.spec.facts import MovementFacts
 from moereg.spec.problem import DTYPES, MoEProblem
 from moereg.weights.layouts import ALIGNMENT, round_up
 
+CODE = ("prepare_finalize/", "kernels/rows/")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Placed(Moved):

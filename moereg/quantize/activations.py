@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moereg.errors import ArgumentError
 from moereg.quantize.formats import Quantized, element_of, restore, total_scale
 from moereg.quantize.groups import choose_scale, global_scale, group_extrema
 from moereg.spec.quant_schemes import WHOLE, QuantFormat, QuantScheme, get_scheme
@@ -54,8 +55,8 @@ def quantize_activations(x: torch.Tensor, scheme: QuantScheme | str, scale: torc
         Codes and scales; `scale_2` is [] or [..., T, 1] if the format has one.
 
     Raises:
-        ValueError: The scheme does not quantize activations, its activation format cannot be encoded, it needs a static
-            scale, or it does not have the given scale.
+        ArgumentError: The scheme does not quantize activations, its activation format cannot be encoded, it needs a
+            static scale, or it does not have the given scale.
     """
     scheme = get_scheme(scheme)
     fmt = _format(scheme)
@@ -65,9 +66,9 @@ def quantize_activations(x: torch.Tensor, scheme: QuantScheme | str, scale: torc
     scale_dtype: torch.dtype = getattr(torch, fmt.scale_dtype)
     scale_2 = None
     if fmt.static and scale is None:
-        raise ValueError(f"scheme {scheme.name} has static activation scales; pass scale=...")
+        raise ArgumentError(f"scheme {scheme.name} has static activation scales; pass scale=...")
     if scale is not None and not fmt.global_scale and fmt.group != (WHOLE, WHOLE):
-        raise ValueError(f"scheme {scheme.name} computes one activation scale a group; leave scale out")
+        raise ArgumentError(f"scheme {scheme.name} computes one activation scale a group; leave scale out")
     if fmt.global_scale:
         if scale is None:
             low, high = group_extrema(values, (1, WHOLE))
@@ -123,13 +124,15 @@ def quantize_dequantize_activations(
 def _format(scheme: QuantScheme) -> QuantFormat:
     fmt = scheme.activation
     if fmt is None:
-        raise ValueError(f"scheme {scheme.name} leaves activations at 16 bits; there is nothing to quantize")
+        raise ArgumentError(f"scheme {scheme.name} leaves activations at 16 bits; there is nothing to quantize")
     spans_all = fmt.group == (WHOLE, WHOLE)
     if fmt.group[0] not in (1, WHOLE) or (fmt.group[0] == WHOLE and not spans_all) or not fmt.symmetric:
-        raise ValueError(
+        raise ArgumentError(
             f"activations have symmetric groups within one token, or one for all, got groups of {fmt.group}"
             f"{'' if fmt.symmetric else ' with zero points'} in scheme {scheme.name}"
         )
     if fmt.static and not (spans_all and not fmt.global_scale):
-        raise ValueError(f"a static activation scale is one for all tokens, got groups of {fmt.group} in {scheme.name}")
+        raise ArgumentError(
+            f"a static activation scale is one for all tokens, got groups of {fmt.group} in {scheme.name}"
+        )
     return fmt

@@ -7,6 +7,7 @@ import functools
 
 import torch
 
+from moereg.errors import ArgumentError
 from moereg.quantize.elements import E2M1, INTEGERS, Element, float8_element
 from moereg.quantize.groups import expand_groups
 from moereg.spec.quant_schemes import QuantFormat
@@ -38,7 +39,7 @@ def element_of(fmt: QuantFormat) -> Element:
     """The element type of a format.
 
     Raises:
-        ValueError: moereg cannot encode the dtype, or it is signed and has zero points.
+        ArgumentError: moereg cannot encode the dtype, or it is signed and has zero points.
     """
     if fmt.dtype == "float4_e2m1fn":
         element = E2M1
@@ -54,10 +55,10 @@ def element_of(fmt: QuantFormat) -> Element:
             and torch.finfo(dtype).min < 0
         ):
             known = ", ".join(["float4_e2m1fn", *INTEGERS, "the 8-bit floats of torch"])
-            raise ValueError(f"no element type {fmt.dtype!r} to quantize to or from (known: {known})")
+            raise ArgumentError(f"no element type {fmt.dtype!r} to quantize to or from (known: {known})")
         element = float8_element(dtype)
     if not fmt.symmetric and not fmt.dtype.startswith("uint"):
-        raise ValueError(f"zero points need an unsigned element type such as uint4, got {fmt.dtype}")
+        raise ArgumentError(f"zero points need an unsigned element type such as uint4, got {fmt.dtype}")
     return element
 
 

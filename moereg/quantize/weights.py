@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from moereg.errors import ArgumentError
 from moereg.quantize.formats import Quantized, element_of, restore, spread_zero_points, total_scale
 from moereg.quantize.groups import choose_scale, global_scale, group_extrema, group_rows
 from moereg.runtime.torch_state import in_plain_torch
@@ -44,16 +45,16 @@ def quantize_weights(
         codes and a few times 4 MiB.
 
     Raises:
-        ValueError: The weights are already quantized or not finite, the scheme is unquantized or not encodable, or a
+        ArgumentError: The weights are already quantized or not finite, the scheme is unquantized or not encodable, or a
             static activation scale is missing or superfluous.
     """
     scheme = get_scheme(scheme)
     if weights.scheme.weight is not None:
-        raise ValueError(
+        raise ArgumentError(
             f"quantize_weights needs unquantized weights, got {weights.scheme.name}; dequantize them first"
         )
     if scheme.weight is None:
-        raise ValueError(f"quantize_weights needs a scheme with quantized weights, got {scheme.name}")
+        raise ArgumentError(f"quantize_weights needs a scheme with quantized weights, got {scheme.name}")
     rows = scheme.tensor_rows(
         weights.num_experts, weights.hidden_size, weights.intermediate_size, weights.num_halves, has_bias=False
     )
@@ -64,7 +65,7 @@ def quantize_weights(
             shape = row.shapes[-1] if separate_halves else row.shapes[0]
             tensors[row.name] = torch.empty(shape, dtype=row.dtype, device=weights.w13.device)
         elif row.required and row.name not in tensors:
-            raise ValueError(
+            raise ArgumentError(
                 f"scheme {scheme.name} has static activation scales; pass {row.name}=..., "
                 "for example from moereg.numerics.reference.calibrate_activation_scales"
             )
@@ -73,7 +74,7 @@ def quantize_weights(
         for expert, matrix in enumerate(getattr(weights, name)):
             quantized = _quantize_matrix(matrix, scheme.weight, halves)
             if not quantized.scale.float().isfinite().all():
-                raise ValueError(
+                raise ArgumentError(
                     f"weights must be finite to be quantized, got infinity or NaN in {name} of expert {expert}; "
                     "look at the checkpoint"
                 )

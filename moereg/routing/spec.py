@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from moereg.arguments import check_count, check_flag, check_instance, check_number, check_one_of
+from moereg.errors import ArgumentError
 from moereg.routing import topk
 from moereg.routing.configs import read_router
 
@@ -82,7 +83,7 @@ class RouterSpec:
 
     Raises:
         UnknownNameError: `kind` is not known.
-        ValueError: Sizes do not fit together, or an option is set that the kind would ignore.
+        ArgumentError: Sizes do not fit together, or an option is set that the kind would ignore.
     """
 
     kind: str
@@ -121,14 +122,14 @@ class RouterSpec:
                 and field.name not in kind.options
                 and getattr(self, field.name) != field.default
             ):
-                raise ValueError(
+                raise ArgumentError(
                     f"router kind {self.kind!r} does not use {field.name}, got {getattr(self, field.name)}; "
                     "leave it out"
                 )
         if kind.check_top_k is not None:
             kind.check_top_k(self.top_k)
         if self.has_correction_bias and not kind.takes_correction_bias:
-            raise ValueError(f"router kind {self.kind!r} takes no correction bias; leave has_correction_bias out")
+            raise ArgumentError(f"router kind {self.kind!r} takes no correction bias; leave has_correction_bias out")
 
     @property
     def apply_router_weight_on_input(self) -> bool:
@@ -148,17 +149,17 @@ class RouterSpec:
             topk_weights [T,K] fp32 and topk_ids [T,K] int32.
 
         Raises:
-            ValueError: The logits are not [T,E] for this spec's E, or the bias is missing or not expected.
+            ArgumentError: The logits are not [T,E] for this spec's E, or the bias is missing or not expected.
         """
         check_instance("router_logits", router_logits, torch.Tensor, "pass scores of the router, [num_tokens, E]")
         if router_logits.dim() == 2 and router_logits.shape[1] != self.num_experts:
-            raise ValueError(
+            raise ArgumentError(
                 f"router_logits must have num_experts={self.num_experts} columns, got {router_logits.shape[1]}; "
                 "pass the logits of all experts, not of one rank's"
             )
         if (correction_bias is not None) != self.has_correction_bias:
             expected, found = ("[E]", "None") if self.has_correction_bias else ("None", "a tensor")
-            raise ValueError(
+            raise ArgumentError(
                 f"correction_bias must be {expected} where has_correction_bias={self.has_correction_bias}, "
                 f"got {found}; pass this layer's e_score_correction_bias exactly where the model has one"
             )
@@ -181,6 +182,6 @@ class RouterSpec:
         Raises:
             UnknownModelError: The model type is missing or not known.
             CheckpointError: A size is missing, or the file asks for a routing that the model type does not define.
-            ValueError: The sizes do not fit together.
+            ArgumentError: The sizes do not fit together.
         """
         return cls(**read_router(config))

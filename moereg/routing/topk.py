@@ -28,7 +28,7 @@ def softmax_topk(
         topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending.
 
     Raises:
-        ValueError: The logits are not [T,E] floating point, or `top_k` is not in 1..E.
+        ArgumentError: The logits are not [T,E] floating point, or `top_k` is not in 1..E.
 
     Source: transformers 5.23, `MixtralTopKRouter`, `Qwen3MoeTopKRouter` and their copies.
     """
@@ -49,7 +49,7 @@ def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor,
         topk_weights [T,K] fp32, each row summing to 1, and topk_ids [T,K] int32, descending.
 
     Raises:
-        ValueError: The logits are not [T,E] floating point, or `top_k` is not in 1..E.
+        ArgumentError: The logits are not [T,E] floating point, or `top_k` is not in 1..E.
 
     Source: transformers 5.23, `GptOssTopKRouter`.
     """
@@ -91,7 +91,7 @@ def grouped_sigmoid_topk(
         topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending by biased score (so the weights need not descend).
 
     Raises:
-        ValueError: Logits, `top_k`, groups or bias do not fit together.
+        ArgumentError: Logits, `top_k`, groups or bias do not fit together.
 
     Source: transformers 5.23, `DeepseekV3TopkRouter`; DeepSeek-V3 report, arXiv 2412.19437, section 2.1.2.
     """
@@ -133,7 +133,7 @@ def grouped_softmax_topk(
         topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending.
 
     Raises:
-        ValueError: Logits, `top_k` and groups do not fit together.
+        ArgumentError: Logits, `top_k` and groups do not fit together.
 
     Source:
         transformers 5.23, `DeepseekV2TopkRouter`, `Mistral4TopkRouter`; DeepSeek-V2 report, arXiv 2405.04434, section
@@ -163,7 +163,7 @@ def llama4_topk(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, 
         topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending.
 
     Raises:
-        ValueError: The logits are not [T,E] floating point, or `top_k` is not in 1..E.
+        ArgumentError: The logits are not [T,E] floating point, or `top_k` is not in 1..E.
 
     Source: transformers 5.23, `Llama4Router` and `Llama4TextMoe`.
     """
@@ -187,7 +187,7 @@ def topk_sigmoid(
         topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending by biased logit.
 
     Raises:
-        ValueError: Logits, `top_k` and bias do not fit together.
+        ArgumentError: Logits, `top_k` and bias do not fit together.
 
     Source: transformers 5.23, `Cohere2MoeTopKRouter`, `FlintTopKRouter`, `Kolibri1TopKRouter`.
     """
@@ -214,7 +214,7 @@ def biased_softmax_topk(
         topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending by biased score.
 
     Raises:
-        ValueError: Logits, `top_k` and bias do not fit together.
+        ArgumentError: Logits, `top_k` and bias do not fit together.
 
     Source: transformers 5.23, `Ernie4_5_MoeTopKRouter`.
     """
@@ -245,7 +245,7 @@ def sqrtsoftplus_topk(
         topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending by biased score.
 
     Raises:
-        ValueError: Logits, `top_k` and bias do not fit together.
+        ArgumentError: Logits, `top_k` and bias do not fit together.
 
     Source: transformers 5.23, `DeepseekV4TopKRouter`.
     """
@@ -271,7 +271,7 @@ def sparsemixer(router_logits: torch.Tensor, top_k: int, jitter: float) -> tuple
         topk_weights [T,2] fp32 and topk_ids [T,2] int32, descending by logit.
 
     Raises:
-        ValueError: The logits are not [T,E] floating point, or `top_k` is not 2.
+        ArgumentError: The logits are not [T,E] floating point, or `top_k` is not 2.
 
     Source: transformers 5.23, `sparsemixer` of Phimoe; SparseMixer, arXiv 2409.12136.
     """
@@ -311,7 +311,7 @@ def _biased(scores: torch.Tensor, correction_bias: torch.Tensor | None) -> torch
             f"correction_bias must be on the logits' device {scores.device}, got {correction_bias.device}; move it"
         )
     if correction_bias.shape != (num_experts,):
-        raise ValueError(
+        raise ArgumentError(
             f"correction_bias must be [{num_experts}] like the logits' experts, got "
             f"{list(correction_bias.shape)}; pass this layer's e_score_correction_bias"
         )
@@ -324,12 +324,12 @@ def _check_logits(router_logits: torch.Tensor, top_k: int) -> int:
     if router_logits.layout is not torch.strided:
         raise ArgumentError(f"router_logits must be dense, got layout {router_logits.layout}; call .to_dense()")
     if router_logits.dim() != 2:
-        raise ValueError(
+        raise ArgumentError(
             f"router_logits must be [num_tokens, num_experts], got {list(router_logits.shape)}; "
             "flatten the batch and sequence dimensions first"
         )
     if not router_logits.is_floating_point():
-        raise ValueError(f"router_logits must be floating point, got {router_logits.dtype}; pass scores, not ids")
+        raise ArgumentError(f"router_logits must be floating point, got {router_logits.dtype}; pass scores, not ids")
     num_experts = router_logits.shape[1]
     check_top_k(num_experts, top_k)
     return num_experts
@@ -372,7 +372,7 @@ def check_top_k(num_experts: int, top_k: int) -> None:
     """Checks that a token can take that many experts."""
     check_count("top_k", top_k, minimum=0)
     if not 1 <= top_k <= num_experts:
-        raise ValueError(
+        raise ArgumentError(
             f"top_k must be in 1..num_experts, got top_k={top_k} with {num_experts} experts; lower top_k, or check "
             "that num_experts is the global count"
         )
@@ -383,24 +383,24 @@ def check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int
     check_count("num_groups", num_groups, minimum=0)
     check_count("topk_groups", topk_groups, minimum=0)
     if num_groups < 1 or num_experts % num_groups:
-        raise ValueError(
+        raise ArgumentError(
             f"num_experts must be divisible by num_groups, got {num_experts} experts in {num_groups} groups; "
             "use the model's n_group, or 1 for no groups"
         )
     if not 1 <= topk_groups <= num_groups:
-        raise ValueError(
+        raise ArgumentError(
             f"topk_groups must be in 1..num_groups, got topk_groups={topk_groups} of {num_groups}; "
             "use the model's topk_group"
         )
     reachable = topk_groups * (num_experts // num_groups)
     if top_k > reachable:
-        raise ValueError(
+        raise ArgumentError(
             f"top_k must not exceed the experts of the chosen groups, got top_k={top_k} with {reachable} experts in "
             f"{topk_groups} of {num_groups} groups; raise topk_groups or lower top_k"
         )
     if num_groups > 1 and num_experts // num_groups < scored_experts:
         count = "two best experts" if scored_experts == 2 else f"{scored_experts} best experts"
-        raise ValueError(
+        raise ArgumentError(
             f"a group's score is the sum of its {count}, got {num_experts} experts in {num_groups} groups; "
             f"use num_groups <= num_experts / {scored_experts}, or 1 for no groups"
         )
@@ -409,4 +409,4 @@ def check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int
 def check_two_experts(top_k: int) -> None:
     """Checks that `top_k` is 2, as `sparsemixer` requires."""
     if top_k != 2:
-        raise ValueError(f"sparsemixer chooses two experts, got top_k={top_k}; use top_k=2")
+        raise ArgumentError(f"sparsemixer chooses two experts, got top_k={top_k}; use top_k=2")

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
+import signal
 import sys
 import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 _LOCK = threading.RLock()
+
+
+@contextlib.contextmanager
+def ctrl_c_ends_imports() -> Iterator[None]:
+    """Within this context Ctrl-C ends the process: Python's import system and some libraries swallow its exception."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _LaterTorch(types.ModuleType):
@@ -35,7 +52,8 @@ def _load(module: types.ModuleType) -> None:
     spec = module.__spec__
     assert spec is not None and spec.loader is not None
     module.__path__ = spec.submodule_search_locations or []
-    spec.loader.exec_module(module)
+    with ctrl_c_ends_imports():
+        spec.loader.exec_module(module)
     module.__class__ = types.ModuleType
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from moereg.errors import CompiledCodeError
 from moereg.runtime.graph_pools import in_compiled_code
 
 # Each process starts at another number, so that code exported elsewhere finds no layer of this process.
@@ -31,6 +32,7 @@ def is_exporting() -> bool:
     return bool(torch.compiler._is_exporting_flag)
 
 
+@torch.inference_mode(False)  # A layer that is first called in inference mode may train later.
 def new_handle(layer: object) -> torch.Tensor:
     """Makes a number by which compiled code finds a layer, without keeping it alive.
 
@@ -51,7 +53,7 @@ def layer_of(handle: torch.Tensor) -> Any:
     """The layer of a handle, unless it is gone or another process's."""
     layer = _LAYERS.get(int(handle))  # The handle is on the CPU, so nothing synchronizes.
     if layer is None:
-        raise RuntimeError(
+        raise CompiledCodeError(
             f"the MoE layer of compiled code (handle {int(handle)}) is gone; keep a reference to it, and export again "
             "in another process"
         )

@@ -9,6 +9,7 @@ looked up. Names no backend, architecture or scheme.
         judge_cell          those that a token dispatcher can have too
       rank                  accepted before rejected, wishes before priorities
       measured_order        the measured order of those that are alike to the request
+    reading_in_place        the same among classes that copy no weights
     unmeasured              the same without what was measured
       without_winner        the same once the first of them is ruled out
 """
@@ -77,6 +78,25 @@ def decide(
     notices = (*request.notices, *above, *restores, *filter(None, (measured.note, *measured.notes)))
     ranges = plan if len(plan) > 1 else ()
     return Selection(problem, platform, request, decisions, source, notices, ranges, measured.digest)
+
+
+def reading_in_place(selection: Selection) -> Selection:
+    """The selection among classes that read canonical weights where their owner keeps them; the others say why not."""
+
+    def judged(decision: Decision) -> Decision:
+        if decision.cell is None or not decision.accepted or decision.cell.experts.reads_in_place():
+            return decision
+        layouts = ", ".join(decision.cell.experts.layouts)
+        reason = Reason("layout", f"requires weights that are read in place, got layouts {layouts}")
+        return dataclasses.replace(decision, reasons=(reason,))
+
+    kept = {id(one): judged(one) for one in selection.decisions}
+    decisions = tuple(sorted(kept.values(), key=lambda one: not one.accepted))
+    if decisions[:1] == selection.decisions[:1]:
+        is_whole = all(kept[id(one)].accepted for _, one in selection.ranges)
+        return dataclasses.replace(selection, decisions=decisions, ranges=selection.ranges if is_whole else ())
+    source = _source(decisions, selection.request)
+    return dataclasses.replace(selection, decisions=decisions, source=source, ranges=(), measured="")
 
 
 def unmeasured(selection: Selection) -> Selection:
@@ -182,7 +202,8 @@ def _judge(
     elif problem.exact_activations and scheme.activation != problem.quant.activation:
         text = f"requires activations as {problem.quant.name} has them, got {scheme.name} instead"
         facts.append(Reason("precision", text))
-    if (failed := quarantine.record(cell, scheme, platform)) is not None:
+    trains = bool(problem.gradients)
+    if (failed := quarantine.record(cell, scheme, platform, trains)) is not None:
         facts.insert(0, failed.reason)
 
     return Decision(
@@ -192,7 +213,7 @@ def _judge(
         tier=cell.tier,
         cell=cell,
         scheme=scheme,
-        evidence=ADMITTED_TIER if admitted.record(cell, scheme, platform) else "",
+        evidence=ADMITTED_TIER if admitted.record(cell, scheme, platform, trains) else "",
         **judge_cell(cell, rule, platform, request, reads, facts, problem=seen),
     )
 

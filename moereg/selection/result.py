@@ -19,6 +19,7 @@ from moereg.arguments import (
     check_object,
     check_one_of,
     check_optional,
+    check_schema,
     check_text,
     within,
 )
@@ -39,6 +40,9 @@ _check_texts: Final = functools.partial(check_list, check=check_text)
 
 EVIDENCE: Final = ("", ADMITTED_TIER)
 """Evidence of this machine in a decision."""
+
+_DEVICE: Final = ("arch", "device_name", "memory_bytes")
+"""Fields of a platform that its name does not say."""
 
 SOURCES: Final = ("required", "preferred", "measured", "priority")
 """Why a candidate may win."""
@@ -224,7 +228,8 @@ class Selection(Choice[Decision]):
     measured: str = ""
 
     def __post_init__(self) -> None:
-        if not self.ranges:
+        if self.ranges in ((), ((None, self.winner),)):
+            object.__setattr__(self, "ranges", ())
             return
         *closed, (last, decision) = self.ranges
         limits = [most for most, _ in closed]
@@ -317,6 +322,7 @@ class Selection(Choice[Decision]):
             "platform_claimed_by": self.platform.claimed_by or None,
             "plan": [{"most_tokens": most, "decision": self.decisions.index(decision)} for most, decision in self.plan],
             "measured": self.measured or None,
+            "platform_device": {name: getattr(self.platform, name) for name in _DEVICE},
         }
 
     @classmethod
@@ -340,7 +346,7 @@ class Selection(Choice[Decision]):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], cells: Iterable[BackendCell] | None = None) -> Selection:
-        """Inverse of `to_dict`. A probed platform comes back as its name, marked probed.
+        """Inverse of `to_dict`. A probed platform comes back without versions.
 
         Unknown fields of the selection and of its decisions are ignored; unknown fields of its problem or request are
         refused. Cells may be left out here, since a user who reads a file back has none at hand.
@@ -355,9 +361,7 @@ class Selection(Choice[Decision]):
         """
         check_mapping("a selection", values)
         field = functools.partial(check_field, "", values)
-        schema = values.get("schema")
-        if isinstance(schema, bool) or not isinstance(schema, int) or schema != SCHEMA:
-            raise ArgumentError(f"a selection must have schema {SCHEMA}, got {shown(schema)}; write it again")
+        check_schema("schema of a selection", values.get("schema"), SCHEMA)
         # Plugins may bring the kind of machine that the platform's name says.
         cells = REGISTRY.load() if cells is None else tuple(cells)
 
@@ -367,9 +371,15 @@ class Selection(Choice[Decision]):
         platform = within("platform", Platform.from_name, field("platform", check_text))
         source = field("platform_source", functools.partial(check_one_of, known=("probed", "named")))
         claimed_by = field("platform_claimed_by", check_optional(check_text)) if "platform_claimed_by" in values else ""
+        device = field("platform_device", check_mapping) if "platform_device" in values else {}
+        known = {"probed": source == "probed", "claimed_by": claimed_by or ""}
+        found = {name: device[name] for name in _DEVICE if name in device}
+        here = within("platform_device", dataclasses.replace, platform, **known, **found)
+        if str(here) != str(platform):
+            raise ArgumentError(f"platform_device.arch must be that of {platform}, got {shown(here.arch)}")
         selection = cls(
             problem=within("problem", MoEProblem.from_dict, field("problem", check_mapping)),
-            platform=dataclasses.replace(platform, probed=source == "probed", claimed_by=claimed_by or ""),
+            platform=here,
             request=_read_request(field("request", check_mapping)),
             decisions=field("decisions", functools.partial(check_list, check=read)),
             source=field("source", check_optional(functools.partial(check_one_of, known=SOURCES))),
@@ -395,8 +405,6 @@ class Selection(Choice[Decision]):
                 f"{shown(values['selected'])}"
             )
         plan = field("plan", functools.partial(check_list, check=selection._check_range)) if "plan" in values else ()
-        if len(plan) == 1 and plan[0] == (None, selection.winner):
-            plan = ()
         return dataclasses.replace(selection, ranges=plan)
 
     def _check_range(self, path: str, value: object) -> tuple[int | None, Decision]:

@@ -30,6 +30,7 @@ CURES: Final[dict[str, str]] = {
     "graph_capture": "run without graph capture",
     "deterministic": "ask without deterministic",
     "gradients": "leave those tensors out of gradients, or train with another backend",
+    "layout": "prepare the layer, which repacks its weights",
     "precision": "ask without exact_activations",
     "backend": "change that fact of the problem",
     "predicate_error": "report the bug to that backend's authors",

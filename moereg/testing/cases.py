@@ -115,8 +115,11 @@ def runnable_platform(cell: BackendCell) -> Platform | None:
 
 def why_not_runnable(cell: BackendCell) -> str:
     """Why this machine cannot run a cell's simplest problem."""
-    decision = evaluate(cell, next(iter(claimed_problems(cell))), machine(), Request(require=(cell.name,)))
-    return "; ".join(reason.text for reason in decision.reasons)
+    named, here = machine(), _physical()
+    decision = evaluate(cell, next(iter(claimed_problems(cell))), named, Request(require=(cell.name,)))
+    # Selection assumes of a named platform what is checked here.
+    texts = [reason.text for reason in decision.reasons or machine_reasons(cell, here)]
+    return "; ".join(texts) or f"requires {named}, or device_types that imitate it, got {here}"
 
 
 def is_imitated(cell: BackendCell) -> bool:

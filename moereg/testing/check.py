@@ -224,8 +224,11 @@ KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
 }
 """Every kind of check in running order, cheap and decisive ones first for every cell."""
 
+GRADIENT_KINDS: Final = ("gradients", "gradient_faults", "training")
+"""Kinds that fail if gradients are wrong, and only then."""
+
 # Poisoning would disturb `compile`, which inspects a compiled graph, and GPU kinds that watch launches.
 _POISONED_KINDS: Final = (
     *("permute", "numbers", "faults", "rounding", "reload", "drawn"),
-    *("gradients", "gradient_faults", "training"),
+    *GRADIENT_KINDS,
 )

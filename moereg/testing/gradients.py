@@ -161,7 +161,7 @@ class GuardedTraining:
         self.case = case
         self._memory, self._scratch = GuardedMemory(case.device), GuardedMemory(case.device)
         self._workspaces = GuardedWorkspaces(self._scratch)
-        self.weights = guard_weights(self._memory, weights, form)
+        self.weights = guard_weights(self._memory, weights, form, case.cell.experts.reads_in_place())
         given = make_expert_map(case.problem, case.device)
         self._expert_map = resolve_expert_map(case.problem, ep_rank, given, self.weights.w13.device)
         if self._expert_map is not None:

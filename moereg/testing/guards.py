@@ -265,13 +265,16 @@ class GuardedPrepareFinalize(PrepareFinalize):
         self.inner.finalize(out, expert_out, prepared, problem)
 
 
-def guard_weights(memory: GuardedMemory, weights: ExpertWeights, form: str = "contiguous") -> ExpertWeights:
+def guard_weights(
+    memory: GuardedMemory, weights: ExpertWeights, form: str = "contiguous", in_place: bool = False
+) -> ExpertWeights:
     """Copies canonical weights, each tensor frozen between guard bands.
 
     Args:
         memory: Memory for the copy.
         weights: Canonical weights, contiguous.
         form: One of `FORMS`. If biases and scales are expanded, all elements equal the first one.
+        in_place: Whether a class reads them where they are, and may decline any that begin elsewhere than allocations.
     """
     tensors = {}
     for name, tensor in weights.tensors().items():
@@ -284,7 +287,7 @@ def guard_weights(memory: GuardedMemory, weights: ExpertWeights, form: str = "co
         elif form == "expanded" and TENSOR_ROLES[name] not in ("weight", "zero_point"):
             tensor = tensor.flatten()[0].expand(tensor.shape)
             stride = [0] * tensor.dim()
-        offset = 3 if form == "offset" else 0
+        offset = 3 if form == "offset" and not in_place else 0
         tensors[name] = memory.copy(f"canonical {name}", tensor, stride=tuple(stride), offset=offset)
         if form == "parameter":
             tensors[name] = torch.nn.Parameter(tensors[name], requires_grad=tensor.is_floating_point())

@@ -189,8 +189,7 @@ class _Supervisor:
                 continue
             if self._requests in ready:
                 # The parent sends nothing while it waits for an answer, so it has gone.
-                self.stop()
-                sys.exit(0)
+                raise EOFError
             if ended := child.end(0):
                 return ended
             late = time.monotonic() - deadline
@@ -267,4 +266,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # Taking torch down takes a while, for which who interrupted it would wait.

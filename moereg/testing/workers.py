@@ -23,7 +23,7 @@ from typing import Any, Final, Generic, TypeVar
 import torch
 
 from moereg import errors
-from moereg.errors import ArgumentError, BackendError, MoeregError, described, one_line
+from moereg.errors import ArgumentError, BackendError, MoeregError, WorkerError, described, one_line
 from moereg.runtime.memory import free_memory_bytes
 from moereg.runtime.python_process import python_command
 from moereg.runtime.torch_state import AmbientState
@@ -181,11 +181,11 @@ class Worker:
         """Ends the process; the next request starts another."""
         process, self._process = self._process, None
         pipe, self._pipe = self._pipe, None
-        if process is not None and pipe is not None:
-            # When its pipe closes, it ends its child and itself.
-            pipe.close()
+        if pipe is not None:
+            pipe.close()  # Then it ends its child and itself.
+        if process is not None:
             try:
-                process.wait(timeout=10)
+                process.wait(timeout=0 if pipe is None else 10)  # While it starts it has no child yet.
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -215,9 +215,9 @@ class Worker:
             start_new_session=True,  # Ctrl-C goes to this process only, which ends the other.
         )
         there.close()
-        self._pipe = pipe
         atexit.register(self.stop)
         self._receive(pipe, _START_SECONDS)
+        self._pipe = pipe
         return pipe
 
     def _receive(self, pipe: Connection[Request, Answer[Any]], seconds: float | None) -> Answer[Any]:
@@ -226,7 +226,7 @@ class Worker:
                 return pipe.recv()
         except (EOFError, OSError):
             self.stop()
-            raise RuntimeError("the worker process ended") from None
+            raise WorkerError("the worker process ended") from None
         except BaseException:
             self.stop()  # Otherwise the next request would get the answer to this one.
             raise

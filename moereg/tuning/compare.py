@@ -303,11 +303,6 @@ class Comparison:
         self._candidates.remove(decision)
         self._kernels.pop(decision, None)
 
-    def permuted_bytes(self, decision: Decision) -> int:
-        """Bytes of a candidate's permuted weights, those it shares with the canonical ones too; 0 without any."""
-        kernel = self._kernels.get(decision)
-        return 0 if kernel is None else kernel.weights.num_bytes
-
     @torch.no_grad()
     def measure(
         self, key: Hashable, ceilings: Ceilings | None, rounds: int = ROUNDS, seconds: float = SECONDS

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from moereg.errors import ArgumentError
 from moereg.numerics.reference import calibrate_activation_scales
 from moereg.quantize import quantize_weights
 from moereg.spec.problem import MoEProblem
@@ -167,7 +168,7 @@ def random_call(
     `rank` [E] has the experts' ranks of zipf from 1, drawn anew if left out.
     """
     if routing not in ROUTINGS:
-        raise ValueError(f"unknown routing {routing!r} (known: {', '.join(ROUTINGS)})")
+        raise ArgumentError(f"unknown routing {routing!r} (known: {', '.join(ROUTINGS)})")
     device, num_experts = generator.device, problem.num_experts
 
     def uniform(*shape: int) -> torch.Tensor:

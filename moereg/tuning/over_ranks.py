@@ -23,8 +23,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from moereg.dispatch import EmulationWarning
-from moereg.errors import GroupError, MoeregError, described
+from moereg.errors import EmulationWarning, GroupError, MoeregError, described
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts
 from moereg.numerics.tolerances import layer_tolerance

@@ -11,9 +11,7 @@ from typing import Any, Final
 from moereg.errors import one_line
 from moereg.evidence.provenance import provenance
 from moereg.measured.keys import machine_of, problem_key
-from moereg.measured.memory import second_layouts
 from moereg.measured.pack import Pack, Row, Session, TunedLayer, write_pack
-from moereg.measured.plans import LayerTimes
 from moereg.platforms import Platform
 from moereg.selection.result import Decision
 from moereg.spec.problem import MoEProblem
@@ -42,7 +40,7 @@ class LayerRecord:
         """Reads the file. Forgets the layer's times if asked to, or if a candidate is new or has changed.
 
         Raises:
-            PackError: The file cannot be used.
+            RecordFileError: The file cannot be used.
         """
         self.decisions: Final = decisions
         self.pack: Pack
@@ -173,25 +171,7 @@ class LayerRecord:
 
         self._change(dropped)
 
-    def decide(self, calls: Mapping[int, int], num_bytes: float) -> dict[Key, int]:
-        """Writes what weighs the choice, and who has memory for a layout of its own; returns the latter with its bytes.
-
-        Args:
-            calls: Numbers of calls by number of tokens; empty if decades count alike.
-            num_bytes: Memory for further copies of the layer's weights.
-        """
-        place, cells = self.place, self.pack.cells
-        if place is None or not self.rows:
-            return {}
+    def weigh(self, calls: Mapping[int, int]) -> None:
+        """Writes the numbers of calls by number of tokens that weigh the choice; empty if decades count alike."""
         weights = tuple(sorted(calls.items()))
-        order = [self.index(key) for key in self.participants]
-        layouts = {cell: cells[cell].layout or str(cell) for cell in order}
-        granted = second_layouts(LayerTimes(self.rows, order[0], weights), order, layouts, num_bytes)
-
-        def decided(pack: Pack) -> Pack:
-            pack = self._with_layers(pack, lambda layer: dataclasses.replace(layer, calls=weights))
-            others = (pair for pair in pack.memory if pair[0] != place)
-            return dataclasses.replace(pack, memory=(*others, *((place, cell) for cell in granted)))
-
-        self._change(decided)
-        return {key: granted[self.index(key)] for key in self._cells if self.index(key) in granted}
+        self._change(lambda pack: self._with_layers(pack, lambda layer: dataclasses.replace(layer, calls=weights)))

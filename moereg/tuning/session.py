@@ -80,14 +80,10 @@ def key_of(decision: Decision, platform: Platform) -> Key:
 
 def timed_cell(decision: Decision, platform: Platform) -> TimedCell:
     """An accepted candidate as it is measured here now."""
-    cell, scheme, rule = candidate_of(decision, platform)
-    # A class that may take other layouts too, depending on the layer, names none.
-    experts = cell.experts
-    layout = experts.layouts[0] if experts.layouts == experts.shared_layouts else ""
-    return TimedCell.of(cell, scheme, rule, platform, layout)
+    return TimedCell.of(*candidate_of(decision, platform), platform)
 
 
-def row_values(one: Measurement, default: Measurement | None, comparison: Comparison) -> dict[str, Any] | None:
+def row_values(one: Measurement, default: Measurement | None) -> dict[str, Any] | None:
     """A measurement as values of a pack's row, but for its place; None if it or the default has too few samples."""
     own, base = one.timing, None if default is None else default.timing
     if own is None or base is None or min(len(own.samples_us), len(base.samples_us)) < 2:
@@ -102,7 +98,6 @@ def row_values(one: Measurement, default: Measurement | None, comparison: Compar
         "rounds": min(len(base.samples_us), len(own.samples_us)),
         "error": one.relative_error / one.tolerance,
         "graph": one.graph,
-        "permuted_bytes": comparison.permuted_bytes(one.decision),
     }
 
 

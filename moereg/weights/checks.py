@@ -10,6 +10,7 @@ from typing import Final
 
 import torch
 
+from moereg.errors import ArgumentError
 from moereg.spec.quant_schemes import TENSOR_ROLES, WHOLE, QuantFormat, QuantScheme, TensorRow
 
 DEBUG_VARIABLE: Final = "MOEREG_DEBUG"
@@ -24,19 +25,19 @@ def check_row(row: TensorRow, tensor: torch.Tensor | None, scheme: QuantScheme) 
     """Checks a tensor against its row."""
     if tensor is None:
         if row.required:
-            raise ValueError(f"scheme {scheme.name} needs {row.name} of shape {_shapes(row)}, got none")
+            raise ArgumentError(f"scheme {scheme.name} needs {row.name} of shape {_shapes(row)}, got none")
         return
     if tuple(tensor.shape) not in row.shapes:
-        raise ValueError(
+        raise ArgumentError(
             f"{row.name} must have shape {_shapes(row)} in scheme {scheme.name}, got {list(tensor.shape)}"
             f"{_shape_cure(row, scheme.weight)}"
         )
     if row.dtype is not None and tensor.dtype != row.dtype:
-        raise ValueError(
+        raise ArgumentError(
             f"{row.name} must be {row.dtype} in scheme {scheme.name}, got {tensor.dtype}; {_dtype_cure(row, tensor)}"
         )
     if row.dtype is None and tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(
+        raise ArgumentError(
             f"{row.name} must be bfloat16, float16 or float32 in scheme {scheme.name}, got {tensor.dtype}; "
             "pass quant=... if the weights are quantized"
         )
@@ -85,7 +86,7 @@ def check_scale(name: str, scale: torch.Tensor) -> None:
     if is_activation:
         rule, cure = "finite and positive", "calibrate again, or leave it out where the scheme can do without"
     found = f"{float(values[tuple(place)])}{f' at {place}' if place else ''}"
-    raise ValueError(f"{name} must be {rule}, got {found}; {cure}")
+    raise ArgumentError(f"{name} must be {rule}, got {found}; {cure}")
 
 
 def check_zero_points(name: str, packed: torch.Tensor, num_groups: int) -> None:
@@ -95,7 +96,7 @@ def check_zero_points(name: str, packed: torch.Tensor, num_groups: int) -> None:
     spare = packed[..., -1] >> 4
     if spare.any():
         place = torch.nonzero(spare)[0].tolist()
-        raise ValueError(
+        raise ArgumentError(
             f"{name} must have 0 in the last nibble of a row of {num_groups} groups, got {int(spare[tuple(place)])} "
             f"at {place}; pack them along the groups with moereg.quantize.pack_nibbles"
         )

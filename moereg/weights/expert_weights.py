@@ -33,7 +33,7 @@ class ExpertWeights:
         quant: Scheme that the tensors are checked against.
 
     Raises:
-        ValueError: A tensor is missing, superfluous, of another shape or dtype than the scheme's row, or on another
+        ArgumentError: A tensor is missing, superfluous, of another shape or dtype than the scheme's row, or on another
             device than w13; on a CPU, or with MOEREG_DEBUG=1, also a scale that is negative or not finite, a static
             activation scale that is not positive, or zero points that are packed otherwise.
     """
@@ -58,44 +58,46 @@ class ExpertWeights:
             value = getattr(self, field.name)
             is_optional = field.default is None
             if field.name != "quant" and not (isinstance(value, torch.Tensor) or (value is None and is_optional)):
-                raise ValueError(f"{field.name} must be a tensor{' or None' * is_optional}, got {type(value).__name__}")
+                raise ArgumentError(
+                    f"{field.name} must be a tensor{' or None' * is_optional}, got {type(value).__name__}"
+                )
             if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-                raise ValueError(f"{field.name} must be a dense tensor, got layout {value.layout}; call .to_dense()")
+                raise ArgumentError(f"{field.name} must be a dense tensor, got layout {value.layout}; call .to_dense()")
         for name, tensor in self.tensors().items():
             if tensor.device != self.w13.device:
-                raise ValueError(
+                raise ArgumentError(
                     f"all expert weights must be on one device, got {name} on {tensor.device} and w13 on "
                     f"{self.w13.device}; move one of them"
                 )
         if self.w13.dim() != 3 or self.w2.dim() != 3:
-            raise ValueError(
+            raise ArgumentError(
                 f"w13 must be [E,2I,H] (or [E,I,H] not gated) and w2 [E,H,I], got w13 {list(self.w13.shape)} "
                 f"and w2 {list(self.w2.shape)}; stack the experts along dim 0"
             )
         if 0 in (*self.w13.shape, *self.w2.shape):
-            raise ValueError(
+            raise ArgumentError(
                 f"w13 and w2 must hold at least one expert, row and column, got w13 {list(self.w13.shape)} and w2 "
                 f"{list(self.w2.shape)}; a rank without experts has no layer to run"
             )
         if self.w2.shape[0] != self.num_experts:
-            raise ValueError(
+            raise ArgumentError(
                 f"w13 and w2 must hold the same experts, got {self.num_experts} and {self.w2.shape[0]}; stack those of "
                 "this rank along dim 0 of both"
             )
         fmt = self.scheme.weight
         if self.w13.shape[2] != self.scheme_columns(self.hidden_size) and fmt is not None and fmt.bits == 4:
-            raise ValueError(
+            raise ArgumentError(
                 f"w13 must have hidden_size / 2 columns in scheme {self.scheme.name}, two 4-bit codes to a byte, where "
                 f"w2 has hidden_size rows, got w13 {list(self.w13.shape)} and w2 {list(self.w2.shape)}; "
                 "pack codes with moereg.quantize.pack_nibbles, and let the loader transpose and trim checkpoints"
             )
         if self.w13.shape[2] != self.scheme_columns(self.hidden_size):
-            raise ValueError(
+            raise ArgumentError(
                 f"w13 columns and w2 rows must both be hidden_size, got w13 {list(self.w13.shape)} and w2 "
                 f"{list(self.w2.shape)}; transposed checkpoints must be transposed by the loader"
             )
         if self.w2.shape[2] != self.scheme_columns(self.intermediate_size):
-            raise ValueError(
+            raise ArgumentError(
                 f"w13 must have 2*I rows (gated) or I rows (not gated) where w2 has I columns, got w13 "
                 f"{list(self.w13.shape)} and w2 {list(self.w2.shape)}"
             )
@@ -172,7 +174,7 @@ class ExpertWeights:
         for row in rows:
             check_row(row, getattr(self, row.name), self.scheme)
         if unknown := set(self.tensors()) - {row.name for row in rows}:
-            raise ValueError(
+            raise ArgumentError(
                 f"scheme {self.scheme.name} has no tensor {sorted(unknown)[0]!r}; pass quant=... if the weights are of "
                 "another scheme, or leave it out"
             )
@@ -239,10 +241,10 @@ class ExpertWeights:
         """Checks that these are the weights of `problem`.
 
         Raises:
-            ValueError: Sizes, dtype, biases or scheme disagree.
+            ArgumentError: Sizes, dtype, biases or scheme disagree.
         """
         if self.scheme != problem.quant:
-            raise ValueError(
+            raise ArgumentError(
                 f"the weights are {self.scheme.description} but the problem says {problem.quant.description}; "
                 "make both name the checkpoint's scheme"
             )
@@ -254,7 +256,7 @@ class ExpertWeights:
         for name, size in sizes.items():
             expected, found = [problem.num_local_experts, *size], list(self.tensors()[name].shape)
             if found != expected:
-                raise ValueError(
+                raise ArgumentError(
                     f"{name} must be {expected} for {problem}, got {found}; "
                     "correct the problem's sizes or pass the weights of this rank"
                 )
@@ -265,10 +267,10 @@ class ExpertWeights:
             allowed = (problem.torch_dtype, torch.float32) if is_bias else (problem.torch_dtype,)
             if tensor.dtype not in allowed:
                 names = " or ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in allowed))
-                raise ValueError(f"{name} must be {names} for this problem, got {tensor.dtype}; convert one")
+                raise ArgumentError(f"{name} must be {names} for this problem, got {tensor.dtype}; convert one")
         if problem.has_bias != (self.w13_bias is not None):
             word = "with" if self.w13_bias is not None else "without"
-            raise ValueError(f"the problem says has_bias={problem.has_bias}, got weights {word} biases")
+            raise ArgumentError(f"the problem says has_bias={problem.has_bias}, got weights {word} biases")
 
 
 def check_expert(expert: int, num_experts: int) -> None:

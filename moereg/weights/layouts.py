@@ -6,7 +6,9 @@ from typing import Final
 
 import torch
 
-__all__ = ["ALIGNMENT", "aligned", "deinterleave_gate_up", "interleave_gate_up", "pad_columns", "round_up"]
+from moereg.errors import ArgumentError
+
+__all__ = ["ALIGNMENT", "aligned", "deinterleave_gate_up", "in_place", "interleave_gate_up", "pad_columns", "round_up"]
 
 
 ALIGNMENT: Final = 16
@@ -20,8 +22,33 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     even for dimensions of size 1, where any stride counts as contiguous.
     """
     if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0:
-        return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
+        return tensor.as_strided(tensor.shape, _strides(tensor))
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a new tensor of the same shape."""
+    return torch.empty(tensor.shape, device="meta").stride()
+
+
+def in_place(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, which must not be copied; rows that are no multiple of `ALIGNMENT` bytes may begin anywhere.
+
+    Raises:
+        ArgumentError: It is not contiguous or not aligned.
+    """
+    if not tensor.is_contiguous():
+        raise ArgumentError(
+            f"{name} is read where it lies and must be contiguous, got shape {list(tensor.shape)} with strides "
+            f"{list(tensor.stride())}; pass {name}.contiguous()"
+        )
+    offset = tensor.data_ptr() % ALIGNMENT
+    if offset and tensor.shape[-1] * tensor.element_size() % ALIGNMENT == 0:
+        raise ArgumentError(
+            f"{name} is read where it lies and must begin at a multiple of {ALIGNMENT} bytes, got an address {offset} "
+            f"bytes behind one; pass {name}.clone()"
+        )
+    return tensor.as_strided(tensor.shape, _strides(tensor)) if 1 in tensor.shape else tensor
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -69,5 +96,5 @@ def pad_columns(weight: torch.Tensor, columns: int) -> torch.Tensor:
     """Zero-pads the last dimension to `columns`; returns the tensor itself if nothing is missing."""
     missing = columns - weight.shape[-1]
     if missing < 0:
-        raise ValueError(f"columns must be at least {weight.shape[-1]}, got {columns}")
+        raise ArgumentError(f"columns must be at least {weight.shape[-1]}, got {columns}")
     return torch.nn.functional.pad(weight, (0, missing)) if missing else weight

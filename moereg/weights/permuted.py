@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 
-from moereg.errors import LayoutNotInvertibleError
+from moereg.errors import ArgumentError, LayoutNotInvertibleError
 from moereg.runtime.memory import format_bytes
 from moereg.weights.expert_weights import ExpertWeights, check_expert
 
-__all__ = ["CanonicalReader", "ExpertWeights", "PerExpert", "PermutedWeights"]
+__all__ = ["CANONICAL", "CanonicalReader", "ExpertWeights", "PerExpert", "PermutedWeights"]
 
+CANONICAL: Final = "canonical"
+"""The layout of classes that read the tensors of `ExpertWeights` in place, under their names."""
 
 PerExpert: TypeAlias = "torch.Tensor | list[torch.Tensor]"
 
@@ -46,7 +48,14 @@ class PermutedWeights:
     def __post_init__(self) -> None:
         counts = {name: len(value) for name, value in self.per_expert.items()}
         if len(set(counts.values())) > 1:
-            raise ValueError(f"per_expert tensors must hold the same number of experts, got {counts}")
+            raise ArgumentError(f"per_expert tensors must hold the same number of experts, got {counts}")
+
+    @classmethod
+    def in_place(cls, tensors: Mapping[str, torch.Tensor]) -> PermutedWeights:
+        """Canonical per-expert tensors as they lie, unchecked: hosts make one for each call."""
+        made = cls.__new__(cls)
+        made.__dict__.update(layout=CANONICAL, per_expert=tensors, shared={}, reader=None)
+        return made
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The stacked per-expert or shared tensor of that name."""
@@ -160,13 +169,15 @@ class PermutedWeights:
         """Writes the only expert of other weights into this one's storage; opaque tensors are replaced.
 
         Raises:
-            ValueError: Layout, names, shapes or shared tensors differ.
+            ArgumentError: Layout, names, shapes or shared tensors differ.
         """
         mine, theirs = _signature(self, whole=False), _signature(other, whole=False)
         if other.num_experts != 1:
-            raise ValueError(f"an expert needs weights of one expert, got {other.num_experts}; permute it alone")
+            raise ArgumentError(f"an expert needs weights of one expert, got {other.num_experts}; permute it alone")
         if mine != theirs:
-            raise ValueError(f"an expert needs weights of the same layout and shapes, got {_difference(theirs, mine)}")
+            raise ArgumentError(
+                f"an expert needs weights of the same layout and shapes, got {_difference(theirs, mine)}"
+            )
         for name, value in self.per_expert.items():
             if isinstance(value, list):
                 value[expert] = other.per_expert[name][0]
@@ -179,11 +190,11 @@ class PermutedWeights:
         Opaque per-expert tensors are replaced, since they cannot be written into.
 
         Raises:
-            ValueError: Layout, names or shapes differ.
+            ArgumentError: Layout, names or shapes differ.
         """
         mine, theirs = _signature(self), _signature(other)
         if mine != theirs:
-            raise ValueError(f"reload needs weights of the same layout and shapes, got {_difference(theirs, mine)}")
+            raise ArgumentError(f"reload needs weights of the same layout and shapes, got {_difference(theirs, mine)}")
         for name, value in (*self.per_expert.items(), *self.shared.items()):
             source = other.per_expert[name] if name in other.per_expert else other.shared[name]
             if isinstance(value, list):

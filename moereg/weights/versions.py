@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from moereg.errors import ArgumentError, MoeregWarning
+from moereg.errors import ArgumentError, OldWeightsWarning
 from moereg.weights.checks import DEBUG_VARIABLE
 
 _STEPPED: Final[dict[int, tuple[StorageWeakRef, int]]] = {}
@@ -30,22 +30,20 @@ _most = 1024
 """Number of entries of `_STEPPED` above which those of freed memory are dropped."""
 
 
-class OldWeightsWarning(MoeregWarning):
-    """An optimizer trains tensors of which a bare kernel holds a permuted copy."""
-
-
 class TensorState(NamedTuple):
-    """Address of a tensor, and the number of writes that torch counted.
+    """Place of a tensor, and the number of writes that torch counted.
 
     torch counts no writes through `tensor.data` or a raw pointer, and none into tensors that were made in inference
     mode.
 
     Attributes:
+        memory: Refers to it weakly: while this state lives, no other memory is equal to it, at the same address either.
         step: The last step of an optimizer that may have written it; 0 for none.
         contents: With MOEREG_DEBUG=1 its `checksums`; None elsewhere, and while a graph is captured.
     """
 
     address: int
+    memory: StorageWeakRef
     version: int
     dtype: torch.dtype
     device: torch.device
@@ -62,6 +60,7 @@ def states_of(tensors: Iterable[torch.Tensor]) -> tuple[TensorState, ...]:
     return tuple(
         TensorState(
             (address := tensor.data_ptr()),
+            StorageWeakRef(tensor.untyped_storage()),
             -1 if tensor.is_inference() else tensor._version,
             tensor.dtype,
             tensor.device,
@@ -74,7 +73,7 @@ def states_of(tensors: Iterable[torch.Tensor]) -> tuple[TensorState, ...]:
 
 def are_elsewhere(before: tuple[TensorState, ...], now: tuple[TensorState, ...]) -> bool:
     """Whether tensors were replaced, instead of written into."""
-    places = [[(state.address, state.dtype, state.device) for state in states] for states in (before, now)]
+    places = [[(one.address, one.memory, one.dtype, one.device) for one in states] for states in (before, now)]
     return places[0] != places[1]
 
 

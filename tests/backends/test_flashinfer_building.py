@@ -78,7 +78,7 @@ def sources(tmp_path):
     ids=["bfloat16", "fp8_block128", "fp8", "mxfp4_w4a16", "ampere", "int4", "int4-and-fp4"],
 )
 def test_a_set_takes_its_own_sources_and_what_all_need(sources, names, expected):
-    chosen = {path.name for path in building.select_sources(sources, names)}
+    chosen = {path.name for path in kernel_sets.select_sources(sources, names)}
     assert chosen == {"moe_gemm_tma_warp_specialized_input.cu", "logger.cpp", *expected}
 
 
@@ -86,12 +86,12 @@ def test_estimates_grow_with_what_is_asked_for(sources):
     few, more = (kernel_sets.select_sources(sources, names) for names in (["bfloat16"], ["bfloat16", "fp8"]))
     assert 100 < kernel_sets.cpu_seconds(few) < kernel_sets.cpu_seconds(more)
     assert building.cpu_seconds(few) == kernel_sets.cpu_seconds(few)
-    int4 = building.with_own(building.select_sources(sources, ["int4_w4a8_g128"]), sources[0].parent)
+    int4 = building.with_own(kernel_sets.select_sources(sources, ["int4_w4a8_g128"]), sources[0].parent)
     assert 420 < building.cpu_seconds(int4) < 520
 
 
 def test_the_choice_among_int4_tiles_is_compiled_for_bfloat16_alone(sources, tmp_path):
-    chosen = building.with_own(building.select_sources(sources, ["int4_w4a8_g128"]), tmp_path)
+    chosen = building.with_own(kernel_sets.select_sources(sources, ["int4_w4a8_g128"]), tmp_path)
     own = tmp_path / "moereg_fp8_uint4_bfloat16.cu"
     assert own in chosen
     assert not any(path.stem == "moe_gemm_kernels_fp8_uint4" for path in chosen)

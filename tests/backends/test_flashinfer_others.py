@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from moereg.backends import flashinfer_moe as page
-from moereg.backends._flashinfer import claims, cutile, downloads, first_call
-from moereg.backends._flashinfer.cutile_sizes import Tile, Tiles, compiled_for
+from moereg.backends._flashinfer import claims, downloads, first_call
 from moereg.backends._flashinfer.scratch import aligned_result
 from moereg.platforms import Platform
 from moereg.spec.problem import MoEProblem
@@ -41,11 +40,6 @@ def test_the_other_launchers_do_not(quant: str) -> None:
     assert _reasons(quant, 6, 6) == []
 
 
-def test_sizes_without_a_tile_are_reasons() -> None:
-    small = MoEProblem(num_experts=8, hidden_size=32, intermediate_size=64, top_k=2)
-    assert page.FlashInferCuTileExperts.unsupported_reasons(small, B200) == ["requires hidden_size >= 64, got 32"]
-
-
 def test_who_can_be_captured() -> None:
     names = {name for name in page.__all__ if "Cutlass" not in name}
     refused = {"FlashInferB12xExperts", "FlashInferCuTeDslBatchedExperts", "FlashInferCuTeDslExperts"}
@@ -71,21 +65,17 @@ def waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
         yield caplog
 
 
-def _call(size: int | None = None, on: torch.Tensor | None = None) -> None:
+def _call(backend: str = "some", on: torch.Tensor | None = None) -> None:
     given = torch.empty(3, 8) if on is None else on
-    with first_call.first_call("some", PROBLEM, 20.0, "they are kept", on=given, size=size, size_seconds=4.0):
+    with first_call.first_call(backend, PROBLEM, 20.0, "they are kept", on=given):
         pass
 
 
-def test_each_size_is_announced_once(waits: pytest.LogCaptureFixture) -> None:
-    for size in (1, 1, 2, 1):
-        _call(size)
+def test_each_backend_is_announced_once(waits: pytest.LogCaptureFixture) -> None:
+    for backend in ("some", "some", "other", "some"):
+        _call(backend)
     assert len(waits.messages) == 2
-    assert ", 3 tokens takes about 20 s; they are kept" in waits.messages[0]
-    assert ", 3 tokens takes about 4 s; they are kept" in waits.messages[1]
-    _call()
-    assert len(waits.messages) == 3
-    assert "tokens" not in waits.messages[2]
+    assert waits.messages[0].endswith(" takes about 20 s; they are kept")
 
 
 def test_a_call_that_failed_is_announced_again(waits: pytest.LogCaptureFixture) -> None:
@@ -105,28 +95,9 @@ def test_compiling_in_a_graph_is_warned_of(waits: pytest.LogCaptureFixture, monk
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for _ in range(2):
-        _call(7, torch.empty(3, 8).as_subclass(OnDevice))
+        _call(on=torch.empty(3, 8).as_subclass(OnDevice))
     assert len(waits.messages) == 2
-    assert waits.messages[0].endswith(
-        "3 tokens while a CUDA graph is captured, which may fail; call the layer once before"
-    )
-
-
-def test_untuned_tiles_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    cutile._say_that_tiles_are_untuned.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="moereg"):
-        cutile._say_that_tiles_are_untuned()
-        cutile._say_that_tiles_are_untuned()
-    assert len(caplog.messages) == 1
-    assert "flashinfer_cutile runs with FlashInfer's untuned tiles" in caplog.messages[0]
-
-
-def test_more_tokens_are_compiled_for_where_a_power_of_two_or_a_tile_changes() -> None:
-    tile = Tile(128, 64, 1)
-    small, large = Tiles(32, tile, tile), Tiles(64, tile, tile)
-    assert compiled_for(PROBLEM, 33, small) == compiled_for(PROBLEM, 35, small)
-    for tokens, tiles in ((32, small), (64, small), (65, small), (48, small), (33, large)):
-        assert compiled_for(PROBLEM, tokens, tiles) != compiled_for(PROBLEM, 33, small), tokens
+    assert waits.messages[0].endswith(" while a CUDA graph is captured, which may fail; call the layer once before")
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moereg.backends.torch_moe import TorchInt8BatchedExperts, TorchInt8Experts
-from moereg.dispatch import EmulationWarning, select_backend
+from moereg.dispatch import select_backend
+from moereg.errors import EmulationWarning
 from moereg.kernels.plain import cpu, host, quantized_mlp
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts, relative_error

@@ -256,7 +256,8 @@ CLASSES: Final = [
 def test_batched_format_takes_all_that_the_standard_one_does(standard: Any, batched: Any) -> None:
     facts = standard.facts, batched.facts
     assert [each.activation_formats for each in facts] == [{"standard"}, {"batched"}]
-    assert dataclasses.replace(facts[0], activation_formats=frozenset({"batched"})) == facts[1]
+    others = {"activation_formats": frozenset({"batched"}), "gradients": frozenset()}
+    assert dataclasses.replace(facts[0], **others) == facts[1]
     assert standard.layouts == batched.layouts
 
 
@@ -278,16 +279,16 @@ def test_device_types_follow_the_interpreter(monkeypatch: pytest.MonkeyPatch) ->
 # On Hopper the Gluon kernels run 16-bit layers from over 22 rows an expert on, and layers of codes from over 30 on.
 LARGE: Final[tuple[tuple[int, tuple[int, int, int, int], dict[str, Any]], ...]] = (
     (1, (128, 8, 2048, 768), {}),
-    (16, (128, 8, 2048, 768), {}),
+    (16, (32, 4, 1288, 360), {"has_bias": True}),
     (64, (128, 8, 2048, 768), {}),
     (4096, (128, 8, 2048, 768), {}),
     (1024, (32, 4, 2880, 2880), {"activation": "swigluoai", "has_bias": True}),
-    (63, (64, 8, 2880, 704), {"dtype": "float16"}),
+    (63, (64, 8, 2880, 360), {"dtype": "float16"}),
     (700, (60, 4, 2048, 1408), {"activation": "gelu_tanh"}),
     (4096, (64, 6, 2688, 1856), {"activation": "relu2"}),
     (4096, (16, 2, 511, 511), {"has_bias": True, "activation": "gelu"}),
     (333, (16, 2, 511, 704), {"has_bias": True, "dtype": "float32"}),
-    (1001, (16, 4, 520, 320), {"activation": "gelu_tanh", "dtype": "float16"}),
+    (1001, (16, 4, 1288, 744), {"activation": "gelu_tanh", "dtype": "float16", "has_bias": True}),
     (63, (8, 8, 255, 129), {}),
     (4096, (512, 8, 1024, 511), {"num_local_experts": 64, "placement": "map"}),
     (512, (16, 1, 5120, 1408), {"apply_router_weight_on_input": True}),

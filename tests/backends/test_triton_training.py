@@ -1,4 +1,4 @@
-"""The Triton class that trains, as a whole: interpreted on a CPU, compiled where there is a CUDA device.
+"""`TritonExperts` where problems have gradients: interpreted on a CPU, compiled where there is a CUDA device.
 
 What every class with gradients has to do, such as numbers, neighbors and parts, `tests/kit/test_conformance.py` checks.
 """
@@ -6,6 +6,7 @@ What every class with gradients has to do, such as numbers, neighbors and parts,
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Final
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 
 from moereg.backends._triton import training
 from moereg.backends._triton.training_products import fits_hopper, hopper_guard
-from moereg.backends.triton_moe import TritonTrainingExperts
+from moereg.backends.triton_moe import TritonExperts
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs, Gradients
 from moereg.kernels.sizes import GUARD_ROWS
@@ -38,13 +39,12 @@ class Run:
     def __init__(self, problem: MoEProblem, num_tokens: int, routing: str = "uniform") -> None:
         device = torch.device(DEVICE)
         self.problem, self.num_tokens = problem, num_tokens
-        self.layer = TritonTrainingExperts(problem, SM90)
+        self.layer = TritonExperts(problem, SM90)
         self.weights = make_weights(problem, device)
         self.permuted = self.layer.permute_weights(weights=self.weights, problem=problem)
         self.call = make_inputs(problem, num_tokens, routing, device, seed=1)
         self.grad_out = make_grad_out(self.call)
         self.adapters = make_adapters(problem, device)
-        assert self.adapters is not None
         self.inputs = ExpertInputs(*self.call.call, adapters=self.adapters)
 
     def rooms(self, shapes: tuple[tuple[int, ...], ...]) -> dict[str, torch.Tensor]:
@@ -52,7 +52,9 @@ class Run:
         return dict(zip(("workspace13", "workspace2"), made, strict=True))
 
     def forward(self, saves: bool = True) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        shapes = self.layer.saved_shapes(problem=self.problem, num_tokens=self.num_tokens)
+        shapes: Any = {}
+        if saves:
+            shapes = self.layer.saved_shapes(problem=self.problem, num_tokens=self.num_tokens)
         saved = {
             name: torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype, device=DEVICE)
             for name, (shape, dtype) in shapes.items()
@@ -62,12 +64,13 @@ class Run:
         if saves:
             self.layer.apply_saving(out=out, saved=saved, inputs=self.inputs, weights=self.permuted, **rooms)
         else:
-            rooms = self.rooms(self.layer.workspace_shapes(problem=self.problem, num_tokens=self.num_tokens))
-            self.layer.apply(out=out, inputs=self.inputs, weights=self.permuted, **rooms)
+            inputs = dataclasses.replace(self.inputs, adapters=None)
+            self.layer.apply(out=out, inputs=inputs, weights=self.permuted, **rooms)
         return out, saved
 
     def backward(self, saved: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
         like = {"hidden_states": self.inputs.hidden_states, "topk_weights": self.inputs.topk_weights}
+        assert self.adapters is not None
         like |= {**self.weights.tensors(), **self.adapters.tensors()}
         grads = {name: torch.full_like(like[name], torch.nan) for name in names or like}
         rooms = self.rooms(self.layer.backward_workspace_shapes(problem=self.problem, num_tokens=self.num_tokens))
@@ -86,8 +89,12 @@ def test_many_rows() -> None:
 
 
 def test_rows_behind_a_guard() -> None:
-    """Sizes that Hopper's tensor maps cannot describe, in a call of so many rows that they would be asked."""
-    run = Run(problem_of(num_experts=1, top_k=1, hidden_size=36, intermediate_size=20), GUARD_ROWS)
+    """Sizes that Hopper's tensor maps cannot describe, in a call of so many rows that they would be asked.
+
+    And low-rank rows that take more room than the plan of a call that infers.
+    """
+    sizes = {"num_experts": 1, "top_k": 1, "hidden_size": 36, "intermediate_size": 20}
+    run = Run(problem_of(**sizes, adapter_rank=64), GUARD_ROWS)
     _, saved = run.forward()
     assert len(saved["pre"]) == 2 * GUARD_ROWS
     assert saved["pre"][:GUARD_ROWS].isnan().all()
@@ -150,10 +157,12 @@ def test_tensors_for_hopper(name: str) -> None:
     assert fits_hopper(given["block_m"], given["tokens"], *sides) == fits
 
 
-def test_a_pass_that_saves_has_the_output_of_one_that_does_not() -> None:
-    run = Run(problem_of(has_bias=True), 9)
-    run.inputs = dataclasses.replace(run.inputs, adapters=None)
-    assert torch.equal(run.forward()[0], run.forward(saves=False)[0])
+@pytest.mark.parametrize("num_tokens", [1, 9, 40])
+def test_a_layer_that_trains_evaluates_as_one_that_infers(num_tokens: int) -> None:
+    """The workspaces of such a layer have room for both."""
+    run = Run(problem_of(has_bias=True), num_tokens)
+    plain = Run(problem_of(has_bias=True, gradients=(), adapter_rank=0), num_tokens)
+    assert torch.equal(run.forward(saves=False)[0], plain.forward(saves=False)[0])
 
 
 @pytest.mark.parametrize(
@@ -180,30 +189,34 @@ def test_weights_are_read_where_they_lie() -> None:
         assert run.permuted[name].data_ptr() == tensor.data_ptr()
 
 
-def test_it_serves_layers_with_gradients_alone() -> None:
-    problem = problem_of()
-    assert select_backend(problem, SM90).winner.cell.experts is TritonTrainingExperts
-    plain = dataclasses.replace(problem, gradients=(), adapter_rank=0)
-    assert select_backend(plain, SM90).winner.cell.experts is not TritonTrainingExperts
-    amd = select_backend(problem, Platform.from_name("rocm:gfx942"))
-    assert amd.winner.cell.experts is TritonTrainingExperts
+REFUSAL: Final = "requires apply_router_weight_on_input=False where gradients are asked, got True"
+
+
+@pytest.mark.parametrize("gradients", [(), GRADIENTS])
+@pytest.mark.parametrize("platform", ["cuda:sm90", "rocm:gfx942"])
+def test_one_class_infers_and_trains(gradients: tuple[str, ...], platform: str) -> None:
+    problem = problem_of(gradients=gradients, adapter_rank=5 if gradients else 0)
+    here = Platform.from_name(platform)
+    assert select_backend(problem, here).winner.cell.experts is TritonExperts
+    scaled = dataclasses.replace(problem, top_k=1, apply_router_weight_on_input=True)
+    assert TritonExperts.unsupported_reasons(scaled, here) == ([REFUSAL] if gradients else [])
 
 
 @pytest.mark.parametrize(("intermediate_size", "is_refused"), [(2**15, True), (2**15 - 1, False)])
 def test_offsets_within_an_expert_have_32_bits(intermediate_size: int, is_refused: bool) -> None:
     """But those of experts have 64: all together may be larger."""
     problem = problem_of(num_experts=128, hidden_size=2**15, intermediate_size=intermediate_size)
-    assert bool(TritonTrainingExperts.unsupported_reasons(problem, SM90)) == is_refused
+    assert bool(TritonExperts.unsupported_reasons(problem, SM90)) == is_refused
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_more_tokens_never_need_less_scratch_memory(dtype: str) -> None:
     problem = problem_of(dtype=dtype)
-    layer = TritonTrainingExperts(problem, SM90)
+    layer = TritonExperts(problem, SM90)
     for sizes in (layer.workspace_shapes, layer.backward_workspace_shapes):
         # Around the number of rows at which tiles change.
         shapes = [sizes(problem=problem, num_tokens=tokens) for tokens in (*range(135, 155), 999)]
-        for numels in zip(*((first[0], second[0]) for first, second in shapes), strict=True):
+        for numels in zip(*(map(math.prod, both) for both in shapes), strict=True):
             assert list(numels) == sorted(numels)
 
 
@@ -211,6 +224,6 @@ def test_saved_bytes_of_a_token() -> None:
     """Of Qwen3-30B's layer: the rows before the activation, and little beside them."""
     sizes = {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 768, "top_k": 8}
     problem = MoEProblem(**sizes, gradients=GRADIENTS, adapter_rank=16)
-    saved = TritonTrainingExperts(problem, SM90).saved_shapes(problem=problem, num_tokens=4096)
+    saved = TritonExperts(problem, SM90).saved_shapes(problem=problem, num_tokens=4096)
     num_bytes = sum(torch.empty(shape, dtype=dtype, device="meta").nbytes for shape, dtype in saved.values())
     assert num_bytes / 4096 < 1.03 * 8 * 2 * 768 * 2

@@ -48,7 +48,7 @@ def result(decision: Decision, cell: int, log_ratio: float | None) -> dict[str, 
     fields = ("backend", "experts", "computes", "origin")
     identity = {field: getattr(decision, field) for field in fields}
     times = {"time_us": 10.0, "p10_us": 9.0, "p90_us": 12.0, "relative_error": 0.01, "tolerance": 0.1}
-    numbers = {"log_ratio": log_ratio, "half_width": 0.001 * cell, "rounds": 48, "graph": False, "permuted_bytes": 64}
+    numbers = {"log_ratio": log_ratio, "half_width": 0.001 * cell, "rounds": 48, "graph": False}
     failure = "wrong numbers: error 1" if log_ratio is None else None
     return {**identity, **times, **numbers, "cell": cell, "is_wrong": log_ratio is None, "failure": failure}
 
@@ -125,7 +125,7 @@ def test_measured_boards_are_sessions(
     default = [row for row in tuned.rows if row.cell == tuned.default]
     assert all(row.log_ratio == row.half_width == 0 for row in default)
     others = [row for row in tuned.rows if row.cell != tuned.default]
-    assert all(row.log_ratio and row.half_width and row.rounds == 4 and row.permuted_bytes for row in others)
+    assert all(row.log_ratio and row.half_width and row.rounds == 4 for row in others)
 
 
 def _without(*keys: str) -> Callable[[Documents], None]:

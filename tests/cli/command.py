@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SIZES = "--experts 8 --hidden 64 --intermediate 32 --top-k 2"
 SELECTION_KEYS = ["schema", "problem", "platform", "platform_source", "request", "selected", "source", "decisions"]
-SELECTION_KEYS += ["notices", "platform_claimed_by", "plan", "measured"]
+SELECTION_KEYS += ["notices", "platform_claimed_by", "plan", "measured", "platform_device"]
 RUN_KEYS = ["schema", "backend", "platform", "problem", "tokens", "relative_error", "tolerance", "passed"]
 RUN_KEYS += ["causes", "failure", "damage", "time_us", "permute_ms", "selection"]
 Call = Callable[[str], tuple[int, str, str]]

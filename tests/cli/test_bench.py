@@ -1,17 +1,15 @@
-"""`moereg bench`: its comparisons, refusals and plots."""
+"""`moereg bench`: its comparisons and refusals."""
 
 from __future__ import annotations
 
-import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moereg.registry import register_moe_backend
 from moereg.tuning.roofline import Ceilings
-from tests.cli.command import SIZES, Call, CallJson, strict_json
+from tests.cli.command import SIZES, Call, CallJson
 from tests.support.fakes import LeavingExperts, RaisingExperts, WrongExperts
 
 pytestmark = pytest.mark.usefixtures("isolated_registry")
@@ -142,52 +140,6 @@ def test_nothing_fits_to_bench_is_exit_3(call: Call, call_json: CallJson, line: 
     assert (code, found["rows"]) == (3, [])
     assert set(found["ceilings"].values()) == {None}
     assert {skipped["backend"] for skipped in found["skipped"]} >= {"torch", "triton"}
-    code, out, err = call(f"{BENCH} --platform cpu {line} --plot nothing.png")
+    code, out, err = call(f"{BENCH} --platform cpu {line}")
     assert (code, err) == (3, "")
     assert out.splitlines()[-1].startswith("nothing fits")
-    assert not Path("nothing.png").exists()
-
-
-@pytest.mark.usefixtures("ceilings")
-@pytest.mark.parametrize("name", ["bench.png", "bench.svg"])
-def test_bench_draws_a_plot(call: Call, tmp_path: Path, name: str) -> None:
-    register_moe_backend("fake_wrong", 99, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
-    code, out, _ = call(f"{BENCH} --plot {tmp_path / name} --json")
-    assert code == 1
-    assert strict_json(out)["rows"]
-    written = (tmp_path / name).read_bytes()
-    if name.endswith(".png"):
-        assert written.startswith(b"\x89PNG")
-        width, height = (int.from_bytes(written[start : start + 4], "big") for start in (16, 20))
-        assert width > 1000
-        assert height > 500
-    else:
-        for text in (b"TorchPackedExperts", b"roofline", b"fake_wrong, wrong at 1, 16", b"E8 H64 I32 k2", b"tokens"):
-            assert text in written
-
-
-@pytest.mark.usefixtures("ceilings")
-def test_a_plot_of_nothing_right(call: Call, tmp_path: Path) -> None:
-    register_moe_backend("fake_wrong", 99, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
-    code, _, err = call(f"{BENCH} --require fake_wrong --plot {tmp_path / 'bench.png'}")
-    assert code == 1
-    assert "Warning" not in err
-    assert (tmp_path / "bench.png").exists()
-
-
-@pytest.mark.parametrize("json", ["", " --json"])
-def test_a_plot_that_cannot_be_written_is_said_before_anything_runs(call: Call, tmp_path: Path, json: str) -> None:
-    (tmp_path / "folder.png").mkdir()
-    code, out, err = call(f"{BENCH} --plot {tmp_path / 'folder.png'}{json}")
-    assert (code, out) == (2, "")
-    assert "needs a file that can be written" in err
-    assert "comparing" not in err
-
-
-def test_a_plot_needs_matplotlib_before_anything_runs(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("matplotlib", "matplotlib.backends.backend_agg"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr("moereg.cli._bench.measure_ceilings", None)
-    code, out, err = call(f"{BENCH} --plot bench.png")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "pip install 'moereg[plot]'" in err

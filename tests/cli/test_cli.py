@@ -77,8 +77,6 @@ BAD_LINES = [
     (f"bench {SIZES} --tokens ,", "at least 1"),
     (f"bench {SIZES} --routing zipff", "did you mean 'zipf'"),
     (f"bench {SIZES} --rounds 0", "--rounds"),
-    (f"bench {SIZES} --plot /nonexistent/bench.png", "make /nonexistent first"),
-    (f"bench {SIZES} --plot bench.docx", "a file such as bench.png"),
     (f"bench {SIZES} --require torch --deny torch", "both required and denied"),
     ("verify", "say what to verify"),
     ("verify torhc --no-isolate", "did you mean 'torch'?"),
@@ -98,7 +96,6 @@ BAD_LINES = [
     (f"bench --ep 2 {SIZES} --platform cpu --way al_to_all", "al_to_all"),
     (f"bench --ep 2 {SIZES} --platform cpu --routing uniform,zip", "zip"),
     (f"bench --ep 2 {SIZES} --platform cpu --require torch", "set MOEREG_REQUIRE"),
-    (f"bench --ep 2 {SIZES} --platform cpu --plot a.png", "--plot draws backends"),
     (f"bench {SIZES} --platform cpu --way all_to_all", "--ep how many there are"),
     (f"bench {SIZES} --platform cpu --replicas 2", "--replicas is about ranks; say --ep"),
     (f"bench {SIZES} --platform cpu --batches 2", "--batches is about ranks; say --ep"),
@@ -127,14 +124,6 @@ BAD_LINES = [
     ("quantize --checkpoint CK --quant unquantized", "names what to quantize to"),
     ("quantize --checkpoint CK --tokens x", "--tokens takes numbers"),
     ("quantize --checkpoint CK --inputs nowhere", "--inputs takes a safetensors file"),
-    ("quantize --checkpoint CK --plot a.txt", "--plot takes a file such as"),
-    ("quantize --checkpoint CK --out TMP", "--out writes one scheme"),
-    ("quantize --checkpoint CK --quant int8_w8a16 --out .", "new or empty directory"),
-    ("quantize --checkpoint CK --quant int8_w8a16 --out /dev/null/out", "/dev/null/out must be writable"),
-    ("quantize --checkpoint CK --quant int8_w8a16 --out /proc/nowhere/out", "/proc/nowhere/out must be writable"),
-    ("quantize --checkpoint CK --quant int8_w8a16 --out LONG", "File name too long"),
-    ("quantize --checkpoint CK --quant nvfp4 --out TMP", "give hidden states (--inputs)"),
-    ("quantize --checkpoint CK --quant mxfp4_mxfp8 --out TMP", "has none for mxfp4_mxfp8"),
     ("quantize --checkpoint CK --platform cuda:sm90", "quantize needs the machine itself"),
     ("quantize --checkpoint CK --num-local-experts 5", "num_local_experts"),
 ]
@@ -143,15 +132,12 @@ BAD_LINES = [
 @pytest.mark.few
 @pytest.mark.parametrize(("line", "expected"), BAD_LINES)
 @pytest.mark.parametrize("suffix", ["", " --json"])
-def test_bad_input_is_one_line_and_exit_2(
-    call: Call, checkpoint: Path, tmp_path: Path, line: str, expected: str, suffix: str
-) -> None:
-    line = line.replace("CK", str(checkpoint)).replace("TMP", str(tmp_path / "out")).replace("LONG", "x" * 300)
+def test_bad_input_is_one_line_and_exit_2(call: Call, checkpoint: Path, line: str, expected: str, suffix: str) -> None:
+    line = line.replace("CK", str(checkpoint))
     code, out, err = call(line + suffix)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert expected.lower() in err.lower()
     assert "Traceback" not in err
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_bad_environment_is_bad_input(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +224,7 @@ def test_version_and_help(call: Call) -> None:
         assert f"  {command} " in out
     assert "--num-local-experts" in call("run --help")[1]
     bench = call("bench --help")[1]
-    for option in ("--tokens", "--routing", "--rounds", "--plot", "--require", "--json"):
+    for option in ("--tokens", "--routing", "--rounds", "--require", "--json"):
         assert f"  {option} " in bench
     assert "Later" not in bench
 

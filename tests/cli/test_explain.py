@@ -11,14 +11,14 @@ from moereg.dispatch import explain_backends
 from moereg.evidence import ledger
 from moereg.evidence.admission import ADMITTED, AdmissionRecord
 from moereg.evidence.ledger import Verification
-from moereg.measured.keys import machine_of
-from moereg.measured.pack import Pack, Session, TimedCell
 from moereg.plugins.loader import current_platform, list_cells
+from moereg.registry import register_moe_backend
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 from moereg.spec.reasons import REASON_CODES
 from tests.cli.command import SELECTION_KEYS, SIZES, Call, CallJson
-from tests.measured.packs import rows_of
+from tests.measured.packs import rows_of, write_here
+from tests.support.fakes import FakeExperts
 
 EXPLAIN_KEYS = [*SELECTION_KEYS, "verification"]
 DECISION_KEYS = ["backend", "experts", "rule", "computes", "accepted", "priority", "tier", "evidence", "origin"]
@@ -44,7 +44,9 @@ def test_explain_json_has_exactly_the_keys(call_json: CallJson) -> None:
     assert list(found) == EXPLAIN_KEYS
     assert (found["schema"], found["source"], found["platform_source"]) == (1, "priority", "probed")
     assert list(found["request"]) == ["require", "prefer", "deny"]
-    assert all(list(decision) == [*DECISION_KEYS, "verified_on_platform"] for decision in found["decisions"])
+    assert all(
+        list(decision) == [*DECISION_KEYS, "verified_on_platform", "verified_on"] for decision in found["decisions"]
+    )
     assert all((decision["verified_on_platform"] is None) != decision["accepted"] for decision in found["decisions"])
     accepted = [decision["accepted"] for decision in found["decisions"]]
     assert accepted == sorted(accepted, reverse=True)
@@ -119,17 +121,18 @@ def test_explain_for_people(call: Call) -> None:
     assert "assumed of cuda:sm90: triton>=3.6" in out
     assert "triton: chosen by priority" in out
     assert out.index("TritonExperts") < out.index("TorchDenseExperts")
-    assert "rejected: flashinfer_cutile: is opt-in: name it in require or prefer [opt_in]\n" in out
     shared = "flashinfer_trtllm, flashinfer_cutedsl, flashinfer_b12x: requires another platform than cuda:sm90"
     assert f"rejected: {shared} [platform]\n" in out
+    static = call("explain --model qwen3-30b-a3b --quant fp8_tensor_static --platform cuda:sm90")[1]
+    assert "rejected: flashinfer_cutlass: is opt-in: name it in require or prefer [opt_in]\n" in static
 
 
 def test_a_backend_whose_cells_read_other_schemes_is_named_once(call: Call) -> None:
-    out = call("explain --model deepseek-v3 --quant fp8_block128 --platform h200")[1]
+    out = call("explain --model deepseek-v3 --quant fp8_block128 --platform b200")[1]
     expected = (
-        "rejected: cutlass, flashinfer_cutile: requires weights in another scheme than fp8_block128 [quant_scheme]"
+        "rejected: flashinfer_cutedsl, cutlass: requires weights in another scheme than fp8_block128 [quant_scheme]"
     )
-    assert [line for line in out.splitlines() if "cutlass" in line and "rejected" in line] == [expected]
+    assert [line for line in out.splitlines() if "cutlass:" in line and "rejected" in line] == [expected]
 
 
 @pytest.mark.parametrize("option", ["--reasons", "-v"])
@@ -186,15 +189,18 @@ def test_every_candidate_says_whether_it_was_verified(call: Call, call_json: Cal
     assert decisions["TritonExperts"]["verified_on_platform"] is False
     said = call(line)[1].splitlines()
     # Each has run elsewhere; evidence of either may be older than its code.
-    rows = [next(row.split() for row in said if experts in row) for experts in ("TritonExperts", "TorchDenseExperts")]
-    assert [(row[0], row[-1]) for row in rows] == [("chosen", "elsewhere"), ("fits", "elsewhere")]
+    for experts in ("TritonExperts", "TorchDenseExperts"):
+        row = next(row for row in said if experts in row)
+        machine = decisions[experts]["verified_on"]
+        assert ("code changed" in row) is (machine is None)
+        assert machine is None or f" on {machine['device'].removeprefix('NVIDIA ')}, torch 2." in row
     on_sm90 = call_json(line.replace("sm80", "sm90"))[1]["decisions"]
     expected = {decision["experts"]: decision["verified_on_platform"] for decision in on_sm90 if decision["accepted"]}
     shown = call(line.replace("sm80", "sm90"))[1].splitlines()
     for experts, is_verified in expected.items():
-        said = next(row.split() for row in shown if f" {experts} " in row)[-1]
-        # What ran there before its code changed is not verified either.
-        assert said in (("yes",) if is_verified else ("no", "changed"))
+        row = next(row for row in shown if f" {experts} " in row)
+        # A machine that is only named has no bare "yes"; what ran there before its code changed is not verified.
+        assert (" on H200, torch 2.11" in row) is is_verified
 
 
 def test_explain_says_whether_its_choice_was_verified(
@@ -202,7 +208,7 @@ def test_explain_says_whether_its_choice_was_verified(
 ) -> None:
     line = "explain --model qwen3-30b-a3b --quant mxfp8"
     code, out, _ = call(f"{line} --platform cuda:sm100")
-    assert (code, out.splitlines()[-2]) == (0, "not verified on sm100; would be checked at first use there")
+    assert (code, out.splitlines()[-2]) == (0, "not verified on sm100; checked at first use there")
     assert call_json(f"{line} --platform cuda:sm100")[1]["verification"] == {
         "verified": [],
         "not_verified": ["cuda:sm100"],
@@ -210,46 +216,71 @@ def test_explain_says_whether_its_choice_was_verified(
         "checked_at_first_use": True,
     }
     record = {"backend": "triton", "experts": "TritonQuantizedExperts", "schemes": ("mxfp8",), "rule": "cuda:sm90"}
-    record |= {"tier": "emulation", "platform": "cuda:sm90", "device": "NVIDIA H200", "versions": {}, "commit": ""}
+    record |= {"tier": "emulation", "platform": "cuda:sm90", "device": "NVIDIA H200", "commit": ""}
+    record |= {"versions": {"torch": "2.11.0", "triton": "3.6.0"}}
     made = Verification(**record, date="2026-11-22", cases=3, digest="of the code")  # type: ignore[arg-type]
     monkeypatch.setattr(ledger, "_own_records", lambda cell: (made,))
-    monkeypatch.setattr(ledger, "cell_digest", lambda cell: "of the code")
+    monkeypatch.setattr(ledger, "class_digest", lambda experts: "of the code")
     line += " --platform cuda:sm90 --require triton"
     verdict = "triton: required by the request"
-    assert call(line)[1].splitlines()[-2:] == ["verified on sm90 (NVIDIA H200, 2026-11-22)", verdict]
+    machine = "H200 with torch 2.11, triton 3.6"
+    elsewhere = "checked at first use on other devices and versions"
+    assert call(line)[1].splitlines()[-2:] == [f"verified on {machine} (sm90, 2026-11-22); {elsewhere}", verdict]
     found = call_json(line)[1]["verification"]
     assert (found["verified_on_platform"], found["checked_at_first_use"]) == (True, False)
     assert found["verified"][0]["stale"] is False
-    monkeypatch.setattr(ledger, "cell_digest", lambda cell: "of other code")
-    changed = "not verified on sm90; verified before its code changed on sm90 (NVIDIA H200, 2026-11-22)"
-    assert call(line)[1].splitlines()[-2] == f"{changed}; would be checked at first use there"
+    monkeypatch.setattr(ledger, "class_digest", lambda experts: "of other code")
+    changed = f"not verified on sm90; verified before its code changed on {machine} (sm90, 2026-11-22)"
+    assert call(line)[1].splitlines()[-2] == f"{changed}; checked at first use there"
     assert call_json(line)[1]["verification"]["verified_on_platform"] is False
     assert call_json(f"explain {SIZES} --require triton --platform cpu")[1]["verification"] is None
 
 
-def test_what_packs_say_of_a_layer(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
-    selection = explain_backends(problem)
-    assert selection.winner is not None
-    platform, other = selection.platform, selection.decisions[1]
-    pack = Pack(machine_of(platform)).with_session(Session(1, "2026-11-23", "", "one"))
-    pack = pack.with_session(Session(2, "2026-11-24", "", "two"))
-    for decision in selection.decisions[:2]:
-        assert decision.cell is not None
-        assert decision.scheme is not None
-        rule = decision.cell.rule_for(platform)
-        assert rule is not None
-        pack, _ = pack.with_cell(TimedCell.of(decision.cell, decision.scheme, rule, platform, "canonical"))
+def test_explain_says_with_what_its_choice_was_verified(
+    call: Call, call_json: CallJson, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MOEREG_ADMISSION", str(tmp_path / "admitted.json"))
+    here = current_platform()
+    line = f"explain {SIZES} --require torch"
+    winner = explain_backends(MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)).winner
+    assert winner is not None
+    assert winner.cell is not None
+    made = dataclasses.replace(Verification.of(winner.cell, here, 3), date="2026-11-22", device="A CPU")
+    torch_here = ".".join(here.versions["torch"].split(".")[:2])
+    for versions, said, is_checked in (
+        (dict(made.versions), f"verified on A CPU with torch {torch_here} (cpu, 2026-11-22)", False),
+        ({"torch": "2.9.1"}, "verified on A CPU with torch 2.9 (cpu, 2026-11-22); checked at first use here", True),
+    ):
+        record = dataclasses.replace(made, versions=versions)
+        monkeypatch.setattr(ledger, "_own_records", lambda cell, found=record: (found,))
+        out = call(line)[1].splitlines()
+        assert out[-2] == said
+        (row,) = (row for row in out if " chosen " in f" {row} ")
+        machine = f"A CPU, torch {'2.9' if is_checked else torch_here}"
+        assert f" {f'on {machine}' if is_checked else f'yes ({machine})'} " in f"{row} "
+        verification = call_json(line)[1]["verification"]
+        assert (verification["verified_on_platform"], verification["checked_at_first_use"]) == (
+            not is_checked,
+            is_checked,
+        )
+
+
+def test_what_packs_say_of_a_layer(
+    isolated_registry: object, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("fake_first", "fake_second")
+    for place, name in enumerate(names):
+        kind = type(name.title(), (FakeExperts,), {"shared_layouts": ("canonical",)})
+        register_moe_backend(name, 500 - place, ("unquantized",), ("cpu",))(kind)
+    selection = explain_backends(MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2))
     logs = {1: {1: 0.1, 256: -0.117, 1024: -0.117, 4096: 0.2}}
-    pack = pack.with_rows(problem, 0, rows_of(logs, grid=(1, 256, 1024, 4096)))
-    (tmp_path / "tuning.json").write_text(pack.text())
+    write_here(tmp_path / "tuning.json", selection, names, rows_of(logs, grid=(1, 256, 1024, 4096)))
     monkeypatch.setenv("MOEREG_TUNING", str(tmp_path / "tuning.json"))
     code, out, _ = call(f"explain {SIZES}")
     assert code == 0
-    names = other.experts, selection.winner.experts
-    assert f"note: measured 2026-11-24: {names[0]} 11 % less than {names[1]} at 256-1024, two sessions\n" in out
-    plan = f"{names[1]} to 255 tokens, {names[0]} to 1024, {names[1]} above"
-    assert f"torch: chosen by measurement; {plan}\n" in out
+    assert "note: measured 2026-11-28: fake_second 11 % less than fake_first at 256-1024, two sessions\n" in out
+    plan = "fake_first to 255 tokens, fake_second to 1024, fake_first above"
+    assert f": chosen by measurement; {plan}\n" in out
     code, out, _ = call(f"explain {SIZES} --deterministic")
     assert code == 0
     assert "note: untuned: the nearest measured layer has deterministic False, here True\n" in out
@@ -263,7 +294,7 @@ def test_explain_and_info_say_what_is_admitted(
     assert call(line)[1].splitlines()[-2] == "not verified on cpu", "turned off, nothing is checked"
     assert call_json(line)[1]["verification"]["checked_at_first_use"] is False
     monkeypatch.setenv("MOEREG_ADMISSION", str(tmp_path / "admitted.json"))
-    assert call(line)[1].splitlines()[-2] == "not verified on cpu; will be checked at first use"
+    assert call(line)[1].splitlines()[-2] == "not verified on cpu; checked at first use here"
     found = call_json(line)[1]
     assert (found["decisions"][0]["evidence"], found["verification"]["checked_at_first_use"]) == ("", True)
     here = current_platform()
@@ -278,14 +309,12 @@ def test_explain_and_info_say_what_is_admitted(
     found = call_json(line)[1]
     assert (found["decisions"][0]["evidence"], found["verification"]["checked_at_first_use"]) == ("admitted", False)
     # Another machine of this name may be one that never checked it.
-    assert (
-        call(f"{line} --platform cpu")[1].splitlines()[-2] == "not verified on cpu; would be checked at first use there"
-    )
+    assert call(f"{line} --platform cpu")[1].splitlines()[-2] == "not verified on cpu; checked at first use there"
     for options in ("info", "info --cells"):
         out = " ".join(call(options)[1].split())
         assert f"admitted here, in {tmp_path / 'admitted.json'}: - torch ({cell.class_name}), " in out
         assert f"{record.scheme}: 2026-11-28" in out
     shown = [entry for backend in call_json("info")[1]["backends"] for entry in backend["cells"] if entry["admitted"]]
     assert [entry["experts"] for entry in shown] == [cell.class_name]
-    passed = {"scheme": record.scheme, "date": "2026-11-28", "error": 0.004, "bound": 0.008}
+    passed = {"scheme": record.scheme, "trains": False, "date": "2026-11-28", "error": 0.004, "bound": 0.008}
     assert shown[0]["admitted"] == [passed]

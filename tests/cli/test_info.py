@@ -20,6 +20,7 @@ from tests.cli.command import Call, CallJson
 from tests.support.fakes import FakeExperts
 
 INFO_KEYS = ["schema", "version", "platform", "platform_error", "backends", "plugins", "platform_claimed_by", "ways"]
+INFO_KEYS += ["packs"]
 WAY_KEYS = ["name", "origin", "origin_version", "cells", "available", "reasons"]
 BACKEND_KEYS = ["name", "origin", "origin_version", "cells", "available", "reasons"]
 CELL_KEYS = ["experts", "quant_schemes", "platforms", "priority", "tier", "verified", "not_verified", "quarantined"]
@@ -73,7 +74,7 @@ def test_info_shows_where_a_cell_was_verified_and_where_not(call: Call, call_jso
     assert cells["cuda:sm100+"]["verified"] == []
     assert cells["cuda:sm100+"]["not_verified"] == ["cuda:sm100"]
     out = call("info --cells")[1]
-    assert "sm90 (NVIDIA H200," in re.sub(r"\s+", " ", out)
+    assert "H200 with torch 2.11, triton 3.6 (sm90, " in re.sub(r"\s+", " ", out)
     assert "not verified" in out
 
 

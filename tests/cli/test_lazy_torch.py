@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -51,6 +53,22 @@ def test_the_torch_of_a_first_use_is_torch() -> None:
         assert sys.modules["torch"] is torch
         """
     )
+
+
+def test_ctrl_c_ends_an_import_that_swallows_it(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import signal\ntry: signal.raise_signal(2)\nexcept BaseException: pass\nx = 1")
+    done = run_code(
+        f"""
+        import signal, sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        from moereg.runtime.lazy_torch import load_torch_at_first_use
+        load_torch_at_first_use()
+        import torch
+        torch.x
+        """
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.slow

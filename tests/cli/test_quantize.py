@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from moereg.checkpoints import load_experts
 from moereg.cli import _quantize
 from moereg.cli._options import ProblemFlags
 from moereg.cli._quantize import Question, compare_schemes, find_schemes, sketch
 from moereg.cli._show import format_us_range
 from moereg.spec.quant_schemes import QUANT_SCHEMES
 from moereg.tuning import compare
-from tests.cli.command import Call, CallJson, run_code
+from tests.cli.command import Call, CallJson
 from tests.support.quantized_checkpoints import CHECKPOINTS
 
 KEYS = ["schema", "checkpoint", "layer", "problem", "platform", "device", "versions", "commit", "date", "inputs"]
-KEYS += ["original", "rows", "unbeaten", "skipped", "out"]
+KEYS += ["original", "rows", "unbeaten", "skipped"]
 ROW_KEYS = ["quant", "computes", "backend", "experts", "tier", "bytes", "bits", "weights_error", "output_error"]
 ROW_KEYS += ["passed", "times"]
 TIME_KEYS = ["tokens", "time_us", "original_us", "speedup", "relative_error", "tolerance", "passed"]
@@ -42,7 +40,7 @@ def test_the_comparison(call_json: CallJson, checkpoint: Path) -> None:
     schemes = ["int4_w4a16_g32", "int8_w8a16", "fp8_channel_token", "nvfp4"]
     code, found = call_json(f"quantize --checkpoint {checkpoint} --quant {','.join(schemes)} --tokens 3,1")
     assert (code, list(found)) == (0, KEYS)
-    assert (found["layer"], found["inputs"], found["out"], found["skipped"]) == (1, "random", None, [])
+    assert (found["layer"], found["inputs"], found["skipped"]) == (1, "random", [])
     rows = {row["quant"]: row for row in found["rows"]}
     assert list(rows) == schemes
     for row in (found["original"], *found["rows"]):
@@ -75,7 +73,6 @@ def test_the_table(call: Call, checkpoint: Path) -> None:
     # Every letter of the table is in the sketch.
     sketch = "".join(line.partition("|")[2] for line in out.splitlines() if " |" in line)
     assert set("abcd") <= set(sketch)
-    assert "nothing was written" in out
     assert max(map(len, out.splitlines())) < 140
 
 
@@ -87,40 +84,14 @@ def test_all_schemes_where_none_is_named(checkpoint: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("option", "layers"), [("--layer 2", [2]), ("", [1, 2])])
-def test_the_copy(call_json: CallJson, checkpoint: Path, tmp_path: Path, option: str, layers: list[int]) -> None:
-    out = tmp_path / "out"
-    code, found = call_json(f"quantize --checkpoint {checkpoint} --quant int4_w4a16_g32 --out {out} {option}")
-    assert code == 0
-    assert found["out"] == {
-        "path": str(out),
-        "quant": "int4_w4a16_g32",
-        "layers": layers,
-        "bytes": sum(file.stat().st_size for file in out.iterdir()),
-        "read_back": True,
-    }
-    for layer in (1, 2):
-        expected = "int4_w4a16_g32" if layer in layers else "unquantized"
-        assert load_experts(out, layer).problem.quant.name == expected
-    code, run = call_json(f"run --checkpoint {out} --layer 2 --tokens 3")
-    assert (code, run["passed"], run["problem"]["quant"]) == (0, True, "int4_w4a16_g32")
-
-
-def test_what_was_written_is_said(call: Call, checkpoint: Path, tmp_path: Path) -> None:
-    code, out, _ = call(f"quantize --checkpoint {checkpoint} --quant int8_w8a16 --tokens 2 --out {tmp_path / 'out'}")
-    assert code == 0
-    assert f"wrote {tmp_path / 'out'}: 2 layers in int8_w8a16" in " ".join(out.split())
-    assert "read back by load_experts, layer 1: the same bits" in out
-
-
-def test_real_inputs(call_json: CallJson, checkpoint: Path, tmp_path: Path) -> None:
+def test_real_inputs_set_the_scales_of_activations(call_json: CallJson, checkpoint: Path, tmp_path: Path) -> None:
     hidden_states = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
-    save_file({str(layer): hidden_states * layer for layer in (1, 2)}, tmp_path / "inputs.safetensors")
-    line = f"quantize --checkpoint {checkpoint} --quant fp8_tensor_static --tokens 2 --out {tmp_path / 'out'}"
+    save_file({"1": 1000 * hidden_states}, tmp_path / "inputs.safetensors")
+    line = f"quantize --checkpoint {checkpoint} --quant fp8_tensor_static --tokens 2"
     code, found = call_json(f"{line} --inputs {tmp_path / 'inputs.safetensors'}")
-    assert (code, found["inputs"], found["out"]["read_back"]) == (0, "given", True)
-    scales = [load_experts(tmp_path / "out", layer).weights.a13_scale for layer in (1, 2)]
-    assert scales[1].max() > 1.5 * scales[0].max()
+    assert (code, found["inputs"]) == (0, "given")
+    # Scales of random inputs would clip these.
+    assert found["rows"][0]["output_error"] < 0.1
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "fp8_block128"])
@@ -135,6 +106,13 @@ def test_an_original_that_is_quantized(call_json: CallJson, name: str) -> None:
     assert 0.05 < second["weights_error"] < 0.15
 
 
+def test_a_wrong_backend_is_exit_1(call: Call, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moereg.cli._quantize.layer_tolerance", lambda *arguments: 0.0)
+    code, out, _ = call(f"quantize --checkpoint {checkpoint} --quant int8_w8a16 --tokens 2")
+    assert code == 1
+    assert "int8_w8a16 on torch at 2 tokens: WRONG" in out
+
+
 def test_nothing_fits(call: Call, call_json: CallJson, checkpoint: Path) -> None:
     line = f"quantize --checkpoint {checkpoint} --quant int4_w4a16_g32,mxfp8 --require triton --platform cpu"
     code, found = call_json(line)
@@ -145,68 +123,6 @@ def test_nothing_fits(call: Call, call_json: CallJson, checkpoint: Path) -> None
     assert code == 3
     assert "not on this machine: int4_w4a16_g32 (triton: requires platform in " in out
     assert out.splitlines()[-1] == "nothing fits"
-
-
-def test_nothing_is_written_where_something_is_wrong(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
-    monkeypatch.setattr("moereg.cli._quantize.layer_tolerance", lambda *arguments: 0.0)
-    code, out, _ = call(f"quantize --checkpoint {checkpoint} --quant int8_w8a16 --tokens 2 --out {tmp_path / 'out'}")
-    assert code == 1
-    assert "int8_w8a16 on torch at 2 tokens: WRONG" in out
-    assert "nothing was written, since something was wrong" in out
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_copy_that_differs_is_an_error(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
-) -> None:
-    import moereg.cli._quantize as work
-
-    def save(*arguments: object, **keywords: object) -> object:
-        saved = original(*arguments, **keywords)  # type: ignore[arg-type]
-        file = saved.path / "experts-00001-00.safetensors"
-        tensors = load_file(file)
-        tensors["model.layers.1.mlp.experts.2.down_proj.weight_packed"][5, 1] ^= 1
-        save_file(tensors, file)
-        return saved
-
-    original = work.save_quantized
-    monkeypatch.setattr(work, "save_quantized", save)
-    code, out, _ = call(f"quantize --checkpoint {checkpoint} --quant int4_w4a16_g32 --tokens 2 --out {tmp_path / 'o'}")
-    assert code == 1
-    assert "OTHER BITS" in out
-
-
-def test_a_picture(call: Call, checkpoint: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="draws with matplotlib")
-    picture = tmp_path / "quantize.svg"
-    code, _, _ = call(
-        f"quantize --checkpoint {checkpoint} --quant int4_w4a16_g32,mxfp8,int8_w8a16 --tokens 2 --plot {picture}"
-    )
-    assert code == 0
-    text = picture.read_text()
-    assert all(name in text for name in ("int4_w4a16_g32", "mxfp8", "int8_w8a16", "error of the output"))
-
-
-_ENDED_WHILE_IT_WRITES = """
-import os, signal, sys
-from moereg.checkpoints import _save
-from moereg.cli import main
-save_file = _save.save_file
-def save_and_end(*arguments, **keywords):
-    save_file(*arguments, **keywords)
-    os.kill(os.getpid(), signal.SIGTERM)
-_save.save_file = save_and_end
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_sigterm_while_the_copy_is_written_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    line = f"quantize --checkpoint {checkpoint} --quant int8_w8a16 --tokens 1 --out {tmp_path / 'out'}"
-    done = run_code(_ENDED_WHILE_IT_WRITES, *line.split())
-    assert done.returncode == -signal.SIGTERM, done.stderr
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -247,7 +163,7 @@ def test_the_original_is_timed_beside_each_scheme(checkpoint: Path, monkeypatch:
     for name in ("measure", "time_again"):
         monkeypatch.setattr(compare.Comparison, name, _counted(getattr(compare.Comparison, name), done))
     schemes = find_schemes(["int8_w8a16", "int4_w4a16_g32"])
-    compare_schemes(ProblemFlags(), Question(checkpoint, 1, schemes, (2,), {}, 0, None, True))
+    compare_schemes(ProblemFlags(), Question(checkpoint, 1, schemes, (2,), {}, 0))
     beside = "time_again unquantized"
     assert done == ["measure unquantized", beside, "measure int8_w8a16", beside, "measure int4_w4a16_g32"]
 
@@ -257,7 +173,7 @@ def test_the_original_has_the_times_that_speeds_divide_by(
 ) -> None:
     monkeypatch.setattr(_quantize, "SILENT_SECONDS", 0.0)
     schemes = find_schemes(["int8_w8a16", "int4_w4a16_g32"])
-    found = compare_schemes(ProblemFlags(), Question(checkpoint, 1, schemes, (1,), {}, 0, None, True))
+    found = compare_schemes(ProblemFlags(), Question(checkpoint, 1, schemes, (1,), {}, 0))
     assert re.fullmatch(r"about \d+ s left for 1 of 2 schemes\n", capsys.readouterr().err)
     time_us = found.rows[0].measured[0].time_us
     beside = [share * time_us for share in (0.0131, 2.0)]
@@ -278,9 +194,7 @@ def _counted(method: Callable[..., Any], done: list[str]) -> Callable[..., Any]:
 
 def test_points_of_one_spot_stand_around_it(checkpoint: Path) -> None:
     """Letters took each other's place at the right edge, and most stood in the order of the alphabet."""
-    found = compare_schemes(
-        ProblemFlags(), Question(checkpoint, 1, find_schemes(["int8_w8a16"]), (1,), {}, 0, None, True)
-    )
+    found = compare_schemes(ProblemFlags(), Question(checkpoint, 1, find_schemes(["int8_w8a16"]), (1,), {}, 0))
     (row,) = found.rows
     assert found.original is not None
     small = dataclasses.replace(row, num_bytes=row.num_bytes // 2, output_error=10 * row.output_error)

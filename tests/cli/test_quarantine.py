@@ -15,7 +15,7 @@ from moereg.plugins.loader import current_platform, list_cells, load_backends
 from moereg.registry import BackendCell, BackendRegistry
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
-from moereg.testing.check import CellName, Check
+from moereg.testing.check import GRADIENT_KINDS, CellName, Check
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.outcomes import IMPORT, Outcome, Report, Result
 from tests.cli.command import Call, CallJson
@@ -77,6 +77,19 @@ def test_a_check_of_one_scheme_quarantines_that_scheme(kind: str) -> None:
 def test_a_check_of_no_scheme_quarantines_all_of_them(status: str) -> None:
     quarantine_failures(report((Check.make(name_of(QUANTIZED), "permute"), Outcome(status, "off"))))
     assert held() == {(QUANTIZED, scheme.name) for scheme in cell_of(QUANTIZED).schemes}
+
+
+def test_wrong_gradients_quarantine_training_alone() -> None:
+    trained = "TorchTrainingExperts"
+    failed = [(Check.make(name_of(trained), kind), BAD) for kind in (*GRADIENT_KINDS, "permute", "training")]
+    change = quarantine_failures(report(*failed[:3]))
+    assert [(record.trains, record.failure) for record in QUARANTINE.read().records] == [
+        (True, f"{failed[0][0].id} failed: off by 0.5")
+    ]
+    assert str(change) == f"quarantined here: torch ({trained}, cpu), unquantized, gradients"
+    # What also fails to infer has one record of each.
+    assert [record.trains for record in quarantine_failures(report(*failed)).added] == [True, False]
+    assert [record.trains for record in quarantine_failures(report(*failed[3:])).added] == [False]
 
 
 def test_what_took_too_long_runs_again_before_it_is_quarantined() -> None:
@@ -203,4 +216,4 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_runs(
     monkeypatch.setenv("MOEREG_QUARANTINE", "/dev/null/quarantine.json")
     code, out, err = call("verify torch --quarantine")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "'/dev/null/quarantine.json' must be readable and writable" in err
+    assert "the quarantine '/dev/null/quarantine.json' cannot be used" in err

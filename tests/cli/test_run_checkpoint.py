@@ -72,7 +72,7 @@ def test_nothing_fits_a_checkpoint_and_nothing_is_read(
     "line",
     [
         "explain --model qwen3-30b-a3b --platform h100",
-        "explain --model qwen3-30b-a3b --platform h100 --require flashinfer_cutile,flashinfer_trtllm",
+        "explain --model qwen3-30b-a3b --platform h100 --require flashinfer_cutlass,flashinfer_trtllm",
         "explain --checkpoint {checkpoint} --reasons",
         "explain --model-dir {checkpoint}",
         "run --checkpoint {checkpoint}",

@@ -51,7 +51,6 @@ _VALUES: Final[dict[str, tuple[str, ...]]] = {
     "--rounds": ("1", "2", "0"),
     "--layer": ("0", "1", "2", "-1"),
     "--checkpoint": (_CHECKPOINT, _CHECKPOINT, _CHECKPOINT, "/dev/null", "~nosuchuser/x", "/", "."),
-    "--plot": ("/nowhere/a.png", "a.xyz", "/dev/full", ""),
     "--routing": ("uniform", "zipf", "one_set", "other"),
 }  # fmt: skip
 _FLAGS: Final = (
@@ -71,7 +70,7 @@ _OPTIONS: Final = {
     "explain": (*_SHARED, "--layer"),
     "schemes": ("--platform",),
     "run": (*_RUN, "--layer"),
-    "bench": (*_RUN, "--rounds", "--plot", "--routing"),
+    "bench": (*_RUN, "--rounds", "--routing"),
 }
 _VARIABLES: Final = ("MOEREG_REQUIRE", "MOEREG_PREFER", "MOEREG_DENY", "MOEREG_PLUGINS", "MOEREG_DEBUG")
 # Largest layers that are run; explain answers for any.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import traceback
 import warnings
 from collections.abc import Callable
@@ -31,31 +30,19 @@ def breach_of(call: Callable[[], Any]) -> tuple[str | None, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return None, call()
-    except (MoeregError, ValueError) as error:
+    except MoeregError as error:
         return _breach_in(error), NOTHING
     except Exception as error:
         return f"raised {_place(error)}", NOTHING
 
 
-def _breach_in(error: Exception) -> str | None:
-    if not isinstance(error, MoeregError) and not _is_raised_on_purpose(error):
-        return f"raised {_place(error)}, which is not moereg's own"
+def _breach_in(error: MoeregError) -> str | None:
     text = str(error)
     # Its first line is followed by one for each backend.
     lines = text.splitlines() if isinstance(error, UnsupportedProblemError) else [text]
     if not text or not all(line.isprintable() for line in lines) or len(max(lines, key=len)) > _LONGEST:
         return f"is not one printable line: {_place(error)}"
     return None
-
-
-def _is_raised_on_purpose(error: BaseException) -> bool:
-    """Whether a raise statement of the package is where an error comes from, and not something that it called."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    assert last is not None
-    code = last.tb_frame.f_code
-    return code.co_filename.startswith(_PACKAGE) and code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def _place(error: BaseException) -> str:

@@ -39,9 +39,8 @@ def moved(rank: int, size: int, way: str, backend: str | None = None, **changes:
     before = ring(problem.num_experts, size, 0, 1)
     own = experts_of(weights, before.experts_of_rank[rank])
     given = {name: tensor.clone() for name, tensor in own.tensors().items()}
-    owns = way == "all_gather"
     kernel = make_kernel(
-        problem, own, group=dist.group.WORLD, prepare_finalize=way, expert_placement=before, own_weights=owns
+        problem, own, group=dist.group.WORLD, prepare_finalize=way, expert_placement=before, own_weights=True
     )
     addresses = _addresses(kernel)
     worst, numbers = 0.0, []
@@ -63,7 +62,7 @@ def moved(rank: int, size: int, way: str, backend: str | None = None, **changes:
         "error": worst,
         "moved": numbers,
         "given": all(torch.equal(_bytes(given[name]), _bytes(tensor)) for name, tensor in own.tensors().items()),
-        "in_place": not owns or addresses == _addresses(kernel),
+        "in_place": addresses == _addresses(kernel),
         "backend": kernel.selection.backend,
     }
 
@@ -110,7 +109,7 @@ def _kernel(rank: int, size: int, **arguments: Any) -> tuple[MoEKernel, ExpertWe
     weights = numbers_of(problem)
     before = ring(problem.num_experts, size, 0, 1)
     own = experts_of(weights, before.experts_of_rank[rank])
-    kernel = make_kernel(problem, own, group=dist.group.WORLD, expert_placement=before, **arguments)
+    kernel = make_kernel(problem, own, group=dist.group.WORLD, expert_placement=before, own_weights=True, **arguments)
     return kernel, weights, before
 
 
@@ -131,8 +130,8 @@ def refusals(rank: int, size: int) -> dict[str, str]:
         "layer": _error_of(lambda: kernel.move_experts(moereg.ExpertPlacement.contiguous(6, size))),
     }
     assert kernel.expert_placement == before
-    kernel._is_captured, kernel.copies[0].borrowed = True, frozenset({"w2"}) if rank == 0 else frozenset()
-    texts["captured"] = _error_of(lambda: kernel.move_experts(ring(12, size, 1, 1)))
+    kernel.borrowed = frozenset({"w2"}) if rank == 0 else frozenset()
+    texts["borrowed"] = _error_of(lambda: kernel.move_experts(ring(12, size, 1, 1)))
     return texts
 
 

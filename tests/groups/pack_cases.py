@@ -13,8 +13,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from moereg.dispatch import select_backend
+from moereg.errors import RanksMeasuredWarning
 from moereg.layer.factory import make_kernel
-from moereg.layer.plan import RanksMeasuredWarning
 from moereg.plugins.loader import load_backends
 from moereg.registry import REGISTRY, register_moe_backend
 from tests.groups.cases import numbers_of, problem_of, share_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -19,7 +18,7 @@ from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
 from tests.groups.cases import CPU, MOST_TOKENS, numbers_of, numbers_of_tokens, problem_of, share_of, tokens_of
-from tests.layer.small_plans import Ranges, experts_of, plan_of, turning
+from tests.layer.small_plans import Ranges, experts_of, plan_of
 from tests.support.fakes import BatchedExperts, FakeExperts, PerRouteExperts
 
 
@@ -104,26 +103,3 @@ def other_plans(rank: int, size: int) -> str:
     except moereg.MoeregError as error:
         return f"{type(error).__name__}: {error}"
     return "made"
-
-
-def moved(rank: int, size: int) -> dict[str, Any]:
-    """Experts trade places between the ranks while each rank has them in two layouts."""
-    problem = problem_of()
-    weights = numbers_of(problem)
-    before = moereg.ExpertPlacement.contiguous(problem.num_experts, size)
-    # As `make_kernel` sees the layer, whose experts are on a map.
-    held = dataclasses.replace(problem, placement="map", num_local_experts=problem.num_experts // size)
-    kernel = make_kernel(
-        problem,
-        share_of(weights, rank, size),
-        group=dist.group.WORLD,
-        prepare_finalize="all_to_all",
-        selection=selection_for(held, "all_to_all", [(8, turning(1.0)), (None, experts_of())]),
-        expert_placement=before,
-    )
-    after = moereg.ExpertPlacement(problem.num_experts, ((0, 7, 2, 9, 4, 11), (6, 1, 8, 3, 10, 5)))
-    num_moved = kernel.move_experts(after)
-    one = make_kernel(problem, weights)
-    calls = [tokens_of(problem, rank, num_tokens) for num_tokens in (1, MOST_TOKENS)]
-    equal = [torch.equal(kernel(*call), one(*call)) for call in calls]
-    return {"equal": equal, "moved": num_moved, "layouts": [held.weights.layout for held in kernel.copies]}

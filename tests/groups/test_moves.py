@@ -52,9 +52,9 @@ def test_refusals_are_the_same_on_all_ranks(found: list[dict[str, Any]]) -> None
             assert re.match(text, texts[name]), texts[name]
         if rank == 0:
             assert texts["one alone"].startswith("ArgumentError: placement must be an ExpertPlacement, got 'elsewhere'")
-            assert "make the kernel with own_weights=True" in texts["captured"]
+            assert "make it with own_weights=True" in texts["borrowed"]
         else:
-            for name in ("one alone", "captured"):
+            for name in ("one alone", "borrowed"):
                 text = r"RanksDifferError: all ranks must move the experts, and rank 1 could; rank 0 \(ArgumentError"
                 assert re.match(text, texts[name]), texts[name]
 

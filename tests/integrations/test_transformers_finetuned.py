@@ -86,7 +86,7 @@ def losses_of(trainer: Any) -> list[float]:
 @pytest.fixture(autouse=True)
 def _nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # TRL reports each trainer that is made.
-    own._say_once.cache_clear()
+    own.say_once.cache_clear()
 
 
 @pytest.fixture

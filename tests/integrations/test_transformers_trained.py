@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.support.tiny_models import WITHOUT_INTERFACE, needs, tiny_model
 
 @pytest.fixture(autouse=True)
 def _nothing_was_said() -> None:
-    own._say_once.cache_clear()
+    own.say_once.cache_clear()
 
 
 @pytest.fixture
@@ -41,7 +42,15 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = 2e-6) -> bool:
+# Two computations in fp32 differ by what each of them rounds. A sum of n products is off by sqrt(n) * 2^-24 of its size
+# (moereg.numerics.tolerances), and independent errors add in squares. On the way to a gradient of a tiny model lie at
+# most 38 sums of up to 64 products, as many as it has words: in each of two layers queries, scores, values, output, two
+# for either matrix of adapted experts and one over routes, then the head, and all of them backward. So it is 4.2e-6;
+# torch without vector instructions is 2.2e-6 away from fp64, in transformers' code and in ours.
+_BOUND: Final = math.sqrt(2 * 38 * 64) * 2.0**-24
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = _BOUND) -> bool:
     return found.keys() == expected.keys() and all(close(found[name], expected[name], bound) for name in expected)
 
 
@@ -66,9 +75,40 @@ def test_gradients_are_those_of_transformers(
     assert not kernel_calls
     (said,) = [record.message for record in caplog.records if record.name == "moereg"]
     assert said.startswith("moereg does not train ")
-    assert f"), which runs transformers' own {way} in train() and where inputs or weights require a gradient; m" in said
+    assert f"), which runs transformers' own {way} in train() and where inputs or weights require a gradient" in said
     logits_of(model.eval())
     assert len(kernel_calls) == 2
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_transforms_of_a_functional_call_are_those_of_transformers(
+    transform: str, kernel_calls: list[MoEKernel], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, plain = tiny_model("mixtral"), tiny_model("mixtral")
+    plain.set_experts_implementation("eager")
+    prepare(model, progress=False)
+    found = []
+    for each in (model, plain):
+        each.set_attn_implementation("eager")  # No other one has a forward mode.
+        parameters = {name: parameter.detach() for name, parameter in each.named_parameters()}
+
+        def loss(given: dict[str, torch.Tensor], each: Any = each) -> torch.Tensor:
+            out: torch.Tensor = torch.func.functional_call(each, given, (PROMPT,)).logits
+            return out.square().mean()
+
+        is_grad = transform == "grad"
+        found.append(
+            torch.func.grad(loss)(parameters)
+            if is_grad
+            else {"": torch.func.jvp(loss, (parameters,), (parameters,))[1]}
+        )
+    assert same(*found)
+    assert not kernel_calls
+    way = "grouped_mm does" if transform == "grad" else "eager does; grouped_mm raised NotImplementedError"
+    assert f"torch.func's transforms and forward-mode AD, where transformers' own {way}" in caplog.text
+    experts = model.model.layers[0].mlp.experts
+    with pytest.raises(ArgumentError, match="got a call inside of vmap"):
+        torch.vmap(experts, (0, None, None))(torch.randn(2, 3, 32), torch.tensor([[0, 1]] * 3), torch.rand(3, 2))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "dbrx"])
@@ -204,6 +244,17 @@ def test_adapters_of_experts_get_their_gradients(model: Any) -> None:
         found += torch.autograd.grad(model(PROMPT, labels=PROMPT).loss, delta)  # In eval mode, of frozen inputs.
     assert found[0]
     assert close(found[1], found[0])
+
+
+def test_nothing_advises_inference_that_is_refused(model: Any, caplog: Any) -> None:
+    adapted = model.double().model.layers[0].mlp.experts  # Another layer has no adapter.
+    parametrize.register_parametrization(adapted, "down_proj", Plus(torch.zeros((), dtype=torch.float64)))
+    model.set_experts_implementation("moereg")
+    gradients(model.train())
+    assert caplog.text.count("own eager in train()") == 2
+    assert "runs moereg" not in caplog.text
+    with pytest.raises(ArgumentError, match="does not serve"):
+        logits_of(model.eval())
 
 
 @pytest.mark.finetune

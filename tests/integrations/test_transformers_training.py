@@ -11,7 +11,7 @@ import torch
 
 from moereg.integrations._experts import own, training
 from moereg.integrations._experts.serving import detach, served
-from moereg.integrations.transformers import prepare
+from moereg.integrations.transformers import prepare, restore
 from moereg.layer import MoEKernel
 from tests.integrations.test_transformers_trained import gradients, same, with_attention_adapters
 from tests.support.live_models import PROMPT, close, eager, kernel_steps, logits_of
@@ -22,7 +22,7 @@ FAMILY = "qwen3_moe"
 
 @pytest.fixture(autouse=True)
 def _nothing_was_said() -> None:
-    own._say_once.cache_clear()
+    own.say_once.cache_clear()
 
 
 @pytest.fixture
@@ -51,6 +51,18 @@ def losses_of(model: Any, num_steps: int = 30) -> list[float]:
 
 
 BACKWARD = {"all": "backward hidden_states topk_weights w13 w2", "attention": "backward hidden_states topk_weights"}
+
+
+@pytest.mark.parametrize("first", ["called", "called in train()", "freed"])
+def test_models_first_called_in_inference_mode_train(first: str) -> None:
+    model, plain = tiny_model(FAMILY), tiny_model(FAMILY)
+    plain.set_experts_implementation("eager")
+    with torch.inference_mode():
+        if first == "freed":
+            prepare(model, free=True, progress=False)
+            restore(model)
+        asking(model).train(first == "called in train()")(PROMPT)
+    assert same(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "checkpointed"])
@@ -239,7 +251,7 @@ def not_contiguous(experts: Any) -> None:
     [
         (as_one_rank_of_two, "other ranks have some of its experts"),
         (in_double_precision, "must be bfloat16, float16, float32, got float64"),
-        (not_contiguous, "gradients of weights require contiguous tensors"),
+        (not_contiguous, "weights that are read in place must be contiguous"),
     ],
 )
 def test_what_is_not_trained_has_a_reason(change: Callable[[Any], None], reason: str, model: Any) -> None:

@@ -73,6 +73,11 @@ CASES: dict[str, tuple[int, str, int, int, int, int, dict[str, Any]]] = {
     "small": (128, "unquantized", 64, 8, 2048, 704, {"dtype": "float16", "activation": "gelu_tanh"}),
     "tall": (256, "unquantized", 128, 4, 2880, 2880, {"activation": "swigluoai", "has_bias": True}),
     "odd": (4096, "unquantized", 8, 2, 511, 129, {"activation": "gelu", "has_bias": True}),
+    # Rows of a multiple of 16 bytes, but not of 32, as shards have.
+    "shard_one_token": (1, "unquantized", 32, 4, 1288, 360, {}),
+    "shard_decode": (16, "unquantized", 32, 4, 1288, 360, {}),
+    "shard_tall": (64, "unquantized", 32, 4, 1288, 360, {}),
+    "shard_prefill": (4096, "unquantized", 32, 4, 1288, 744, {}),
     "not_gated": (4096, "unquantized", 64, 4, 2688, 1856, {"activation": "relu2"}),
     "fp32_decode": (16, "unquantized", 128, 8, 2048, 768, {"dtype": "float32"}),
     "fp32_prefill": (4096, "unquantized", 128, 8, 2048, 768, {"dtype": "float32"}),
@@ -123,6 +128,10 @@ KINDS = ("e4m3", ".s8", ".f16.f16", ".bf16", ".block_scale", "mxf4nvf4")
 
 # Of kernels that are compiled for each case anew: others plan, and the case "routing" has their ways.
 IN_EVERY_CASE = ("both", "gate_up", "down", "quantize", "amax", "coded")
+
+# Loads of 16 bytes from global memory, and of single elements of 16 bits, by which nothing streams weights.
+WIDE_LOADS = re.compile(r"cp\.async\.cg\.\S+ .*, 0x10\b|ld\.global\S*\.v4\.b32|(?:global|buffer)_load_dwordx4")
+NARROW_LOADS = re.compile(r"ld\.global\S*\.b16|(?:global|buffer)_load_(?:d16_|u?short)")
 
 
 class OfflineDriver(_AbsentDriver):
@@ -307,7 +316,7 @@ def launch_trained(case: str, shared_bytes: int, platform: str = "cuda:sm80") ->
     sizes = {"num_experts": experts, "hidden_size": hidden, "intermediate_size": intermediate, "top_k": top_k}
     names = ("hidden_states", "topk_weights", "adapters" if "adapter_rank" in keywords else "weights")
     problem = MoEProblem(**sizes, gradients=names, **keywords)
-    layer = triton_moe.TritonTrainingExperts(problem, Platform.from_name(platform))
+    layer = triton_moe.TritonExperts(problem, Platform.from_name(platform))
     weights = list(empty_weights(layer))[-1]
 
     def empty(*shape: int, of: torch.dtype = problem.torch_dtype) -> torch.Tensor:
@@ -358,6 +367,7 @@ def describe(target: str, case: str, name: str, kernel: Any) -> dict[str, Any]:
         "warps": kernel.metadata.num_warps,
         "matrix": {word: assembly.count(word) for word in MATRIX_INSTRUCTIONS if word in assembly},
     }
+    row["wide_loads"], row["narrow_loads"] = (len(kind.findall(assembly)) for kind in (WIDE_LOADS, NARROW_LOADS))
     products = [line for line in kernel.asm.get("ptx", "").splitlines() if "mma" in line]
     row["products"] = {word: sum(word in line for line in products) for word in KINDS}
     if target.startswith("gfx"):

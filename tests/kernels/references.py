@@ -116,20 +116,20 @@ def gate_up_reference(
     top_k: int,
     route_factors: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The result of `gate_up_gemm`, expert by expert: [valid routes, I_pad] fp32 in sorted order, not rounded."""
+    """The result of `gate_up_gemm`, expert by expert: [valid routes, I] fp32 in sorted order, not rounded."""
     offsets = plan.expert_offsets.tolist()
     num_columns = w13.shape[1]
     gated, activation, alpha, limit = epilogue.gated, epilogue.activation, epilogue.alpha, epilogue.limit
     out = hidden_states.new_empty(offsets[-1], num_columns // (2 if gated else 1), dtype=torch.float32)
     for expert, (row, end) in enumerate(itertools.pairwise(offsets)):
         routes = plan.sorted_routes[row:end].long()
-        x = hidden_states[routes // top_k].float() @ w13[expert, :, : hidden_states.shape[1]].float().T
+        x = hidden_states[routes // top_k].float() @ w13[expert].float().T
         if route_factors is not None:
             x *= route_factors.flatten()[routes, None]
         if epilogue.bias is not None:
             x += epilogue.bias[expert].float()
         if gated:
-            gate, up = x[:, 0::2], x[:, 1::2]
+            gate, up = x.chunk(2, dim=1)
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             out[row:end] = activate_reference(gate, activation, alpha) * (up + epilogue.beta)
@@ -151,7 +151,7 @@ def down_reference(
     out = intermediate.new_full((plan.route_expert.numel(), w2.shape[1]), math.nan, dtype=torch.float32)
     for expert, (row, end) in enumerate(itertools.pairwise(offsets)):
         routes = plan.sorted_routes[row:end].long()
-        x = intermediate[row:end].float() @ w2[expert].float().T
+        x = intermediate[row:end, : w2.shape[2]].float() @ w2[expert].float().T
         if bias is not None:
             x += bias[expert].float()
         if topk_weights is not None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moereg.kernels.plain.device import local_expert_ids
-from moereg.kernels.rows.local import clear_dead_rows, copy_live_rows, local_routes, own_routes
+from moereg.kernels.rows.local import local_routes
 from moereg.testing.interpreter import patch_interpreter
 
 NUM_IDS, NUM_LOCAL = 6, 3
@@ -36,25 +36,3 @@ def test_routes_become_local(expert_map: torch.Tensor | None) -> None:
     expected = local_expert_ids(IDS, NUM_LOCAL, expert_map)
     assert torch.equal(ids.long(), expected)
     assert torch.equal(scaled, torch.where(expected < 0, 0.0, weights))
-
-
-def test_a_route_without_expert_goes_to_another_of_its_token() -> None:
-    weights, ids, scaled = _weights(), torch.empty_like(IDS), torch.empty(IDS.shape)
-    live = torch.empty(len(IDS), dtype=torch.int32)
-    own_routes(ids, scaled, live, IDS, weights, MAP, NUM_IDS, NUM_LOCAL)
-    assert ids.tolist() == [[2, 0, 1], [0, 0, 0], [1, 1, 1], [0, 0, 0]]
-    assert live.tolist() == [1, 0, 1, 1]
-    assert torch.equal(scaled, torch.where(local_expert_ids(IDS, NUM_LOCAL, MAP) < 0, 0.0, weights))
-
-
-@pytest.mark.parametrize("size", [8, 1030])
-def test_rows_of_dead_tokens_become_zeros_and_are_not_read(size: int) -> None:
-    live = torch.tensor([1, 0, 1], dtype=torch.int32)
-    rows = torch.randn(3, size).bfloat16()
-    rows[1] = float("nan")
-    expected = torch.where(live.bool().unsqueeze(1), rows, 0.0)
-    copied = torch.empty_like(rows)
-    copy_live_rows(copied, rows, live)
-    assert torch.equal(copied, expected)
-    clear_dead_rows(rows, live)
-    assert torch.equal(rows, expected)

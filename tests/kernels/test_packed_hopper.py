@@ -7,6 +7,7 @@ which numbers an operand consists of is this file's.
 from __future__ import annotations
 
 import json
+import math
 import types
 from typing import Any
 
@@ -16,10 +17,9 @@ import torch
 pytest.importorskip("triton")
 
 from moereg.backends._loaded import Call
-from moereg.backends._triton.packed import HopperPacked, pack_matrices
-from moereg.backends._triton.plain import interleave_and_pad
-from moereg.backends._triton.ways import PlainWay, Sorted
-from moereg.backends.triton_moe import TritonPackedBatchedExperts, TritonPackedExperts
+from moereg.backends._triton.packed import HopperPacked, interleave_and_pad, pack_matrices
+from moereg.backends._triton.ways import Hopper, PlainWay, Sorted
+from moereg.backends.triton_moe import TritonExperts, TritonPackedBatchedExperts, TritonPackedExperts
 from moereg.experts import ExpertInputs
 from moereg.kernels.hopper import packed_restore
 from moereg.kernels.hopper.packed_config import (
@@ -183,7 +183,7 @@ def test_operands_are_the_weights(scheme: str, name: str) -> None:
     gated = name == "w13"
 
     def arrange(rows: torch.Tensor) -> torch.Tensor:
-        return interleave_and_pad(rows.unsqueeze(0), 2, columns=rows.shape[1]).squeeze(0) if gated else rows
+        return interleave_and_pad(rows, 2) if gated else rows
 
     parts = pack_matrices(weights, name, fmt, arrange)
     group = 0 if fmt.group[1] == WHOLE else fmt.group[1]
@@ -230,13 +230,15 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 def select_way(problem: MoEProblem, num_tokens: int, **more: Any) -> PlainWay:
     """The way of a call on tensors without memory."""
     batched = problem.activation_format == "batched"
-    experts = (TritonPackedBatchedExperts if batched else TritonPackedExperts)(problem, Platform.from_name("cuda:sm90"))
+    packed = TritonPackedBatchedExperts if batched else TritonPackedExperts
+    experts = (packed if problem.quant.weight else TritonExperts)(problem, Platform.from_name("cuda:sm90"))
     rows = (problem.num_experts, num_tokens) if batched else (num_tokens,)
     hidden_states = torch.empty(*rows, problem.hidden_size, dtype=problem.torch_dtype, device="meta")
     hidden_states = more.get("hidden_states", hidden_states)
     topk_ids = torch.empty(num_tokens, problem.top_k, dtype=torch.int32, device="meta")
     inputs = ExpertInputs(hidden_states, topk_ids.float(), topk_ids)
-    call = Call(hidden_states, inputs, PermutedWeights("none", {}), hidden_states, hidden_states)
+    weights = PermutedWeights("none", more.get("weights", {}))
+    call = Call(hidden_states, inputs, weights, hidden_states, hidden_states)
     way: PlainWay = experts.implementation.select(call)  # type: ignore[attr-defined]
     return way
 
@@ -305,6 +307,17 @@ def test_tokens_beyond_32_bit_offsets_take_the_triton_tiles() -> None:
     far = torch.empty_strided((1600, 256), (2**31 // 1600 // 8 * 8 + 8, 1), dtype=torch.bfloat16, device="meta")
     assert isinstance(select_way(layer(), 1600, hidden_states=far), Sorted)
     assert isinstance(select_way(layer(), 1600, hidden_states=far[:, :256].contiguous()), HopperPacked)
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize(("inter", "offset", "found"), [(360, 0, Hopper), (364, 0, Sorted), (360, 1, Sorted)])
+def test_weights_that_no_tensor_map_describes_take_the_triton_tiles(inter: int, offset: int, found: type) -> None:
+    shapes = {"w13": (8, 2 * inter, 256), "w2": (8, 256, inter)}
+    weights = {
+        name: torch.empty(math.prod(shape) + offset, dtype=torch.bfloat16)[offset:].view(shape)
+        for name, shape in shapes.items()
+    }
+    assert type(select_way(layer("unquantized", intermediate_size=inter), 1600, weights=weights)) is found
 
 
 @pytest.mark.parametrize(

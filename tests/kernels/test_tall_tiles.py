@@ -258,7 +258,7 @@ class Layer:
     [
         (make_problem(12, 2, 72, 40, BF16, activation="swigluoai", has_bias=True), 66, [0, 66, 3, 0, 17, 16]),
         (make_problem(16, 2, 64, 320, FP16, activation="relu2"), 34, [34, 0, 1, 33]),
-        (make_problem(24, 2, 64, 64, BF16, quant="mxfp4_w4a16"), 17, [12, 0, 9, 8, 1]),
+        (make_problem(24, 2, 64, 40, BF16, quant="mxfp4_w4a16", has_bias=True), 17, [12, 0, 9, 8, 1]),
     ],
     ids=["one_has_most", "not_gated", "packed"],
 )

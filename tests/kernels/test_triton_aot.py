@@ -18,12 +18,21 @@ IS_SAME: Final = triton.__version__.startswith("3.8.")
 HAS_BLOCK_SCALED: Final = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-FAST_CASES = ("routing", "short_routing", "read", "one_token", "decode", "prefill", "fp32_decode", "batched_decode")
-SLOW_CASES = dict.fromkeys(TARGETS, ("gpt_oss_prefill", "small", "tall", "odd", "not_gated", "fp32_prefill"))
+FAST_CASES = (
+    *("routing", "short_routing", "read", "one_token", "decode", "prefill", "fp32_decode", "batched_decode"),
+    "shard_decode",
+)
+SLOW_CASES = dict.fromkeys(
+    TARGETS,
+    (
+        *("gpt_oss_prefill", "small", "tall", "odd", "not_gated", "fp32_prefill"),
+        *("shard_one_token", "shard_tall", "shard_prefill"),
+    ),
+)
 # Registers are counted there. Elsewhere other cases have all that these do: tiles, an epilogue, the batched plan.
 SLOW_CASES["sm_90"] += ("middle", "batched_prefill")
 # Of tiles too low for the largest instructions, and tall ones in the same launch.
-TALL_CASES = ("small", "tall", "batched_decode")
+TALL_CASES = ("small", "tall", "batched_decode", "shard_tall")
 # Packed weights: one case of each way to restore them, and slices with either kind of scales.
 PACKED_CASES = (
     *("int4_one_token", "mxfp4_one_token", "int4_g32_zp_decode", "nvfp4_decode", "int8_weights_decode"),
@@ -82,6 +91,10 @@ MAX_REGISTERS_SM90: Final[dict[str, dict[str, int] | tuple[int, int]]] = {
     "fp32_prefill": (100, 94),
     "batched_decode": (72, 72),
     "batched_prefill": (224, 206),
+    "shard_one_token": (128, 94),
+    "shard_decode": (64, 96),
+    "shard_tall": (72, 66),
+    "shard_prefill": (248, 216),
     "block_one_token": (128, 124),
     "block_decode": (86, 129),
     "block_to_11_rows": (96, 140),
@@ -100,11 +113,11 @@ MAX_REGISTERS_SM90: Final[dict[str, dict[str, int] | tuple[int, int]]] = {
     "block_batched_decode": (96, 118),
     "dynamic_batched_prefill": (254, 181),
 }
-# Rows of 511 elements are not aligned, which costs an address a row and element. Such sizes must be right, not fast. In
+# Rows of 511 or 129 elements are not aligned, which costs an address per element: such sizes are right, not fast. In
 # fp32, ptxas stops at 80 registers and parks one 8-byte value. Two accumulators and a partial product of 128 x 128 fill
 # the registers, and gated channel scales come on top.
 MAX_SPILL_BYTES_SM90 = {
-    "odd": (0, 1224),
+    "odd": (472, 1224),
     "fp32_prefill": (0, 8),
     "channel_prefill": (40, 0),
     "mx_prefill": (48, 0),
@@ -169,13 +182,20 @@ def check_16_bits(target: str, rows: Rows, cases: tuple[str, ...]) -> None:
         case, expected = row["case"], {LARGE.get(target, "mma.sync")}
         # A tile of one row uses plain multiply-adds. IEEE products of 32 bits have no matrix instruction on NVIDIA; one
         # there would be TF32.
-        if case in ("routing", "short_routing", "read", "one_token") or (case[:4] == "fp32" and target != "gfx942"):
+        is_product = case not in ("routing", "short_routing", "read")
+        is_vector = "gemv" in row["kernel"]
+        if not is_product or is_vector or (case[:4] == "fp32" and target != "gfx942"):
             expected = set()
-        elif target != "gfx942" and case == "decode":
+        elif target != "gfx942" and case in ("decode", "shard_decode"):
             expected = {"mma.sync"}
         elif target != "gfx942" and case in TALL_CASES:
             expected.add("mma.sync")
         assert set(row["matrix"]) == expected, row
+        if is_product and case != "odd":
+            assert row["wide_loads"] > 4, row
+        if case.startswith("shard"):
+            # On gfx942 a vector's token comes by elements, for any size.
+            assert row["narrow_loads"] <= 4 * is_vector, row
         if target == "sm_90":
             check_on_sm90(row)
 

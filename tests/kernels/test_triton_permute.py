@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 
-from moereg.backends.triton_moe import TritonExperts
+from moereg.backends.triton_moe import TritonBatchedExperts, TritonExperts
+from moereg.errors import ArgumentError
 from moereg.experts import Experts
 from moereg.platforms import Platform
 from moereg.plugins.loader import load_backends
@@ -17,16 +17,18 @@ from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing.inputs import make_weights
 from moereg.tuning.inputs import random_weights
 from moereg.weights.layouts import ALIGNMENT
-from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import ExpertWeights
 
 SM90 = Platform.from_name("cuda:sm90")
+CPU = torch.device("cpu")
 
-# A class that trains reads parameters wherever they are.
+# Others read canonical tensors and copy nothing.
 CLAIMS = dict.fromkeys(
     (cell.experts, scheme)
     for cell in load_backends().cells
-    if cell.name == "triton" and not cell.facts.gradients
+    if cell.name == "triton"
     for scheme in cell.schemes
+    if scheme.weight is not None
 )
 
 
@@ -60,7 +62,7 @@ def test_permuted_weights_are_aligned(
         has_bias=True,
         activation_format=min(experts.facts.activation_formats),
     )
-    weights = random_weights(problem, torch.Generator().manual_seed(0), torch.device("cpu"))
+    weights = random_weights(problem, torch.Generator().manual_seed(0), CPU)
     shifted = dataclasses.replace(weights, **{name: at_offset(t, offset) for name, t in weights.tensors().items()})
     backend = experts(problem, SM90)
     plain, permuted = backend.permute_weights(weights, problem), backend.permute_weights(shifted, problem)
@@ -72,24 +74,64 @@ def test_permuted_weights_are_aligned(
         assert torch.equal(tensor.view(torch.uint8), plain[name].view(torch.uint8)), name
 
 
-def permuted_layer(**keywords: Any) -> tuple[ExpertWeights, PermutedWeights]:
-    """Weights with biases, before and after; that they stay as they are, the kit checks."""
-    problem = MoEProblem(num_experts=4, top_k=2, has_bias=True, **keywords)
-    weights = make_weights(problem, torch.device("cpu"))
-    return weights, TritonExperts(problem, SM90).permute_weights(weights, problem)
+def plain_layer(intermediate_size: int, num_experts: int = 3) -> tuple[MoEProblem, ExpertWeights]:
+    """With biases; the kit checks that weights stay as they are."""
+    sizes = {"num_experts": num_experts, "hidden_size": 72, "intermediate_size": intermediate_size, "top_k": 1}
+    problem = MoEProblem(**sizes, has_bias=True)
+    return problem, make_weights(problem, CPU)
 
 
-def test_views_are_kept_where_nothing_changes() -> None:
-    weights, permuted = permuted_layer(hidden_size=64, intermediate_size=128, activation="relu2")
-    assert permuted["w13"].data_ptr() == weights.w13.data_ptr()
-    assert permuted["w2"].data_ptr() == weights.w2.data_ptr()
+@pytest.mark.parametrize("experts", [TritonExperts, TritonBatchedExperts])
+@pytest.mark.parametrize("intermediate_size", [40, 41])
+def test_canonical_weights_are_read_where_they_lie(experts: type[Experts], intermediate_size: int) -> None:
+    problem, weights = plain_layer(intermediate_size)
+    problem = dataclasses.replace(problem, activation_format=min(experts.facts.activation_formats))
+    layer = experts(problem, SM90)
+    permuted = layer.permute_weights(weights, problem)
+    assert permuted.layout == "canonical"
+    assert {name: id(tensor) for name, tensor in permuted.per_expert.items()} == {
+        name: id(tensor) for name, tensor in weights.tensors().items()
+    }
+    # Rows of 82 bytes are read one by one anyway, so those of the second expert may begin anywhere.
+    one = weights.expert(1)
+    permuted = layer.permute_weights(one, dataclasses.replace(problem, num_experts=1, num_local_experts=1))
+    assert permuted["w2"].data_ptr() == one.w2.data_ptr()
 
-    weights, permuted = permuted_layer(hidden_size=72, intermediate_size=40)
-    assert permuted["w13"].shape == (4, 128, 128)
-    assert permuted["w2"].shape == (4, 72, 64)
-    assert torch.equal(permuted["w13"][:, 0:80:2, :72], weights.w13[:, :40])
-    assert torch.equal(permuted["w13"][:, 1:80:2, :72], weights.w13[:, 40:])
-    assert (permuted["w13"][:, 80:] == 0).all()
-    assert (permuted["w13"][:, :, 72:] == 0).all()
-    assert weights.w13_bias is not None
-    assert torch.equal(permuted["w13_bias"][:, 1:80:2], weights.w13_bias[:, 40:])
+
+def test_recordings_are_of_any_weights_but_for_the_dtype_of_biases() -> None:
+    problem, weights = plain_layer(40)
+    layer = TritonExperts(problem, SM90)
+    wide = dataclasses.replace(weights, w13_bias=weights.w13_bias.float(), w2_bias=weights.w2_bias.float())
+    keys = [
+        layer.implementation.shared_key(permuted, list(permuted.per_expert.values()))
+        for permuted in (layer.permute_weights(one, problem) for one in (weights, make_weights(problem, CPU), wide))
+    ]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_any_stride_of_a_dimension_of_one_is_that_of_a_new_tensor() -> None:
+    """Tensor maps are made of strides."""
+    problem, weights = plain_layer(40, num_experts=1)
+    weights = dataclasses.replace(weights, w2=at_offset(weights.w2, 0))
+    w2 = TritonExperts(problem, SM90).permute_weights(weights, problem)["w2"]
+    assert weights.w2.stride() == (7, 40, 1)
+    assert w2.stride() == (72 * 40, 40, 1)
+    assert w2.data_ptr() == weights.w2.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["w13", "w2", "w13_bias", "w2_bias"])
+@pytest.mark.parametrize("kind", ["misaligned", "not contiguous"])
+def test_other_tensors_are_declined_by_name(kind: str, name: str) -> None:
+    problem, weights = plain_layer(40)
+    tensor = weights.tensors()[name]
+    if kind == "misaligned":
+        moved, found = (
+            at_offset(tensor, 1),
+            f"must begin at a multiple of 16 bytes, got an address 2 bytes .* {name}.clone",
+        )
+    else:
+        moved = tensor.repeat_interleave(2, dim=-1)[..., ::2]
+        found = rf"must be contiguous, got shape \[3, .* with strides \[.*2\]; pass {name}.contiguous"
+    assert torch.equal(moved, tensor)
+    with pytest.raises(ArgumentError, match=rf"^{name} is read where it lies and {found}\(\)$"):
+        TritonExperts(problem, SM90).permute_weights(dataclasses.replace(weights, **{name: moved}), problem)

@@ -302,10 +302,10 @@ class Wrapped:
 
     def __init__(self, kernel: MoEKernel, call: Callable[..., torch.Tensor]) -> None:
         self.kernel, self.call = kernel, call
-        self.copies, self.expert_map = kernel.copies, kernel.expert_map
+        self.weights, self.expert_map = kernel.weights, kernel.expert_map
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
-        self.kernel.expert_map = self.expert_map
+        self.kernel.weights, self.kernel.expert_map = self.weights, self.expert_map
         return self.call(self.kernel, *tensors)
 
 
@@ -538,6 +538,30 @@ def test_a_caller_compiles_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(checks, "build", lambda case: kernel)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         KINDS["compile"](cell_of(RightExperts), None)
+
+
+@pytest.mark.parametrize(
+    ("is_wide", "row", "passes"),
+    [
+        (False, float("inf"), True),
+        (False, float("nan"), True),
+        (False, None, True),
+        (False, 6.0, False),
+        (True, float("inf"), False),
+        (True, None, True),
+    ],
+)
+def test_what_is_beyond_float16_is_right_or_not_finite(is_wide: bool, row: float | None, passes: bool) -> None:
+    def broken(experts: Any, out: torch.Tensor, inputs: Any, *_: Any) -> None:
+        is_beyond = inputs.hidden_states.abs().amax(1) > 50
+        if row is not None:
+            out[is_beyond] = row
+
+    facts = dataclasses.replace(LITTLE, dtypes=frozenset({"float16"}))
+    experts = spoiling(broken, wide_intermediate=is_wide, facts=facts)
+    expected = contextlib.nullcontext() if passes else pytest.raises(AssertionError, match="beyond 65,504: error")
+    with expected:
+        numbers(experts, dtype="float16")
 
 
 def test_a_class_that_does_not_claim_equal_bits_need_not_give_them() -> None:

@@ -155,11 +155,14 @@ def test_a_kernel_has_the_map_of_its_case() -> None:
     assert expert_map.tolist() == [2, -1, 1, -1, 0, -1, -1, -1]
 
 
-def test_a_machine_is_put_back_after_running_as_another() -> None:
+def test_a_platform_that_nothing_imitates_here_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "current_platform", lambda: Platform.from_name("cpu"))
     before = cases.machine()
     with cases.running_as(Platform.from_name("cuda:sm90")):
-        assert str(cases.machine()) == "cuda:sm90"
+        found = [cases.why_not_runnable(cell_of(EVERYTHING, rule=rule)) for rule in ("cuda:sm90", "*")]
     assert cases.machine() == before
+    there = "requires platform in (cuda:sm90), got cpu"
+    assert found == [there, "requires cuda:sm90, or device_types that imitate it, got cpu"]
 
 
 def drawn_of(cell: BackendCell, number: int, limits: drawing.Limits = NATIVE) -> list[DrawnLayer]:

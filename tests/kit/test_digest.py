@@ -7,13 +7,17 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import types
 
+import grimp
 import pytest
 
 from moereg.evidence import code_digest as digest
-from moereg.evidence.code_digest import LEDGER_NAME, UNKNOWN, code_digest, module_file, root_package
+from moereg.evidence.code_digest import LEDGER_NAME, UNKNOWN, class_digest, module_file, root_package
 from moereg.evidence.quarantine import QuarantineRecord
 from moereg.evidence.store import records_text
+from moereg.plugins.loader import load_backends
+from moereg.registry import BUILTIN
 from tests.measured.packs import HERE, PROBLEM, make_cells, pack_of, rows_of
 
 SOURCE = '''
@@ -40,12 +44,12 @@ class Thing:
       return f"{x + 1:>{LIMIT}} {os.sep!r} {{}}"
 """
 
-# Formatted strings are cut into tokens by Python 3.12 and are one before; columns are counted in bytes or characters.
+# Python 3.12 reads formatted strings by another parser than versions before.
 TRICKY = b'''# -*- coding: latin-1 -*-
 def f(\xe9t\xe9, *, b=0x1F):
     "doc \xe9"; "more"; c = "\xe9\xe9"; return (
         rf"""{\xe9t\xe9!r:>{b}} {{\xe9}}
-  {f'{b:02d}' + "x"}""" 'y' f"\xe9{c}\xe9" if (n := b) else [*\xe9t\xe9]
+  {f'{b:{b}}' + "x"}""" 'y' f"\xe9{c}\xe9" f"" if (n := b) else [*\xe9t\xe9, ""]
     )
 
 
@@ -54,20 +58,20 @@ async def g():
 '''
 
 
-def source_digest(source: bytes) -> str:
-    return digest._digest(digest._chunks(digest._text(source)))
-
-
-def of(text: str) -> str:
-    return source_digest(text.encode())
+def of(source: str | bytes) -> str:
+    """The digest of a module's text."""
+    parts: list[str] = []
+    digest._add(parts, ast.parse(source))
+    return "\n".join(parts)
 
 
 def test_comments_docstrings_and_layout_do_not_count() -> None:
     assert of(SOURCE) == of(PLAIN)
     assert of(SOURCE) == of(SOURCE.replace("\n", "\r\n"))
-    assert of(SOURCE) == source_digest(b"\xef\xbb\xbf" + SOURCE.encode())
     assert of('def f():\n    ("""doc""")\n    return 1') == of("def f():\n    return 1\n")
     assert of("def f(): 'doc'; return 1") == of("def f(): return 1")
+    utf8 = TRICKY.decode("latin-1").replace("latin-1", "utf-8").encode()
+    assert of(TRICKY) == of(utf8)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +80,13 @@ def test_comments_docstrings_and_layout_do_not_count() -> None:
         ("x + 1", "x - 1"),
         ("LIMIT = 3", "LIMIT = 4"),
         ("LIMIT = 3", 'LIMIT = "3"'),
+        ("LIMIT = 3", "LIMIT = None"),
         ("{os.sep!r}", "{os.sep!s}"),
         ("{{}}", "{{}} "),
         (":>{", ":<{"),
         ("return f", "return not f"),
+        ("import os", "import sys as os"),
+        ("x: int", "x: int, /"),
     ],
 )
 def test_each_change_of_code_counts(old: str, new: str) -> None:
@@ -89,60 +96,37 @@ def test_each_change_of_code_counts(old: str, new: str) -> None:
 def test_blocks_and_strings_that_are_used_count() -> None:
     assert of("if a:\n  b()\n  c()") != of("if a:\n  b()\nc()")
     assert of("asm('nop')") != of("asm('add')")
-    assert of("x = 'one'") != of("x = 'two'")
-
-
-def test_encodings_say_the_same() -> None:
-    utf8 = TRICKY.decode("latin-1").replace("latin-1", "utf-8").encode()
-    assert source_digest(TRICKY) == source_digest(utf8)
-    assert source_digest(TRICKY) != source_digest(TRICKY.replace(b'c = "\xe9', b'c = "\xe8'))
-
-
-def test_a_digest_is_the_same_whatever_version_of_python_runs_this() -> None:
-    assert source_digest(TRICKY)[:16] == "ebeb96999a12c6f0"
+    assert of("f([], [1])") != of("f([1], [])")
 
 
 @pytest.mark.slow
-def test_the_installed_versions_of_python_agree() -> None:
+def test_the_installed_versions_of_python_agree(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "tricky.py").write_bytes(TRICKY)
     code = (
-        "import importlib.util, sys; spec = importlib.util.spec_from_file_location('d', sys.argv[1]); "
+        "import importlib.util, pathlib, sys; spec = importlib.util.spec_from_file_location('d', sys.argv[1]); "
         "d = importlib.util.module_from_spec(spec); sys.modules['d'] = d; spec.loader.exec_module(d); "
-        "print(d._digest(d._chunks(d._text(sys.stdin.buffer.read()))))"
+        "print(d._file_digest(pathlib.Path(sys.argv[2])))"
     )
     for name in ("python3.10", "python3.11", "python3.12", "python3.13", "python3.14"):
         python = shutil.which(name)
         if python is None:
             continue
-        done = subprocess.run(
-            [python, "-I", "-c", code, digest.__file__], input=TRICKY, capture_output=True, check=False, timeout=60
-        )
+        command = [python, "-I", "-c", code, digest.__file__, str(tmp_path / "tricky.py")]
+        done = subprocess.run(command, capture_output=True, check=False, timeout=60)
         if done.returncode == 127:  # A version manager's name for a file that does not exist.
             continue
-        assert done.stdout.decode().strip() == source_digest(TRICKY), (name, done.stderr.decode())
-
-
-@pytest.mark.parametrize(
-    "source", [b"def f(:", b"x = '", b"\xff", b"# coding: nonsense\n", b"a\0b", b"(" * 300 + b")" * 300]
-)
-def test_what_is_no_module_has_no_digest(source: bytes) -> None:
-    with pytest.raises((SyntaxError, ValueError, MemoryError)):
-        source_digest(source)
+        assert done.stdout.decode().strip() == digest._file_digest(tmp_path / "tricky.py"), done.stderr.decode()
 
 
 @pytest.fixture
 def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """A wheel's package, spread over modules that import each other in every way; none of it is imported."""
+    """A wheel's package, of which nothing is imported."""
     files = {
         "__init__.py": "raise AssertionError('not to be imported')",
-        "backend.py": "def late():\n    from . import first\n    from .inner import second\n    import wheel_x.third",
-        "first.py": "from .inner.deep import *",
-        "third.py": "import json\nfrom moereg.author import Experts\nfrom .missing import what",
-        "unused.py": "x = 1",
-        "inner/__init__.py": "",
-        "inner/second.py": "from .. import fourth, unknown",
-        "inner/deep.py": "from ..fifth import value",
-        "fourth.py": "x = 4",
-        "fifth.py": "value = 5",
+        "backend.py": "class First: ...",
+        "kernels/gemm.py": "x = 1",
+        "kernels/gemm.cu": "// sm90",
+        "other.py": "x = 1",
         "configs.json": '{"block": 64, "warps": 4}',
     }
     root = tmp_path / "wheel_x"
@@ -153,140 +137,33 @@ def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
     return root
 
 
-def wheel_digest() -> str:
-    return code_digest("wheel_x.backend", "wheel_x.")
+def wheel_digest(module: str = "wheel_x.backend") -> str:
+    """As of a new process, since each reads files once."""
+    digest._module_digest.cache_clear()
+    return class_digest(type("First", (), {"__module__": module}))
 
 
-def test_a_digest_follows_all_kinds_of_imports(package: pathlib.Path) -> None:
+def test_a_plugins_code_is_its_package_unless_it_declares_less(
+    package: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changes(name: str) -> bool:
+        before, text = wheel_digest(), (package / name).read_text()
+        (package / name).write_text(f"{text}\ny = 1")
+        after = wheel_digest()
+        (package / name).write_text(text)
+        assert wheel_digest() == before
+        return after != before
+
+    names = ("backend.py", "kernels/gemm.py", "kernels/gemm.cu", "other.py")
+    assert [changes(name) for name in names] == [True] * 4
+    declaring = types.ModuleType("wheel_x.backend")
+    monkeypatch.setitem(sys.modules, "wheel_x.backend", declaring)
+    monkeypatch.setattr(declaring, "CODE", ("backend", "kernels/"), raising=False)
+    assert [changes(name) for name in names] == [True, True, True, False]
+    (package / "kernels" / "gemm.py").rename(package / "kernels" / "moved.py")
+    monkeypatch.setattr(declaring, "CODE", ("backend", "kernels/gemm.py"))
+    assert wheel_digest() == UNKNOWN, "a prefix without files"
     assert "wheel_x" not in sys.modules
-    before = wheel_digest()
-    assert before != UNKNOWN
-    for name in ("backend", "first", "third", "inner/second", "inner/deep", "fourth", "fifth"):
-        path = package / f"{name}.py"
-        text = path.read_text()
-        path.write_text(f"{text}\n# a comment")
-        assert wheel_digest() == before, name
-        path.write_text(text.replace("5", "6") if name == "fifth" else f"{text}\ny = 1")
-        assert wheel_digest() != before, name
-        path.write_text(text)
-        assert wheel_digest() == before, name
-    (package / "unused.py").write_text("x = 2")
-    (package / "fifth.py").write_text("value = 5\nother = 6\nimport os")
-    assert wheel_digest() == before
-    assert "wheel_x" not in sys.modules
-
-
-def test_code_that_moves_keeps_its_digest(package: pathlib.Path) -> None:
-    before = wheel_digest()
-    (package / "fifth.py").rename(package / "inner" / "moved.py")
-    deep = package / "inner" / "deep.py"
-    deep.write_text("from .moved import value")
-    assert wheel_digest() == before
-    deep.write_text("from .moved import value as other")
-    assert wheel_digest() != before
-    deep.write_text("from .moved import value")
-    third = package / "third.py"
-    text = third.read_text()
-    third.write_text(text.replace("from moereg.author import", "from moereg.another.room import"))
-    assert wheel_digest() == before
-    third.write_text(text.replace("import Experts", "import MoEProblem as Experts"))
-    assert wheel_digest() != before
-    third.write_text(text.replace("import json", "from json import loads as json"))
-    assert wheel_digest() != before
-
-
-def test_names_that_modules_share_are_told_apart(package: pathlib.Path) -> None:
-    deep = package / "inner" / "deep.py"
-    (package / "sixth.py").write_text("value = 6")
-    deep.write_text("from ..fifth import value as rows\nfrom ..sixth import value as columns")
-    before = wheel_digest()
-    deep.write_text("from ..sixth import value as rows\nfrom ..fifth import value as columns")
-    assert wheel_digest() != before
-
-
-PAGE = '''"""Two classes: `Second` beside `First`."""
-from moereg.author import Experts
-__all__ = ["First", "Second"]
-LIMIT = 64
-OTHER_LIMIT: int = 32
-note('read')
-
-def helper():
-    return LIMIT
-
-def other_helper():
-    from . import unused
-
-def by_name():
-    return 7
-
-@cache
-def tables():
-    return 9
-
-class Base(Experts):
-    def load(self):
-        return helper() + globals()["by_name"]()
-
-@register("first")
-class First(Base):
-    """As `Second`."""
-    def load(self):
-        from .inner import second
-
-@register(
-    "second"
-)
-class Second(Base):
-    def load(self):
-        from . import third
-        return other_helper(OTHER_LIMIT)
-'''
-
-
-@pytest.mark.parametrize(
-    ("change", "changes_first"),
-    [
-        (("LIMIT = 64", "LIMIT = 128"), True),
-        (("OTHER_LIMIT: int = 32", "OTHER_LIMIT: int = 16"), False),
-        (("note('read')", "note('read twice')"), True),
-        (("return LIMIT", "return -LIMIT"), True),
-        (("class Base(Experts)", "class Base(object)"), True),
-        # Whoever decorates a function may call it, and a string may be the name of one.
-        (("return 9", "return 10"), True),
-        (("return 7", "return 8"), True),
-        (('@register("first")', '@register("1st")'), True),
-        (("from .inner import second", "from .inner import deep"), True),
-        (('"second"\n)', '"2nd"\n)'), False),
-        (("from . import unused", "from . import fourth"), False),
-        (("from . import third", "from . import first"), False),
-        (("As `Second`", "Unlike `Second`"), False),
-        (('["First", "Second"]', '["First"]'), False),
-        # A name of the other class counts, even in a string.
-        (('"""As `Second`."""', 'second = "Second"'), True),
-    ],
-    ids=str,
-)
-def test_a_class_counts_with_what_it_names(package: pathlib.Path, change: tuple[str, str], changes_first: bool) -> None:
-    def digest_of(name: str) -> str:
-        return code_digest("wheel_x.backend", "wheel_x.", of=name)
-
-    page = package / "backend.py"
-    page.write_text(PAGE)
-    first, second = digest_of("First"), digest_of("Second")
-    assert len({first, second, UNKNOWN}) == 3
-    page.write_text(PAGE.replace(*change))
-    assert PAGE.replace(*change) != PAGE
-    assert (digest_of("First") != first) == changes_first
-    page.write_text(PAGE)
-    (package / "third.py").write_text("x = 3")
-    assert digest_of("First") == first
-    assert digest_of("Second") != second
-    # A module that the class imports may use anything of the page.
-    (package / "inner" / "second.py").write_text("from ..backend import Second")
-    whole = digest_of("First")
-    (package / "unused.py").write_text("x = 2")
-    assert digest_of("First") != whole
 
 
 def test_launch_configurations_count_by_value(package: pathlib.Path) -> None:
@@ -313,17 +190,24 @@ def test_what_is_written_about_code_is_no_part_of_it(package: pathlib.Path, name
     assert wheel_digest() == before
 
 
-def test_an_encoding_of_its_own_is_read(package: pathlib.Path) -> None:
+@pytest.mark.parametrize("content", [b"def f(:", b"x = 'caf\xe9'", b"a\0b", b"(" * 300 + b")" * 300])
+def test_what_does_not_parse_counts_by_its_bytes(package: pathlib.Path, content: bytes) -> None:
     before = wheel_digest()
-    (package / "fourth.py").write_bytes(b"# -*- coding: latin-1 -*-\nx = 4  # caf\xe9\n")
-    assert wheel_digest() == before
+    (package / "other.py").write_bytes(content)
+    broken = wheel_digest()
+    (package / "other.py").write_bytes(content + b" ")
+    assert len({before, broken, wheel_digest(), UNKNOWN}) == 4
+    assert wheel_digest("no_such_package.backend") == UNKNOWN
 
 
-@pytest.mark.parametrize("content", [b"def f(:", b"x = 'caf\xe9'"])
-def test_code_that_cannot_be_read_is_unknown(package: pathlib.Path, content: bytes) -> None:
-    (package / "fifth.py").write_bytes(content)
-    assert wheel_digest() == UNKNOWN
-    assert code_digest("no_such_package.backend", "") == UNKNOWN
+def test_a_module_alone_is_its_own_code(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "alone_x.py").write_text("x = 1")
+    before = wheel_digest("alone_x")
+    (tmp_path / "neighbor_x.py").write_text("x = 1")
+    assert wheel_digest("alone_x") == before != UNKNOWN
+    (tmp_path / "alone_x.py").write_text("x = 2")
+    assert wheel_digest("alone_x") != before
 
 
 def test_a_namespace_is_no_package_of_one_distribution(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,6 +225,40 @@ def test_a_namespace_is_no_package_of_one_distribution(tmp_path: pathlib.Path, m
     assert module_file("acme_ns.two.impl") == tmp_path / "two" / "acme_ns" / "two" / "impl.py"
     assert module_file("acme_ns") is None
     assert module_file("alone_x") == tmp_path / "alone_x.py"
+
+
+FOLLOWED = ("moereg.backends.", "moereg.kernels.", "moereg.weights.layouts.")
+
+
+def declared() -> dict[str, tuple[str, ...]]:
+    """The prefixes of moereg's own backends by their modules."""
+    modules = {cell.experts.__module__ for cell in load_backends().cells if cell.origin == BUILTIN}
+    return {module: sys.modules[module].CODE for module in modules}
+
+
+def test_declared_prefixes_cover_what_a_module_imports_and_nothing_else() -> None:
+    graph = grimp.build_graph("moereg", cache_dir=None)
+    for module, prefixes in declared().items():
+        reached: set[str] = set()
+        pending = {module}
+        while pending:
+            reached.add(name := pending.pop())
+            imported = graph.find_modules_directly_imported_by(name) - reached
+            pending |= {each for each in imported if f"{each}.".startswith(FOLLOWED)}
+        files = {name.removeprefix("moereg.").replace(".", "/") + ".py" for name in reached}
+        missed = {file for file in files if not file.startswith(prefixes)}
+        assert not missed, f"CODE of {module} misses {missed}"
+        idle = [prefix for prefix in prefixes if not any(file.startswith(prefix) for file in files)]
+        assert not idle, f"CODE of {module} names what it does not import: {idle}"
+
+
+def test_kernels_of_a_cpu_and_of_triton_void_none_of_each_others_records() -> None:
+    found = declared()
+    for module, others in (
+        ("moereg.backends.triton_moe", ("kernels/plain/mlp.py", "backends/_torch/plain.py", "backends/torch_moe.py")),
+        ("moereg.backends.torch_moe", ("kernels/gemm/grouped.py", "backends/_triton/plain.py", "kernels/sizes.py")),
+    ):
+        assert not [other for other in others if other.startswith(found[module])]
 
 
 def test_it_needs_nothing_but_the_standard_library() -> None:

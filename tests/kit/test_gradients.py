@@ -483,7 +483,7 @@ BROKEN: Final[list[tuple[str, Callable[[type[FakeExperts]], None], type[FakeExpe
     ("scratch behind", check_first, writing(lambda workspace13, **_: behind(workspace13)), "behind workspace13"),
     ("drawn", check_drawn, SwappedExperts, "likely cause: gradients of gate and up swapped"),
     ("stale", lambda experts: check_of("training", experts), StaleExperts, "after a step: gradient of"),
-    ("copies", lambda experts: check_of("training", experts), CopyingExperts, "copied weights that are trained"),
+    ("copies", lambda experts: check_of("training", experts), CopyingExperts, "copied weights that are read"),
     ("no adapters", check_first, IgnoringExperts, "likely cause: adapters ignored"),
     ("adapters unscaled", check_first, UnscaledAdaptersExperts, "likely cause: adapters not scaled"),
     ("lora_B", check_first, MisorderedAdaptersExperts, "likely cause: experts of lora_B misordered"),

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from moereg.evidence import ledger
+from moereg.errors import LedgerWarning
+from moereg.evidence import code_digest, ledger
+from moereg.evidence.code_digest import class_digest
 from moereg.evidence.ledger import (
-    LedgerWarning,
     Verification,
     arch_name,
-    cell_digest,
     evidence_of,
     merge_ledger,
     read_ledger,
@@ -85,6 +85,12 @@ def write(wheel: pathlib.Path, *records: Verification) -> None:
     merge_ledger(wheel / ledger.FILE_NAME, records)
 
 
+def edit(wheel: pathlib.Path, content: bytes) -> None:
+    """Changes code between two processes, each of which reads it once."""
+    (wheel / "impl.py").write_bytes(content)
+    code_digest._module_digest.cache_clear()
+
+
 def dated(record: Verification, date: str = "2026-11-22") -> Verification:
     return dataclasses.replace(record, date=date)
 
@@ -94,18 +100,49 @@ def test_evidence_says_what_was_run_and_what_was_not(wheel: pathlib.Path) -> Non
     assert str(evidence_of(cell)) == "not verified"
     write(wheel, dated(Verification.of(cell, H200, 31)))
     evidence = evidence_of(cell)
-    assert str(evidence) == "on sm90 (NVIDIA H200, 2026-11-22); not on sm80, gfx942, cpu"
+    assert str(evidence) == "on H200 with torch 2.11 (sm90, 2026-11-22); not on sm80, gfx942, cpu"
     assert evidence.missing == ("cuda:sm80", "rocm:gfx942", "cpu")
     assert evidence.on(H200)
     assert not evidence.on(B200)
     assert not evidence.on(EPYC)
     write(wheel, dated(Verification.of(cell, EPYC, 29), "2026-11-23"))
     assert str(evidence_of(cell)) == (
-        "on cpu (AMD EPYC, 2026-11-23), sm90 (NVIDIA H200, 2026-11-22); not on sm80, gfx942"
+        "on AMD EPYC with torch 2.11 (cpu, 2026-11-23), H200 with torch 2.11 (sm90, 2026-11-22); not on sm80, gfx942"
     )
     (record, _) = evidence_of(cell).to_dict()["verified"]
-    assert list(record) == ["rule", "platform", "device", "versions", "commit", "date", "cases", "stale"]
+    keys = ["rule", "platform", "device", "versions", "commit", "date", "cases", "digest", "stale", "machine"]
+    assert list(record) == keys
     assert (record["rule"], record["platform"], record["cases"]) == ("cpu", "cpu", 29)
+    assert (record["digest"], record["machine"]) == (class_digest(cell.experts), "AMD EPYC, torch 2.11")
+
+
+@pytest.mark.parametrize(
+    ("changes", "holds"),
+    [
+        ({}, True),
+        ({"device_name": "NVIDIA H200 NVL"}, False),
+        ({"versions": {**VERSIONS, "torch": "2.11.1+cu128"}}, True),
+        ({"versions": {**VERSIONS, "torch": "2.12.0"}}, False),
+        ({"versions": {**VERSIONS, "triton": "3.7.0"}}, False),
+        ({"versions": {"torch": "2.11.0"}}, False),
+        ({"arch": "sm100"}, False),
+        # Only its architecture is known.
+        ({"device_name": "", "versions": {}, "probed": False}, True),
+        ({"arch": "sm100", "device_name": "", "versions": {}, "probed": False}, False),
+    ],
+)
+def test_a_record_holds_for_its_device_and_its_minor_versions(
+    wheel: pathlib.Path, changes: dict[str, Any], holds: bool
+) -> None:
+    made = dataclasses.replace(Verification.of(wheel_cell(), H200, 31), versions=VERSIONS)
+    assert made.is_on(dataclasses.replace(H200, **changes)) is holds
+
+
+def test_a_record_of_one_cpu_holds_for_others_with_its_versions(wheel: pathlib.Path) -> None:
+    made = dataclasses.replace(Verification.of(wheel_cell(), EPYC, 29), versions=VERSIONS)
+    other = dataclasses.replace(EPYC, device_name="Another CPU")
+    assert made.is_on(other)
+    assert not made.is_on(dataclasses.replace(other, versions={**VERSIONS, "torch": "2.12.0"}))
 
 
 @pytest.mark.parametrize(
@@ -168,27 +205,23 @@ def test_the_emulation_of_one_gpu_is_no_evidence_for_the_kernel_of_another() -> 
 def test_changed_code_is_stale_until_it_is_run_again(wheel: pathlib.Path) -> None:
     cell = wheel_cell()
     write(wheel, dated(Verification.of(cell, H200, 31)))
-    (wheel / "impl.py").write_text('"""A docstring."""\n\nVALUE = 1  # A comment.\n')
+    edit(wheel, b'"""A docstring."""\n\nVALUE = 1  # A comment.\n')
     assert evidence_of(cell).on(H200)
-    (wheel / "impl.py").write_text("VALUE = 1 + 1\n")
+    edit(wheel, b"VALUE = 1 + 1\n")
     evidence = evidence_of(cell)
     assert not evidence.on(H200)
     assert [record["stale"] for record in evidence.to_dict()["verified"]] == [True]
-    assert str(evidence) == "before its code changed on sm90 (NVIDIA H200, 2026-11-22); not on sm80, gfx942, cpu"
+    with_versions = "H200 with torch 2.11"
+    assert str(evidence) == f"before its code changed on {with_versions} (sm90, 2026-11-22); not on sm80, gfx942, cpu"
     assert "cuda:sm80" in evidence.missing
     write(wheel, dated(Verification.of(cell, H200, 32), "2026-11-24"))
-    assert str(evidence_of(cell)) == "on sm90 (NVIDIA H200, 2026-11-24); not on sm80, gfx942, cpu"
+    assert str(evidence_of(cell)) == f"on {with_versions} (sm90, 2026-11-24); not on sm80, gfx942, cpu"
 
 
-def test_code_that_cannot_be_read_is_not_what_was_run(wheel: pathlib.Path) -> None:
-    cell = wheel_cell()
-    write(wheel, dated(Verification.of(cell, H200, 31)))
-    (wheel / "impl.py").write_bytes(b"VALUE = 'caf\xe9'\n")
-    evidence = evidence_of(cell)
-    assert not evidence.on(H200)
-    assert str(evidence).startswith("with code that cannot be read now, on sm90 (NVIDIA H200")
-    write(wheel, Verification.of(cell, H200, 31))
-    assert not evidence_of(cell).current  # Two unknown digests are not the same code.
+def test_code_that_cannot_be_read_is_not_what_was_run(wheel: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "class_digest", lambda experts: code_digest.UNKNOWN)
+    write(wheel, Verification.of(wheel_cell(), H200, 31))
+    assert not evidence_of(wheel_cell()).current  # Two unknown digests are not the same code.
 
 
 GOOD: dict[str, Any] = {
@@ -208,7 +241,7 @@ GOOD: dict[str, Any] = {
 
 
 def document(**changes: Any) -> bytes:
-    return json.dumps({"schema": 2, "records": [{**GOOD, **changes}]}).encode()
+    return json.dumps({"schema": 3, "records": [{**GOOD, **changes}]}).encode()
 
 
 MALFORMED = {
@@ -216,12 +249,13 @@ MALFORMED = {
     "no text": (b"\xff\xfe", "readable JSON, got UnicodeDecodeError"),
     "too deep": (b"[" * 100_000, "readable JSON, got RecursionError"),
     "too long a number": (b"1" * 10_000, "readable JSON, got ValueError"),
-    "no object": (b"[]", "object of schema 2, got 'list'"),
-    "another schema": (b'{"schema": 1, "records": []}', "object of schema 2, got 1"),
-    "no records": (b'{"schema": 2}', "records must be a list"),
-    "records of another type": (b'{"schema": 2, "records": {}}', "records must be a list"),
-    "a record of another type": (b'{"schema": 2, "records": ["x"]}', "records[0] must be an object, got 'x'"),
-    "a missing key": (b'{"schema": 2, "records": [{"backend": "x"}]}', "records[0].experts is required"),
+    "no object": (b"[]", "a file of records must be an object, got []"),
+    "another schema": (b'{"schema": 4, "records": []}', "schema must be 3, got 4"),
+    "an older schema": (b'{"schema": 2, "records": []}', "made by an older moereg (schema 2, now 3) and is ignored"),
+    "no records": (b'{"schema": 3}', "records is required"),
+    "records of another type": (b'{"schema": 3, "records": {}}', "records must be a list"),
+    "a record of another type": (b'{"schema": 3, "records": ["x"]}', "records[0] must be an object, got 'x'"),
+    "a missing key": (b'{"schema": 3, "records": [{"backend": "x"}]}', "records[0].experts is required"),
     "cases": (document(cases=True), "records[0].cases must be an integer, got True"),
     "no cases": (document(cases=0), "records[0].cases must be at least 1, got 0"),
     "schemes": (document(schemes="unquantized"), "records[0].schemes must be a list"),
@@ -257,7 +291,7 @@ def test_a_malformed_ledger_is_one_warning_and_no_evidence(wheel: pathlib.Path, 
 
 
 def test_more_than_is_known_is_left_aside(wheel: pathlib.Path) -> None:
-    (wheel / ledger.FILE_NAME).write_bytes(document(digest=cell_digest(wheel_cell()), seconds=3))
+    (wheel / ledger.FILE_NAME).write_bytes(document(digest=class_digest(wheel_cell().experts), seconds=3))
     assert evidence_of(wheel_cell()).on(H200)
 
 
@@ -332,9 +366,7 @@ def test_nothing_of_moereg_starts_a_program() -> None:
         "moereg/testing/worker.py": {"multiprocessing"},
     }
     # Compilers that FlashInfer would start itself.
-    allowed |= {
-        f"moereg/backends/_flashinfer/{name}.py": {"subprocess"} for name in ("building", "loading", "tileiras")
-    }
+    allowed |= {f"moereg/backends/_flashinfer/{name}.py": {"subprocess"} for name in ("building", "loading")}
     # Kernels are compiled ahead by forks of a process that is this interpreter on `moereg.layer.warm_up.worker`, by
     # that name alone, and linked by the compiler that Triton would start itself.
     allowed |= {

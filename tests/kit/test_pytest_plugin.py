@@ -117,4 +117,4 @@ def test_it_costs_nothing_when_it_is_not_used() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     loaded = {name.strip("' ") for name in done.stdout.strip().strip("[]").split(",")}
     assert "moereg.pytest_plugin" in loaded
-    assert loaded <= {"moereg", "moereg._aliases", "moereg._version", "moereg.pytest_plugin"}
+    assert loaded <= {"moereg", "moereg._version", "moereg.pytest_plugin"}

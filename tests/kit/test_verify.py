@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import pickle
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -97,13 +99,32 @@ def test_a_broken_promise_is_an_outcome_of_one_line(name: str, worker: Worker, m
     assert run_check(checks("good", "permute")[0]).status == "passed"
 
 
+def interrupted(connection: Connection, timeout: float) -> bool:
+    raise KeyboardInterrupt
+
+
+def test_a_process_that_is_interrupted_while_it_starts_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    processes: list[subprocess.Popen[bytes]] = []
+
+    class Started(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            processes.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(Connection, "poll", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Worker(memory_bytes=1 << 40).ask(max, 1, 2)
+    assert [process.returncode for process in processes] == [-signal.SIGKILL]
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.slow
 def test_an_answer_that_nobody_waited_for_is_none_to_the_next_question(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(connection: Connection, timeout: float) -> bool:
-        raise KeyboardInterrupt
-
     assert worker.ask(max, 1, 2).value == 2
     with monkeypatch.context() as patched:
         patched.setattr(Connection, "poll", interrupted)

@@ -14,21 +14,21 @@ import pytest
 import torch
 
 from moereg.author import ExpertInputs, ExpertWeights, PermutedWeights
+from moereg.backends.torch_moe import TorchTrainingExperts
 from moereg.dispatch import explain_backends, select_backend
-from moereg.errors import BackendError
+from moereg.errors import AdmissionWarning, BackendError, RecordFileWarning
 from moereg.evidence import on_machine
 from moereg.evidence.admission import ADMITTED, AdmissionRecord
-from moereg.evidence.ledger import Evidence
-from moereg.evidence.on_machine import RecordFileWarning
+from moereg.evidence.ledger import Evidence, Verification
 from moereg.evidence.quarantine import QUARANTINE
+from moereg.experts import Experts, Gradients
 from moereg.layer import admission
-from moereg.layer.admission import AdmissionWarning
 from moereg.layer.factory import MoEKernel, make_kernel, make_unchecked_kernel
 from moereg.nn.module import MoELayer
 from moereg.quantize import activation_scale
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.selection.result import Selection
-from moereg.spec.problem import MoEProblem
+from moereg.spec.problem import GRADIENTS, MoEProblem
 from moereg.testing.inputs import make_weights
 from tests.layer.small_layers import CPU, FORMS, INPUTS, Cuda, call, expected, kernel_of, problem_for, problem_of
 from tests.support.fakes import FakeExperts, LeavingExperts, NanExperts, RaisingExperts, WrongExperts
@@ -127,7 +127,7 @@ Register = Callable[..., None]
 def register(isolated_registry: BackendRegistry) -> Register:
     """Registers a fake backend that goes before all others."""
 
-    def add(name: str, experts: type[FakeExperts], priority: int = 1000) -> None:
+    def add(name: str, experts: type[Experts], priority: int = 1000) -> None:
         register_moe_backend(name, priority, ("unquantized",), ("cpu",))(experts)
 
     return add
@@ -166,6 +166,95 @@ def test_a_wrong_kernel_is_quarantined_and_the_next_one_runs(register: Register,
     before = list(checks)
     assert admission_warnings(lambda: make_kernel(PROBLEM, WEIGHTS))[1] == []
     assert checks == before
+
+
+def halved(grads: Gradients) -> None:
+    assert grads.w13 is not None
+    grads.w13[-1] *= 0.5
+
+
+def left_out(grads: Gradients) -> None:
+    """Leaves what the memory of an expert without tokens held."""
+    assert grads.w2 is not None
+    grads.w2[~grads.w2.flatten(1).any(1)] = 3.0
+
+
+def without_routing(grads: Gradients) -> None:
+    assert grads.topk_weights is not None
+    grads.topk_weights.fill_(math.nan)
+
+
+def raises(grads: Gradients) -> None:
+    raise IndexError("out of range")
+
+
+GRADIENT_FAULTS: dict[str, tuple[Callable[[Gradients], None], str]] = {
+    "one expert": (halved, "its first check was off by 0.5 in the gradient of w13 at T 48, bound "),
+    "experts without tokens": (left_out, "its first check was off by inf in the gradient of w2 of experts without"),
+    "a NaN": (without_routing, "its first check left NaN in the gradient of topk_weights at T 48"),
+    "it raises": (raises, "its first check raised at T 48: IndexError: out of range"),
+}
+
+
+@pytest.mark.parametrize("fault", GRADIENT_FAULTS)
+def test_wrong_gradients_are_quarantined_for_training_alone(
+    register: Register, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Their forward pass is right, and infers."""
+    monkeypatch.setattr(admission, "_MOST_TRAINED", 2)  # So that some experts get no token.
+    spoil, failure = GRADIENT_FAULTS[fault]
+
+    def apply_backward(
+        self: Any, grads: Any, grad_out: Any, saved: Any, inputs: Any, weights: Any, workspace13: Any, workspace2: Any
+    ) -> None:
+        base: Any = super(kind, self)
+        base.apply_backward(grads, grad_out, saved, inputs, weights, workspace13, workspace2)
+        spoil(grads)
+
+    kind = type("BadExperts", (TorchTrainingExperts,), {"apply_backward": apply_backward})
+    register("bad", kind)
+    trained = problem_of(gradients={"hidden_states", "topk_weights", "weights"})
+    kernel, (warned,) = admission_warnings(lambda: make_kernel(trained, WEIGHTS))
+    assert (kernel.selection.backend, "and torch (TorchTrainingExperts) is next" in warned) == ("torch", True)
+    (record,) = QUARANTINE.read().records
+    assert (record.trains, record.failure.startswith(failure)) == (True, True), record.failure
+    inferring = make_kernel(PROBLEM, WEIGHTS)
+    assert (inferring.selection.backend, is_right(inferring)) == ("bad", True)
+    assert {(each.backend, each.trains) for each in ADMITTED.read().records} == {("torch", True), ("bad", False)}
+
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "weights": {"gradients": GRADIENTS[:3], "has_bias": True, "activation": "swigluoai"},
+    "float16": {"gradients": GRADIENTS[:3], "dtype": "float16"},
+    "adapters of a rank's experts": {"gradients": GRADIENTS, "adapter_rank": 3, "num_local_experts": 4},
+    "a map": {"gradients": {"adapters"}, "adapter_rank": 3, "num_local_experts": 4, "placement": "map"},
+    "restored": {"gradients": {"hidden_states"}, "quant": "int8_w8a16"},
+}
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_right_gradients_are_admitted(case: str) -> None:
+    problem = problem_of(**TRAINED[case])
+    place = torch.tensor([-1, 2, -1, 0, 3, -1, 1, -1], dtype=torch.int32) if case == "a map" else None
+    weights = make_weights(problem, CPU)
+    with torch.inference_mode():
+        kernel, warned = admission_warnings(lambda: make_kernel(problem, weights, ep_rank=0, expert_map=place))
+    (record,) = ADMITTED.read().records
+    assert (record.experts, record.trains, warned) == ("TorchTrainingExperts", True, [])
+    assert 0 < record.error <= record.bound
+    assert kernel.selection.decisions[0].evidence == "admitted"
+
+
+@pytest.mark.parametrize(("scale", "num_local_experts"), [(3e4, 8), (1.0, 1)])
+def test_gradients_that_show_nothing_pass_without_a_record(
+    scale: float, num_local_experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are beyond the dtype's range, or no token comes to this rank's only expert."""
+    monkeypatch.setattr(admission, "_MOST_TRAINED", 2)
+    problem = problem_of(gradients={"hidden_states", "weights"}, dtype="float16", num_local_experts=num_local_experts)
+    weights = make_weights(problem, CPU)
+    make_kernel(problem, ExpertWeights(w13=weights.w13 / scale, w2=weights.w2 * scale))
+    assert ADMITTED.read().records == ()
 
 
 def test_a_required_kernel_is_an_error_that_says_why(register: Register) -> None:
@@ -239,7 +328,7 @@ def test_changed_versions_or_code_are_checked_again(
     if change == "version":
         monkeypatch.setattr(on_machine, "cell_versions", lambda cell, platform: {"torch": "9"})
     else:
-        monkeypatch.setattr(on_machine, "_digest_once", lambda experts: "changed")
+        monkeypatch.setattr(on_machine, "class_digest", lambda experts: "changed")
     assert explain_backends(PROBLEM).decisions[0].evidence == ""
     make_kernel(PROBLEM, WEIGHTS)
     make_kernel(PROBLEM, WEIGHTS)
@@ -247,18 +336,18 @@ def test_changed_versions_or_code_are_checked_again(
     assert len(ADMITTED.read().records) == 1
 
 
-@pytest.mark.parametrize(("where", "is_checked"), [("here", False), ("elsewhere", True)])
-def test_only_a_record_of_this_platform_spares_the_check(
-    register: Register, checks: list[str], monkeypatch: pytest.MonkeyPatch, where: str, is_checked: bool
+@pytest.mark.parametrize(
+    ("changes", "is_checked"),
+    [({}, False), ({"platform": "cuda:sm90"}, True), ({"versions": {"torch": "2.9.1"}}, True)],
+)
+def test_only_a_record_of_this_platform_and_its_versions_spares_the_check(
+    register: Register, checks: list[str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_checked: bool
 ) -> None:
     register("good", FakeExperts)
-    here = select_backend(PROBLEM).platform
-
-    @dataclasses.dataclass(frozen=True)
-    class Record:
-        platform: str
-
-    record: Any = Record(str(here) if where == "here" else "cuda:sm90")
+    selection = select_backend(PROBLEM)
+    assert selection.winner is not None
+    assert selection.winner.cell is not None
+    record = dataclasses.replace(Verification.of(selection.winner.cell, selection.platform, 3), **changes)
     monkeypatch.setattr(admission, "evidence_of", lambda cell: Evidence((record,), (), ()))
     admission._is_verified.cache_clear()
     make_kernel(PROBLEM, WEIGHTS)
@@ -408,19 +497,19 @@ def test_tokens_fit_static_scales() -> None:
     largest = 1000.0
     scale = activation_scale(torch.tensor(largest), winner.scheme)
     scaled = dataclasses.replace(weights, a13_scale=torch.full((8,), float(scale)))
-    *_, (tokens, topk_weights, topk_ids) = admission._calls(problem, scaled, winner)
+    *_, (tokens, topk_weights, topk_ids) = admission._calls(problem, scaled, winner, 2**27)
     assert largest / 2 < float(tokens.abs().amax()) < largest * 2
     assert tokens.shape[0] == len(topk_ids) == 48
     assert topk_ids.sort(dim=1).values.diff(dim=1).min() > 0
     assert float(topk_weights.sum(1).min()) > 0.5
 
 
-def test_large_layers_route_to_some_experts_and_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_layers_route_to_some_experts_and_the_last_one() -> None:
     problem = problem_of(num_experts=64)
     winner = select_backend(problem).winner
     assert winner is not None
-    monkeypatch.setattr(admission, "_MOST_WEIGHTS", 10 * 3 * 16 * 12)
-    for _, _, topk_ids in [*admission._calls(problem, make_weights(problem, CPU), winner)][1:]:
+    calls = [*admission._calls(problem, make_weights(problem, CPU), winner, 10 * 3 * 16 * 12)]
+    for _, _, topk_ids in calls[1:]:
         named = set(topk_ids.flatten().tolist())
         assert len(named) == 10
         assert 63 in named
@@ -431,7 +520,8 @@ def test_a_moe_layer_takes_the_next_one(register: Register) -> None:
     register("good", type("GoodExperts", (FakeExperts,), {}))
     layer = MoELayer(PROBLEM, WEIGHTS)
     with pytest.warns(AdmissionWarning) as warned:
-        found = layer(INPUTS.hidden_states, INPUTS.topk_weights, INPUTS.topk_ids)
+        layer.prepare()
+    found = layer(INPUTS.hidden_states, INPUTS.topk_weights, INPUTS.topk_ids)
     assert len([each for each in warned if each.category is AdmissionWarning]) == 1
     assert torch.allclose(found, expected(PROBLEM, WEIGHTS, INPUTS).float(), atol=1e-4)
 

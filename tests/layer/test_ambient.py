@@ -110,7 +110,7 @@ class Layer:
         """The results of the calls on a layer that is built and then reloaded."""
         kernel = self.make(copied(self.weights))
         made = [kernel(*call) for call in self.calls]
-        kernel.reload(copied(self.others))
+        kernel.reload(copied(self.others), write_shared=True)
         return [*made, *(kernel(*call) for call in self.calls)]
 
     def quantized(self) -> list[torch.Tensor]:

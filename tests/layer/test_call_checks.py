@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from moereg.errors import ArgumentError, GradientError
 from moereg.layer.factory import MoEKernel
 from moereg.nn.module import MoELayer
+from moereg.spec.problem import GRADIENTS
 from moereg.testing.inputs import Inputs, make_inputs, make_weights
 from moereg.tuning.inputs import random_call
 from moereg.weights.permuted import ExpertWeights
@@ -123,7 +126,7 @@ def test_weights_may_be_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
         out = call(kernel, INPUTS)
         assert not out.requires_grad
         assert torch.equal(out, call(kernel_of(problem, FORMS[form], plain), INPUTS))
-        kernel.reload(make_weights(problem, CPU, seed=1))
+        kernel.reload(make_weights(problem, CPU, seed=1), write_shared=True)
 
 
 def test_max_num_tokens_is_kept() -> None:
@@ -146,27 +149,62 @@ def test_expert_map_values_out_of_range_are_refused(value: int) -> None:
     refuse(kernel, INPUTS, text)
 
 
-@pytest.mark.parametrize("batched", [(0, 0, 0), (0, None, None), (None, 0, None), (None, None, 0)], ids=str)
-def test_vmap_is_one_error_that_says_what_to_do(batched: tuple[int | None, ...]) -> None:
-    problem = problem_of()
-    kernel, layer = kernel_of(problem), MoELayer(problem, make_weights(problem, CPU))
-    tensors = (INPUTS.hidden_states, INPUTS.topk_weights, INPUTS.topk_ids)
-    given = [each if place is None else torch.stack([each, each]) for each, place in zip(tensors, batched, strict=True)]
-    for called in (kernel, layer):
-        with pytest.raises(ArgumentError, match=r"got a call inside of vmap; call the layer outside of it"):
-            torch.vmap(called, batched)(*given)
+def forward_mode(function: Any, tensor: torch.Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(tensor, torch.ones_like(tensor)))).tangent
 
 
-def test_vmap_over_weights_is_the_same_error() -> None:
+TRANSFORMS: dict[str, tuple[Any, type[Exception], str]] = {
+    "vmap": (lambda function, each: torch.vmap(function)(torch.stack([each, each])), ArgumentError, "inside of vmap"),
+    "grad": (lambda function, each: torch.func.grad(lambda x: function(x).sum())(each), GradientError, "inside of gra"),
+    "jvp": (lambda function, each: torch.func.jvp(function, (each,), (each,))[1], GradientError, "inside of jvp; call"),
+    "forward": (forward_mode, GradientError, r"got a dual tensor \[\d+, .*\] of forward-mode AD; call torch.autograd"),
+}
+
+
+@pytest.mark.parametrize("gradients", [(), GRADIENTS], ids=["infers", "trains"])
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("vmap", "topk_ids"), *itertools.product(TRANSFORMS, ("hidden_states", "topk_weights", "w13", "w2_b"))],
+)
+def test_a_transform_is_one_error_that_says_what_to_do(name: str, field: str, gradients: tuple[str, ...]) -> None:
+    transform, kind, text = TRANSFORMS[name]
+    problem = problem_of(gradients=gradients, adapter_rank=2 if gradients else 0)
+    layer = MoELayer(problem, make_weights(problem, CPU))
+    tensors = {**vars(INPUTS), **dict(layer.named_parameters())}
+    field = field if field in tensors else "w2"
+
+    def of_layer(tensor: torch.Tensor) -> Any:
+        given = {**tensors, field: tensor}
+        call = tuple(given.pop(each) for each in ("hidden_states", "topk_weights", "topk_ids"))
+        return torch.func.functional_call(layer, given, call)
+
+    def of_kernel(tensor: torch.Tensor) -> Any:
+        given = dataclasses.replace(INPUTS, **{field: tensor} if field in vars(INPUTS) else {})
+        adapters = layer.adapters
+        if field == "w2_b" and adapters is not None:
+            adapters = dataclasses.replace(adapters, w2_b=tensor)
+        return kernel(given.hidden_states, given.topk_weights, given.topk_ids, adapters=adapters)
+
+    kernel = layer.prepare()
+    for function in (of_layer, of_kernel):
+        if function is of_layer or field not in ("w13", "w2"):
+            with pytest.raises(kind, match=text):
+                transform(function, tensors[field].detach())
+    found = torch.vmap(lambda _: of_layer(tensors[field]))(torch.zeros(2))  # None of a call's tensors are its own.
+    assert torch.equal(found[1], of_layer(tensors[field]))
+
+
+@pytest.mark.parametrize("name", ["jvp", "forward"])
+def test_compiled_code_loses_no_tangent_either(name: str) -> None:
     problem = problem_of()
     layer = MoELayer(problem, make_weights(problem, CPU))
-
-    def call(w13: torch.Tensor) -> torch.Tensor:
-        tensors = INPUTS.hidden_states, INPUTS.topk_weights, INPUTS.topk_ids
-        return torch.func.functional_call(layer, {"w13": w13}, tensors)
-
-    with pytest.raises(ArgumentError, match="got a call inside of vmap"):
-        torch.vmap(call)(torch.stack([layer.w13, layer.w13]))
+    torch._dynamo.reset()
+    call = INPUTS.hidden_states, INPUTS.topk_weights, INPUTS.topk_ids
+    compiled = torch.compile(lambda w13: torch.func.functional_call(layer, {"w13": w13}, call), backend="eager")
+    transform, kind, text = TRANSFORMS[name]
+    with pytest.raises(kind, match=text):
+        transform(compiled, layer.w13.detach())
 
 
 class NotingExperts(FakeExperts):
@@ -210,6 +248,30 @@ def test_any_weight_that_is_not_finite_is_refused(kernel: MoEKernel, num_tokens:
         kernel(hidden_states, topk_weights, topk_ids)
     kernel.checks_values = False
     kernel(hidden_states, topk_weights, topk_ids)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("num_tokens", [3, 100])
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16"}, {"gradients": GRADIENTS[:3]}], ids=str)
+def test_weights_of_padding_may_be_anything(num_tokens: int, value: float, changes: dict[str, Any]) -> None:
+    problem = problem_of(**changes)
+    layer = MoELayer(problem, make_weights(problem, CPU))
+    hidden_states, topk_weights, topk_ids = random_call(
+        problem, num_tokens, "uniform", torch.Generator().manual_seed(1)
+    )
+    topk_ids[1], topk_ids[2, 0] = -1, problem.num_experts
+    padded = topk_weights.clone()
+    padded[1], padded[2, 0] = value, value
+    found = []
+    for weights in (topk_weights, padded):
+        leaves = [each.clone().requires_grad_(bool(changes.get("gradients"))) for each in (hidden_states, weights)]
+        out = layer(*leaves, topk_ids)
+        if out.requires_grad:
+            out.sum().backward()
+        found.append([out, *(each.grad for each in (*leaves, *layer.parameters()) if each.grad is not None)])
+        layer.zero_grad()
+    assert not found[1][0][1].any()
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("num_tokens", [3, 100])

@@ -35,8 +35,6 @@ NOT_INVERTIBLE = {
     # Kernels that keep activations at 16 bits drop the checkpoint's scales of them.
     (_FOLDED, "int4_w4a8_g128"),
     ("flashinfer_cutedsl_interleaved", "nvfp4"),
-    ("flashinfer_cutile_float4", "nvfp4"),
-    ("flashinfer_cutile_float8", "fp8_tensor_static"),
     ("flashinfer_hopper_int4_up_gate_pad128", "int4_w4a8_g128"),
     ("flashinfer_up_gate_pad16_scaled", "fp8_tensor_static"),
     ("flashinfer_swizzled_nvfp4_up_gate_pad128", "nvfp4"),

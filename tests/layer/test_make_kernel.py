@@ -83,8 +83,8 @@ def test_layouts_have_to_match() -> None:
         kernel_of(problem_of(), Elsewhere)
     kernel = kernel_of(problem_of(), FakeExperts)
     experts = Elsewhere(kernel.problem, kernel.selection.platform, kernel.problem.quant)
-    text = "Elsewhere reads layouts swizzled, padded, got 'canonical'; permute the weights with the same class"
-    with pytest.raises(LayoutMismatchError, match=f"^{re.escape(text)}$"):
+    text = "Elsewhere reads layouts swizzled, padded, got 'canonical' of Elsewhere; permute the weights with the same "
+    with pytest.raises(LayoutMismatchError, match=f"^{re.escape(text)}class$"):
         MoEKernel(kernel.problem, kernel.selection, experts, kernel.weights, StandardPrepareFinalize(), None)
 
 

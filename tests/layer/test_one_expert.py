@@ -13,7 +13,6 @@ import torch
 
 from moereg.dispatch import explain_backends
 from moereg.errors import ArgumentError, BackendError, LayoutNotInvertibleError
-from moereg.layer import kernel as moe_kernel
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
@@ -43,30 +42,28 @@ def test_an_expert_is_replaced_in_place(dtype: str) -> None:
         assert all(same_bits(value, wanted.expert(expert).tensors()[name]) for name, value in found.tensors().items())
 
 
+REFUSAL = "this kernel reads w13, w2 where its owner keeps them, got other numbers; write them into those tensors, say"
+
+
 def test_nothing_is_written_where_others_read() -> None:
-    """A reload of one of two kernels changed the other one, and the caller's tensors."""
+    """A reload of one of two kernels changed the other one, and the caller's tensors; then it took twice the memory."""
     problem = problem_of()
     weights, other = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
     before = copied(weights)
-    for change in (lambda kernel: kernel.reload(other), lambda kernel: kernel.update_expert(0, other.expert(0))):
-        one, two = kernel_of(problem, weights=weights), kernel_of(problem, weights=weights)
+    one, two = kernel_of(problem, weights=weights), kernel_of(problem, weights=weights)
+    wanted = call(two, INPUTS)
+    for change in (lambda: one.reload(other), lambda: one.update_expert(0, other.expert(0))):
+        with pytest.raises(ArgumentError, match=f"^{re.escape(REFUSAL)}"):
+            change()
         assert one.weights["w13"].data_ptr() == weights.w13.data_ptr()
-        wanted = call(two, INPUTS)
-        change(one)
-        assert not torch.equal(one.weights["w13"], before.w13)
         assert torch.equal(call(two, INPUTS), wanted)
         assert all(torch.equal(value, before.tensors()[name]) for name, value in weights.tensors().items())
-        # The memory is the kernel's own from now on, and stays.
-        pointer = one.weights["w13"].data_ptr()
-        change(one)
-        assert one.weights["w13"].data_ptr() == pointer
-        one.weights["w13"].mul_(1)  # No tensor of inference mode.
-    # Weights that were written in place are there already.
-    kernel = kernel_of(problem, weights=weights)
-    kernel.reload(weights)
-    assert kernel.weights["w13"].data_ptr() == weights.w13.data_ptr()
-    kernel.reload(other, write_shared=True)
+    one.reload(weights)  # Written in place, it is there already.
+    one.reload(other, write_shared=True)
     assert torch.equal(weights.w13, other.w13)
+    one.update_expert(0, before.expert(0), write_shared=True)
+    assert torch.equal(weights.w13[0], before.w13[0])
+    assert torch.equal(call(one, INPUTS), call(two, INPUTS))
 
 
 def test_own_weights_are_copies_from_the_start() -> None:
@@ -76,22 +73,6 @@ def test_own_weights_are_copies_from_the_start() -> None:
     before = call(kernel, INPUTS)
     weights.w13.zero_()
     assert torch.equal(call(kernel, INPUTS), before)
-
-
-def test_what_a_graph_reads_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = problem_of()
-    weights, other = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
-    monkeypatch.setattr(moe_kernel, "_may_be_captured", lambda device: True)
-    kernel, own = kernel_of(problem, weights=weights), kernel_of(problem, weights=weights, own_weights=True)
-    for each in (kernel, own):
-        call(each, INPUTS)
-    text = "this kernel reads w13, w2 where make_kernel was given them, and so does a captured graph; make the kernel"
-    for change in (lambda: kernel.reload(other), lambda: kernel.update_expert(1, other.expert(1))):
-        with pytest.raises(ArgumentError, match=f"^{re.escape(text)}"):
-            change()
-    own.reload(other)
-    kernel.reload(other, write_shared=True)
-    assert torch.equal(call(own, INPUTS), call(kernel, INPUTS))
 
 
 class Together(FakeExperts):
@@ -105,32 +86,30 @@ class Together(FakeExperts):
 @pytest.mark.parametrize("factor", [1, 0], ids=["drawn", "zeros"])
 def test_experts_that_are_permuted_together_stay_together(factor: int) -> None:
     """Zeros, as of a pruned expert, show nothing, so the layout is tried with other numbers than the caller's."""
-    kernel, one = kernel_of(problem_of(), Together), make_weights(problem_of(), CPU, seed=1).expert(0)
+    kernel, one = kernel_of(problem_of(), Together, own_weights=True), make_weights(problem_of(), CPU, seed=1).expert(0)
     text = "backend 'fake' permutes an expert in another way beside others than alone, so one expert cannot be replaced"
     with pytest.raises(BackendError, match=f"^{re.escape(text)}"):
         kernel.update_expert(0, ExpertWeights(w13=one.w13 * factor, w2=one.w2 * factor))
 
 
 def test_copies_know_what_they_share_among_each_other() -> None:
-    """A reload of one copy changed the other, or the copied weights."""
     problem = problem_of()
     weights, other = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
     one, two = copy.deepcopy([kernel_of(problem, weights=weights), kernel_of(problem, weights=weights)])
     held, three = copy.deepcopy((weights, kernel_of(problem, weights=weights)))
-    assert one.weights["w13"].data_ptr() == two.weights["w13"].data_ptr()
-    wanted = call(two, INPUTS)
-    for each in (one, three):
-        each.reload(other)
-        assert not torch.equal(call(each, INPUTS), wanted)
-    assert torch.equal(call(two, INPUTS), wanted)
-    assert torch.equal(held.w13, weights.w13)
+    assert one.weights["w13"].data_ptr() == two.weights["w13"].data_ptr() != weights.w13.data_ptr()
+    with pytest.raises(ArgumentError, match=f"^{re.escape(REFUSAL)}"):
+        three.reload(other)
+    three.reload(other, write_shared=True)
+    assert torch.equal(held.w13, other.w13)
+    assert not torch.equal(weights.w13, other.w13)
 
 
 def test_a_reload_says_which_tensor_is_another() -> None:
     problem = problem_of(dtype="bfloat16", has_bias=True)
     weights = make_weights(problem, CPU)
     wide = {name: value.float() for name, value in weights.tensors("bias").items()}
-    kernel = kernel_of(problem, weights=weights)
+    kernel = kernel_of(problem, weights=weights, own_weights=True)
     text = (
         "reload needs weights of the same layout and shapes, got w13_bias (8, 24) torch.float32 for (8, 24) "
         "torch.bfloat16; convert the weights"
@@ -156,7 +135,7 @@ def permuting(change: Callable[[torch.Tensor], torch.Tensor], layout: str = "can
             name = layout if weights.num_experts == 1 else "canonical"
             return PermutedWeights(name, {**weights.tensors(), "w13": change(weights.w13)})
 
-    return kernel_of(problem_of(), Changed)
+    return kernel_of(problem_of(), Changed, own_weights=True)
 
 
 @pytest.mark.parametrize("change", [lambda w13: w13.flip(2), torch.neg], ids=["within 16 bytes", "negated"])

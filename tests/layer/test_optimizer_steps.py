@@ -12,6 +12,7 @@ import torch
 
 from moereg.backends._torch.calls import CANONICAL
 from moereg.backends._torch.plain import Host
+from moereg.errors import OldWeightsWarning
 from moereg.integrations.transformers import prepare, refresh
 from moereg.layer.factory import make_kernel
 from moereg.nn.module import MoELayer
@@ -19,7 +20,7 @@ from moereg.numerics.reference import reference_experts, relative_error
 from moereg.testing.inputs import make_inputs, make_weights
 from moereg.weights import versions as tensor_state
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
-from moereg.weights.versions import OldWeightsWarning, states_of
+from moereg.weights.versions import states_of
 from tests.layer.small_layers import CPU, problem_of
 from tests.support.live_models import close, eager, logits_of
 from tests.support.tiny_models import tiny_model

@@ -154,17 +154,6 @@ def test_weights_are_permuted_once_and_all_ranges_see_writes() -> None:
     assert [bool(kind.permuted) for _, kind in ranges] == [False, False, True]
 
 
-def test_tensors_that_begin_anywhere_are_copied_for_the_others() -> None:
-    """The fakes assert that what they read begins at a multiple of 16 bytes."""
-    problem = problem_of()
-    weights = make_weights(problem, CPU)
-    tensors = {name: torch.cat((tensor.flatten()[:1], tensor.flatten())) for name, tensor in weights.tensors().items()}
-    shifted = {name: flat[1:].view(weights.tensors()[name].shape) for name, flat in tensors.items()}
-    assert shifted["w13"].data_ptr() % 16
-    kernel = planned(three_ranges(), weights=ExpertWeights.unchecked(shifted, weights.scheme))
-    assert {count: factor_of(kernel, kernel, weights, count) for count in BOUNDARIES} == BOUNDARIES
-
-
 def failing(self: Any, out: Any, inputs: Any, weights: Any) -> None:
     raise RuntimeError("a bug")
 
@@ -245,62 +234,22 @@ def test_ranges_that_are_none(name: str) -> None:
         make_kernel(problem_of(), make_weights(problem_of(), CPU), dataclasses.replace(selection, **change(selection)))
 
 
-def test_backends_that_share_no_layout_have_copies_of_their_own() -> None:
+def test_a_plan_reads_one_layout() -> None:
     silent = type("Silent", (FakeExperts,), {})
     mine: dict[str, Any] = {"shared_layouts": ("turned",)}
-    for first, last, num_copies in (
-        (experts_of(), experts_of(), 1),
-        (silent, silent, 1),
-        (silent, experts_of(), 2),
-        (experts_of(), silent, 2),
-        (turning(1.0), experts_of(), 2),
-        (turning(1.0, **mine), turning(2.0, **mine), 1),
+    for first, last, is_shared in (
+        (experts_of(), experts_of(), True),
+        (silent, silent, True),
+        (silent, experts_of(), False),
+        (experts_of(), silent, False),
+        (turning(1.0), experts_of(), False),
+        (turning(1.0, **mine), turning(2.0, **mine), True),
     ):
-        kernel = planned([(4, first), (None, last)])
-        assert len(kernel.copies) == num_copies
-        assert kernel.copies[0].weights is kernel.weights
-
-
-def test_all_copies_are_written() -> None:
-    problem = problem_of()
-    weights, others = make_weights(problem, CPU), make_weights(problem, CPU, seed=1)
-    ranges = [(4, turning(1.0)), (16, experts_of(2.0)), (None, experts_of(4.0))]
-    kernel = planned(ranges, weights=weights)
-    assert [held.weights.layout for held in kernel.copies] == ["canonical", "turned"]
-    given = sum(tensor.nbytes for tensor in weights.tensors().values())
-    assert sum(held.weights.num_bytes for held in kernel.copies) == 2 * given
-    assert {count: factor_of(kernel, kernel, weights, count) for count in BOUNDARIES} == BOUNDARIES
-    twin = copy.deepcopy(kernel)
-    storage = [held.weights["w2"].data_ptr() for held in twin.copies]
-    twin.update_expert(3, others.expert(3))
-    mixed = replaced(weights, 3, others)
-    assert {count: factor_of(twin, twin, mixed, count) for count in BOUNDARIES} == BOUNDARIES
-    twin.reload(others)
-    assert {count: factor_of(twin, twin, others, count) for count in BOUNDARIES} == BOUNDARIES
-    # Only the copy that shared the caller's memory went elsewhere.
-    assert [held.weights["w2"].data_ptr() == before for held, before in zip(twin.copies, storage, strict=True)][1]
-    assert {count: factor_of(kernel, kernel, weights, count) for count in BOUNDARIES} == BOUNDARIES
-    for held in twin.copies:
-        found = held.weights.to_canonical(5)
-        assert torch.equal(found.w2, others.expert(5).w2)
-    # The caller's tensors are those that one of the copies does not hold.
-    assert {id(tensor) for tensor in planned(ranges, weights=weights).copied_from(weights)} == {
-        id(weights.w13), id(weights.w2)}  # fmt: skip
-
-
-def test_a_kernel_is_not_made_of_experts_that_do_not_read_its_weights() -> None:
-    kernel = planned([(4, experts_of()), (None, experts_of())])
-    others = dataclasses.replace(kernel.weights, layout="elsewhere")
-    with pytest.raises(LayoutMismatchError, match="reads layouts canonical, got 'elsewhere'"):
-        MoEKernel(
-            kernel.problem,
-            kernel.selection,
-            kernel.experts,
-            others,
-            kernel.prepare_finalize,
-            None,
-            ranges=kernel.ranges,
-        )
+        if is_shared:
+            assert planned([(4, first), (None, last)]).weights.layout in last.layouts
+        else:
+            with pytest.raises(LayoutMismatchError, match=r"^\w+ reads layouts \w+, got '\w+' of \w+; permute the"):
+                planned([(4, first), (None, last)])
 
 
 def test_every_range_has_to_run_where_the_weights_are() -> None:
@@ -417,7 +366,7 @@ def test_shared_layouts_are_layouts() -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
-    return results_of(2, *PLANS, "other_plans", "float16_rows_of_two_kinds", "moved", module="tests.groups.plan_cases")
+    return results_of(2, *PLANS, "other_plans", "float16_rows_of_two_kinds", module="tests.groups.plan_cases")
 
 
 PLANS = ("all_to_all", "all_to_all_batched", "all_gather", "low_latency")
@@ -450,11 +399,3 @@ def test_ranks_with_other_plans_all_say_so(two_ranks: list[dict[str, Any]]) -> N
     for result in two_ranks:
         text = value_of(result, "other_plans")
         assert text.startswith("RanksDifferError: all ranks must run the same layer, got plan to 4 tokens "), text
-
-
-def test_experts_move_in_all_copies(two_ranks: list[dict[str, Any]]) -> None:
-    for result in two_ranks:
-        found = value_of(result, "moved")
-        assert found["layouts"] == ["canonical", "turned"]
-        assert found["moved"] > 0
-        assert found["equal"] == [True, True]

@@ -190,6 +190,18 @@ def test_the_intermediate_is_rounded_before_it_is_quantized(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROUNDING)
+def test_an_intermediate_beyond_float16_stays_a_number(name: str) -> None:
+    problem = small(dtype="float16", quant=name, hidden_size=128, intermediate_size=128)
+    inputs = make_inputs(problem, 3, "uniform", CPU)
+    weights = make_weights(problem, CPU)
+    inputs.hidden_states[:] *= 1000
+    inputs.topk_weights[:] *= 1e-3
+    found = reference_experts(problem, weights, *inputs.call)
+    wide = dataclasses.replace(problem, dtype="float32")
+    assert relative_error(found, reference_experts(wide, weights, *inputs.call)) < tolerance(name, "float16", 3 * 128)
+
+
+@pytest.mark.parametrize("name", ROUNDING)
 def test_tokens_that_go_nowhere_change_no_scale(name: str) -> None:
     """Padding may hold anything, also where one scale is for all tokens."""
     problem, weights, inputs = quantized_case(name)

@@ -93,15 +93,11 @@ def test_what_a_kernel_is_made_of_is_taken_outside(monkeypatch: pytest.MonkeyPat
         asked.append(type(made).__name__)
         return made
 
-    for user in ("moereg.layer.factory", "moereg.layer.kernel"):
-        monkeypatch.setattr(f"{user}.outside_pools", outside)
+    monkeypatch.setattr("moereg.layer.factory.outside_pools", outside)
     problem = MoEProblem(num_experts=4, hidden_size=32, intermediate_size=32, top_k=2, quant="int8_w8a16")
     kernel = make_kernel(problem, make_weights(problem, CPU), select_backend(problem, "cpu"))
     assert asked == ["NoneType", "MoEKernel"]  # The map of experts, of which there is none, and the rest.
-    assert kernel._borrowed
-    kernel.reload(make_weights(problem, CPU, seed=1))
-    assert asked[2:] == ["PermutedWeights"]
-    assert not kernel._borrowed
+    kernel.reload(make_weights(problem, CPU, seed=1), write_shared=True)
     call = make_inputs(problem, 3, "uniform", CPU)
     assert kernel(call.hidden_states, call.topk_weights, call.topk_ids).isfinite().all()
 
@@ -111,9 +107,9 @@ def _layer(monkeypatch: pytest.MonkeyPatch, seen: list[int]) -> MoELayer:
     problem = MoEProblem(num_experts=4, hidden_size=32, intermediate_size=32, top_k=2, dtype="float32")
     inner = MoEKernel.check_and_run
 
-    def noting(self, *arguments):
+    def noting(self, *arguments, **named):
         seen.append(graph_pools._HERE.num_ops)
-        inner(self, *arguments)
+        inner(self, *arguments, **named)
 
     monkeypatch.setattr(MoEKernel, "check_and_run", noting)
     return MoELayer(problem, make_weights(problem, CPU))
@@ -142,12 +138,12 @@ def test_the_op_of_live_experts_says_so_too(monkeypatch: pytest.MonkeyPatch) -> 
     depths: list[int] = []
 
     class Served:
-        def run(self, hidden_states, topk_ids, topk_weights):
+        def run(self, hidden_states, topk_ids, topk_weights, tensors):
             depths.append(graph_pools._HERE.num_ops)
             return hidden_states
 
     monkeypatch.setattr(calls, "layer_of", lambda handle: Served())
-    calls._live_experts(torch.zeros(1, 4), torch.zeros(1, 1), torch.zeros(1, 1), torch.tensor(1))
+    calls._live_experts(torch.zeros(1, 4), torch.zeros(1, 1), torch.zeros(1, 1), [], torch.tensor(1))
     assert depths == [1]
 
 

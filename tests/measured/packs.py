@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,18 @@ PROBLEM = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=
 NAMES = ("first", "second", "third", "fourth")
 ROUTINGS = ("uniform", "zipf", "one_set")
 GRID = (1, 4, 16, 64)
-LAYOUTS = ("canonical", "rows", "blocks")
 
 Logs = Mapping[int, float | Mapping[int, float]]
 """The logarithm of a cell's ratio for all numbers of tokens or for each, by its place in `NAMES`."""
 
 
-def make_cells(names: Sequence[str] = NAMES, **keywords: Any) -> tuple[BackendCell, ...]:
-    """Cells of falling priority, whose classes all run everything."""
+def make_cells(
+    names: Sequence[str] = NAMES, attributes: Mapping[int, Mapping[str, Any]] | None = None, **keywords: Any
+) -> tuple[BackendCell, ...]:
+    """Cells of falling priority, whose classes all run everything and have these attributes, by place."""
     registry = BackendRegistry()
     for place, name in enumerate(names):
-        layouts = {"layouts": LAYOUTS, "shared_layouts": LAYOUTS[1:]}
-        kind = type(f"{name.capitalize()}Experts", (FakeExperts,), layouts)
+        kind = type(f"{name.capitalize()}Experts", (FakeExperts,), dict((attributes or {}).get(place, {})))
         given = {"requires": ("kernels>=1",), **keywords}
         register_moe_backend(
             name, 100 - place, ("unquantized", "int8_w8a16"), ("cpu", "cuda:sm90"), registry=registry, **given
@@ -65,14 +64,13 @@ def row(
     session: int, cell: int, routing: str, tokens: int, log_ratio: float = 0.0, half_width: float = 0.0, **more: Any
 ) -> Row:
     measured = {"median_us": 10.0, "p10_us": 9.0, "p90_us": 12.0, "rounds": 48, "error": 0.1, "graph": False}
-    return Row(session, cell, routing, tokens, log_ratio, half_width, **{**measured, "permuted_bytes": 1000, **more})
+    return Row(session, cell, routing, tokens, log_ratio, half_width, **{**measured, **more})
 
 
 def pack_of(
     cells: Sequence[BackendCell],
     rows: Iterable[Row],
     problem: MoEProblem = PROBLEM,
-    layouts: Mapping[int, str] | None = None,
     wrong: Sequence[tuple[int, str]] = (),
 ) -> Pack:
     """A pack of `HERE` in which the cells have their own indices."""
@@ -80,24 +78,16 @@ def pack_of(
     pack = Pack(machine_of(HERE))
     for number in sorted({each.session for each in rows}):
         pack = pack.with_session(Session(number, f"2026-11-2{number}", "abc", f"process {number}", {"sm_mhz": 1980}))
-    for place, cell in enumerate(cells):
+    for cell in cells:
         rule = cell.rule_for(HERE)
         scheme = cell.scheme_for(problem.quant)
         assert rule is not None
         assert scheme is not None
-        timed = TimedCell.of(cell, scheme, rule, HERE, (layouts or {}).get(place, ""))
-        pack, _ = pack.with_cell(timed)
+        pack, _ = pack.with_cell(TimedCell.of(cell, scheme, rule, HERE))
     return pack.with_rows(problem, 0, rows, wrong)
 
 
-def write_here(
-    path: Path,
-    selection: Selection,
-    names: Sequence[str],
-    rows: Iterable[Row],
-    layouts: Sequence[str] = (),
-    left_out: Iterable[tuple[int, str]] = (),
-) -> None:
+def write_here(path: Path, selection: Selection, names: Sequence[str], rows: Iterable[Row]) -> None:
     """Writes a pack of this machine in which backends of a selection have their own indices, the default first."""
     platform, by_name = selection.platform, {one.backend: one for one in selection.decisions}
     rows = list(rows)
@@ -105,10 +95,9 @@ def write_here(
     def measured(pack: Pack) -> Pack:
         for number in sorted({each.session for each in rows}):
             pack = pack.with_session(Session(number, "2026-11-28", "", f"process {number}"))
-        for name, layout in itertools.zip_longest(names, layouts, fillvalue=""):
-            timed = TimedCell.of(*candidate_of(by_name[name], platform), platform, layout)
-            pack, _ = pack.with_cell(timed)
-        return pack.with_rows(selection.problem, 0, rows, left_out=left_out)
+        for name in names:
+            pack, _ = pack.with_cell(TimedCell.of(*candidate_of(by_name[name], platform), platform))
+        return pack.with_rows(selection.problem, 0, rows)
 
     write_pack(path, machine_of(platform), measured, is_new=True)
 

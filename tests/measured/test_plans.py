@@ -172,7 +172,11 @@ def test_calls_weigh_by_their_time() -> None:
         ({1: 1, 100: 9}, 0),
         ({100: 0, 7: 5}, 0),
         ({2: 5}, 1),
+        # By ratio 5 is nearer to 10 than to 1.
+        ({5: 5}, 0),
+        # What was not measured counts nowhere.
         ({500: 5}, 0),
+        ({1: 1, 500: 9}, 1),
     ):
         assert best_for_all(LayerTimes(rows, 0, tuple(calls.items())), (0, 1)) == best, calls
     # A call that takes a hundred times as long counts a hundred times.

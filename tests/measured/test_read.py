@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from moereg.dispatch import explain_backends
-from moereg.evidence.on_machine import RecordFileWarning
+from moereg.errors import RecordFileWarning
 from moereg.evidence.quarantine import Quarantine, QuarantineRecord
 from moereg.measured import read
 from moereg.measured.pack import Pack
@@ -67,21 +68,31 @@ def ranges_of(selection: Selection) -> list[tuple[int | None, str]]:
 LOGS = {1: 0.1, 2: {1: 0.1, 4: FASTER, 16: FASTER, 64: 0.3}}
 
 
+ROWS = {"layouts": ("rows",), "shared_layouts": ("rows",)}
+BLOCKS = {"layouts": ("blocks",), "shared_layouts": ("blocks",)}
+EITHER = {"layouts": ("rows", "blocks"), "shared_layouts": ("rows", "blocks")}
+OWN = {"layouts": ("rows",)}
+SHARING = make_cells(attributes={0: ROWS, 2: ROWS})
+
+
 @pytest.mark.parametrize(
-    ("layouts", "memory", "has_ranges"),
+    ("first", "third", "has_ranges"),
     [
-        ({0: "rows", 2: "rows"}, (), True),
-        ({0: "rows", 2: "blocks"}, (), False),
-        ({}, (), False),
-        ({}, ((0, 2),), True),
-        ({}, ((0, 1),), False),
+        (ROWS, ROWS, True),
+        (ROWS, BLOCKS, False),
+        (ROWS, OWN, False),
+        (OWN, OWN, False),
+        (ROWS, EITHER, False),
+        (EITHER, EITHER, False),
     ],
 )
-def test_ranges_inside_a_layout_or_with_memory_for_another(
-    layouts: dict[int, str], memory: tuple[tuple[int, int], ...], has_ranges: bool
+def test_ranges_are_of_cells_that_read_the_layout_of_the_one_for_all(
+    first: dict[str, Any], third: dict[str, Any], has_ranges: bool
 ) -> None:
-    pack = dataclasses.replace(pack_of(CELLS, rows_of(LOGS), layouts=layouts), memory=memory)
-    found = choose(CELLS, pack)
+    cells = make_cells(attributes={0: first, 2: third})
+    # Older packs could grant memory for a second layout.
+    values = {**json.loads(pack_of(cells, rows_of(LOGS)).text()), "memory": [[0, 2]]}
+    found = choose(cells, Pack.from_dict(values))
     assert names(found) == list(NAMES)
     if not has_ranges:
         assert ranges_of(found) == [(None, "first")]
@@ -94,13 +105,10 @@ def test_ranges_inside_a_layout_or_with_memory_for_another(
 
 
 def test_a_plan_comes_back_from_json_with_its_fingerprint() -> None:
-    pack = pack_of(CELLS, rows_of(LOGS), layouts={0: "rows", 2: "rows"})
-    found = choose(CELLS, pack)
-    again = Selection.from_json(found.to_json(), cells=CELLS)
-    assert again == dataclasses.replace(found, platform=again.platform)
-    assert (again.ranges, again.measured, again.source) == (found.ranges, found.measured, "measured")
-    assert again.fingerprint == found.fingerprint
-    assert again.to_json() == found.to_json()
+    found = choose(SHARING, pack_of(SHARING, rows_of(LOGS)))
+    again = Selection.from_json(found.to_json(), cells=SHARING)
+    assert again == found
+    assert (again.fingerprint, again.source) == (found.fingerprint, "measured")
     assert found.to_dict()["plan"] == [
         {"most_tokens": 3, "decision": 0},
         {"most_tokens": 16, "decision": 2},
@@ -108,7 +116,7 @@ def test_a_plan_comes_back_from_json_with_its_fingerprint() -> None:
     ]
     # Those of earlier versions have no plan.
     values = {key: value for key, value in found.to_dict().items() if key not in ("plan", "measured")}
-    assert Selection.from_dict(values, CELLS).plan == ((None, found.winner),)
+    assert Selection.from_dict(values, SHARING).plan == ((None, found.winner),)
 
 
 RANGES = "the plan of a selection must have ranges that ascend, .* got "
@@ -137,13 +145,12 @@ def test_an_altered_plan_is_refused(name: str) -> None:
 
 
 def test_the_fingerprint_tells_plans_and_packs_apart_and_nothing_else() -> None:
-    layouts = {0: "rows", 2: "rows"}
     by_priority = choose(CELLS)
     plans = [
         by_priority,
         choose(CELLS, PACK),
-        choose(CELLS, pack_of(CELLS, rows_of(LOGS), layouts=layouts)),
-        choose(CELLS, pack_of(CELLS, rows_of({2: {1: FASTER, 4: FASTER, 16: 0.1, 64: 0.3}}), layouts=layouts)),
+        choose(SHARING, pack_of(SHARING, rows_of(LOGS))),
+        choose(SHARING, pack_of(SHARING, rows_of({2: {1: FASTER, 4: FASTER, 16: 0.1, 64: 0.3}}))),
         choose(CELLS, pack_of(CELLS, rows_of({1: 0.1}))),
     ]
     assert len({plan.fingerprint for plan in plans}) == len(plans)
@@ -332,15 +339,20 @@ def test_the_first_pack_with_usable_times_of_the_layer_chooses() -> None:
     assert (found.backend, found.notices[1]) == ("second", "pack unused: code")
 
 
-def test_shipped_packs_say_nothing_of_where_they_are_unused() -> None:
-    moved = dataclasses.replace(PACK, machine=dataclasses.replace(PACK.machine, device="Another CPU"))
-    assert choose(CELLS, Source(moved, is_users=False)).notices == ()
+def test_shipped_packs_say_why_they_are_unused_but_not_which_layers_they_lack() -> None:
+    moved = dataclasses.replace(PACK, machine=dataclasses.replace(PACK.machine, device="Another CPU", units=3))
+    why = f"it is of another machine: device Another CPU, here {HERE.device_name}"
+    assert choose(CELLS, Source(moved, is_users=False)).notices == (f"pack of moereg unused: {why}",)
+    assert Source(moved).unused(HERE, CELLS) == {"": why}
     other_layer = pack_of(CELLS, [], problem=MoEProblem(**{**PROBLEM.to_dict(), "top_k": 4}))
     assert choose(CELLS, Source(other_layer, is_users=False)).notices == ()
     assert choose(CELLS, other_layer).notices != ()
     changed = changed_cell(PACK, 0, digest="other")
-    assert choose(CELLS, Source(changed, is_users=False)).notices == ()
+    assert choose(CELLS, Source(changed, is_users=False)).notices == ("pack of moereg unused: code",)
     assert choose(CELLS, changed).notices == ("pack unused: code",)
+    assert Source(changed).unused(HERE, CELLS) == {"first": "code"}
+    assert Source(changed).unused(HERE, CELLS[1:])["first"] == "not installed"
+    assert Source(PACK).unused(HERE, CELLS) == {}
 
 
 @pytest.fixture
@@ -385,11 +397,29 @@ def damage_text(path: Path) -> None:
     path.write_text("{")
 
 
-@pytest.mark.parametrize("damage", [damage_group, damage_text])
-def test_a_bad_file_is_left_out_with_one_warning(file: Path, damage: Callable[[Path], None]) -> None:
+def damage_schema(path: Path) -> None:
+    path.write_text('{"schema": 3}')
+
+
+def damage_kind(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("damage", "cure"),
+    [
+        (damage_group, "nobody else may write to it; let this user, and nobody else, write to it and its folder, or "),
+        (damage_text, "; delete it, or "),
+        (damage_schema, "schema must be 2, got 3; move it away, or "),
+        (damage_kind, "no regular file; "),
+    ],
+)
+def test_a_bad_file_is_left_out_with_one_warning(file: Path, damage: Callable[[Path], None], cure: str) -> None:
     file.write_text(PACK.text())
     damage(file)
-    with pytest.warns(RecordFileWarning, match="the pack .* cannot be used: .*; delete it, or name another") as caught:
+    with pytest.warns(RecordFileWarning, match=f"the pack .* cannot be used: .*{cure}name another file in") as caught:
         assert read_tuning() == ()
     assert len(caught) == 1
     with warnings.catch_warnings():

@@ -23,7 +23,6 @@ PACKAGES: Final = {
     "flashinfer-python": "0.7.2.post1",
     "quack-kernels": "0.6.5",
     "nvidia-cutlass-dsl": "4.8.1",
-    "cuda-tile": "1.7.0",
     "vllm": "0.26.0",
     "humming-kernels": "0.1.19",
     "amd-aiter": "0.1.20",

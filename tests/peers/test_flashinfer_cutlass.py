@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from moereg.backends._flashinfer import building, cutlass_int4, package
+from moereg.backends._flashinfer import cutlass_int4, kernel_sets, package
 from moereg.backends._flashinfer.cutlass import Rows
 from moereg.backends._flashinfer.loading import Library
 from moereg.platforms import Platform
@@ -102,9 +102,9 @@ def test_what_4_bit_integers_rely_on(core):
 
 _COUNT_SOURCES = """
 import json, sys
-from moereg.backends._flashinfer import building, loading
+from moereg.backends._flashinfer import kernel_sets, loading
 spec = loading.specification(sys.argv[1])
-found = {name: len(building.select_sources(spec.sources, [name])) for name in json.loads(sys.argv[2])}
+found = {name: len(kernel_sets.select_sources(spec.sources, [name])) for name in json.loads(sys.argv[2])}
 print(json.dumps({"all": len(spec.sources), **found}))
 """
 
@@ -147,7 +147,7 @@ def test_what_is_compiled_at_run_time_is_in_the_package(core):
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
 def test_sets_find_their_sources(core, arch, tmp_path):
     """A rename in FlashInfer's generator would leave a set without its tiles."""
-    module, capability, sets = building.modules(arch)
+    module, capability, sets = kernel_sets.modules(arch)
     done = subprocess.run(
         [sys.executable, "-c", _COUNT_SOURCES, module, json.dumps(sets)],
         env={**_with_nvcc(tmp_path), "FLASHINFER_CUDA_ARCH_LIST": capability},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -15,16 +14,14 @@ from typing import Any, Final
 import pytest
 import typer.main
 
-from moereg.checkpoints import SavedCheckpoint
 from moereg.cli import app
 from moereg.cli._bench import BenchResult, RunResult
 from moereg.cli._ep import EpResult
 from moereg.cli._explain import selection_with_evidence
 from moereg.cli._info import collect_info, list_models, list_schemes
 from moereg.cli._new_backend import write_wheel
-from moereg.cli._options import ProblemFlags, Subject
+from moereg.cli._options import Subject
 from moereg.cli._quantize import QuantizeResult, Question, SchemeRow
-from moereg.cli._regret import compare_choices
 from moereg.cli._tune import TuneResult
 from moereg.dispatch import explain_backends
 from moereg.evidence.provenance import provenance
@@ -33,7 +30,6 @@ from moereg.platforms import Platform
 from moereg.plugins.status import PluginStatus
 from moereg.prepare_finalize import GroupFacts
 from moereg.spec.problem import MoEProblem
-from moereg.spec.quant_schemes import get_scheme
 from moereg.testing import CellName, Check, Outcome, Report, Result
 from moereg.tuning.over_ranks import NO_ROW
 from tests.support.toml import tomllib
@@ -166,9 +162,8 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
     verified = Report("a", "cpu", "", {}, 0, (Result(check, Outcome("failed")),), {}).to_dict()
     where = provenance(Platform("cpu"), ["torch"])
     ways = explain_movements(selection.problem, GroupFacts(2, "gloo", "cpu"), "cpu")
-    question = Question(Path(), 0, (), (), {}, 0, None, False)
+    question = Question(Path(), 0, (), (), {}, 0)
     quantized = QuantizeResult(question, "", selection.problem, Platform("cpu"), where, "random")
-    saved = dataclasses.replace(quantized, saved=SavedCheckpoint(Path(), get_scheme("nvfp4"), (), 0))
     row = SchemeRow("", selection.decisions[0], 0, 0.0, 0.0, 0.0, (), ())
     printed = {
         "explain": selection_with_evidence(selection),
@@ -179,7 +174,6 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
         "a row over ranks": dict.fromkeys(("way", "batches", "tokens", *NO_ROW)),
         "quantize": quantized.to_dict(),
         "a compared scheme": row.to_dict(),
-        "a copy": saved.to_dict()["out"],
         "new-backend": write_wheel("a_name", Path(tempfile.mkdtemp())),
         "models": list_models(),
         "a model": list_models()["models"][0],
@@ -197,9 +191,6 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
     }
     tuned = TuneResult(Subject(None, selection.problem), Platform("cpu"), Path(), None, selection, (), ())
     printed["tune"] = tuned.to_dict()
-    flags = ProblemFlags(experts=4, hidden=8, intermediate=8, top_k=2, platform="cpu")
-    printed["regret"] = compare_choices(flags, None, None, None, None).values()
-    printed["such a layer"] = printed["regret"]["rows"][0]
     text = " ".join(PAGE.read_text().split())
     for name, values in printed.items():
         (fields,) = re.findall(rf"(?:- `{name}`:|{name} is) `([^`]+)`", text)

@@ -71,11 +71,8 @@ NOT_RUN: Final = {
     "moereg tune fast_kernel.py --experts 16 --hidden 256 --intermediate 128 --top-k 2 --tokens 64": (
         "measures for a minute; tests/cli/test_tune.py runs the command"
     ),
-    "moereg regret fast_kernel.py --experts 16 --hidden 256 --intermediate 128 --top-k 2": (
-        "needs the times of the command before it; tests/cli/test_regret.py runs the command"
-    ),
-    "moereg regret --checkpoint DIR --histogram calls.json --fail-above 3": (
-        "needs a file; tests/cli/test_regret.py runs the command"
+    "moereg tune --checkpoint DIR --histogram calls.json": (
+        "needs a checkpoint; tests/cli/test_tune.py runs the command"
     ),
     "python -m benches.board --pack moereg/tuning_pack.json "
     "benches/results/{board_h200,session_h200,board_h200_3}.json": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import re
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moereg import routing
 from moereg.arguments import takes
@@ -18,10 +21,11 @@ from moereg.dispatch import explain_backends, select_backend
 from moereg.errors import ArgumentError, MoeregError, RequestError, UnknownNameError, shown
 from moereg.layer.factory import make_kernel
 from moereg.platforms import Platform, PlatformKind, PlatformRule
+from moereg.quantize import quantize_weights
 from moereg.selection.result import Decision, Selection
 from moereg.spec.activations import Activation
 from moereg.spec.problem import MoEProblem
-from moereg.spec.quant_schemes import QuantFormat, QuantScheme, get_scheme
+from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantFormat, QuantScheme, get_scheme
 from moereg.weights.permuted import ExpertWeights
 
 SIZES: dict[str, Any] = {"num_experts": 4, "hidden_size": 16, "intermediate_size": 8, "top_k": 2}
@@ -35,6 +39,11 @@ class Hostile:
 
     def __repr__(self) -> str:
         raise RuntimeError("no")
+
+
+def call(hidden_states: torch.Tensor) -> torch.Tensor:
+    routes = torch.ones(3, 2), torch.tensor([[0, 1]] * 3, dtype=torch.int32)
+    return make_kernel(PROBLEM, WEIGHTS, on_cpu())(hidden_states, *routes)
 
 
 def on_cpu() -> Selection:
@@ -114,6 +123,15 @@ BAD: dict[type[MoeregError], list[tuple[Callable[[], object], str]]] = {
             "scaling_factor must be a finite number, got nan",
         ),
         (lambda: routing.RouterSpec(kind=[], num_experts=4, top_k=2), "router kind must be a text, one of"),
+        (lambda: call(torch.ones(3, 15).bfloat16()), "hidden_states must have shape [3, 16], got [3, 15]"),
+        (lambda: call(torch.ones(3, 16)), "hidden_states must be bfloat16, got float32; convert it"),
+        (lambda: routing.softmax_topk(LOGITS, 9, True), "top_k must be in 1..num_experts, got top_k=9 with 4 experts"),
+        (lambda: routing.softmax_topk(LOGITS[0], 2, True), "router_logits must be [num_tokens, num_experts], got [4]"),
+        (lambda: ExpertWeights(w13=WEIGHTS.w13, w2=WEIGHTS.w2[1:]), "w13 and w2 must hold the same experts, got 4 and"),
+        (
+            lambda: quantize_weights(WEIGHTS, get_scheme("unquantized")),
+            "quantize_weights needs a scheme with",
+        ),
         (lambda: Selection.from_json(3), "a selection's JSON must be a text, got 3"),
         (lambda: Selection.from_json("[" * 100_000), "a selection's JSON cannot be read: RecursionError: "),
         (lambda: Selection.from_json("1" * 5_000), "a selection's JSON cannot be read: ValueError: "),
@@ -155,18 +173,16 @@ def test_wrong_types_and_values(call: Callable[[], object], kind: type[MoeregErr
 
 
 def test_sparse_inputs_are_refused_by_name() -> None:
-    kernel = make_kernel(PROBLEM, WEIGHTS, select_backend(PROBLEM, "cpu"))
-    routes = torch.ones(3, 2), torch.tensor([[0, 1]] * 3, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"^hidden_states must be a dense tensor, got layout torch.sparse_coo; call"):
-        kernel(torch.ones(3, 16).bfloat16().to_sparse(), *routes)
+    with pytest.raises(ArgumentError, match=r"^hidden_states must be a dense tensor, got layout torch.sparse_coo; "):
+        call(torch.ones(3, 16).bfloat16().to_sparse())
 
 
 # Fields of a selection's JSON: the path, the new value (a function of the old), and the error's words.
 REMOVED: Any = object()
 FIELDS: list[tuple[str, Any, str]] = [
-    ("schema", 2, "a selection must have schema 1, got 2; write it again"),
-    ("schema", True, "a selection must have schema 1, got True; write it again"),
-    ("schema", REMOVED, "a selection must have schema 1, got None; write it again"),
+    ("schema", 2, "schema of a selection must be 1, got 2"),
+    ("schema", True, "schema of a selection must be 1, got True"),
+    ("schema", REMOVED, "schema of a selection must be 1, got None"),
     ("problem", [], "problem must be an object, got []"),
     ("problem.top_k", "2", "problem: top_k must be an integer, got '2'"),
     ("problem.top_k", REMOVED, "problem: top_k is required, got an object with ['activation', 'activation_format', "),
@@ -174,6 +190,9 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("problem.more", 1, "problem: unknown field of a problem 'more'"),
     ("platform", 90, "platform must be a text, got 90"),
     ("platform", "gpux:1", "platform: unknown platform 'gpux:1'"),
+    ("platform_device", [], "platform_device must be an object, got []"),
+    ("platform_device.memory_bytes", -1, "platform_device: memory_bytes of a platform must be at least 0, got -1"),
+    ("platform_device.device_name", 1, "platform_device: device_name of a platform must be a str, got 1"),
     ("platform_source", "guessed", "unknown platform_source 'guessed' (known: named, probed)"),
     ("request", None, "request must be an object, got None"),
     ("request.deny", REMOVED, "request.deny is required, got an object with ['prefer', 'require']"),
@@ -231,6 +250,50 @@ def test_every_field_of_a_selection_is_checked(path: str, value: Any, text: str)
             read()
         assert str(raised.value).startswith(text.replace("{last}", str(len(values["decisions"]) - 1)))
         assert str(raised.value).isprintable()
+
+
+DRAWN_PROBLEMS = st.builds(
+    MoEProblem,
+    num_experts=st.integers(1, 300),
+    hidden_size=st.integers(1, 9000),
+    intermediate_size=st.integers(1, 9000),
+    top_k=st.just(1),
+    quant=st.sampled_from(sorted(QUANT_SCHEMES)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    activation=st.sampled_from(["silu", "gelu", "silu(limit=7.0)", "swigluoai"]),
+    max_num_tokens=st.none() | st.integers(1, 10_000),
+    has_bias=st.booleans(),
+)
+DRAWN_PLATFORMS = st.builds(
+    lambda place, name, memory, probed: Platform(*place, name, memory, {"torch": "2.13.0"}, probed),
+    st.sampled_from([("cpu", "x86_64"), ("cpu", "aarch64"), ("cpu", ""), ("cuda", "sm90"), ("rocm", "gfx942")]),
+    st.text(),
+    st.integers(0, 2**50),
+    st.booleans(),
+)
+
+
+REQUESTS: list[dict[str, str]] = [{}, {"require": "triton"}, {"prefer": "torch", "deny": "triton"}]
+
+
+@settings(max_examples=25, deadline=None)
+@given(DRAWN_PROBLEMS, DRAWN_PLATFORMS, st.sampled_from(REQUESTS))
+def test_a_selection_comes_back_from_json(problem: MoEProblem, platform: Platform, request: dict[str, str]) -> None:
+    selection = explain_backends(problem, platform, **request)
+    again = Selection.from_json(selection.to_json())
+    assert (again, again.fingerprint, again.to_json()) == (selection, selection.fingerprint, selection.to_json())
+    # Two cells of a class may be rejected alike.
+    pairs = zip(again.decisions, selection.decisions, strict=True)
+    assert all(one.cell == other.cell for one, other in pairs if other.accepted)
+    if selection.winner is not None:
+        assert dataclasses.replace(selection, ranges=((None, selection.winner),)) == selection
+
+
+def test_a_device_is_of_the_platform() -> None:
+    values = explain_backends(PROBLEM, "cuda:sm90").to_dict()
+    values["platform_device"]["arch"] = "sm80"
+    with pytest.raises(ArgumentError, match=r"platform_device.arch must be that of cuda:sm90, got 'sm80'"):
+        Selection.from_dict(values)
 
 
 def test_fields_of_later_versions_are_left_alone() -> None:

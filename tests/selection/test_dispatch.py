@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import re
 import warnings
@@ -13,17 +12,24 @@ from typing import Any
 import pytest
 
 from moereg import dispatch
-from moereg.dispatch import EmulationWarning, explain_backends, select_backend
-from moereg.errors import RequestError, UnknownBackendError, UnknownSchemeError, UnsupportedProblemError
+from moereg.dispatch import explain_backends, select_backend
+from moereg.errors import (
+    EmulationWarning,
+    RequestError,
+    UnknownBackendError,
+    UnknownSchemeError,
+    UnsupportedProblemError,
+)
 from moereg.platforms import Platform
 from moereg.registry import BackendRegistry, register_moe_backend, registering_origin
 from moereg.selection import requirements
+from moereg.selection.decide import reading_in_place
 from moereg.selection.request import Request
 from moereg.selection.result import Decision, Selection, nearest_by_backend
 from moereg.spec.activations import Activation
 from moereg.spec.facts import Facts
 from moereg.spec.problem import MoEProblem
-from moereg.spec.quant_schemes import QuantFormat, QuantScheme
+from moereg.spec.quant_schemes import QuantFormat, QuantScheme, get_scheme
 from moereg.spec.reasons import CURES, REASON_CODES
 from tests.support.counting import calls_of
 from tests.support.fakes import EVERYTHING, FakeExperts
@@ -191,9 +197,32 @@ REASONS = [
 
 
 def test_every_reason_code_is_covered() -> None:
-    # A quarantine is a file, which test_quarantine.py writes; of groups test_movement.py knows.
-    assert {row[0] for row in REASONS} | {"quarantined", "group"} == set(REASON_CODES)
+    # A quarantine is a file, which test_quarantine.py writes; of groups test_movement.py knows; layouts are below.
+    assert {row[0] for row in REASONS} | {"quarantined", "group", "layout"} == set(REASON_CODES)
     assert all(CURES.values())
+
+
+@pytest.mark.parametrize(
+    ("platform", "one", "other"), [("cpu", "TorchPacked", "TorchTraining"), ("cuda:sm90", "Triton", "Triton")]
+)
+def test_classes_that_read_in_place(platform: str, one: str, other: str) -> None:
+    problem = MoEProblem(num_experts=8, hidden_size=256, intermediate_size=128, top_k=2)
+    best = explain_backends(problem, platform, deny="flashinfer*")
+    found = reading_in_place(best)
+    assert best.winner is not None
+    assert found.winner is not None
+    assert (best.winner.experts, found.winner.experts) == (f"{one}Experts", f"{other}Experts")
+    assert found.source == "priority"
+    rejected = {each.experts: each.reasons for each in found.decisions if each not in best.decisions}
+    assert all(reasons[0].code == "layout" for reasons in rejected.values())
+    assert ("TorchPackedExperts" in rejected) is (platform == "cpu")
+    none = reading_in_place(
+        explain_backends(dataclasses.replace(problem, quant=get_scheme("int4_w4a16_g128")), "cuda:sm90")
+    )
+    assert none.winner is None
+    assert "requires weights that are read in place, got layouts packed64_gate_up_interleaved" in {
+        reason.text for each in none.decisions for reason in each.reasons
+    }
 
 
 @pytest.mark.parametrize(("code", "text", "changes"), REASONS, ids=[f"{code}-{text}" for code, text, _ in REASONS])
@@ -683,24 +712,11 @@ def test_table(fakes: BackendRegistry) -> None:
     assert "          - is opt-in: name it in require or prefer [opt_in]" in lines
 
 
-@pytest.mark.parametrize("hidden_size", [64, 128])
-def test_json_round_trip(fakes: BackendRegistry, hidden_size: int) -> None:
-    fill(fakes)
-    problem = problem_of(hidden_size=hidden_size, activation="silu(limit=7.0)")
-    selection = explain_backends(problem, "cuda:sm90", prefer=("aligned", "shy"), deny="far")
-    text = json.dumps(selection.to_dict(), allow_nan=False)
-    again = Selection.from_dict(json.loads(text))
-    assert again == selection
-    assert again.fingerprint == selection.fingerprint
-    assert [decision.cell for decision in again.decisions] == [decision.cell for decision in selection.decisions]
-    assert json.dumps(again.to_dict()) == text
-
-
 def test_json_shape(fakes: BackendRegistry) -> None:
     fill(fakes)
     values = explain_backends(problem_of(), H100, deny="far").to_dict()
     fields = "schema problem platform platform_source request selected source decisions notices"
-    fields += " platform_claimed_by plan measured"
+    fields += " platform_claimed_by plan measured platform_device"
     assert list(values) == fields.split()
     assert values["notices"] == []
     assert values["schema"] == 1
@@ -733,14 +749,6 @@ def test_json_of_a_backend_that_is_not_here(fakes: BackendRegistry) -> None:
     assert again.backend == "gone"
     assert again.winner is not None
     assert again.winner.cell is None
-
-
-def test_json_says_whether_the_machine_was_there(fakes: BackendRegistry) -> None:
-    add("one")
-    for platform, source in ((H100, "probed"), ("cuda:sm90", "named")):
-        values = explain_backends(problem_of(), platform).to_dict()
-        assert values["platform_source"] == source
-        assert Selection.from_dict(values).to_dict() == values
 
 
 def test_json_finds_the_cell_of_the_scheme_and_rule(fakes: BackendRegistry) -> None:

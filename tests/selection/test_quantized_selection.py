@@ -10,8 +10,8 @@ from typing import Any, Final
 import pytest
 import torch
 
-from moereg.dispatch import EmulationWarning, explain_backends, select_backend
-from moereg.errors import UnsupportedProblemError
+from moereg.dispatch import explain_backends, select_backend
+from moereg.errors import EmulationWarning, UnsupportedProblemError
 from moereg.layer.factory import make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import tolerance

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
+import re
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 
+from moereg.backends.torch_moe import TorchTrainingExperts
 from moereg.dispatch import explain_backends
-from moereg.errors import MoeregWarning
-from moereg.evidence import on_machine, store
-from moereg.evidence.on_machine import RecordFileError, RecordFileWarning
+from moereg.errors import MoeregWarning, RecordFileError, RecordFileWarning
+from moereg.evidence import code_digest, store
 from moereg.evidence.quarantine import EMPTY, QUARANTINE, Quarantine, QuarantineRecord
 from moereg.platforms import Platform
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
@@ -133,6 +137,19 @@ def test_schemes_are_held_one_by_one_and_other_machines_are_not(cells: tuple[Bac
         QuarantineRecord.failed(cells[0], EIGHT, Platform("cuda", "sm80", probed=True), "off")
 
 
+@pytest.mark.parametrize(
+    ("failed", "trained", "winner"), [(0, 0, "good"), (0, 1, "good"), (1, 0, "bad"), (1, 1, "good")]
+)
+def test_what_fails_to_infer_does_not_train_either(failed: int, trained: int, winner: str) -> None:
+    registry = BackendRegistry()
+    for name, priority in (("bad", 20), ("good", 10)):
+        kind = type(f"{name.capitalize()}Experts", (TorchTrainingExperts,), {})
+        register_moe_backend(name, priority, ("unquantized",), ("cpu",), registry=registry)(kind)
+    held = Quarantine([record(registry.cells[0], trains=bool(failed))])
+    gradients = {"hidden_states"} if trained else ()
+    assert choose(registry.cells, held, gradients=gradients).backend == winner
+
+
 def test_a_record_is_of_one_device(cells: tuple[BackendCell, ...]) -> None:
     made = record(cells[0])
     assert made.is_from(HERE)
@@ -171,7 +188,7 @@ def test_changed_code_is_selected_again(tmp_path: Path, monkeypatch: pytest.Monk
     held = Quarantine([record(registry.cells[0])])
     assert choose(registry.cells, held).backend is None
     (tmp_path / "repaired_x.py").write_text("class Repaired:\n    factor = 1\n")
-    on_machine._digest_once.cache_clear()  # A new process would read it anew.
+    code_digest._module_digest.cache_clear()  # A new process would read it anew.
     assert choose(registry.cells, held).backend == "repaired"
 
 
@@ -210,11 +227,12 @@ def test_selection_reads_the_file_that_the_variable_names(file: Path, monkeypatc
         assert explain_backends(PROBLEM).winner == winner
 
 
-GOOD = json.dumps({"schema": 1, "records": []})
+GOOD = json.dumps({"schema": 2, "records": []})
 # The ledger's test has every fault of a file of records.
 BROKEN = {
-    "no JSON": ("{", "cannot be used"),
-    "a record without a key": ('{"schema": 1, "records": [{}]}', "records[0].backend is required"),
+    "no JSON": ("{", "; delete it, or name another file in MOEREG_QUARANTINE"),
+    "a flag for a schema": ('{"schema": true, "records": []}', "schema must be 2, got True; move it away, or name"),
+    "a record without a key": ('{"schema": 2, "records": [{}]}', "records[0].backend is required"),
 }
 
 
@@ -230,8 +248,19 @@ def test_a_broken_file_is_one_warning_and_nothing_is_quarantined(file: Path, nam
     assert [(found.category, message in str(found.message)) for found in warned] == [(RecordFileWarning, True)]
     assert str(file) in str(warned[0].message)
     assert "\n" not in str(warned[0].message)
-    with pytest.raises(RecordFileError, match="delete it, or name another file in MOEREG_QUARANTINE"):
+    with pytest.raises(RecordFileError, match=re.escape(message)):
         QUARANTINE.change()
+
+
+def test_a_file_of_an_older_moereg_counts_as_empty_and_is_begun_anew(
+    file: Path, cells: tuple[BackendCell, ...]
+) -> None:
+    file.parent.mkdir()
+    file.write_text('{"schema": 1, "records": [{}]}')
+    with pytest.warns(RecordFileWarning, match=r"made by an older moereg \(schema 1, now 2\) and is ignored"):
+        assert QUARANTINE.read().records == ()
+    QUARANTINE.change([record(cells[0])])
+    assert [found.backend for found in QUARANTINE.read().records] == ["bad"]
 
 
 def test_texts_that_a_terminal_would_obey_are_refused(file: Path, cells: tuple[BackendCell, ...]) -> None:
@@ -264,10 +293,15 @@ def test_a_file_that_others_may_write_is_not_believed(file: Path, monkeypatch: p
         assert QUARANTINE.read().records == ()
 
 
-def test_a_folder_is_not_read(file: Path) -> None:
-    file.mkdir(parents=True)
-    with pytest.warns(RecordFileWarning, match="cannot be used"):
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_folder_or_a_pipe_is_not_read(file: Path, make: Callable[[Path], None]) -> None:
+    file.parent.mkdir()
+    make(file)
+    with pytest.warns(RecordFileWarning, match="no regular file; name another file in MOEREG_QUARANTINE"):
         assert QUARANTINE.read().records == ()
+    with pytest.raises(RecordFileError, match="no regular file"):
+        QUARANTINE.change()
 
 
 def test_what_cannot_be_written_is_an_error_with_its_cure(
@@ -275,27 +309,44 @@ def test_what_cannot_be_written_is_an_error_with_its_cure(
 ) -> None:
     monkeypatch.setenv("MOEREG_QUARANTINE", "/dev/null/quarantine.json")
     assert QUARANTINE.read().records == ()
-    with pytest.raises(RecordFileError, match=r"'/dev/null/quarantine.json' must be readable and writable"):
+    with pytest.raises(RecordFileError, match=r"'/dev/null/quarantine.json' cannot be used: .*; name another file"):
         QUARANTINE.change([record(cells[0])])
     monkeypatch.setenv("MOEREG_QUARANTINE", "")
     with pytest.raises(RecordFileError, match="which turns the quarantine off"):
         QUARANTINE.change([record(cells[0])])
 
 
-def test_a_write_that_fails_leaves_the_file_and_no_other(
-    file: Path, cells: tuple[BackendCell, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "cure"),
+    [
+        (errno.ENOSPC, "free space on its disk, or name another file"),
+        (errno.EDQUOT, "free space on its disk, or name another file"),
+        (errno.EROFS, "let this user, and nobody else, write to it and its folder, or name another file"),
+        (errno.EACCES, "let this user, and nobody else, write to it and its folder, or name another file"),
+        (errno.EIO, "name another file"),
+    ],
+)
+def test_a_write_that_fails_leaves_the_file_and_says_what_to_do(
+    number: int, cure: str, file: Path, cells: tuple[BackendCell, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     QUARANTINE.change([record(cells[0])])
     before = file.read_bytes()
 
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
+    def fail(handle: int) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RecordFileError, match="No space left on device"):
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(RecordFileError, match=rf"{os.strerror(number)}; {cure} in MOEREG_QUARANTINE$"):
         QUARANTINE.change([record(cells[1])])
     assert file.read_bytes() == before
     assert {path.name for path in file.parent.iterdir()} <= {file.name, f"{file.name}.lock"}
+
+
+def test_a_lock_that_another_process_holds_is_said(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    QUARANTINE.change()
+    monkeypatch.setattr(store, "_LOCK_SECONDS", 0.1)
+    with filelock.FileLock(f"{file}.lock"), pytest.raises(RecordFileError, match="holds its lock or end it, or name"):
+        QUARANTINE.change()
 
 
 def test_writers_take_turns(file: Path, cells: tuple[BackendCell, ...]) -> None:

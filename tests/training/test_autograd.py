@@ -159,6 +159,23 @@ def test_only_what_requires_a_gradient_is_computed(followed: set[str], isolated_
     assert all(error(gradient, truth[name]) < 5e-6 for name, gradient in found.items())
 
 
+@pytest.mark.parametrize("kind", ["kernel", "layer", "layer with a map"])
+def test_what_was_first_called_in_inference_mode_trains(kind: str) -> None:
+    problem = trained_problem(**({"num_local_experts": 3} if "map" in kind else {}))
+    call = drawn_call(problem)
+    with torch.inference_mode():
+        layer: Any = (moereg.make_kernel if kind == "kernel" else moereg.MoELayer)(problem, call.weights)
+        layer(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids)
+    _, truth = expected(problem, call)
+    if kind != "kernel":
+        call = call._replace(tensors=call.tensors | dict(layer.named_parameters()))
+    call.run(layer)
+    assert all(error(gradient, truth[name]) < 5e-6 for name, gradient in call.gradients().items())
+    if "map" in kind:
+        layer.prepare().expert_map.fill_(-1)
+        assert not layer(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids).any()
+
+
 def test_nothing_is_saved_without_gradients(isolated_registry: BackendRegistry) -> None:
     def apply_saving(
         self: Any, out: Any, saved: Any, inputs: Any, weights: Any, workspace13: Any, workspace2: Any
@@ -255,6 +272,18 @@ def test_weights_written_between_the_passes_are_an_error() -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("adapters", [{}, ADAPTED, {**ADAPTED, "gradients": {"adapters"}}], ids=["", "both", "frozen"])
+def test_a_layer_that_is_converted_between_the_passes_is_an_error(adapters: dict[str, Any]) -> None:
+    problem = trained_problem(**adapters)
+    call = drawn_call(problem)
+    layer = moereg.MoELayer(problem, call.weights, adapters=call.adapters)
+    out = layer(call.tensors["hidden_states"].detach(), call.tensors["topk_weights"].detach(), call.topk_ids)
+    layer.bfloat16()
+    text = "which ran in float32 on cpu, got parameters that were converted since to bfloat16 on cpu; convert a layer"
+    with pytest.raises(GradientError, match=text):
+        out.sum().backward()
+
+
 def test_a_graph_keeps_its_kernel() -> None:
     problem = trained_problem()
     call = drawn_call(problem)
@@ -293,7 +322,11 @@ def test_inference_does_not_take_the_class_that_trains() -> None:
 def test_scaled_inputs_and_groups_have_a_reason() -> None:
     problem = trained_problem(top_k=1, apply_router_weight_on_input=True)
     reasons = [reason for one in moereg.explain_backends(problem, platform="cpu").decisions for reason in one.reasons]
-    assert "router_weight_on_input" in {reason.code for reason in reasons}
+    text = "requires apply_router_weight_on_input=False where gradients are asked, got True"
+    assert text in {reason.text for reason in reasons}
+    inferring = trained_problem(top_k=1, apply_router_weight_on_input=True, gradients=frozenset())
+    selection = moereg.explain_backends(inferring, platform="cpu")
+    assert "TorchTrainingExperts" in {one.experts for one in selection.decisions if one.accepted}
     assert moereg.explain_backends(problem, platform="cpu").winner is None
     movement = explain_movements(trained_problem(), GroupFacts(2, "gloo", "cpu"), moereg.Platform("cpu", ""))
     assert movement.winner is None
@@ -304,13 +337,13 @@ def test_weights_that_cannot_be_read_in_place_are_refused() -> None:
     problem = trained_problem()
     call = drawn_call(problem)
     turned = call.tensors["w2"].detach().transpose(1, 2).contiguous().transpose(1, 2)
-    with pytest.raises(ArgumentError, match=r"require contiguous tensors, .* got w2 with strides \[240, 1, 24\]; make"):
+    with pytest.raises(ArgumentError, match=r"must be contiguous, got w2 with strides \[240, 1, 24\]; pass w2"):
         moereg.make_kernel(problem, moereg.ExpertWeights(w13=call.tensors["w13"], w2=turned))
     with pytest.raises(ArgumentError, match="own_weights copies weights, and gradients of weights train them in place"):
         moereg.make_kernel(problem, call.weights, own_weights=True)
     other = drawn_call(problem, seed=1)
     with pytest.raises(
-        ArgumentError, match="this kernel trains w13, w2 in place, got other tensors; write the numbers"
+        ArgumentError, match="this kernel reads w13, w2 where its owner keeps them, got other numbers; write"
     ):
         moereg.make_kernel(problem, call.weights).reload(other.weights)
     with pytest.raises(ArgumentError, match="keep_canonical=False frees the parameters, and gradients of weights"):
@@ -321,7 +354,7 @@ def test_a_sharded_parameter_is_refused() -> None:
     problem = trained_problem()
     call = drawn_call(problem)
     sharded: torch.Tensor = call.tensors["w2"].detach().as_subclass(type("DTensor", (torch.Tensor,), {}))
-    with pytest.raises(ArgumentError, match="require plain tensors, got a DTensor as w2; leave the layer's parameters"):
+    with pytest.raises(ArgumentError, match="must be plain tensors, got a DTensor as w2; leave the layer's parameters"):
         moereg.make_kernel(problem, moereg.ExpertWeights(w13=call.tensors["w13"], w2=sharded))
 
 
@@ -361,7 +394,7 @@ def test_a_class_that_copies_trained_weights_is_named(isolated_registry: Backend
     register(type("Copying", (TorchTrainingExperts,), {"permute_weights": permute_weights}), isolated_registry)
     problem = trained_problem()
     selection = moereg.select_backend(problem, platform="cpu", require="stub")
-    with pytest.raises(BackendError, match="copied weights that are trained in place"):
+    with pytest.raises(BackendError, match="copied weights that are read in place"):
         moereg.make_kernel(problem, drawn_call(problem).weights, selection)
 
 

@@ -13,7 +13,7 @@ from moereg.tuning.session import key_of
 from tests.measured.packs import HERE, PROBLEM, choose, make_cells, row
 
 
-@pytest.mark.parametrize("ends", [lambda record: record.decide({}, 0.0), lambda record: record.drop(1)])
+@pytest.mark.parametrize("ends", [lambda record: record.weigh({}), lambda record: record.drop(1)])
 def test_the_end_of_a_run_leaves_the_session_that_another_one_began(
     tmp_path: Path, ends: Callable[[LayerRecord], object]
 ) -> None:

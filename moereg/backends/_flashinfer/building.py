@@ -17,13 +17,13 @@ import re
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from moereg.backends._flashinfer import kernel_sets, loading, package
 from moereg.backends._flashinfer.manifest import Manifest, ManifestError, read_manifest
-from moereg.errors import ArgumentError, MoeregError, unknown_name_message
+from moereg.errors import ArgumentError, BuildError, unknown_name_message
 from moereg.experts import BuildPlan, KernelBuilder
 from moereg.platforms import Platform
 from moereg.spec.quant_schemes import QuantScheme
@@ -35,16 +35,6 @@ _BYTES_PER_JOB: Final = 8 * 2**30
 _HEADERS: Final = ("cuda_runtime.h", "cublasLt.h", "cublas_v2.h", "curand_kernel.h", "nvrtc.h")
 _LAST_LINES: Final = 12
 _STUBS: Final = "moereg_missing.cpp"
-
-
-INT4: Final = "int4_w4a8_g128"
-
-# The loader compares set names with a manifest and reads no table. Sets not in `kernel_sets` are listed here, so that
-# the evidence of cells that run those stays valid.
-_ADDED: Final[Mapping[str, tuple[str, ...]]] = {"sm90": (INT4,)}
-_DISPATCH: Final = "moe_gemm_kernels_fp8_uint4"
-# The generator's spelling of tiles that write bfloat16. It also writes a float16 file for each, which no cell calls.
-_TILES: Final = "_mixed_moe_gemm_kernelLauncher<__nv_fp8_e4m3, cutlass::uint4b_t, __nv_bfloat16,"
 # FlashInfer's dispatch file has both output dtypes, takes 540 s on one core and ends last; bfloat16 alone takes 310.
 _OWN_DISPATCH: Final = "moereg_fp8_uint4_bfloat16"
 _OWN_TEXT: Final = """#include "tensorrt_llm/kernels/cutlass_kernels/moe_gemm/moe_gemm_template_dispatch.h"
@@ -55,10 +45,6 @@ template class MoeGemmRunner<__nv_fp8_e4m3, cutlass::uint4b_t, __nv_bfloat16>;
 """
 _OWN_SECONDS: Final = 310.0
 """Seconds on one core with nvcc 13.0."""
-
-
-class BuildError(MoeregError, RuntimeError):
-    """A compiler or linker failed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +68,7 @@ class CutlassBuilder(KernelBuilder):
         folder: Path | None,
     ) -> BuildPlan:
         try:
-            module, capability, known = modules(platform.arch)
+            module, capability, known = kernel_sets.modules(platform.arch)
         except KeyError:
             raise ArgumentError(
                 f"FlashInfer has CUTLASS kernels for sm90, sm100, sm103, sm120 and sm121, got {platform}; "
@@ -101,7 +87,7 @@ class CutlassBuilder(KernelBuilder):
         built = _built(target)
         every = sorted({*names, *built}, key=known.index)
         build_folder = _build_folder(spec, capability)
-        sources = with_own(select_sources(spec.sources, every), build_folder)
+        sources = with_own(kernel_sets.select_sources(spec.sources, every), build_folder)
         todo = [path for path in sources if not _object(build_folder, path).exists()]
         return BuildPlan(
             parts=tuple(name for name in every if name not in built),
@@ -370,33 +356,10 @@ def _put_in_place(library: Path, target: Path, manifest: Manifest) -> None:
         ) from None
 
 
-def modules(arch: str) -> tuple[str, str, tuple[str, ...]]:
-    """As `kernel_sets.modules`, with the sets of `_ADDED`.
-
-    Raises:
-        KeyError: FlashInfer has no such kernels for the architecture.
-    """
-    module, capability, sets = kernel_sets.modules(arch)
-    return module, capability, (*sets, *_ADDED.get(arch, ()))
-
-
-def select_sources(sources: Iterable[Path], names: Sequence[str]) -> list[Path]:
-    """As `kernel_sets.select_sources`, with the sets of `_ADDED`."""
-    given = list(sources)
-    chosen = set(kernel_sets.select_sources(given, [name for name in names if name != INT4]))
-    return [path for path in given if path in chosen or (INT4 in names and _is_int4(path))]
-
-
-def _is_int4(path: Path) -> bool:
-    return path.stem == _DISPATCH or (
-        path.name.endswith(".generated.cu") and _TILES in " ".join(path.read_text(encoding="utf-8").split())
-    )
-
-
 def with_own(sources: Iterable[Path], folder: Path) -> list[Path]:
     """Sources with FlashInfer's dispatch file replaced by moereg's, in a folder, which does half the work."""
     own = folder / f"{_OWN_DISPATCH}.cu"
-    return [own if path.stem == _DISPATCH else path for path in sources]
+    return [own if path.stem == kernel_sets.INT4_DISPATCH else path for path in sources]
 
 
 def write_own(sources: Iterable[Path]) -> None:

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Final
 
 from moereg.backends._flashinfer.downloads import has_generated_headers, has_generated_kernels
 from moereg.backends._flashinfer.package import REQUIRES, built_module, can_be_imported, has_compiler
-from moereg.backends._flashinfer.tileiras import CUDA_TILE, can_compile_tiles
 from moereg.experts import Experts
 from moereg.platforms import Platform
 from moereg.registration import Probe
 from moereg.registry import register_moe_backend
 from moereg.spec.facts import Facts, NarrowedFacts
 from moereg.spec.problem import MoEProblem
-from moereg.spec.quant_schemes import WHOLE, QuantFormat, QuantScheme
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -29,13 +27,6 @@ __all__ = [
     "CUTEDSL_FACTS",
     "CUTEDSL_PROBES",
     "CUTEDSL_REQUIRES",
-    "CUTILE_FACTS",
-    "CUTILE_FLOAT4_FACTS",
-    "CUTILE_FLOAT8_FACTS",
-    "CUTILE_PROBES",
-    "CUTILE_REQUIRES",
-    "FP8_TENSOR_W8A16",
-    "MXFP8_W8A16",
     "OWN_KERNELS",
     "TRTLLM_BFLOAT16_FACTS",
     "TRTLLM_BIAS_FACTS",
@@ -46,54 +37,21 @@ __all__ = [
     "TRTLLM_RELU2_FACTS",
     "UNSCALED",
     "cutedsl",
-    "cutile",
-    "cutile_reasons",
     "scalar_reasons",
     "trtllm",
     "trtllm_reasons",
 ]
 
-_E4M3: Final = "float8_e4m3fn"
-
-FP8_TENSOR_W8A16: Final = QuantScheme("fp8_tensor_w8a16", QuantFormat(_E4M3, (WHOLE, WHOLE)))
-MXFP8_W8A16: Final = QuantScheme("mxfp8_w8a16", QuantFormat(_E4M3, (1, 32), scale_dtype="float8_e8m0fnu"))
-"""8-bit float weights with 16-bit activations: what cuTile kernels compute for fp8 and mxfp8 checkpoints."""
-
 OWN_KERNELS: Final = (REQUIRES, "triton>=3.6")
 """moereg's own Triton kernels prepare the routes and quantize tokens."""
 
-_FACTS: Final = Facts(
+TRTLLM_FACTS: Final = Facts(
     activations=frozenset({"silu", "swigluoai"}),
     activation_scalars=True,
     swiglu_limit=True,
     activation_formats=frozenset({"standard"}),
     dtypes=frozenset({"bfloat16"}),
     placements=frozenset({"contiguous", "map"}),
-)
-
-CUTILE_FACTS: Final = dataclasses.replace(
-    _FACTS,
-    activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
-    # FlashInfer documents it for the buffers, which are ours; nothing else allocates or waits. A new size
-    # compiles; `first_call` warns of that.
-    graph_capture=True,
-    # A stable sort, no atomic additions, and sums in the order of a token's experts.
-    deterministic=True,
-    # Tile copies need 16-byte alignment.
-    requires_multiple={"hidden_size": 8, "intermediate_size": 8},
-    max_experts=1024,
-)
-CUTILE_FLOAT8_FACTS: Final = dataclasses.replace(
-    CUTILE_FACTS, requires_multiple={"hidden_size": 32, "intermediate_size": 32}
-)
-CUTILE_FLOAT4_FACTS: Final = dataclasses.replace(
-    CUTILE_FACTS, requires_multiple={"hidden_size": 64, "intermediate_size": 64}
-)
-CUTILE_REQUIRES: Final = (*OWN_KERNELS, CUDA_TILE)
-CUTILE_PROBES: Final = (can_be_imported, can_compile_tiles)
-
-TRTLLM_FACTS: Final = dataclasses.replace(
-    _FACTS,
     # FlashInfer's own tuner captures these entry points to time them.
     graph_capture=True,
     # FlashInfer checks the intermediate size; block and group scales need both.
@@ -151,9 +109,6 @@ _MOST_EXPERTS: Final = 2048
 _MOST_CHOICES: Final = 32
 """Most experts, and most experts per token, that TensorRT-LLM's route-sorting kernels are compiled for."""
 
-_SMALLEST: Final = 64
-"""Smallest size that FlashInfer has a cuTile tile for: it skips tiles twice as large as the matrix."""
-
 _STRICT_LAUNCHER: Final = frozenset({"fp8_block128", "mxfp8"})
 """Schemes whose launcher enforces its own routing's limits on expert counts, even if routes are given."""
 
@@ -199,13 +154,6 @@ def trtllm_reasons(problem: MoEProblem) -> list[str]:
     return reasons
 
 
-def cutile_reasons(problem: MoEProblem) -> list[str]:
-    """Sizes without a tile, and scalars that the kernels cannot take."""
-    sizes = {"hidden_size": problem.hidden_size, "intermediate_size": problem.intermediate_size}
-    reasons = [f"requires {name} >= {_SMALLEST}, got {size}" for name, size in sizes.items() if size < _SMALLEST]
-    return reasons + scalar_reasons(problem)
-
-
 def scalar_reasons(problem: MoEProblem) -> list[str]:
     """Activation scalars that FlashInfer's kernels cannot take: all but those of silu and swigluoai."""
     activation = problem.activation
@@ -218,7 +166,6 @@ def scalar_reasons(problem: MoEProblem) -> list[str]:
 
 
 _BLACKWELL: Final = ("cuda:sm100f",)
-_TILES: Final = ("cuda:sm90",)
 
 
 def trtllm(scheme: str, *platforms: str, **facts: Unpack[NarrowedFacts]) -> Decorator:
@@ -243,17 +190,4 @@ def cutedsl(priority: int, *schemes: str, probes: tuple[Probe, ...] = CUTEDSL_PR
         platforms=_BLACKWELL,
         requires=CUTEDSL_REQUIRES,
         probes=probes,
-    )
-
-
-def cutile(*schemes: str | QuantScheme, platforms: tuple[str, ...] = _TILES, opt_in: bool = True) -> Decorator:
-    """A cell of `flashinfer_cutile`, opt-in until it has run on its platforms."""
-    return register_moe_backend(
-        name="flashinfer_cutile",
-        priority=35,
-        quant_schemes=schemes,
-        platforms=platforms,
-        requires=CUTILE_REQUIRES,
-        probes=CUTILE_PROBES,
-        opt_in=opt_in,
     )

@@ -321,7 +321,8 @@ class Nvfp4(_ScaledByHardware):
         if weights.a13_scale is None or weights.a2_scale is None:
             raise ValueError(
                 "flashinfer_cutlass takes nvfp4 activations with static global scales, got weights without a13_scale "
-                "and a2_scale; calibrate them (moereg.reference.calibrate_activation_scales) or deny this backend"
+                "and a2_scale; calibrate them (moereg.numerics.reference.calibrate_activation_scales) or deny this "
+                "backend"
             )
         assert weights.w2_scale_2 is not None
         num_experts = weights.num_experts

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-__all__ = ["AMPERE", "KERNEL_SETS", "KernelSet", "cpu_seconds", "modules", "select_sources", "set_name", "sets_of"]
-
-_Operands = tuple[str, str]
+_Operands = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +20,8 @@ class KernelSet:
 
     Attributes:
         dispatch: Stem of the source file that chooses among the tiles.
-        operands: Element types of activations and weights that its tiles instantiate, in the generator's spelling.
+        operands: Element types of activations and weights that its tiles instantiate, in the generator's spelling, and
+            of the output if there are tiles for others too.
         folder: Folder of the generated sources, if the tiles are another architecture's.
     """
 
@@ -38,6 +37,8 @@ _FP4: Final = "SafeFP4"
 AMPERE: Final = "bfloat16_ampere"
 """Ampere's bfloat16 tiles, which a module for Hopper can contain besides its own."""
 
+INT4_DISPATCH: Final = "moe_gemm_kernels_fp8_uint4"
+
 # Aliases of the same types in the files of Ampere's tiles.
 _SPELLINGS: Final = {"cutlass::bfloat16_t": _BF16, "cutlass::half_t": "half"}
 
@@ -52,6 +53,8 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
     "nvfp4": KernelSet("moe_gemm_kernels_fp4_fp4", (_FP4, _FP4)),
     # Takes as long to build as bfloat16, for tactics that Hopper can run too: built only on request.
     AMPERE: KernelSet("moe_gemm_kernels_bf16_bf16", (_BF16, _BF16), folder="80"),
+    # No cell calls the generator's tiles that write float16.
+    "int4_w4a8_g128": KernelSet(INT4_DISPATCH, (_E4M3, "cutlass::uint4b_t", _BF16)),
 }
 """Sets by their names in manifests."""
 
@@ -59,7 +62,7 @@ KERNEL_SETS: Final[Mapping[str, KernelSet]] = {
 # tiles, but its interface makes no float32 layer.
 _PLAIN: Final = ("bfloat16", "float16")
 _MODULES: Final[Mapping[str, tuple[str, str, tuple[str, ...]]]] = {
-    "sm90": ("fused_moe_90", "9.0a", (*_PLAIN, "fp8_block128", "fp8", "mxfp4_w4a16", AMPERE)),
+    "sm90": ("fused_moe_90", "9.0a", (*_PLAIN, "fp8_block128", "fp8", "mxfp4_w4a16", AMPERE, "int4_w4a8_g128")),
     "sm100": ("fused_moe_100", "10.0a", (*_PLAIN, "fp8", "mxfp4_mxfp8", "nvfp4")),
     "sm103": ("fused_moe_103", "10.3a", (*_PLAIN, "fp8", "mxfp4_mxfp8", "nvfp4")),
     "sm120": ("fused_moe_120", "12.0f", (AMPERE, "fp8", "mxfp4_mxfp8", "nvfp4")),
@@ -68,7 +71,7 @@ _MODULES: Final[Mapping[str, tuple[str, str, tuple[str, ...]]]] = {
 
 _INSTANTIATION: Final = re.compile(
     r"INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM\(\s*Sm\d+\s*,([^,]+),([^,]+),"
-    r"|template void sm\d+_generic_\w*moe\w*Launcher<([^,>]+),([^,>]+),"
+    r"|template void sm\d+_generic_\w*moe\w*Launcher<([^,>]+),([^,>]+),([^,>]*)"
 )
 
 
@@ -98,11 +101,10 @@ def set_name(scheme: str, dtype: str, known: Sequence[str]) -> str:
 
 
 def sets_of(text: str) -> frozenset[_Operands]:
-    """Operand types of the layer kernels that a generated source instantiates."""
-    found = (match.groups() for match in _INSTANTIATION.finditer(text))
-    pairs = ((a, b) if a is not None else (c, d) for a, b, c, d in found)
-    spelled = ((one.strip(), other.strip()) for one, other in pairs)
-    return frozenset((_SPELLINGS.get(one, one), _SPELLINGS.get(other, other)) for one, other in spelled)
+    """Operand types of the layer kernels that a generated source instantiates, without and with the third."""
+    found = ([one.strip() for one in match.groups() if one is not None] for match in _INSTANTIATION.finditer(text))
+    spelled = [tuple(_SPELLINGS.get(one, one) for one in types) for types in found]
+    return frozenset({*spelled, *(types[:2] for types in spelled)})
 
 
 def select_sources(sources: Iterable[Path], names: Sequence[str]) -> list[Path]:

@@ -1,25 +1,18 @@
-"""Plans kernel buffers without allocating, then carves them from a layer's scratch memory.
-
-FlashInfer's kernels take a dataclass of buffers and have a function that allocates one. On torch's meta device that
-function gives shapes and dtypes and allocates nothing.
-"""
+"""Plans kernel buffers without allocating, then carves them from a layer's scratch memory."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from moereg.kernels.sizes import WORKSPACE_ALIGNMENT
 from moereg.weights.layouts import ALIGNMENT, round_up
 
-__all__ = ["Piece", "aligned_result", "carved", "carved_fields", "num_bytes", "pieces_of"]
-
-B = TypeVar("B")
+__all__ = ["Piece", "aligned_result", "carved", "num_bytes"]
 
 
 class Piece(NamedTuple):
@@ -72,30 +65,3 @@ def aligned_result(out: torch.Tensor) -> Iterator[torch.Tensor]:
     result = torch.empty_like(out)
     yield result
     out.copy_(result)
-
-
-def pieces_of(plan: Any) -> dict[str, Piece]:
-    """The tensors of a dataclass, by field; a tensor that two fields share is planned once, under the first."""
-    pieces: dict[str, Piece] = {}
-    seen: set[int] = set()
-    for field in dataclasses.fields(plan):
-        value = getattr(plan, field.name)
-        if isinstance(value, torch.Tensor) and id(value) not in seen:
-            seen.add(id(value))
-            pieces[field.name] = Piece(tuple(value.shape), value.dtype)
-    return pieces
-
-
-def carved_fields(plan: B, memory: torch.Tensor) -> B:
-    """The dataclass with its tensors carved from memory.
-
-    Args:
-        plan: The dataclass with tensors of the meta device.
-        memory: As in `carved`, for `pieces_of(plan)`.
-    """
-    tensors = carved(memory, pieces_of(plan))
-    by_identity = {id(getattr(plan, name)): tensor for name, tensor in tensors.items()}
-    fields = dataclasses.fields(plan)  # type: ignore[arg-type]  # any dataclass
-    values = {field.name: getattr(plan, field.name) for field in fields}
-    found = {name: by_identity[id(value)] for name, value in values.items() if isinstance(value, torch.Tensor)}
-    return dataclasses.replace(plan, **found)  # type: ignore[type-var]

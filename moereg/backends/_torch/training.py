@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from moereg.backends._loaded import Call
-from moereg.backends._loaded_training import TrainingImplementation
 from moereg.backends._torch.calls import CANONICAL
 from moereg.backends._torch.plain import Host
 from moereg.experts import ExpertInputs, Gradients, SavedShapes
@@ -18,7 +17,7 @@ from moereg.spec.activations import Activation
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
-class TrainingHost(Host, TrainingImplementation):
+class TrainingHost(Host):
     """CPU, standard format.
 
     Saves the rows before the activation, sorted by expert; sorting again is cheaper than keeping the order.

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from moereg.backends._loaded import Call
 from moereg.backends._triton import plain, ways
+from moereg.backends._triton.recorded import Recorded
 from moereg.backends._triton.ways import Hopper, PlainWay, PlainWork
 from moereg.backends._triton.workspace import Piece, cut, group_columns
 from moereg.experts import Experts
@@ -29,20 +30,22 @@ from moereg.platforms import PlatformRule
 from moereg.quantize import Quantized, expert_matrix, unpack_nibbles
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import WHOLE, QuantFormat
-from moereg.weights.layouts import round_up
+from moereg.weights.layouts import aligned, round_up
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 _MATRICES: Final = ("w13", "w2")
 _PARTS: Final = ("group_scale", "zero_point", "row_scale")
 
 
-class Packed(plain.Interleaved):
+class Packed(plain.Canonical):
     """Weight layout for both activation formats."""
 
     recorded_weights: ClassVar[tuple[str, ...]] = (
-        *plain.Interleaved.recorded_weights,
+        *plain.Canonical.recorded_weights,
         *(f"{matrix}_{part}" for matrix in _MATRICES for part in _PARTS),
     )
+
+    shared_key = Recorded.shared_key
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
@@ -61,17 +64,14 @@ class Packed(plain.Interleaved):
 
         Returns:
             `PackedMatrix`'s tensors: `w13` and `w2` are the packed words, with 2 * I_pad rows (I_pad if not gated) and
-            H rows; `w13_group_scale` and so on; and the biases.
+            H rows; `w13_group_scale` and so on; and the canonical biases.
         """
         halves = self.problem.activation.num_halves
 
-        def arrange(rows: torch.Tensor) -> torch.Tensor:
-            return plain.interleave_and_pad(rows.unsqueeze(0), halves, columns=rows.shape[1]).squeeze(0)
-
         per_expert = {
-            **pack_matrices(weights, "w13", self._format, arrange),
+            **pack_matrices(weights, "w13", self._format, lambda rows: interleave_and_pad(rows, halves)),
             **pack_matrices(weights, "w2", self._format, lambda rows: rows),
-            **plain.permute_biases(weights, halves),
+            **{name: aligned(bias) for name, bias in weights.tensors("bias").items()},
         }
         return PermutedWeights(self.layouts[0], per_expert)
 
@@ -153,6 +153,13 @@ _FLOAT4_PLACES: Final = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13
 
 # Maps rows [R, ...] of a canonical matrix to the kernels' order, padding with zeros.
 ArrangeRows = Callable[[torch.Tensor], torch.Tensor]
+
+
+def interleave_and_pad(rows: torch.Tensor, halves: int) -> torch.Tensor:
+    """Pads rows [halves * I, C], gates first, with zeros to [halves * I_pad, C], and has gates and ups alternate."""
+    padded = rows.new_zeros(halves * round_up(len(rows) // halves, WEIGHT_PAD), rows.shape[1])
+    padded[: len(rows)] = rows.unflatten(0, (halves, -1)).transpose(0, 1).flatten(0, 1)
+    return padded
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:

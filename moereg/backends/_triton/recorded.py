@@ -5,8 +5,10 @@ from __future__ import annotations
 import abc
 import functools
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
+
+import torch
 
 from moereg.backends._loaded import Call, Implementation
 from moereg.backends._triton.work import Way
@@ -18,7 +20,7 @@ from moereg.weights.permuted import PermutedWeights
 
 
 @functools.lru_cache(maxsize=1024)
-def _shape_of_layer(*_facts: Hashable) -> object:
+def shape_of_layer(*_facts: Hashable) -> object:
     """A key that layers with equal facts share, quick to hash: comparing a problem takes as long as a launch."""
     return object()
 
@@ -41,16 +43,18 @@ class Recorded(Implementation):
 
     def __init__(self, experts: Experts) -> None:
         super().__init__(experts)
+        self.layer_key = shape_of_layer(type(self), self.problem, self.computes, str(self.platform))
         # One value, since layers and threads may share this object. Weakly, since it holds no weights.
         self._keyed: tuple[Callable[[], object], object] = (lambda: None, None)
 
-    def _shared_key(self, weights: PermutedWeights) -> object:
-        """Equal for layers whose launches differ in pointers alone."""
+    def shared_key(self, weights: PermutedWeights, tensors: Sequence[torch.Tensor | None]) -> Hashable:
+        """Equal for layers whose launches differ in pointers alone; `tensors` are those of `recorded_weights`."""
         keyed, key = self._keyed
         if keyed() is not weights:
-            fixed = ((name, weights.get(name)) for name in self.recorded_weights if name not in self.arriving)
-            kinds = tuple((name, one.dtype, one.shape, one.stride()) for name, one in fixed if one is not None)
-            key = _shape_of_layer(type(self), self.problem, self.computes, str(self.platform), kinds)
+            named = zip(self.recorded_weights, tensors, strict=True)
+            fixed = ((name, one) for name, one in named if one is not None and name not in self.arriving)
+            kinds = tuple((name, one.dtype, one.shape, one.stride()) for name, one in fixed)
+            key = shape_of_layer(self.layer_key, kinds)
             self._keyed = weakref.ref(weights), key
         return key
 
@@ -73,6 +77,7 @@ class Recorded(Implementation):
     def run(self, call: Call) -> None:
         """Launches a few kernels; no allocation, no host synchronization."""
         out, inputs, weights, workspace13, workspace2 = call
+        held = [weights.get(name) for name in self.recorded_weights]
         tensors = (
             out,
             inputs.hidden_states,
@@ -82,7 +87,7 @@ class Recorded(Implementation):
             inputs.expert_map,
             workspace13,
             workspace2,
-            *(weights.get(name) for name in self.recorded_weights),
+            *held,
         )
         device = out.device
         pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -97,5 +102,5 @@ class Recorded(Implementation):
         hidden_states = inputs.hidden_states
         # Tokens are the second to last dimension in either format.
         sizes = hidden_states.stride(), hidden_states.shape[-2], out.stride(-2), out.dtype
-        key = (self._shared_key(weights), *sizes, device.index, missing)
+        key = (self.shared_key(weights, held), *sizes, device.index, missing)
         replay_or_record(key, functools.partial(self.launch, call), tensors, pointers)

@@ -1,4 +1,4 @@
-"""16- and 32-bit weights in canonical layout, as they lie in trained parameters, with gradients.
+"""Gradients of layers with 16- and 32-bit weights, read where trained parameters lie.
 
 Sizes: T tokens, K experts per token, N = T * K routes, E local experts, H hidden, I intermediate, P columns of the
 pre-activation, 2I where gated.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from moereg.backends._loaded import Call
-from moereg.backends._loaded_training import TrainingImplementation
+from moereg.backends._triton import plain
 from moereg.backends._triton.training_products import (
     NUM_COUNTERS,
     Hopper,
@@ -25,7 +25,7 @@ from moereg.backends._triton.training_products import (
 )
 from moereg.backends._triton.work import gate_up_epilogue
 from moereg.backends._triton.workspace import Piece, bytes_of, cut
-from moereg.experts import Experts, Gradients, SavedShapes
+from moereg.experts import Gradients, SavedShapes
 from moereg.kernels.backward.config import (
     MIN_DOWN_INPUT_BLOCK_N,
     MIN_TRAINING_BLOCK_M,
@@ -41,30 +41,17 @@ from moereg.kernels.launch.remembered import launch_remembered
 from moereg.kernels.rows.plan import RoutePlan, plan_in, route_workspace_numel
 from moereg.kernels.rows.reduce import reduce_sorted_rows
 from moereg.kernels.rows.sort import sort_routes
-from moereg.platforms import PlatformRule
 from moereg.weights.adapters import ADAPTER_TENSORS, ExpertAdapters
-from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 _GRADIENTS: Final = tuple(field.name for field in dataclasses.fields(Gradients) if field.name != "accumulate")
 _COUNTERS: Final = Piece((NUM_COUNTERS,), torch.int32)
 
 
-@functools.lru_cache(maxsize=1024)
-def _shape_of_layer(*_facts: Hashable) -> object:
-    """A key that layers with equal facts share, quicker to hash than a problem."""
-    return object()
+class Training(plain.Standard):
+    """Standard format. A forward pass saves the sorted rows before the activation and the plan of the routes.
 
-
-class Training(TrainingImplementation):
-    """Standard format. A forward pass saves the sorted rows before the activation and the plan of the routes."""
-
-    def __init__(self, experts: Experts) -> None:
-        super().__init__(experts)
-        self._is_hopper = PlatformRule("cuda:sm90").matches(self.platform)
-
-    def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Views of the canonical tensors."""
-        return PermutedWeights(self.layouts[0], weights.tensors())
+    Calls without gradients run what infers.
+    """
 
     def saved_shapes(self, num_tokens: int) -> SavedShapes:
         """`pre` [guard + N, P], the plan, and of w13's adapter the low-rank rows [N, R]."""
@@ -78,8 +65,10 @@ class Training(TrainingImplementation):
         return shapes
 
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The activation [guard + N, I]; then routes' results [guard + N, H], low-rank rows, the plan if not saved."""
-        return (self._numel(self._activation(num_tokens)), self._numel(*self._results(num_tokens)))
+        """Those that infer; to save, the second has room for routes' results [guard + N, H] and low-rank rows."""
+        intermediate, (numel,) = super().workspace_shapes(num_tokens)
+        (results,) = self._numel(*self._results(num_tokens))
+        return intermediate, (max(numel, results),)
 
     def backward_workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The pre-activation's gradient [guard + N, P], the activation; rows [guard + N, H], low-rank rows and sums."""
@@ -88,33 +77,26 @@ class Training(TrainingImplementation):
         second = self._rows(num_tokens), low, low, low, self._partials(num_tokens), _COUNTERS
         return self._numel(*first), self._numel(*second)
 
-    def run(self, call: Call) -> None:
-        plan = cut(call.workspace2.view(torch.uint8), *self._results(len(call.inputs.topk_ids)))[2]
-        self._forward(call, None, None, plan)
-
     def run_saving(self, call: Call, saved: Mapping[str, torch.Tensor]) -> None:
-        launches = functools.partial(self._forward, call, saved["pre"], saved.get("w13_low"), saved["plan"])
-        self._launch("saving", launches, call, saved, Gradients())
+        self._launch("saving", functools.partial(self._forward, call, saved), call, saved, Gradients())
 
-    def _forward(
-        self, call: Call, pre: torch.Tensor | None, w13_low: torch.Tensor | None, plan_words: torch.Tensor
-    ) -> None:
-        problem, inputs, weights = self.problem, call.inputs, call.weights
+    def _forward(self, call: Call, saved: Mapping[str, torch.Tensor]) -> None:
+        problem, inputs, weights, pre = self.problem, call.inputs, call.weights, saved["pre"]
         configs, num_tokens = self._configs(call), len(inputs.topk_ids)
         counts = problem.num_experts, problem.num_local_experts
         on_hopper = self._fits_hopper(call, configs, (inputs.hidden_states,), pre)
         heavy_first = self._heavy_first(call) if on_hopper else False
-        sorting = inputs.topk_ids, inputs.expert_map, *counts, configs.block_m, plan_words
+        sorting = inputs.topk_ids, inputs.expert_map, *counts, configs.block_m, saved["plan"]
         plan = sort_routes(*sorting, heavy_first=heavy_first)
         given = plan, configs, self._guard(num_tokens)
         products = Hopper(*given, plan.tile_counters) if on_hopper else Portable(*given)
-        act = cut(call.workspace13.view(torch.uint8), self._activation(num_tokens))[0]
-        rows, w2_low, _ = cut(call.workspace2.view(torch.uint8), *self._results(num_tokens))
+        act = cut(call.workspace13.view(-1).view(torch.uint8), self._activation(num_tokens))[0]
+        rows, w2_low = cut(call.workspace2.view(torch.uint8), *self._results(num_tokens))
         epilogue = gate_up_epilogue(problem, weights)
         w13_adapter, w2_adapter = (_Adapter.of(inputs.adapters, name) for name in ("w13", "w2"))
         w13_part = w2_part = None
-        if w13_adapter is not None and w13_low is not None:
-            w13_part = w13_adapter.part(w13_low, inputs.hidden_states, plan, configs, problem.top_k)
+        if w13_adapter is not None:
+            w13_part = w13_adapter.part(saved["w13_low"], inputs.hidden_states, plan, configs, problem.top_k)
         products.gate_up(act, pre, inputs.hidden_states, weights["w13"], epilogue, problem.top_k, w13_part)
         if w2_adapter is not None:
             w2_part = w2_adapter.part(w2_low, products.rows_of(act), plan, configs)
@@ -138,8 +120,7 @@ class Training(TrainingImplementation):
             *(getattr(grads, name) for name in _GRADIENTS),
         )
         scalings = () if adapters is None else (adapters.w13_scaling, adapters.w2_scaling)
-        key = what, _shape_of_layer(self.problem, str(self.platform))
-        launch_remembered(key, launches, tensors, (grads.accumulate, *scalings))
+        launch_remembered((what, self.layer_key), launches, tensors, (grads.accumulate, *scalings))
 
     def _backward(self, call: Call, grads: Gradients, saved: Mapping[str, torch.Tensor]) -> None:
         problem, inputs, weights, grad_out = self.problem, call.inputs, call.weights, call.out
@@ -161,7 +142,7 @@ class Training(TrainingImplementation):
         needs_act = any(one is not None for one in (grads.w2, grads.w2_a, grads.w2_b))
         w2_part = None
         if w2_adapter is not None:
-            w2_part = w2_adapter.gradient_part(w2_low_grad, grad_out, plan, configs, problem.top_k)
+            w2_part = w2_adapter.part(w2_low_grad, grad_out, plan, configs, problem.top_k, of_gradient=True)
         if needs_pre_grad or needs_act or grads.topk_weights is not None:
             products.down_input(
                 pre_grad if needs_pre_grad else None,
@@ -179,7 +160,7 @@ class Training(TrainingImplementation):
         w13_part = None
         sorted_pre_grad, sorted_act = products.rows_of(pre_grad), products.rows_of(act)
         if w13_adapter is not None and needs_pre_grad:
-            w13_part = w13_adapter.gradient_part(w13_low, sorted_pre_grad, plan, configs)
+            w13_part = w13_adapter.part(w13_low, sorted_pre_grad, plan, configs, of_gradient=True)
         if grads.hidden_states is not None:
             products.gate_up_input(rows, pre_grad, weights["w13"], w13_part)
             reduce_sorted_rows(grads.hidden_states, products.rows_of(rows), plan.route_row, None)
@@ -223,7 +204,7 @@ class Training(TrainingImplementation):
         return route_workspace_numel(num_tokens, problem.top_k, problem.num_local_experts, MIN_TRAINING_BLOCK_M)
 
     def _fits_hopper(
-        self, call: Call, configs: TrainingConfigs, tokens: tuple[torch.Tensor, ...], pre: torch.Tensor | None
+        self, call: Call, configs: TrainingConfigs, tokens: tuple[torch.Tensor, ...], pre: torch.Tensor
     ) -> bool:
         """Whether a pass that gathers rows of these tokens takes Hopper's products."""
         if not self._guard(len(call.inputs.topk_ids)):
@@ -247,7 +228,7 @@ class Training(TrainingImplementation):
     def _guard(self, num_tokens: int) -> int:
         """Rows in front of sorted rows, where a call of so many tokens may take Hopper's products; or 0."""
         num_routes, num_experts = num_tokens * self.problem.top_k, self.problem.num_experts
-        return hopper_guard(num_routes, num_routes / num_experts, self.problem.torch_dtype) if self._is_hopper else 0
+        return hopper_guard(num_routes, num_routes / num_experts, self.problem.torch_dtype) if self.has_hopper else 0
 
     def _guarded(self, num_tokens: int, width: int) -> Piece:
         """Sorted rows behind the guard."""
@@ -265,8 +246,8 @@ class Training(TrainingImplementation):
     def _low(self, num_tokens: int) -> Piece:
         return Piece((num_tokens * self.problem.top_k, self.problem.adapter_rank), self.problem.torch_dtype)
 
-    def _results(self, num_tokens: int) -> tuple[Piece, Piece, Piece]:
-        return self._rows(num_tokens), self._low(num_tokens), Piece((self._plan_words(num_tokens),), torch.int32)
+    def _results(self, num_tokens: int) -> tuple[Piece, Piece]:
+        return self._rows(num_tokens), self._low(num_tokens)
 
     def _partials(self, num_tokens: int) -> Piece:
         """As for the narrowest tile, so that more tokens never need less."""
@@ -298,35 +279,24 @@ class _Adapter(NamedTuple):
         return self.a.shape[1]
 
     def part(
-        self, low: torch.Tensor, rows: torch.Tensor, plan: RoutePlan, configs: TrainingConfigs, top_k: int | None = None
+        self,
+        low: torch.Tensor,
+        rows: torch.Tensor,
+        plan: RoutePlan,
+        configs: TrainingConfigs,
+        top_k: int | None = None,
+        of_gradient: bool = False,
     ) -> LowRank:
         """Writes the low-rank rows of a product's input, and returns the adapter's part of the product.
 
         Args:
             low: [N, adapter_rank] scratch or saved; its first R columns are written.
             rows: [N,in] sorted, or [T,in] with `top_k`.
-            plan: of the call.
-            configs: of the call.
+            plan, configs: of the call.
             top_k: K, where rows are those of tokens.
+            of_gradient: For the gradient of the product's input: rows are those of the output's gradient.
         """
-        return self._part(low, rows, self.a.transpose(1, 2), self.b.transpose(1, 2), plan, configs, top_k)
-
-    def gradient_part(
-        self, low: torch.Tensor, rows: torch.Tensor, plan: RoutePlan, configs: TrainingConfigs, top_k: int | None = None
-    ) -> LowRank:
-        """As `part`, for the gradient of the product's input: rows are those of the output's gradient."""
-        return self._part(low, rows, self.b, self.a, plan, configs, top_k)
-
-    def _part(
-        self,
-        low: torch.Tensor,
-        rows: torch.Tensor,
-        narrowing: torch.Tensor,
-        widening: torch.Tensor,
-        plan: RoutePlan,
-        configs: TrainingConfigs,
-        top_k: int | None,
-    ) -> LowRank:
+        narrowing, widening = (self.b, self.a) if of_gradient else (self.a.transpose(1, 2), self.b.transpose(1, 2))
         low, config = low[:, : self.rank], configs.low_rank_products(self.rank)
         low_rank_rows(low, rows, narrowing, plan, config, scaling=self.scaling, top_k=top_k)
         return expanding(low, widening)

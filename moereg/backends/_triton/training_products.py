@@ -53,7 +53,7 @@ class Portable:
     def gate_up(
         self,
         act: torch.Tensor,
-        pre: torch.Tensor | None,
+        pre: torch.Tensor,
         hidden_states: torch.Tensor,
         w13: torch.Tensor,
         epilogue: GateUpEpilogue,
@@ -129,7 +129,7 @@ class Hopper(Portable):
     def gate_up(
         self,
         act: torch.Tensor,
-        pre: torch.Tensor | None,
+        pre: torch.Tensor,
         hidden_states: torch.Tensor,
         w13: torch.Tensor,
         epilogue: GateUpEpilogue,

@@ -14,7 +14,7 @@
 Route rows are stored already multiplied by their routing weights, except that `Hopper` leaves this to the reduction
 unless the layer is float16: see `early_weights`.
 
-Sizes as in `work`, I_pad padded intermediate size.
+Sizes as in `work`, I_pad columns of the intermediate.
 """
 
 from __future__ import annotations

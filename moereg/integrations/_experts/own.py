@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -13,9 +11,8 @@ from torch.nn.utils import parametrize
 from moereg.errors import described, is_lack_of_memory
 from moereg.integrations._experts.adapters import factors_of
 from moereg.integrations._experts.serving import ServedExperts
+from moereg.layer.in_place import say_once
 from moereg.layer.no_backward import wants_gradient
-
-logger: Final = logging.getLogger("moereg")
 
 
 def follows(module: torch.nn.Module, inputs: Iterable[Any]) -> bool:
@@ -32,8 +29,9 @@ def own_output(
     is_followed: bool,
     reason: str,
     ways: Mapping[str, Callable[[], Any]],
+    is_trained: bool = True,
 ) -> Any | None:
-    """Output of a module's own code, on its own weights, where moereg does not train it.
+    """Output of a module's own code, on its own weights, where moereg does not train it or would have to copy them.
 
     Args:
         module: The experts, or the block around them whose forward is patched.
@@ -42,6 +40,7 @@ def own_output(
         is_followed: Whether autograd follows the call.
         reason: Why moereg does not train it, as a clause.
         ways: Calls of the module's own code by name, the first choice first.
+        is_trained: Whether training is what moereg does not do; otherwise it reads no such weights in place.
 
     Returns:
         What the first way returned that does not raise; None where moereg is to infer: its own code has no backward
@@ -49,7 +48,26 @@ def own_output(
     """
     if found is not None:
         found.forget()
-    kind, reasons = parametrize.type_before_parametrizations(module).__name__, ""
+    kind = parametrize.type_before_parametrizations(module).__name__
+    name, out, reasons = first_that_runs(ways, is_followed)
+    if name and is_trained:
+        say(
+            f"moereg does not train {kind} ({reason}), which runs transformers' own {name} in train() "
+            f"and where inputs or weights require a gradient{reasons}"
+        )
+    elif name:
+        say(
+            f"moereg copies no weights unasked, and {kind} ({reason}) runs transformers' own {name}; "
+            f"moereg.integrations.transformers.prepare(model) repacks them for moereg's kernels{reasons}"
+        )
+    elif is_trained:
+        say(f"moereg does not train {kind} ({reason}), so a backward pass to it will raise{reasons}")
+    return out
+
+
+def first_that_runs(ways: Mapping[str, Callable[[], Any]], is_followed: bool) -> tuple[str, Any, str]:
+    """Name and output of the first way that does not raise, or "" and None, and why those before it do not do."""
+    reasons = ""
     for name, way in ways.items():
         try:
             out = way()
@@ -61,13 +79,8 @@ def own_output(
         if is_followed and not (out[0] if isinstance(out, tuple) else out).requires_grad:
             reasons += f"; {name} has no backward"
             continue
-        _say(
-            f"moereg does not train {kind} ({reason}), which runs transformers' own {name} in train() "
-            f"and where inputs or weights require a gradient; model.eval() under torch.no_grad() runs moereg{reasons}"
-        )
-        return out
-    _say(f"moereg does not train {kind} ({reason}), so a backward pass to it will raise{reasons}")
-    return None
+        return name, out, reasons
+    return "", None, reasons
 
 
 _CANNOT: Final = (RuntimeError, ValueError, TypeError, ImportError, OSError, NameError, AttributeError)
@@ -86,10 +99,6 @@ def weights_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 # Compiled code says it while it is compiled: Dynamo makes no graph of logging.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _say(text: str) -> None:
-    _say_once(text)
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    logger.warning("%s", text)
+def say(text: str) -> None:
+    """Warns once in a process."""
+    say_once(text)

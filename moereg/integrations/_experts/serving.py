@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch.nn.utils import parametrize
 
 from moereg.dispatch import Names, platform_of, select_backend
-from moereg.errors import ArgumentError, MoeregError, described
+from moereg.errors import ArgumentError, CompiledCodeError, MoeregError, PicklingError, described
 from moereg.integrations._experts.adapters import parameter_of
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
+from moereg.layer.checks import check_call
 from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.layer.in_place import ReadInPlace, say_gain
+from moereg.layer.kernel import Reads
 from moereg.layer.one_expert import read_all
+from moereg.layer.train_op import WEIGHTS
 from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_op import new_handle
+from moereg.selection.decide import reading_in_place
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
-from moereg.weights.permuted import ExpertWeights
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from moereg.weights.versions import TensorState, are_elsewhere, check_counted, states_of
 
 NAMES: Final[set[str]] = set()
@@ -74,6 +81,13 @@ def check_servable(module: torch.nn.Module, live: LiveExperts) -> torch.device:
     return next(iter(tensors.values())).device
 
 
+def kinds_of(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What a plan for a module depends on: its parameters may be converted, moved and replaced."""
+    return tuple(
+        (type(each), each.dtype, each.device, tuple(each.shape), each.stride()) for each in module.parameters()
+    )
+
+
 def problem_of(module: torch.nn.Module, live: LiveExperts, top_k: int, dtype: torch.dtype) -> MoEProblem:
     """A module's problem for a call with this top_k and dtype."""
     if not getattr(module, "_is_expert_parallel", False):  # transformers 5.17 has no such flag.
@@ -100,18 +114,23 @@ class ServedExperts:
 
     Attributes:
         request: Keywords of `select_backend`.
+        is_prepared: Whether `prepare` was called, which may copy weights into a kernel's own layout.
         kernels: Kernels by top_k and dtype of hidden states; usually one.
         released: The module's freed parameters, as shapes and dtypes on meta.
         trainers: How it trains, or why it does not, by what that depends on; see `training`.
+        declined: Why no kernel reads its weights in place, by top_k, dtype and `kinds_of` the parameters.
     """
 
     def __init__(self, module: torch.nn.Module, request: Mapping[str, Names] | None = None) -> None:
         self.request = dict(request or {})
+        self.is_prepared = False
         self.kernels: dict[tuple[int, torch.dtype], MoEKernel] = {}
         self.released: dict[str, torch.nn.Parameter] = {}
         self.trainers: dict[tuple[Any, ...], Any] = {}
+        self.declined: dict[tuple[Any, ...], str] = {}
         self._module = weakref.ref(module)
         self._live: LiveExperts | None = None
+        self._reads: ReadInPlace | None = None
         self._states: tuple[TensorState, ...] = ()
         self._is_stale = False
         self.handle = new_handle(self)
@@ -121,7 +140,7 @@ class ServedExperts:
         """The module that it serves."""
         module = self._module()
         if module is None:
-            raise RuntimeError("the experts module of compiled code is gone; keep a reference to the model")
+            raise CompiledCodeError("the experts module of compiled code is gone; keep a reference to the model")
         return module
 
     @property
@@ -157,15 +176,63 @@ class ServedExperts:
             return next(iter(self.kernels.values())).weights.device
         return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
+    def check_in_place(self, top_k: int, dtype: torch.dtype) -> None:
+        """Makes the kernel of a model that is not prepared, if it is missing.
+
+        Raises:
+            CopiesError: No kernel reads the module's parameters where they are.
+            ArgumentError: As in `kernel`.
+        """
+        if self.is_prepared or self.released:
+            return
+        if parametrize.is_parametrized(self.module):
+            raise CopiesError("what computes its weights is not one adapter of PEFT's LoRA")
+        if (top_k, dtype) in self.kernels:
+            return
+        key = (top_k, dtype, *kinds_of(self.module))
+        if key in self.declined:
+            raise CopiesError(self.declined[key])
+        try:
+            if self.live.dtype and self.live.moved:
+                raise CopiesError(self.live.moved)
+            self.kernel(top_k, dtype)
+        except CopiesError as error:
+            self.declined[key] = str(error)
+            raise
+
     def _made(self, top_k: int, dtype: torch.dtype, selection: Selection | None) -> MoEKernel:
         weights = self._weights()
         problem = problem_of(self.module, self.live, top_k, dtype)
+        can_be_read = self.live.dtype is not None and self.live.moved is None
         with torch.no_grad():
             if selection is None:
-                selection = select_backend(problem, platform_of(weights.w13.device), **self.request)
-            kernel = make_kernel(problem, weights, selection)
+                selection = best = select_backend(problem, platform_of(weights.w13.device), **self.request)
+                if can_be_read and not self.is_prepared:
+                    selection = reading_in_place(best)
+                    say_gain(best, selection, weights, f"{_HERE}.prepare(model)")
+                    if selection.winner is None:
+                        raise CopiesError("no kernel here reads its weights in place")
+            can_be_read = can_be_read and reading_in_place(selection).winner is selection.winner
+            if can_be_read:
+                try:
+                    self._reads = ReadInPlace(dict(zip(WEIGHTS, self.tensors(), strict=False)))
+                except ArgumentError as error:
+                    raise CopiesError(str(error)) from error
+            kernel = make_kernel(problem, weights if can_be_read else weights.contiguous(), selection)
         kernel.copied = None  # `follow_parameters` reloads it.
+        if can_be_read:
+            kernel.read_from(functools.partial(_read_by, self._module, self.live.parameters))
+        elif not self.is_prepared and kernel.copied_from(weights):
+            raise CopiesError("no kernel here reads its weights in place")
         return kernel
+
+    def dtype_of(self, hidden_states: torch.Tensor) -> torch.dtype:
+        """The dtype that hidden states are computed in."""
+        return getattr(torch, self.live.dtype) if self.live.dtype else hidden_states.dtype
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The module's parameters, in the order of its meaning of them."""
+        return [_tensor(self.module, name) for name in self.live.parameters]
 
     def forget(self) -> None:
         """Makes the next call read all parameters again, whether they changed or not."""
@@ -187,6 +254,13 @@ class ServedExperts:
         if self.released:
             return
         names = self.live.parameters  # Raises a clear error for unusual tensors.
+        if self._reads is not None:
+            if not self._reads.fits(dict(zip(WEIGHTS, self.tensors(), strict=False))):
+                self._live = self._reads = None  # Sizes and dtypes may have changed.
+                self.kernels.clear()
+            if all(kernel.reads_in_place for kernel in self.kernels.values()):
+                return
+        _follow_writers()
         try:
             states = states_of(_tensor(module, name) for name in names)
         except (AttributeError, AssertionError, RuntimeError) as error:
@@ -217,6 +291,7 @@ class ServedExperts:
             self._live = None
             self.kernels.clear()
 
+    @torch.inference_mode(False)  # They may train later.
     def give_back(self) -> None:
         """Restores freed parameters from the kernel; ones that were set in the meantime stay."""
         if not self.released:
@@ -241,20 +316,31 @@ class ServedExperts:
         """
         return read_all(next(iter(self.kernels.values())).weights)
 
-    def run(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        tensors: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
         """Runs the module.
 
         Args:
             hidden_states: [..., H] in any float dtype; computed in the weights'.
             topk_ids: [T,K] int32 or int64; ids outside the module's experts add nothing.
             topk_weights: [T,K] in any float dtype.
+            tensors: Parameters of this call in compiled code, which a kernel that reads in place takes.
 
         Returns:
             The shape and dtype of `hidden_states`.
+
+        Raises:
+            CopiesError: As in `check_in_place`.
         """
         self.follow_parameters()
         live = self.live
-        dtype = getattr(torch, live.dtype) if live.dtype else hidden_states.dtype
+        dtype = self.dtype_of(hidden_states)
+        self.check_in_place(topk_ids.shape[-1], dtype)
         kernel = self.kernel(topk_ids.shape[-1], dtype)
         rows = hidden_states.detach().reshape(-1, hidden_states.shape[-1]).to(dtype).contiguous()
         ids = topk_ids.reshape(rows.shape[0], topk_ids.shape[-1])
@@ -263,7 +349,15 @@ class ServedExperts:
         # A router's ids fit int32, so converting here saves the kernel's launch to clamp them.
         ids = ids.to(torch.int32)
         weights = topk_weights.detach().reshape(ids.shape).to(torch.float32).contiguous()
-        out = kernel(rows, weights, ids.contiguous())
+        ids = ids.contiguous()
+        if tensors and kernel.reads_in_place and self._reads is not None:
+            check_call(kernel.problem, rows.device, rows, weights, ids, None)
+            reads = Reads(PermutedWeights.in_place(dict(zip(WEIGHTS, tensors, strict=False))), kernel.expert_map)
+            out = torch.empty_like(rows)
+            if len(rows):
+                kernel.check_and_run(rows, weights, ids, out, True, reads)
+        else:
+            out = kernel(rows, weights, ids)
         return out.reshape(hidden_states.shape).to(hidden_states.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ServedExperts | None:
@@ -271,6 +365,7 @@ class ServedExperts:
         if module is None:
             return None  # Only the attribute was copied, not the module.
         served = ServedExperts(module, self.request)
+        served.is_prepared = self.is_prepared
         if self.released:  # Otherwise its first call makes kernels from the copied parameters.
             served.released, served._live = dict(self.released), self._live
             served.kernels = copy.deepcopy(self.kernels, memo)
@@ -278,11 +373,57 @@ class ServedExperts:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.released:
-            raise TypeError(
+            raise PicklingError(
                 "the weights of these experts are only in the layout of this machine's kernel; "
                 "call moereg.integrations.transformers.restore(model) first, or save model.state_dict()"
             )
         return (_nothing, ())
+
+
+_WRITERS: Final = (
+    ("peft.tuners.lora.layer", "ParamWrapper", "merge"),
+    ("peft.tuners.lora.layer", "ParamWrapper", "unmerge"),
+    ("trl.trainer.callbacks", "SyncRefModelCallback", "_sync_target_model"),
+)
+"""Functions of other libraries that write parameters through `.data`, by module, class and name."""
+
+
+def _follow_writers() -> None:
+    """Makes the functions that are imported mark the experts of models that they are given."""
+    for module, kind, name in _WRITERS:
+        owner = getattr(sys.modules.get(module), kind, None)
+        write = vars(owner).get(name) if isinstance(owner, type) else None
+        function = getattr(write, "__func__", write)
+        if function is None or hasattr(function, "_is_moereg"):
+            continue
+        marking = _marking(function)
+        setattr(owner, name, staticmethod(marking) if isinstance(write, staticmethod) else marking)
+
+
+def _marking(write: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(write)
+    def written(*arguments: Any, **named: Any) -> Any:
+        try:
+            return write(*arguments, **named)
+        finally:
+            for model in arguments:
+                for each in model.modules() if isinstance(model, torch.nn.Module) else ():
+                    if (found := served(each)) is not None:
+                        found.forget()
+
+    written._is_moereg = True  # type: ignore[attr-defined]
+    return written
+
+
+class CopiesError(ArgumentError):
+    """A kernel would copy weights that nobody asked it to copy; the text is a clause."""
+
+
+def _read_by(module: weakref.ref[torch.nn.Module], names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """What a kernel in place reads: a module's parameters as they are at a call."""
+    found = module()
+    assert found is not None, "its kernel lives in the module"
+    return {name: _tensor(found, parameter) for name, parameter in zip(WEIGHTS, names, strict=False)}
 
 
 def _nothing() -> None:

@@ -12,15 +12,23 @@ from moereg.dispatch import platform_of, select_backend
 from moereg.errors import MoeregError, one_line
 from moereg.integrations._experts.adapters import adapters_of, parameter_of, rank_of
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
-from moereg.integrations._experts.serving import NOT_IN_COMPILED_CODE, ServedExperts, attach, check_servable, served
+from moereg.integrations._experts.serving import (
+    NOT_IN_COMPILED_CODE,
+    ServedExperts,
+    attach,
+    check_servable,
+    kinds_of,
+    served,
+)
 from moereg.layer.checks import check_call
 from moereg.layer.factory import MoEKernel, make_kernel
-from moereg.layer.train_op import WEIGHTS, check_trained, run_training
+from moereg.layer.in_place import check_in_place
+from moereg.layer.train_op import WEIGHTS, run_training
 from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_op import new_handle
 from moereg.selection.result import Selection
 from moereg.spec.problem import GRADIENTS
-from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import ExpertWeights
 
 
 class Trainer:
@@ -51,11 +59,7 @@ class Trainer:
                 weights = ExpertWeights(**tensors)
                 made = functools.partial(make_kernel, self.problem, weights, self._selection)
                 kernel = outside_pools(made, weights.w13.device)
-            # Otherwise parameters that move away would keep their old memory.
-            for held in kernel.copies:
-                empty = {name: torch.empty_like(each, device="meta") for name, each in weights.tensors().items()}
-                held.weights, held.borrowed = PermutedWeights(held.weights.layout, empty), frozenset()
-            kernel.trained, kernel.copied = {}, None
+            kernel.read_from(dict)  # Each call brings its tensors.
             self._kernel = kernel
         return self._kernel
 
@@ -89,7 +93,7 @@ def trainer_of(module: torch.nn.Module, top_k: int) -> Trainer | str:
         return adapters
     rank = rank_of(adapters)
     found = served(module)
-    key = _key(module, top_k, rank)
+    key = (top_k, rank, *kinds_of(module))
     is_compiling = torch.compiler.is_compiling()
     if found is None or key not in found.trainers:
         answer: Trainer | str = (_plan_while_compiling if is_compiling else plan)(module, top_k, rank)
@@ -116,7 +120,7 @@ def trainer_of(module: torch.nn.Module, top_k: int) -> Trainer | str:
 def plan(module: torch.nn.Module, top_k: int, rank: int = 0) -> Trainer | str:
     """Decides whether moereg trains a module in calls with that top_k and rank of adapters; makes no kernel yet."""
     found = attach(module)
-    answer = found.trainers[_key(module, top_k, rank)] = _planned(module, found, top_k, rank)
+    answer = found.trainers[(top_k, rank, *kinds_of(module))] = _planned(module, found, top_k, rank)
     return answer
 
 
@@ -131,19 +135,10 @@ def _planned(module: torch.nn.Module, found: ServedExperts, top_k: int, rank: in
         if live.moved is not None:
             return live.moved
         device = check_servable(module, live)
-        check_trained({name: parameter_of(module, name) for name in live.parameters})
+        check_in_place({name: parameter_of(module, name) for name in live.parameters})
         gradients = set(GRADIENTS) - (set() if rank else {"adapters"})
         # The weights have a dtype of their own.
         problem = live.problem(top_k, torch.float32, gradients=gradients, adapter_rank=rank)
         return Trainer(module, live, select_backend(problem, platform_of(device), **found.request))
     except MoeregError as error:
         return one_line(str(error))
-
-
-def _key(module: torch.nn.Module, top_k: int, rank: int) -> tuple[Any, ...]:
-    """Key of a plan: parameters may be converted, moved and replaced."""
-    return (
-        top_k,
-        rank,
-        *((type(each), each.dtype, each.device, tuple(each.shape), each.stride()) for each in module.parameters()),
-    )

@@ -7,6 +7,21 @@ import triton.language as tl
 
 
 @triton.jit
+def canonical_rows(columns, num_rows, ACTIVATION: tl.constexpr):
+    """Rows of a canonical w13, or of its bias, whose product has gates in the even columns and ups in the odd ones.
+
+    Args:
+        columns: of the product.
+        num_rows: 2I, or I where not gated.
+        ACTIVATION: `ActivationConstant`.
+    """
+    if ACTIVATION.gated:
+        return columns % 2 * (num_rows // 2) + columns // 2
+    else:
+        return columns
+
+
+@triton.jit
 def activate_pairs(x, ACTIVATION: tl.constexpr):
     """Activates adjacent (gate, up) columns as `activate_halves` does; returns `f(x)` where not gated.
 

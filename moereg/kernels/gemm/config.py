@@ -33,7 +33,7 @@ class GroupedGemmConfig:
     Attributes:
         block_m: rows of a tile; equal to the plan's.
         block_n: columns of the weight product per tile (gate and up count as two).
-        block_k: elements of the reduction per step; masked where it does not divide the padded dimension.
+        block_k: elements of the reduction per step; masked where it does not divide the dimension.
         group_m: row tiles that share a column tile of the weight before the next one is taken, for L2 reuse.
         num_warps: warps per program.
         num_stages: depth of the software pipeline. Two to four programs per multiprocessor beat a deeper pipeline.

@@ -25,7 +25,7 @@ class ActivationConstant(NamedTuple):
 class GateUpEpilogue:
     """Bias, then activation: `f(min(gate, limit)) * (clamp(up, -limit, limit) + beta)`, or `f(x)` where not gated.
 
-    Sizes: E local experts, R rows of an expert's w13 as the kernel takes it: both halves where gated, padding included.
+    Sizes: E local experts, R rows of an expert's canonical w13: 2I where gated, else I.
 
     Attributes:
         activation: f: `silu` and `swigluoai` (`x * sigmoid(alpha * x)`), `gelu`, `gelu_tanh` or `relu2`.
@@ -33,7 +33,7 @@ class GateUpEpilogue:
         alpha: slope inside the sigmoid.
         beta: added to the clamped up half; only where gated.
         limit: the clamp, or None; only where gated.
-        bias: [E, R] in the order of w13's rows, rows contiguous, any float dtype; None: no bias.
+        bias: [E, R] contiguous, gates first, any float dtype; None: no bias.
     """
 
     activation: str

@@ -58,7 +58,7 @@ class CallShape:
         top_k: K.
         gate_up_columns: columns of the first product: rows of an expert's w13.
         down_columns: columns of the second product: rows of an expert's w2.
-        down_depth: I_pad.
+        down_depth: I, rounded up to `WEIGHT_PAD`.
         element_bytes: bytes of an activation.
         is_packed: whether weights are packed.
         shared_bytes: shared memory that a program may use, nearly all of a multiprocessor's; None: no limit.

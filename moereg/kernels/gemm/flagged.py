@@ -208,7 +208,7 @@ def both_gemms(
         *(up.depth, up.num_columns, depth, last.num_columns),
         *(rows.stride(0) for rows in (hidden_states, intermediate, out)),
         up.strides,
-        0 if epilogue.bias is None else epilogue.bias.stride(0),
+        0 if epilogue.bias is None else epilogue.bias.shape[1],
         last.strides,
         0 if bias is None else bias.stride(0),
         ROUTES=RouteShape(True, False, top_k, 1),

@@ -2,20 +2,21 @@
 
 Every route streams its expert's weights once through plain multiply-adds, which at one row cost less than feeding the
 matrix units. Nothing is sorted. The second product sums over a token's routes itself, so no route's output is stored.
-Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
-the sizes of the zero-padded weights.
+Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.gemm.activation import activate_pairs
+from moereg.kernels.gemm.activation import activate_pairs, canonical_rows
 from moereg.kernels.gemm.config import GemvConfig
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.gemm.operand import reaches_past
+from moereg.kernels.gemm.operand import in_units, reaches_past
 from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.direct import DirectRoutes, load_local_expert
@@ -43,6 +44,7 @@ def _gemv_gate_up_kernel(
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,  # ActivationConstant
     MASK_K: tl.constexpr,
+    UNIT: tl.constexpr,  # as in TileShape
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -53,8 +55,10 @@ def _gemv_gate_up_kernel(
     expert = load_local_expert(topk_ids, expert_map, route, route + 1, num_experts, num_local_experts)
     if expert < 0:
         return
+    hidden_size, stride_hidden = in_units(hidden_size, UNIT), in_units(stride_hidden, UNIT)
+    stride_expert, stride_column = in_units(stride_expert, UNIT), in_units(stride_column, UNIT)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
-    loaded_columns = tl.minimum(columns, num_columns - 1)
+    loaded_columns = canonical_rows(tl.minimum(columns, num_columns - 1), num_columns, ACTIVATION)
     x_row = hidden_states + (route // TOP_K).to(tl.int64) * stride_hidden
     w_rows = w13 + expert.to(tl.int64) * stride_expert + loaded_columns[:, None] * stride_column  # [BLOCK_N, 1]
     sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
@@ -104,6 +108,7 @@ def _gemv_down_kernel(
     stride_out,
     TOP_K: tl.constexpr,
     MASK_K: tl.constexpr,
+    UNIT: tl.constexpr,  # as in TileShape
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -111,6 +116,8 @@ def _gemv_down_kernel(
 ):
     token = tl.program_id(0) // num_tiles
     tile = tl.program_id(0) % num_tiles
+    depth, stride_intermediate = in_units(depth, UNIT), in_units(stride_intermediate, UNIT)
+    stride_expert, stride_column = in_units(stride_expert, UNIT), in_units(stride_column, UNIT)
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     loaded_columns = tl.minimum(columns, num_columns - 1)
     wait_for_previous(OVERLAP)
@@ -161,7 +168,7 @@ def gate_up_gemv(
     Arguments as for `gate_up_gemm` of `grouped`.
 
     Args:
-        out: [N, I_pad], rows contiguous, by route: rows of routes without a local expert stay as they are.
+        out: [N, I or more], rows contiguous, by route: rows of routes without a local expert stay as they are.
         routes: any number of tokens; its `block_m` is ignored.
         overlap: whether the next kernel, launched with overlap, may start early.
     """
@@ -179,6 +186,7 @@ def gate_up_gemv(
         TOP_K=top_k,
         ACTIVATION=epilogue.constant,
         MASK_K=reaches_past(hidden_size, hidden_size, config.block_k),
+        UNIT=math.gcd(16, hidden_size, hidden_states.stride(0), w13.stride(0), w13.stride(1)),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         NUM_STAGES=config.num_stages,
@@ -219,6 +227,7 @@ def down_gemv(
         *(w2.stride(1), 0 if bias is None else bias.stride(0), out.stride(0)),
         TOP_K=topk_ids.shape[1],
         MASK_K=reaches_past(depth, depth, config.block_k),
+        UNIT=math.gcd(16, depth, intermediate.stride(0), w2.stride(0), w2.stride(1)),
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         NUM_STAGES=config.num_stages,

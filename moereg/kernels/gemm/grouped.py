@@ -1,22 +1,32 @@
 """The two grouped GEMMs of a Mixture-of-Experts layer, with 16- or 32-bit weights or packed ones, in Triton.
 
-Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
-the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`, in the batched format of a plain
+Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate. Packed weights are
+zero-padded, I to `I_pad`. Rows come in the compact order of a `RoutePlan`, in the batched format of a plain
 `BlockMap`, or, for a few tokens, unsorted from `DirectRoutes`.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.gemm.activation import activate_pairs
+from moereg.kernels.gemm.activation import activate_pairs, canonical_rows
 from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.gemm.operand import Matrices, Strides, TileShape, WeightOperand, operand_of, product, tile_shape
+from moereg.kernels.gemm.operand import (
+    Matrices,
+    Strides,
+    TileShape,
+    WeightOperand,
+    in_units,
+    operand_of,
+    product,
+    tile_shape,
+)
 from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.packed.weights import PackedMatrix
@@ -24,7 +34,6 @@ from moereg.kernels.rows.block_map import BlockMap, load_num_tall
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.rows.tiles import claim_tile, plan_arguments, route_shape
-from moereg.kernels.sizes import WEIGHT_PAD
 
 
 class GateUp(NamedTuple):
@@ -65,11 +74,14 @@ def gate_up_tile(
     if TILE.mask_n:
         # Columns past the end repeat the last one, which costs no bandwidth and needs no mask.
         columns = tl.minimum(columns, num_columns - 1)
-    a_rows = gemm.hidden_states + (tile.routes // ROUTES.top_k).to(tl.int64) * strides.rows
+    weight_rows = columns
+    if FORMAT.element is None:
+        weight_rows = canonical_rows(columns, num_columns, ACTIVATION)
+    a_rows = gemm.hidden_states + (tile.routes // ROUTES.top_k).to(tl.int64) * in_units(strides.rows, TILE.unit)
     expert = tile.expert.to(tl.int64)
     # [BLOCK_M, BLOCK_N] fp32
     # fmt: off
-    x = product(a_rows, gemm.matrices, strides.matrices, depth, num_columns, expert, columns, tile.row_mask,
+    x = product(a_rows, gemm.matrices, strides.matrices, depth, num_columns, expert, weight_rows, tile.row_mask,
                 hidden_size, FORMAT, TILE)
     # fmt: on
     if not ROUTES.sorted:
@@ -79,7 +91,13 @@ def gate_up_tile(
     if gemm.route_factors is not None:
         x *= tl.load(gemm.route_factors + tile.routes)[:, None]
     if gemm.bias is not None:
-        bias = tl.load(gemm.bias + tile.expert.to(tl.int64) * strides.bias + columns)  # [BLOCK_N]
+        biases = gemm.bias + expert * strides.bias
+        if FORMAT.element is None:
+            bias = tl.load(biases + weight_rows)  # [BLOCK_N]
+        else:
+            # Packed weights are interleaved and padded, their biases are not.
+            at = canonical_rows(columns, strides.bias, ACTIVATION)
+            bias = tl.load(biases + at, mask=columns < strides.bias, other=0.0)  # [BLOCK_N]
         x += bias.to(tl.float32)[None, :]
     y = activate_pairs(x, ACTIVATION)  # [BLOCK_M, BLOCK_N / HALVES]
     HALVES: tl.constexpr = 2 if ACTIVATION.gated else 1
@@ -165,7 +183,7 @@ def down_tile(tile, gemm, depth, num_columns, strides, FORMAT: tl.constexpr, TIL
     loaded_columns = columns
     if TILE.mask_n:
         loaded_columns = tl.minimum(columns, num_columns - 1)
-    a_rows = gemm.intermediate + tile.valid_rows.to(tl.int64) * strides.rows
+    a_rows = gemm.intermediate + tile.valid_rows.to(tl.int64) * in_units(strides.rows, TILE.unit)
     expert = tile.expert.to(tl.int64)
     # [BLOCK_M, BLOCK_N] fp32
     # fmt: off
@@ -182,8 +200,9 @@ def down_tile(tile, gemm, depth, num_columns, strides, FORMAT: tl.constexpr, TIL
         x *= tl.load(gemm.topk_weights + tile.routes)[:, None]
     mask = tile.row_mask[:, None]  # [BLOCK_M, 1], or with columns [BLOCK_M, columns]
     if TILE.mask_n:
-        mask = mask & (columns < num_columns)[None, :]
-    out_pointers = gemm.out + tile.routes.to(tl.int64)[:, None] * strides.out + columns[None, :]
+        mask = mask & (columns < in_units(num_columns, TILE.unit))[None, :]
+    out_rows = gemm.out + tile.routes.to(tl.int64) * in_units(strides.out, TILE.unit)
+    out_pointers = out_rows[:, None] + columns[None, :]
     tl.store(out_pointers, x.to(gemm.out.dtype.element_ty), mask=mask)
 
 
@@ -235,7 +254,7 @@ def _down_kernel(
 
 
 def _tall_shape(
-    config: GroupedGemmConfig, plan: BlockMap | DirectRoutes, operand: WeightOperand, depth_a: int
+    config: GroupedGemmConfig, plan: BlockMap | DirectRoutes, operand: WeightOperand, depth_a: int, unit: int
 ) -> TileShape | None:
     """Returns the `TileShape` of the plan's tall tiles, or None if there are none."""
     tall = config.tall
@@ -244,7 +263,7 @@ def _tall_shape(
         return None
     assert isinstance(plan, BlockMap) and plan.tall == tall.block_m
     assert tall.num_warps == config.num_warps and tall.slices == config.slices == 1
-    shape = tile_shape(tall, operand.num_columns, depth_a, operand.depth, tall.block_k, tall.mask_rows)
+    shape = tile_shape(tall, operand.num_columns, depth_a, operand.depth, tall.block_k, tall.mask_rows, unit)
     return shape._replace(stages=tall.num_stages)
 
 
@@ -281,13 +300,13 @@ def gate_up_gemm(
     Where gated, column 2j of the product is gate j and column 2j + 1 is up j. Accumulation and epilogue are in fp32.
 
     Args:
-        out: [N, I_pad], dtype of the activations, rows contiguous: overwritten up to the last valid row. Columns
-            from I on are zero because their weights and biases are. [N, I_pad] by route for `DirectRoutes`;
-            [E * max_T, I_pad] in the batched format, valid rows overwritten.
+        out: [N, I or more], dtype of the activations, rows contiguous: I columns are overwritten up to the last valid
+            row; by route for `DirectRoutes`. [E * max_T, I or more] in the batched format, valid rows overwritten.
+            Packed weights overwrite I_pad columns, those from I on with zeros.
         hidden_states: [T, H] bf16, fp16 or fp32, rows contiguous; read only in its H columns. [E * max_T, H] in the
             batched format, where invalid rows may be NaN.
-        w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; same dtype, zero padded, H_pad a
-            multiple of 64, fewer than 2**31 elements per expert. Or packed, for 16-bit activations.
+        w13: [E, 2I, H], gate rows first, or [E, I, H] where not gated; same dtype, rows contiguous, fewer than 2**31
+            elements per expert. Or packed, for 16-bit activations: interleaved.
         plan: from `sort_routes` or `plan_batches` with `config.block_m`.
         top_k: K; 1 in the batched format.
         route_factors: N fp32, contiguous, by route: multiplies the product before the bias; the router's weights where
@@ -296,9 +315,9 @@ def gate_up_gemm(
     """
     operand = operand_of(w13, config)
     num_columns, depth, hidden_size = operand.num_columns, operand.depth, hidden_states.shape[1]
-    assert depth % WEIGHT_PAD == 0 and hidden_size <= depth
+    assert hidden_size == depth or (hidden_size < depth and isinstance(w13, PackedMatrix))
     assert hidden_states.stride(1) == out.stride(1) == 1
-    assert out.shape[1] == num_columns // (2 if epilogue.gated else 1)
+    assert out.shape[1] >= num_columns // (2 if epilogue.gated else 1)
     _launch(
         _gate_up_kernel,
         GateUp(out, hidden_states, operand.matrices, epilogue.bias, route_factors),
@@ -334,11 +353,10 @@ def down_gemm(
             is the caller's choice: that of the activations halves the traffic of this buffer, the layer's largest, at
             the price of one more rounding per route, comparable to that of the output. [E * max_T, H] in the batched
             format: every valid row to its own place.
-        intermediate: [N, I_pad] bf16, fp16 or fp32, rows contiguous, from `gate_up_gemm`.
-        w2: [E, H, I_pad], same dtype, zero padded, I_pad a multiple of 64, fewer than 2**31 elements per expert. Or
-            packed.
+        intermediate: [N, I or more] bf16, fp16 or fp32, rows contiguous, from `gate_up_gemm`.
+        w2: [E, H, I], same dtype, rows contiguous, fewer than 2**31 elements per expert. Or packed.
         plan: from `sort_routes` or `plan_batches` with `config.block_m`.
-        bias: [E, H], any float dtype, or None.
+        bias: [E, H] contiguous, any float dtype, or None.
         topk_weights: [T, K] fp32 contiguous, or None for no weight.
         row_factors: [N] fp32 contiguous, in the order of `intermediate`: multiplies the product before the bias; None:
             no factor.
@@ -348,7 +366,7 @@ def down_gemm(
     depth = operand.depth
     # Sorted routes are looked up, so only direct ones need K.
     top_k = plan.topk_ids.shape[1] if isinstance(plan, DirectRoutes) else 1
-    assert depth % WEIGHT_PAD == 0 and intermediate.shape[1] == depth
+    assert intermediate.shape[1] >= depth
     assert intermediate.stride(1) == out.stride(1) == 1
     gemm = Down(out, intermediate, operand.matrices, bias, topk_weights, row_factors)
     given = operand, plan, config, (depth,)
@@ -374,8 +392,10 @@ def _launch(
     `depths` are the row lengths of the activations, if the kernel takes that, and of the weights.
     """
     num_columns, depth, depth_a = operand.num_columns, operand.depth, depths[0]
-    stride_bias = 0 if gemm.bias is None else gemm.bias.stride(0)
-    assert config.block_m == plan.block_m
+    strides = rows.stride(0), gemm.out.stride(0), *operand.strides
+    unit = 16 if operand.format.element else math.gcd(16, *strides, *depths, num_columns)
+    stride_bias = 0 if gemm.bias is None else gemm.bias.shape[1]
+    assert config.block_m == plan.block_m and (gemm.bias is None or gemm.bias.is_contiguous())
     launch(
         kernel,
         (num_programs(plan, config, num_columns),),
@@ -385,8 +405,8 @@ def _launch(
         Strides(rows.stride(0), operand.strides, stride_bias, gemm.out.stride(0)),
         ROUTES=route_shape(plan, top_k),
         FORMAT=operand.format,
-        TILE=tile_shape(config, num_columns, depth_a, depth, config.block_k * config.slices, config.mask_rows),
-        TALL=_tall_shape(config, plan, operand, depth_a),
+        TILE=tile_shape(config, num_columns, depth_a, depth, config.block_k * config.slices, config.mask_rows, unit),
+        TALL=_tall_shape(config, plan, operand, depth_a, unit),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **constants,

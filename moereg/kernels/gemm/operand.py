@@ -25,6 +25,7 @@ class TileShape(NamedTuple):
         mask_a: whether steps over the weights' reduction reach past a row of activations; see `reaches_past`.
         mask_b: whether they reach past a row of weights.
         mask_n: whether tiles reach past the last column.
+        unit: number that divides strides and depths; see `in_units`.
         stages: depth of the loop's pipeline; None: the launch's `num_stages`.
     """
 
@@ -36,7 +37,20 @@ class TileShape(NamedTuple):
     mask_a: bool
     mask_b: bool
     mask_n: bool
+    unit: int = 16
     stages: int | None = None
+
+
+@triton.jit
+def in_units(size, UNIT: tl.constexpr):
+    """A stride or depth as a multiple of UNIT, so that rows 8 elements of 16 bits apart are read 16 bytes at a time.
+
+    Triton finds out by itself which arguments are multiples of 16.
+    """
+    if UNIT < 16:
+        return size // UNIT * UNIT
+    else:
+        return size
 
 
 @triton.jit
@@ -48,7 +62,7 @@ def accumulate(a_pointers, b_pointers, row_mask, depth_a, depth, TILE: tl.conste
         b_pointers: [BLOCK_K, BLOCK_N] first elements of the weights.
         row_mask: [BLOCK_M] valid rows.
         depth_a: elements of a row of activations; memory past them may hold NaN.
-        depth: K_pad >= depth_a, elements of a row of weights; past them lies the next row or the end of the tensor.
+        depth: elements of a row of weights; past them lies the next row or the end of the tensor.
         TILE: `TileShape`.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
@@ -79,23 +93,23 @@ def accumulate(a_pointers, b_pointers, row_mask, depth_a, depth, TILE: tl.conste
 def reaches_past(size: int, depth: int, step: int) -> bool:
     """Whether a loop over `depth` elements by `step` reads past the first `size` elements of a row.
 
-    Rows of activations end at the layer's size, while the loop runs to the weights' padded size in whole steps. The
-    weights' zero padding does not help there: memory past a row may hold NaN.
+    Packed weights are padded with zeros, which does not help: memory past a row of activations may hold NaN.
     """
     return -(-depth // step) * step > size
 
 
 def tile_shape(
-    config: GroupedGemmConfig, num_columns: int, depth_a: int, depth: int, step: int, mask_rows: bool
+    config: GroupedGemmConfig, num_columns: int, depth_a: int, depth: int, step: int, mask_rows: bool, unit: int = 16
 ) -> TileShape:
     """Returns the `TileShape` of a launch.
 
     Args:
         num_columns: rows of an expert's weights.
         depth_a: elements of a row of activations.
-        depth: K_pad, elements of a row of weights.
+        depth: elements of a row of weights.
         step: elements of a row per loop iteration.
         mask_rows: whether loads of invalid rows are masked.
+        unit: as in `TileShape`.
     """
     return TileShape(
         block_m=config.block_m,
@@ -106,6 +120,7 @@ def tile_shape(
         mask_a=reaches_past(depth_a, depth, step),
         mask_b=reaches_past(depth, depth, step),
         mask_n=num_columns % config.block_n != 0,
+        unit=unit,
     )
 
 
@@ -150,7 +165,7 @@ class Strides(NamedTuple):
     Attributes:
         rows: from one row of activations to the next.
         matrices: `MatrixStrides`.
-        bias: from one expert's bias to the next.
+        bias: from one expert's bias to the next, which are contiguous: rows of the weights without padding.
         out: from one row of the result to the next.
     """
 
@@ -180,7 +195,7 @@ def product(
         a_rows: [BLOCK_M] first elements of the rows of activations.
         matrices: `Matrices`.
         strides: `MatrixStrides`.
-        depth: K_pad, elements of a row of weights.
+        depth: elements of a row of weights.
         num_columns: rows of an expert's weights, columns of the product.
         expert: local expert, int64.
         columns: [BLOCK_N] rows of the expert's weights.
@@ -189,12 +204,14 @@ def product(
         FORMAT: `WeightFormat`.
         TILE: `TileShape`.
     """
-    weights = matrices.weights + expert * strides.expert
+    weights = matrices.weights + expert * in_units(strides.expert, TILE.unit)
     if FORMAT.element is None:
+        depth_a = in_units(depth_a, TILE.unit)
+        depth = in_units(depth, TILE.unit)
         offs_k = tl.arange(0, TILE.block_k)
         a_pointers = a_rows[:, None] + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
         # [BLOCK_K, BLOCK_N]
-        b_pointers = weights + columns[None, :] * strides.column + offs_k[:, None]
+        b_pointers = weights + columns[None, :] * in_units(strides.column, TILE.unit) + offs_k[:, None]
         return accumulate(a_pointers, b_pointers, row_mask, depth_a, depth, TILE)
     else:
         group_scale = matrices.group_scale
@@ -217,7 +234,7 @@ class WeightOperand(NamedTuple):
     Attributes:
         num_experts: E.
         num_columns: rows of an expert's weights, columns of a product.
-        depth: K_pad, elements of a row of weights.
+        depth: elements of a row of weights, those of packed ones padded.
         matrices: weights and their scales.
         strides: of `matrices`.
         format: element type, scales and slices.
@@ -232,7 +249,7 @@ class WeightOperand(NamedTuple):
 
 
 def operand_of(weights: torch.Tensor | PackedMatrix, config: GroupedGemmConfig) -> WeightOperand:
-    """Wraps weights [E, R, K_pad], rows contiguous, or packed ones, for kernels launched with `config`."""
+    """Wraps weights [E, R, K], rows contiguous, or packed ones, for kernels launched with `config`."""
     if isinstance(weights, torch.Tensor):
         assert weights.stride(2) == 1
         num_experts, num_rows, depth = weights.shape

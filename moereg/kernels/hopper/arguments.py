@@ -26,7 +26,7 @@ def product_arguments(
     Args:
         plan: tiles of rows; each product has a tile counter of its own.
         epilogue: of the first product; None for the second.
-        bias: [E, columns of the product] in the order of the weight's rows, or None.
+        bias: [E, columns of the product] canonical, contiguous, or None.
         overlap: whether to start while the previous kernel still runs, and to let the next one start early.
     """
     routes = plan.sorted_routes if isinstance(plan, RoutePlan) else None
@@ -41,11 +41,12 @@ def product_arguments(
 
 
 def tile_of(
-    config: HopperGemmConfig | HopperPackedConfig, rows: torch.Tensor, depth: int, top_k: int | None, **others: Any
+    config: HopperGemmConfig | HopperPackedConfig, rows: torch.Tensor, top_k: int | None, **others: Any
 ) -> ProductTile:
-    """Returns the constant of a product over weights of `depth` elements a row; `others` as in `ProductTile`."""
+    """Returns the constant of a product with these rows of activations; `others` as in `ProductTile`."""
     sizes = config.block_m, config.block_n, config.slack
-    return ProductTile(*sizes, top_k=top_k, mask_k=rows.shape[1] != depth, **others)
+    mask_k = top_k is not None and rows.shape[1] % BLOCK_K.value != 0
+    return ProductTile(*sizes, top_k=top_k, mask_k=mask_k, **others)
 
 
 def row_arguments(
@@ -81,6 +82,26 @@ def tensor_map(
     swizzle_bytes = min(128, box[-1] * base.element_size())
     layout = gl.NVMMASharedLayout(swizzle_bytes, 8 * base.element_size(), len(box))
     return TensorDescriptor(base, list(shape), list(strides), list(box), layout)
+
+
+def weight_map(weight: torch.Tensor, block_n: int, halves: int, box_columns: int | None = None) -> TensorDescriptor:
+    """Returns the map of canonical weights; what a box takes past their columns and steps are zeros.
+
+    Args:
+        weight: [E, columns, depth], or [E, depth, columns] with `box_columns`; contiguous, 16-byte aligned.
+        block_n: columns of a tile.
+        halves: 2 where gates and ups are to come side by side: 8 gates, then their 8 ups.
+        box_columns: columns of a box of BLOCK_K steps; None: rows of the weight are columns.
+    """
+    num_experts, num_columns, depth = weight.shape
+    assert weight.is_contiguous()
+    if halves == 2:
+        # Axes are groups of 8 columns, halves of all experts, columns of a group, and steps.
+        shape = num_columns // 16, 2 * num_experts, 8, depth
+        strides = 8 * depth, num_columns // 2 * depth, depth, 1
+        return tensor_map(weight, shape, strides, (block_n // 16, 2, 8, BLOCK_K.value))
+    box = (1, BLOCK_K.value, box_columns) if box_columns else (1, block_n, BLOCK_K.value)
+    return tensor_map(weight, tuple(weight.shape), weight.stride(), box)
 
 
 def clipped_map(out: torch.Tensor, box: tuple[int, ...]) -> TensorDescriptor:

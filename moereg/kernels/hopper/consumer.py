@@ -57,10 +57,11 @@ class Output(NamedTuple):
         out: map of the compact rows behind the guard, clipped at an expert's end, or in the batched format of
             [E, max_T, columns]; boxes [1, rows, columns] of a staged store.
         staging: [2 * consumers, rows, columns] staged stores, two of each warpgroup.
-        bias: pointer to [E, num_columns], or None.
+        bias: pointer to [E, bias_columns], canonical; or None.
+        bias_columns: rows of an expert's canonical weight.
         row_weights: `RowWeights` that multiply compact rows after the bias.
         row_scale: pointer to [E, num_columns] fp32, of packed weights, or None.
-        num_columns: rows of an expert's weight.
+        num_columns: rows of an expert's weight, padded where it is packed.
         max_tokens: max_T in the batched format, where rows of a box past an expert's count are written and those
             past max_T are dropped; None where rows are compact.
     """
@@ -68,6 +69,7 @@ class Output(NamedTuple):
     out: Any
     staging: Any
     bias: Any
+    bias_columns: Any
     row_weights: Any
     row_scale: Any
     num_columns: Any
@@ -100,11 +102,17 @@ def _finish(x, output, place, FIRST: gl.constexpr, ACTIVATION: gl.constexpr):
     if output.bias is not None:
         at = gl.arange(0, COLUMNS, gl.SliceLayout(1, x.type.layout))
         if ACTIVATION.gated:
-            at = at // 16 * 16 + at % 8 * 2 + at // 8 % 2
-        at += place.column
-        value = gl.load(
-            output.bias + place.expert.to(gl.int64) * output.num_columns + at, mask=at < output.num_columns, other=0.0
-        )  # [COLUMNS]
+            # 8 gates, then their 8 ups; the mask is of the gate.
+            width = output.bias_columns // 2
+            up = at // 8 % 2
+            at = place.column // 2 + at // 16 * 8 + at % 8
+            mask = at < width
+            at += up * width
+        else:
+            at += place.column
+            mask = at < output.bias_columns
+        bias = output.bias + place.expert.to(gl.int64) * output.bias_columns
+        value = gl.load(bias + at, mask=mask, other=0.0)  # [COLUMNS]
         x += value.to(gl.float32)[:, None]
     if output.row_weights.topk_weights is not None:
         # Rows past the tile's last repeat its weight; they are dropped when stored.

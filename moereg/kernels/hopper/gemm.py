@@ -6,9 +6,9 @@ wgmma's M side, tokens its N side, which may be short. So an expert with a few r
 one longer tile instead of two: a short second accumulator takes the extra rows, for which the weights are in shared
 memory already.
 
-Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate, `I_pad` and `H_pad`
-the sizes of the zero-padded weights. Rows come in the compact order of a `RoutePlan`, or in the batched format of a
-plain `BlockMap`.
+Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate. Rows come in the
+compact order of a `RoutePlan`, or in the batched format of a plain `BlockMap`. Tensor maps end where H and I do: boxes
+that reach further bring zeros.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.hopper.arguments import clipped_map, product_arguments, row_arguments, tensor_map, tile_of
+from moereg.kernels.hopper.arguments import (
+    clipped_map,
+    product_arguments,
+    row_arguments,
+    tensor_map,
+    tile_of,
+    weight_map,
+)
 from moereg.kernels.hopper.config import HopperGemmConfig, select_group_m
 from moereg.kernels.hopper.consumer import Output, RowWeights, consume
 from moereg.kernels.hopper.producer import WeightBoxes, produce, produce_by_token
@@ -84,7 +91,7 @@ def _grouped_kernel(
         row_weights = RowWeights(plan.sorted_routes, topk_weights)
     ring = Ring(weights=weights_shared, rows=rows_shared, slack_rows=slack_shared, full=full, empty=empty)
     order = TileOrder(plan, gl.load(plan.num_blocks), num_tiles_n, group_m)
-    output = Output(out, staging, bias, row_weights, None, num_columns, max_tokens)
+    output = Output(out, staging, bias, num_columns, row_weights, None, num_columns, max_tokens)
     boxes = WeightBoxes(weights, None, num_columns, None)
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
     gl.warp_specialize(
@@ -114,36 +121,29 @@ def gate_up_gemm(
     """Writes `act(row @ w13[expert].T + bias)` for every sorted row; see `kernels/gemm/grouped.py`.
 
     Args:
-        out: [GUARD_ROWS + N, I_pad] bf16 or fp16, contiguous, 16-byte aligned: overwritten behind the guard up to the
-            last valid row. In the batched format [E, max_T, I_pad], where invalid rows are overwritten with anything.
+        out: [GUARD_ROWS + N, I or more] bf16 or fp16, contiguous, rows 16-byte aligned: overwritten behind the guard up
+            to the last valid row, columns from I on with zeros or not at all. In the batched format [E, max_T, I or
+            more], where invalid rows are overwritten with anything.
         rows: with `top_k` the tokens [T, H], fewer than 2**31 elements; without it their copies [N, H] in sorted order,
             or [E * max_T, H] in the batched format. 16-byte aligned, H and the stride multiples of 8.
-        w13: [E, 2 * I_pad, H_pad] interleaved, or [E, I_pad, H_pad] where not gated; contiguous, zero padded, I_pad and
-            H_pad multiples of 64.
+        w13: [E, 2I, H], gate rows first, or [E, I, H] where not gated; contiguous, 16-byte aligned, I and H multiples
+            of 8.
         plan: from `sort_routes`, or in the batched format from `plan_batches`, with `config.block_m` and
             `config.slack`; its first tile counter is used up.
         top_k: K, or None.
         overlap: whether to start while the previous kernel still runs, and to let the next one start early.
     """
-    num_experts, num_columns, depth = w13.shape
-    gated = epilogue.gated
-    assert rows.shape[1] % 8 == rows.stride(0) % 8 == 0 and out.shape[-1] == num_columns // (2 if gated else 1)
-    # A box takes the 8 gates of 16 interleaved rows, then their 8 ups; where not gated, it takes rows in order.
-    half_stride, row_stride = (depth, 2 * depth) if gated else (8 * depth, depth)
-    weight_map = tensor_map(
-        w13,
-        (num_experts * num_columns // 16, 2, 8, depth),
-        (16 * depth, half_stride, row_stride, 1),
-        (config.block_n // 16, 2, 8, BLOCK_K.value),
-    )
+    halves = 2 if epilogue.gated else 1
+    width = w13.shape[1] // halves
+    assert rows.shape[1] % 8 == rows.stride(0) % 8 == width % 8 == 0 and out.shape[-1] >= width
     _launch(
         out,
         rows,
         w13,
-        weight_map,
+        weight_map(w13, config.block_n, halves),
         plan,
         config,
-        out_columns=config.block_n // (4 if gated else 2),
+        out_columns=config.block_n // 2 // halves,
         bias=epilogue.bias,
         epilogue=epilogue,
         top_k=top_k,
@@ -168,18 +168,17 @@ def down_gemm(
         out: [GUARD_ROWS + N, H] bf16 or fp16, contiguous, 16-byte aligned, H a multiple of 8: overwritten behind the
             guard up to the last valid row, in sorted order. In the batched format [E, max_T, H], where invalid rows are
             overwritten with anything.
-        intermediate: [GUARD_ROWS + N, I_pad] or [E, max_T, I_pad], contiguous, as `gate_up_gemm` wrote it.
-        w2: [E, H, I_pad], contiguous, same dtype.
+        intermediate: [GUARD_ROWS + N, I or more] or [E, max_T, I or more], as `gate_up_gemm` wrote it.
+        w2: [E, H, I], contiguous, 16-byte aligned, same dtype.
         plan: as for `gate_up_gemm`; its second tile counter is used up.
         bias: [E, H] contiguous, any float dtype, or None.
         topk_weights: [T, K] fp32 contiguous, or None for no weight; None in the batched format.
         overlap: as for `gate_up_gemm`.
     """
     depth = w2.shape[2]
-    assert intermediate.shape[-1] == depth and out.shape[-1] == w2.shape[1] and out.shape[-1] % 8 == 0
-    rows = intermediate[GUARD_ROWS:] if intermediate.dim() == 2 else intermediate.view(-1, depth)
-    weight_map = tensor_map(w2, w2.shape, w2.stride(), (1, config.block_n, BLOCK_K.value))
-    given = out, rows, w2, weight_map, plan, config
+    assert out.shape[-1] == w2.shape[1] and out.shape[-1] % 8 == depth % 8 == 0
+    rows = intermediate[GUARD_ROWS:] if intermediate.dim() == 2 else intermediate.flatten(0, 1)
+    given = out, rows[:, :depth], w2, weight_map(w2, config.block_n, 1), plan, config
     _launch(*given, out_columns=config.block_n // 2, bias=bias, topk_weights=topk_weights, overlap=overlap)
 
 
@@ -187,7 +186,7 @@ def _launch(
     out: torch.Tensor,
     rows: torch.Tensor,
     weight: torch.Tensor,
-    weight_map: TensorDescriptor,
+    weights: TensorDescriptor,
     plan: BlockMap,
     config: HopperGemmConfig,
     *,
@@ -198,23 +197,23 @@ def _launch(
     top_k: int | None = None,
     overlap: bool,
 ) -> None:
-    """Launches a product; a step loads a box of `weight_map`, and each warpgroup stores `out_columns` of a tile."""
+    """Launches a product; a step loads a box of `weights`, and each warpgroup stores `out_columns` of a tile."""
     _, num_columns, depth = weight.shape
-    assert depth % BLOCK_K.value == 0 and out.is_contiguous() and weight.is_contiguous()
+    assert rows.shape[1] == depth and out.is_contiguous()
     assert topk_weights is None or (isinstance(plan, RoutePlan) and topk_weights.is_contiguous())
     box = (1, config.rows_of_store(out_columns), out_columns)
     launch(
         _grouped_kernel,
         (num_multiprocessors(out.device),),
         out=clipped_map(out, box) if out.dim() == 2 else tensor_map(out, out.shape, out.stride(), box),
-        weights=weight_map,
+        weights=weights,
         topk_weights=topk_weights,
         num_tiles_n=triton.cdiv(num_columns, config.block_n),
         group_m=config.group_m or select_group_m(num_columns * depth * weight.element_size()),
-        num_steps=depth // BLOCK_K.value,
+        num_steps=triton.cdiv(depth, BLOCK_K.value),
         num_columns=num_columns,
         max_tokens=out.shape[1] if out.dim() == 3 else None,
-        TILE=tile_of(config, rows, depth, top_k, bodies=config.bodies, stages=config.num_stages),
+        TILE=tile_of(config, rows, top_k, bodies=config.bodies, stages=config.num_stages),
         **row_arguments(rows, plan, config, top_k),
         **product_arguments(plan, epilogue, bias, overlap=overlap),
     )

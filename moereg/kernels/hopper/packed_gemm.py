@@ -55,7 +55,7 @@ MIN_DEPTH: Final = 3 * BLOCK
 """Smallest padded depth of a weight: the consumers' loop takes two steps per iteration and runs at least once."""
 
 
-@gluon.jit(do_not_specialize=["num_tiles_n", "group_m", "num_steps", "scale_words"])
+@gluon.jit(do_not_specialize=["num_tiles_n", "group_m", "num_steps", "bias_columns", "scale_words"])
 def _packed_grouped_kernel(
     out,
     weights,
@@ -69,6 +69,7 @@ def _packed_grouped_kernel(
     group_m,
     num_steps,
     num_columns,
+    bias_columns,
     scale_words,
     hidden_chunks,
     stride_chunks,
@@ -108,7 +109,7 @@ def _packed_grouped_kernel(
     release_next(OVERLAP)
     ring = PackedRing(words_shared, scales_shared, rows_shared, slack_shared, full, empty)
     order = TileOrder(plan, gl.load(plan.num_blocks), num_tiles_n, group_m)
-    output = Output(out, staging, bias, RowWeights(None, None), row_scale, num_columns, None)
+    output = Output(out, staging, bias, bias_columns, RowWeights(None, None), row_scale, num_columns, None)
     boxes = WeightBoxes(weights, scales, num_columns, scale_words)
     # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
     if TILE.consumers == 2:
@@ -225,9 +226,10 @@ def _launch(
         group_m=select_group_m(num_columns * weight.depth * words // 16),
         num_steps=steps,
         num_columns=num_columns,
+        bias_columns=0 if bias is None else bias.shape[1],
         scale_words=0 if weight.group_scale is None else weight.group_scale.shape[1],
         TILE=tile_of(
-            *(config, rows, weight.depth, top_k),
+            *(config, rows, top_k),
             bodies=0,
             stages=config.num_stages(4 * words),
             consumers=config.num_consumers,

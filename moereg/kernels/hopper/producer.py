@@ -25,7 +25,7 @@ class WeightBoxes(NamedTuple):
     """Tensor maps through which a producer reads the weights of a product.
 
     Attributes:
-        weights: map of the weights, boxes [BLOCK_N // 16, 2, 8, BLOCK_K] where gate and up are interleaved, or
+        weights: map of the weights, boxes [BLOCK_N // 16, 2, 8, BLOCK_K] of 8 gates and their 8 ups in turn, or
             [1, BLOCK_N, BLOCK_K]; for packed weights, of their words as lines of 32, one box per consumer.
         scales: map of the words of a packed weight's scales as lines of 8, one box per consumer; or None.
         num_columns: rows of an expert's weight.
@@ -56,7 +56,7 @@ def _load_weights(boxes, ring, slot, ready, tile, k, num_steps, TILE: gl.constex
     weights = boxes.weights
     first = tile.column_tile * TILE.block_n
     if len(weights.block_shape) == 4:
-        at = [(tile.expert * boxes.num_columns + first) // 16, 0, 0, k * BLOCK_K]
+        at = [first // 16, 2 * tile.expert, 0, k * BLOCK_K]
         load_box(weights, at, ready, ring.weights.index(slot))
     elif len(weights.block_shape) == 3:
         load_box(weights, [tile.expert, first, k * BLOCK_K], ready, ring.weights.index(slot))
@@ -159,7 +159,7 @@ def produce(boxes, half_rows, slack_rows, ring, turns, order, num_steps, TILE: g
 
 
 @gluon.jit
-def _load_routes(sorted_routes, tile, first, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def load_routes(sorted_routes, tile, first, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """Routes of a tile's rows from row `first` on, [ROWS]; rows past the end repeat the last one."""
     at = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))  # [ROWS]
     return gl.load(sorted_routes + tile.row + gl.maximum(gl.minimum(at, tile.num_rows - 1), 0))
@@ -169,17 +169,17 @@ def _load_routes(sorted_routes, tile, first, ROWS: gl.constexpr, LAYOUT: gl.cons
 def _load_parts(sorted_routes, tile, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     """Routes of a tile's halves and slack: [HALF] twice and [SLACK]; the third is meaningless without slack."""
     HALF: gl.constexpr = TILE.block_m // 2
-    low = _load_routes(sorted_routes, tile, 0, HALF, LAYOUT)
-    high = _load_routes(sorted_routes, tile, HALF, HALF, LAYOUT)
+    low = load_routes(sorted_routes, tile, 0, HALF, LAYOUT)
+    high = load_routes(sorted_routes, tile, HALF, HALF, LAYOUT)
     if TILE.slack > 0:
         _, first = _place_slack(tile.num_rows, TILE)
-        return low, high, _load_routes(sorted_routes, tile, first, TILE.slack, LAYOUT)
+        return low, high, load_routes(sorted_routes, tile, first, TILE.slack, LAYOUT)
     else:
         return low, high, low
 
 
 @gluon.jit
-def _token_offsets(routes, stride_chunks, TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
+def token_offsets(routes, stride_chunks, TOP_K: gl.constexpr, LAYOUT: gl.constexpr):
     """Offsets, in elements, of one step of the routes' tokens: [ROWS, BLOCK_K]."""
     columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
     # A stride in chunks of 8 elements tells the compiler that addresses are aligned to 16 bytes.
@@ -187,10 +187,10 @@ def _token_offsets(routes, stride_chunks, TOP_K: gl.constexpr, LAYOUT: gl.conste
 
 
 @gluon.jit
-def _copy_tokens(shared, pointers, k, hidden_chunks, MASK_K: gl.constexpr, LAYOUT: gl.constexpr):
+def copy_tokens(shared, pointers, k, hidden_chunks, MASK_K: gl.constexpr, LAYOUT: gl.constexpr):
     """Starts the copies of step k of tokens to shared memory, zeros beyond the hidden size where MASK_K."""
     if MASK_K:
-        # Weights beyond H are zero, but memory past a token may hold NaN.
+        # Weights beyond H arrive as zeros, but memory past a token may hold NaN.
         columns = k * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
         mask = gl.expand_dims(columns < hidden_chunks * 8, 0)  # [1, BLOCK_K]
         load_chunks(shared, pointers, mask=gl.broadcast(mask, pointers)[0])
@@ -233,10 +233,10 @@ def produce_by_token(
         low, high, slack = _load_parts(sorted_routes, tile, TILE, LAYOUT)
         while tile_number < num_tiles:
             turn, turn_phase = announce_tile(tile_number, turns, turn, turn_phase, 4)
-            low_offsets = _token_offsets(low, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
-            high_offsets = _token_offsets(high, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
+            low_offsets = token_offsets(low, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
+            high_offsets = token_offsets(high, stride_chunks, TOP_K, LAYOUT)  # [HALF, BLOCK_K]
             if TILE.slack > 0:
-                slack_offsets = _token_offsets(slack, stride_chunks, TOP_K, LAYOUT)  # [SLACK, BLOCK_K]
+                slack_offsets = token_offsets(slack, stride_chunks, TOP_K, LAYOUT)  # [SLACK, BLOCK_K]
             # Prefetch the next tile's routes and the number of the tile after it.
             tile_number = following
             following = next_tile(order.plan.tile_counter)
@@ -250,16 +250,16 @@ def produce_by_token(
                 mbarrier.wait(ring.empty.index(slot), phase)
                 mbarrier.expect(ready, WEIGHT_BYTES)
                 _load_weights(boxes, ring, slot, ready, tile, k, num_steps, TILE)
-                _copy_tokens(ring.rows.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                copy_tokens(ring.rows.index(2 * slot), tokens + low_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                 if tile.num_rows > MOST[1]:
                     high_half = ring.rows.index(2 * slot + 1)
-                    _copy_tokens(high_half, tokens + high_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                    copy_tokens(high_half, tokens + high_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                 if TILE.slack > 0:
                     if TILE.bodies == 0:
                         has_slack, _ = _place_slack(tile.num_rows, TILE)
                     if has_slack:
                         slack_rows = ring.slack_rows.index(slot)
-                        _copy_tokens(slack_rows, tokens + slack_offsets, k, hidden_chunks, MASK_K, LAYOUT)
+                        copy_tokens(slack_rows, tokens + slack_offsets, k, hidden_chunks, MASK_K, LAYOUT)
                 async_copy.mbarrier_arrive(ready, increment_count=False)
                 tokens += BLOCK_K
                 slot, phase = next_slot(slot, phase, TILE.stages)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.backward.products import LowRank
 from moereg.kernels.gemm.epilogue import ActivationConstant
-from moereg.kernels.hopper.arguments import clipped_map, tensor_map
+from moereg.kernels.hopper.arguments import clipped_map, tensor_map, weight_map
 from moereg.kernels.hopper.config import select_group_m
 from moereg.kernels.hopper.ring import (
     BLOCK_K,
@@ -157,7 +157,7 @@ def gate_up(
         "gate_up",
         (act, pre, None, None),
         hidden_states,
-        _weight_map(w13, config, halves),
+        weight_map(w13, config.block_n, halves),
         plan,
         counter,
         config,
@@ -207,7 +207,7 @@ def rows_product(
         "rows",
         (out, None, None, None),
         rows,
-        _weight_map(weight, config, 0, box_columns),
+        weight_map(weight, config.block_n, 0, box_columns),
         plan,
         counter,
         config,
@@ -256,7 +256,7 @@ def down_input(
         "down_input",
         (act, pre_grad, partials, tensor_map(*_by_half(pre, halves), (1, SAVED_ROWS.value, columns))),
         grad_out,
-        _weight_map(w2, config, 0, columns),
+        weight_map(w2, config.block_n, 0, columns),
         plan,
         counter,
         config,
@@ -288,35 +288,13 @@ def _by_half(pre: torch.Tensor, halves: int) -> tuple[torch.Tensor, tuple[int, .
     return pre, (halves, len(pre), width), (width, pre.shape[1], 1)
 
 
-def _weight_map(
-    weight: torch.Tensor, config: TrainingProductConfig, halves: int, box_columns: int | None = None
-) -> TensorDescriptor:
-    """Map of canonical weights.
-
-    Args:
-        weight: [E, columns, depth], or [E, depth, columns] with `box_columns`.
-        config: of the product.
-        halves: 2 where gates and ups are to come side by side.
-        box_columns: columns of a box of BLOCK_K steps; None: rows of the weight are columns.
-    """
-    num_experts, num_columns, depth = weight.shape
-    assert weight.is_contiguous()
-    if halves == 2:
-        # Axes are groups of 8 columns, halves of all experts, columns of a group, and steps.
-        shape = num_columns // 16, 2 * num_experts, 8, depth
-        strides = 8 * depth, num_columns // 2 * depth, depth, 1
-        return tensor_map(weight, shape, strides, (config.block_n // 16, 2, 8, BLOCK_K.value))
-    box = (1, BLOCK_K.value, box_columns) if box_columns else (1, config.block_n, BLOCK_K.value)
-    return tensor_map(weight, tuple(weight.shape), weight.stride(), box)
-
-
 def _low_maps(
     low_rank: LowRank, matrix: torch.Tensor, config: TrainingProductConfig, halves: int, box_columns: int | None = None
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Maps of an adapter's low-rank rows and of its contiguous matrix; boxes past the rank are filled with zeros."""
     low = low_rank.rows
     rows = tensor_map(low, tuple(low.shape), low.stride(), (config.block_m // 2, BLOCK_K.value))
-    return rows, _weight_map(matrix, config, halves, box_columns)
+    return rows, weight_map(matrix, config.block_n, halves, box_columns)
 
 
 def _pre_map(pre: torch.Tensor, halves: int, box: tuple[int, int]) -> TensorDescriptor:

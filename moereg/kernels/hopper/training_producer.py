@@ -9,12 +9,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from moereg.kernels.hopper.producer import copy_tokens, load_routes, token_offsets
 from moereg.kernels.hopper.ring import (
     BLOCK_K,
     NO_TILE,
     announce_tile,
     load_box,
-    load_chunks,
     locate,
     next_slot,
     next_tile,
@@ -116,32 +116,6 @@ def _expect(ready, tile, WEIGHT_BYTES: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _routes(order, tile, first, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Routes of a tile's rows from row `first` on, [ROWS]; rows past the end repeat the last one."""
-    at = first + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))  # [ROWS]
-    return gl.load(order.plan.sorted_routes + tile.row + gl.minimum(at, tile.num_rows - 1))
-
-
-@gluon.jit
-def _offsets(routes, stride_chunks, TILE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Offsets, in elements, of the first step of the routes' tokens: [ROWS, BLOCK_K]."""
-    columns = gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
-    # A stride in chunks of 8 elements tells the compiler that addresses are aligned to 16 bytes.
-    return (routes // TILE.top_k)[:, None] * (stride_chunks * 8) + columns[None, :]
-
-
-@gluon.jit
-def _copy_tokens(shared, pointers, k, hidden_chunks, TILE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Starts the copies of step k of tokens to shared memory, zeros past their end."""
-    if TILE.mask_k:
-        columns = k * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT))
-        mask = gl.expand_dims(columns < hidden_chunks * 8, 0)  # [1, BLOCK_K]
-        load_chunks(shared, pointers, mask=gl.broadcast(mask, pointers)[0])
-    else:
-        load_chunks(shared, pointers)
-
-
-@gluon.jit
 def produce(operands, ring, turns, order, TILE: gl.constexpr):
     """Fills the ring: steps of the reduction, those of an adapter, then the saved rows. Run by four warps.
 
@@ -169,8 +143,8 @@ def produce(operands, ring, turns, order, TILE: gl.constexpr):
         following = next_tile(order.plan.tile_counter)
         tile = locate(tile_number, order, TILE.block_m, 0)
         if TILE.top_k is not None:
-            low = _routes(order, tile, 0, HALF, LAYOUT)
-            high = _routes(order, tile, HALF, HALF, LAYOUT)
+            low = load_routes(order.plan.sorted_routes, tile, 0, HALF, LAYOUT)
+            high = load_routes(order.plan.sorted_routes, tile, HALF, HALF, LAYOUT)
         while tile_number < num_tiles:
             turn, turn_phase = announce_tile(tile_number, turns, turn, turn_phase, 4)
             # Prefetch the next tile, its routes and the number of the tile after it.
@@ -178,10 +152,10 @@ def produce(operands, ring, turns, order, TILE: gl.constexpr):
             following = next_tile(order.plan.tile_counter)
             next_one = locate(gl.minimum(tile_number, num_tiles - 1), order, TILE.block_m, 0)
             if TILE.top_k is not None:
-                low_offsets = _offsets(low, operands.stride_chunks, TILE, LAYOUT)  # [HALF, BLOCK_K]
-                high_offsets = _offsets(high, operands.stride_chunks, TILE, LAYOUT)  # [HALF, BLOCK_K]
-                low = _routes(order, next_one, 0, HALF, LAYOUT)
-                high = _routes(order, next_one, HALF, HALF, LAYOUT)
+                low_offsets = token_offsets(low, operands.stride_chunks, TILE.top_k, LAYOUT)  # [HALF, BLOCK_K]
+                high_offsets = token_offsets(high, operands.stride_chunks, TILE.top_k, LAYOUT)  # [HALF, BLOCK_K]
+                low = load_routes(order.plan.sorted_routes, next_one, 0, HALF, LAYOUT)
+                high = load_routes(order.plan.sorted_routes, next_one, HALF, HALF, LAYOUT)
                 tokens = operands.rows
             for k in range(operands.num_steps):
                 ready = ring.full.index(slot)
@@ -190,10 +164,10 @@ def produce(operands, ring, turns, order, TILE: gl.constexpr):
                     mbarrier.expect(ready, WEIGHT_BYTES)
                     _load_weights(operands.weights, ring, slot, ready, tile, k, TILE)
                     low_half = ring.rows.index(2 * slot)
-                    _copy_tokens(low_half, tokens + low_offsets, k, operands.hidden_chunks, TILE, LAYOUT)
+                    copy_tokens(low_half, tokens + low_offsets, k, operands.hidden_chunks, TILE.mask_k, LAYOUT)
                     if tile.num_rows > HALF:
                         high_half = ring.rows.index(2 * slot + 1)
-                        _copy_tokens(high_half, tokens + high_offsets, k, operands.hidden_chunks, TILE, LAYOUT)
+                        copy_tokens(high_half, tokens + high_offsets, k, operands.hidden_chunks, TILE.mask_k, LAYOUT)
                     async_copy.mbarrier_arrive(ready, increment_count=False)
                     tokens += BLOCK_K
                 else:

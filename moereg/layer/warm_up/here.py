@@ -38,7 +38,7 @@ _DONE: Final[dict[str, Ahead]] = {}
 
 def warm_up(
     ranges: Sequence[RangeExperts],
-    weights: Sequence[PermutedWeights],
+    weights: PermutedWeights,
     expert_map: torch.Tensor | None,
     token_counts: Iterable[int] | None,
     jobs: int | None,
@@ -46,7 +46,7 @@ def warm_up(
 ) -> WarmUp:
     """Implements `MoEKernel.warm_up`.
 
-    `weights` are those of each range; `moves` lays out tokens on this rank and may launch kernels for that.
+    All ranges read `weights`; `moves` lays out tokens on this rank and may launch kernels for that.
     """
     selection, is_asked = ranges[-1].selection, token_counts is not None
     winner = selection.winner
@@ -55,7 +55,7 @@ def warm_up(
     if jobs is not None:
         check_count("jobs", jobs)
     parts = [
-        _warm_up_range(ranges[place], weights[place], expert_map, inside, is_asked, jobs, moves)
+        _warm_up_range(ranges[place], weights, expert_map, inside, is_asked, jobs, moves)
         for place, inside in counts_by_range([each.most for each in ranges], counts)
     ]
     return parts[0] if len(parts) == 1 else WarmUp.of_ranges(winner.backend, counts, parts)

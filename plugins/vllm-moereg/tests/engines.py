@@ -62,7 +62,7 @@ def write_checkpoint(folder: Path, model: str, dtype: str, quant: str | None) ->
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from moereg.checkpoints import save_quantized
+    from tests.checkpoints.generate.compressed_tensors import quantized_copy
 
     path = folder / f"{model}-{dtype}"
     if not path.exists():
@@ -83,7 +83,7 @@ def write_checkpoint(folder: Path, model: str, dtype: str, quant: str | None) ->
         return path
     copy = folder / f"{path.name}-{quant}"
     if not copy.exists():
-        save_quantized(path, copy, quant)
+        quantized_copy(path, copy, quant)
     return copy
 
 

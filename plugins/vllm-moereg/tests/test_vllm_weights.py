@@ -21,13 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from vllm_moereg.problem import Described, describe
 from vllm_moereg.settings import HostError, Settings
-from vllm_moereg.weights import READERS, Declined, read_form, take_weights
+from vllm_moereg.weights import READERS, Declined, give_back, places_of, read_form, take_weights
 
-from moereg import ExpertWeights, make_kernel
-from moereg.checkpoints import CheckpointLayer, load_experts, save_quantized
+from moereg import ExpertWeights, make_kernel, select_backend
+from moereg.checkpoints import CheckpointLayer, load_experts
 from moereg.numerics.reference import relative_error
 from moereg.quantize import dequantize_weights
+from moereg.selection.decide import reading_in_place
 from moereg.spec.quant_schemes import QUANT_SCHEMES, TENSOR_ROLES
+from tests.checkpoints.generate.compressed_tensors import quantized_copy
 from tests.checkpoints.generate.generating import Model
 from tests.support.quantized_checkpoints import BLOCK, CHECKPOINTS, changed, config_of, module_of
 
@@ -81,7 +83,7 @@ ROWS: Final = {
     "modelopt_nvfp4_w4a16": Row("ModelOptNvFp4FusedMoE", "modelopt_nvfp4_w4a16"),
     "ct_nvfp4": Row("CompressedTensorsW4A4Nvfp4MoEMethod", "ct_nvfp4"),
     "ct_nvfp4_w4a16": Row("CompressedTensorsW4A4Nvfp4MoEMethod", "nvfp4_w4a16"),
-    "ct_int4": Row("CompressedTensorsWNA16MoEMethod", "int4_w4a16_g128"),
+    "ct_int4": Row("CompressedTensorsWNA16MoEMethod", "int4_w4a16_g64"),
     "ct_int4_zp": Row("CompressedTensorsWNA16MoEMethod", "int4_w4a16_g32_zp"),
     "ct_int4_channel": Row("CompressedTensorsWNA16MoEMethod", "int4_w4a16_gall"),
     "gptq": Row("AutoGPTQMoEMethod", "gptq"),
@@ -125,10 +127,7 @@ def written(folder: Path, quant: str) -> Path:
         sizes = {module: 2 if ".experts.1." in module else 1 for module in model.matrices}
         matrices = {f"{module}.weight": (sizes[module] * model.matrices[module]).bfloat16() for module in sizes}
         save_file({**model.tensors, **matrices}, plain / "model.safetensors")
-    if quant == "unquantized":
-        return plain
-    hidden_states = torch.randn(64, 256, generator=torch.Generator().manual_seed(5)).bfloat16()
-    return save_quantized(plain, folder / quant, quant, hidden_states={0: hidden_states}).path
+    return plain if quant == "unquantized" else quantized_copy(plain, folder / quant, quant)
 
 
 def gpt_oss(folder: Path) -> Path:
@@ -434,6 +433,20 @@ def test_blocks_that_tensor_parallelism_refined_are_declined(make: Callable[...,
     made = make(ROWS["fp8_block"], tp=8, num_experts=3)
     with pytest.raises(Declined, match=r"blocks of 128 x 128, got \[128, 128\] refined"):
         read_form(made.layer.quant_method)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("unquantized", {"w13_weight", "w2_weight"}), ("gptq", set())])
+def test_parameters_that_a_kernel_reads_stay_vllms(name: str, kept: set[str], make: Callable[..., Made]) -> None:
+    made = make(ROWS[name])
+    places = places_of(made.layer)
+    weights = made.take()
+    problem = made.described.problem
+    kernel = make_kernel(problem, weights, reading_in_place(select_backend(problem, "cpu")))
+    give_back(made.layer, places, kernel)
+    held = {key: parameter for key, parameter in made.layer.named_parameters() if parameter.numel()}
+    assert held.keys() == kept
+    for key, parameter in held.items():
+        assert parameter.data_ptr() == places[key][0] == kernel.weights[key.partition("_")[0]].data_ptr()
 
 
 class Live(TorchDispatchMode):

@@ -1,12 +1,13 @@
 """Writes the ct_* directories with compressed-tensors 0.20.0: its presets, compressors and decompressors.
 
-Run as `python -m tests.checkpoints.generate.compressed_tensors`.
+Run as `python -m tests.checkpoints.generate.compressed_tensors`. Also quantizes whole checkpoints for engines.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 from typing import Any, Final
 
 import compressed_tensors
@@ -14,6 +15,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors.torch import load_file, save_file
 
 from tests.checkpoints.generate.generating import Model, save_packed
 
@@ -37,9 +39,26 @@ CHECKPOINTS: Final[dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]]] =
     "ct_mxfp8": ("MXFP8", "mxfp8-quantized", {}, {}),
 }
 
+# Of `quantized_copy`, by the scheme's name in moereg.
+SCHEMES: Final = {
+    "fp8_block128": CHECKPOINTS["ct_fp8_block"],
+    "fp8_channel_token": CHECKPOINTS["ct_fp8_channel"],
+    "fp8_tensor_dynamic": CHECKPOINTS["ct_fp8_tensor_dynamic"],
+    "fp8_tensor_static": CHECKPOINTS["ct_fp8_tensor_static"],
+    "int4_w4a16_g32_zp": CHECKPOINTS["ct_int4_asymmetric"],
+    # vLLM on a CPU refuses groups of 32.
+    "int4_w4a16_g64": ("W4A16", "pack-quantized", {"group_size": 64}, {}),
+    "int4_w4a16_gall": CHECKPOINTS["ct_int4_channel"],
+    "int8_w8a8": CHECKPOINTS["ct_int8"],
+    "mxfp4_w4a16": CHECKPOINTS["ct_mxfp4_w4a16"],
+    "mxfp8": CHECKPOINTS["ct_mxfp8"],
+    "nvfp4_w4a16": CHECKPOINTS["ct_nvfp4_w4a16"],
+}
 
-def _scheme(preset: str, layout: str, weights: dict[str, Any], activations: dict[str, Any]) -> QuantizationScheme:
-    known = preset_name_to_scheme(preset, ["Linear"]).model_dump()
+
+def _scheme(made: tuple[str, str, dict[str, Any], dict[str, Any]], target: str) -> QuantizationScheme:
+    preset, layout, weights, activations = made
+    known = preset_name_to_scheme(preset, [target]).model_dump()
     known["format"] = layout
     known["weights"].update(weights)
     if activations:
@@ -54,7 +73,7 @@ def _compressed(scheme: QuantizationScheme, matrix: torch.Tensor) -> tuple[dict[
     block = {
         "tensor": (rows, columns),
         "channel": (1, columns),
-        "block": tuple(arguments.block_structure or ()),
+        "block": tuple(map(min, arguments.block_structure or (), matrix.shape)),
         "group": (1, arguments.group_size),
         "tensor_group": (1, arguments.group_size),
     }[arguments.strategy]
@@ -79,18 +98,47 @@ def _compressed(scheme: QuantizationScheme, matrix: torch.Tensor) -> tuple[dict[
     return found, compressor.decompress(found, scheme)["weight"]
 
 
+def _settings(scheme: QuantizationScheme, ignore: list[str]) -> dict[str, Any]:
+    """`quantization_config` of a checkpoint."""
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, format=scheme.format, ignore=ignore, quantization_status="compressed"
+    )
+    settings: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return settings
+
+
+def quantized_copy(source: Path, out: Path, quant: str) -> Path:
+    """Quantizes the routed experts of a checkpoint in bf16, and copies everything else.
+
+    Args:
+        source: A directory with config.json and model.safetensors, which has a tensor for each projection of an expert.
+        out: A directory to make.
+        quant: A scheme of `SCHEMES`.
+    """
+    scheme = _scheme(SCHEMES[quant], r"re:.*\.experts\.\d+\.\w+_proj$")
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if ".experts." not in name:
+            tensors[name] = tensor
+            continue
+        found, _ = _compressed(scheme, tensor.float())
+        tensors |= {f"{name.removesuffix('weight')}{suffix}": value.contiguous() for suffix, value in found.items()}
+    for name in tensors:
+        if name.endswith("up_proj.input_scale"):  # Gate and up have the same input, and vLLM insists on one scale.
+            tensors[name] = tensors[name.replace("up_proj", "gate_proj")].clone()
+    out.mkdir()
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "quantization_config": _settings(scheme, [])}))
+    return out
+
+
 def main() -> None:
-    for directory, (preset, layout, weights, activations) in CHECKPOINTS.items():
+    for directory in CHECKPOINTS:
         has_wide_groups = "block" in directory or "w4afp8" in directory
         model = Model(128, 128) if has_wide_groups else Model()
-        scheme = _scheme(preset, layout, weights, activations)
-        config = QuantizationConfig(
-            config_groups={"group_0": scheme},
-            format=layout,
-            ignore=["lm_head", "model.layers.0.mlp.gate"],
-            quantization_status="compressed",
-        )
-        settings = json.loads(json.dumps(config.to_dict(), default=str))
+        scheme = _scheme(CHECKPOINTS[directory], "Linear")
+        settings = _settings(scheme, ["lm_head", "model.layers.0.mlp.gate"])
         library = f"compressed-tensors {compressed_tensors.__version__}"
         save_packed(directory, model, settings, functools.partial(_compressed, scheme), library)
 

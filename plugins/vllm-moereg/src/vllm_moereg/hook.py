@@ -25,7 +25,7 @@ from moereg.dispatch import platform_of
 from vllm_moereg.experts import MoeregExperts
 from vllm_moereg.problem import Described, describe, moves_tokens
 from vllm_moereg.settings import HostError, Settings
-from vllm_moereg.weights import take_weights
+from vllm_moereg.weights import give_back, places_of, take_weights
 
 __all__ = ["install", "served_by"]
 
@@ -191,9 +191,11 @@ def _made(served: Served, layer: Any) -> MoEKernel:
     loaded = getattr(layer, "_loaded_expert_biases", ())
     if loaded and not described.problem.has_bias:
         raise ValueError(f"the checkpoint must have no biases where the model declares none, got {sorted(loaded)}")
+    places = places_of(layer)
     weights = take_weights(layer, described.form, described.problem, described.is_interleaved)
     expert_map = layer._expert_map if described.problem.placement == "map" else None
     kernel = make_kernel(described.problem, weights, selection=served.selection, expert_map=expert_map)
+    give_back(layer, places, kernel)
     kernel.checks_values = False  # Before vLLM compiles, it runs the model on memory that nothing wrote.
     return kernel
 

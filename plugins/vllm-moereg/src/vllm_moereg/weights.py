@@ -13,12 +13,12 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from moereg import ExpertWeights
+from moereg import ExpertWeights, MoEKernel
 from moereg.quantize.words import awq_codes, awq_zero_points, gptq_codes, repacked_zero_points, word_bytes
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import MATRICES, QUANT_SCHEMES, TensorRole, tensor_name
 
-__all__ = ["READERS", "Declined", "Form", "Stored", "read_form", "take_weights"]
+__all__ = ["READERS", "Declined", "Form", "Stored", "give_back", "places_of", "read_form", "take_weights"]
 
 Decode = Callable[[torch.Tensor], torch.Tensor]
 
@@ -102,7 +102,7 @@ def take_weights(layer: Layer, form: Form, problem: MoEProblem, is_interleaved: 
     held = {key: parameter.data for key, parameter in stored.items()}
     for name, parameter in layer._parameters.items():
         # Also what no kernel of moereg reads, such as zero points of symmetric codes; but nothing of the router.
-        if parameter is not None and name.partition("_")[0] in MATRICES:
+        if parameter is not None and _is_of_experts(name):
             parameter.data = parameter.data.new_empty((layer.local_num_experts, 0, 0))
     found: dict[str, torch.Tensor] = {}
     for matrix, role in stored:
@@ -112,6 +112,29 @@ def take_weights(layer: Layer, form: Form, problem: MoEProblem, is_interleaved: 
         found[tensor_name(matrix, role)] = canonical
         del canonical
     return ExpertWeights(**found, quant=problem.quant)
+
+
+Places = dict[str, tuple[int, torch.Size, torch.dtype]]
+"""Address, shape and dtype of parameters, by name."""
+
+
+def places_of(layer: Layer) -> Places:
+    """Where a layer's parameters of experts are, before they are taken."""
+    held = {name: one for name, one in layer._parameters.items() if one is not None and _is_of_experts(name)}
+    return {name: (one.data_ptr(), one.shape, one.dtype) for name, one in held.items()}
+
+
+def give_back(layer: Layer, places: Places, kernel: MoEKernel) -> None:
+    """Makes the tensors that a kernel reads where vLLM had them the layer's parameters again, without a copy."""
+    read = {one.data_ptr(): one for one in kernel.weights.flat() if one.layout == torch.strided}
+    for name, (address, shape, dtype) in places.items():
+        tensor = read.get(address)
+        if tensor is not None and (tensor.shape, tensor.dtype) == (shape, dtype):
+            _parameter(layer, name).data = tensor
+
+
+def _is_of_experts(name: str) -> bool:
+    return name.partition("_")[0] in MATRICES
 
 
 def _parameter(layer: Layer, name: str) -> torch.nn.Parameter:

@@ -1,0 +1,92 @@
+"""Tensors that kernels read where their owner keeps them, as at each call."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from moereg.errors import ArgumentError
+from moereg.runtime.memory import format_bytes
+from moereg.selection.result import Selection
+from moereg.weights.layouts import ALIGNMENT
+from moereg.weights.permuted import ExpertWeights
+
+
+def check_in_place(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Checks that kernels can read tensors where they are; none is copied for them.
+
+    Raises:
+        ArgumentError: One is sharded, is not contiguous, or begins where a GPU cannot load 16 bytes at a time.
+    """
+    for name, tensor in tensors.items():
+        if type(tensor).__name__ == "DTensor":
+            raise ArgumentError(
+                f"weights that are read in place must be plain tensors, got a DTensor as {name}; leave the layer's "
+                "parameters out of fully_shard, or use DistributedDataParallel"
+            )
+        if not tensor.is_contiguous():
+            raise ArgumentError(
+                f"weights that are read in place must be contiguous, got {name} with strides {list(tensor.stride())}; "
+                f"pass {name}.contiguous()"
+            )
+        if not _is_aligned(tensor):
+            raise ArgumentError(
+                f"weights that are read in place must begin at a multiple of {ALIGNMENT} bytes, got {name} at "
+                f"{tensor.data_ptr() % ALIGNMENT} past one; pass {name}.clone()"
+            )
+
+
+class ReadInPlace:
+    """What calls of one kernel may read: tensors like those that it was made for, wherever they are."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Checks the tensors, and holds none of them.
+
+        Raises:
+            ArgumentError: As in `check_in_place`.
+        """
+        check_in_place(tensors)
+        self._kinds = {name: (one.shape, one.dtype, one.device) for name, one in tensors.items()}
+
+    def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the kernel can read these tensors in place."""
+        return len(tensors) == len(self._kinds) and all(
+            (one.shape, one.dtype, one.device) == self._kinds.get(name)
+            and one.is_contiguous()
+            and _is_aligned(one)
+            and type(one).__name__ != "DTensor"
+            for name, one in tensors.items()
+        )
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.device.type in ("cpu", "meta") or tensor.data_ptr() % ALIGNMENT == 0
+
+
+def say_gain(best: Selection, taken: Selection, weights: ExpertWeights, cure: str) -> None:
+    """Says once what a kernel with a copy of the weights would gain over what reads them in place, if anything.
+
+    Args:
+        best: Among all classes.
+        taken: Among those that read in place; without a winner if there is none.
+        weights: The layer's.
+        cure: The call that makes the copy.
+    """
+    one, other = best.winner, taken.winner
+    if one is None or one is other:
+        return
+    num_bytes = sum(tensor.nbytes for tensor in weights.tensors().values())
+    copy = f"{one.experts} ({one.backend}), which reads a copy of the weights ({format_bytes(num_bytes)} per layer)"
+    if other is None:
+        say_once(f"no kernel reads {best.problem.quant.name} weights in place here, so layers run on {copy}")
+    else:
+        say_once(f"layers run on {other.experts} ({other.backend}), which reads weights in place; {cure} takes {copy}")
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    """Logs a line once in this process."""
+    logging.getLogger("moereg").warning("%s", text)
