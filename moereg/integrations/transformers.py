@@ -6,9 +6,9 @@
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moereg")
     prepare(model)  # Optional: makes every kernel now, and says what could not be served.
 
-`register` suffices for every class that uses transformers' experts interface: kernels are made at its first call.
-`prepare` makes them ahead of time, patches classes that have experts but not the interface, and frees the canonical
-weights if asked. Needs transformers 5.17 or newer.
+`register` suffices for every class that uses transformers' experts interface: its kernels read the parameters in place.
+`prepare` takes the best kernels, ahead of time, which may repack weights. It also patches classes that have experts but
+not the interface, and frees the canonical weights if asked. Needs transformers 5.17 or newer.
 """
 
 from __future__ import annotations
@@ -107,10 +107,9 @@ def register(name: str = _NAME) -> None:
     """Makes moereg an experts implementation of transformers in this process; may be called again.
 
     After it, `from_pretrained(..., experts_implementation="moereg")` and `model.set_experts_implementation("moereg")`
-    run every class with the experts interface on moereg's kernels, FP8 models included. A model's first call makes its
-    kernels from the weights at that time; they follow `.to(device)`, `load_state_dict`, steps of torch's optimizers and
-    in-place writes. They miss writes through `.data` or a raw pointer, by replayed CUDA graphs, and into tensors made
-    in `torch.inference_mode()`: `refresh(model)` reads all parameters again.
+    run every class with the experts interface on moereg's kernels, FP8 models included. Kernels read the model's own
+    parameters at each call, so nothing is copied and nothing can be stale. Where none can, as with the row order of
+    gpt-oss, transformers' own code runs, and one line in the log says what `prepare` would gain.
 
     Args:
         name: The name to register.
@@ -149,10 +148,13 @@ def prepare(
     prefer: Names = None,
     deny: Names = None,
 ) -> PreparedModel:
-    """Makes the kernels of all experts of a model and switches the model to them.
+    """Makes the best kernels of all experts of a model, and switches the model to them.
+
+    A kernel may hold a copy of the weights in a layout of its own: the result says how many bytes all weights take. A
+    copy follows the writes that torch counts; after others, `refresh` reads all parameters again.
 
     Every layer's backend is chosen before anything changes. If a later step raises, such as out of memory, the model
-    keeps its previous implementation. Layers are permuted one by one.
+    keeps its previous implementation. Layers are repacked one by one.
 
     A model may be prepared again: kernels that fit the request are kept and read all parameters again, others are made
     anew. Freed experts stay freed.

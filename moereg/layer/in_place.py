@@ -54,10 +54,10 @@ class ReadInPlace:
     def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the kernel can read these tensors in place."""
         return len(tensors) == len(self._kinds) and all(
-            (one.shape, one.dtype, one.device) == self._kinds.get(name)
+            type(one).__name__ != "DTensor"
+            and (one.shape, one.dtype, one.device) == self._kinds.get(name)
             and one.is_contiguous()
             and _is_aligned(one)
-            and type(one).__name__ != "DTensor"
             for name, one in tensors.items()
         )
 

@@ -28,7 +28,7 @@ REFUSED: Final = {
     "capture_with_counts": "UnsupportedProblemError: no way of moving tokens fits .*nearest is all_to_all: waits for c",
 }
 ONE_FAILS: Final = {
-    "one_cannot": r"ValueError: w13 must be \[6, 64, 128\]",
+    "one_cannot": r"ArgumentError: w13 must be \[6, 64, 128\]",
     "one_finds_no_way": "UnknownNameError: unknown way in require 'no_such_way'",
 }
 _GATHERED: Final = ("all_gather_columns", "experts", "reduce_scatter")
