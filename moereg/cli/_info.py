@@ -165,7 +165,7 @@ def show_info(info: Mapping[str, Any], with_cells: bool) -> None:
 
 
 def _pack_line(pack: Mapping[str, Any]) -> str:
-    """Whose times they are, and why they are not used here."""
+    """A line of whose times they are, and why they are not used here."""
     unused = pack["unused"]
     why = unused.get("") or ", ".join(f"{name} ({reason})" for name, reason in unused.items())
     used = "in use" if not unused else f"unused: {why}" if "" in unused else f"unused for {why}"

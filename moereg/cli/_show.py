@@ -158,7 +158,7 @@ def _verified(decision: Decision, platform: Platform) -> Text:
 
 
 def _verification(decision: Decision, platform: Platform) -> str:
-    """Where and with what a candidate was verified, and what admission says where no record holds."""
+    """Says where and with what a candidate was verified, and what admission says where no record holds."""
     evidence = Evidence((), (), ()) if decision.cell is None else evidence_of(decision.cell)
     parts = [f"verified {evidence}"] if evidence.current or evidence.stale else []
     if all(record.platform != str(platform) for record in evidence.current):

@@ -133,7 +133,7 @@ class MachineRecord(CellRecord):
 
     @property
     def computed(self) -> str:
-        """What it is of, such as `unquantized, gradients`."""
+        """The scheme and pass that it is of, such as `unquantized, gradients`."""
         return f"{self.scheme}, gradients" if self.trains else self.scheme
 
     def holds_for(self, trains: bool) -> bool:

@@ -187,19 +187,19 @@ def _compared(kernel: MoEKernel, weights: ExpertWeights) -> Found:
     local = resolve_prepare_finalize(kernel.selection.problem, None)
     parts = kernel.experts, kernel.weights, local, kernel.expert_map
     checking = MoEKernel(kernel.selection.problem, kernel.selection, *parts)
-    worst = Found()
+    worst, is_whole = Found(), not kernel.selection.problem.gradients
     try:
         with plain_torch():
-            for num_tokens, compare in _comparisons(checking, weights):
+            for num_tokens, compare, trains in _comparisons(checking, weights):
                 found = _judged(checking, num_tokens, compare)
                 if found.failure:
                     return found
-                worst = max(worst, found, key=_closeness)
+                worst, is_whole = max(worst, found, key=_closeness), is_whole or trains
     except Exception as error:
         if not is_lack_of_memory(error):
             raise
         return Found()
-    return worst
+    return worst if is_whole else Found()  # Nothing was seen of its gradients.
 
 
 def _judged(checking: MoEKernel, num_tokens: int, compare: _Compare) -> Found:
@@ -228,22 +228,23 @@ def _closeness(found: Found) -> float:
     return found.error / found.bound if found.bound else -1.0
 
 
-def _comparisons(checking: MoEKernel, weights: ExpertWeights) -> Iterator[tuple[int, _Compare]]:
-    """Numbers of tokens, each with what runs a call of so many and compares it. Leaves out what shows nothing."""
+def _comparisons(checking: MoEKernel, weights: ExpertWeights) -> Iterator[tuple[int, _Compare, bool]]:
+    """Numbers of tokens, with what runs a call of so many and compares it, and whether that is of gradients.
+
+    Leaves out what shows nothing.
+    """
     problem, winner = checking.problem, checking.selection.winner
     assert winner is not None
     training = None
     if problem.gradients:
         *_, call = _calls(problem, weights, winner, _MOST_TRAINED)
         training = _training(checking, weights, call)
-        if training is None:
-            return
     for call in _calls(problem, weights, winner, _MOST_WEIGHTS):
         truth = reference_experts(problem, weights, *call, checking.expert_map, computes=winner.scheme)
         for _ in range(_NUM_RUNS if _is_in_range(problem, truth) else 0):
-            yield len(call[0]), functools.partial(_outputs, checking, call, truth)
+            yield len(call[0]), functools.partial(_outputs, checking, call, truth), False
     if training is not None:
-        yield len(call[0]), training
+        yield len(call[0]), training, True
 
 
 def _outputs(checking: MoEKernel, call: _Tensors, truth: torch.Tensor) -> list[Comparison]:
@@ -253,7 +254,7 @@ def _outputs(checking: MoEKernel, call: _Tensors, truth: torch.Tensor) -> list[C
 
 
 def _training(checking: MoEKernel, weights: ExpertWeights, call: _Tensors) -> _Compare | None:
-    """What runs a pass forward and backward and compares its numbers; None if they would show nothing.
+    """Makes what runs a pass forward and backward and compares its numbers; None if they would show nothing.
 
     The reference has those of the experts that get tokens; the other experts' gradients are zeros.
     """

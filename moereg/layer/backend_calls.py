@@ -22,6 +22,7 @@ from moereg.errors import (
     stops_the_process,
 )
 from moereg.experts import Experts, SavedShapes
+from moereg.layer.in_place import check_aligned
 from moereg.layer.restored import RestoredExperts
 from moereg.platforms import KINDS, is_device_type
 from moereg.plugins.loader import current_platform
@@ -72,6 +73,8 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
     """
     inner = experts.inner if isinstance(experts, RestoredExperts) else experts
     check_device(selection, type(inner), weights.w13.device)
+    if inner.reads_in_place():
+        check_aligned(weights.tensors())  # The caller's, and no fault of the backend.
     try:
         # Tensors made in inference mode could not be reloaded outside it.
         with plain_torch(), torch.inference_mode(False):

@@ -181,7 +181,7 @@ class MoEKernel:
 
     @property
     def weights(self) -> PermutedWeights:
-        """What calls read: permuted weights, or the owner's tensors as they are now."""
+        """The tensors that calls read: permuted weights, or the owner's tensors as they are now."""
         return self._weights if self._source is None else PermutedWeights.in_place(self._source())
 
     @weights.setter
@@ -190,10 +190,12 @@ class MoEKernel:
 
     @property
     def trained(self) -> Mapping[str, torch.Tensor]:
-        """The canonical tensors that calls train in place, by name; empty if the problem names no gradients of them."""
-        if self._source is None or "weights" not in self.problem.gradients:
+        """The canonical tensors that training calls read in place, by name, detached where they are not trained."""
+        if self._source is None or not self.problem.gradients:
             return self._trained
-        return self._source()
+        held = self._source()
+        # A backward pass reads what its forward pass read, and torch notices if it was written in between.
+        return held if "weights" in self.problem.gradients else {name: one.detach() for name, one in held.items()}
 
     @trained.setter
     def trained(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -201,8 +203,9 @@ class MoEKernel:
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether all of its classes read canonical weights where their owner keeps them."""
-        return all(each.experts.reads_in_place() for each in self.ranges)
+        """Whether its classes read canonical weights where their owner keeps them, and nothing else."""
+        is_whole = len(self.borrowed) == len(self._weights.per_expert) and not self._weights.shared
+        return is_whole and all(each.experts.reads_in_place() for each in self.ranges)
 
     def read_from(self, source: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Lets each call read its owner's tensors, and keeps none: nothing can be stale, and nothing is held.
@@ -211,9 +214,9 @@ class MoEKernel:
             source: Returns canonical tensors by name, which it has checked; must not hold them itself.
 
         Raises:
-            BackendError: The class says that it reads in place, and copied a tensor.
+            BackendError: The class says that it reads in place, and copied a tensor or made another.
         """
-        if len(self.borrowed) < len(self._weights.per_expert):
+        if not self.reads_in_place:
             backend_calls.raise_copied(self.selection)
         empty = {name: torch.empty_like(self._weights[name], device="meta") for name in self._weights.per_expert}
         self._weights = PermutedWeights(CANONICAL, empty, reader=self._weights.reader)
@@ -221,7 +224,8 @@ class MoEKernel:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoEKernel:
         # Compiled code finds a kernel by its handle, so a copy needs its own.
-        weights, expert_map, trained = copy.deepcopy((self.weights, self.expert_map, self._trained), memo)
+        parts_of = self.weights, self.expert_map, self.trained if "weights" in self.problem.gradients else {}
+        weights, expert_map, trained = copy.deepcopy(parts_of, memo)
         moves = self.prepare_finalize
         if isinstance(moves, GroupPrepareFinalize):
             knows_places = self.expert_map is moves.tables.expert_map
@@ -543,7 +547,7 @@ class MoEKernel:
             self.in_turn.end(thread)
 
     def _reads(self, tensors: CallTensors) -> Reads:
-        """What a call reads that was given its layer's tensors."""
+        """Operands of a call that was given its layer's tensors."""
         own = not (tensors.weights and self.reads_in_place)
         return Reads(self.weights if own else PermutedWeights.in_place(tensors.weights), self.expert_map)
 
@@ -656,7 +660,7 @@ class MoEKernel:
 
 
 class Reads(NamedTuple):
-    """What a call reads beside its inputs.
+    """Operands of a call beside its inputs.
 
     Attributes:
         weights: In a layout of the kernel's classes.

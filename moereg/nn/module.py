@@ -31,7 +31,6 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import TENSOR_ROLES
 from moereg.weights.adapters import ADAPTER_TENSORS, ExpertAdapters
 from moereg.weights.permuted import ExpertWeights
-from moereg.weights.versions import are_elsewhere
 
 __all__ = ["MoELayer"]
 
@@ -56,8 +55,8 @@ class MoELayer(CanonicalModule):
     copies read them back from the kernel.
 
     It can be copied, pickled, compiled and exported, and with a router be part of `nn.Sequential`. An exported program
-    holds the parameters and makes its kernel where it runs, after `import moereg.nn.module`, from copies that go with
-    its parameters. If the layer's parameters were freed, the program runs in this process only.
+    holds the parameters and makes its kernel where it runs, after `import moereg.nn.module`. If the layer's parameters
+    were freed, the program runs in this process only.
 
     Args:
         problem: The layer.
@@ -369,9 +368,13 @@ class MoELayer(CanonicalModule):
             ArgumentError: The parameters are on meta or on a device that this machine's platform lacks, or they are to
                 be freed and the kernel's layout cannot be read back.
         """
-        followed = self._followed(refresh) if selection is None and self._is_prepared else None
-        self._is_prepared = True
-        return followed or self._made(selection or self._selected())
+        was_prepared, self._is_prepared = self._is_prepared, True
+        if selection is None and (was_prepared or self._reads is None):
+            followed = self._followed(refresh)
+            # The first call may have made the best one, for want of any that reads in place.
+            if followed is not None and (was_prepared or followed.selection.backend == self._selected().backend):
+                return followed
+        return self._made(selection or self._selected())
 
     def _followed(self, refresh: bool = False) -> MoEKernel | None:
         """The kernel, up to date with the parameters; None if they need another one."""
@@ -382,10 +385,11 @@ class MoELayer(CanonicalModule):
             return kernel if self._reads.fits(self._in_place) else None
         state, seen = self._state(checks=not refresh), self._seen
         if refresh or state != seen:
-            if seen is not None and kernel.borrowed and are_elsewhere(seen, state):
+            weights = self._checked_weights()
+            if kernel.borrowed - kernel.weights.shared_with(weights):
                 return None  # It would write into the old parameters, which may be anybody's.
             # In place, so that captured graphs see it.
-            kernel.reload(self._checked_weights(), write_shared=True)
+            kernel.reload(weights, write_shared=True)
             self._seen = state
         return kernel
 
@@ -411,18 +415,18 @@ class MoELayer(CanonicalModule):
             selection = reading_in_place(best)
             say_gain(best, selection, weights, "layer.prepare()")
             selection = best if selection.winner is None else selection
-        place = self._buffers["expert_map"]
+        place, held = self._buffers["expert_map"], self._in_place
+        reads = ReadInPlace(held) if held and reading_in_place(selection).winner is selection.winner else None
         kernel = make_kernel(self.problem, weights, selection, ep_rank=self.ep_rank, expert_map=place)
         kernel.copied = None  # Later calls of `prepare` reload it.
-        held, me = self._in_place, weakref.ref(self)
         self._reads = None
         if not self.keep_canonical:
             with keeping_moves():
                 kernel.weights.to_canonical(0)  # Raises if nothing could be read back.
             self._free()
         elif held and kernel.reads_in_place:
-            self._reads = ReadInPlace(held)
-            kernel.read_from(functools.partial(_held_by, me))
+            self._reads = reads or ReadInPlace(held)
+            kernel.read_from(functools.partial(_held_by, weakref.ref(self)))
         self._kernel, self._seen = kernel, self._state()
         return kernel
 
@@ -432,8 +436,8 @@ class MoELayer(CanonicalModule):
         Such writes go through `parameter.data` or a raw pointer, or are made by replayed CUDA graphs. Captured graphs
         of this layer see them.
         """
-        if self._kernel is not None and self._reads is None:
-            self.prepare(refresh=True)
+        if self._kernel is not None and self._followed(refresh=True) is None:
+            self._kernel = None  # The next call makes another.
 
     def update_expert(self, expert: int, weights: ExpertWeights) -> None:
         """Replaces one expert in parameters and kernel, in place.
@@ -496,13 +500,19 @@ class MoELayer(CanonicalModule):
 
 
 def _held_by(layer: weakref.ref[MoELayer]) -> dict[str, torch.Tensor]:
-    """What a kernel in place reads: the parameters as they are at a call."""
+    """The tensors that a kernel in place reads: the parameters as they are at a call."""
     found = layer()
     if found is None:
         raise ArgumentError(
             "this kernel reads the parameters of a MoELayer, got a call after the layer was freed; keep the layer"
         )
-    return found._in_place
+    held = found._in_place
+    if found._reads is None or not found._reads.fits(held):
+        raise ArgumentError(
+            "this kernel was made for parameters of other sizes, dtypes or places than the layer has now; call "
+            "layer.prepare() again"
+        )
+    return held
 
 
 def _is_autocast(tensor: torch.Tensor) -> bool:

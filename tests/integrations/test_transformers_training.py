@@ -198,7 +198,7 @@ def test_16_bit_gradients_of_a_layer_are_near_those_of_32_bits() -> None:
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
-        ("gpt_oss", "its matrices are transposed, and moereg trains [E,2I,H] and [E,H,I] in place"),
+        ("gpt_oss", "its matrices are transposed, and moereg reads [E,2I,H] and [E,H,I] in place"),
         ("dbrx", "it does not use transformers' experts interface"),
     ],
     ids=["gpt_oss", "dbrx"],

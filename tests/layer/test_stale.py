@@ -6,6 +6,7 @@ version tells them apart. The copy is one that a class makes at any size and on 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,7 +17,10 @@ import torch
 
 import moereg
 from moereg.registry import register_moe_backend
+from moereg.testing.inputs import make_weights
+from moereg.weights.permuted import PermutedWeights
 from tests.layer.small_plans import turning
+from tests.support.fakes import FakeExperts
 from tests.support.live_models import logits_of
 from tests.support.tiny_models import tiny_model
 
@@ -86,8 +90,14 @@ def turned(isolated_registry: Any) -> Iterator[str]:
     return "turned"  # type: ignore[return-value]
 
 
-def fresh(weights: dict[str, torch.Tensor]) -> torch.nn.Module:
-    return moereg.MoELayer(PROBLEM, moereg.ExpertWeights(**{name: one.clone() for name, one in weights.items()}))
+def fresh(weights: dict[str, torch.Tensor]) -> Any:
+    return fresh_of(PROBLEM, weights)
+
+
+def fresh_of(problem: moereg.MoEProblem, weights: dict[str, torch.Tensor]) -> Any:
+    return moereg.MoELayer(
+        problem, moereg.ExpertWeights(**{name: one.detach().clone() for name, one in weights.items()})
+    )
 
 
 def layer_and_call(**keywords: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
@@ -151,6 +161,55 @@ def test_a_kernel_in_place_keeps_no_memory() -> None:
     strided.w13 = torch.nn.Parameter(torch.randn(4, 64, 64).mT, requires_grad=False)
     with pytest.raises(moereg.MoeregError, match=r"must be contiguous, got w13 with strides \[4096, 1, 64\]"):
         strided(*call)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_backward_pass_reads_what_its_forward_pass_read(replaces: bool) -> None:
+    """Of frozen experts too, whose gradient of hidden states needs them."""
+    problem = dataclasses.replace(PROBLEM, gradients=frozenset({"hidden_states"}))
+    plain, (x, *routing) = layer_and_call()
+    other = torch.randn(4, 64, 64) / 8
+    layer = moereg.MoELayer(problem, plain.weights)
+    wanted = torch.autograd.grad(
+        fresh_of(problem, {"w13": other, "w2": plain.w2})(x.requires_grad_(), *routing).sum(), x
+    )
+    if replaces:
+        layer.w13 = torch.nn.Parameter(other, requires_grad=False)
+        out = layer(x, *routing)
+        layer.w13 = torch.nn.Parameter(torch.zeros_like(other), requires_grad=False)
+    else:
+        out = torch.func.functional_call(layer, {"w13": other}, (x, *routing))
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], wanted[0])
+
+
+@pytest.mark.parametrize("quant", ["int8_w8a16", "int4_w4a16_g128"])
+def test_replaced_codes_leave_the_tensors_before_alone(quant: str) -> None:
+    problem = moereg.MoEProblem(num_experts=4, hidden_size=128, intermediate_size=128, top_k=2, quant=quant)
+    weights = [make_weights(problem, torch.device("cpu"), seed=seed) for seed in (0, 1)]
+    call = torch.randn(3, 128, dtype=torch.bfloat16), torch.rand(3, 2), torch.tensor([[0, 1], [1, 2], [3, 0]])
+    layer, other = (moereg.MoELayer(problem, one) for one in weights)
+    layer(*call)
+    kernel, before = layer._kernel, weights[0].w13.clone()
+    layer.refresh()
+    assert layer._kernel is kernel
+    layer.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(layer(*call), other(*call))
+    assert torch.equal(weights[0].w13.view(torch.uint8), before.view(torch.uint8))
+    assert layer._kernel.weights["w13"].data_ptr() == layer.w13.data_ptr()
+
+
+def test_a_class_with_tensors_of_its_own_does_not_read_in_place(isolated_registry: Any) -> None:
+    def permute_weights(self: Any, weights: moereg.ExpertWeights, problem: Any) -> PermutedWeights:
+        return PermutedWeights("canonical", weights.tensors(), {"table": torch.ones(1)})
+
+    def compute(self: Any, out: torch.Tensor, inputs: Any, weights: PermutedWeights) -> None:
+        FakeExperts.compute(self, out, inputs, weights)
+        out.mul_(weights["table"])
+
+    kind = type("Tabled", (FakeExperts,), {"permute_weights": permute_weights, "compute": compute})
+    register_moe_backend("tabled", 5, ("unquantized",), ("cpu",))(kind)
+    layer, call = layer_and_call(require="tabled")
+    torch.testing.assert_close(layer(*call), fresh(layer._held)(*call))
 
 
 @pytest.fixture

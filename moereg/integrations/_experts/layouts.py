@@ -161,9 +161,9 @@ def _fused(module: torch.nn.Module) -> LiveExperts:
 
     moved = None
     if is_transposed:
-        moved = "its matrices are transposed, and moereg trains [E,2I,H] and [E,H,I] in place"
+        moved = "its matrices are transposed, and moereg reads [E,2I,H] and [E,H,I] in place"
     elif is_gated and not is_concatenated:
-        moved = "its gate and up rows alternate, and moereg trains all of gate before all of up in place"
+        moved = "its gate and up rows alternate, and moereg reads all of gate before all of up in place"
 
     def stored(weights: ExpertWeights) -> Mapping[str, torch.Tensor]:
         fields = {field: getattr(weights, field) for field in names}
@@ -218,7 +218,7 @@ def _flat(module: torch.nn.Module) -> LiveExperts:
         parameters=("mlp.w1", "mlp.v1", "mlp.w2"),
         canonical=canonical,
         stored=stored,
-        moved="its gate and up matrices are apart, and moereg trains one tensor of both in place",
+        moved="its gate and up matrices are apart, and moereg reads one tensor of both in place",
     )
 
 

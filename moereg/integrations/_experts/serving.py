@@ -82,7 +82,7 @@ def check_servable(module: torch.nn.Module, live: LiveExperts) -> torch.device:
 
 
 def kinds_of(module: torch.nn.Module) -> tuple[Any, ...]:
-    """What a plan for a module depends on: its parameters may be converted, moved and replaced."""
+    """Values that a plan for a module depends on: its parameters may be converted, moved and replaced."""
     return tuple(
         (type(each), each.dtype, each.device, tuple(each.shape), each.stride()) for each in module.parameters()
     )
@@ -213,14 +213,17 @@ class ServedExperts:
                     if selection.winner is None:
                         raise CopiesError("no kernel here reads its weights in place")
             can_be_read = can_be_read and reading_in_place(selection).winner is selection.winner
+            reads = None
             if can_be_read:
                 try:
-                    self._reads = ReadInPlace(dict(zip(WEIGHTS, self.tensors(), strict=False)))
+                    reads = ReadInPlace(dict(zip(WEIGHTS, self.tensors(), strict=False)))
                 except ArgumentError as error:
                     raise CopiesError(str(error)) from error
             kernel = make_kernel(problem, weights if can_be_read else weights.contiguous(), selection)
         kernel.copied = None  # `follow_parameters` reloads it.
-        if can_be_read:
+        # If the first choice fails its first check, the next one may have a layout of its own.
+        if reads is not None and kernel.reads_in_place:
+            self._reads = reads
             kernel.read_from(functools.partial(_read_by, self._module, self.live.parameters))
         elif not self.is_prepared and kernel.copied_from(weights):
             raise CopiesError("no kernel here reads its weights in place")
@@ -420,7 +423,7 @@ class CopiesError(ArgumentError):
 
 
 def _read_by(module: weakref.ref[torch.nn.Module], names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """What a kernel in place reads: a module's parameters as they are at a call."""
+    """The tensors that a kernel in place reads: a module's parameters as they are at a call."""
     found = module()
     assert found is not None, "its kernel lives in the module"
     return {name: _tensor(found, parameter) for name, parameter in zip(WEIGHTS, names, strict=False)}

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from moereg import ExpertWeights, MoEKernel
 from moereg.quantize.words import awq_codes, awq_zero_points, gptq_codes, repacked_zero_points, word_bytes
@@ -114,21 +115,22 @@ def take_weights(layer: Layer, form: Form, problem: MoEProblem, is_interleaved: 
     return ExpertWeights(**found, quant=problem.quant)
 
 
-Places = dict[str, tuple[int, torch.Size, torch.dtype]]
-"""Address, shape and dtype of parameters, by name."""
+Places = dict[str, tuple[StorageWeakRef, torch.Size, torch.dtype]]
+"""Memory, shape and dtype of parameters, by name. While a reference lives, no other memory is equal to it."""
 
 
 def places_of(layer: Layer) -> Places:
-    """Where a layer's parameters of experts are, before they are taken."""
+    """Notes where a layer's parameters of experts are, before they are taken."""
     held = {name: one for name, one in layer._parameters.items() if one is not None and _is_of_experts(name)}
-    return {name: (one.data_ptr(), one.shape, one.dtype) for name, one in held.items()}
+    return {name: (StorageWeakRef(one.untyped_storage()), one.shape, one.dtype) for name, one in held.items()}
 
 
 def give_back(layer: Layer, places: Places, kernel: MoEKernel) -> None:
     """Makes the tensors that a kernel reads where vLLM had them the layer's parameters again, without a copy."""
-    read = {one.data_ptr(): one for one in kernel.weights.flat() if one.layout == torch.strided}
-    for name, (address, shape, dtype) in places.items():
-        tensor = read.get(address)
+    shared = [one for one in kernel.weights.flat() if one.layout == torch.strided]
+    read = {one.untyped_storage()._cdata: one for one in shared if not one.storage_offset()}
+    for name, (memory, shape, dtype) in places.items():
+        tensor = read.get(memory.cdata)
         if tensor is not None and (tensor.shape, tensor.dtype) == (shape, dtype):
             _parameter(layer, name).data = tensor
 
