@@ -98,7 +98,8 @@ def _kernel_of(tensors: list[torch.Tensor], layer: str) -> tuple[MoEKernel, Read
     ep_rank = said.pop("ep_rank")
     selection = select_backend(problem, platform_of(weights.w13.device), **said)
     in_place = reading_in_place(selection)
-    if problem.quant.weight is None and in_place.winner is not None:
+    is_contiguous = all(one.is_contiguous() for one in held.values())
+    if problem.quant.weight is None and in_place.winner is not None and is_contiguous:
         kernel = make_kernel(problem, weights, in_place, ep_rank=ep_rank, expert_map=expert_map)
         kernel.read_from(dict)  # Each call brings its tensors.
         kernel.expert_map = None

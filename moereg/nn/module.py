@@ -16,7 +16,7 @@ from moereg.errors import ArgumentError
 from moereg.layer.checks import check_call, check_no_transform
 from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.factory import MoEKernel, make_kernel
-from moereg.layer.in_place import ReadInPlace, say_gain
+from moereg.layer.in_place import ReadInPlace, say_gain, say_once
 from moereg.layer.no_backward import joined
 from moereg.layer.one_expert import keeping_moves
 from moereg.layer.train_op import run_training, trains
@@ -411,10 +411,14 @@ class MoELayer(CanonicalModule):
         outside_pools(self._thaw, self._device)
         weights = self._checked_weights()
         if selection is None:
-            best = self._selected()
-            selection = reading_in_place(best)
-            say_gain(best, selection, weights, "layer.prepare()")
-            selection = best if selection.winner is None else selection
+            selection = best = self._selected()
+            if self._is_copied:
+                strides = {name: list(one.stride()) for name, one in self._held.items() if not one.is_contiguous()}
+                say_once(f"layers run on a copy of weights that are not contiguous, got strides {strides}")
+            else:
+                selection = reading_in_place(best)
+                say_gain(best, selection, weights, "layer.prepare()")
+                selection = best if selection.winner is None else selection
         place, held = self._buffers["expert_map"], self._in_place
         reads = ReadInPlace(held) if held and reading_in_place(selection).winner is selection.winner else None
         kernel = make_kernel(self.problem, weights, selection, ep_rank=self.ep_rank, expert_map=place)

@@ -100,8 +100,13 @@ class CanonicalModule(torch.nn.Module):
 
     @property
     def _in_place(self) -> dict[str, torch.Tensor]:
-        """Those that a kernel can read where they are; quantized ones have a kernel that holds them."""
-        return self._held if self.problem.quant.weight is None else {}
+        """Those that a kernel can read where they are; of quantized or transposed ones it holds a copy."""
+        return self._held if self.problem.quant.weight is None and not self._is_copied else {}
+
+    @property
+    def _is_copied(self) -> bool:
+        # Training them raises and says so.
+        return "weights" not in self.problem.gradients and not all(one.is_contiguous() for one in self._held.values())
 
     @property
     def _untrained(self) -> list[torch.Tensor | None]:
