@@ -311,8 +311,25 @@ def test_vllms_modular_kernel_runs_the_kernel_too(make: Callable[..., Made]) -> 
     # As between data-parallel ranks, whose tokens vLLM moves.
     hook.served_by(method).moves_tokens = True
     assert torch.equal(method.apply(made.layer, hidden_states, *routing, None, None), expected)
-    with pytest.raises(HostError, match=r"cannot load weights of .* again"):
+
+
+def test_a_second_load_reaches_the_kernel_or_is_refused(make: Callable[..., Made]) -> None:
+    for name, is_kept in (("unquantized", True), ("ct_int4_zp", False)):
+        made = make(ROWS[name])
+        hidden_states = torch.randn(9, made.layer.hidden_size, generator=torch.Generator().manual_seed(8)).bfloat16()
+        method, routing = serve(made), made.whole.route(hidden_states)
+        with set_current_vllm_config(made.engine):
+            method.process_weights_after_loading(made.layer)
+        if not is_kept:
+            with pytest.raises(HostError, match=r"cannot load weights of .* again"):
+                load(made.layer, made.folder, "")
+            continue
+        expected = method.apply(made.layer, hidden_states, *routing, None, None)
+        with torch.no_grad():
+            made.layer.w2_weight.zero_()
+        assert not method.apply(made.layer, hidden_states, *routing, None, None).any()
         load(made.layer, made.folder, "")
+        assert torch.equal(method.apply(made.layer, hidden_states, *routing, None, None), expected)
 
 
 def test_every_reader_is_tested() -> None:
