@@ -17,20 +17,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import ROOT, Mutant
 
-ROOT: Final = Path(__file__).resolve().parents[2]
-NOT_COPIED: Final = (".*_cache", ".benchmarks", ".git", ".hypothesis", ".venv", "__pycache__", "build", "dist")
+NOT_COPIED: Final = (".[!cp]*", "__pycache__", "build", "dist")  # Of what begins with a dot, some belongs to the tree.
 CAUGHT: Final = "caught"
 SURVIVED: Final = "SURVIVED"
 TIMEOUT: Final = "TIMEOUT"
-NOT_APPLICABLE: Final = "TEXT NOT FOUND"
 BROKEN: Final = "TESTS DID NOT RUN"
 
-# pytest's exit codes when tests ran: one failed, or all passed. A signal is a failure too: what reads or writes outside
-# of its tensors may end so. Any other code is no verdict.
-_FAILED: Final = 1
 _PASSED: Final = 0
+"""pytest's exit code when tests ran and none failed."""
 
 # A mutant's tests run in a fork of a process that has imported these: half of the time of a short test. triton is left
 # out: it reads the environment when it is imported.
@@ -88,11 +84,7 @@ def judge_one(copy: Path, mutant: Mutant, *, limit_s: float, options: tuple[str,
     file = copy / mutant.file
     text = file.read_text(encoding="utf-8")
     try:
-        planted = mutant.planted_in(text)
-    except ValueError as error:
-        return Verdict(NOT_APPLICABLE, 0.0, str(error))
-    try:
-        _write(file, planted)
+        _write(file, mutant.planted_in(text))
         return run_tests(copy, mutant.tests, limit_s=limit_s, options=options)
     finally:
         _write(file, text)
@@ -115,8 +107,8 @@ def run_tests(copy: Path, tests: tuple[str, ...], *, limit_s: float, options: tu
     seconds = time.perf_counter() - start
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     failed = next((line for line in lines if line.startswith(("FAILED ", "ERROR "))), "")
-    # Without the colons it is a file that could not be collected.
-    if process.exitcode == _FAILED and "::" in failed:
+    # `ERROR ` and a file: it could not be imported, as it could without the fault. `ERROR: ` is pytest's own.
+    if process.exitcode not in (None, _PASSED) and failed:
         # An id may hold spaces; the test's message follows it.
         return Verdict(CAUGHT, seconds, failed.partition(" ")[2].partition(" - ")[0])
     # A process that is killed from outside, for want of memory, says nothing about the mutant.
