@@ -128,6 +128,11 @@ def check_tensor(
         raise ArgumentError(f"{name} must be on the weights' device {device}, got {tensor.device}; move it")
 
 
+def ids_in_32_bits(topk_ids: torch.Tensor, problem: MoEProblem) -> torch.Tensor:
+    """Ids as int32; clamped first, since one beyond 32 bits must stay out of range and not wrap around into it."""
+    return topk_ids if topk_ids.dtype == torch.int32 else topk_ids.clamp(-1, problem.num_experts).to(torch.int32)
+
+
 def _is_plainly_right(topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int) -> bool:
     """Whether every expert's weight is finite and no token names one twice, checked in plain Python."""
     for ids, weights in zip(topk_ids.tolist(), topk_weights.tolist(), strict=True):

@@ -6,22 +6,23 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from threading import get_ident
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from moereg.arguments import check_count, check_flag, check_instance
 from moereg.dispatch import Selection
-from moereg.errors import ArgumentError, GradientError, LayoutMismatchError, PicklingError
-from moereg.experts import Experts, Gradients, SavedShapes
+from moereg.errors import ArgumentError, GradientError, PicklingError
+from moereg.experts import Experts
 from moereg.layer import backend_calls
-from moereg.layer.checks import check_call, check_no_alias, check_no_transform, check_values
+from moereg.layer.checks import check_call, check_no_alias, check_no_transform, check_values, ids_in_32_bits
 from moereg.layer.in_turn import InTurn
 from moereg.layer.move_experts import exchange_experts
 from moereg.layer.no_backward import joined, wants_gradient
 from moereg.layer.one_expert import OneExpert
-from moereg.layer.ranges import RangeExperts
-from moereg.layer.train_op import CallTensors, cut_saved, run_training, trains
+from moereg.layer.ranges import RangedExperts, RangeExperts, Reads
+from moereg.layer.train_op import CallTensors, run_training, trains
+from moereg.layer.training_calls import TrainingCalls
 from moereg.layer.warm_up import WarmUp, warm_up
 from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
@@ -29,7 +30,6 @@ from moereg.prepare_finalize.overlap import Tokens, run_over_group
 from moereg.prepare_finalize.ranks_agree import MOVING
 from moereg.runtime.torch_op import new_handle, run_compiled
 from moereg.runtime.torch_state import fp32_is_exact, plain_torch
-from moereg.runtime.workspace import WORKSPACES
 from moereg.spec.problem import MoEProblem
 from moereg.weights.adapters import ExpertAdapters
 from moereg.weights.expert_weights import check_expert
@@ -50,6 +50,7 @@ class MoEKernel:
             `problem` if tokens come from other ranks.
         experts: The chosen class's instance for this layer; a plan's open range's.
         ranges: The experts of each range of the selection's plan, ascending, the open range last.
+        ranged: Runs them.
         expert_map: [num_experts] int32 on the weights' device, local expert or -1; update it in place. None if all
             experts are local.
         copied: Warns if an optimizer trains weights that this kernel has copies of; None if its owner reloads it.
@@ -74,15 +75,12 @@ class MoEKernel:
         borrowed: frozenset[str] = frozenset(),
         ranges: tuple[RangeExperts, ...] = (),
     ) -> None:
+        facts = prepare_finalize.facts if isinstance(prepare_finalize, GroupPrepareFinalize) else None
+        # Rows of room for `max_num_tokens` say nothing of a call's tokens, which only the device can count.
+        knows_counts = facts is None or not facts.max_num_tokens
         self.ranges = ranges or (RangeExperts(None, selection, experts),)
-        for each in self.ranges:
-            reader, layout = each.experts, weights.layout
-            shared = {*reader.shared_layouts} & {*experts.shared_layouts}
-            if layout not in (reader.layouts if reader is experts else shared):
-                raise LayoutMismatchError(
-                    f"{type(reader).__name__} reads layouts {', '.join(reader.layouts)}, got {layout!r} of "
-                    f"{type(experts).__name__}; permute the weights with the same class"
-                )
+        self.ranged = RangedExperts(self.ranges, selection.problem, weights.device, knows_counts)
+        self.ranged.check_layout(weights.layout)
         self._weights = weights
         self._source: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self._trained: Mapping[str, torch.Tensor] = {}
@@ -101,20 +99,12 @@ class MoEKernel:
         # Checking fp32 precision costs 2 us, so on a GPU only layers that may multiply in fp32 do it: float16 ones
         # do if gates leave its range.
         self._needs_exact_fp32 = self._device.type == "cpu" or problem.torch_dtype != torch.bfloat16
-        facts = prepare_finalize.facts if isinstance(prepare_finalize, GroupPrepareFinalize) else None
-        # Rows of room say nothing of a call's tokens, which only the device can count.
-        self._knows_counts = facts is None or not facts.max_num_tokens
-        # Ranks may run experts of different ranges, and their results meet.
-        self._sent_dtype = max((each.experts.rows_dtype for each in self.ranges), key=lambda dtype: dtype.itemsize)
         if problem.gradients and isinstance(prepare_finalize, GroupPrepareFinalize):
             raise ArgumentError(
                 f"gradients require experts that no group shares, got {prepare_finalize.name!r} with gradients of "
                 f"{', '.join(sorted(problem.gradients))}; make the kernel without a group"
             )
-        self._served: dict[int, _Served] = {}
-        # The last number of tokens of each step, with its shapes.
-        self._training_shapes: dict[str, tuple[int, tuple[backend_calls.Shapes, SavedShapes]]] = {}
-        self._num_calls = [0] * 64
+        self._training = TrainingCalls(self.ranged, prepare_finalize, selection.problem, self.in_turn)
         self._handle = new_handle(self)
 
     def __call__(
@@ -267,18 +257,7 @@ class MoEKernel:
         """
         moves = self.prepare_finalize
         local = moves.local if isinstance(moves, GroupPrepareFinalize) else moves
-        ranges = self.ranges if self._knows_counts else self.ranges[-1:]
-        return warm_up(ranges, self.weights, self.expert_map, token_counts, jobs, local)
-
-    def range_of(self, num_tokens: int) -> RangeExperts:
-        """The range whose experts serve a call.
-
-        Args:
-            num_tokens: Tokens that the experts see: of a call, or over a group those that arrived. A token dispatcher
-                that moves room for `max_num_tokens` does not know them, and the open range serves its calls.
-        """
-        served = self.ranges if self._knows_counts else self.ranges[-1:]
-        return next(each for each in served if each.most is None or num_tokens <= each.most)
+        return warm_up(self.ranged.serving, self.weights, self.expert_map, token_counts, jobs, local)
 
     def token_histogram(self) -> dict[int, int]:
         """Counts calls of the experts by their number of tokens, since the kernel was made.
@@ -290,7 +269,7 @@ class MoEKernel:
         Returns:
             {power of two: calls with at most so many tokens and more than half as many}, ascending, none of 0.
         """
-        return {1 << place: calls for place, calls in enumerate(self._num_calls) if calls}
+        return {1 << place: calls for place, calls in enumerate(self.ranged.num_calls) if calls}
 
     def count(self, num_tokens: int) -> None:
         """Counts a call that the host does not see, such as a CUDA graph's replay, in `token_histogram`.
@@ -302,7 +281,7 @@ class MoEKernel:
             ArgumentError: It is negative, above 64 bits or no integer.
         """
         if type(num_tokens) is int and 0 < num_tokens < 2**63:
-            self._num_calls[(num_tokens - 1).bit_length()] += 1
+            self.ranged.count(num_tokens)
         else:  # Checked only here, since engines count every replay of every layer.
             check_count("num_tokens", num_tokens, minimum=0)
 
@@ -482,8 +461,8 @@ class MoEKernel:
         elif len(hidden_states):
             if self.checks_values:
                 check_values(self.problem, self._device, topk_weights, topk_ids, self.expert_map)
-            self._num_calls[(len(hidden_states) - 1).bit_length()] += 1
-            self._train("apply_saving", saved, (hidden_states, topk_weights, topk_ids), tensors, out=out)
+            tokens = Tokens(hidden_states, topk_weights, topk_ids)
+            self._training.forward(tokens, self._reads(tensors), tensors.adapters, saved, out)
         return out
 
     def run_backward(
@@ -504,47 +483,11 @@ class MoEKernel:
             saved, hidden_states, topk_weights, topk_ids, tensors: As in that call.
         """
         if len(hidden_states):
-            call = (hidden_states, topk_weights, topk_ids)
-            targets: dict[str, Any] = {**gradients}
-            self._train("apply_backward", saved, call, tensors, grads=Gradients(**targets), grad_out=grad_out)
+            tokens, reads = Tokens(hidden_states, topk_weights, topk_ids), self._reads(tensors)
+            self._training.backward(tokens, reads, tensors.adapters, saved, gradients, grad_out)
         else:
             for tensor in gradients.values():
                 tensor.zero_()
-
-    def _train(
-        self,
-        step: str,
-        saved: torch.Tensor,
-        call: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        tensors: CallTensors,
-        **others: Any,
-    ) -> None:
-        """Runs a method of the experts for one direction of a call."""
-        thread, problem, num_tokens = get_ident(), self._experts_problem, len(call[0])
-        served = self.range_of(num_tokens)
-        selection, experts = served.selection, served.experts
-        try:
-            self.in_turn.begin(thread)
-            with plain_torch():
-                known, sizes = self._training_shapes.get(step, (0, None))
-                if sizes is None or known != num_tokens:
-                    shapes = backend_calls.training_shapes(selection, experts, num_tokens, step)
-                    sizes = shapes, backend_calls.saved_shapes(selection, experts, num_tokens, saved.numel())
-                    self._training_shapes[step] = num_tokens, sizes
-                workspaces, kept = self._scratch(served, sizes[0]), cut_saved(saved, sizes[1])
-                hidden_states, topk_weights, topk_ids = call
-                topk_ids = _in_32_bits(topk_ids, problem)
-                prepare = self.prepare_finalize.prepare
-                inputs = prepare(hidden_states, topk_weights, topk_ids, problem, self.expert_map).inputs
-                inputs = dataclasses.replace(inputs, adapters=tensors.adapters)
-                read = self._reads(tensors).weights
-                names = {"workspace13": workspaces[0], "workspace2": workspaces[1]}
-                try:
-                    getattr(experts, step)(saved=kept, inputs=inputs, weights=read, **names, **others)
-                except BaseException as error:
-                    backend_calls.raise_named(selection, step, error)
-        finally:
-            self.in_turn.end(thread)
 
     def _reads(self, tensors: CallTensors) -> Reads:
         """Operands of a call that was given its layer's tensors."""
@@ -572,124 +515,23 @@ class MoEKernel:
         out: torch.Tensor,
     ) -> None:
         problem = self._experts_problem
-        topk_ids = _in_32_bits(topk_ids, problem)
+        topk_ids = ids_in_32_bits(topk_ids, problem)
         moves = self.prepare_finalize
         if isinstance(moves, GroupPrepareFinalize):
             tokens = Tokens(hidden_states, topk_weights, topk_ids)
-            run_over_group(moves, tokens, out, self.expert_map, self._multiply)
+            run_over_group(moves, tokens, out, self.expert_map, self.run_experts)
             return
         prepared = moves.prepare(hidden_states, topk_weights, topk_ids, problem, reads.expert_map)
-        expert_out = self._multiply(prepared, out, reads.weights)
+        expert_out = self.ranged.run(prepared, reads.weights, out)
         if expert_out is not out:
             moves.finalize(out, expert_out, prepared, problem)
 
-    def _multiply(
-        self, prepared: Prepared, out: torch.Tensor | None = None, weights: PermutedWeights | None = None
-    ) -> torch.Tensor:
-        """Runs the experts.
-
-        Args:
-            prepared: Their inputs; without rows they are not called.
-            out: [T,H] for reduced output; other forms then use scratch memory. None allocates new memory.
-            weights: What they read; None means the kernel's own.
-
-        Returns:
-            The rows, in the experts' output form.
-        """
-        num_tokens = prepared.num_tokens
-        if num_tokens == 0:
-            return torch.empty((0, self._experts_problem.hidden_size), dtype=self._sent_dtype, device=self._device)
-        self._num_calls[(num_tokens - 1).bit_length()] += 1
-        served = self._served.get(num_tokens) or self._serve(num_tokens)
-        experts, is_sent = served.range.experts, out is None
-        if out is None:
-            # The results may leave on another stream while these experts run again.
-            out = torch.empty(served.rows, dtype=experts.rows_dtype, device=self._device)
-            workspace13, workspace2 = self._scratch(served.range, served.scratch[:2])
-        else:
-            workspace13, workspace2, *rows = self._scratch(served.range, served.scratch)
-            out = rows[0].view(experts.rows_dtype) if rows else out
-        try:
-            experts.apply(
-                out=out,
-                inputs=prepared.inputs,
-                weights=weights or self._weights,
-                workspace13=workspace13,
-                workspace2=workspace2,
-            )
-        except BaseException as error:
-            backend_calls.raise_named(served.range.selection, "apply", error)
-        return out.to(self._sent_dtype) if is_sent else out
-
-    def _serve(self, num_tokens: int) -> _Served:
-        """Finds and remembers what serves calls with a number of tokens."""
-        served = self._sized(self.range_of(num_tokens), num_tokens)
-        if self._knows_counts and not _may_be_captured(self._device):
-            # Engines measure a model's memory by one call with the most tokens, and fewer may need more.
-            for each in self.ranges:
-                if each.most is not None and each.most < num_tokens:
-                    self._scratch(each, self._sized(each, each.most).scratch)
-        self._served[num_tokens] = served
-        return served
-
-    def _sized(self, served: RangeExperts, num_tokens: int) -> _Served:
-        problem, experts = self._experts_problem, served.experts
-        shapes = backend_calls.workspace_shapes(served.selection, experts, num_tokens)
-        if experts.output_form == "reduced":
-            return _Served(served, (num_tokens, problem.hidden_size), shapes)
-        is_batched = experts.output_form == "per_expert"
-        rows = (problem.num_local_experts, num_tokens) if is_batched else (num_tokens, problem.top_k)
-        # All scratch has the problem's dtype.
-        width = problem.hidden_size * experts.rows_dtype.itemsize // problem.torch_dtype.itemsize
-        return _Served(served, (*rows, problem.hidden_size), (*shapes, (*rows, width)))
-
-    def _scratch(self, served: RangeExperts, shapes: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, ...]:
-        try:
-            return WORKSPACES.take(shapes, self.problem.torch_dtype, self._device)
-        except Exception as error:
-            named = backend_calls.lacking_workspaces(served.selection, shapes, error)
-            if named is error:
-                raise
-            raise named from error
+    def run_experts(self, prepared: Prepared) -> torch.Tensor:
+        """The rows, new, that the experts make of what arrived from other ranks."""
+        return self.ranged.run(prepared, self._weights)
 
     def __repr__(self) -> str:
         names = [f"{each.selection.backend or 'none'}{f' to {each.most}' if each.most else ''}" for each in self.ranges]
         name = ", ".join(names)
         held = "weights in place" if self._source else f"{self._weights.num_bytes / 2**20:.0f} MiB"
         return f"MoEKernel({name}, {self.problem}, {held} on {self._device})"
-
-
-class Reads(NamedTuple):
-    """Operands of a call beside its inputs.
-
-    Attributes:
-        weights: In a layout of the kernel's classes.
-        expert_map: As in `MoEKernel`.
-    """
-
-    weights: PermutedWeights
-    expert_map: torch.Tensor | None
-
-
-class _Served(NamedTuple):
-    """Experts for a number of tokens, with what a call needs.
-
-    Attributes:
-        range: Their range of the plan.
-        rows: Shape of their output.
-        scratch: Shapes of both workspaces and, unless the output is finished rows, of room for it.
-    """
-
-    range: RangeExperts
-    rows: tuple[int, ...]
-    scratch: tuple[tuple[int, ...], ...]
-
-
-def _in_32_bits(topk_ids: torch.Tensor, problem: MoEProblem) -> torch.Tensor:
-    # Clamp first: an id beyond 32 bits must stay out of range, not wrap around into it.
-    return topk_ids if topk_ids.dtype == torch.int32 else topk_ids.clamp(-1, problem.num_experts).to(torch.int32)
-
-
-def _may_be_captured(device: torch.device) -> bool:
-    """Whether a graph is or may be being captured; only `torch.cuda` can tell."""
-    return device.type not in ("cpu", "meta") and (device.type != "cuda" or torch.cuda.is_current_stream_capturing())

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+import torch
+
+from moereg.errors import LayoutMismatchError
 from moereg.experts import Experts
 from moereg.layer import backend_calls
+from moereg.prepare_finalize import Prepared
+from moereg.runtime.workspace import WORKSPACES
 from moereg.selection.result import Decision, Selection
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import PermutedWeights
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,6 +31,163 @@ class RangeExperts:
     most: int | None
     selection: Selection
     experts: Experts
+
+
+class RangedExperts:
+    """Runs the experts of a plan, with scratch memory that all layers share, and counts their calls.
+
+    Attributes:
+        ranges: Ascending, the open one last. If `knows_counts` is False, only that one serves calls.
+        rows_dtype: What any of them returns fits: ranks may run experts of different ranges, and their results meet.
+        num_calls: Calls by the bits of their number of tokens less one.
+    """
+
+    def __init__(
+        self, ranges: tuple[RangeExperts, ...], problem: MoEProblem, device: torch.device, knows_counts: bool = True
+    ) -> None:
+        """Runs nothing yet.
+
+        Args:
+            ranges: The experts.
+            problem: The layer as they see it.
+            device: Of their weights.
+            knows_counts: Whether the rows that arrive say how many tokens a call has.
+        """
+        self.ranges = ranges
+        self.rows_dtype = max((each.experts.rows_dtype for each in ranges), key=lambda dtype: dtype.itemsize)
+        self.num_calls = [0] * 64
+        self._serving = ranges if knows_counts else ranges[-1:]
+        self._problem = problem
+        self._device = device
+        self._sized: dict[int, _Sized] = {}
+
+    @property
+    def serving(self) -> tuple[RangeExperts, ...]:
+        """The ranges that serve calls."""
+        return self._serving
+
+    def check_layout(self, layout: str) -> None:
+        """Checks that every range reads a layout of the open range's experts.
+
+        Raises:
+            LayoutMismatchError: One does not.
+        """
+        last = self.ranges[-1].experts
+        for reader in (each.experts for each in self.ranges):
+            if layout not in (reader.layouts if reader is last else {*reader.shared_layouts} & {*last.shared_layouts}):
+                raise LayoutMismatchError(
+                    f"{type(reader).__name__} reads layouts {', '.join(reader.layouts)}, got {layout!r} of "
+                    f"{type(last).__name__}; permute the weights with the same class"
+                )
+
+    def range_of(self, num_tokens: int) -> RangeExperts:
+        """The range whose experts serve a call.
+
+        Args:
+            num_tokens: Tokens that the experts see: of a call, or over a group those that arrived.
+        """
+        return next(each for each in self._serving if each.most is None or num_tokens <= each.most)
+
+    def count(self, num_tokens: int) -> None:
+        """Counts a call with at least one token."""
+        self.num_calls[(num_tokens - 1).bit_length()] += 1
+
+    def run(self, prepared: Prepared, weights: PermutedWeights, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Runs the experts.
+
+        Args:
+            prepared: Their inputs; without rows they are not called.
+            weights: What they read.
+            out: [T,H] for reduced output; other forms then use scratch memory. None allocates new memory.
+
+        Returns:
+            The rows, in the experts' output form.
+
+        Raises:
+            BackendError: The backend's code raised.
+        """
+        num_tokens = prepared.num_tokens
+        if num_tokens == 0:
+            return torch.empty((0, self._problem.hidden_size), dtype=self.rows_dtype, device=self._device)
+        self.count(num_tokens)
+        sized = self._sized.get(num_tokens) or self._size(num_tokens)
+        experts, is_sent = sized.range.experts, out is None
+        if out is None:
+            # The results may leave on another stream while these experts run again.
+            out = torch.empty(sized.rows, dtype=experts.rows_dtype, device=self._device)
+            workspace13, workspace2 = self.scratch(sized.range, sized.scratch[:2])
+        else:
+            workspace13, workspace2, *rows = self.scratch(sized.range, sized.scratch)
+            out = rows[0].view(experts.rows_dtype) if rows else out
+        names = {"workspace13": workspace13, "workspace2": workspace2}
+        try:
+            experts.apply(out=out, inputs=prepared.inputs, weights=weights, **names)
+        except BaseException as error:
+            backend_calls.raise_named(sized.range.selection, "apply", error)
+        return out.to(self.rows_dtype) if is_sent else out
+
+    def scratch(self, served: RangeExperts, shapes: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, ...]:
+        """Tensors of these shapes in the problem's dtype, for one call. A lack of memory names the backend."""
+        try:
+            return WORKSPACES.take(shapes, self._problem.torch_dtype, self._device)
+        except Exception as error:
+            named = backend_calls.lacking_workspaces(served.selection, shapes, error)
+            if named is error:
+                raise
+            raise named from error
+
+    def _size(self, num_tokens: int) -> _Sized:
+        """Finds and remembers what serves calls with a number of tokens."""
+        sized = self._shapes(self.range_of(num_tokens), num_tokens)
+        if not _may_be_captured(self._device):
+            # Engines measure a model's memory by one call with the most tokens, and fewer may need more.
+            for each in self._serving:
+                if each.most is not None and each.most < num_tokens:
+                    self.scratch(each, self._shapes(each, each.most).scratch)
+        self._sized[num_tokens] = sized
+        return sized
+
+    def _shapes(self, served: RangeExperts, num_tokens: int) -> _Sized:
+        problem, experts = self._problem, served.experts
+        shapes = backend_calls.workspace_shapes(served.selection, experts, num_tokens)
+        if experts.output_form == "reduced":
+            return _Sized(served, (num_tokens, problem.hidden_size), shapes)
+        is_batched = experts.output_form == "per_expert"
+        rows = (problem.num_local_experts, num_tokens) if is_batched else (num_tokens, problem.top_k)
+        # All scratch has the problem's dtype.
+        width = problem.hidden_size * experts.rows_dtype.itemsize // problem.torch_dtype.itemsize
+        return _Sized(served, (*rows, problem.hidden_size), (*shapes, (*rows, width)))
+
+
+class Reads(NamedTuple):
+    """Operands of a call beside its inputs.
+
+    Attributes:
+        weights: In a layout of the kernel's classes.
+        expert_map: As in `MoEKernel`.
+    """
+
+    weights: PermutedWeights
+    expert_map: torch.Tensor | None
+
+
+class _Sized(NamedTuple):
+    """Experts for a number of tokens, with what a call needs.
+
+    Attributes:
+        range: Their range of the plan.
+        rows: Shape of their output.
+        scratch: Shapes of both workspaces and, unless the output is finished rows, of room for it.
+    """
+
+    range: RangeExperts
+    rows: tuple[int, ...]
+    scratch: tuple[tuple[int, ...], ...]
+
+
+def _may_be_captured(device: torch.device) -> bool:
+    """Whether a graph is or may be being captured; only `torch.cuda` can tell."""
+    return device.type not in ("cpu", "meta") and (device.type != "cuda" or torch.cuda.is_current_stream_capturing())
 
 
 def alone(selection: Selection, decision: Decision | None) -> Selection:

@@ -13,7 +13,7 @@ import torch
 from moereg.dispatch import platform_of, select_backend
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.in_place import ReadInPlace
-from moereg.layer.kernel import Reads
+from moereg.layer.ranges import Reads
 from moereg.runtime.graph_pools import in_compiled_code
 from moereg.runtime.torch_op import detached
 from moereg.selection.decide import reading_in_place

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from moereg.errors import ArgumentError, BackendError, LayoutMismatchError, RegistrationError
 from moereg.experts import Experts
 from moereg.layer import backend_calls
-from moereg.layer import kernel as moe_kernel
 from moereg.layer import plan as group_plan
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.ranges import counts_by_range
@@ -100,10 +99,10 @@ def test_the_first_range_that_reaches_a_number_of_tokens_serves_it(bounds: list[
     kernel = planned(zip([*bounds, None], kinds, strict=True))
     for count in counts:
         place = next((place for place, most in enumerate(bounds) if most >= count), len(bounds))
-        assert type(kernel.range_of(count).experts) is kinds[place]
+        assert type(kernel.ranged.range_of(count).experts) is kinds[place]
     split = dict(counts_by_range([*bounds, None], sorted(set(counts))))
     assert sorted(sum(split.values(), ())) == sorted(set(counts))
-    assert all(type(kernel.range_of(count).experts) is kinds[place] for place in split for count in split[place])
+    assert all(type(kernel.ranged.range_of(count).experts) is kinds[place] for place in split for count in split[place])
 
 
 def test_experts_with_two_ranges_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +205,7 @@ def test_no_room_for_other_ranges_is_taken_while_a_graph_is_captured(monkeypatch
         return real(*request)
 
     monkeypatch.setattr(WORKSPACES, "take", take)
-    monkeypatch.setattr(moe_kernel, "_may_be_captured", lambda device: True)
+    monkeypatch.setattr("moereg.layer.ranges._may_be_captured", lambda device: True)
     kernel = planned(three_ranges())
     call(kernel, make_inputs(kernel.problem, 40, "uniform", CPU))
     assert len(taken) == 1
@@ -327,7 +326,7 @@ def test_the_histogram_counts_calls_by_powers_of_two() -> None:
 @settings(deadline=None)
 @given(count=st.integers(1, 2**63 - 1))
 def test_a_number_of_tokens_is_counted_between_two_powers_of_two(count: int) -> None:
-    KERNEL._num_calls[:] = [0] * 64
+    KERNEL.ranged.num_calls[:] = [0] * 64
     KERNEL.count(count)
     ((bound, calls),) = KERNEL.token_histogram().items()
     assert calls == 1

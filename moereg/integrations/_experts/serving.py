@@ -19,8 +19,8 @@ from moereg.integrations._experts.layouts import LiveExperts, read_experts
 from moereg.layer.checks import check_call
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.in_place import ReadInPlace, say_gain
-from moereg.layer.kernel import Reads
 from moereg.layer.one_expert import read_all
+from moereg.layer.ranges import Reads
 from moereg.layer.train_op import WEIGHTS
 from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_op import new_handle
