@@ -1,7 +1,7 @@
 """Counts the files of moereg that a choice and a kernel's making enter: `python -m tests.project.files_entered`.
 
-Both are done once before, so that discovery, imports and caches do not count. `spec/` holds values that everything reads, and
-what a backend does with its weights is the backend's: neither counts.
+Both are done once before, so that discovery, imports and caches do not count. `spec/` holds values that everything
+reads, and what a backend does with its weights is the backend's: neither counts.
 """
 
 from __future__ import annotations
