@@ -11,6 +11,8 @@
 | `quack_backward` | QuACK's four products of a backward pass, each checked before it is timed |
 | `sonic_moe` | training steps beside SonicMoE's, which has a process of its own |
 
+`build_flashinfer` measures nothing: it builds FlashInfer's kernels for the board.
+
 What they share: `precompile` compiles kernels on all cores before anything is timed, `candidates` times launch
 configurations beside each other, `quant_configs` lists those of quantized layers, and `leave_one_out` draws the
 conclusions of a sweep and has the geometric mean. Other people's kernels are rows of `benches.board`, in one process
