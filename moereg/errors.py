@@ -52,10 +52,6 @@ class RanksMeasuredWarning(MoeregWarning):
     """Ranks of a group have packs that choose differently, so none of them uses its own."""
 
 
-class BuildError(MoeregError, RuntimeError):
-    """A compiler or linker failed."""
-
-
 class BackendError(MoeregError, RuntimeError):
     """A backend's own code raised; `__cause__` is the original exception.
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import ClassVar, Final, TypeAlias
 
 import torch
@@ -17,7 +16,7 @@ from moereg.spec.quant_schemes import QuantScheme
 from moereg.weights.adapters import ExpertAdapters
 from moereg.weights.permuted import CANONICAL, ExpertWeights, PermutedWeights
 
-__all__ = ["INPUT_FORMS", "OUTPUT_FORMS", "BuildPlan", "ExpertInputs", "Experts", "Facts", "Gradients", "KernelBuilder"]
+__all__ = ["INPUT_FORMS", "OUTPUT_FORMS", "ExpertInputs", "Experts", "Facts", "Gradients"]
 
 OUTPUT_FORMS: Final = ("reduced", "per_route", "per_expert")
 INPUT_FORMS: Final = ("unquantized", "quantized")
@@ -80,77 +79,6 @@ class Gradients:
     w2_a: torch.Tensor | None = None
     w2_b: torch.Tensor | None = None
     accumulate: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class BuildPlan:
-    """The plan of a build.
-
-    Attributes:
-        parts: Names of the kernel sets to build.
-        built: Names of those that are built already.
-        num_steps: Number of files to compile and link.
-        cpu_seconds: Seconds of one core, estimated from measured files; None if nothing was measured.
-        bytes_per_job: Most memory of one compiler.
-        target: The file to write.
-        token: The builder's own data for `build`.
-    """
-
-    parts: tuple[str, ...]
-    built: tuple[str, ...]
-    num_steps: int
-    cpu_seconds: float | None
-    bytes_per_job: int
-    target: Path
-    token: object = dataclasses.field(default=None, repr=False, compare=False)
-
-    def num_jobs(self, num_cores: int, free_bytes: int | None) -> int:
-        """Number of parallel compilers: one per core, as far as memory allows."""
-        fitting = num_cores if free_bytes is None else free_bytes // self.bytes_per_job
-        return max(1, min(num_cores, fitting))
-
-
-class KernelBuilder(abc.ABC):
-    """Builds a backend's kernels ahead of time, only on request: `moereg build-kernels`.
-
-    A backend whose kernels take minutes or hours to compile offers one (`Experts.kernel_builder`). Its probe rejects
-    the backend if they are not built, with the command that builds them.
-    """
-
-    @abc.abstractmethod
-    def plan(
-        self,
-        platform: Platform,
-        schemes: Sequence[QuantScheme],
-        dtypes: Sequence[str],
-        parts: Sequence[str],
-        folder: Path | None,
-    ) -> BuildPlan:
-        """Plans a build without compiling anything.
-
-        Args:
-            platform: The platform to build for, not necessarily this machine.
-            schemes: Schemes to build; empty means all that the backend supports there.
-            dtypes: Dtypes of hidden states; empty means bfloat16.
-            parts: Further kernel sets to build, by the builder's own names.
-            folder: Folder to write to; None means where the backend looks for its kernels.
-
-        Raises:
-            ArgumentError: A scheme or dtype has no kernels there, or a required tool is missing.
-        """
-
-    @abc.abstractmethod
-    def build(self, plan: BuildPlan, jobs: int, advance: Callable[[int, int], None]) -> None:
-        """Carries out a plan and installs the result atomically.
-
-        Args:
-            plan: The result of `plan`.
-            jobs: Number of parallel compilers.
-            advance: Called with (steps done, all steps).
-
-        Raises:
-            MoeregError: A compiler failed; the message has its last output.
-        """
 
 
 class Experts(abc.ABC):
@@ -233,11 +161,6 @@ class Experts(abc.ABC):
         Measured times hold while it stays the same. Cheap: asked once a process.
         """
         return ""
-
-    @classmethod
-    def kernel_builder(cls) -> KernelBuilder | None:
-        """The builder of this class's kernels for `moereg build-kernels`; None if nothing needs building."""
-        return None
 
     @abc.abstractmethod
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:

@@ -183,7 +183,7 @@ def failures_table(board: str) -> str:
     for layer in (layer for document in files for layer in document["layers"].values()):
         for name, reason in layer["skipped"].items():
             if lacks_a_library(reason) and (layer["layer"], layer["scheme"], name) not in ran:
-                key = (name, _without_folders(reason))
+                key = (name, _shortened(reason))
                 lacking.setdefault(key, {})[f"{layer['layer']} {layer['scheme']}"] = None
     rows += [[name, ", ".join(layers), cell(reason)] for (name, reason), layers in lacking.items()]
     there = {one.place for one in rows_of(board)}
@@ -204,8 +204,9 @@ def failures_table(board: str) -> str:
     return table(["backend", "where", "reason"], rows) if rows else "Nothing failed and nothing was left out."
 
 
-def _without_folders(reason: str) -> str:
-    return re.sub(r"(?<= )/\S*/", "", reason)
+def _shortened(reason: str) -> str:
+    """A reason without what holds on that machine alone: folders, and the command that was the cure."""
+    return re.sub(r"(?<= )/\S*/|; run .*", "", reason)
 
 
 def first_use_table(board: str) -> str:

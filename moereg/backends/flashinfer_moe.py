@@ -3,7 +3,7 @@
 All of them want the up rows of w13 first and take any routing. Probes read files; only a running layer imports
 FlashInfer.
 
-- `flashinfer_cutlass`: FlashInfer's CUTLASS kernels, built on request and tuned by timing
+- `flashinfer_cutlass`: FlashInfer's CUTLASS kernels, tuned by timing
 - `flashinfer_trtllm`: TensorRT-LLM's generated kernels for Blackwell, through FlashInfer
 - `flashinfer_cutedsl`: FlashInfer's CuTe DSL kernels for 4-bit floats on Blackwell
 - `flashinfer_b12x`: FlashInfer's kernels for nvfp4 weights on sm120
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Final
 
 from moereg.backends._flashinfer import claims
-from moereg.backends._flashinfer.loading import KernelsProbe
+from moereg.backends._flashinfer.loading import has_built_kernels
 from moereg.backends._flashinfer.package import REQUIRES, can_be_imported, can_compile_at_run_time
 from moereg.backends._loaded import Implementation, LoadedExperts
-from moereg.experts import Experts, Facts, KernelBuilder
+from moereg.experts import Experts, Facts
 from moereg.platforms import Platform
 from moereg.registry import register_moe_backend
 from moereg.spec.problem import MoEProblem
@@ -48,9 +48,10 @@ CODE: Final = (
     *(f"kernels/{name}/" for name in ("launch", "plain", "quantized", "rows")),
 )
 
-# Needed by every cell; kernels that have to be built or downloaded have further probes.
+# Needed by every cell; kernels that have to be installed or downloaded have further probes.
 _REQUIRES: Final = (REQUIRES,)
 _PROBES: Final = (can_be_imported,)
+_CUTLASS_PROBES: Final = (*_PROBES, has_built_kernels)
 
 # flashinfer_cutlass. Priorities follow the order in which vLLM tries its kernels, not measurements: on Hopper after
 # Triton, on Blackwell before it, everywhere before other CUTLASS kernels. On Hopper, where others were measured, a cell
@@ -74,7 +75,6 @@ _BFLOAT16: Final = frozenset({"bfloat16"})
 
 
 def _cutlass(
-    set_name: str,
     scheme: str,
     *platforms: str,
     priority: int = 55,
@@ -82,8 +82,7 @@ def _cutlass(
     dtypes: tuple[str, ...] = ("bfloat16", "float16"),
     runs_nvcc: bool = False,
 ) -> Callable[[type[Experts]], type[Experts]]:
-    """A cell of `flashinfer_cutlass` that needs one set of kernels, opt-in until it has run on its platforms."""
-    option = f"--quant {scheme}" + ("" if dtypes[0] == "bfloat16" else f" --dtype {dtypes[0]}")
+    """A cell of `flashinfer_cutlass`, opt-in until it has run on its platforms."""
     nvcc = (can_compile_at_run_time,) if runs_nvcc else ()
     return register_moe_backend(
         name="flashinfer_cutlass",
@@ -91,14 +90,13 @@ def _cutlass(
         quant_schemes=(scheme,),
         platforms=platforms,
         requires=_REQUIRES,
-        probes=(*_PROBES, KernelsProbe(set_name, option), *nvcc),
+        probes=(*_CUTLASS_PROBES, *nvcc),
         opt_in=opt_in,
         dtypes=dtypes,
     )
 
 
 def _blackwell(
-    set_name: str,
     scheme: str,
     *platforms: str,
     priority: int = 115,
@@ -106,14 +104,13 @@ def _blackwell(
     activations: frozenset[str] = _CUTLASS.activations,
 ) -> Callable[[type[Experts]], type[Experts]]:
     """A cell on Blackwell: below `flashinfer_trtllm` and `flashinfer_cutedsl`, above `triton` (110)."""
-    option = f"--quant {scheme}" + ("" if dtypes[0] == "bfloat16" else f" --dtype {dtypes[0]}")
     return register_moe_backend(
         name="flashinfer_cutlass",
         priority=priority,
         quant_schemes=(scheme,),
         platforms=platforms,
         requires=_REQUIRES,
-        probes=(*_PROBES, KernelsProbe(set_name, option)),
+        probes=_CUTLASS_PROBES,
         dtypes=dtypes,
         activations=activations,
     )
@@ -130,12 +127,6 @@ class _CutlassExperts(LoadedExperts):
             return [f"applies limit and beta to silu and swigluoai alone, got {activation}"]
         return []
 
-    @classmethod
-    def kernel_builder(cls) -> KernelBuilder | None:
-        from moereg.backends._flashinfer.building import CutlassBuilder
-
-        return CutlassBuilder()
-
 
 # vLLM puts FlashInfer's 16-bit kernels after Triton for swigluoai.
 _LATER: Final = frozenset({"swigluoai"})
@@ -143,15 +134,13 @@ _SOONER: Final = _CUTLASS.activations - _LATER
 
 
 # After `triton`: benches/results/board_h200.md has the times of both, and those with FlashInfer's own choice of tiles.
-@_cutlass("bfloat16", "unquantized", "cuda:sm90", priority=48, dtypes=("bfloat16",), opt_in=False)
-@_cutlass("float16", "unquantized", "cuda:sm90", priority=48, dtypes=("float16",))
-@_blackwell("bfloat16", "unquantized", "cuda:sm100f", dtypes=("bfloat16",), activations=_SOONER)
-@_blackwell("bfloat16", "unquantized", "cuda:sm100f", dtypes=("bfloat16",), activations=_LATER, priority=48)
-@_blackwell("float16", "unquantized", "cuda:sm100f", dtypes=("float16",), activations=_SOONER)
-@_blackwell("float16", "unquantized", "cuda:sm100f", dtypes=("float16",), activations=_LATER, priority=48)
+@_cutlass("unquantized", "cuda:sm90", priority=48, dtypes=("bfloat16",), opt_in=False)
+@_cutlass("unquantized", "cuda:sm90", priority=48, dtypes=("float16",))
+@_blackwell("unquantized", "cuda:sm100f", activations=_SOONER)
+@_blackwell("unquantized", "cuda:sm100f", activations=_LATER, priority=48)
 # Ampere's tiles, the only ones there are.
-@_blackwell("bfloat16_ampere", "unquantized", "cuda:sm120f", dtypes=("bfloat16",), activations=_SOONER)
-@_blackwell("bfloat16_ampere", "unquantized", "cuda:sm120f", dtypes=("bfloat16",), activations=_LATER, priority=48)
+@_blackwell("unquantized", "cuda:sm120f", dtypes=("bfloat16",), activations=_SOONER)
+@_blackwell("unquantized", "cuda:sm120f", dtypes=("bfloat16",), activations=_LATER, priority=48)
 class FlashInferCutlassExperts(_CutlassExperts):
     """16-bit weights, standard format."""
 
@@ -164,8 +153,8 @@ class FlashInferCutlassExperts(_CutlassExperts):
         return cutlass.Plain(self)
 
 
-@_cutlass("fp8", "fp8_tensor_static", "cuda:sm90", priority=48)
-@_blackwell("fp8", "fp8_tensor_static", "cuda:sm100f", "cuda:sm120f")
+@_cutlass("fp8_tensor_static", "cuda:sm90", priority=48)
+@_blackwell("fp8_tensor_static", "cuda:sm100f", "cuda:sm120f")
 class FlashInferCutlassFp8Experts(_CutlassExperts):
     """8-bit floats with per-tensor weight scales and static activation scales, standard format."""
 
@@ -179,7 +168,7 @@ class FlashInferCutlassFp8Experts(_CutlassExperts):
 
 
 # On an H200 with Qwen3-30B's sizes: 132 us at T 16, 280 at 256, 1,133 at 4,096.
-@_cutlass("fp8_block128", "fp8_block128", "cuda:sm90", priority=48, dtypes=("bfloat16",), opt_in=False, runs_nvcc=True)
+@_cutlass("fp8_block128", "cuda:sm90", priority=48, dtypes=("bfloat16",), opt_in=False, runs_nvcc=True)
 class FlashInferCutlassBlockExperts(_CutlassExperts):
     """8-bit floats in blocks of 128 x 128, standard format; GEMMs are compiled at run time."""
 
@@ -197,7 +186,7 @@ class FlashInferCutlassBlockExperts(_CutlassExperts):
         return cutlass_blocks.Fp8Block(self)
 
 
-@_cutlass("mxfp4_w4a16", "mxfp4_w4a16", "cuda:sm90", priority=48, dtypes=("bfloat16",))
+@_cutlass("mxfp4_w4a16", "cuda:sm90", priority=48, dtypes=("bfloat16",))
 class FlashInferCutlassPackedExperts(_CutlassExperts):
     """4-bit floats and 16-bit activations, standard format."""
 
@@ -211,7 +200,7 @@ class FlashInferCutlassPackedExperts(_CutlassExperts):
 
 
 # After kernels with 16-bit activations until a machine has measured it.
-@_cutlass("int4_w4a8_g128", "int4_w4a8_g128", "cuda:sm90", priority=48, dtypes=("bfloat16",))
+@_cutlass("int4_w4a8_g128", "cuda:sm90", priority=48, dtypes=("bfloat16",))
 class FlashInferCutlassInt4Experts(_CutlassExperts):
     """4-bit integers in groups of 128 and static e4m3 activations, standard format. Group scales become bf16."""
 
@@ -236,8 +225,8 @@ class FlashInferCutlassInt4Experts(_CutlassExperts):
         return cutlass_int4.Int4W4A8(self)
 
 
-@_blackwell("mxfp4_mxfp8", "mxfp4_mxfp8", "cuda:sm100f", "cuda:sm120f")
-@_blackwell("fp8", "mxfp8", "cuda:sm100f")
+@_blackwell("mxfp4_mxfp8", "cuda:sm100f", "cuda:sm120f")
+@_blackwell("mxfp8", "cuda:sm100f")
 class FlashInferCutlassMxfp8Experts(_CutlassExperts):
     """8-bit float activations in groups of 32, weights likewise or as 4-bit floats, standard format."""
 
@@ -250,7 +239,7 @@ class FlashInferCutlassMxfp8Experts(_CutlassExperts):
         return cutlass_quantized.Mxfp8Activations(self)
 
 
-@_blackwell("nvfp4", "nvfp4", "cuda:sm100f", "cuda:sm120f")
+@_blackwell("nvfp4", "cuda:sm100f", "cuda:sm120f")
 class FlashInferCutlassNvfp4Experts(_CutlassExperts):
     """4-bit floats on both sides in groups of 16, with static global scales; standard format."""
 

@@ -60,12 +60,11 @@ _ALSO_CALLED: Final = {
     **dict.fromkeys(("list", "ls"), ("info", "models", "schemes")),
     **dict.fromkeys(("backends", "doctor", "status"), ("info",)),
     **dict.fromkeys(("why", "choose", "select"), ("explain",)),
-    **dict.fromkeys(("warm-up", "precompile"), ("compile",)),
+    **dict.fromkeys(("warm-up", "precompile", "build"), ("compile",)),
     "test": ("verify",),
     "check": ("verify", "run"),
     "quants": ("schemes",),
     "new": ("new-backend",),
-    "build": ("build-kernels", "compile"),
 }
 """Other words for commands, with the commands that they may mean."""
 

@@ -21,8 +21,6 @@ from moereg.cli._options import (
     command,
     find_subject,
     option,
-    platform_of,
-    scheme_of,
     schemes_of,
     seed_of,
 )
@@ -272,32 +270,6 @@ def new_backend(name: str, directory: Path | None = None) -> Shown:
 
     written = write_wheel(name, directory)
     return Shown(lambda: written, lambda: show_wheel(written))
-
-
-@command(
-    name=backend_name("A backend whose kernels are built ahead of time."),
-    quant=scheme_of("Scheme that it shall compute; all of the platform's if left out."),
-    dtype="Of hidden states; bfloat16 if left out.",
-    part="Build this set too, by the backend's own name for it.",
-    platform=platform_of("Build for it, e.g. cuda:sm90; this machine if left out."),
-    out="Folder to write into; where the backend looks if left out.",
-    dry_run="Say what it would do and how long that takes.",
-)
-def build_kernels(
-    name: str,
-    quant: list[str] | None = None,
-    dtype: list[str] | None = None,
-    part: list[str] | None = None,
-    platform: str | None = None,
-    jobs: int | None = None,
-    out: Path | None = None,
-    dry_run: bool = False,
-) -> Shown:
-    """Build a backend's kernels ahead of time."""
-    from moereg.cli import _build_kernels
-
-    built, text = _build_kernels.build_kernels(name, quant or [], dtype or [], part or [], platform, jobs, out, dry_run)
-    return Shown(lambda: built, lambda: print(text))
 
 
 @command(

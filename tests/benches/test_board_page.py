@@ -119,7 +119,7 @@ def test_another_process_has_its_own_default_and_its_own_table(stored: Any) -> N
 
 
 def test_a_backend_whose_kernels_were_not_built_is_named_with_the_figure(stored: Any) -> None:
-    reason = "requires the kernels fp8, got /home/me/cache/kernels.so with bfloat16; run moereg build-kernels other"
+    reason = "requires the kernels fp8, got /home/me/cache/kernels.so with bfloat16; run build other"
     skipped = {
         "builder": reason,
         "other_shape": "requires hidden_size % 128 == 0, got 2880; other, which is not installed",
@@ -135,7 +135,7 @@ def test_a_backend_whose_kernels_were_not_built_is_named_with_the_figure(stored:
     assert "`there` in 1 row (unquantized; failed)" in text
     assert "other_shape" not in text
     found = "\n".join(lines("failures"))
-    assert "| builder | big unquantized | requires the kernels fp8, got kernels.so with bfloat16; run moereg" in found
+    assert "| builder | big unquantized | requires the kernels fp8, got kernels.so with bfloat16 |" in found
     assert "other_shape" not in found
     stored(row(16, result("own", 1.0), result("builder", 2.0)), name="board_h200_1.json")
     assert "`builder` in 1 row (unquantized; its kernels were not built)" in " ".join(lines("losses"))

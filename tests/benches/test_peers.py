@@ -131,7 +131,7 @@ def test_the_headline_counts_ties_and_names_what_the_rows_lack(folder: pathlib.P
         layers={
             "big:unquantized": {
                 "problem": {"dtype": "bfloat16"},
-                "skipped": {"builder": "requires the kernels x, got none; run moereg build-kernels"},
+                "skipped": {"builder": "requires the kernels x, got none; run build"},
             }
         },
     )

@@ -63,10 +63,6 @@ def test_other_commands_know_it(file: Path, call: Call, call_json: CallJson) -> 
     assert "my_kernel" in {backend["name"] for backend in found["backends"]}
     _, found = call_json(f"schemes --module {file} --platform cpu")
     assert "my_kernel" in next(row["backends"] for row in found["schemes"] if row["name"] == "unquantized")
-    code, _, err = call(f"build-kernels my_kernel --module {file}")
-    assert code == 2
-    assert "my_kernel" in err
-    assert "unknown backend" not in err
 
 
 def test_two_files_and_a_module_go_together(file: Path, call_json: CallJson, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """`flashinfer_cutlass` beside the installed FlashInfer: what signatures alone do not say."""
 
 import inspect
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import types
 import pytest
 import torch
 
-from moereg.backends._flashinfer import cutlass_int4, kernel_sets, package
+from moereg.backends._flashinfer import cutlass_int4, package
 from moereg.backends._flashinfer.cutlass import Rows
 from moereg.backends._flashinfer.loading import Library
 from moereg.platforms import Platform
@@ -100,68 +99,11 @@ def test_what_4_bit_integers_rely_on(core):
     assert '"fc2_act_scale": ones_i' in text
 
 
-_COUNT_SOURCES = """
-import json, sys
-from moereg.backends._flashinfer import kernel_sets, loading
-spec = loading.specification(sys.argv[1])
-found = {name: len(kernel_sets.select_sources(spec.sources, [name])) for name in json.loads(sys.argv[2])}
-print(json.dumps({"all": len(spec.sources), **found}))
-"""
-
-
-_PLAN_TWICE = """
-import json, sys
-from moereg.backends._flashinfer import building, loading
-flags = []
-for capability in sys.argv[1:]:
-    with building._target(capability):
-        flags.append([flag for flag in loading.specification("fused_moe_120").extra_cuda_cflags if "compute_" in flag])
-print(json.dumps(flags))
-"""
-
-
-def _with_nvcc(folder):
-    """Environment of a machine with a toolkit, for sm90."""
-    nvcc = folder / "cuda" / "bin" / "nvcc"
-    nvcc.parent.mkdir(parents=True)
-    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
-    nvcc.chmod(0o755)
-    home = {"CUDA_HOME": str(nvcc.parent.parent), "FLASHINFER_WORKSPACE_BASE": str(folder)}
-    return {**os.environ, **home, "FLASHINFER_CUDA_ARCH_LIST": "9.0a"}
-
-
-def test_one_process_plans_for_several_targets(core, tmp_path):
-    command = [sys.executable, "-c", _PLAN_TWICE, "12.0f", "12.1a"]
-    done = subprocess.run(command, env=_with_nvcc(tmp_path), capture_output=True, text=True, check=True)
-    first, second = json.loads(done.stdout.splitlines()[-1])
-    assert [set(first), set(second)] == [{f"-gencode=arch=compute_{name},code=sm_{name}"} for name in ("120f", "121a")]
-
-
 def test_what_is_compiled_at_run_time_is_in_the_package(core):
     headers = package.package_folder() / package._DEEPGEMM
     assert (headers / "fp8_gemm.cuh").is_file()
     # Tiles are taken by the number of tokens in steps of 8, as `tokens_of_tiles` says.
     assert "i = 16; i <= 128; i += 8" in (headers / "jit_utils.cuh").read_text()
-
-
-@pytest.mark.parametrize("arch", ["sm90", "sm100"])
-def test_sets_find_their_sources(core, arch, tmp_path):
-    """A rename in FlashInfer's generator would leave a set without its tiles."""
-    module, capability, sets = kernel_sets.modules(arch)
-    done = subprocess.run(
-        [sys.executable, "-c", _COUNT_SOURCES, module, json.dumps(sets)],
-        env={**_with_nvcc(tmp_path), "FLASHINFER_CUDA_ARCH_LIST": capability},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = json.loads(done.stdout.splitlines()[-1])
-    expected = {
-        "sm90": {"bfloat16": 24, "float16": 24, "fp8_block128": 15, "fp8": 33, "mxfp4_w4a16": 38, "int4_w4a8_g128": 38},
-        "sm100": {"bfloat16": 45, "fp8": 95, "mxfp4_mxfp8": 27, "nvfp4": 27},
-    }[arch]
-    assert {name: found[name] for name in expected} == expected
-    assert found["all"] > 200
 
 
 # Where moereg looks for FlashInfer's downloads, beside where FlashInfer looks.

@@ -59,9 +59,6 @@ INSTEAD: Final = {
 
 NOT_RUN: Final = {
     "source .venv/bin/activate": "nothing here made .venv; .ci/run runs `make demo`, and commands of that folder",
-    "moereg build-kernels flashinfer_cutlass --quant unquantized --quant fp8_block128": (
-        "compiles for half an hour; tests/cli/test_cli_build_kernels.py runs the command on an imitation"
-    ),
     "moereg compile --check --cache kernels --platform cuda:sm90": (
         "reads the folder of the command before it; tests/warm_up/test_compile_ahead.py runs both"
     ),

@@ -154,19 +154,14 @@ CASES: dict[str, tuple[Callable[[Site], None] | None, Callable[[Site], None] | N
     "flashinfer_cutlass unbuilt": (
         Site.install_flashinfer,
         None,
-        "probe: requires FlashInfer's kernels fused_moe_90, which are not built .*; run moereg build-kernels",
+        "probe: requires the kernels fused_moe_90 of FlashInfer, which are not built .*; run flashinfer install-",
     ),
     "flashinfer_cutlass foreign": (
         _built(elf(0xF3)),
         None,
-        "probe: requires FlashInfer's kernels fused_moe_90, but .* was built for another processor, .*; remove it",
+        "probe: requires the kernels fused_moe_90 of FlashInfer, but .* was built for another processor, .*; remove it",
     ),
     "flashinfer_cutlass cut": (_built(b"\x7fELF"), None, "probe: .* is no shared object; remove it and run"),
-    "flashinfer_cutlass unknown": (
-        _built(elf(ARM if platform.machine() == "aarch64" else X86)),
-        None,
-        "probe: requires to know what .* holds, which has no manifest; run moereg build-kernels",
-    ),
     "flashinfer_trtllm nvcc": (
         Site.install_flashinfer,
         None,

@@ -22,7 +22,6 @@ __all__ = [
     "DISTRIBUTION",
     "JIT_DISABLED",
     "REQUIRES",
-    "aot_path",
     "built_module",
     "cache_folder",
     "can_be_imported",
@@ -77,16 +76,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE", Path.home())) / ".cache" / "flashinfer"
 
 
-def aot_path(module: str) -> Path | None:
-    """Path at which FlashInfer looks for a module built ahead of time; None without the package.
-
-    Args:
-        module: Such as `fused_moe_90`.
-    """
-    folder = package_folder()
-    return None if folder is None else folder / "data" / "aot" / module / f"{module}.so"
-
-
 def built_module(module: str, target: str) -> Path | None:
     """A module's shared object that loads without compiling: built ahead of time, from a wheel, or cached.
 
@@ -94,7 +83,8 @@ def built_module(module: str, target: str) -> Path | None:
         module: Such as `fused_moe_90`.
         target: Compute capability in FlashInfer's spelling, such as `90a`.
     """
-    ahead = aot_path(module)
+    folder = package_folder()
+    ahead = None if folder is None else folder / "data" / "aot" / module / f"{module}.so"
     if ahead is not None and ahead.is_file():
         return ahead
     for package in ("flashinfer_jit_cache", f"flashinfer_jit_cache_sm{target}"):
