@@ -59,6 +59,10 @@ INSTEAD: Final = {
 
 NOT_RUN: Final = {
     "source .venv/bin/activate": "nothing here made .venv; .ci/run runs `make demo`, and commands of that folder",
+    "flashinfer install-jit-cache-wheel --mode minimal": "needs FlashInfer, a GPU and a network",
+    'python -c "from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module as module; module().build()"': (
+        "needs FlashInfer and CUDA's tools, and compiles for hours"
+    ),
     "moereg compile --check --cache kernels --platform cuda:sm90": (
         "reads the folder of the command before it; tests/warm_up/test_compile_ahead.py runs both"
     ),
