@@ -418,6 +418,16 @@ def saved(name: str, path: Path, dtype: torch.dtype = torch.float32) -> Any:
         ({"model_type": "step3p5", "num_hidden_layers": 5}, (3, 4)),
         ({"decoder_sparse_step": 3, "mlp_only_layers": None}, (2,)),
         ({"model_type": "jamba", "expert_layer_period": 2, "expert_layer_offset": 1}, (1,)),
+        # As transformers counts: layers whose number from 1 is a multiple of the interval, between two bounds.
+        *(
+            ({"model_type": "ernie4_5_moe", "num_hidden_layers": 7, "moe_layer_interval": interval, **bounds}, layers)
+            for interval, bounds, layers in (
+                (1, {"moe_layer_start_index": 2, "moe_layer_end_index": 4}, (2, 3, 4)),
+                (2, {}, (1, 3, 5)),
+                (2, {"moe_layer_start_index": 2, "moe_layer_end_index": 9}, (3, 5)),
+                (3, {"moe_layer_start_index": 0, "moe_layer_end_index": 4}, (2,)),
+            )
+        ),
     ],
 )
 def test_moe_layers_that_models_made_by_transformers_do_not_show(

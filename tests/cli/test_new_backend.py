@@ -64,7 +64,9 @@ def test_it_writes_over_nothing(call: Call, tmp_path: Path) -> None:
     line = f"new-backend mine --directory {tmp_path / 'new' / 'wheel'}"
     code, out, _ = call(line)
     assert code == 0
-    assert "moereg verify mine" in out
+    assert "  moereg verify mine\n" in out
+    assert "  moereg explain --model qwen3-30b-a3b --prefer mine\n" in out
+    assert "src/moereg_mine/backend.py\n" in out
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     code, out, err = call(line)
     assert (code, out, err.count("\n")) == (2, "", 1)

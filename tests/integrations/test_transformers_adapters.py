@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections.abc import Callable
@@ -320,6 +321,39 @@ def test_other_adapters_run_on_transformers_and_say_so_once(
     assert inferred.startswith(
         f"moereg copies no weights unasked, and MixtralExperts ({reason}) runs transformers' own"
     )
+
+
+KINDS = {"factors": _LoraFactorsProxy, "product": _LoraParameterProxy, "another": Another}
+
+
+@pytest.mark.parametrize("kinds", [names for count in (1, 2, 3) for names in itertools.product(KINDS, repeat=count)])
+def test_only_one_adapter_alone_is_read_as_factors(kinds: tuple[str, ...]) -> None:
+    module = torch.nn.Module()
+    module.down_proj = torch.nn.Parameter(torch.randn(2, 3, 5))
+    left, right = torch.randn(2, 3, 1), torch.randn(2, 1, 5)
+    for kind in kinds:
+        parametrize.register_parametrization(module, "down_proj", KINDS[kind](left, right, 2.0))
+    found = adapters_of(module)
+    if kinds == ("factors",):
+        assert isinstance(found, ExpertAdapters)
+        assert (found.w2_a is right, found.w2_b is left, found.w2_scaling) == (True, True, 2.0)
+    else:
+        assert isinstance(found, str)
+
+
+@pytest.mark.parametrize("trained", ["", "weight", "left", "right", "left right"])
+def test_autograd_follows_a_call_by_either_factor(trained: str) -> None:
+    module = torch.nn.Module()
+    module.down_proj = torch.nn.Parameter(torch.randn(2, 3, 5), requires_grad=trained == "weight")
+    factors = {"left": torch.randn(2, 3, 1), "right": torch.randn(2, 1, 5)}
+    for name, factor in factors.items():
+        factor.requires_grad_(name in trained.split())
+    parametrize.register_parametrization(module, "down_proj", _LoraFactorsProxy(*factors.values(), 2.0))
+    module.parametrizations["down_proj"].original.requires_grad_(trained == "weight")  # type: ignore[index, union-attr]
+    for parent in (module, torch.nn.Sequential(torch.nn.Identity(), module)):
+        assert own.follows(parent, ()) is bool(trained)
+        with torch.no_grad():
+            assert not own.follows(parent, ())
 
 
 @pytest.mark.parametrize(("version", "is_skipped"), [("0.21.2", True), ("0.20.0", False), ("0.99.0", False)])

@@ -132,8 +132,14 @@ def test_inference_between_steps_sees_each_of_them(options: Any, is_prepared: bo
         before = found
 
 
-def test_weights_are_fresh_whoever_wrote_them() -> None:
+@pytest.mark.parametrize("trained", ["gate_up_proj", "down_proj", "gate_up_proj down_proj"])
+@pytest.mark.parametrize("is_prepared", [False, True], ids=["registered", "prepared"])
+def test_weights_are_fresh_whoever_wrote_them(is_prepared: bool, trained: str) -> None:
     model = asking(tiny_model(FAMILY))
+    if is_prepared:
+        prepare(model, progress=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.rpartition(".")[2] in trained.split())
     before = logits_of(model)
     for name, gradient in gradients(model.train()).items():
         model.get_parameter(name).data.sub_(0.1 * gradient.sign())  # No version, and no step of torch's optimizers.

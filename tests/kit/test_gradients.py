@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -176,6 +177,29 @@ def test_a_clamp_allows_for_what_is_beside_it_and_no_more() -> None:
     for each, unbent in zip(wrong, plain, strict=True):
         is_bent = each.name.startswith(("w13", "hidden"))
         assert unbent.bound < each.bound < 20 * unbent.bound if is_bent else each.bound == unbent.bound
+
+
+def test_a_clamp_may_cut_off_all_that_there_is() -> None:
+    """A gradient of zeros then has no size: its error is relative to what rounding moves across the clamp."""
+    _, _, _, truth = reference_of(MoEProblem(**SMALL, activation=CLAMPED[0]), 33, "uniform")
+    one = torch.zeros_like(truth.tensors["w13"])
+    one[:, 0, 0] = 1.0
+    for size, moved, found, expected in (
+        (0.0, 0.0, 0.0, (0.0, True)),
+        (0.0, 0.0, 1.0, (math.inf, False)),
+        (0.0, 2.0, 1.0, (0.5, True)),
+        (0.0, 2.0, 8.0, (4.0, False)),
+        (4.0, 2.0, 1.0, (0.25, True)),
+        (4.0, 2.0, 4.0, (1.0, False)),
+    ):
+        held = dataclasses.replace(
+            truth,
+            tensors={"w13": torch.zeros_like(one)},
+            sizes={"w13": torch.full((4,), size)},
+            moved={"w13": torch.full((4,), moved)},
+        )
+        compared = held.compare({"w13": found * one})
+        assert [(each.error, each.error <= each.bound) for each in compared] == [expected] * 4
 
 
 def test_a_clamp_allows_for_twice_as_much_beside_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from moereg.selection.result import Selection
 from moereg.spec.problem import GRADIENTS, MoEProblem
 from moereg.testing.inputs import make_weights
 from tests.layer.small_layers import CPU, FORMS, INPUTS, Cuda, call, expected, kernel_of, problem_for, problem_of
+from tests.layer.small_plans import experts_of, plan_of
 from tests.support.fakes import FakeExperts, LeavingExperts, NanExperts, RaisingExperts, WrongExperts
 
 PROBLEM = problem_of()
@@ -354,6 +355,17 @@ def test_only_a_record_of_this_platform_and_its_versions_spares_the_check(
     admission._is_verified.cache_clear()
     assert bool(checks) is is_checked
     assert len(ADMITTED.read().records) == is_checked
+
+
+@pytest.mark.parametrize(("place", "num_others"), [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3)])
+def test_a_plan_with_one_candidate_that_fails_has_no_ranges(place: int, num_others: int) -> None:
+    kinds = [experts_of(1.5 if number == place else 1.0) for number in range(num_others + 1)]
+    plan = plan_of(PROBLEM, zip((*(4**number for number in range(num_others)), None), kinds, strict=True))
+    for is_known in (False, True):
+        kernel, warned = admission_warnings(lambda: make_kernel(PROBLEM, WEIGHTS, plan))
+        assert kernel.selection.ranges == ()
+        assert len(warned) == (not is_known)
+        assert is_right(kernel)
 
 
 @pytest.mark.parametrize("value", ["off", ""])

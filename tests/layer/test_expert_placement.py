@@ -188,6 +188,20 @@ def test_experts_stay_where_they_were_as_far_as_the_groups_allow() -> None:
     assert kept(after) > kept(fresh)
 
 
+@pytest.mark.parametrize("num_replicas", [0, 2, 4])
+@pytest.mark.parametrize("num_before", [0, 2, 4])
+def test_experts_stay_where_they_were_on_ranks_that_hold_more_or_fewer(num_before: int, num_replicas: int) -> None:
+    loads = zipf_loads(6, 1)
+    before = balance_experts(loads, 2, num_before)
+    before = ExpertPlacement(6, tuple(experts[::-1] for experts in before.experts_of_rank))
+    after = balance_experts(loads, 2, num_replicas, before)
+    fresh = balance_experts(loads, 2, num_replicas)
+    assert sorted(map(sorted, after.experts_of_rank)) == sorted(map(sorted, fresh.experts_of_rank))
+    for old, new in zip(before.experts_of_rank, after.experts_of_rank, strict=True):
+        for place, expert in enumerate(old[: len(new)]):
+            assert new[place] == expert or expert not in new
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

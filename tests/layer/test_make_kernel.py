@@ -169,8 +169,9 @@ def test_expert_map_is_updated_in_place(form: str) -> None:
         ({}, {"ep_rank": 1}, "ep_rank must be 0 where all experts are local, got 1"),
         ({"num_local_experts": 2}, {"ep_rank": 4}, "ep_rank must be in [0, 4) for 2 of 8 experts a rank, got 4"),
         ({"num_local_experts": 2}, {"ep_rank": -1}, "ep_rank must be in [0, 4) for 2 of 8 experts a rank, got -1"),
-        ({"num_local_experts": 3}, {"ep_rank": 2},
-            "contiguous placement needs num_experts % num_local_experts == 0, got 8 and 3; give uneven ranks "),
+        *(({"num_local_experts": 3}, {"ep_rank": rank},
+            "contiguous placement needs num_experts % num_local_experts == 0, got 8 and 3; give uneven ranks ")
+          for rank in (1, 2, 3)),
         ({}, {"expert_map": torch.zeros(8, dtype=torch.int32)},
             "expert_map needs placement='map' in the problem, got placement='contiguous'"),
         ({"placement": "map"}, {}, "placement 'map' needs expert_map, int32 [num_experts] with the local expert or -1"),

@@ -81,11 +81,19 @@ def test_an_incumbent_has_the_same_protection_and_its_own_interval_counts() -> N
     assert not beats(better, ratios(FIVE, FIVE, FIVE, width=0.07), [DEFAULT])
 
 
-def test_a_guard_is_not_made_slower_by_what_beats_the_incumbent() -> None:
-    slow_in_one_set = ratios(0.0, 0.0, 0.1, width=SURE)
+SLOW_IN_ONE_SET = ratios(0.0, 0.0, 0.1, width=SURE)
+# One that is faster in `one_set`, and one that was not measured in the same sessions, so that nobody knows.
+GUARDS = {"faster": DEFAULT, "elsewhere": ratios(0.0, 0.0, 0.1, sessions=(3, 4), width=SURE)}
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_guard_is_not_made_slower_by_what_beats_the_incumbent(guard: str) -> None:
     challenger = ratios(FIVE, FIVE, 0.05, width=SURE)
-    assert beats(challenger, slow_in_one_set, [])
-    assert not beats(challenger, slow_in_one_set, [DEFAULT])
+    for num_others in range(3):
+        others = [SLOW_IN_ONE_SET] * num_others
+        assert beats(challenger, SLOW_IN_ONE_SET, others)
+        for place in range(num_others + 1):
+            assert not beats(challenger, SLOW_IN_ONE_SET, [*others[:place], GUARDS[guard], *others[place:]])
 
 
 def choices(truth: float, spread: float, draw: random.Random) -> Callable[[], int]:

@@ -208,6 +208,18 @@ def test_a_direct_import_before_loading(wheels: Wheels) -> None:
     assert unfit.Mine
 
 
+@quiet
+@pytest.mark.parametrize("last", ["", "raise RuntimeError('no library')"], ids=["", "fails"])
+def test_what_a_user_registers_is_not_taken_over_by_a_wheel_of_that_name(wheels: Wheels, last: str) -> None:
+    wheels.install("moereg-other", {"same": "other"}, {"other.py": backend("same") + last})
+    (wheels.folder / "mine.py").write_text(backend("same"))
+    import mine  # type: ignore[import-not-found]
+
+    assert "loaded" not in wheels.load()["same"]
+    assert wheels.origins("same") == {"same": "mine "}
+    assert [cell.experts for cell in wheels.cells("same")] == [mine.Mine]
+
+
 def test_a_skipped_wheel_stays_out_when_another_imports_it(wheels: Wheels, monkeypatch: pytest.MonkeyPatch) -> None:
     wheels.install("child", {"child": "child"}, {"child.py": "import zbase\n" + backend("child")})
     wheels.install("zbase", {"zbase": "zbase"}, {"zbase.py": backend("zbase")})

@@ -133,6 +133,13 @@ def test_each_reason_stands_alone(
     assert reason_of(problem_of(**problem), GroupFacts(**{"size": 4, **group}), **narrowed) == expected
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("most", [None, 5])
+def test_experts_make_room_for_the_tokens_of_all_ranks(size: int, most: int | None) -> None:
+    seen = Moving.experts_problem_of(problem_of(max_num_tokens=most), GroupFacts(size), "batched")
+    assert seen == problem_of(max_num_tokens=most and size * most, activation_format="batched")
+
+
 def test_limits_are_served_themselves() -> None:
     registry = MovementRegistry()
     register(registry, max_top_k=2, max_group_size=4)
@@ -176,6 +183,15 @@ def test_the_environment_asks_too_and_unknown_names_are_errors() -> None:
     known = ("all_gather", "all_to_all")
     resolved = Request.resolve_ways("all_gather", "all_gather", environ=named, known=known)
     assert resolved == Request(require=("all_gather",), prefer=("all_gather",), deny=("all_t*",))
+    for text, names in (
+        (" all_gather", known[:1]),
+        ("all_gather , all_to_all\n", known),
+        (("all_to_all ", "", " all_gather"), known[::-1]),
+        (" , ", ()),
+    ):
+        assert Request.resolve_ways(prefer=text, environ={}, known=known) == Request(prefer=names)
+        if isinstance(text, str):
+            assert Request.resolve_ways(environ={"MOEREG_EP_PREFER": text}, known=known) == Request(prefer=names)
     with pytest.raises(UnknownNameError, match="unknown way in MOEREG_EP_REQUIRE 'al_gather', did you mean 'all_g"):
         Request.resolve_ways(environ={"MOEREG_EP_REQUIRE": "al_gather"}, known=("all_gather",))
     with pytest.raises(RequestError, match="'all_gather' is both required and denied"):

@@ -114,9 +114,17 @@ def test_bad_names(name: Any) -> None:
         ({"platforms": "cpu"}, "platforms must be a tuple of rules, got the string 'cpu'"),
         ({"platforms": ()}, "platforms must name at least one rule"),
         ({"platforms": ("gpux",)}, "unknown platform kind 'gpux'"),
-        (
-            {"platforms": ("cuda:sm80+", "cuda:sm90+")},
-            "rules cuda:sm80+ and cuda:sm90+ are equally specific and overlap; keep one",
+        *(
+            (
+                {"platforms": platforms},
+                "rules cuda:sm80+ and cuda:sm90+ are equally specific and overlap; keep one",
+            )
+            for platforms in (
+                ("cuda:sm80+", "cuda:sm90+"),
+                ("cpu", "cuda:sm80+", "cuda:sm90+"),
+                ("cuda:sm80+", "cpu", "cuda:sm90+"),
+                ("cuda:sm80+", "cuda:sm90+", "cpu"),
+            )
         ),
         ({"requires": "triton>=3.6"}, "requires must be a tuple of requirements, got the string 'triton>=3.6'"),
         ({"requires": ("triton>>3",)}, "requires 'triton>>3' is not a version range"),

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import moereg
@@ -259,6 +262,60 @@ def test_modes_see_the_op() -> None:
     with _Noting() as mode:
         kernel(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids)
     assert torch.ops.moereg.moe_train in mode.called
+
+
+class _Zeros(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        self.num_bytes += out.nbytes if function.overloadpacket in (torch.ops.aten.zeros, torch.ops.aten.full) else 0
+        return out
+
+
+def test_a_backward_pass_makes_no_zeros() -> None:
+    """What a forward pass keeps is an output of the op too, and its gradient would be as large."""
+    problem = trained_problem()
+    call = drawn_call(problem)
+    out = moereg.make_kernel(problem, call.weights)(
+        call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids
+    )
+    with _Zeros() as mode:
+        out.backward(call.grad_out)
+        assert mode.num_bytes == 0
+        torch.zeros(3)
+    assert mode.num_bytes == 12
+
+
+class _Wrapping(torch.Tensor):
+    """Has no memory of its own: operators get the tensor that it wraps."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def of(inner: torch.Tensor) -> _Wrapping:
+        found: _Wrapping = torch.Tensor._make_wrapper_subclass(_Wrapping, inner.shape, dtype=inner.dtype)
+        found.inner = inner
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*tree_map_only(cls, lambda each: each.inner, args), **(kwargs or {}))
+
+
+def test_what_hooks_make_of_saved_tensors_reaches_the_op() -> None:
+    problem = trained_problem()
+    call = drawn_call(problem)
+    kernel = moereg.make_kernel(problem, call.weights)
+    call.run(kernel)
+    truth = call.gradients()
+    with saved_tensors_hooks(lambda saved: saved, _Wrapping.of):
+        call.run(kernel)
+    found = call.gradients()
+    assert found.keys() == truth.keys()
+    assert all(torch.equal(found[name], truth[name]) for name in truth)
 
 
 def test_weights_written_between_the_passes_are_an_error() -> None:

@@ -178,6 +178,14 @@ def test_weights_that_a_checkpoint_may_have(quant: str, num_kinds: int) -> None:
         assert described(undescribed(json.loads(json.dumps(found)))) == found
 
 
+def test_described_weights_keep_their_strides() -> None:
+    whole = torch.empty(4, 8, 16, dtype=torch.uint8, device="meta")
+    views = {"whole": whole, "turned": whole.mT, "cut": whole[..., :8], "one": whole[:1].expand(4, -1, -1)}
+    weights = PermutedWeights("any", views, {"scale": torch.empty(2, 6, device="meta").mT})
+    again = undescribed(json.loads(json.dumps(described(weights))))
+    assert [each.stride() for each in again.flat()] == [each.stride() for each in weights.flat()]
+
+
 def test_work_is_spread_over_forks() -> None:
     def work(number: int) -> int:
         if number == 3:
