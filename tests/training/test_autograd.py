@@ -6,7 +6,7 @@ import copy
 import gc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -290,8 +290,9 @@ def test_a_backward_pass_makes_no_zeros() -> None:
 
 
 class _Wrapping(torch.Tensor):
-    """Has no memory of its own: operators get the tensor that it wraps."""
+    """Has no memory of its own, as kernels need it: operators get the tensor that it wraps."""
 
+    called: ClassVar[list[Any]] = []
     inner: torch.Tensor
 
     @staticmethod
@@ -302,6 +303,7 @@ class _Wrapping(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.called.append(function)
         return function(*tree_map_only(cls, lambda each: each.inner, args), **(kwargs or {}))
 
 
@@ -311,8 +313,10 @@ def test_what_hooks_make_of_saved_tensors_reaches_the_op() -> None:
     kernel = moereg.make_kernel(problem, call.weights)
     call.run(kernel)
     truth = call.gradients()
+    _Wrapping.called.clear()
     with saved_tensors_hooks(lambda saved: saved, _Wrapping.of):
         call.run(kernel)
+    assert {each for each in _Wrapping.called if each.namespace == "moereg"} == {torch.ops.moereg.moe_train_backward.default}
     found = call.gradients()
     assert found.keys() == truth.keys()
     assert all(torch.equal(found[name], truth[name]) for name in truth)
