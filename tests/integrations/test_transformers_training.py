@@ -13,7 +13,9 @@ from moereg.integrations._experts import own, training
 from moereg.integrations._experts.serving import detach, served
 from moereg.integrations.transformers import prepare, restore
 from moereg.layer import MoEKernel
+from moereg.registry import register_moe_backend
 from tests.integrations.test_transformers_trained import gradients, same, with_attention_adapters
+from tests.layer.small_plans import turning
 from tests.support.live_models import PROMPT, close, eager, kernel_steps, logits_of
 from tests.support.tiny_models import needs, tiny_model
 
@@ -133,11 +135,12 @@ def test_inference_between_steps_sees_each_of_them(options: Any, is_prepared: bo
 
 
 @pytest.mark.parametrize("trained", ["gate_up_proj", "down_proj", "gate_up_proj down_proj"])
-@pytest.mark.parametrize("is_prepared", [False, True], ids=["registered", "prepared"])
-def test_weights_are_fresh_whoever_wrote_them(is_prepared: bool, trained: str) -> None:
+@pytest.mark.parametrize("is_copied", [False, True], ids=["in place", "copied"])
+def test_weights_are_fresh_whoever_wrote_them(is_copied: bool, trained: str, isolated_registry: Any) -> None:
     model = asking(tiny_model(FAMILY))
-    if is_prepared:
-        prepare(model, progress=False)
+    if is_copied:
+        register_moe_backend("turned", 5, ("unquantized",), ("cpu",))(turning(1.0))
+        prepare(model, prefer="turned", progress=False)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.rpartition(".")[2] in trained.split())
     before = logits_of(model)
