@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 import subprocess
 import sys
@@ -89,8 +91,9 @@ def test_its_folder_is_no_place_to_import_from(file: Path, call: Call) -> None:
 
 
 REFUSED = [
-    ("json.py", "", "the name json is taken by"),
-    ("wave.py", "", "the name wave is taken by"),  # Not imported yet.
+    ("json.py", "", f"the name json is taken by {json.__file__}; rename the file"),
+    ("wave.py", "", f"the name wave is taken by {Path(os.__file__).with_name('wave.py')}; rename"),  # Not imported yet.
+    ("sys.py", "", "the name sys is taken by a built-in module; rename the file"),
     ("my-kernel.py", SOURCE, "letters, digits and underscores"),
     ("my.kernel.py", SOURCE, "letters, digits and underscores"),
     ("empty_one.py", "", "must register a backend, got none"),

@@ -422,8 +422,9 @@ def test_unknown_names(fakes: BackendRegistry, monkeypatch: pytest.MonkeyPatch, 
         else:
             explain_backends(problem_of(), H100, **{word: names})
 
-    with pytest.raises(UnknownBackendError, match=f"^{re.escape(UNKNOWN)}$"):
-        ask("tritonlike")
+    for names in ("tritonlike", "torch_like,tritonlike", "nvfp4=tritonlike", "nvfp4=torch_like,unquantized=tritonlike"):
+        with pytest.raises(UnknownBackendError, match=f"^{re.escape(UNKNOWN)}$"):
+            ask(names)
     with pytest.raises(UnknownSchemeError, match=r"^unknown quant scheme 'nvfp5', did you mean 'nvfp4'\?"):
         ask("nvfp5=triton_like")
     if "require" in word.lower():
@@ -476,6 +477,13 @@ def test_requests_may_name_a_plugins_scheme(fakes: BackendRegistry) -> None:
     add("two", 2, quant_schemes=(scheme,))
     assert select_backend(problem_of(quant=scheme), H100, require="int4_w4a8_e5m2=one").backend == "one"
     assert select_backend(problem_of(quant=scheme), H100).winner.computes == "int4_w4a8_e5m2"  # type: ignore[union-attr]
+    # Of another layer than this one, and not of the first cell, nor the first scheme of its cell.
+    for number in range(3):
+        other = dataclasses.replace(scheme, name=f"other{number}")
+        add(f"three{number}", 3, quant_schemes=("unquantized", other))
+    for number in range(3):
+        wish = {f"other{number}": "two", "unquantized": "three1"}
+        assert select_backend(problem_of(), H100, require=wish).backend == "three1"
 
 
 # Schemes.

@@ -190,7 +190,7 @@ def test_all_cells_of_an_entry_point_or_none(wheels: Wheels) -> None:
 def test_a_direct_import_before_loading(wheels: Wheels) -> None:
     wheels.install("early", {"early": "early.point"}, {
         "early/__init__.py": "", "early/point.py": "import early.kernels\nmoereg_api = '1'\n",
-        "early/kernels.py": backend("early"),
+        "early/kernels.py": backend("early", rule="cpu") + cell("early", "cuda", "Two") + cell("early", "rocm", "Three"),
     })  # fmt: skip
     wheels.install("unfit", {"unfit": "unfit"}, {"unfit.py": backend("unfit").replace('"1"', '"2"')})
     import early.kernels  # type: ignore[import-not-found]
@@ -200,11 +200,14 @@ def test_a_direct_import_before_loading(wheels: Wheels) -> None:
     found = wheels.load()
     assert found["early"] == "loaded"
     assert found["unfit"].endswith("got '2'")
-    assert wheels.origins("early", "unfit") == {"early": "early 1.2"}
-    assert [cell.experts for cell in wheels.cells("early")] == [early.kernels.Mine]
+    assert {(cell.origin, cell.origin_version) for cell in wheels.cells("early", "unfit")} == {("early", "1.2")}
+    classes = [cell.class_name for cell in wheels.cells("early")]
+    assert sorted(classes) == ["Mine", "Three", "Two"]
+    assert early.kernels.Three in [cell.experts for cell in wheels.cells("early")]
     # What such a module registers later is of the same distribution.
     exec(cell("early", kind="Later"), vars(early.kernels))
-    assert {(cell.class_name, cell.origin) for cell in wheels.cells("early")} == {("Mine", "early"), ("Later", "early")}
+    assert {cell.origin for cell in wheels.cells("early")} == {"early"}
+    assert sorted(cell.class_name for cell in wheels.cells("early")) == ["Later", *sorted(classes)]
     assert unfit.Mine
 
 

@@ -256,6 +256,8 @@ def test_bad_classes(experts: Any, text: str) -> None:
         subclass(__init__=lambda self, problem, platform: None),
         subclass(__init__=lambda self, problem, platform, computes, stages=3: None),
         subclass(__init__=lambda self, problem, platform, **others: None),
+        subclass(__init__=lambda self, problem, platform, *others: None),
+        subclass(__init__=lambda self, problem, platform, *others, **named: None),
         subclass(apply=lambda self, out, inputs, weights, workspace13, workspace2, *, stages=3, **others: None),
         subclass(device_types=staticmethod(lambda platform: ("cpu",))),
     ],
