@@ -163,6 +163,12 @@ def test_layers_without_experts(sharded: Path, layer: int, expected: str) -> Non
         load_experts(sharded, layer)
 
 
-def test_unreadable_directory(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=error_pattern("{path} ... nothing is downloaded", tmp_path / "nothing")):
-        moe_layers(tmp_path / "nothing")
+@pytest.mark.parametrize("read", [moe_layers, read_problem, load_experts], ids=lambda read: read.__name__)
+@pytest.mark.parametrize("name", ["nothing", "a_file", "a_link", "a_file/inside"])
+def test_what_is_no_directory_is_one_error_that_names_it(name: str, read: Any, tmp_path: Path) -> None:
+    (tmp_path / "a_file").write_text("{}")
+    (tmp_path / "a_link").symlink_to(tmp_path / "nowhere")
+    path = tmp_path / name
+    with pytest.raises(CheckpointError, match=error_pattern("{path} ... nothing is downloaded", path)) as error:
+        read(path, *(() if read is moe_layers else (0,)))
+    assert "\n" not in str(error.value)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moereg.checkpoints import load_experts, moe_layers, read_problem
+from moereg.checkpoints import _manifest, load_experts, moe_layers, read_problem
 from moereg.checkpoints._files import CheckpointFiles
 from moereg.cli import main
 from moereg.errors import CheckpointError
 from moereg.routing import RouterSpec
-from moereg.routing.config_entries import MOST_EXPERTS, MOST_LAYERS
+from moereg.routing.config_entries import MOST_EXPERTS
 from tests.support.quantized_checkpoints import (
     BLOCK,
     CHECKPOINTS,
@@ -69,16 +69,28 @@ def test_a_spec_has_a_finite_scaling_factor() -> None:
         RouterSpec(kind="grouped_softmax_topk", num_experts=8, top_k=2, scaling_factor=float("nan"))
 
 
-def test_what_published_models_have_is_below_a_tenth_of_the_bounds() -> None:
-    # Switch-C, Llama 3.1 405B; its 126 layers and 53,248 are the largest of their kind.
-    assert MOST_EXPERTS >= 10 * 2048
-    assert MOST_LAYERS >= 10 * 126
+# Ten times what published models have: Switch-C's experts, Llama 3.1 405B's layers.
+@pytest.mark.parametrize(("num_experts", "num_layers"), [(20_480, 1), (8, 1_260)])
+def test_models_larger_than_any_are_read(num_experts: int, num_layers: int, tmp_path: Path) -> None:
+    config = {**QWEN, "num_experts": num_experts, "num_hidden_layers": num_layers}
+    assert RouterSpec.from_config(config).num_experts == num_experts
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert moe_layers(tmp_path) == tuple(range(num_layers))
 
 
-def test_the_first_missing_expert_ends_a_large_layer(tmp_path: Path) -> None:
+def test_the_first_missing_expert_ends_a_large_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = changed(tmp_path, "fp8_block128", lambda config, tensors: config.update(num_experts=MOST_EXPERTS))
+    listed: list[int] = []
+    list_parts = _manifest._list_parts
+
+    def listing(model: Any, sizes: Any, storage: Any, root: Any, expert: int, fused: Any) -> Any:
+        listed.append(expert)
+        return list_parts(model, sizes, storage, root, expert, fused)
+
+    monkeypatch.setattr(_manifest, "_list_parts", listing)
     with pytest.raises(CheckpointError, match=r"experts.2.gate_proj.weight' is missing"):
         read_problem(path, 0)
+    assert listed == [0, 1, 2]
 
 
 NAMED = {

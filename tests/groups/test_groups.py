@@ -187,8 +187,15 @@ def test_where_a_host_must_not_wait_a_layer_is_checked_once(two_ranks: list[dict
         assert found["keys"] == [False, False, True, False]
 
 
-def test_ranks_that_say_the_same_differ_in_nothing() -> None:
-    assert differences([{"moereg": "1.0", "top_k": 2}] * 4) == []
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_one_rank_that_differs_is_named(num_ranks: int) -> None:
+    for rank in range(num_ranks):
+        said = [{"moereg": "1.0", "top_k": 2} for _ in range(num_ranks)]
+        assert differences(said) == []
+        said[rank]["top_k"] = 3
+        found = differences(said)
+        assert len(found) == (num_ranks > 1)
+        assert all(re.search(rf"^top_k .*\b3 on rank {rank}\b", each) for each in found)
 
 
 def test_who_differs_and_in_what() -> None:

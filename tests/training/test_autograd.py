@@ -316,7 +316,9 @@ def test_what_hooks_make_of_saved_tensors_reaches_the_op() -> None:
     _Wrapping.called.clear()
     with saved_tensors_hooks(lambda saved: saved, _Wrapping.of):
         call.run(kernel)
-    assert {each for each in _Wrapping.called if each.namespace == "moereg"} == {torch.ops.moereg.moe_train_backward.default}
+    assert {each for each in _Wrapping.called if each.namespace == "moereg"} == {
+        torch.ops.moereg.moe_train_backward.default
+    }
     found = call.gradients()
     assert found.keys() == truth.keys()
     assert all(torch.equal(found[name], truth[name]) for name in truth)
