@@ -5,14 +5,11 @@ A value that is not as a check's first line says is an `ArgumentError`, an unkno
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 import functools
 import inspect
 import math
-import types
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Final, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
@@ -20,8 +17,6 @@ from moereg.errors import ArgumentError, MoeregError, UnknownNameError, shown, u
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Check = Callable[[str, object], Any]
-"""Takes a name and a value, and returns the value if it is right."""
 
 _LARGEST: Final = 2**63 - 1
 """The largest size in torch."""
@@ -51,14 +46,6 @@ def check_number(name: str, value: object) -> float:
     return number
 
 
-def check_size(name: str, value: object) -> float:
-    """A finite number of at least 0."""
-    number = check_number(name, value)
-    if number < 0:
-        raise ArgumentError(f"{name} must be at least 0, got {shown(value)}")
-    return number
-
-
 def check_flag(name: str, value: object) -> bool:
     """True or False, not 1 or "false"."""
     if not isinstance(value, bool):
@@ -73,22 +60,6 @@ def check_text(name: str, value: object) -> str:
     if not value.isprintable():
         raise ArgumentError(f"{name} must be printable on one line, got {shown(value)}")
     return value
-
-
-def check_date(name: str, value: object) -> str:
-    """An ISO date."""
-    text = check_text(name, value)
-    try:
-        datetime.date.fromisoformat(text)
-    except ValueError:
-        raise ArgumentError(f"{name} must be an ISO date, got {shown(value)}") from None
-    return text
-
-
-def check_schema(name: str, value: object, schema: int) -> None:
-    """The version of a JSON object that this code reads; True and 1.0 are not 1."""
-    if type(value) is not int or value != schema:
-        raise ArgumentError(f"{name} must be {schema}, got {shown(value)}")
 
 
 def check_one_of(name: str, value: object, known: tuple[str, ...]) -> str:
@@ -146,11 +117,6 @@ def check_device(name: str, value: object) -> torch.device:
         raise ArgumentError(f"{name} must be one that torch knows, such as cpu or cuda:0, got {shown(value)}") from None
 
 
-def check_optional(check: Callable[[str, object], T]) -> Callable[[str, object], T | None]:
-    """Makes a check that allows None."""
-    return lambda name, value: None if value is None else check(name, value)
-
-
 def check_list(name: str, value: object, check: Callable[[str, object], T]) -> tuple[T, ...]:
     """A list or tuple of values that pass a check."""
     if not isinstance(value, (list, tuple)):
@@ -166,80 +132,6 @@ def check_mapping(name: str, value: object) -> Mapping[str, Any]:
         if not isinstance(key, str):
             raise ArgumentError(f"{name} must have names for keys, got {shown(key)}")
     return value
-
-
-def check_field(name: str, values: Mapping[str, Any], field: str, check: Callable[[str, object], T]) -> T:
-    """A required field of a mapping, checked under both names' path; the mapping's own name may be empty."""
-    path = f"{name}.{field}" if name else field
-    if field not in values:
-        raise ArgumentError(f"{path} is required, got an object with {shown(sorted(values))}")
-    return check(path, values[field])
-
-
-def check_object(name: str, value: object, kind: Callable[..., T], **checks: Check) -> T:
-    """An object of JSON as a dataclass: fields without a default are required, unknown ones are left out.
-
-    A field's type says what it takes: `int` and `float` of at least 0, `bool`, `str`, those or None, tuples, mappings,
-    dataclasses; `Annotated[type, check]` names another check.
-
-    Args:
-        name: Its path in errors; may be empty.
-        value: The object.
-        kind: The dataclass.
-        **checks: For fields that are read in a way that their type cannot say.
-    """
-    found = check_mapping(name, value)
-    given = {
-        field: check_field(name, found, field, checks.get(field, check))
-        for field, (check, is_required) in _fields_of(kind).items()
-        if is_required or field in found
-    }
-    return kind(**given)
-
-
-@functools.lru_cache(maxsize=256)
-def _fields_of(kind: Any) -> dict[str, tuple[Check, bool]]:
-    types = get_type_hints(kind, include_extras=True)
-    unset = dataclasses.MISSING
-    return {
-        field.name: (check_of(types[field.name]), field.default is unset and field.default_factory is unset)
-        for field in dataclasses.fields(kind)
-    }
-
-
-def check_of(kind: Any) -> Check:
-    """The check of values of a type, as in `check_object`."""
-    outer, inner = get_origin(kind), get_args(kind)
-    if outer is Annotated:
-        check: Check = inner[1]
-        return check
-    if outer is tuple and inner[-1] is ...:
-        return functools.partial(check_list, check=check_of(inner[0]))
-    if outer is tuple:
-        return functools.partial(_check_tuple, checks=tuple(map(check_of, inner)))
-    if outer in (types.UnionType, Union):
-        return check_optional(check_of(inner[0]))
-    if outer is not None:
-        return functools.partial(_check_values, check=check_of(inner[1]))
-    return _OF_TYPE.get(kind) or functools.partial(check_object, kind=kind)
-
-
-_OF_TYPE: Final[dict[type, Check]] = {
-    str: check_text,
-    int: functools.partial(check_count, minimum=0),
-    float: check_size,
-    bool: check_flag,
-}
-
-
-def _check_tuple(name: str, value: object, checks: tuple[Check, ...]) -> tuple[Any, ...]:
-    if not isinstance(value, (list, tuple)) or len(value) != len(checks):
-        raise ArgumentError(f"{name} must be a list of {len(checks)} values, got {shown(value)}")
-    return tuple(check(f"{name}[{place}]", value[place]) for place, check in enumerate(checks))
-
-
-def _check_values(name: str, value: object, check: Check) -> dict[str, Any]:
-    return {check_text(name, key): check(f"{name}.{key}", item) for key, item in check_mapping(name, value).items()}
 
 
 def within(path: str, make: Callable[..., T], *arguments: Any, **keywords: Any) -> T:

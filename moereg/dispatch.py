@@ -83,7 +83,7 @@ def explain_backends(
         cells,
         quarantine=QUARANTINE.read(),
         admitted=ADMITTED.read(),
-        tuning=read_tuning(),
+        tuning=read_tuning(platform),
     )
 
 

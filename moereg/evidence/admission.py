@@ -10,6 +10,7 @@ import dataclasses
 from typing import Final
 
 from moereg.evidence.on_machine import MachineRecord, MachineRecords, RecordFile
+from moereg.runtime.json_types import Size
 
 ADMITTED_TIER: Final = "admitted"
 """The evidence in a decision on an admitted cell."""
@@ -24,8 +25,8 @@ class AdmissionRecord(MachineRecord):
         bound: The bound of the call with that error.
     """
 
-    error: float
-    bound: float
+    error: Size
+    bound: Size
 
 
 Admitted = MachineRecords[AdmissionRecord]

@@ -10,18 +10,17 @@ import dataclasses
 import pathlib
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 from packaging.requirements import Requirement
-from typing_extensions import Self
 
-from moereg.arguments import check_count, check_date, within
 from moereg.errors import ArgumentError, LedgerWarning
 from moereg.evidence.code_digest import LEDGER_NAME, UNKNOWN, class_digest, module_file, root_package
 from moereg.evidence.provenance import minor_version, provenance
 from moereg.evidence.store import Record, read_once, read_records, records_text
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BUILTIN, REGISTRY, BackendCell
+from moereg.runtime.json_types import Count, Date, Text
 from moereg.spec.facts import narrowed_text
 
 FILE_NAME: Final = LEDGER_NAME
@@ -48,19 +47,23 @@ class Verification(Record):
             records that do not say.
     """
 
-    backend: str
-    experts: str
-    schemes: tuple[str, ...]
-    rule: str
-    tier: str
-    platform: str
-    device: str
-    versions: dict[str, str]
-    commit: str
-    date: Annotated[str, check_date]
-    cases: Annotated[int, check_count]
-    digest: str
-    facts: str = ""
+    backend: Text
+    experts: Text
+    schemes: tuple[Text, ...]
+    rule: Text
+    tier: Text
+    platform: Text
+    device: Text
+    versions: dict[Text, Text]
+    commit: Text
+    date: Date
+    cases: Count
+    digest: Text
+    facts: Text = ""
+
+    def __post_init__(self) -> None:
+        if not PlatformRule(self.rule).matches(Platform.from_name(self.platform)):
+            raise ArgumentError(f"rule {self.rule!r} does not match platform {self.platform!r}")
 
     @classmethod
     def of(cls, cell: BackendCell, platform: Platform, cases: int) -> Verification:
@@ -90,14 +93,6 @@ class Verification(Record):
             facts=narrowed_text(cell.facts, cell.experts.facts),
             **found,
         )
-
-    @classmethod
-    def from_dict(cls, values: object, name: str = "a record") -> Self:
-        """Like `Record.from_dict`; the rule must match the platform."""
-        record = super().from_dict(values, name)
-        if not within(name, lambda: PlatformRule(record.rule).matches(Platform.from_name(record.platform))):
-            raise ArgumentError(f"{name}: rule {record.rule!r} does not match platform {record.platform!r}")
-        return record
 
     def is_of(self, cell: BackendCell) -> bool:
         """Whether it is evidence for a cell: same class and schemes, and the rule that would match there now."""

@@ -14,13 +14,12 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from typing_extensions import Self
 
-from moereg.arguments import check_date
 from moereg.errors import ArgumentError, RecordFileError, RecordFileWarning, one_line, shown
 from moereg.evidence.code_digest import class_digest
 from moereg.evidence.store import (
@@ -34,6 +33,7 @@ from moereg.evidence.store import (
 )
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BackendCell
+from moereg.runtime.json_types import Date, Text
 from moereg.spec.facts import narrowed_text
 from moereg.spec.quant_schemes import QuantScheme
 
@@ -54,13 +54,13 @@ class CellRecord(Record):
         versions: Versions of moereg, torch, the cell's distribution and its requirements.
     """
 
-    backend: str
-    experts: str
-    rule: str
-    scheme: str
-    digest: str
-    versions: Mapping[str, str] = dataclasses.field(hash=False)
-    facts: str = ""
+    backend: Text
+    experts: Text
+    rule: Text
+    scheme: Text
+    digest: Text
+    versions: Mapping[Text, Text] = dataclasses.field(hash=False)
+    facts: Text = ""
 
     @staticmethod
     def fields_of(cell: BackendCell, scheme: QuantScheme, rule: PlatformRule, platform: Platform) -> dict[str, Any]:
@@ -104,9 +104,9 @@ class MachineRecord(CellRecord):
         trains: Whether it is of problems with gradients.
     """
 
-    platform: str
-    device: str
-    date: Annotated[str, check_date]
+    platform: Text
+    device: Text
+    date: Date
     trains: bool = False
 
     @classmethod

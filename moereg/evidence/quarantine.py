@@ -13,6 +13,7 @@ from moereg.errors import one_line
 from moereg.evidence.on_machine import MachineRecord, MachineRecords, RecordFile
 from moereg.platforms import Platform
 from moereg.registry import BackendCell
+from moereg.runtime.json_types import Text
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.spec.reasons import Reason
 
@@ -27,7 +28,7 @@ class QuarantineRecord(MachineRecord):
         failure: The failed check and its failure, as one line.
     """
 
-    failure: str
+    failure: Text
 
     @classmethod
     def failed(

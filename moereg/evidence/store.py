@@ -12,13 +12,14 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
+import msgspec
 from typing_extensions import Self
 
-from moereg.arguments import check_field, check_list, check_mapping, check_object
 from moereg.errors import ArgumentError, RecordFileError, described, shown
 from moereg.runtime.files import open_regular
+from moereg.runtime.json_types import convert, decode
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Record")
@@ -31,12 +32,17 @@ class Record:
     """Base class of records, which are dataclasses."""
 
     @classmethod
-    def from_dict(cls, values: object, name: str = "a record") -> Self:
-        """Inverse of `dataclasses.asdict`; raises ArgumentError, with the field's path from `name` on."""
-        return check_object(name, values, cls)
+    def from_dict(cls, values: object) -> Self:
+        """Inverse of `dataclasses.asdict`; raises ArgumentError, with the field's path."""
+        record: Self = convert(values, cls, "a record")
+        return record
 
 
-def read_once(path: Path, read: Callable[..., T], nothing: T, *arguments: str) -> T:
+class _File(msgspec.Struct, Generic[R]):
+    records: tuple[R, ...]
+
+
+def read_once(path: Path, read: Callable[..., T], nothing: T, *arguments: object) -> T:
     """Caches `read(path, ...)` until the file changes.
 
     Returns:
@@ -55,7 +61,7 @@ def read_once(path: Path, read: Callable[..., T], nothing: T, *arguments: str) -
 
 
 @functools.lru_cache(maxsize=256)
-def _read_once(path: Path, read: Callable[..., Any], arguments: tuple[str, ...], _stamp: tuple[int, ...]) -> Any:
+def _read_once(path: Path, read: Callable[..., Any], arguments: tuple[object, ...], _stamp: tuple[int, ...]) -> Any:
     return read(path, *arguments)
 
 
@@ -71,15 +77,27 @@ def read_records(path: Path, kind: type[R], schema: int, is_own: bool = False) -
     Raises:
         ArgumentError: It cannot be read, others may write to it, or it does not hold records of this schema.
     """
-    document = check_mapping("a file of records", read_document(path, is_own))
-    check_schema(document.get("schema"), schema)
-    return check_field(
-        "", document, "records", functools.partial(check_list, check=lambda at, one: kind.from_dict(one, at))
-    )
+    file: _File[R] = decode_file(read_content(path, is_own), _File[kind], schema)  # type: ignore[valid-type]
+    return file.records
 
 
 class OlderFileError(ArgumentError):
     """A file of an older schema, which counts as empty."""
+
+
+class _Schema(msgspec.Struct):
+    schema: Any = None
+
+
+def decode_file(content: bytes | str, kind: Any, schema: int) -> Any:
+    """Reads the JSON of a file that names its schema.
+
+    Raises:
+        OlderFileError: The schema is an older one.
+        ArgumentError: It is no schema of this moereg, or the text is no JSON of that type.
+    """
+    check_schema(decode(content, _Schema, "it").schema, schema)
+    return decode(content, kind, "it")
 
 
 def check_schema(found: object, schema: int) -> None:
@@ -95,8 +113,8 @@ def check_schema(found: object, schema: int) -> None:
         raise ArgumentError(f"schema must be {schema}, got {shown(found)}")
 
 
-def read_document(path: Path, is_own: bool = False) -> Any:
-    """Reads a file of JSON.
+def read_content(path: Path, is_own: bool = False) -> bytes:
+    """Reads a file.
 
     Args:
         path: The file.
@@ -106,14 +124,23 @@ def read_document(path: Path, is_own: bool = False) -> Any:
         ArgumentError: It cannot be read, or others may write to it.
     """
     try:
-        with open(path, encoding="utf-8", opener=open_regular) as file:
+        with open(path, "rb", opener=open_regular) as file:
             status = os.fstat(file.fileno())
             others_write = status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             if is_own and others_write:
                 raise PermissionError("it must belong to this user or to root, and nobody else may write to it")
-            return json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
+            return file.read()
+    except (OSError, ValueError) as error:
         raise ArgumentError(f"it must be readable JSON, got {described(error)}") from error
+
+
+def read_document(path: Path) -> Any:
+    """Reads a file of JSON.
+
+    Raises:
+        ArgumentError: It cannot be read, or is no JSON.
+    """
+    return decode(read_content(path), Any, "it")
 
 
 def unusable(what: str, path: Path, error: Exception, variable: str) -> str:
@@ -133,7 +160,7 @@ def unusable(what: str, path: Path, error: Exception, variable: str) -> str:
         cure = "let this user, and nobody else, write to it and its folder, or "
     elif number in (errno.ENOSPC, errno.EDQUOT):
         cure = "free space on its disk, or "
-    elif isinstance(cause, (json.JSONDecodeError, UnicodeDecodeError, RecursionError)):
+    elif isinstance(cause, (msgspec.DecodeError, UnicodeError, RecursionError)):
         cure = "delete it, or "
     else:
         cure = "" if isinstance(cause, OSError) else "move it away, or "

@@ -10,6 +10,7 @@ from typing import Any
 
 from moereg.errors import one_line
 from moereg.platforms import Platform, probe_settings
+from moereg.runtime.json_types import Text, Whole
 from moereg.spec.problem import MoEProblem
 
 
@@ -38,12 +39,12 @@ class Machine:
         driver: Major version of a GPU's driver, else empty.
     """
 
-    platform: str
-    device: str
-    units: int
-    power_limit_w: int
+    platform: Text
+    device: Text
+    units: Whole
+    power_limit_w: Whole
     mig: bool
-    driver: str
+    driver: Text
 
     def differences(self, here: Machine) -> tuple[str, ...]:
         """The fields that differ on this machine, such as `driver 570, here 580`; of another device that alone."""

@@ -9,32 +9,22 @@ import contextlib
 import dataclasses
 import functools
 import json
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, get_type_hints
+from typing import Annotated, Any, Final
 
-from moereg.arguments import (
-    check_count,
-    check_date,
-    check_field,
-    check_list,
-    check_mapping,
-    check_number,
-    check_object,
-    check_of,
-    check_size,
-    check_text,
-    within,
-)
+import msgspec
+
+from moereg.arguments import check_text, within
 from moereg.errors import ArgumentError, described, shown
 from moereg.evidence.on_machine import CellRecord
 from moereg.evidence.provenance import minor_version
-from moereg.evidence.store import OlderFileError, change_file, check_schema, read_document
+from moereg.evidence.store import OlderFileError, change_file, decode_file, read_content
 from moereg.experts import Experts
 from moereg.measured.keys import Machine, key_text, problem_key
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BackendCell
+from moereg.runtime.json_types import Count, Date, Size, Text, Whole, convert, decode
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 
@@ -42,21 +32,6 @@ SCHEMA: Final = 2
 VARIABLE: Final = "MOEREG_TUNING"
 LARGEST_LOG: Final = 50.0
 """Largest logarithm of a ratio of times that a row may hold: its exponential is a finite number by far."""
-
-
-def _check_log(name: str, value: object) -> float:
-    number = check_number(name, value)
-    if abs(number) > LARGEST_LOG:
-        raise ArgumentError(f"{name} must be at most {LARGEST_LOG:g} either way, got {shown(value)}")
-    return number
-
-
-def _check_width(name: str, value: object) -> float:
-    return check_size(name, _check_log(name, value))
-
-
-def _check_problem(name: str, value: object) -> dict[str, Any]:
-    return problem_key(within(name, MoEProblem.from_dict, check_mapping(name, value)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -73,7 +48,7 @@ class TimedCell(CellRecord):
         state: `Experts.tuning_state()`.
     """
 
-    state: str = ""
+    state: Text = ""
 
     @classmethod
     def of(cls, cell: BackendCell, scheme: QuantScheme, rule: PlatformRule, platform: Platform) -> TimedCell:
@@ -105,14 +80,14 @@ class Session:
         clocks: Such as `sm_mhz`, as the driver gives them.
     """
 
-    number: int
-    date: Annotated[str, check_date]
-    commit: str
-    process: str
-    clocks: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+    number: Whole
+    date: Date
+    commit: Text
+    process: Text
+    clocks: Mapping[Text, Whole] = dataclasses.field(default_factory=dict, hash=False)
 
 
-class Row(NamedTuple):
+class Row(msgspec.Struct, array_like=True, frozen=True):
     """One cell at one routing and number of tokens beside the default, in one session.
 
     Attributes:
@@ -128,17 +103,17 @@ class Row(NamedTuple):
         graph: Whether it ran in a CUDA graph.
     """
 
-    session: int
-    cell: int
-    routing: str
-    tokens: Annotated[int, check_count]
-    log_ratio: Annotated[float, _check_log]
-    half_width: Annotated[float, _check_width]
-    median_us: float
-    p10_us: float
-    p90_us: float
-    rounds: Annotated[int, check_count]
-    error: float
+    session: Whole
+    cell: Whole
+    routing: Text
+    tokens: Count
+    log_ratio: Annotated[float, msgspec.Meta(ge=-LARGEST_LOG, le=LARGEST_LOG)]
+    half_width: Annotated[float, msgspec.Meta(ge=0, le=LARGEST_LOG)]
+    median_us: Size
+    p10_us: Size
+    p90_us: Size
+    rounds: Count
+    error: Size
     graph: bool
 
     @property
@@ -160,12 +135,22 @@ class TunedLayer:
         calls: Numbers of calls by number of tokens, which weigh the choice; empty if decades count alike.
     """
 
-    problem: Annotated[Mapping[str, Any], _check_problem] = dataclasses.field(hash=False)
-    default: int
+    problem: Mapping[str, Any] = dataclasses.field(hash=False)
+    default: Whole
     rows: tuple[Row, ...] = ()
-    wrong: tuple[tuple[int, str], ...] = ()
-    left_out: tuple[tuple[int, str], ...] = ()
-    calls: tuple[tuple[int, int], ...] = ()
+    wrong: tuple[tuple[Whole, Text], ...] = ()
+    left_out: tuple[tuple[Whole, Text], ...] = ()
+    calls: tuple[tuple[Whole, Whole], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "problem", problem_key(within("problem", MoEProblem.from_dict, self.problem)))
+        for at, row in enumerate(self.rows):
+            if row.cell == self.default and (row.log_ratio or row.half_width):
+                raise ArgumentError(
+                    f"log_ratio and half_width of rows[{at}] must be 0 for the default, got {row.log_ratio}, "
+                    f"{row.half_width}"
+                )
+        _check_unlike("rows", [row.key for row in self.rows])
 
     @functools.cached_property
     def key(self) -> tuple[str, int]:
@@ -194,6 +179,18 @@ class Pack:
     cells: tuple[TimedCell, ...] = ()
     layers: tuple[TunedLayer, ...] = ()
 
+    def __post_init__(self) -> None:
+        _check_unlike("sessions", [session.number for session in self.sessions])
+        _check_unlike("sessions", [session.process for session in self.sessions], ".process")
+        _check_unlike("layers", [layer.key for layer in self.layers])
+        numbers = {session.number for session in self.sessions}
+        for place, layer in enumerate(self.layers):
+            cells = {layer.default, *layer.cells, *(cell for cell, _ in layer.left_out)}
+            if unknown := {row.session for row in layer.rows} - numbers:
+                raise ArgumentError(f"layers[{place}].rows must have sessions of the pack, got {min(unknown)}")
+            if unknown := cells.difference(range(len(self.cells))):
+                raise ArgumentError(f"layers[{place}] must have cells of the pack, got {min(unknown)}")
+
     @property
     def next_session(self) -> int:
         """A number that no session has."""
@@ -206,9 +203,7 @@ class Pack:
             ArgumentError: Its process has another session already.
         """
         others = (each for each in self.sessions if each.number != session.number)
-        pack = dataclasses.replace(self, sessions=(*others, session))
-        _check_unlike("sessions", [each.process for each in pack.sessions], ".process")
-        return pack
+        return dataclasses.replace(self, sessions=(*others, session))
 
     def with_cell(self, cell: TimedCell) -> tuple[Pack, int]:
         """With a cell, and its index: that of an equal one if there is one."""
@@ -246,55 +241,28 @@ class Pack:
             wrong=tuple(dict([*before.wrong, *wrong]).items()),
             left_out=tuple(dict([*before.left_out, *left_out]).items()),
         )
-        pack = dataclasses.replace(self, layers=(*self.layers[:place], layer, *self.layers[place + 1 :]))
-        pack._check_layer(place)
-        return pack
+        layer = convert(msgspec.to_builtins(layer), TunedLayer, "a layer")
+        return dataclasses.replace(self, layers=(*self.layers[:place], layer, *self.layers[place + 1 :]))
 
     @classmethod
-    def from_dict(cls, values: object) -> Pack:
-        """Inverse of the JSON in `text`.
+    def from_json(cls, content: bytes | str, here: Machine | None = None) -> Pack:
+        """Inverse of `text`.
+
+        Args:
+            content: The JSON.
+            here: If given, a pack of another machine is left empty, and its times are not read.
 
         Raises:
             ArgumentError: A field is missing, has another type or contradicts another; the message has its path.
             UnknownNameError: A layer's scheme, activation or another name is not known here.
         """
-        found = check_mapping("a pack", values)
-        check_schema(found.get("schema"), SCHEMA)
-        columns = check_field("", found, "columns", functools.partial(check_list, check=check_text))
-        if missing := [name for name in Row._fields if name not in columns]:
-            raise ArgumentError(f"columns must have {', '.join(missing)}, got {shown(list(columns))}")
-        rows = functools.partial(_read_rows, columns)
-        layer = functools.partial(check_object, kind=TunedLayer, rows=rows)
-        pack = check_object("", found, cls, layers=functools.partial(check_list, check=layer))
-        _check_unlike("sessions", [session.number for session in pack.sessions])
-        _check_unlike("sessions", [session.process for session in pack.sessions], ".process")
-        _check_unlike("layers", [layer.key for layer in pack.layers])
-        for place in range(len(pack.layers)):
-            pack._check_layer(place)
+        head: _Head = decode_file(content, _Head, SCHEMA)
+        if here not in (None, head.machine):
+            return cls(head.machine)
+        if head.columns[: len(COLUMNS)] != COLUMNS:
+            raise ArgumentError(f"columns must begin with {', '.join(COLUMNS)}, got {shown(list(head.columns))}")
+        pack: Pack = decode(content, cls, "it")
         return pack
-
-    def _check_layer(self, place: int) -> None:
-        """Checks a layer's rows, that what it names is in the pack, and that no row is there twice."""
-        layer, name = self.layers[place], f"layers[{place}]"
-        numbers = {session.number for session in self.sessions}
-        _check_index(f"{name}.default", layer.default, self.cells)
-        for at, row in enumerate(layer.rows):
-            for (field, check), value in zip(_CHECKS.items(), row, strict=True):
-                check(f"{name}.rows[{at}].{field}", value)
-            if row.session not in numbers:
-                raise ArgumentError(
-                    f"{name}.rows[{at}].session must be the number of a session, got {shown(row.session)}"
-                )
-            _check_index(f"{name}.rows[{at}].cell", row.cell, self.cells)
-            if row.cell == layer.default and (row.log_ratio or row.half_width):
-                raise ArgumentError(
-                    f"{name}.rows[{at}].log_ratio and half_width must be 0 for the default, got {row.log_ratio}, "
-                    f"{row.half_width}"
-                )
-        _check_unlike(f"{name}.rows", [row.key for row in layer.rows])
-        for kind in ("wrong", "left_out"):
-            for at, (cell, _) in enumerate(getattr(layer, kind)):
-                _check_index(f"{name}.{kind}[{at}][0]", cell, self.cells)
 
     def text(self) -> str:
         """The pack as JSON, one row of times a line."""
@@ -303,7 +271,7 @@ class Pack:
             "machine": dataclasses.asdict(self.machine),
             "sessions": [dataclasses.asdict(session) for session in self.sessions],
             "cells": [dataclasses.asdict(cell) for cell in self.cells],
-            "columns": Row._fields,
+            "columns": COLUMNS,
         }
         lines = [f" {json.dumps(name)}: {json.dumps(value, allow_nan=False)}," for name, value in values.items()]
         layers = ",\n".join(map(_layer_text, self.layers))
@@ -311,7 +279,7 @@ class Pack:
 
 
 def _layer_text(layer: TunedLayer) -> str:
-    rows = ",\n".join(f"   {json.dumps(row, allow_nan=False)}" for row in layer.rows)
+    rows = ",\n".join(f"   {json.dumps(msgspec.to_builtins(row), allow_nan=False)}" for row in layer.rows)
     return (
         f'  {{"problem": {json.dumps(layer.problem)}, "default": {layer.default}, '
         f'"wrong": {json.dumps(layer.wrong)}, "left_out": {json.dumps(layer.left_out)}, '
@@ -319,24 +287,13 @@ def _layer_text(layer: TunedLayer) -> str:
     )
 
 
-def _read_rows(columns: Sequence[str], name: str, value: object) -> tuple[Row, ...]:
-    """Rows as lists of cells, one a column; the cells are not checked yet."""
-    pick = operator.itemgetter(*map(columns.index, Row._fields))
-
-    def read(path: str, cells: object) -> Row:
-        if not isinstance(cells, list) or len(cells) != len(columns):
-            raise ArgumentError(f"{path} must be a list of {len(columns)} values, one a column, got {shown(cells)}")
-        return Row._make(pick(cells))
-
-    return check_list(name, value, read)
+COLUMNS: Final = Row.__struct_fields__
 
 
-_CHECKS: Final = {field: check_of(kind) for field, kind in get_type_hints(Row, include_extras=True).items()}
-
-
-def _check_index(name: str, index: int, values: Sequence[object]) -> None:
-    if not 0 <= index < len(values):
-        raise ArgumentError(f"{name} must be an index below {len(values)}, got {shown(index)}")
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    machine: Machine
+    columns: tuple[Text, ...]
 
 
 def _check_unlike(name: str, keys: Sequence[object], field: str = "") -> None:
@@ -347,17 +304,18 @@ def _check_unlike(name: str, keys: Sequence[object], field: str = "") -> None:
         seen.add(key)
 
 
-def read_pack(path: Path, is_own: bool) -> Pack:
+def read_pack(path: Path, is_own: bool, here: Machine | None = None) -> Pack:
     """Reads a pack.
 
     Args:
         path: The file.
         is_own: Whether only this user or root may have write access.
+        here: As in `Pack.from_json`.
 
     Raises:
         ArgumentError: It cannot be read, others may write to it, or it is no pack; one line.
     """
-    return Pack.from_dict(read_document(path, is_own))
+    return Pack.from_json(read_content(path, is_own), here)
 
 
 def write_pack(path: Path, machine: Machine, change: Callable[[Pack], Pack], is_new: bool = False) -> Pack:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import importlib_metadata
+import msgspec
 from packaging.utils import canonicalize_name
 
 from moereg.errors import RecordFileWarning, shown
@@ -26,7 +27,7 @@ from moereg.evidence.code_digest import module_file
 from moereg.evidence.on_machine import cell_key, user_data
 from moereg.evidence.store import read_once, unusable
 from moereg.experts import Experts
-from moereg.measured.keys import key_text, machine_of, problem_key
+from moereg.measured.keys import Machine, key_text, machine_of, problem_key
 from moereg.measured.pack import VARIABLE, Pack, TimedCell, read_pack
 from moereg.measured.plans import LayerTimes, Ranges, best_for_all, with_ranges
 from moereg.measured.significance import NUM_SESSIONS, mean_gain, num_shared_sessions
@@ -198,7 +199,7 @@ def _plan(source: Source, place: int, classes: Mapping[int, type[Experts]]) -> M
     ranges = with_ranges(times, order, base, others)
     sessions = {row.session for row in layer.rows}
     date = max(session.date for session in pack.sessions if session.number in sessions)
-    used = json.dumps([dataclasses.asdict(layer), [dataclasses.asdict(cells[cell]) for cell in order], ranges])
+    used = json.dumps(msgspec.to_builtins([layer, [cells[cell] for cell in order], ranges]))
     return Measured(
         ranges=ranges,
         note=f"measured {date}: {_gains(times, cells, order[0], base, ranges)}, {_counted(len(sessions))}",
@@ -255,18 +256,21 @@ def tuning_path() -> Path | None:
     return _users_own()
 
 
-def read_tuning() -> tuple[Source, ...]:
+def read_tuning(platform: Platform | None = None) -> tuple[Source, ...]:
     """The packs in force, in order, read once per process and again when a file has changed.
 
     A file that cannot be used causes one `RecordFileWarning` and is left out.
+
+    Args:
+        platform: If given, packs of other machines are left empty. One that is only named has none.
     """
     first = tuning_path()
-    if first is None:
+    if first is None or not (platform is None or platform.probed):
         return ()
-    found = [read_once(path, _believed, None, "", "own") for path in dict.fromkeys((first, _users_own()))]
-    found.append(read_once(_SHIPPED, _believed, None, "", ""))
-    found += [read_once(path, _believed, None, origin, "") for path, origin in _files_of_wheels()]
-    return tuple(filter(None, found))
+    here = None if platform is None else machine_of(platform)
+    files = [(path, "", "own") for path in dict.fromkeys((first, _users_own()))]
+    files += [(_SHIPPED, "", ""), *((path, origin, "") for path, origin in _files_of_wheels())]
+    return tuple(filter(None, (read_once(path, _believed, None, here, *rest) for path, *rest in files)))
 
 
 def _users_own() -> Path:
@@ -276,9 +280,9 @@ def _users_own() -> Path:
 _SHIPPED: Final = Path(__file__).parents[1] / "tuning_pack.json"
 
 
-def _believed(path: Path, origin: str, own: str) -> Source | None:
+def _believed(path: Path, here: Machine | None, origin: str, own: str) -> Source | None:
     try:
-        return Source(read_pack(path, is_own=bool(own)), origin, is_users=bool(own))
+        return Source(read_pack(path, bool(own), here), origin, is_users=bool(own))
     except ValueError as error:
         theirs = f"the pack {shown(str(path))} cannot be used: {error}; tell the authors of {origin or 'moereg'}"
         text = unusable("the pack", path, error, VARIABLE) if own else theirs

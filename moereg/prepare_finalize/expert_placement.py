@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from moereg.arguments import check_count, check_field, check_instance, check_list, check_mapping
+from moereg.arguments import check_count, check_instance, check_list
 from moereg.errors import ArgumentError
+from moereg.runtime.json_types import convert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +96,8 @@ class ExpertPlacement:
         Raises:
             ArgumentError: A field is missing or not what the constructor takes.
         """
-        fields = check_mapping("a placement", values)
-        return cls(
-            check_field("", fields, "num_experts", check_count),
-            check_field("", fields, "experts_of_rank", lambda name, value: check_list(name, value, _experts)),
-        )
+        placement: ExpertPlacement = convert(values, cls, "a placement")
+        return placement
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as lists and numbers, for JSON."""

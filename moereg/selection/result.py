@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Generic, TypeVar
 
-from moereg.arguments import (
-    check_count,
-    check_field,
-    check_flag,
-    check_list,
-    check_mapping,
-    check_object,
-    check_one_of,
-    check_optional,
-    check_schema,
-    check_text,
-    within,
-)
-from moereg.errors import ArgumentError, described, shown
+import msgspec
+
+from moereg.arguments import check_one_of, within
+from moereg.errors import ArgumentError, shown
 from moereg.evidence.admission import ADMITTED_TIER
+from moereg.evidence.store import check_schema
 from moereg.platforms import Platform
 from moereg.registration import HIGHEST_PRIORITY, TIERS
 from moereg.registry import BUILTIN, REGISTRY, BackendCell, provider
+from moereg.runtime.json_types import Count, Text, Whole, convert, decode
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
@@ -35,8 +26,6 @@ from moereg.spec.reasons import CURES, Reason
 
 SCHEMA: Final = 1
 """Version of all JSON that moereg writes."""
-
-_check_texts: Final = functools.partial(check_list, check=check_text)
 
 EVIDENCE: Final = ("", ADMITTED_TIER)
 """Evidence of this machine in a decision."""
@@ -60,7 +49,7 @@ class Verdict:
     """
 
     rule: str
-    priority: Annotated[int, functools.partial(check_count, minimum=-HIGHEST_PRIORITY)]
+    priority: int
     origin: str
     origin_version: str = ""
     reasons: tuple[Reason, ...] = ()
@@ -146,8 +135,8 @@ class Decision(Verdict):
     backend: str
     experts: str
     computes: str
-    tier: Annotated[str, functools.partial(check_one_of, known=TIERS)]
-    evidence: Annotated[str, functools.partial(check_one_of, known=EVIDENCE)] = ""
+    tier: str
+    evidence: str = ""
     cell: BackendCell | None = dataclasses.field(default=None, compare=False, repr=False)
     scheme: QuantScheme | None = dataclasses.field(default=None, compare=False, repr=False)
 
@@ -165,27 +154,61 @@ class Decision(Verdict):
             **self.shared_fields(),
         }
 
-    @classmethod
-    def from_dict(
-        cls, values: Mapping[str, Any], name: str = "", cells: Iterable[BackendCell] | None = None
-    ) -> Decision:
-        """Inverse of `to_dict`.
 
-        Args:
-            values: The fields; others than those of `to_dict` are left for later versions.
-            name: Path of the mapping in a larger one, for errors.
-            cells: Where the cell is looked up; all that are installed where None.
+class _Decision(msgspec.Struct):
+    """A decision's fields in JSON."""
 
-        Raises:
-            ArgumentError: A field is missing or is not what `to_dict` writes.
-        """
-        check_mapping(name or "a decision", values)
-        is_accepted = check_field(name, values, "accepted", check_flag)
-        decision = check_object(name, {key: values[key] for key in values if key not in ("cell", "scheme")}, cls)
-        if is_accepted is not decision.accepted:
-            rule = f"accepted must be {decision.accepted} with {len(decision.reasons)} reasons"
-            raise ArgumentError(f"{name}{'.' * bool(name)}{rule}, got {values['accepted']}")
-        return _with_cell(decision, REGISTRY.load() if cells is None else cells)
+    backend: Text
+    experts: Text
+    rule: Text
+    computes: Text
+    accepted: bool
+    priority: Annotated[int, msgspec.Meta(ge=-HIGHEST_PRIORITY, le=2**63 - 1)]
+    tier: Text
+    origin: Text
+    evidence: Text = ""
+    origin_version: Text = ""
+    assumes: tuple[Text, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+
+    def read(self, name: str, cells: Iterable[BackendCell]) -> Decision:
+        """The decision with its cell, if that is among these."""
+        check_one_of(f"{name}.tier", self.tier, TIERS)
+        check_one_of(f"{name}.evidence", self.evidence, EVIDENCE)
+        if self.accepted is bool(self.reasons):
+            rule = f"accepted must be {not self.reasons} with {len(self.reasons)} reasons"
+            raise ArgumentError(f"{name}.{rule}, got {self.accepted}")
+        fields = msgspec.structs.asdict(self)
+        del fields["accepted"]
+        return _with_cell(Decision(**fields), cells)
+
+
+class _Request(msgspec.Struct, forbid_unknown_fields=True):
+    require: tuple[Text, ...]
+    prefer: tuple[Text, ...]
+    deny: tuple[Text, ...]
+
+
+class _Range(msgspec.Struct):
+    most_tokens: Count | None
+    decision: Whole
+
+
+class _Selection(msgspec.Struct):
+    """A selection's fields in JSON."""
+
+    problem: dict[str, Any]
+    platform: Text
+    platform_source: Text
+    request: _Request
+    selected: Text | None
+    source: Text | None
+    decisions: list[_Decision]
+    notices: tuple[Text, ...] = ()
+    platform_claimed_by: Text | None = None
+    plan: list[_Range] = []
+    measured: Text | None = None
+    platform_device: dict[str, Any] = {}
 
 
 def _with_cell(decision: Decision, cells: Iterable[BackendCell]) -> Decision:
@@ -336,13 +359,7 @@ class Selection(Choice[Decision]):
         Raises:
             ArgumentError: The text is no JSON, or `from_dict` refuses it.
         """
-        if not isinstance(text, (str, bytes, bytearray)):
-            raise ArgumentError(f"a selection's JSON must be a text, got {shown(text)}")
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:  # Integers of thousands of digits raise it too.
-            raise ArgumentError(f"a selection's JSON cannot be read: {described(error)}; write it again") from None
-        return cls.from_dict(values, cells)
+        return cls.from_dict(decode(text, Any, "a selection's JSON"), cells)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], cells: Iterable[BackendCell] | None = None) -> Selection:
@@ -359,32 +376,25 @@ class Selection(Choice[Decision]):
             ArgumentError: A field is missing, has another type, or contradicts another; the message has its path.
             UnknownNameError: A scheme, platform, code or tier is not known here.
         """
-        check_mapping("a selection", values)
-        field = functools.partial(check_field, "", values)
-        check_schema("schema of a selection", values.get("schema"), SCHEMA)
+        check_schema(convert(values, dict[str, Any], "a selection").get("schema"), SCHEMA)
+        found: _Selection = convert(values, _Selection, "a selection")
         # Plugins may bring the kind of machine that the platform's name says.
         cells = REGISTRY.load() if cells is None else tuple(cells)
-
-        def read(path: str, value: object) -> Decision:
-            return Decision.from_dict(check_mapping(path, value), path, cells)
-
-        platform = within("platform", Platform.from_name, field("platform", check_text))
-        source = field("platform_source", functools.partial(check_one_of, known=("probed", "named")))
-        claimed_by = field("platform_claimed_by", check_optional(check_text)) if "platform_claimed_by" in values else ""
-        device = field("platform_device", check_mapping) if "platform_device" in values else {}
-        known = {"probed": source == "probed", "claimed_by": claimed_by or ""}
-        found = {name: device[name] for name in _DEVICE if name in device}
-        here = within("platform_device", dataclasses.replace, platform, **known, **found)
+        platform = within("platform", Platform.from_name, found.platform)
+        source = check_one_of("platform_source", found.platform_source, ("probed", "named"))
+        device = {name: found.platform_device[name] for name in _DEVICE if name in found.platform_device}
+        known = {"probed": source == "probed", "claimed_by": found.platform_claimed_by or ""}
+        here = within("platform_device", dataclasses.replace, platform, **known, **device)
         if str(here) != str(platform):
             raise ArgumentError(f"platform_device.arch must be that of {platform}, got {shown(here.arch)}")
         selection = cls(
-            problem=within("problem", MoEProblem.from_dict, field("problem", check_mapping)),
+            problem=within("problem", MoEProblem.from_dict, found.problem),
             platform=here,
-            request=_read_request(field("request", check_mapping)),
-            decisions=field("decisions", functools.partial(check_list, check=read)),
-            source=field("source", check_optional(functools.partial(check_one_of, known=SOURCES))),
-            notices=field("notices", _check_texts) if "notices" in values else (),
-            measured=(field("measured", check_optional(check_text)) if "measured" in values else None) or "",
+            request=Request(**msgspec.structs.asdict(found.request)),
+            decisions=tuple(one.read(f"decisions[{place}]", cells) for place, one in enumerate(found.decisions)),
+            source=None if found.source is None else check_one_of("source", found.source, SOURCES),
+            notices=found.notices,
+            measured=found.measured or "",
         )
         if (selection.source is None) is not (selection.winner is None):
             raise ArgumentError(
@@ -399,21 +409,18 @@ class Selection(Choice[Decision]):
                     f"decisions[{place}].computes must be a scheme that serves {selection.problem.quant.name}, got "
                     f"{shown(decision.computes)}"
                 )
-        if field("selected", check_optional(check_text)) != selection.backend:
+        if found.selected != selection.backend:
             raise ArgumentError(
                 f"selected must be the first accepted decision's backend, {shown(selection.backend)}, got "
-                f"{shown(values['selected'])}"
+                f"{shown(found.selected)}"
             )
-        plan = field("plan", functools.partial(check_list, check=selection._check_range)) if "plan" in values else ()
-        return dataclasses.replace(selection, ranges=plan)
-
-    def _check_range(self, path: str, value: object) -> tuple[int | None, Decision]:
-        values = check_mapping(path, value)
-        most = check_field(path, values, "most_tokens", check_optional(check_count))
-        place = check_field(path, values, "decision", functools.partial(check_count, minimum=0))
-        if place >= len(self.decisions) or not self.decisions[place].accepted:
-            raise ArgumentError(f"{path}.decision must be the place of an accepted decision, got {place}")
-        return most, self.decisions[place]
+        for place, one in enumerate(found.plan):
+            if one.decision >= len(selection.decisions) or not selection.decisions[one.decision].accepted:
+                raise ArgumentError(
+                    f"plan[{place}].decision must be the place of an accepted decision, got {one.decision}"
+                )
+        ranges = tuple((one.most_tokens, selection.decisions[one.decision]) for one in found.plan)
+        return dataclasses.replace(selection, ranges=ranges)
 
     def table(self) -> str:
         """The decision table as plain text, one candidate per line and its reasons below."""
@@ -430,13 +437,6 @@ def _identity(decision: Decision) -> tuple[str, ...]:
     """The parts of a decision that say which kernel runs. Versions count, since kernels of one name may differ."""
     evidence = [decision.evidence] if decision.evidence else []
     return decision.backend, decision.experts, decision.computes, decision.origin, decision.origin_version, *evidence
-
-
-def _read_request(values: Mapping[str, Any]) -> Request:
-    words = ("require", "prefer", "deny")
-    for word in values:
-        within("request", check_one_of, "field of a request", word, words)
-    return Request(**{word: check_field("request", values, word, _check_texts) for word in words})
 
 
 def nearest_by_backend(decisions: Sequence[Decision]) -> tuple[Decision, ...]:

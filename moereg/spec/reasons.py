@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Annotated, Final
+from typing import Final
 
 from moereg.arguments import check_one_of
+from moereg.runtime.json_types import Text
 
 CURES: Final[dict[str, str]] = {
     "platform": "run on one of those platforms",
@@ -44,8 +44,8 @@ REASON_CODES: Final = tuple(CURES)
 class Reason:
     """Why a cell cannot serve a problem: a closed code and a lowercase clause, rule then fact."""
 
-    code: Annotated[str, functools.partial(check_one_of, known=REASON_CODES)]
-    text: str
+    code: Text
+    text: Text
 
     def __post_init__(self) -> None:
-        assert self.code in CURES, self.code
+        check_one_of("code", self.code, REASON_CODES)
