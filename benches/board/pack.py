@@ -8,11 +8,11 @@ from typing import Any, Final
 
 from benches import stored
 from benches.board.variants import UNTUNED
-from moereg.arguments import check_object
 from moereg.measured.keys import Machine
 from moereg.measured.pack import Pack, Row, Session, TimedCell, write_pack
 from moereg.measured.significance import NUM_SESSIONS
 from moereg.plugins.loader import load_backends
+from moereg.runtime.json_types import convert
 from moereg.spec.problem import MoEProblem
 from moereg.tuning.session import drifted
 
@@ -51,7 +51,7 @@ def write_pack_of(out: pathlib.Path, paths: Sequence[pathlib.Path]) -> str:
     if len({board["process"] for board in boards.values()}) < len(boards):
         raise ValueError("--pack takes sessions of their own, got one process twice; measure again into another file")
 
-    pack = Pack(check_object("machine", boards[first]["machine"], Machine))
+    pack = Pack(convert(boards[first]["machine"], Machine, "the machine"))
     for path, board in boards.items():
         try:
             pack = _with_board(pack, board)

@@ -402,7 +402,7 @@ def compared(first: Plans, second: Plans) -> dict[str, Any]:
 
 def judged(part: Mapping[str, Any]) -> tuple[dict[str, dict[str, float] | None], dict[str, float]]:
     """Regrets of choices by the first run's times in the second's, and where both runs choose alike, by plan."""
-    layers = [Pack.from_dict(part[which]["pack"]).layers[0] for which in _TUNES]
+    layers = [Pack.from_json(json.dumps(part[which]["pack"])).layers[0] for which in _TUNES]
     first, second = (LayerTimes(layer.rows, layer.default, layer.calls) for layer in layers)
     order = sorted(layers[0].cells)
 

@@ -164,9 +164,9 @@ class _Decision(msgspec.Struct):
     computes: Text
     accepted: bool
     priority: Annotated[int, msgspec.Meta(ge=-HIGHEST_PRIORITY, le=2**63 - 1)]
-    tier: Text
+    tier: str
     origin: Text
-    evidence: Text = ""
+    evidence: str = ""
     origin_version: Text = ""
     assumes: tuple[Text, ...] = ()
     reasons: tuple[Reason, ...] = ()
@@ -199,10 +199,10 @@ class _Selection(msgspec.Struct):
 
     problem: dict[str, Any]
     platform: Text
-    platform_source: Text
+    platform_source: str
     request: _Request
     selected: Text | None
-    source: Text | None
+    source: str | None
     decisions: list[_Decision]
     notices: tuple[Text, ...] = ()
     platform_claimed_by: Text | None = None
@@ -359,7 +359,7 @@ class Selection(Choice[Decision]):
         Raises:
             ArgumentError: The text is no JSON, or `from_dict` refuses it.
         """
-        return cls.from_dict(decode(text, Any, "a selection's JSON"), cells)
+        return cls.from_dict(decode(text, Any, "a selection's JSON", "; write it again"), cells)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], cells: Iterable[BackendCell] | None = None) -> Selection:

@@ -19,7 +19,7 @@ from moereg.platforms import Platform, PlatformKind, PlatformRule
 from moereg.plugins.loader import load_backends
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.selection.request import Request
-from moereg.selection.result import Decision, Selection
+from moereg.selection.result import Selection
 from moereg.spec.activations import Activation
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
@@ -256,7 +256,6 @@ _CALLS: Final[Mapping[str, tuple[Callable[..., Any], int, Mapping[str, list[Any]
     ),
     "Selection.from_dict": (Selection.from_dict, 1, {"values": [{}]}),
     "Selection.from_json": (Selection.from_json, 1, {"text": ["{}"]}),
-    "Decision.from_dict": (Decision.from_dict, 1, {"values": [{}]}),
     "get_shape": (get_shape, 1, {"name": ["qwen3-30b-a3b"]}),
     "load_experts": (
         moereg.load_experts, 2,

@@ -339,7 +339,7 @@ def test_changed_versions_or_code_are_checked_again(
 
 @pytest.mark.parametrize(
     ("changes", "is_checked"),
-    [({}, False), ({"platform": "cuda:sm90"}, True), ({"versions": {"torch": "2.9.1"}}, True)],
+    [({}, False), ({"platform": "cuda:sm90", "rule": "cuda:sm90"}, True), ({"versions": {"torch": "2.9.1"}}, True)],
 )
 def test_only_a_record_of_this_platform_and_its_versions_spares_the_check(
     register: Register, checks: list[str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_checked: bool
@@ -545,7 +545,7 @@ def test_records_say_error_and_bound(register: Register, file: Path) -> None:
     (values,) = document["records"]
     assert AdmissionRecord.from_dict(values) == ADMITTED.read().records[0]
     for wrong in ("0.1", True, -1.0, math.nan, math.inf, None):
-        with pytest.raises(ValueError, match=r"error must be (a finite number|at least 0), got"):
+        with pytest.raises(ValueError, match=r"error must be a finite number( [<>]= [^ ]*)?, got"):
             AdmissionRecord.from_dict({**values, "error": wrong})
 
 

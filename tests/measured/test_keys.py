@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from moereg.arguments import check_object
 from moereg.errors import ArgumentError
 from moereg.measured.keys import Machine, key_text, machine_of, problem_key
 from moereg.measured.pack import Pack
 from moereg.platforms import Platform, probe
 from moereg.platforms.nvml import GpuSettings
+from moereg.runtime.json_types import convert
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme
 from tests.measured.packs import HERE, PROBLEM, choose, make_cells, pack_of, rows_of
@@ -105,7 +105,7 @@ def test_the_reader_makes_the_key_of_the_writer_for_every_scheme(quant: str | Qu
 def check_key(problem: MoEProblem) -> None:
     cells = make_cells(("first",))
     pack = Pack(machine_of(HERE), cells=pack_of(cells, []).cells).with_rows(problem, 0, ())
-    (read,) = Pack.from_dict(json.loads(pack.text())).layers
+    (read,) = Pack.from_json(pack.text()).layers
     assert key_text(read.problem) == key_text(problem_key(problem)) == read.key[0]
     # As a caller gives it, by other names for the same values.
     again = MoEProblem.from_dict(json.loads(json.dumps(problem.to_dict())))
@@ -135,10 +135,10 @@ def test_a_cpu_is_its_name_and_the_processors_of_this_process(monkeypatch: pytes
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Machine)])
 def test_a_machine_is_checked(field: str) -> None:
     values = dataclasses.asdict(machine_of(HERE))
-    assert check_object("machine", values, Machine) == machine_of(HERE)
+    assert convert(values, Machine, "a machine") == machine_of(HERE)
     for bad in (None, [], "\x1b[1m" if isinstance(values[field], str) else -1):
-        with pytest.raises(ArgumentError, match=rf"^machine\.{field} must be"):
-            check_object("machine", {**values, field: bad}, Machine)
+        with pytest.raises(ArgumentError, match=rf"^{field} must be"):
+            convert({**values, field: bad}, Machine, "a machine")
     del values[field]
-    with pytest.raises(ArgumentError, match=rf"^machine\.{field} is required"):
-        check_object("machine", values, Machine)
+    with pytest.raises(ArgumentError, match=rf"^{field} is required"):
+        convert(values, Machine, "a machine")

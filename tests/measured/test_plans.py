@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -180,7 +181,7 @@ def test_calls_weigh_by_their_time() -> None:
     ):
         assert best_for_all(LayerTimes(rows, 0, tuple(calls.items())), (0, 1)) == best, calls
     # A call that takes a hundred times as long counts a hundred times.
-    slow = tuple(each._replace(median_us=1000.0) if each.tokens == 100 else each for each in rows)
+    slow = tuple(msgspec.structs.replace(each, median_us=1000.0) if each.tokens == 100 else each for each in rows)
     assert best_for_all(LayerTimes(slow, 0, ((1, 9), (100, 1))), (0, 1)) == 0
 
 

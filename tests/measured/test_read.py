@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from moereg.dispatch import explain_backends
@@ -18,6 +19,7 @@ from moereg.evidence.quarantine import Quarantine, QuarantineRecord
 from moereg.measured import read
 from moereg.measured.pack import Pack
 from moereg.measured.read import Source, read_tuning, tuning_path
+from moereg.platforms import Platform
 from moereg.registry import BUILTIN, BackendCell, BackendRegistry, register_moe_backend
 from moereg.selection.decide import decide
 from moereg.selection.request import Request
@@ -92,7 +94,7 @@ def test_ranges_are_of_cells_that_read_the_layout_of_the_one_for_all(
     cells = make_cells(attributes={0: first, 2: third})
     # Older packs could grant memory for a second layout.
     values = {**json.loads(pack_of(cells, rows_of(LOGS)).text()), "memory": [[0, 2]]}
-    found = choose(cells, Pack.from_dict(values))
+    found = choose(cells, Pack.from_json(json.dumps(values)))
     assert names(found) == list(NAMES)
     if not has_ranges:
         assert ranges_of(found) == [(None, "first")]
@@ -128,7 +130,7 @@ BROKEN_PLANS: dict[str, tuple[Any, str]] = {
     "descending": ([[16, 2], [3, 0], [None, 0]], f"{RANGES}second to 16, third to 3, third to None;"),
     "open in the middle": ([[None, 2], [None, 0]], f"{RANGES}second to None, third to None;"),
     "no such decision": ([[3, 99], [None, 0]], r"plan\[0\].decision must be the place of an accepted decision, got 99"),
-    "no tokens": ([[0, 2], [None, 0]], r"plan\[0\].most_tokens must be at least 1"),
+    "no tokens": ([[0, 2], [None, 0]], r"plan\[0\].most_tokens must be an integer >= 1"),
     "a text": ([["3", 2], [None, 0]], r"plan\[0\].most_tokens must be an integer"),
 }
 
@@ -293,7 +295,7 @@ def test_cells_of_two_versions_are_told_apart() -> None:
         fields = timed.fields_of(cell, PROBLEM.quant, rule, newer)
         pack, index = pack.with_cell(dataclasses.replace(timed, **fields))
         indices.append(index)
-    rows = [row._replace(cell=indices[row.cell]) for row in rows_of({1: FASTER, 2: 0.1})]
+    rows = [msgspec.structs.replace(row, cell=indices[row.cell]) for row in rows_of({1: FASTER, 2: 0.1})]
     pack = pack.with_rows(PROBLEM, indices[0], rows)
     assert choose(CELLS, pack).backend == "third"
     assert choose(CELLS, pack, platform=newer).backend == "second"
@@ -463,6 +465,20 @@ def test_files_are_read_once_and_plans_made_once(file: Path, monkeypatch: pytest
     file.write_text(pack_of(CELLS, rows_of({1: FASTER}, sessions=(1, 2, 3))).text())
     assert decide(PROBLEM, HERE, Request(), CELLS, tuning=read_tuning()).backend == "second"
     assert (len(reads), len(plans)) == (2, 2)
+
+
+def test_times_of_another_machine_are_not_even_read(file: Path) -> None:
+    moved = dataclasses.replace(PACK, machine=dataclasses.replace(PACK.machine, driver="other")).text()
+    file.write_text(moved.replace('"rows": [', '"rows": ["no row",'))
+    (found,) = read_tuning(HERE)
+    assert found.unused(HERE, CELLS) == {"": "it is of another machine: driver other, here none"}
+    assert choose(CELLS, found).backend == "first"
+    with pytest.warns(RecordFileWarning, match=r"layers\[0\].rows\[0\] must be a list, got 'no row'; move it away, or"):
+        assert read_tuning() == ()
+    file.write_text(PACK.text())
+    (found,) = read_tuning(HERE)
+    assert found.pack == PACK
+    assert read_tuning(Platform.from_name("cpu")) == ()
 
 
 def test_selecting_reads_the_packs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

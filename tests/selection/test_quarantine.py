@@ -266,7 +266,7 @@ def test_a_file_of_an_older_moereg_counts_as_empty_and_is_begun_anew(
 def test_texts_that_a_terminal_would_obey_are_refused(file: Path, cells: tuple[BackendCell, ...]) -> None:
     with pytest.raises(ValueError, match="failure must be printable on one line"):
         record(cells[0], failure="\x1b[2J")
-    with pytest.raises(ValueError, match=r"versions\.torch must be printable on one line"):
+    with pytest.raises(ValueError, match=r"versions\[\.\.\.\] must be printable on one line"):
         record(cells[0], versions={"torch": "\x1b[2J"})
     with pytest.raises(ValueError, match="versions must be an object"):
         record(cells[0], versions="2.13")
@@ -382,5 +382,5 @@ def test_asking_costs_selection_nothing(file: Path, cells: tuple[BackendCell, ..
     with warnings.catch_warnings():
         warnings.simplefilter("error", MoeregWarning)
         reading = calls_of(ask)
-        # Reading the file takes 11,000 calls; later questions look at its date, and twice at each of the 100 records.
-        assert calls_of(ask) < 300 < reading / 10
+        # Reading the file takes 1,500 calls; later questions look at its date, and twice at each of the 100 records.
+        assert calls_of(ask) < 300 < reading / 4

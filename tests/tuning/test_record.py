@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from moereg.tuning.points import Point
@@ -19,7 +20,7 @@ def test_the_end_of_a_run_leaves_the_session_that_another_one_began(
 ) -> None:
     decisions = {key_of(each, HERE): each for each in choose(make_cells(("first", "second"))).decisions}
     mine, other = (LayerRecord(tmp_path / "pack.json", HERE, PROBLEM, decisions) for _ in range(2))
-    values = row(0, 0, "", 0)._asdict()
+    values = msgspec.structs.asdict(row(0, 0, "", 0))
     times = {
         key: {name: values[name] for name in values.keys() - {"session", "cell", "routing", "tokens"}}
         for key in decisions
