@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from moereg.errors import ArgumentError
 from moereg.measured.keys import Machine, key_text, machine_of, problem_key
 from moereg.measured.pack import Pack
 from moereg.platforms import Platform, probe
 from moereg.platforms.nvml import GpuSettings
-from moereg.runtime.json_types import convert
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme
 from tests.measured.packs import HERE, PROBLEM, choose, make_cells, pack_of, rows_of
@@ -130,15 +128,3 @@ def test_a_cpu_is_its_name_and_the_processors_of_this_process(monkeypatch: pytes
     monkeypatch.setattr(probe, "gpu_settings", lambda: GpuSettings(1, 1, True, "1"))
     assert machine_of(HERE) == Machine("cpu", "A CPU", 7, 0, False, "")
     machine_of.cache_clear()
-
-
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Machine)])
-def test_a_machine_is_checked(field: str) -> None:
-    values = dataclasses.asdict(machine_of(HERE))
-    assert convert(values, Machine, "a machine") == machine_of(HERE)
-    for bad in (None, [], "\x1b[1m" if isinstance(values[field], str) else -1):
-        with pytest.raises(ArgumentError, match=rf"^{field} must be"):
-            convert({**values, field: bad}, Machine, "a machine")
-    del values[field]
-    with pytest.raises(ArgumentError, match=rf"^{field} is required"):
-        convert(values, Machine, "a machine")

@@ -79,7 +79,6 @@ BROKEN: dict[str, tuple[list[Any], Any, str]] = {
     "no machine": (["machine"], NOW, "machine is required"),
     "machine": (["machine"], [], "machine must be an object"),
     "units": (["machine", "units"], 1.5, "machine.units must be an integer"),
-    "sessions": (["sessions"], {}, "sessions must be a list"),
     "number of a session": (["sessions", 0, "number"], -1, r"sessions[0].number must be an integer >= 0, got -1"),
     "two sessions of one number": (["sessions", 0, "number"], 2, "sessions[1] must differ from those before it"),
     "one process twice": (["sessions", 0, "process"], "process 2", "sessions[1].process must differ"),
@@ -89,8 +88,6 @@ BROKEN: dict[str, tuple[list[Any], Any, str]] = {
         "fast",
         "sessions[0].clocks[...] must be an integer",
     ),
-    "cell": (["cells", 0, "digest"], 1, "cells[0].digest must be a text"),
-    "cell without versions": (["cells", 0, "versions"], NOW, "cells[0].versions is required"),
     "escape in a state": (["cells", 0, "state"], "\x1b[31m", "cells[0].state must be printable on one line"),
     "columns": (["columns"], ["session"], "columns must begin with session, cell, routing, tokens"),
     "problem": (["layers", 0, "problem", "top_k"], 99, "layers[0]: problem: top_k must be at most num_experts"),
@@ -102,7 +99,6 @@ BROKEN: dict[str, tuple[list[Any], Any, str]] = {
         [1, 2],
         "layers[0].rows[0] must be a list of at least",
     ),
-    "row is an object": (["layers", 0, "rows", 0], {}, "layers[0].rows[0] must be a list, got {}"),
     "session of a row": (["layers", 0, "rows", 3, 0], 9, "layers[0].rows must have sessions of the pack, got 9"),
     "cell of a row": (
         ["layers", 0, "rows", 3, 1],
@@ -110,7 +106,6 @@ BROKEN: dict[str, tuple[list[Any], Any, str]] = {
         "layers[0].rows[3][1] must be an integer <= 922337203",
     ),
     "cell of a row that is missing": (["layers", 0, "rows", 3, 1], 4, "layers[0] must have cells of the pack, got 4"),
-    "routing": (["layers", 0, "rows", 3, 2], 7, "layers[0].rows[3][2] must be a text, got 7"),
     "tokens": (["layers", 0, "rows", 3, 3], 0, "layers[0].rows[3][3] must be an integer >= 1, got 0"),
     "no number": (["layers", 0, "rows", 3, 4], math.nan, "it must be readable JSON"),
     "infinite": (["layers", 0, "rows", 3, 5], math.inf, "it must be readable JSON"),
@@ -121,7 +116,6 @@ BROKEN: dict[str, tuple[list[Any], Any, str]] = {
     ),
     "a negative width": (["layers", 0, "rows", 20, 5], -0.1, "layers[0].rows[20][5] must be a finite number >= 0.0"),
     "a negative time": (["layers", 0, "rows", 3, 6], -1.0, "layers[0].rows[3][6] must be a finite number >= 0.0"),
-    "rounds": (["layers", 0, "rows", 3, 9], 0, "layers[0].rows[3][9] must be an integer >= 1"),
     "graph": (["layers", 0, "rows", 3, 11], 1, "layers[0].rows[3][11] must be True or False, got 1"),
     "the default is its own measure": (
         ["layers", 0, "rows", 3, 4],
@@ -131,7 +125,6 @@ BROKEN: dict[str, tuple[list[Any], Any, str]] = {
     "a row twice": (["layers", 0, "rows", 1, 3], GRID[0], "layers[0]: rows[1] must differ from those before it"),
     "wrong": (["layers", 0, "wrong", 0], [1], "layers[0].wrong[0] must be a list of length 2"),
     "a wrong cell that is missing": (["layers", 0, "wrong", 0, 0], 4, "layers[0] must have cells of the pack, got 4"),
-    "layers": (["layers"], None, "layers must be a list"),
 }
 
 
