@@ -110,7 +110,7 @@ class CheckItem(pytest.Item):
         if outcome.output:
             lines += ["output:", outcome.output]
         platform = f" --platform {self.check.platform}" if self.check.platform else ""
-        again = f"again: moereg verify {self.check.cell.backend}{platform} --check '{self.check.id}'"
+        again = f"again: moereg verify {self.check.cell.backend}{platform} --check '{outcome.layer or self.check.id}'"
         return "\n".join([*lines, again])
 
     def reportinfo(self) -> tuple[Any, int | None, str]:

@@ -311,7 +311,7 @@ def compile(
     seconds=option("Time for everything; layers are drawn until it is over.", min=1),
     check_seconds=option("Time for each check; 120, and 300 beside a GPU, if left out.", min=0.1),
     seed=seed_of("Of the drawn layers."),
-    check="Run only checks whose id has this text, e.g. numbers or seed0-3, or a drawn layer's JSON.",
+    check="Run only checks whose id has this text, e.g. numbers, or that of a drawn layer's JSON.",
     ledger="Record in this file which cells passed everything on this machine.",
     quarantine="Reject what failed on this machine until its code or versions change.",
     unquarantine="Lift the backend's quarantine on this machine, and run nothing.",

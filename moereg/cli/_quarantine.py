@@ -14,7 +14,7 @@ from moereg.registry import BackendCell
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing.check import GRADIENT_KINDS, CellName, Check
-from moereg.testing.outcomes import IMPORT, Outcome, Report
+from moereg.testing.outcomes import IMPORT, Outcome, Report, Result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +69,8 @@ def quarantine_failures(
     Args:
         report: The kit's report.
         is_whole: Whether all checks ran; otherwise nothing is lifted.
-        again: Reruns a check that timed out, alone and with more time, since one time limit says little on a busy
-            machine. If None, such checks quarantine nothing.
+        again: Reruns a check that timed out or crashed, alone and with more time, since one time limit says little on a
+            busy machine, and another check may have damaged the process. If None, such checks quarantine nothing.
 
     Raises:
         RecordFileError: The quarantine cannot be read or written.
@@ -92,17 +92,15 @@ def quarantine_failures(
             left[str(name)] = "it is registered where its module is imported, and not by an installed wheel"
         elif name in report.imitated or name in report.idle or cell.rule_for(here) is None:
             left[str(name)] = f"selection on {here} does not offer it"
-        elif result.outcome.passes_alone:
-            left[str(name)] = f"{check.id} passes alone; a check before it, of any cell, damages the process"
         else:
             trains = check.kind in GRADIENT_KINDS
             found = Quarantine(added.values())
-            schemes = [scheme for scheme in _schemes(check, cell) if not found.record(cell, scheme, here, trains)]
+            schemes = [scheme for scheme in _schemes(result, cell) if not found.record(cell, scheme, here, trains)]
             outcome = result.outcome
-            if schemes and outcome.status == "timed_out":
+            if schemes and outcome.status in ("timed_out", "crashed"):
                 outcome = Outcome("passed") if again is None else again(check)
             if schemes and not outcome.is_failure:
-                left[str(name)] = f"{check.id} took too long once, and not when it ran again"
+                left[str(name)] = f"{check.id} {result.outcome.status.replace('_', ' ')} once, and passes alone"
                 continue
             failure = f"{check.id} {outcome.status.replace('_', ' ')}: {outcome.message}"
             for scheme in schemes:  # A scheme keeps its first failure.
@@ -114,12 +112,12 @@ def quarantine_failures(
     return Change(tuple(added.values()), lifted, left)
 
 
-def _schemes(check: Check, cell: BackendCell) -> tuple[QuantScheme, ...]:
-    """The schemes of a cell that a check concerns: all, unless it was about one in particular."""
-    argument = json.loads(check.argument)
+def _schemes(result: Result, cell: BackendCell) -> tuple[QuantScheme, ...]:
+    """The schemes of a cell that a failure concerns: all, unless it was about one in particular."""
+    argument = json.loads(result.check.argument)
     stored = None
-    if check.layer is not None:
-        stored = check.layer.problem.quant
+    if result.check.kind == "drawn":
+        stored = None if result.outcome.layer is None else result.outcome.layer.problem.quant
     elif isinstance(argument, Mapping) and "problem" in argument:
         stored = MoEProblem.from_dict(argument["problem"]).quant
     elif argument is not None:

@@ -36,7 +36,7 @@ from moereg.platforms import Platform
 from moereg.runtime.progress import duration
 from moereg.selection.decide import candidate_of
 from moereg.selection.result import SCHEMA, Selection
-from moereg.testing.workers import Worker
+from moereg.testing.worker import Worker
 from moereg.tuning.points import GUARD, first_points, token_grid
 from moereg.tuning.record import LayerRecord
 from moereg.tuning.session import Key, entrants, rivals

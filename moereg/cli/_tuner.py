@@ -18,7 +18,7 @@ from moereg.measured.plans import LayerTimes
 from moereg.measured.significance import NUM_SESSIONS, gains
 from moereg.platforms import Platform
 from moereg.plugins.modules import own_modules
-from moereg.testing.workers import GPU_CHECK_SECONDS, Worker
+from moereg.testing.worker import GPU_CHECK_SECONDS, Worker
 from moereg.tuning.compare import IN_TURNS
 from moereg.tuning.points import Point, next_points
 from moereg.tuning.record import LayerRecord
@@ -158,8 +158,8 @@ class Tuner:
 
     def _ask(self, worker: Worker, function: Callable[..., Any], *arguments: Any, fresh: bool = False) -> Any:
         try:
-            answer = worker.ask_in_steps(
-                function, *arguments, seconds=STEP_SECONDS, fresh=fresh, deadline=self._deadline
+            answer = worker.ask(
+                function, *arguments, seconds=STEP_SECONDS, in_steps=True, fresh=fresh, deadline=self._deadline
             )
         except TimeoutError:
             raise Unfinished("no time is left") from None

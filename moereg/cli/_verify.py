@@ -225,7 +225,8 @@ def _show_first(report: Report, results: Sequence[Result]) -> None:
     check, (text, causes) = first.check, split_message(first.outcome.message)
     status = first.outcome.status.upper().replace("_", " ")
     target.print(Text(f"{status}: {check.id}", style="bold red"), soft_wrap=True)
-    lines = [f"layer: {check.layer.summary}"] if check.layer is not None else []
+    layer = first.outcome.layer
+    lines = [f"layer: {layer.problem}, T={layer.num_tokens} {layer.routing}"] if layer is not None else []
     lines += [text, *(f"likely cause: {cause}" for cause in causes)]
     if others:
         rest = "does 1 other check" if len(others) == 1 else f"do {len(others)} other checks"
@@ -252,7 +253,8 @@ def _verdict(report: Report) -> Text:
         text += f", {len(report.failures)} failed"
     if counts["skipped"]:
         text += f", {counts['skipped']} skipped"
-    text += f" in {report.seconds:.0f} s; drawn layers are those of --seed {report.seed}"
+    num_layers = sum(result.outcome.num_layers for result in report.results)
+    text += f" in {report.seconds:.0f} s; {num_layers} layers were drawn, with --seed {report.seed}"
     if report.has_no_time:
         return Text(f"no time left for what runs here of {report.backend}; {text}", style="bold red")
     if report.passed is None:

@@ -24,11 +24,8 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing import checks, gradients
 from moereg.testing.cases import Case, is_imitated, machine, runnable_platform, running_as
-from moereg.testing.drawing import DrawnLayer
+from moereg.testing.drawing import DrawnLayer, check_drawn
 from moereg.testing.guards import poisoned_empty
-
-GIVEN: Final = "given"
-"""The label of a layer that was given, not drawn; any cell with its class and rule may run it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Check:
     Attributes:
         cell: The cell to check.
         kind: One of `KINDS`.
-        argument: The kind's argument as JSON: a problem, a scheme, a drawn layer or nothing.
+        argument: The kind's argument as JSON: a problem, a scheme, which layers are drawn, or nothing.
         platform: The platform to run as; if empty, the cell's own choice for this machine.
         modules: Modules or files to import first, which register the backend if no entry point does.
     """
@@ -113,26 +110,15 @@ class Check:
     def _subject(self) -> list[str]:
         argument = json.loads(self.argument)
         if self.kind == "drawn":
-            return [self.label]
+            return ["given" if "layer" in argument else f"seed{argument['seed']}"]
         if argument is None:
             return []
         if "problem" in argument:
             return [str(MoEProblem.from_dict(argument["problem"])).replace(",", "")]
         return [str(argument["name"])]
 
-    @property
-    def label(self) -> str:
-        """The last part of the id of a check of the kind `drawn`: `seed0-3`, or `GIVEN`."""
-        return str(json.loads(self.argument)["label"])
-
-    @property
-    def layer(self) -> DrawnLayer | None:
-        """The layer of a `drawn` check; None for other kinds, or if drawing failed."""
-        layer = json.loads(self.argument).get("layer") if self.kind == "drawn" else None
-        return None if layer is None else DrawnLayer.from_dict(layer)
-
-    def run(self) -> None:
-        """Runs the check in this process.
+    def run(self, tell: Callable[[tuple[int, DrawnLayer]], object] = lambda told: None) -> None:
+        """Runs the check in this process; calls `tell` with each drawn layer, and its number, before it is checked.
 
         Raises:
             AssertionError: The cell breaks its promise or its code raised; one line.
@@ -145,7 +131,8 @@ class Check:
             if self.kind in _POISONED_KINDS:
                 stack.enter_context(poisoned_empty())
             try:
-                KINDS[self.kind](cell, json.loads(self.argument) if watch is None else watch)
+                argument: Any = json.loads(self.argument) if watch is None else watch
+                KINDS[self.kind](cell, {**argument, "tell": tell} if self.kind == "drawn" else argument)
             except BaseException as error:
                 if stops_the_process(error) or isinstance(error, AssertionError):
                     raise
@@ -194,12 +181,18 @@ def _case(cell: BackendCell, argument: Mapping[str, Any]) -> Case:
     return Case(cell, platform, MoEProblem.from_dict(argument["problem"]))
 
 
-def _drawn(cell: BackendCell, argument: Mapping[str, Any]) -> None:
-    # If drawing the layer ended the process, the check has no layer.
-    assert "layer" in argument, "its predicate ended or held up the process when it was asked of a drawn layer"
+def _check_drawn(cell: BackendCell, argument: Mapping[str, Any]) -> None:
+    if "layer" not in argument:
+        return check_drawn(cell, lambda layer: check_layer(_case(cell, layer.to_dict()), layer), **argument)
     layer = DrawnLayer.from_dict(argument["layer"])
-    case = layer.case() if argument["label"] == GIVEN else _case(cell, argument["layer"])
+    argument["tell"]((1, layer))
+    case = layer.case()  # Cells that differ only in narrowed facts have the same name in a layer.
     assert case is not None, "this machine cannot run the layer"
+    check_layer(case, layer)
+
+
+def check_layer(case: Case, layer: DrawnLayer) -> None:
+    """A drawn layer's two calls give right results, and right gradients if the class computes them."""
     checks.check_case(case, layer, num_calls=2)
     gradients.check_drawn_gradients(case, layer)
 
@@ -220,7 +213,7 @@ KINDS: Final[dict[str, Callable[[BackendCell, Any], None]]] = {
     "graph": lambda cell, argument: checks.check_graph_replay(cell),
     "synchronization": lambda cell, argument: checks.check_no_synchronization(cell),
     "compile": lambda cell, argument: checks.check_compiles(cell),
-    "drawn": _drawn,
+    "drawn": _check_drawn,
 }
 """Every kind of check in running order, cheap and decisive ones first for every cell."""
 

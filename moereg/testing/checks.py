@@ -204,13 +204,15 @@ class ImportWatch:
 
 @contextlib.contextmanager
 def watched_imports() -> Iterator[ImportWatch]:
-    """Watches first-time imports within the context."""
-    watch = ImportWatch()
-    sys.meta_path.insert(0, watch)
+    """Watches first-time imports within the outermost context."""
+    known = [finder for finder in sys.meta_path if isinstance(finder, ImportWatch)]
+    watch = known[0] if known else ImportWatch()
+    sys.meta_path[:0] = [] if known else [watch]
     try:
         yield watch
     finally:
-        sys.meta_path.remove(watch)
+        if not known:
+            sys.meta_path.remove(watch)
 
 
 def kernel_libraries(cell: BackendCell) -> frozenset[str]:

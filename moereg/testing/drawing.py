@@ -1,20 +1,29 @@
-"""Draws random layers within a cell's claims, with sizes around kernels' steps, pads and tiles."""
+"""Draws layers within a cell's claims by hypothesis, with sizes around kernels' steps, pads and tiles."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
+from moereg.errors import stops_the_process
 from moereg.plugins.loader import load_backends
 from moereg.registry import BackendCell
 from moereg.spec.activations import ACTIVATIONS, Activation
 from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import Case, default_device, is_imitated, runnable_platform
+from moereg.testing.diagnosis import split_message
 from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
 from moereg.testing.problems import accepted_neighbor, held, served_schemes
+
+if TYPE_CHECKING:
+    from hypothesis import strategies as st
 
 Choose = Callable[[Sequence[Any]], Any]
 """Picks a value from a sequence; earlier ones are simpler."""
@@ -22,14 +31,7 @@ Choose = Callable[[Sequence[Any]], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Largest sizes that are drawn.
-
-    Attributes:
-        size: H and I.
-        num_tokens: T.
-        num_experts: E.
-        num_routes: T * K.
-    """
+    """Largest sizes that are drawn: H and I, T, E, and T * K."""
 
     size: int
     num_tokens: int
@@ -37,17 +39,11 @@ class Limits:
     num_routes: int
 
 
+# Triton's interpreter takes some tenths of a second for a layer, and more for quantized ones.
 INTERPRETED: Final = Limits(size=168, num_tokens=65, num_experts=4, num_routes=66)
-"""Limits for Triton's interpreter, where a layer takes some tenths of a second."""
-
 INTERPRETED_QUANTIZED: Final = Limits(size=168, num_tokens=33, num_experts=3, num_routes=34)
-"""Limits for the interpreter if kernels dequantize weights or quantize rows, element by element."""
-
 NATIVE: Final = Limits(size=400, num_tokens=130, num_experts=40, num_routes=1040)
-"""Limits for compiled kernels."""
-
-GPU: Final = Limits(size=640, num_tokens=1025, num_experts=40, num_routes=4100)
-"""Limits for a GPU, whose kernels have taller tiles for many rows per expert."""
+GPU: Final = Limits(size=640, num_tokens=1025, num_experts=40, num_routes=4100)  # Taller tiles for many rows.
 
 # Tile heights, and thresholds between kernels.
 _TOKENS: Final = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 513, 1025, 0)
@@ -56,13 +52,16 @@ _TOKENS_OF_A_KIND: Final = (range(2), range(2, 9), range(9, 17), range(17, 66), 
 _ROUTINGS: Final = ("uniform", "skewed", "unmapped", *ROUTINGS)
 _EXPERTS: Final = (1, 2, 3, 4, 6, 8, 9, 16, 17, 33, 40)
 _TOP_K: Final = (1, 2, 3, 4, 5, 8)
+# hypothesis draws 100 and more from the constants of loaded modules too, which are not the same in each run.
+_MOST_CHOICES: Final = 100
+
+_ALIKE_ON_A_GPU: Final = 8
+_SHRINK_SECONDS: Final = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawnLayer:
     """One call of one cell. `str` is a line that `from_json` and `moereg verify --check` read.
-
-    `summary` is for people.
 
     Attributes:
         backend, experts, rule: Name, class and first platform rule of the cell.
@@ -109,33 +108,16 @@ class DrawnLayer:
 
     __repr__ = __str__
 
-    @property
-    def summary(self) -> str:
-        """Such as `E4 H64 I32 k2 bfloat16 unquantized silu, T=1 uniform`, and what is unusual of the call."""
-        words = [str(self.problem), f"T={self.num_tokens} {self.routing}"]
-        words += [f"rank {self.ep_rank}"] if self.ep_rank else []
-        words += ["int64 ids"] if self.wide_ids else []
-        words += [f"{self.form} weights"] if self.form != "contiguous" else []
-        words += [f"{self.fill} workspaces"] if self.fill != "nan" else []
-        return ", ".join([*words, f"seed {self.seed}"])
-
     def case(self) -> Case | None:
-        """The cell, problem and platform to run as; None if the cell is missing or does not run here.
-
-        If cells differ only in narrowed facts, takes the one that accepts the problem.
-        """
-        found = list(self._cases())
-        accepted = [case for case in found if accepted_neighbor(case.cell, self.problem, case.platform) == self.problem]
-        return next(iter([*accepted, *found]), None)
-
-    def _cases(self) -> Iterator[Case]:
+        """The cell that accepts the problem, and the platform to run as; None if none runs here."""
         for cell in load_backends().cells:
             computes = cell.scheme_for(self.problem.quant)
             name = (cell.name, cell.class_name, cell.rules[0].text, computes and computes.name)
             if name == (self.backend, self.experts, self.rule, self.computes):
                 platform = runnable_platform(cell)
-                if platform is not None:
-                    yield Case(cell, platform, self.problem)
+                if platform is not None and accepted_neighbor(cell, self.problem, platform) == self.problem:
+                    return Case(cell, platform, self.problem)
+        return None
 
 
 def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
@@ -150,16 +132,13 @@ def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
     scheme = choose(served_schemes(cell))
     computes = cell.scheme_for(scheme)
     assert computes is not None
-    most_experts = min(limits.num_experts, facts.max_experts or limits.num_experts)
-    num_experts = choose(_up_to(_EXPERTS, most_experts))
+    num_experts = choose(_up_to(_EXPERTS, min(limits.num_experts, facts.max_experts or limits.num_experts)))
     top_k = choose(_up_to(_TOP_K, num_experts))
-    most_tokens = min(limits.num_tokens, limits.num_routes // top_k)
     placement = choose(sorted(facts.placements))
-    # Make every choice even if it is not needed, so that later choices do not depend on that.
-    some_experts, is_half, ep_rank = choose(range(num_experts, 0, -1)), choose((False, True)), choose((0, 1))
-    has_bias, weight_on_input = choose((False, True)), choose((False, True))
-    num_local_experts = some_experts if placement == "map" else num_experts
-    if placement == "contiguous" and is_half and num_experts % 2 == 0:
+    num_local_experts = num_experts
+    if placement == "map":
+        num_local_experts = choose(range(num_experts, 0, -1))
+    elif num_experts % 2 == 0 and choose((False, True)):
         num_local_experts = num_experts // 2
     problem = MoEProblem(
         num_experts=num_experts,
@@ -170,12 +149,13 @@ def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
         dtype=choose(sorted(facts.dtypes, reverse=True)),
         quant=scheme,
         activation=choose(claimed_activations(cell)),
-        has_bias=facts.bias and has_bias,
+        has_bias=choose((False, facts.bias)),
         activation_format=choose(sorted(facts.activation_formats)),
         placement=placement,
-        apply_router_weight_on_input=facts.router_weight_on_input and top_k == 1 and weight_on_input,
+        apply_router_weight_on_input=choose((False, facts.router_weight_on_input and top_k == 1)),
     )
     problem = held(problem, facts)
+    most_tokens = min(limits.num_tokens, limits.num_routes // top_k)
     return DrawnLayer(
         backend=cell.name,
         experts=cell.class_name,
@@ -184,109 +164,38 @@ def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
         problem=problem,
         # Kernels differ most in tall tiles, so half of the calls have many tokens.
         num_tokens=choose(_up_to(choose((_TOKENS, _TOKENS[9:-1])), most_tokens) or [most_tokens]),
-        routing=choose(_ROUTINGS),
-        ep_rank=ep_rank if placement == "contiguous" and problem.is_expert_parallel else 0,
+        ep_rank=choose((0, int(placement == "contiguous" and problem.is_expert_parallel))),
         wide_ids=choose((False, True)),
-        fill=choose(FILLS),
-        form=choose(FORMS),
-        seed=choose(range(1000)),
+        **_draw_tensors(choose),
     )
 
 
 def redraw(layer: DrawnLayer, choose: Choose, limits: Limits) -> DrawnLayer:
     """Varies a layer's sizes and tensors such that, as far as moereg knows, no kernel is compiled again.
 
-    Sizes keep their remainder modulo 128. Tokens and experts stay between the thresholds of kernels. 1 and multiples
-    of 16 stay so, since Triton specializes on them.
-
-    Args:
-        layer: A drawn layer.
-        choose: As in `draw_layer`.
-        limits: As in `draw_layer`.
+    Sizes keep their remainder modulo 128, since Triton specializes on multiples of 16. Tokens stay between the
+    thresholds of kernels.
     """
     problem = layer.problem
-    most_experts = max(problem.num_experts, limits.num_experts)
-    is_half = problem.placement == "contiguous" and problem.is_expert_parallel
-    num_experts = choose(
-        [
-            count
-            for count in _alike(problem.num_experts, range(problem.top_k, most_experts + 1))
-            if count.bit_length() == problem.num_experts.bit_length() and not (is_half and count % 2)
-        ]
-    )
-    num_local_experts = num_experts // 2 if is_half else num_experts
-    if problem.placement == "map" and problem.is_expert_parallel:
-        num_local_experts = choose(_alike(problem.num_local_experts, range(1, num_experts)) or [num_experts])
+    sizes = {
+        field: choose(range(_least_alike(size), max(limits.size, size) + 1, 128))
+        for field, size in (("hidden_size", problem.hidden_size), ("intermediate_size", problem.intermediate_size))
+    }
     tokens = next(kind for kind in _TOKENS_OF_A_KIND if layer.num_tokens in kind)
     most_tokens = max(layer.num_tokens, min(limits.num_tokens, limits.num_routes // problem.top_k))
-    hidden_size, intermediate_size = (
-        choose(range(_least_alike(size), max(limits.size, size) + 1, 128))
-        for size in (problem.hidden_size, problem.intermediate_size)
-    )
-    return dataclasses.replace(
-        layer,
-        problem=dataclasses.replace(
-            problem,
-            num_experts=num_experts,
-            num_local_experts=num_local_experts,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-        ),
-        num_tokens=choose(range(tokens.start, min(tokens.stop, most_tokens + 1))),
-        routing=choose(_ROUTINGS),
-        fill=choose(FILLS),
-        form=choose(FORMS),
-        seed=choose(range(1000)),
-    )
+    num_tokens = choose(range(tokens.start, min(tokens.stop, most_tokens + 1))[:: 11 if tokens.start > 65 else 1])
+    problem = dataclasses.replace(problem, **sizes)
+    return dataclasses.replace(layer, problem=problem, num_tokens=num_tokens, **_draw_tensors(choose))
 
 
-def simpler_layers(layer: DrawnLayer) -> Iterator[DrawnLayer]:
-    """Layers that are each simpler in one respect, the most informative first."""
-    usual: dict[str, Any] = {"routing": "uniform", "form": "contiguous", "fill": "nan", "wide_ids": False}
-    for field, value in usual.items():
-        if getattr(layer, field) != value:
-            yield dataclasses.replace(layer, **{field: value})
-    for num_tokens in (1, 2, layer.num_tokens // 2, layer.num_tokens - 1):
-        if 0 < num_tokens < layer.num_tokens:
-            yield dataclasses.replace(layer, num_tokens=num_tokens)
-    for changes in _simpler_problems(layer.problem):
-        problem = dataclasses.replace(layer.problem, **changes)
-        ep_rank = layer.ep_rank if problem.is_expert_parallel else 0
-        yield dataclasses.replace(layer, problem=problem, ep_rank=ep_rank)
-
-
-def _simpler_problems(problem: MoEProblem) -> Iterator[dict[str, Any]]:
-    if problem.is_expert_parallel:
-        yield {"num_local_experts": problem.num_experts}
-    else:
-        for num_experts in sorted({1, 2, problem.num_experts // 2}):
-            if problem.top_k <= num_experts < problem.num_experts:
-                yield {"num_experts": num_experts, "num_local_experts": num_experts}
-    if problem.top_k > 1:
-        yield {"top_k": 1}
-    for field, value in (
-        ("has_bias", False),
-        ("apply_router_weight_on_input", False),
-        ("placement", "contiguous"),
-        ("activation", ACTIVATIONS["silu"]),
-        ("dtype", "bfloat16"),
-    ):
-        if getattr(problem, field) != value:
-            yield {field: value}
-    for field in ("hidden_size", "intermediate_size"):
-        size = getattr(problem, field)
-        for smaller in (16, 32, 64, 128, size // 2):
-            if 0 < smaller < size:
-                yield {field: smaller}
+def _draw_tensors(choose: Choose) -> dict[str, Any]:
+    choices = {"routing": _ROUTINGS, "fill": FILLS, "form": FORMS, "seed": range(_MOST_CHOICES)}
+    return {name: choose(values) for name, values in choices.items()}
 
 
 def _least_alike(size: int) -> int:
     """The smallest size equal modulo 128 that is not tiny, since errors do not average out over few elements."""
     return size % 128 if size % 128 >= 15 else min(size, size % 128 + 128)
-
-
-def _alike(count: int, others: Sequence[int]) -> list[int]:
-    return [other for other in others if (other == 1, other % 16 == 0) == (count == 1, count % 16 == 0)]
 
 
 def limits_of(cell: BackendCell) -> Limits:
@@ -320,3 +229,94 @@ def claimed_activations(cell: BackendCell) -> list[Activation]:
     if facts.activation_scalars:
         found += [dataclasses.replace(activation, beta=0.5) for activation in gated if activation.beta == 0]
     return found
+
+
+def drawn_layers(cell: BackendCell, num_alike: int = 1) -> st.SearchStrategy[list[DrawnLayer]]:
+    """Layers that a cell accepts here, in lists of some that share compiled kernels."""
+    from hypothesis import assume
+    from hypothesis import strategies as st
+
+    platform, limits = runnable_platform(cell), limits_of(cell)
+    assert platform is not None
+
+    @st.composite
+    def draw_alike(draw: st.DrawFn) -> list[DrawnLayer]:
+        def choose(values: Sequence[Any]) -> Any:
+            return draw(st.sampled_from(values))
+
+        found = [draw_layer(cell, choose, limits)]
+        found += [redraw(found[0], choose, limits) for _ in range(1, num_alike)]
+        for place, layer in enumerate(found):
+            problem = accepted_neighbor(cell, layer.problem, platform)
+            assume(problem is not None)
+            found[place] = dataclasses.replace(layer, problem=problem or layer.problem)
+        return found
+
+    return draw_alike()
+
+
+def check_drawn(
+    cell: BackendCell,
+    check: Callable[[DrawnLayer], object],
+    seed: int,
+    num_layers: int | None,
+    seconds: float | None,
+    tell: Callable[[tuple[int, DrawnLayer]], object],
+) -> None:
+    """Checks layers that hypothesis draws, until one fails, which it then makes simpler.
+
+    Args:
+        cell: A cell that runs here.
+        check: Raises if a layer is wrong.
+        seed: Equal seeds draw equal layers.
+        num_layers: How many to draw; None for as many as the time allows.
+        seconds: Time for all, if it is limited.
+        tell: Called with each layer and its number before it is checked; if one failed, last with the simplest.
+    """
+    from hypothesis import Phase, configuration, errors, find, settings
+
+    end, number = math.inf if seconds is None else time.monotonic() + seconds, 0
+    failed: tuple[DrawnLayer, BaseException] | None = None
+
+    def fails(layers: Sequence[DrawnLayer]) -> bool:
+        nonlocal end, failed, number
+        for layer in layers:
+            if time.monotonic() > end:
+                raise _TimeIsUp
+            number += 1
+            tell((number, layer))
+            try:
+                check(layer)
+            except BaseException as error:
+                if stops_the_process(error):
+                    raise
+                if failed is None:
+                    end = time.monotonic() + _SHRINK_SECONDS
+                elif not _causes(failed[1]) <= _causes(error):
+                    continue
+                failed = layer, error
+                return True
+        return False
+
+    num_alike = _ALIKE_ON_A_GPU if default_device().type == "cuda" and not is_imitated(cell) else 1
+    # The first that hypothesis draws is always the simplest.
+    most = 1 << 30 if num_layers is None else -(-num_layers // num_alike) + 1
+    options = settings(max_examples=most, deadline=None, database=None, phases=(Phase.generate, Phase.shrink))
+    configuration.set_hypothesis_home_dir(os.devnull)  # It would write to the current folder.
+    try:
+        find(drawn_layers(cell, num_alike), fails, settings=options, random=random.Random(f"{seed}/{cell}"))
+    except (_TimeIsUp, errors.NoSuchExample, errors.Unsatisfiable, errors.Flaky):
+        pass
+    finally:
+        configuration.set_hypothesis_home_dir(None)
+    if failed is not None:
+        tell((number, failed[0]))
+        raise failed[1]
+
+
+class _TimeIsUp(BaseException):
+    """Ends hypothesis' search, which takes an `Exception` for a failure."""
+
+
+def _causes(error: BaseException) -> set[str]:
+    return set(split_message(str(error))[1])

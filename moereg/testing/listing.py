@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
@@ -18,14 +17,10 @@ from moereg.registry import BackendCell
 from moereg.testing import cases
 from moereg.testing.cases import is_imitated, runnable_platform, running_as
 from moereg.testing.check import KINDS, CellName, Check, chosen_machine
-from moereg.testing.drawing import DrawnLayer, draw_layer, limits_of, redraw, simpler_layers
 from moereg.testing.gradients import gradient_cases
-from moereg.testing.problems import accepted_neighbor, accepted_problems
+from moereg.testing.problems import accepted_problems
 
-_ALIKE_ON_A_GPU: Final = 8
-"""Consecutive drawn layers that, as far as moereg knows, share compiled kernels."""
-
-_TRIES: Final = 30
+_DRAWN_IMITATED: Final = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +47,17 @@ class Suite:
     def running(self) -> tuple[CellName, ...]:
         """Cells that can run here."""
         return tuple(cell for cell in dict.fromkeys(check.cell for check in self.checks) if cell not in self.idle)
+
+    def check(self, cell: CellName, kind: str, argument: object) -> Check:
+        """Another check of a cell."""
+        like = next(check for check in self.checks if check.cell == cell)
+        return Check.make(cell, kind, argument, like.platform, like.modules)
+
+    def drawn(self, cell: CellName, seed: int, num_layers: int | None, seconds: float | None = None) -> Check:
+        """The check of a cell's drawn layers, with the arguments of `moereg.testing.drawing.check_drawn`."""
+        if num_layers is not None and cell in self.imitated:
+            num_layers = min(num_layers, _DRAWN_IMITATED)
+        return self.check(cell, "drawn", {"seed": seed, "num_layers": num_layers, "seconds": seconds})
 
 
 def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Suite:
@@ -194,68 +200,3 @@ def _unchecked(cell: BackendCell) -> Iterator[str]:
         yield "that a call never waits for the device"
         if cell.facts.graph_capture:
             yield "capture in a CUDA graph"
-
-
-def draw_check(
-    cell_name: CellName,
-    seed: int,
-    number: int,
-    platform: str = "",
-    modules: Sequence[str] = (),
-    path: Sequence[int] = (),
-) -> Check | None:
-    """Draws a layer as a check; equal arguments draw equal layers.
-
-    None where the cell's own predicate refuses everything that was drawn for it, or the path leads nowhere.
-
-    Args:
-        cell_name, platform, modules: As in `Check`.
-        seed, number: What is drawn.
-        path: How it is made simpler: of each step's `simpler_layers`, which one.
-    """
-    import_modules(modules)
-    cell = cell_name.find()
-    with running_as(chosen_machine(platform)):
-        here = runnable_platform(cell)
-        if here is None:
-            return None
-        alike = _ALIKE_ON_A_GPU if here.device_type == "cuda" and not is_imitated(cell) else 1
-        choose = random.Random(f"{seed}/{cell_name}/{number // alike}").choice
-        limits = limits_of(cell)
-        for _ in range(_TRIES):
-            layer = first = draw_layer(cell, choose, limits)
-            for _ in range(number % alike):
-                layer = redraw(first, choose, limits)
-            problem = accepted_neighbor(cell, layer.problem, here)
-            if problem is not None:
-                layer = dataclasses.replace(layer, problem=problem)
-                for place in path:
-                    simpler = list(simpler_layers(layer))
-                    if place >= len(simpler):
-                        return None
-                    layer = simpler[place]
-                label = ".".join(map(str, (f"seed{seed}-{number}", *path)))
-                return _drawn(cell_name, label, layer, platform, modules)
-    return None
-
-
-def simpler_checks(check: Check) -> list[Check]:
-    """Checks of layers that are simpler than a drawn one in one respect each, the simplest first.
-
-    The id of each ends with its place among `simpler_layers`, so that `draw_check` finds it again.
-    """
-    layer = check.layer
-    assert layer is not None
-    import_modules(check.modules)
-    cell = check.cell.find()
-    with running_as(chosen_machine(check.platform)):
-        here = runnable_platform(cell)
-        return [
-            _drawn(check.cell, f"{check.label}.{place}", simpler, check.platform, check.modules)
-            for place, simpler in enumerate(simpler_layers(layer))
-            if here is not None and accepted_neighbor(cell, simpler.problem, here) == simpler.problem
-        ]
-
-
-def _drawn(cell: CellName, label: str, layer: DrawnLayer, platform: str, modules: Sequence[str]) -> Check:
-    return Check.make(cell, "drawn", {"label": label, "layer": layer.to_dict()}, platform, tuple(modules))

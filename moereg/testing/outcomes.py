@@ -8,7 +8,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
-from moereg.testing.check import GIVEN, CellName, Check
+from moereg.testing.check import CellName, Check
+from moereg.testing.drawing import DrawnLayer
 
 SCHEMA: Final = 1
 
@@ -34,7 +35,8 @@ class Outcome:
         seconds: Time that it took.
         output: The end of the backend's standard output and standard error, if recorded.
         printed: The beginning of its standard output, as one line, if recorded.
-        passes_alone: Whether it crashed after other checks in its process, but passes in a new one.
+        layer: The drawn layer that failed.
+        num_layers: How many layers were drawn.
     """
 
     status: str
@@ -42,7 +44,8 @@ class Outcome:
     seconds: float = 0.0
     output: str = ""
     printed: str = ""
-    passes_alone: bool = False
+    layer: DrawnLayer | None = None
+    num_layers: int = 0
 
     @property
     def is_failure(self) -> bool:
@@ -138,9 +141,7 @@ class Report:
         """The command that reruns one check."""
         if result.check.cell.experts == IMPORT:
             return self.rerun
-        check = result.check
-        is_given = check.kind == "drawn" and check.label == GIVEN
-        return f"{self.rerun} --check {shlex.quote(str(check.layer) if is_given else check.id)}"
+        return f"{self.rerun} --check {shlex.quote(str(result.outcome.layer or result.check.id))}"
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `moereg verify --json` prints."""
@@ -172,7 +173,7 @@ class Report:
         }
 
     def _result(self, result: Result) -> dict[str, Any]:
-        outcome, layer = result.outcome, result.check.layer
+        outcome = result.outcome
         return {
             "check": result.check.id,
             "kind": result.check.kind,
@@ -182,5 +183,5 @@ class Report:
             "seconds": outcome.seconds,
             "output": (outcome.output or None) if outcome.is_failure else None,
             "rerun": self.rerun_line(result) if outcome.is_failure else None,
-            "layer": layer.to_dict() if outcome.is_failure and layer is not None else None,
+            "layer": None if outcome.layer is None else outcome.layer.to_dict(),
         }

@@ -1,269 +1,361 @@
-"""`python -m moereg.testing.worker`: calls functions in a child process, and reports crashes and hangs.
+"""Calls functions in a child process, where a crash, a hang and too much memory are outcomes.
 
-It answers requests of `moereg.testing.workers`, which starts it. It imports torch and moereg once, touches no device,
-loads no backend and starts no thread, so that it can fork at any time. The child loads the backends and answers
-requests until one ends it or takes too long; then it is replaced.
+`Worker` is the parent's side. The child is this module, run as a program: it answers one call after another.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import faulthandler
-import functools
 import logging
 import math
-import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any, Final
 
-from moereg.errors import MoeregError, described, one_line
-from moereg.runtime.memory import format_bytes
-from moereg.testing.listing import list_suite
-from moereg.testing.outcomes import Outcome
-from moereg.testing.workers import Answer, Request, run_here
+import torch
 
+from moereg import errors
+from moereg.errors import ArgumentError, BackendError, MoeregError, WorkerError, described, one_line
+from moereg.runtime.memory import format_bytes, free_memory_bytes
+from moereg.runtime.python_process import python_command
+from moereg.testing.outcomes import Outcome
+
+CHECK_SECONDS: Final = 120.0
+"""A check's time limit. The slowest take some seconds."""
+
+GPU_CHECK_SECONDS: Final = 300.0
+"""A check's time limit with a GPU, for which some compile many kernels."""
+
+_VARIABLE: Final = "MOEREG_IN_WORKER"
+_START_SECONDS: Final = 300.0
 _TICK_S: Final = 0.05
-_DUMP_S: Final = 5.0
+_DUMP_SECONDS: Final = 5.0
+_ORPHAN_SECONDS: Final = 60.0
 _LONGEST_OUTPUT: Final = 4000
 _LONGEST_PRINTED: Final = 120
 _MOST_OUTPUT: Final = 64 << 20
-_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_LEAST_MEMORY: Final = 1 << 30
+_MOST_MEMORY: Final = 16 << 30
+_SHARE_OF_MEMORY: Final = 0.6
 
 
-class _Child:
-    """A process that answers requests.
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The answer to a call.
 
     Attributes:
-        process: The process, whose id is its group's too.
-        pipe: To it and from it.
-        stdout, stderr: Files that its streams go to.
-        num_checks: How many checks it has run.
+        value: What the function returned.
+        outcome: How the call ended if it did not return, or what it returned if that is an outcome.
+        step: What the function told last.
     """
 
-    def __init__(self) -> None:
-        self.stdout, self.stderr = (tempfile.TemporaryFile(buffering=0) for _ in range(2))  # noqa: SIM115
-        self.pipe: Connection[Request, Answer[Any]]
-        self.pipe, there = multiprocessing.Pipe()
-        self.num_checks = 0
-        self.process = multiprocessing.get_context("fork").Process(target=_work, args=(self, there))
-        self.process.start()
-        there.close()
+    value: Any = None
+    outcome: Outcome | None = None
+    step: Any = None
+
+
+class Worker:
+    """A child process that calls functions; it starts with the first call, and anew after one that failed.
+
+    It ends by `stop` or with this process. Thread-safe: one call at a time.
+
+    Attributes:
+        is_isolated: Whether there is a child. Without, calls are made in this process, where a debugger may wait:
+            they take their time, and a crash ends this process.
+        has_run: For the caller to set: whether a backend's kernels ran in the child that lives.
+    """
+
+    def __init__(self, memory_bytes: int | None = None, interprets: bool = True, is_isolated: bool = True) -> None:
+        """Starts nothing yet.
+
+        Args:
+            memory_bytes: The child's memory limit; None means a share of what is free.
+            interprets: Whether Triton kernels run in its interpreter if there is no GPU.
+            is_isolated: As the attribute.
+        """
+        self.is_isolated: Final = is_isolated
+        self.has_run = False
+        self._memory_bytes = memory_bytes
+        self._interprets: Final = interprets
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock: Final = threading.Lock()
+
+    def ask(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        seconds: float = CHECK_SECONDS,
+        in_steps: bool = False,
+        fresh: bool = False,
+        deadline: float = math.inf,
+    ) -> Answer:
+        """Calls a function, which the child must be able to import.
+
+        Args:
+            function: A module's function.
+            *arguments: Its arguments.
+            seconds: Time limit.
+            in_steps: Whether its first argument is `tell`, to call with what it does next. Then each step has the time
+                limit, and what comes before the first one has none.
+            fresh: Whether to use a process that has answered nothing before.
+            deadline: The end of all, in seconds of `time.monotonic`.
+
+        Raises:
+            MoeregError: The function raised it; the user can fix that.
+            TimeoutError: The deadline passed.
+        """
+        start = time.monotonic()
+        if not self.is_isolated:
+            told: list[Any] = [None]
+            with interpreting():
+                value = function(*([told.append] if in_steps else []), *arguments)
+            outcome = value if isinstance(value, Outcome) else None
+            if outcome is not None:
+                outcome = dataclasses.replace(outcome, seconds=time.monotonic() - start)
+            return Answer(value, outcome, told[-1])
+        with self._lock:
+            try:
+                if fresh:
+                    self.stop()
+                if self._process is None:
+                    self._start()
+                answer = self._exchange((function, arguments, seconds, in_steps), deadline)
+            except BaseException:
+                self.stop()  # Otherwise the next call would get the answer to this one.
+                raise
+            is_over = self._process is None or self._process.poll() is not None
+            # After some errors of a device nothing runs on it in the process any more.
+            if is_over or (answer.outcome is not None and answer.outcome.is_failure and not _is_interpreting()):
+                self.stop()
+        if isinstance(answer.value, MoeregError):
+            raise answer.value
+        return answer
 
     def stop(self) -> None:
-        """Kills it with all of its own children."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
-        self.stdout.close()
-        self.stderr.close()
+        """Kills the child with all of its own children; the next call starts another."""
+        process, self._process, self.has_run = self._process, None, False
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
+            for each in (self._pipe, self._stdout, self._stderr):
+                each.close()
+            atexit.unregister(self.stop)
 
-    def dump(self) -> None:
-        """Ends it after dumping its stack."""
-        if self.process.is_alive():
-            os.kill(self.process.pid or 0, signal.SIGABRT)
-            self.process.join(_DUMP_S)
+    def _start(self) -> None:
+        if os.environ.get(_VARIABLE):
+            raise ArgumentError(
+                "a worker process of the conformance kit must not verify in turn; put the call below "
+                "if __name__ == '__main__' of the module that registers the backend"
+            )
+        if self._memory_bytes is None:
+            free = free_memory_bytes(torch.device("cpu")) or _MOST_MEMORY
+            self._memory_bytes = int(min(max(_SHARE_OF_MEMORY * free, _LEAST_MEMORY), _MOST_MEMORY))
+        environment = {**os.environ, _VARIABLE: "1"}
+        if self._interprets and _is_interpreting():
+            environment.setdefault("TRITON_INTERPRET", "1")
+        self._stdout, self._stderr = (tempfile.TemporaryFile(buffering=0) for _ in range(2))  # noqa: SIM115
+        self._pipe: Connection[Any, Any]
+        self._pipe, there = Pipe()
+        atexit.register(self.stop)
+        self._process = subprocess.Popen(
+            python_command("moereg.testing.worker", str(there.fileno())),
+            stdin=subprocess.DEVNULL,
+            stdout=self._stdout,
+            stderr=self._stderr,
+            pass_fds=[there.fileno()],
+            env=environment,
+            start_new_session=True,  # Ctrl-C goes to this process only, which ends the other.
+        )
+        there.close()
+        try:
+            assert self._pipe.poll(_START_SECONDS)
+            self._pipe.recv()
+        except (AssertionError, EOFError, ConnectionError):
+            raise WorkerError(f"the worker process did not start: {one_line(_read(self._stderr)[-500:])}") from None
 
-    def end(self, seconds: float | None = None) -> str | None:
-        """How it ended; None where it has not after so many seconds."""
-        self.process.join(seconds)
-        code = self.process.exitcode
-        if code is None or code >= 0:
-            return None if code is None else f"the process was ended with exit code {code}"
+    def _exchange(self, call: tuple[Any, ...], deadline: float) -> Answer:
+        *_, seconds, in_steps = call
+        for file in (self._stdout, self._stderr):
+            file.seek(0)
+            file.truncate()
+        start = time.monotonic()
+        limit = math.inf if in_steps else start + seconds
+        kind, value, step, end = "", None, None, ""
+        try:
+            self._pipe.send(call)
+            while kind != "value" and not end:
+                if self._pipe.poll(_TICK_S):
+                    kind, value = self._pipe.recv()
+                    if kind == "step":
+                        step, limit = value, time.monotonic() + seconds
+                elif time.monotonic() > deadline:
+                    raise TimeoutError("the deadline passed")
+                else:
+                    end = self._end(limit, seconds)
+        except (EOFError, ConnectionError):
+            end = self._end(time.monotonic() + _DUMP_SECONDS, seconds) or self._ended(_DUMP_SECONDS)
+        printed, written = _read(self._stdout), _read(self._stderr)
+        outcome = value if isinstance(value, Outcome) else None
+        if end:
+            value, place = None, _place(written)
+            status = "timed_out" if end.startswith("no end") else "crashed"
+            outcome = Outcome(status, f"{end} in {place}" if place else end)
+        if outcome is not None:
+            outcome = dataclasses.replace(
+                outcome,
+                seconds=time.monotonic() - start,
+                output="\n".join(filter(None, [printed, written])),
+                printed=one_line(printed, _LONGEST_PRINTED),
+            )
+        return Answer(value, outcome, step)
+
+    def _end(self, limit: float, seconds: float) -> str:
+        """How the child has ended, or why it has to; empty if it may go on."""
+        assert self._process is not None and self._memory_bytes is not None
+        if self._process.poll() is not None:
+            return self._ended()
+        used = _memory_bytes(self._process.pid)
+        written = max(os.fstat(file.fileno()).st_size for file in (self._stdout, self._stderr))
+        if time.monotonic() > limit:
+            end = f"no end after {seconds:g} s"
+        elif used > self._memory_bytes:
+            end = f"took {format_bytes(used)} of memory"
+        elif written > _MOST_OUTPUT:
+            end = f"wrote {format_bytes(written)} to its standard streams"
+        else:
+            return ""
+        self._process.send_signal(signal.SIGABRT)  # It dumps its stack.
+        self._ended(_DUMP_SECONDS)
+        return end
+
+    def _ended(self, seconds: float = 0) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return "the process closed its pipe"
+        if code >= 0:
+            return f"the process was ended with exit code {code}"
         known = {each.value: each.name for each in signal.Signals}
         return f"the process died of {known.get(-code, f'signal {-code}')}"
 
 
-def _work(child: _Child, pipe: Connection[Answer[Any], Request]) -> None:
-    """The child's main loop: answers requests until their pipe is closed."""
-    child.pipe.close()
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.dup2(child.stdout.fileno(), 1)
-    os.dup2(child.stderr.fileno(), 2)
-    # Before anything of a backend, so that a crash names its line of Python.
-    faulthandler.enable(2)
-    while True:
-        request = pipe.recv()
-        if request.function is list_suite:
-            _log_to_stderr()
-        arguments = request.arguments
-        if request.in_steps:
-            arguments = (functools.partial(_tell, pipe, request.seconds), *arguments)
-        else:
-            _dump_later(request.seconds)
-        try:
-            answer: Answer[Any] = Answer(request.function(*arguments))
-        except MoeregError as error:
-            answer = Answer(error=(type(error).__name__, one_line(str(error))))
-        except BaseException as error:
-            answer = Answer(outcome=Outcome("failed", described(error)))
-        faulthandler.cancel_dump_traceback_later()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        pipe.send(answer)
-
-
-def _tell(pipe: Connection[Answer[Any], Request], seconds: float, step: Any) -> None:
-    _dump_later(seconds)
-    pipe.send(Answer(step=step))
-
-
-def _dump_later(seconds: float) -> None:
-    """Dumps the stack of code that never returns to a file that the parent reads."""
-    faulthandler.dump_traceback_later(seconds, file=2)
-
-
-def _log_to_stderr() -> None:
-    """Logs the import of each plugin, so that a crash report can name it."""
-    logger = logging.getLogger("moereg")
-    logger.addHandler(logging.StreamHandler())
-    logger.setLevel(logging.DEBUG)
-
-
-class _Supervisor:
-    """Forwards requests to a child, and answers for it if it ends."""
-
-    def __init__(self, requests: Connection[Answer[Any], Request]) -> None:
-        self._requests = requests
-        self._child: _Child | None = None
-        self._step: Any = None
-
-    def handle(self, request: Request) -> Answer[Any]:
-        if request.fresh:
-            self.stop()
-        child = self._child = self._child or _Child()
-        for file in (child.stdout, child.stderr):
-            file.seek(0)
-            file.truncate()
-        self._step = None
-        before, start = child.num_checks, time.monotonic()
-        found = self._exchange(child, request, math.inf if request.in_steps else start + request.seconds)
-        printed, written = _read(child.stdout), _read(child.stderr)
-        child.num_checks += request.function is run_here
-        if isinstance(found, Answer):
-            outcome = found.value if isinstance(found.value, Outcome) else found.outcome
-        else:
-            place = _place(written) or _imported(written)
-            status = "timed_out" if found.startswith("no end") else "crashed"
-            outcome = Outcome(status, f"{found} in {place}" if place else found)
-            found = Answer()
-        if outcome is None:
-            return dataclasses.replace(found, before=before)
-        if outcome.is_failure:
-            # After some device errors nothing runs in the process any more.
-            self.stop()
-        outcome = dataclasses.replace(
-            outcome,
-            seconds=time.monotonic() - start,
-            output="\n".join(filter(None, [printed, written])),
-            printed=one_line(printed, _LONGEST_PRINTED),
-        )
-        return Answer(outcome=outcome, before=before, step=self._step)
-
-    def _exchange(self, child: _Child, request: Request, deadline: float) -> Answer[Any] | str:
-        """The child's answer, or how it ended."""
-        try:
-            child.pipe.send(request)
-        except OSError:
-            return child.end() or ""
-        while True:
-            ready = wait([child.pipe, self._requests], _TICK_S)
-            if child.pipe in ready:
-                try:
-                    answer = child.pipe.recv()
-                except (EOFError, OSError):
-                    return child.end() or ""
-                if answer.step is None:
-                    return answer
-                self._step, deadline = answer.step, time.monotonic() + request.seconds
-                continue
-            if self._requests in ready:
-                # The parent sends nothing while it waits for an answer, so it has gone.
-                raise EOFError
-            if ended := child.end(0):
-                return ended
-            late = time.monotonic() - deadline
-            # Wait for the child's own stack dump, which comes soon unless the machine is busy.
-            if late > _DUMP_S or (late > 2 * _TICK_S and "most recent call first" in _read(child.stderr)):
-                return f"no end after {request.seconds:g} s"
-            used = _memory_bytes(child.process.pid)
-            if used > request.memory_bytes:
-                child.dump()
-                return f"took {format_bytes(used)} of memory"
-            written = max(os.fstat(file.fileno()).st_size for file in (child.stdout, child.stderr))
-            if written > _MOST_OUTPUT:
-                child.dump()
-                return f"wrote {format_bytes(written)} to its standard streams"
-
-    def stop(self) -> None:
-        if self._child is not None:
-            self._child.stop()
-        self._child = None
-
-
-def _memory_bytes(pid: int | None) -> int:
+def _memory_bytes(pid: int) -> int:
     """A process's memory in bytes; 0 if the system does not say."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
             fields = file.read().split()
         # Without shared pages, since a device's driver maps many.
-        return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES
+        return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
 
 
 def _read(file: IO[bytes]) -> str:
     """The end of a stream's text."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _LONGEST_OUTPUT))
-    text = file.read().decode(errors="replace")
-    file.seek(0, os.SEEK_END)
-    return text
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_OUTPUT))
+    return file.read().decode(errors="replace")
 
 
 def _place(written: str) -> str:
-    """The innermost line of a backend's own code in a dump of `faulthandler`: `apply of my_backend.py:31`."""
+    """The innermost line of a backend's own code in a dump of `faulthandler`, or the plugin that was being imported."""
     # The first thread's frames, innermost first; libraries' frames come before the backend's.
     frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', written)
     own = [frame for frame in frames if not re.search(r"site-packages/(torch|triton|numpy)/|/lib/python3", frame[0])]
-    own = [frame for frame in own if "/moereg/" not in frame[0] and "<frozen" not in frame[0]] or frames
-    if not own:
-        return ""
-    path, line, function = own[0]
-    return f"{function} of {os.path.basename(path)}:{line}"
+    own = [frame for frame in own if not re.search(r"/moereg/|<frozen|<string>", frame[0])] or frames
+    if own:
+        path, line, function = own[0]
+        return f"{function} of {os.path.basename(path)}:{line}"
+    imports = re.findall(r"^import(ing|ed) (\S+ of .+)$", written, re.MULTILINE)
+    return f"import of {imports[-1][1]}" if imports and imports[-1][0] == "ing" else ""
 
 
-def _imported(written: str) -> str:
-    """The plugin being imported: `import of my_module of my-wheel 1.0`; empty once its import has ended."""
-    lines = re.findall(r"^import(ing|ed) (\S+ of .+)$", written, re.MULTILINE)
-    return f"import of {lines[-1][1]}" if lines and lines[-1][0] == "ing" else ""
+def _is_interpreting() -> bool:
+    """Whether Triton kernels run in its interpreter, because the only device is the CPU."""
+    return not (torch.cuda.is_available() or torch.accelerator.is_available())
 
 
-def main() -> int:
-    """Answers requests until the asking process has gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # A working stdout for code that prints.
-    requests: Connection[Answer[Any], Request] = Connection(int(sys.argv[1]))
-    supervisor = _Supervisor(requests)
-    requests.send(Answer())
+@contextlib.contextmanager
+def interpreting() -> Iterator[None]:
+    """Within this context imported kernels run in Triton's interpreter if there is no GPU."""
+    if "TRITON_INTERPRET" in os.environ or "triton" in sys.modules or not _is_interpreting():
+        yield
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
     try:
-        while True:
-            requests.send(supervisor.handle(requests.recv()))
-    except (EOFError, OSError):
-        return 0
+        yield
     finally:
-        supervisor.stop()
+        del os.environ["TRITON_INTERPRET"]
+
+
+def _answer(pipe: Connection[Any, Any]) -> None:
+    """Answers one call in the child."""
+    function, arguments, seconds, in_steps = pipe.recv()
+
+    def tell(step: Any) -> None:
+        limit()
+        pipe.send(("step", step))
+
+    def limit() -> None:
+        # If the parent has gone, nobody else ends a call that never returns.
+        faulthandler.dump_traceback_later(seconds + _ORPHAN_SECONDS, exit=True)
+
+    if in_steps:
+        arguments = tell, *arguments
+    else:
+        limit()
+    try:
+        value = function(*arguments)
+    except MoeregError as error:
+        # UnsupportedProblemError takes more than a message.
+        name = type(error).__name__
+        kind = BackendError if name == "UnsupportedProblemError" else getattr(errors, name, BackendError)
+        value = kind(one_line(str(error)))
+    except BaseException as error:
+        value = Outcome("failed", described(error))
+    faulthandler.cancel_dump_traceback_later()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    pipe.send(("value", value))
+
+
+def main() -> None:
+    """Answers calls until the parent has gone."""
+    from moereg.testing.checks import watched_imports
+
+    faulthandler.enable()  # So that a crash names its line of Python.
+    logger = logging.getLogger("moereg")  # Logs the import of each plugin, so that a crash can name it.
+    logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.DEBUG)
+    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    pipe.send(("ready", None))
+    with watched_imports(), contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            _answer(pipe)
 
 
 if __name__ == "__main__":
-    os._exit(main())  # Taking torch down takes a while, for which who interrupted it would wait.
+    main()
+    os._exit(0)  # Taking torch down takes a while.
+
+
+_SHARED: Final = Worker()
+
+
+def shared_worker() -> Worker:
+    """The worker of `run_check`, which lives until this process ends."""
+    return _SHARED

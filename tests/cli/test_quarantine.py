@@ -58,14 +58,16 @@ DRAWN = DrawnLayer(backend="torch", experts=QUANTIZED, rule="cpu", computes="int
 SCHEMES: dict[str, tuple[str, object]] = {
     "numbers": ("numbers", {"problem": PROBLEM.to_dict(), "is_first": True}),
     "a fault": ("faults", dataclasses.asdict(get_scheme("int8_w8a16"))),
-    "a drawn layer": ("drawn", {"label": "seed0-0", "layer": DRAWN.to_dict()}),
+    "a drawn layer": ("drawn", {"seed": 0, "num_layers": 10, "seconds": None}),
 }
 
 
 @pytest.mark.parametrize("kind", SCHEMES)
 def test_a_check_of_one_scheme_quarantines_that_scheme(kind: str) -> None:
     check = Check.make(name_of(QUANTIZED), *SCHEMES[kind])
-    change = quarantine_failures(report((check, BAD), (check, Outcome("failed", "later"))))
+    layer = DRAWN if check.kind == "drawn" else None
+    failed = (Outcome("failed", message, layer=layer) for message in ("off by 0.5", "later"))
+    change = quarantine_failures(report(*((check, outcome) for outcome in failed)))
     assert held() == {(QUANTIZED, "int8_w8a16")}
     (record,) = QUARANTINE.read().records
     assert record.failure == f"{check.id} failed: off by 0.5"
@@ -75,7 +77,8 @@ def test_a_check_of_one_scheme_quarantines_that_scheme(kind: str) -> None:
 
 @pytest.mark.parametrize("status", ["failed", "crashed"])
 def test_a_check_of_no_scheme_quarantines_all_of_them(status: str) -> None:
-    quarantine_failures(report((Check.make(name_of(QUANTIZED), "permute"), Outcome(status, "off"))))
+    outcome = Outcome(status, "off")
+    quarantine_failures(report((Check.make(name_of(QUANTIZED), "permute"), outcome)), again=lambda check: outcome)
     assert held() == {(QUANTIZED, scheme.name) for scheme in cell_of(QUANTIZED).schemes}
 
 
@@ -92,13 +95,14 @@ def test_wrong_gradients_quarantine_training_alone() -> None:
     assert [record.trains for record in quarantine_failures(report(*failed[3:])).added] == [False]
 
 
-def test_what_took_too_long_runs_again_before_it_is_quarantined() -> None:
+@pytest.mark.parametrize("status", ["timed_out", "crashed"])
+def test_what_took_too_long_or_crashed_runs_again_before_it_is_quarantined(status: str) -> None:
     check = Check.make(name_of(QUANTIZED), "permute")
-    late = report((check, Outcome("timed_out", "no end after 2 s")))
+    late = report((check, Outcome(status, "no end after 2 s")))
     for again in (None, lambda found: GOOD):
         change = quarantine_failures(late, again=again)
         assert held() == set()
-        assert "took too long once" in change.left[str(check.cell)]
+        assert change.left[str(check.cell)].endswith(" once, and passes alone")
     asked: list[Check] = []
 
     def still(found: Check) -> Outcome:
@@ -109,13 +113,6 @@ def test_what_took_too_long_runs_again_before_it_is_quarantined() -> None:
     assert held() == {(QUANTIZED, scheme.name) for scheme in cell_of(QUANTIZED).schemes}
     assert QUARANTINE.read().records[0].failure == f"{check.id} timed out: no end after 4 s"
     assert asked == [check]
-
-
-def test_what_crashed_of_a_check_before_it_is_not_quarantined() -> None:
-    check = Check.make(name_of(QUANTIZED), "permute")
-    change = quarantine_failures(report((check, Outcome("crashed", "SIGSEGV", passes_alone=True))))
-    assert held() == set()
-    assert "passes alone" in change.left[str(check.cell)]
 
 
 def test_what_passed_and_what_was_skipped_is_not_quarantined() -> None:

@@ -34,7 +34,7 @@ from moereg.evidence.quarantine import QUARANTINE
 from moereg.measured.pack import Row, read_pack
 from moereg.registry import register_moe_backend
 from moereg.testing.outcomes import Outcome
-from moereg.testing.workers import Answer
+from moereg.testing.worker import Answer
 from moereg.tuning.compare import IN_TURNS
 from moereg.tuning.points import GUARD, Point
 from moereg.tuning.timing import ROUNDS, Timing
@@ -70,7 +70,7 @@ class World:
         self.costs: dict[str, Cost] = {}
         self.noise = 0.001
         self.asked: list[tuple[str, Any]] = []
-        self.ends: dict[int, Answer[Any] | BaseException] = {}
+        self.ends: dict[int, Answer | BaseException] = {}
         self.clocks = [1000]
         self.num_points = 0
         self.num_processes = 0
@@ -93,8 +93,8 @@ class World:
                 samples[key].append(cost * math.exp(shared + self._draw.gauss(0, self.noise)))
         return {key: Timing(tuple(own)) for key, own in samples.items()}
 
-    def ask_in_steps(self, function: Any, *arguments: Any, seconds: float, fresh: bool = False, deadline: float) -> Any:
-        """In place of `Worker.ask_in_steps`, in this process; what is asked and answered is pickled as there."""
+    def ask(self, function: Any, *arguments: Any, fresh: bool = False, **limits: Any) -> Any:
+        """In place of `Worker.ask`, in this process; what is asked and answered is pickled as there."""
         name, arguments = function.__name__, pickle.loads(pickle.dumps(arguments))
         self.asked.append((name, arguments))
         self.num_processes += fresh
@@ -122,7 +122,7 @@ class World:
         return tune_layer(question, start=lambda: self, **keywords)  # type: ignore[arg-type, return-value]
 
 
-def crashed(message: str, step: Any) -> Answer[Any]:
+def crashed(message: str, step: Any) -> Answer:
     return Answer(outcome=Outcome("crashed", message), step=step)
 
 

@@ -55,7 +55,7 @@ def test_a_failure_is_told_once_with_the_line_that_runs_it_again(
 
 
 def test_failures_with_one_cause_are_told_once_with_their_cause(call: Call) -> None:
-    code, out, err = call(f"verify swapped {MODULE} --check numbers --check seed0-1")
+    code, out, err = call(f"verify swapped {MODULE} --check numbers --check drawn")
     assert code == 1
     assert out.count("likely cause: gate and up swapped") == 1
     assert out.count("FAILED") == 1
@@ -63,23 +63,20 @@ def test_failures_with_one_cause_are_told_once_with_their_cause(call: Call) -> N
     assert err.count("\n") == 1
 
 
-def test_a_drawn_layer_is_made_simpler_and_runs_again(call: Call, call_json: CallJson) -> None:
-    code, report = call_json(f"verify nan {MODULE} --check seed0-0")
+def test_a_drawn_layer_is_made_simple_and_runs_again(call: Call, call_json: CallJson) -> None:
+    code, report = call_json(f"verify nan {MODULE} --check drawn")
     assert code == 1
-    result = next(result for result in report["results"] if result["kind"] == "drawn")
+    (result,) = report["results"]
     assert result["status"] == "failed"
+    layer, problem = result["layer"], result["layer"]["problem"]
+    assert (layer["num_tokens"], problem["num_experts"], problem["top_k"]) == (1, 1, 1)
+    assert (layer["routing"], layer["fill"], layer["form"], layer["seed"]) == ("uniform", "nan", "contiguous", 0)
     arguments = shlex.split(result["rerun"].removeprefix("moereg "))
-    layer, name = result["layer"], arguments[arguments.index("--check") + 1]
-    # Of one row, more would be known: that all of out is NaN.
-    assert (layer["num_tokens"], layer["problem"]["num_experts"], layer["fill"]) == (2, 1, "nan")
-    assert name == result["check"]
-    assert len(name) < 100
-    for again in (name, name.rpartition("/")[2], json.dumps(layer, separators=(",", ":"))):
-        code, out, err = call(f"verify nan {MODULE} --seed 5 --check {again} --json")
-        assert code == 1, err
-        report = strict_json(out)
-        (result,) = report["results"]
-        assert (code, result["layer"]) == (1, layer)
+    assert json.loads(arguments[arguments.index("--check") + 1]) == layer
+    code, out, err = call(f"verify nan {MODULE} --seed 5 --check {json.dumps(layer, separators=(',', ':'))} --json")
+    assert code == 1, err
+    (again,) = strict_json(out)["results"]
+    assert (again["check"], again["layer"]) == ("drawn/NanExperts/cpu/unquantized/given", layer)
 
 
 def test_a_part_of_the_checks_is_no_evidence(call: Call, tmp_path: pathlib.Path) -> None:

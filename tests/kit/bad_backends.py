@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import os
 import sys
 import time
@@ -176,28 +175,6 @@ class PickyExperts(GoodExperts):
         if (problem.hidden_size + problem.intermediate_size) % 256:
             return [f"requires (hidden_size + intermediate_size) % 256 == 0, got {problem.hidden_size}"]
         return []
-
-
-LATER_CRASH: list[bool] = []
-
-
-@bad("damaging")
-class DamagingExperts(GoodExperts):
-    """Damages the process that crashes when another class runs in it."""
-
-    def spoil(self, out: torch.Tensor, *others: Any) -> None:
-        if len(out) == 17:
-            LATER_CRASH.append(True)
-
-
-@bad("damaging")
-class InnocentExperts(GoodExperts):
-    facts = dataclasses.replace(GoodExperts.facts, dtypes=frozenset({"bfloat16"}))
-
-    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
-        if LATER_CRASH:
-            os._exit(7)
-        return super().permute_weights(weights, problem)
 
 
 @bad("elsewhere", platforms=("cuda:sm90",))

@@ -30,7 +30,7 @@ from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
 from moereg.spec.quant_schemes import QuantScheme, get_scheme
 from moereg.testing import checks
 from moereg.testing.cases import Case, first_case, runnable_platform, running_as
-from moereg.testing.check import KINDS, CellName, Check, chosen_machine
+from moereg.testing.check import KINDS, CellName, Check, check_layer, chosen_machine
 from moereg.testing.checks import ImportWatch, check_numbers
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.guards import FILLS, FORMS, poisoned_empty
@@ -94,7 +94,7 @@ def drawn(experts: type[FakeExperts], changes: dict[str, Any] | None = None, **c
         backend="fresh", experts="", rule="cpu", computes="", problem=case.problem, **{"num_tokens": 5, **call}
     )
     with running_as(chosen_machine("cpu")):
-        KINDS["drawn"](case.cell, {"label": "", "layer": layer.to_dict()})
+        check_layer(case, layer)
 
 
 def numbers(experts: type[FakeExperts], **changes: Any) -> None:
@@ -656,7 +656,7 @@ def test_checks_of_numbers_run_beside_poisoned_memory(kind: str, monkeypatch: py
     monkeypatch.setattr(torch, "empty", REAL_EMPTY)
     monkeypatch.setattr(CellName, "find", lambda self: cell)
     monkeypatch.setitem(KINDS, kind, lambda cell, argument: seen.append(bool(torch.empty(3).isnan().all())))
-    Check.make(CellName("fresh", "RightExperts", ("unquantized",), ("cpu",)), kind).run()
+    Check.make(CellName("fresh", "RightExperts", ("unquantized",), ("cpu",)), kind, {}).run()
     assert seen == [True]
     assert torch.empty is REAL_EMPTY
 

@@ -9,13 +9,18 @@ from __future__ import annotations
 import collections
 import math
 import os
+import pathlib
 import random
+import time
+from collections.abc import Callable
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 
 from moereg.registry import BackendCell
 from moereg.testing import cases
-from moereg.testing.drawing import GPU, DrawnLayer, draw_layer, limits_of, redraw
+from moereg.testing.drawing import GPU, DrawnLayer, check_drawn, draw_layer, drawn_layers, limits_of, redraw
 from moereg.testing.interpreter import patch_interpreter
 from tests.support.kit import check_layer, runnable_cells
 
@@ -100,7 +105,16 @@ def test_a_drawn_layer_is_one_that_its_cell_claims(cell: BackendCell) -> None:
                 assert DrawnLayer.from_json(str(drawn)) == drawn
             sizes = ("hidden_size", "intermediate_size")
             assert all((getattr(other.problem, size) - getattr(layer.problem, size)) % 128 == 0 for size in sizes)
-            same = ("quant", "dtype", "activation", "has_bias", "top_k", "placement", "apply_router_weight_on_input")
+            same = (
+                "quant",
+                "dtype",
+                "activation",
+                "has_bias",
+                "num_experts",
+                "num_local_experts",
+                "top_k",
+                "placement",
+            )
             assert all(getattr(other.problem, field) == getattr(layer.problem, field) for field in same)
 
 
@@ -111,3 +125,65 @@ def test_half_a_pad_more_than_whole_ones_is_drawn_often() -> None:
         share = sum(getattr(problem, field) % 64 == 32 for problem in drawn) / len(drawn)
         assert share > 0.3
         assert len({getattr(problem, field) % 64 for problem in drawn}) > 8
+
+
+def told_by(
+    check: Callable[[DrawnLayer], object], seed: int = 0, num_layers: int | None = 10, seconds: float | None = None
+) -> tuple[list[DrawnLayer], str]:
+    """The layers that `check_drawn` tells of, in order, and what it raises."""
+    told: list[DrawnLayer] = []
+    try:
+        check_drawn(native_cell(), check, seed, num_layers, seconds, lambda each: told.append(each[1]))
+    except AssertionError as error:
+        return told, str(error)
+    return told, ""
+
+
+def test_equal_seeds_draw_equal_layers_and_write_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, again, other = (set(map(str, told_by(lambda layer: None, seed)[0])) for seed in (0, 0, 1))
+    assert len(first) == 11
+    assert first == again
+    assert len(first & other) == 1, "the simplest layer alone is drawn with each seed"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_layer_that_fails_is_made_simple_while_it_fails_of_the_same_cause() -> None:
+    tall: list[DrawnLayer] = []
+
+    def check(layer: DrawnLayer) -> None:
+        is_tall = layer.num_tokens > 30 and layer.problem.hidden_size > 100
+        tall.extend([layer] if is_tall else [])
+        assert not is_tall, "error 1; likely cause: tall tiles"
+        assert not (tall and layer.num_tokens > 1), "error 2; likely cause: something else"
+
+    told, message = told_by(check, num_layers=100)
+    found, problem = told[-1], told[-1].problem
+    assert "tall tiles" in message
+    assert len(tall) > 1
+    assert found == tall[-1]
+    assert (found.num_tokens, problem.hidden_size, problem.intermediate_size) == (31, 160, 32)
+    assert (problem.num_experts, problem.top_k, problem.has_bias, problem.dtype) == (1, 1, False, "float32")
+    assert (found.routing, found.fill, found.form, found.seed) == ("uniform", "nan", "contiguous", 0)
+
+
+def test_layers_are_drawn_until_the_time_is_up() -> None:
+    assert len(told_by(lambda layer: time.sleep(0.01), num_layers=None, seconds=1)[0]) > 10
+
+    def interrupt(layer: DrawnLayer) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        told_by(interrupt)
+
+
+@hypothesis.settings(max_examples=5, deadline=None, database=None, derandomize=True)
+@hypothesis.given(st.data())
+def test_layers_that_share_kernels_are_drawn_together(data: st.DataObject) -> None:
+    first, *others = data.draw(drawn_layers(native_cell(), num_alike=3))
+    assert len(others) == 2
+    for other in others:
+        assert (other.problem.quant, other.problem.activation) == (first.problem.quant, first.problem.activation)
+        assert (other.problem.hidden_size - first.problem.hidden_size) % 128 == 0

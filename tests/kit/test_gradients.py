@@ -24,7 +24,7 @@ from moereg.spec.activations import ACTIVATIONS, Activation
 from moereg.spec.problem import GRADIENTS
 from moereg.testing import gradients, listing
 from moereg.testing.cases import Case, running_as
-from moereg.testing.check import KINDS, chosen_machine
+from moereg.testing.check import KINDS, check_layer, chosen_machine
 from moereg.testing.drawing import NATIVE, DrawnLayer, claimed_activations, draw_layer
 from moereg.testing.faults import BackwardPass, plant_gradient_faults
 from moereg.testing.gradients import GuardedTraining, check_gradients, gradient_cases
@@ -478,7 +478,7 @@ def check_drawn(experts: type[FakeExperts]) -> None:
         backend="fresh", experts="", rule="cpu", computes="", problem=case.problem, num_tokens=9, form="offset"
     )
     with running_as(chosen_machine("cpu")):
-        KINDS["drawn"](case.cell, {"label": "", "layer": layer.to_dict()})
+        check_layer(case, layer)
 
 
 def check_of(kind: str, experts: type[FakeExperts]) -> None:

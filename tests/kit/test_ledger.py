@@ -359,12 +359,8 @@ def test_a_commit_of_moereg_says_nothing_of_another_distribution(
 
 def test_nothing_of_moereg_starts_a_program() -> None:
     """Someone else's repository, environment or file could name a program."""
-    # The conformance kit's own processes: `workers` starts this interpreter on `moereg.testing.worker`, by that name
-    # alone, and `worker` forks children of itself; they have pipes of `multiprocessing`.
-    allowed = {
-        "moereg/testing/workers.py": {"subprocess", "multiprocessing"},
-        "moereg/testing/worker.py": {"multiprocessing"},
-    }
+    # The conformance kit's own process: `worker` starts this interpreter on itself, by that name alone.
+    allowed = {"moereg/testing/worker.py": {"subprocess"}}
     # Compilers that FlashInfer would start itself.
     allowed |= {f"moereg/backends/_flashinfer/{name}.py": {"subprocess"} for name in ("building", "loading")}
     # Kernels are compiled ahead by forks of a process that is this interpreter on `moereg.layer.warm_up.worker`, by
