@@ -274,6 +274,12 @@ def test_a_cell_of_a_gpu_is_captured_and_must_not_wait(monkeypatch: pytest.Monke
     ]
 
 
+def test_schemes_that_a_cell_serves_by_another_are_claimed_and_drawn() -> None:
+    cell = cell_of(LITTLE, ("int8_w8a16",))
+    for problems in (claimed_problems(cell), (layer.problem for layer in drawn_of(cell, 40))):
+        assert {problem.quant.name for problem in problems} == {"int8_w8a16", "int8_w8a8"}
+
+
 def test_case_of_a_substituted_scheme_says_so() -> None:
     cell = cell_of(LITTLE, ("int8_w8a16",))
     problem = dataclasses.replace(first_case(cell).problem, quant="int8_w8a8")

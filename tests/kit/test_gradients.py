@@ -393,6 +393,15 @@ class ScratchExperts(TrainingExperts):
             grads.topk_weights.add_(workspace2.flatten()[0] * 0)
 
 
+class ScratchBitsExperts(TrainingExperts):
+    """Its gradients are within their bounds, and depend on what scratch held before."""
+
+    def backward(self, *, grads: Any, workspace2: torch.Tensor, **others: Any) -> None:
+        super().backward(grads=grads, workspace2=workspace2, **others)
+        if grads.w2 is not None and workspace2.flatten()[0].isfinite():
+            grads.w2.mul_(1 + 2**-7)
+
+
 class WrongForwardExperts(TrainingExperts):
     def forward(self, *, out: torch.Tensor, **others: Any) -> None:
         super().forward(out=out, **others)
@@ -499,6 +508,7 @@ BROKEN: Final[list[tuple[str, Callable[[type[FakeExperts]], None], type[FakeExpe
     ("neighbors", check_first, MaskingExperts, "token 5 is NaN, and another token or expert is wrong"),
     ("varies", check_first, VaryingExperts, "equal inputs gave other bits in gradients of w2"),
     ("scratch", check_first, ScratchExperts, "gradient of topk_weights: error nan"),
+    ("scratch bits", check_first, ScratchBitsExperts, "equal inputs gave other bits in gradients of w2"),
     ("forward", check_first, WrongForwardExperts, "the forward pass of training: error"),
     ("behind", check_first, writing(lambda grads, **_: behind(grads.w2)), "bytes behind gradient of w2 was written to"),
     ("saved", check_first, writing(lambda saved, **_: saved["pre"]), "saved pre was written to"),
