@@ -26,7 +26,7 @@ from typing import IO, Any, Final
 import torch
 
 from moereg import errors
-from moereg.errors import ArgumentError, BackendError, MoeregError, WorkerError, described, one_line
+from moereg.errors import ArgumentError, BackendError, MoeregError, described, one_line
 from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.runtime.python_process import python_command
 from moereg.testing.outcomes import Outcome
@@ -38,7 +38,6 @@ GPU_CHECK_SECONDS: Final = 300.0
 """A check's time limit with a GPU, for which some compile many kernels."""
 
 _VARIABLE: Final = "MOEREG_IN_WORKER"
-_START_SECONDS: Final = 300.0
 _TICK_S: Final = 0.05
 _DUMP_SECONDS: Final = 5.0
 _ORPHAN_SECONDS: Final = 60.0
@@ -130,7 +129,7 @@ class Worker:
                     self.stop()
                 if self._process is None:
                     self._start()
-                answer = self._exchange((function, arguments, seconds, in_steps), deadline)
+                answer = self._exchange((function, arguments, seconds, in_steps), seconds, deadline)
             except BaseException:
                 self.stop()  # Otherwise the next call would get the answer to this one.
                 raise
@@ -180,23 +179,19 @@ class Worker:
             start_new_session=True,  # Ctrl-C goes to this process only, which ends the other.
         )
         there.close()
-        try:
-            assert self._pipe.poll(_START_SECONDS)
-            self._pipe.recv()
-        except (AssertionError, EOFError, ConnectionError):
-            raise WorkerError(f"the worker process did not start: {one_line(_read(self._stderr)[-500:])}") from None
 
-    def _exchange(self, call: tuple[Any, ...], deadline: float) -> Answer:
-        *_, seconds, in_steps = call
+    def _exchange(self, call: tuple[Any, ...], seconds: float, deadline: float) -> Answer:
+        process = self._process
+        assert process is not None
         for file in (self._stdout, self._stderr):
             file.seek(0)
             file.truncate()
-        start = time.monotonic()
-        limit = math.inf if in_steps else start + seconds
+        start, limit = time.monotonic(), math.inf
         kind, value, step, end = "", None, None, ""
         try:
             self._pipe.send(call)
             while kind != "value" and not end:
+                code = process.poll()  # Before the pipe is found empty, so that nothing in it is lost.
                 if self._pipe.poll(_TICK_S):
                     kind, value = self._pipe.recv()
                     if kind == "step":
@@ -204,9 +199,11 @@ class Worker:
                 elif time.monotonic() > deadline:
                     raise TimeoutError("the deadline passed")
                 else:
-                    end = self._end(limit, seconds)
+                    end = self._end(code, limit, seconds)
         except (EOFError, ConnectionError):
-            end = self._end(time.monotonic() + _DUMP_SECONDS, seconds) or self._ended(_DUMP_SECONDS)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_DUMP_SECONDS)
+            end = self._end(process.poll(), math.inf, seconds) or "the process closed its pipe"
         printed, written = _read(self._stdout), _read(self._stderr)
         outcome = value if isinstance(value, Outcome) else None
         if end:
@@ -222,12 +219,14 @@ class Worker:
             )
         return Answer(value, outcome, step)
 
-    def _end(self, limit: float, seconds: float) -> str:
-        """How the child has ended, or why it has to; empty if it may go on."""
-        assert self._process is not None and self._memory_bytes is not None
-        if self._process.poll() is not None:
-            return self._ended()
-        used = _memory_bytes(self._process.pid)
+    def _end(self, code: int | None, limit: float, seconds: float) -> str:
+        """How the child has ended, or why it is ended; empty if it may go on."""
+        process = self._process
+        assert process is not None and self._memory_bytes is not None
+        if code is not None:
+            known = {-each.value: f"died of {each.name}" for each in signal.Signals}
+            return f"the process {known.get(code, f'was ended with exit code {code}')}"
+        used = _memory_bytes(process.pid)
         written = max(os.fstat(file.fileno()).st_size for file in (self._stdout, self._stderr))
         if time.monotonic() > limit:
             end = f"no end after {seconds:g} s"
@@ -237,20 +236,10 @@ class Worker:
             end = f"wrote {format_bytes(written)} to its standard streams"
         else:
             return ""
-        self._process.send_signal(signal.SIGABRT)  # It dumps its stack.
-        self._ended(_DUMP_SECONDS)
+        process.send_signal(signal.SIGABRT)  # It dumps its stack.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_DUMP_SECONDS)
         return end
-
-    def _ended(self, seconds: float = 0) -> str:
-        assert self._process is not None
-        try:
-            code = self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return "the process closed its pipe"
-        if code >= 0:
-            return f"the process was ended with exit code {code}"
-        known = {each.value: each.name for each in signal.Signals}
-        return f"the process died of {known.get(-code, f'signal {-code}')}"
 
 
 def _memory_bytes(pid: int) -> int:
@@ -306,19 +295,14 @@ def _answer(pipe: Connection[Any, Any]) -> None:
     function, arguments, seconds, in_steps = pipe.recv()
 
     def tell(step: Any) -> None:
-        limit()
-        pipe.send(("step", step))
-
-    def limit() -> None:
         # If the parent has gone, nobody else ends a call that never returns.
         faulthandler.dump_traceback_later(seconds + _ORPHAN_SECONDS, exit=True)
+        pipe.send(("step", step))
 
-    if in_steps:
-        arguments = tell, *arguments
-    else:
-        limit()
+    if not in_steps:
+        tell(None)
     try:
-        value = function(*arguments)
+        value = function(*([tell] if in_steps else []), *arguments)
     except MoeregError as error:
         # UnsupportedProblemError takes more than a message.
         name = type(error).__name__
@@ -342,7 +326,6 @@ def main() -> None:
     logger.addHandler(logging.StreamHandler())
     logger.setLevel(logging.DEBUG)
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    pipe.send(("ready", None))
     with watched_imports(), contextlib.suppress(EOFError, ConnectionError):
         while True:
             _answer(pipe)
