@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.checkpoints import _load, load_experts, moe_layers, read_problem
-from moereg.errors import RequestError, TooLargeError
+from moereg.checkpoints import _load, _manifest, load_experts, moe_layers, read_problem
+from moereg.errors import ArgumentError, CheckpointError, RequestError, TooLargeError
 from moereg.runtime.memory import free_memory_bytes
 from tests.checkpoints.small_checkpoint import CONFIG, EXPERTS, ROUTER, small_tensors, write_checkpoint
 
@@ -136,3 +136,22 @@ def test_free_memory_is_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_bytes = free_memory_bytes(torch.device("cpu"))
     assert cpu_bytes is None or cpu_bytes > 2**20
     assert free_memory_bytes(torch.device("meta")) is None
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+@pytest.mark.parametrize(("device", "needs_gpu"), [("cpu", False), ("cuda", True), ("cuda:1", True)])
+def test_a_device_that_is_there_is_taken(
+    device: str, needs_gpu: bool, has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    error = ArgumentError if needs_gpu and not has_gpu else CheckpointError
+    with pytest.raises(error, match="needs a GPU" if error is ArgumentError else "nothing is downloaded"):
+        load_experts(tmp_path / "nothing", 0, device=device)
+
+
+@pytest.mark.parametrize(
+    ("indices", "text"),
+    [((), "none"), ((1,), "1"), ((1, 2), "1-2"), ((1, 3), "1, 3"), ((0, 1, 2, 5), "0-2, 5"), ((1, 3, 4), "1, 3-4")],
+)
+def test_layers_are_shown_as_ranges(indices: tuple[int, ...], text: str) -> None:
+    assert _manifest._index_ranges(indices) == text

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from moereg import cli
 from moereg.checkpoints import load_experts, moe_layers
-from moereg.checkpoints._models import MODEL_TYPES, count_layers
+from moereg.checkpoints._models import MODEL_TYPES, _step_reason, count_layers
 from moereg.errors import CheckpointError, MoeregError
 from moereg.numerics.reference import relative_error
 from moereg.routing import REFUSED_MODEL_TYPES, RouterSpec
@@ -363,6 +363,16 @@ def test_a_layer_that_is_not_read_says_why(
     with pytest.raises(CheckpointError, match=re.escape(reason) + r".*; give moereg.make_kernel your own"):
         load_experts(tmp_path, layer)
     assert layer in moe_layers(tmp_path)
+
+
+# What a list says of layers beyond its end is not known.
+@pytest.mark.parametrize(
+    ("limits", "refused"),
+    [(None, ()), ([], ()), ([0.0] * 4, ()), ([0.0, 0.0, 0.0, 7.0], (3,)), ([7.0, 0.0], (0, 2, 3)), ("7", ())],
+)
+def test_layers_of_step_that_clamp_are_refused(limits: Any, refused: tuple[int, ...]) -> None:
+    reasons = [_step_reason({"swiglu_limits": limits}, layer) for layer in range(4)]
+    assert tuple(layer for layer, reason in enumerate(reasons) if reason is not None) == refused
 
 
 def test_run_says_that_shared_experts_are_not_in_the_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

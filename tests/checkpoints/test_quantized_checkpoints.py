@@ -245,6 +245,35 @@ def test_compressed_tensors_picks_the_most_exact_target(tmp_path: Path) -> None:
     assert load_experts(changed(tmp_path, "ct_int4", change), 0).problem.quant.name == "int4_w4a16_g32"
 
 
+@pytest.mark.parametrize("is_nested", [False, True], ids=["", "nested"])
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_the_config_of_the_quantization_stands_in_any_of_four_places(tmp_path: Path, key: str, is_nested: bool) -> None:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        quantization = config.pop("quantization_config")
+        inner = dict(config)
+        config.clear()
+        config |= {"model_type": "qwen3_vl_moe", "text_config": inner}
+        (inner if is_nested else config)[key] = quantization
+
+    found, whole = (
+        load_experts(changed(tmp_path, "fp8_block128", change), 0),
+        load_experts(CHECKPOINTS / "fp8_block128", 0),
+    )
+    assert found.problem == whole.problem
+    assert torch.equal(found.weights.w13.view(torch.uint8), whole.weights.w13.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_shapes_of_packed_weights_are_integers_of_either_size(tmp_path: Path, dtype: torch.dtype) -> None:
+    def change(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        shapes = [name for name in tensors if name.endswith("weight_shape")]
+        assert shapes
+        tensors.update({name: tensors[name].to(dtype) for name in shapes})
+
+    found, whole = load_experts(changed(tmp_path, "ct_int4", change), 0), load_experts(CHECKPOINTS / "ct_int4", 0)
+    assert torch.equal(found.weights.w13, whole.weights.w13)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -19,6 +19,7 @@ from moereg.testing.inputs import make_weights
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 from moereg.weights.unpermute import same_bits
 from tests.layer.small_layers import CPU, INPUTS, call, copied, kernel_of, problem_of, replaced
+from tests.layer.small_plans import turning
 from tests.support.fakes import FakeExperts
 
 
@@ -73,6 +74,23 @@ def test_own_weights_are_copies_from_the_start() -> None:
     before = call(kernel, INPUTS)
     weights.w13.zero_()
     assert torch.equal(call(kernel, INPUTS), before)
+
+
+@pytest.mark.parametrize("own_weights", [False, True])
+@pytest.mark.parametrize("experts", [FakeExperts, turning(1.0)], ids=["canonical", "turned"])
+def test_what_is_made_in_inference_mode_can_be_written_and_differentiated_outside(
+    experts: type[FakeExperts], own_weights: bool
+) -> None:
+    problem = problem_of()
+    weights = make_weights(problem, CPU)
+    with torch.inference_mode():
+        kernel = kernel_of(problem, experts, weights=weights, own_weights=own_weights)
+    for tensor in kernel.weights.flat():
+        assert not tensor.is_inference()
+        x = torch.ones(tensor.shape, requires_grad=True)
+        (x * tensor).sum().backward()
+        tensor.zero_()
+    assert not call(kernel, INPUTS).any()
 
 
 class Together(FakeExperts):

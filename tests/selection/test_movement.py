@@ -243,7 +243,10 @@ def test_classes_are_checked_and_names_belong_to_one_distribution() -> None:
     for movement, message in (
         (dict, r"must subclass moereg\.author\.GroupPrepareFinalize"),
         (type("Half", (GroupPrepareFinalize,), {"facts": FACTS}), "abstract methods are missing: finalize, prepare"),
-        (type("Other", (Moving,), {"prepare": lambda self, tokens: None}), "prepare must take"),
+        *(
+            (type("Other", (Moving,), {name: lambda self, tokens: None}), f"{name} must take")
+            for name in ("__init__", "prepare", "finalize", "experts_problem_of", "unsupported_reasons")
+        ),
     ):
         with pytest.raises(RegistrationError, match=message):
             register(registry, movement)
