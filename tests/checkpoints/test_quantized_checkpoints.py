@@ -255,10 +255,8 @@ def test_the_config_of_the_quantization_stands_in_any_of_four_places(tmp_path: P
         config |= {"model_type": "qwen3_vl_moe", "text_config": inner}
         (inner if is_nested else config)[key] = quantization
 
-    found, whole = (
-        load_experts(changed(tmp_path, "fp8_block128", change), 0),
-        load_experts(CHECKPOINTS / "fp8_block128", 0),
-    )
+    found = load_experts(changed(tmp_path, "fp8_block128", change), 0)
+    whole = load_experts(CHECKPOINTS / "fp8_block128", 0)
     assert found.problem == whole.problem
     assert torch.equal(found.weights.w13.view(torch.uint8), whole.weights.w13.view(torch.uint8))
 
@@ -382,9 +380,12 @@ def test_a_broken_hf_quant_config_is_named(only_hf_quant_config: Path, quantizat
         load_experts(only_hf_quant_config, 0)
 
 
+# By either key, and beside names in the other one.
+@pytest.mark.parametrize("keys", [("ignore", ""), ("exclude_modules", ""), ("ignore", "exclude_modules")], ids="-".join)
 @pytest.mark.parametrize("pattern", ["model.layers.0.mlp*", f"{BLOCK}.experts", "*"])
-def test_modelopt_leaves_out_modules_by_name_or_beginning(tmp_path: Path, pattern: str) -> None:
-    path = changed(tmp_path, "modelopt_nvfp4", with_settings(ignore=["lm_head", pattern]))
+def test_modelopt_leaves_out_modules_by_name_or_beginning(tmp_path: Path, pattern: str, keys: tuple[str, str]) -> None:
+    settings = {keys[1]: ["lm_head"], keys[0]: ["lm_head", pattern]}
+    path = changed(tmp_path, "modelopt_nvfp4", with_settings(**{"ignore": [], **settings}))
     with pytest.raises(CheckpointError, match=r"gate_proj\.weight must be .* and unquantized experts"):
         load_experts(path, 0)
     assert read_problem(

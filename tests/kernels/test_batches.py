@@ -208,7 +208,10 @@ def test_triton_where_it_cannot_run_is_an_error_that_says_so(monkeypatch: pytest
         for call in calls:
             with pytest.raises(ArgumentError, match="needs a GPU that Triton knows, got tokens on cpu; pass None"):
                 call()
+        assert module.calls_kernels(True, "cuda")
+        assert not module.calls_kernels(False, "cpu")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert module.calls_kernels(True, "cpu")
     monkeypatch.setattr(module, "_has_triton", lambda: False)
     for call in calls:
         with pytest.raises(ArgumentError, match="needs Triton, got a Python without it; install triton or pass None"):

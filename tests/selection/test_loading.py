@@ -190,8 +190,7 @@ def test_all_cells_of_an_entry_point_or_none(wheels: Wheels) -> None:
 def test_a_direct_import_before_loading(wheels: Wheels) -> None:
     wheels.install("early", {"early": "early.point"}, {
         "early/__init__.py": "", "early/point.py": "import early.kernels\nmoereg_api = '1'\n",
-        "early/kernels.py":
-            backend("early", rule="cpu") + cell("early", "cuda", "Two") + cell("early", "rocm", "Three"),
+        "early/kernels.py": backend("early") + cell("early", "cuda", "Two") + cell("early", "rocm", "Three"),
     })  # fmt: skip
     wheels.install("unfit", {"unfit": "unfit"}, {"unfit.py": backend("unfit").replace('"1"', '"2"')})
     import early.kernels  # type: ignore[import-not-found]
