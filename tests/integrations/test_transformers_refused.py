@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 from moereg.errors import ArgumentError
-from moereg.integrations._experts import serving
+from moereg.integrations._experts import blocks, serving
 from moereg.integrations._experts.activation import recognize
+from moereg.integrations._experts.memory import check_can_free
 from moereg.integrations.transformers import prepare
 from moereg.spec.activations import Activation
 from tests.support.live_models import logits_of
@@ -101,6 +104,10 @@ def test_a_class_without_the_interface_is_named() -> None:
         (None, None, Activation("silu")),
         (7.0, None, Activation("silu", limit=7.0)),
         (3.5, 1.702, Activation("swigluoai", alpha=1.702, beta=1.0, limit=3.5)),
+        # Beyond what a probe of fixed numbers would reach.
+        (40.0, None, Activation("silu", limit=40.0)),
+        (1e4, None, Activation("silu", limit=1e4)),
+        (40.0, 1.702, Activation("swigluoai", alpha=1.702, beta=1.0, limit=40.0)),
     ],
 )
 def test_a_gate_is_recognized_by_what_it_computes(
@@ -109,8 +116,9 @@ def test_a_gate_is_recognized_by_what_it_computes(
     module = torch.nn.Module()
     module.limit, module.swiglu_alpha = limit, alpha
     assert recognize(module, activation, is_gated=True) == activation
-    # A clamp after the gate is another function, where a clamp before it would be taken for it by name.
-    if limit is not None and alpha is None:
+    # A clamp after the gate is another function, where a clamp before it would be taken for it by name; not where SiLU
+    # has become the identity.
+    if limit is not None and limit < 40 and alpha is None:
 
         def clamped_after(gate_up: torch.Tensor) -> torch.Tensor:
             gate, up = gate_up.chunk(2, dim=-1)
@@ -118,3 +126,37 @@ def test_a_gate_is_recognized_by_what_it_computes(
 
         with pytest.raises(ArgumentError, match="is none that moereg computes"):
             recognize(module, clamped_after, is_gated=True)
+
+
+@pytest.mark.parametrize("place", ["block", "router", "module.config", "block.config", "config", "text", "ffn"])
+@pytest.mark.parametrize("name", blocks._TOP_K)
+def test_the_number_of_experts_per_token_is_found_wherever_it_is(name: str, place: str) -> None:
+    model = torch.nn.Module()
+    model.block = torch.nn.Module()
+    model.block.experts, model.block.router = torch.nn.Module(), torch.nn.Module()
+    for wrong in (True, 0, -1, "3", None):
+        setattr(model.block, name, wrong)
+    assert blocks._top_k(model, "block.experts") is None
+    holder = SimpleNamespace(**{name: 3})
+    owner = {"module.config": model.block.experts, "block.config": model.block}.get(place, model)
+    if place in ("block", "router"):
+        setattr(model.block if place == "block" else model.block.router, name, 3)
+    elif place in ("text", "ffn"):
+        owner.config = SimpleNamespace(**{f"{place}_config": holder})
+    else:
+        owner.config = holder
+    assert blocks._top_k(model, "block.experts") == 3
+
+
+@pytest.mark.parametrize("num_children", [0, 1, 2, 3])
+def test_experts_with_one_computed_weight_are_not_freed(num_children: int) -> None:
+    for place in range(num_children + 1):
+        module = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(num_children)))
+        module.weight = torch.nn.Parameter(torch.zeros(2))
+        check_can_free(module, "experts")
+        with pytest.raises(ArgumentError, match=r"got block\.base_layer, which an adapter wraps"):
+            check_can_free(module, "block.base_layer")
+        owner = [module, *module][place]
+        parametrize.register_parametrization(owner, "weight", torch.nn.Identity())
+        with pytest.raises(ArgumentError, match="got experts, whose weights are parametrized; leave free out"):
+            check_can_free(module, "experts")
