@@ -58,7 +58,7 @@ def by_own_packs(rank: int, size: int, logs: tuple[float | None, ...], is_given:
         "source": selection.source,
         "fingerprint": selection.fingerprint,
         "is_static": selection.fingerprint == alone.fingerprint,
-        "notice": selection.notices[-1],
+        "notices": selection.notices,
         "warned": [str(each.message) for each in warned if each.category is RanksMeasuredWarning],
     }
 

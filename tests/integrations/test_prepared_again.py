@@ -56,12 +56,13 @@ class TestAgain:
         prepare(model, progress=False)
         assert close(logits_of(model), eager(model))
 
-    def test_the_same_request_keeps_kernels(self, model: Any) -> None:
+    @pytest.mark.parametrize("wishes", [{}, {"prefer": "torch"}])
+    def test_the_same_request_keeps_kernels(self, wishes: dict[str, str], model: Any) -> None:
         model.set_experts_implementation("moereg")
         logits_of(model)
-        prepare(model, progress=False)
+        prepare(model, progress=False, **wishes)
         kernels = kernels_of(model)
-        prepare(model, progress=False)
+        prepare(model, progress=False, **wishes)
         assert all(one is other for one, other in zip(kernels_of(model), kernels, strict=True))
 
     @pytest.mark.parametrize("free", [False, True])

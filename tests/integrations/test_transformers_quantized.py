@@ -171,11 +171,15 @@ def mxfp4_block(config: Any) -> tuple[Any, Any]:
     return mxfp4.Mxfp4GptOssMLP(plain.router, experts), plain
 
 
-def test_mxfp4_experts_are_patched_at_their_block() -> None:
+# Another class of the same contents is known by what its kernels read.
+@pytest.mark.parametrize("is_subclass", [False, True])
+def test_mxfp4_experts_are_patched_at_their_block(is_subclass: bool) -> None:
     config = tiny_config("gpt_oss")
     config.hidden_size = config.intermediate_size = 64
     config._experts_implementation = "eager"
     block, plain = mxfp4_block(config)
+    if is_subclass:
+        block.experts.__class__ = type("OtherExperts", (type(block.experts),), {})
     hidden = torch.randn(2, 3, 64)
     model = torch.nn.Sequential(torch.nn.ModuleDict({"mlp": block}))
     prepared = prepare(model, progress=False)

@@ -129,7 +129,9 @@ def test_a_gate_is_recognized_by_what_it_computes(
 
 
 @pytest.mark.parametrize("place", ["block", "router", "module.config", "block.config", "config", "text", "ffn"])
-@pytest.mark.parametrize("name", blocks._TOP_K)
+@pytest.mark.parametrize(
+    "name", ["top_k", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts"]
+)
 def test_the_number_of_experts_per_token_is_found_wherever_it_is(name: str, place: str) -> None:
     model = torch.nn.Module()
     model.block = torch.nn.Module()

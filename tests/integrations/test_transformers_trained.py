@@ -125,6 +125,17 @@ def test_weights_are_fresh_after_training_whoever_wrote_them(family: str, kernel
     assert not close(found, before, 1e-3)
 
 
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_layer_that_trains_on_its_own_code_runs_it_in_train_without_gradients_too(
+    is_training: bool, kernel_calls: list[MoEKernel]
+) -> None:
+    """Reentrant checkpointing calls it without gradients first, and with gradients when it computes again."""
+    model = tiny_model("gpt_oss")
+    prepare(model, progress=False)
+    logits_of(model.train(is_training))
+    assert len(kernel_calls) == (0 if is_training else 2)
+
+
 class LoRA(torch.nn.Module):
     """An adapter of a linear layer."""
 

@@ -250,6 +250,7 @@ def test_a_model_reads_what_is_there(
     write: Write, is_prepared: bool, turned: str, experts_and_logits: tuple[Any, Callable[[], torch.Tensor]]
 ) -> None:
     module, run = experts_and_logits
+    from moereg.integrations._experts.serving import served
     from moereg.integrations.transformers import prepare, refresh
 
     if is_prepared:
@@ -266,6 +267,8 @@ def test_a_model_reads_what_is_there(
 
             found, expected = write(module, name, room.tensor(seed), both)  # type: ignore[arg-type]
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            if is_prepared:  # As requested, also where it was made anew.
+                assert {each.selection.backend for each in served(module).kernels.values()} == {turned}  # type: ignore[union-attr]
 
 
 def test_writers_of_other_libraries_mark_what_they_wrote(
