@@ -1,24 +1,22 @@
-"""The `moereg` command: its subcommands, and the exit codes of failures."""
+"""The `moereg` command: its entry point, and the exit codes of failures."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
-import typer.core
 
-from moereg._version import __version__
-from moereg.cli._commands import COMMANDS
+from moereg.cli._commands import app
 from moereg.cli._output import (
     BAD_INPUT,
     BROKEN_PIPE,
-    EXIT_CODES,
     INTERNAL_ERROR,
     INTERRUPTED,
     NOTHING_FITS,
@@ -28,11 +26,9 @@ from moereg.cli._output import (
     print_error,
     warnings_on_one_line,
 )
-from moereg.cli._streams import OutputLostError, guarded_streams
 from moereg.errors import (
     MoeregError,
     MoeregWarning,
-    UnknownNameError,
     described,
     is_lack_of_memory,
     one_line,
@@ -56,40 +52,6 @@ __all__ = [
 # The base class of usage errors: some versions of typer bundle click, others use the installed one.
 _ClickException: Final[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
-_ALSO_CALLED: Final = {
-    **dict.fromkeys(("list", "ls"), ("info", "models", "schemes")),
-    **dict.fromkeys(("backends", "doctor", "status"), ("info",)),
-    **dict.fromkeys(("why", "choose", "select"), ("explain",)),
-    **dict.fromkeys(("warm-up", "precompile", "build"), ("compile",)),
-    "test": ("verify",),
-    "check": ("verify", "run"),
-    "quants": ("schemes",),
-    "new": ("new-backend",),
-}
-"""Other words for commands, with the commands that they may mean."""
-
-
-class _Commands(typer.core.TyperGroup):
-    """The commands; a mistyped one gets moereg's usual error for unknown names."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Like click's, but checks that the first word is a command's name."""
-        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            raise UnknownNameError(unknown_name_message("command", args[0], self.list_commands(ctx), _ALSO_CALLED))
-        return super().resolve_command(ctx, args)
-
-
-app: Final = typer.Typer(
-    name="moereg",
-    cls=_Commands,
-    help="Picks, prepares, runs and compares Mixture-of-Experts kernels for PyTorch.",
-    epilog=EXIT_CODES,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-    # Rich's boxes truncate option names at 80 columns.
-    rich_markup_mode=None,
-)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
@@ -101,18 +63,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    with guarded_streams(), waits_shown_by(_show_wait):
-        try:
-            code = _exit_code(arguments)
-            sys.stdout.flush()
-        except OutputLostError as error:
-            if error.cause.errno == errno.EPIPE:
-                return BROKEN_PIPE
-            print_error(f"{error}; the output is incomplete")
-            return OUTPUT_LOST
-        finally:
-            sys.stderr.flush()
-        return code
+    _open_closed_streams()
+    with waits_shown_by(_show_wait), warnings_on_one_line():
+        error = _run(arguments)
+    lost = _lost_output()
+    # Typer and rich exit where the reader left.
+    cause = error.__context__ if isinstance(error, SystemExit) else error
+    if isinstance(cause, OSError):
+        lost = cause
+    if lost is not None:
+        if lost.errno == errno.EPIPE:
+            return BROKEN_PIPE
+        print_error(f"standard output was lost: {lost.strerror or lost}; the output is incomplete")
+        return OUTPUT_LOST
+    return error if isinstance(error, int) else _report(error, arguments)
+
+
+def _run(arguments: list[str]) -> int | BaseException:
+    """Runs a command; returns its exit code or what it raised."""
+    streams = sys.stdout, sys.stderr
+    try:
+        return app(args=arguments, prog_name="moereg", standalone_mode=False) or OK
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        return error
+    finally:
+        sys.stdout, sys.stderr = streams  # typer replaces them where the reader of its help left.
 
 
 def _show_wait(what: str) -> AbstractContextManager[Advance]:
@@ -121,32 +96,56 @@ def _show_wait(what: str) -> AbstractContextManager[Advance]:
     return phase(what)
 
 
-def _exit_code(arguments: list[str]) -> int:
+def _open_closed_streams() -> None:
+    """Lets streams that were closed before Python started discard everything, and writes any character to the others.
+
+    An opened file would otherwise get the descriptor of a closed stream.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # Takes the lowest free descriptor.
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+
+
+def _lost_output() -> OSError | None:
+    """Why standard output could not be written, if so; what it could not write is dropped."""
     try:
-        with warnings_on_one_line():  # Covers errors while results are shown, too.
-            code: int | None = app(args=arguments, prog_name="moereg", standalone_mode=False)
-    except OutputLostError:
-        raise
-    except (MoeregError, MoeregWarning) as error:  # A filter made a warning an error (python -W error).
+        sys.stdout.flush()
+    except OSError as error:
+        saved, null = os.dup(sys.stdout.fileno()), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        sys.stdout.flush()  # Otherwise the interpreter tries once more at its end.
+        os.dup2(saved, sys.stdout.fileno())
+        os.close(saved)
+        os.close(null)
+        return error
+    return None
+
+
+def _report(error: BaseException, arguments: Sequence[str]) -> int:
+    """Writes a line about an error; returns the exit code."""
+    if isinstance(error, (MoeregError, MoeregWarning)):  # A filter made a warning an error (python -W error).
         print_error(str(error))
-        return BAD_INPUT
-    except _ClickException as error:
+    elif isinstance(error, _ClickException):
         print_error(_usage_text(error))
-        return BAD_INPUT
-    except (typer.Abort, KeyboardInterrupt):
+    elif isinstance(error, (typer.Abort, KeyboardInterrupt)):
         return INTERRUPTED
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and _is_about_completion(arguments):
-            return error.code if isinstance(error.code, int) else OK
-        if is_lack_of_memory(error):
-            print_error(f"not enough memory: {one_line(str(error))}; make the layer or the call smaller")
-            return BAD_INPUT
+    elif isinstance(error, SystemExit) and _is_about_completion(arguments):
+        return error.code if isinstance(error.code, int) else OK
+    elif isinstance(error, Exception) and is_lack_of_memory(error):
+        print_error(f"not enough memory: {one_line(str(error))}; make the layer or the call smaller")
+    else:
         # A bug in moereg, not the user's mistake: -v shows the traceback that its authors need.
         if {"-v", "--verbose"} & set(arguments):
-            traceback.print_exc()
+            traceback.print_exception(error)
         print_error(f"internal error, please report it: {described(error)} (-v shows the traceback)")
         return INTERNAL_ERROR
-    return code or OK
+    return BAD_INPUT
 
 
 _SURPLUS: Final = "Got unexpected extra argument"
@@ -168,22 +167,3 @@ def _usage_text(error: Any) -> str:
 def _is_about_completion(arguments: Sequence[str]) -> bool:
     """Whether this is shell completion or its setup, which typer ends by SystemExit."""
     return "_MOEREG_COMPLETE" in os.environ or bool({"--install-completion", "--show-completion"} & set(arguments))
-
-
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
-        print("moereg", __version__)
-        raise typer.Exit
-
-
-@app.callback()
-def _moereg(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Picks, prepares, runs and compares Mixture-of-Experts kernels for PyTorch."""
-
-
-for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)

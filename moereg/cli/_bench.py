@@ -7,9 +7,8 @@ import dataclasses
 import functools
 import logging
 import math
-import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,17 +19,20 @@ from rich.table import Table
 from rich.text import Text
 
 from moereg.cli._options import ProblemFlags, Subject, UsageError, find_subject
-from moereg.cli._output import console
-from moereg.cli._progress import Advance, phase
+from moereg.cli._output import Result, code_of_verdict, picked
+from moereg.cli._progress import phase
 from moereg.cli._show import (
-    WIDE,
+    bad,
     format_us,
     format_us_range,
+    good,
+    is_wide,
     machine,
     new_table,
     of_wheel,
     print_notices,
     print_rejected,
+    say,
     show_selection,
     source_of,
     versions_of,
@@ -53,6 +55,7 @@ from moereg.plugins.loader import current_platform, load_backends
 from moereg.registry import BUILTIN
 from moereg.routing import softmax_topk
 from moereg.runtime.memory import format_bytes, free_memory_bytes
+from moereg.runtime.progress import Advance
 from moereg.selection.result import SCHEMA, Decision, Selection, nearest_by_backend
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
@@ -98,12 +101,7 @@ def random_layer(problem: MoEProblem, seed: int, device: torch.device, advance: 
 
 
 def load_layer(path: Path, layer: int, problem: MoEProblem, device: torch.device) -> CheckpointLayer:
-    """Loads one layer of a checkpoint with its own router; `problem` comes from `read_problem`.
-
-    Raises:
-        CheckpointError: The layer cannot be read.
-        TooLargeError: The layer does not fit.
-    """
+    """Loads one layer of a checkpoint with its own router; `problem` comes from `read_problem`."""
     from moereg.checkpoints import load_experts
 
     local = problem.num_local_experts if problem.is_expert_parallel else None
@@ -127,12 +125,7 @@ def random_hidden_states(problem: MoEProblem, num_tokens: int, seed: int, device
 
 
 def platform_at_hand(command: str, name: str | None) -> Platform:
-    """This machine as a platform; `--platform` must name this machine or its CPU.
-
-    Raises:
-        UsageError: The name is another machine's.
-        UnknownPlatformError: No platform has that name.
-    """
+    """This machine as a platform; `--platform` must name this machine or its CPU."""
     load_backends()  # A plugin's platforms are known once it is loaded.
     named = None if name is None else Platform.from_name(name)
     # The CPU is always there, whatever accelerator the machine has or a plugin claims.
@@ -146,11 +139,7 @@ def platform_at_hand(command: str, name: str | None) -> Platform:
 
 
 def layer_device(selection: Selection) -> torch.device:
-    """The device on which a command builds the selected layer.
-
-    Raises:
-        UnknownPlatformError: This torch has no such device.
-    """
+    """The device on which a command builds the selected layer."""
     platform, winner = selection.platform, selection.winner
     types: tuple[str, ...] = ()
     if winner is not None and winner.cell is not None:
@@ -170,9 +159,6 @@ def check_run_fits(
         num_tokens: Tokens of one call.
         device: The device to fit on.
         num_kernels, num_calls: Kernels, and inputs with their outputs, that exist at the same time.
-
-    Raises:
-        TooLargeError: They take more than 60 % of free memory; the message has the size and options that reduce it.
     """
     free_bytes = free_memory_bytes(device)
     if free_bytes is None:
@@ -226,205 +212,160 @@ _NUM_CALLS: Final = 2
 _LARGEST_UNQUANTIZED: Final = 2e9
 
 
-@dataclasses.dataclass(frozen=True)
-class RunResult:
-    """The result of a run; measurements are None if nothing fitted and nothing ran.
+def run_layer(flags: ProblemFlags, seed: int) -> Result:
+    """Builds a layer, runs the selected kernel on this machine and compares it with the reference.
+
+    Takes the options' values by name. The result has no measurements if nothing fits.
+    """
+    num_tokens = DEFAULT_TOKENS if flags.tokens is None else flags.tokens
+    subject = find_subject(dataclasses.replace(flags, tokens=num_tokens))
+    problem = subject.problem
+    platform = platform_at_hand("run", flags.platform)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", EmulationWarning)  # The result names the tier.
+            selection = subject.noted(select_backend(problem, platform, **flags.request()))
+    except UnsupportedProblemError as error:
+        selection = subject.noted(error.selection)
+    run, winner = Run(subject.name or "random weights", selection, num_tokens), selection.winner
+    if winner is None:
+        return run.result(flags.verbose)
+    device = layer_device(selection)
+    check_run_fits(problem, num_tokens, device, num_calls=_NUM_CALLS)
+    with torch.no_grad():
+        built = build_layer(subject, seed, device)
+        run.selection = dataclasses.replace(selection, notices=(*selection.notices, *built.notices))
+        # Before the backend sees any of the layer.
+        hidden_states = random_hidden_states(problem, num_tokens, seed, device)
+        calls = [Call(rows, *built.route(rows)) for rows in (hidden_states, hidden_states.flip(1))]
+        assert len(calls) == _NUM_CALLS
+        alone = dataclasses.replace(selection, decisions=(winner,))
+        comparison = Comparison(alone, lambda: built.weights, {num_tokens: calls}, layer_tolerance, phase)
+        with phase("running"):
+            (run.measured,) = comparison.measure(num_tokens, None)
+        failure = run.measured.error
+        if isinstance(failure, BackendError):
+            # With -v the backend's authors see the traceback.
+            logging.getLogger("moereg").info("the layer did not run", exc_info=failure.__cause__)
+        elif failure is not None:
+            raise failure
+        elif not run.measured.damage:
+            run.permute_ms = comparison.permute_ms[winner]
+            run.weights_bytes = num_bytes(built.weights.tensors())
+            reference = comparison.reference(winner, num_tokens)
+            if subject.checkpoint is None:
+                run.scheme_loss = _scheme_loss(problem, seed, device, calls[0], reference)
+            if not run.measured.passed:
+                # This second call may fail although the first did not; the verdict stands.
+                with phase("looking for the cause"), contextlib.suppress(Exception):
+                    out = comparison.output(winner, num_tokens)
+                    run.causes = diagnose(problem, built.weights, *calls[0], out, reference, computes=winner.computes)
+    return run.result(flags.verbose)
+
+
+def _scheme_loss(
+    problem: MoEProblem, seed: int, device: torch.device, call: Call, reference: torch.Tensor
+) -> float | None:
+    """The error of a scheme's reference against fp32 on unquantized random weights, if they are not too large."""
+    rows = problem.activation.num_halves + 1
+    numel = problem.num_local_experts * rows * problem.intermediate_size * problem.hidden_size
+    if problem.quant.weight is None or numel * problem.torch_dtype.itemsize > _LARGEST_UNQUANTIZED:
+        return None
+    plain = dataclasses.replace(problem, quant=get_scheme("unquantized"))
+    # Loaded only now, so that they take no memory while the layer runs.
+    with phase("building unquantized weights") as advance:
+        weights = random_layer(plain, seed, device, advance).weights
+    with phase("computing the unquantized reference"):
+        return relative_error(reference, reference_experts(plain, weights, *call))
+
+
+def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+@dataclasses.dataclass
+class Run:
+    """A run of a layer.
 
     Attributes:
         subject: The model's or checkpoint's name to show.
-        relative_error: Error against the reference; NaN if the output has a NaN.
-        scheme_loss: The scheme's own error against fp32; None if the weights are not quantized, or their originals are
-            unknown or too large to keep.
-        time_us: Median of several calls; None if the numbers are wrong.
-        permute_ms: Time to permute the weights once.
+        measured: What was measured; None if nothing fitted.
+        scheme_loss: The scheme's own error against fp32, if it is known.
+        permute_ms: Time to permute the weights once, and like the next one None if the layer did not run.
         weights_bytes: Bytes of the canonical weights.
         causes: Usual mistakes that explain wrong numbers.
-        failure: The backend's exception, with its name; empty if it ran.
-        damage: Memory that the backend wrote but must not, with its name; empty if none.
     """
 
     subject: str
     selection: Selection
     num_tokens: int
-    relative_error: float | None = None
+    measured: Measurement | None = None
     scheme_loss: float | None = None
-    tolerance: float | None = None
-    time_us: float | None = None
     permute_ms: float | None = None
-    weights_bytes: int | None = None
+    weights_bytes: int = 0
     causes: tuple[str, ...] = ()
-    failure: str = ""
-    damage: str = ""
 
-    @property
-    def passed(self) -> bool | None:
-        """Whether the backend ran and the error is within the tolerance; None if nothing fitted."""
-        if self.failure or self.damage:
-            return False
-        if self.relative_error is None or self.tolerance is None:
-            return None
-        return self.relative_error <= self.tolerance  # False for NaN.
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object that `moereg run --json` prints."""
-        return {
+    def result(self, all_reasons: bool) -> Result:
+        """The command's result."""
+        selection, row = self.selection, self.measured
+        compared = row if self.permute_ms is not None else None
+        passed = None if row is None else row.passed
+        values = {
             "schema": SCHEMA,
-            "backend": self.selection.backend,
-            "platform": str(self.selection.platform),
-            "problem": self.selection.problem.to_dict(),
+            "backend": selection.backend,
+            "platform": str(selection.platform),
+            "problem": selection.problem.to_dict(),
             "tokens": self.num_tokens,
-            "relative_error": self.relative_error,
-            "tolerance": self.tolerance,
-            "passed": self.passed,
+            "relative_error": compared and compared.relative_error,
+            "tolerance": compared and compared.tolerance,
+            "passed": passed,
             "causes": list(self.causes),
-            "failure": self.failure or None,
-            "damage": self.damage or None,
-            "time_us": self.time_us,
+            "failure": (row and row.failure) or None,
+            "damage": (row and row.damage) or None,
+            "time_us": compared and compared.time_us,
             "permute_ms": self.permute_ms,
-            "selection": self.selection.to_dict(),
+            "selection": selection.to_dict(),
         }
+        return Result(values, functools.partial(self._show, all_reasons), code_of_verdict(passed))
 
-    def show(self, all_reasons: bool = False) -> None:
+    def _show(self, all_reasons: bool) -> None:
         """Prints the result and last whether it is right, or the reasons if nothing fitted; every one if asked."""
-        selection = self.selection
-        winner = selection.winner
-        target = console(sys.stdout)
-        if winner is None or self.failure or self.damage:
+        selection, winner, row = self.selection, self.selection.winner, self.measured
+        if winner is None or row is None or self.permute_ms is None:
             show_selection(selection, self.subject, all_reasons)
-            if winner is not None:
-                text = f"FAILED: {self.failure}"
-                if not self.failure:
-                    text = f"WRONG: {winner.backend} of {winner.provider}: {self.damage}"
-                target.print(Text(text, style="bold red"))
+            if winner is not None and row is not None:
+                damage = f"WRONG: {winner.backend} of {winner.provider}: {row.damage}"
+                say(bad(f"FAILED: {row.failure}" if row.failure else damage))
             return
-        assert self.relative_error is not None and self.tolerance is not None
-        assert self.permute_ms is not None and self.weights_bytes is not None
-        verdict = Text("right", style="bold green") if self.passed else Text("WRONG", style="bold red")
-        verdict.append(f": error {self.relative_error:.2e}, {'' if self.passed else 'not '}within the tolerance ")
-        verdict.append(f"{self.tolerance:.1e} of the reference")
+        verdict = good("right") if row.passed else bad("WRONG")
+        verdict.append(f": error {row.relative_error:.2e}, {'' if row.passed else 'not '}within the tolerance ")
+        verdict.append(f"{row.tolerance:.1e} of the reference")
         tier = "" if winner.tier == "kernel" else f", {winner.tier}: right numbers, not the speed of the scheme"
-        time = "none, since the numbers are wrong"
-        if self.time_us is not None:
-            time = f"{format_us(self.time_us)} a call of {self.num_tokens} tokens"
-        table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
-        rows: tuple[tuple[str, str], ...] = (
-            ("layer", f"{self.subject}: {selection.problem}"),
-            ("platform", machine(selection.platform)),
-            ("backend", f"{winner.backend} ({winner.experts}){of_wheel(winner)}, {source_of(selection)}{tier}"),
-            ("computed as", winner.computes),
-            ("weights", f"{format_bytes(self.weights_bytes)}, permuted in {format_us(1e3 * self.permute_ms)}"),
-            ("time", time),
-        )
+        time = f"{format_us(row.time_us)} a call of {self.num_tokens} tokens"
+        rows = {
+            "layer": f"{self.subject}: {selection.problem}",
+            "platform": machine(selection.platform),
+            "backend": f"{winner.backend} ({winner.experts}){of_wheel(winner)}, {source_of(selection)}{tier}",
+            "computed as": winner.computes,
+            "weights": f"{format_bytes(self.weights_bytes)}, permuted in {format_us(1e3 * self.permute_ms)}",
+            "time": time if row.timing else "none, since the numbers are wrong",
+        }
         if self.scheme_loss is not None:
-            rows = (*rows, ("loss", f"{self.scheme_loss:.2e} against fp32, of {winner.computes} itself"))
+            rows["loss"] = f"{self.scheme_loss:.2e} against fp32, of {winner.computes} itself"
         if self.causes:
-            rows = (*rows, ("likely cause", ", or ".join(self.causes)))
-        for name, value in rows:
-            table.add_row(name, value)
-        target.print(table)
+            rows["likely cause"] = ", or ".join(self.causes)
+        table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
+        for cells in rows.items():
+            table.add_row(*cells)
+        say(table)
         for one in selection.decisions[1:]:
             if one.accepted:
-                target.print(f"not chosen: {one.backend} ({one.experts}){of_wheel(one)}: fits, priority {one.priority}")
-        print_rejected(target, "not chosen", selection, all_reasons)
+                say(f"not chosen: {one.backend} ({one.experts}){of_wheel(one)}: fits, priority {one.priority}")
+        print_rejected("not chosen", selection, all_reasons)
         # Selecting the backend has already logged the request's notices.
-        print_notices(target, [notice for notice in selection.notices if notice not in selection.request.notices])
-        target.print(verdict)
-
-
-def run_layer(flags: ProblemFlags, checkpoint: Path | None, layer: int | None, seed: int) -> RunResult:
-    """Builds a layer, runs the selected kernel on this machine and compares it with the reference.
-
-    Takes the options' values by name. The result has no measurements if nothing fits.
-
-    Raises:
-        MoeregError: Anything that the user can fix.
-    """
-    num_tokens = DEFAULT_TOKENS if flags.tokens is None else flags.tokens
-    flags = dataclasses.replace(flags, tokens=num_tokens)
-    found = find_subject(flags, checkpoint, layer)
-    problem, subject = found.problem, found.name or "random weights"
-    platform = platform_at_hand("run", flags.platform)
-    try:
-        with warnings.catch_warnings():
-            # The result names the tier.
-            warnings.simplefilter("ignore", EmulationWarning)
-            selection = found.noted(select_backend(problem, platform, **flags.request()))
-    except UnsupportedProblemError as error:
-        return RunResult(subject, found.noted(error.selection), num_tokens)
-    device = layer_device(selection)
-    check_run_fits(problem, num_tokens, device, num_calls=_NUM_CALLS)
-    with torch.no_grad():
-        built = build_layer(found, seed, device)
-        plain = None if found.checkpoint is not None else functools.partial(_unquantized, problem, seed, device)
-        hidden_states = random_hidden_states(problem, num_tokens, seed, device)
-        selection = dataclasses.replace(selection, notices=(*selection.notices, *built.notices))
-        result = RunResult(subject, selection, num_tokens)
-        try:
-            return _measure(result, built, plain, hidden_states)
-        except BackendError as error:
-            # With -v the backend's authors see the traceback.
-            logging.getLogger("moereg").info("the layer did not run", exc_info=error.__cause__)
-            return dataclasses.replace(result, failure=str(error))
-
-
-def _unquantized(problem: MoEProblem, seed: int, device: torch.device) -> ExpertWeights | None:
-    """The unquantized originals of random weights, if they are not too large."""
-    rows = problem.activation.num_halves + 1
-    numel = problem.num_local_experts * rows * problem.intermediate_size * problem.hidden_size
-    if problem.quant.weight is None or numel * problem.torch_dtype.itemsize > _LARGEST_UNQUANTIZED:
-        return None
-    with phase("building unquantized weights") as advance:
-        return random_layer(_plain_problem(problem), seed, device, advance).weights
-
-
-def _plain_problem(problem: MoEProblem) -> MoEProblem:
-    return dataclasses.replace(problem, quant=get_scheme("unquantized"))
-
-
-def _measure(
-    result: RunResult,
-    layer: RoutedWeights | CheckpointLayer,
-    plain: Callable[[], ExpertWeights | None] | None,
-    hidden_states: torch.Tensor,
-) -> RunResult:
-    selection, weights, problem = result.selection, layer.weights, result.selection.problem
-    # Before the backend sees any of the layer.
-    inputs = (hidden_states, hidden_states.flip(1))
-    assert len(inputs) == _NUM_CALLS
-    calls = [Call(rows, *layer.route(rows)) for rows in inputs]
-    winner = selection.winner
-    assert winner is not None
-    alone = dataclasses.replace(selection, decisions=(winner,))
-    comparison = Comparison(alone, lambda: weights, {result.num_tokens: calls}, layer_tolerance, phase)
-    with phase("running"):
-        (row,) = comparison.measure(result.num_tokens, None)
-    if row.error is not None:
-        raise row.error
-    if row.damage:
-        return dataclasses.replace(result, damage=row.damage)
-    reference = comparison.reference(winner, result.num_tokens)
-    # Loaded only now, so that they take no memory while the layer runs.
-    unquantized = None if plain is None else plain()
-    loss = None
-    if unquantized is not None:
-        with phase("computing the unquantized reference"):
-            loss = relative_error(reference, reference_experts(_plain_problem(problem), unquantized, *calls[0]))
-    causes: tuple[str, ...] = ()
-    if row.relative_error is not None and not row.relative_error <= row.tolerance:
-        # This second call may fail although the first did not; the verdict stands.
-        with phase("looking for the cause"), contextlib.suppress(Exception):
-            out = comparison.output(winner, result.num_tokens)
-            causes = diagnose(problem, weights, *calls[0], out, reference, computes=winner.computes)
-    return dataclasses.replace(
-        result,
-        causes=causes,
-        tolerance=row.tolerance,
-        relative_error=row.relative_error,
-        scheme_loss=loss,
-        time_us=row.timing.median_us if row.timing else None,
-        permute_ms=comparison.permute_ms[winner],
-        weights_bytes=sum(tensor.numel() * tensor.element_size() for tensor in weights.tensors().values()),
-    )
+        print_notices(notice for notice in selection.notices if notice not in selection.request.notices)
+        say(verdict)
 
 
 _TIE: Final = 1.03
@@ -434,197 +375,8 @@ _GPU_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096)
 _CPU_TOKENS: Final = (1, 4, 16, 64, 256)
 
 
-@dataclasses.dataclass(frozen=True)
-class BenchResult:
-    """The result of a bench; without rows if nothing fitted and nothing ran.
-
-    Attributes:
-        subject: The model's name to show.
-        measured_on: `device`, `versions`, `commit` and `date`, among others.
-        ceilings: The device's roofline ceilings; None if nothing ran.
-        rows: Measurements by number of tokens, candidates in the selection's order.
-    """
-
-    subject: str
-    selection: Selection
-    routing: str
-    measured_on: dict[str, Any]
-    ceilings: Ceilings | None = None
-    rows: tuple[Measurement, ...] = ()
-
-    @property
-    def passed(self) -> bool | None:
-        """Whether everything measured is right; None if nothing ran."""
-        return all(row.passed for row in self.rows) if self.rows else None
-
-    @property
-    def skipped(self) -> tuple[Decision, ...]:
-        """The nearest candidate of each backend that does not fit."""
-        return tuple(decision for decision in nearest_by_backend(self.selection.decisions) if not decision.accepted)
-
-    @property
-    def token_counts(self) -> tuple[int, ...]:
-        """Numbers of tokens, ascending."""
-        return tuple(dict.fromkeys(row.num_tokens for row in self.rows))
-
-    def fastest_first(self, num_tokens: int) -> list[Measurement]:
-        """The rows of one number of tokens, wrong ones last."""
-        rows = [row for row in self.rows if row.num_tokens == num_tokens]
-        return sorted(rows, key=lambda row: (row.timing is None, row.time_us if row.timing else 0.0))
-
-    def labels(self) -> dict[Decision, str]:
-        """Names of measured candidates: the backend, with the class if a backend has several."""
-        candidates = list(dict.fromkeys(row.decision for row in self.rows))
-        names = [decision.backend for decision in candidates]
-        return {
-            decision: f"{decision.backend} ({decision.experts})"
-            if names.count(decision.backend) > 1
-            else decision.backend
-            for decision in candidates
-        }
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object that `moereg bench --json` prints."""
-        ceilings = dict.fromkeys(field.name for field in dataclasses.fields(Ceilings))
-        return {
-            "schema": SCHEMA,
-            "problem": self.selection.problem.to_dict(),
-            "platform": str(self.selection.platform),
-            **{name: self.measured_on[name] for name in ("device", "versions", "commit", "date")},
-            "routing": self.routing,
-            "ceilings": dataclasses.asdict(self.ceilings) if self.ceilings else ceilings,
-            "rows": [_row(row) for row in self.rows],
-            "skipped": [
-                {"backend": decision.backend, "reasons": decision.to_dict()["reasons"]} for decision in self.skipped
-            ],
-            "notices": list(self.selection.notices),
-        }
-
-    def faster(self) -> dict[Decision, list[int]]:
-        """Fastest candidates of other backends than the chosen one, and at how many tokens each beats it."""
-        chosen = {row.num_tokens: row for row in self.rows if row.decision is self.selection.winner}
-        found: dict[Decision, list[int]] = {}
-        for num_tokens, default in chosen.items():
-            first = self.fastest_first(num_tokens)[0]
-            is_other = first.decision.backend != default.decision.backend
-            if is_other and default.time_us > _TIE * first.time_us:  # False for NaN.
-                found.setdefault(first.decision, []).append(num_tokens)
-        return found
-
-    def show(self, all_reasons: bool = False) -> None:
-        """Prints the result, fastest first at each number of tokens, or the reasons if nothing fitted.
-
-        The last lines say what is wrong, or what a layer gets and how it gets something faster.
-        """
-        selection, winner, ceilings = self.selection, self.selection.winner, self.ceilings
-        if winner is None or ceilings is None:
-            show_selection(selection, self.subject, all_reasons)
-            return
-        target = console(sys.stdout)
-        target.print(f"{self.subject}: {selection.problem}")
-        versions = versions_of(self.measured_on)
-        threads = f", threads: {torch.get_num_threads()}" if selection.platform.kind == "cpu" else ""
-        target.print(f"on {machine(selection.platform)}{threads}, {versions}, {self.measured_on['date']}")
-        target.print(
-            f"ceilings: {ceilings.matmul_tflops:.3g} TFLOP/s, "
-            f"{ceilings.read_gbps:,.0f} GB/s ({ceilings.read_by}); {self.routing} routing"
-        )
-        # Only if it is informative, since the table fills a terminal's width.
-        with_origin = any(row.decision.origin != BUILTIN for row in self.rows)
-        origin = ("origin",) if with_origin else ()
-        # 80 columns have no room for figures derived from the time.
-        rates, share = (("TFLOP/s", "GB/s"), "% of roofline") if target.width >= WIDE else ((), "roofline")
-        table = new_table("T", "", "backend", *origin, "time", "p10 to p90", *rates, share, "error")
-        labels = self.labels()
-        for num_tokens in self.token_counts:
-            rows = self.fastest_first(num_tokens)
-            for place, row in enumerate(rows):
-                mark = Text("fastest" if row is rows[0] else "", style="bold green")
-                measured = _measured(row, bool(rates))
-                first = f"{num_tokens:,}" if place == 0 else ""
-                table.add_row(
-                    first,
-                    mark if row.timing else "",
-                    labels[row.decision],
-                    *([row.decision.provider] if with_origin else []),
-                    *measured,
-                    _error(row),
-                    end_section=row is rows[-1],
-                )
-        target.print(table)
-        for row in self.rows:
-            if row.failure:
-                target.print(f"{labels[row.decision]} failed at {row.num_tokens} tokens: {row.failure}")
-            if row.damage:
-                label = f"{labels[row.decision]} of {row.decision.provider}"
-                target.print(f"{label} is WRONG at {row.num_tokens} tokens: {row.damage}")
-        print_rejected(target, "not compared", selection, all_reasons)
-        print_notices(target, selection.notices)
-        for decision, token_counts in self.faster().items():
-            # An emulation goes after every kernel, whatever is preferred.
-            word = "prefer" if decision.tier == winner.tier else "require"
-            target.print(
-                f"faster at T={','.join(map(str, token_counts))}: {labels[decision]}{of_wheel(decision)}; "
-                f"MOEREG_{word.upper()}={decision.backend} or {word}={decision.backend!r} gives it to layers"
-            )
-        target.print(f"a layer gets {labels[winner]}{of_wheel(winner)}: {source_of(selection)}", style="bold")
-        if bad := dict.fromkeys(labels[row.decision] for row in self.rows if not row.passed):
-            target.print(Text(f"not right: {', '.join(bad)}", style="bold red"))
-
-
-def _row(row: Measurement) -> dict[str, Any]:
-    return {
-        "backend": row.decision.backend,
-        "experts": row.decision.experts,
-        "tokens": row.num_tokens,
-        "relative_error": row.relative_error,
-        "tolerance": row.tolerance,
-        "passed": row.passed,
-        "failure": row.failure or None,
-        "damage": row.damage or None,
-        "time_us": row.time_us,
-        "p10_us": row.timing.p10_us if row.timing else math.nan,
-        "p90_us": row.timing.p90_us if row.timing else math.nan,
-        "tflops": row.tflops,
-        "gbps": row.gbps,
-        "roofline_us": row.roofline_us,
-        "share": row.share,
-        "origin": row.decision.origin,
-        "origin_version": row.decision.origin_version,
-    }
-
-
-def _measured(row: Measurement, with_rates: bool) -> tuple[str | Text, ...]:
-    if row.timing is None:
-        return Text("WRONG", style="bold red"), "", *(["", ""] if with_rates else []), ""
-    return (
-        format_us(row.time_us),
-        format_us_range(row.timing.p10_us, row.timing.p90_us),
-        *([_rate(row.tflops), _rate(row.gbps)] if with_rates else []),
-        f"{row.share:.1%}",
-    )
-
-
-def _error(row: Measurement) -> str | Text:
-    if row.failure:
-        return Text("failed", style="bold red")
-    if row.damage:
-        return Text("wrote to read-only tensors", style="bold red")
-    if row.passed:
-        return f"{row.relative_error:.1e}"
-    return Text(f"{row.relative_error:.1e} > {row.tolerance:.1e}", style="bold red")
-
-
-def _rate(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
-
-
 def parse_counts(text: str, option: str = "--tokens 1,16,64") -> tuple[int, ...]:
-    """Parses an option's numbers, ascending.
-
-    Raises:
-        UsageError: The text has another form.
-    """
+    """Parses an option's numbers, ascending."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isdecimal() and int(word) for word in words):
         name, _, example = option.partition(" ")
@@ -633,42 +385,36 @@ def parse_counts(text: str, option: str = "--tokens 1,16,64") -> tuple[int, ...]
 
 
 def check_routing(routing: str) -> None:
-    """Checks the name given to `--routing`.
-
-    Raises:
-        UnknownNameError: The name is unknown.
-    """
+    """Checks the name given to `--routing`."""
     if routing not in ROUTINGS:
         raise UnknownNameError(unknown_name_message("routing", routing, ROUTINGS))
 
 
 def bench_layer(
     flags: ProblemFlags,
-    checkpoint: Path | None,
-    layer: int | None,
     token_counts: Sequence[int] | None,
     routing: str,
     rounds: int,
     seed: int,
-) -> BenchResult:
+) -> Result:
     """Makes one layer for every backend that fits, checks each against the reference and times it.
 
     Takes the options' values by name; `token_counts` ascend. The result has no rows if nothing fits.
-
-    Raises:
-        MoeregError: Anything that the user can fix.
     """
     platform = platform_at_hand("bench", flags.platform)
     if token_counts is None:
         token_counts = _CPU_TOKENS if platform.device_type == "cpu" else _GPU_TOKENS
-    subject = find_subject(dataclasses.replace(flags, tokens=max(token_counts)), checkpoint, layer)
+    subject = find_subject(dataclasses.replace(flags, tokens=max(token_counts)))
     problem = subject.problem
     selection = subject.noted(explain_backends(problem, platform, **flags.request()))
     cells = [decision.cell for decision in selection.decisions if decision.accepted and decision.cell is not None]
     distributions = {"torch", *(Requirement(text).name for cell in cells for text in cell.requires)}
-    result = BenchResult(subject.name or "random weights", selection, routing, provenance(platform, distributions))
+    where = provenance(platform, distributions)
+    result = functools.partial(
+        result_of_bench, subject.name or "random weights", selection, routing, where, all_reasons=flags.verbose
+    )
     if selection.winner is None:
-        return result
+        return result()
     device = layer_device(selection)
     for num_tokens in token_counts:
         # Each backend has its own inputs and outputs.
@@ -682,4 +428,156 @@ def bench_layer(
     for point in points:
         with phase(f"comparing {len(cells)} at {point.tokens} tokens"):
             rows += session.measure(point, rounds, ceilings=ceilings)
-    return dataclasses.replace(result, ceilings=ceilings, rows=tuple(rows))
+    return result(ceilings, rows)
+
+
+def result_of_bench(
+    subject: str,
+    selection: Selection,
+    routing: str,
+    measured_on: Mapping[str, Any],
+    ceilings: Ceilings | None = None,
+    rows: Sequence[Measurement] = (),
+    all_reasons: bool = False,
+) -> Result:
+    """The result of a bench.
+
+    Args:
+        subject: The model's name to show.
+        selection: The candidates.
+        routing: The routing's name.
+        measured_on: `device`, `versions`, `commit` and `date`, among others.
+        ceilings: The device's roofline ceilings; None if nothing ran.
+        rows: Measurements by number of tokens, candidates in the selection's order.
+        all_reasons: Whether to show every reason of those that do not fit.
+    """
+    known = dict.fromkeys(field.name for field in dataclasses.fields(Ceilings))
+    values = {
+        "schema": SCHEMA,
+        "problem": selection.problem.to_dict(),
+        "platform": str(selection.platform),
+        **{name: measured_on[name] for name in ("device", "versions", "commit", "date")},
+        "routing": routing,
+        "ceilings": dataclasses.asdict(ceilings) if ceilings else known,
+        "rows": [_row(row) for row in rows],
+        "skipped": [
+            {"backend": decision.backend, "reasons": decision.to_dict()["reasons"]}
+            for decision in nearest_by_backend(selection.decisions)
+            if not decision.accepted
+        ],
+        "notices": list(selection.notices),
+    }
+    passed = all(row.passed for row in rows) if rows else None
+
+    def show() -> None:
+        if ceilings is None:
+            return show_selection(selection, subject, all_reasons)
+        versions = versions_of(measured_on)
+        threads = f", threads: {torch.get_num_threads()}" if selection.platform.kind == "cpu" else ""
+        say(
+            f"{subject}: {selection.problem}",
+            f"on {machine(selection.platform)}{threads}, {versions}, {measured_on['date']}",
+            f"ceilings: {ceilings.matmul_tflops:.3g} TFLOP/s, "
+            f"{ceilings.read_gbps:,.0f} GB/s ({ceilings.read_by}); {routing} routing",
+        )
+        _show_rows(selection, rows, all_reasons)
+
+    return Result(values, show, code_of_verdict(passed))
+
+
+def _row(row: Measurement) -> dict[str, Any]:
+    decision, timing = row.decision, row.timing
+    return {
+        **picked(decision, "backend", "experts"),
+        "tokens": row.num_tokens,
+        **picked(row, "relative_error", "tolerance", "passed"),
+        "failure": row.failure or None,
+        "damage": row.damage or None,
+        "time_us": row.time_us,
+        "p10_us": timing.p10_us if timing else math.nan,
+        "p90_us": timing.p90_us if timing else math.nan,
+        **picked(row, "tflops", "gbps", "roofline_us", "share"),
+        **picked(decision, "origin", "origin_version"),
+    }
+
+
+def _show_rows(selection: Selection, rows: Sequence[Measurement], all_reasons: bool) -> None:
+    """Prints measurements, fastest first at each number of tokens.
+
+    The last lines say what is wrong, or what a layer gets and how it gets something faster.
+    """
+    winner = selection.winner
+    assert winner is not None
+    candidates = dict.fromkeys(row.decision for row in rows)
+    names = [decision.backend for decision in candidates]
+    labels = {
+        one: f"{one.backend} ({one.experts})" if names.count(one.backend) > 1 else one.backend for one in candidates
+    }
+    # Only if it is informative, since the table fills a terminal's width.
+    with_origin = any(decision.origin != BUILTIN for decision in candidates)
+    origin = ("origin",) if with_origin else ()
+    # 80 columns have no room for figures derived from the time.
+    rates, share = ((">TFLOP/s", ">GB/s"), ">% of roofline") if is_wide() else ((), ">roofline")
+    table = new_table(">T", "", "backend", *origin, ">time", ">p10 to p90", *rates, share, ">error")
+    faster: dict[Decision, list[int]] = {}
+    for num_tokens in dict.fromkeys(row.num_tokens for row in rows):
+        ordered = [row for row in rows if row.num_tokens == num_tokens]
+        ordered.sort(key=lambda row: (row.timing is None, row.time_us if row.timing else 0.0))
+        for row in ordered:
+            is_first = row is ordered[0]
+            table.add_row(
+                f"{num_tokens:,}" if is_first else "",
+                good("fastest") if is_first and row.timing else "",
+                labels[row.decision],
+                *([row.decision.provider] if with_origin else []),
+                *_times(row, bool(rates)),
+                _error(row),
+            )
+        table.add_section()
+        first, default = ordered[0], next((row for row in ordered if row.decision is winner), None)
+        is_other = default is not None and first.decision.backend != winner.backend
+        if is_other and default is not None and default.time_us > _TIE * first.time_us:  # False for NaN.
+            faster.setdefault(first.decision, []).append(num_tokens)
+    say(table)
+    for row in rows:
+        if row.failure:
+            say(f"{labels[row.decision]} failed at {row.num_tokens} tokens: {row.failure}")
+        if row.damage:
+            label = f"{labels[row.decision]} of {row.decision.provider}"
+            say(f"{label} is WRONG at {row.num_tokens} tokens: {row.damage}")
+    print_rejected("not compared", selection, all_reasons)
+    print_notices(selection.notices)
+    for decision, token_counts in faster.items():
+        # An emulation goes after every kernel, whatever is preferred.
+        word = "prefer" if decision.tier == winner.tier else "require"
+        say(
+            f"faster at T={','.join(map(str, token_counts))}: {labels[decision]}{of_wheel(decision)}; "
+            f"MOEREG_{word.upper()}={decision.backend} or {word}={decision.backend!r} gives it to layers"
+        )
+    say(Text(f"a layer gets {labels[winner]}{of_wheel(winner)}: {source_of(selection)}", style="bold"))
+    if wrong := dict.fromkeys(labels[row.decision] for row in rows if not row.passed):
+        say(bad(f"not right: {', '.join(wrong)}"))
+
+
+def _times(row: Measurement, with_rates: bool) -> tuple[str | Text, ...]:
+    if row.timing is None:
+        return bad("WRONG"), "", *(["", ""] if with_rates else []), ""
+    return (
+        format_us(row.time_us),
+        format_us_range(row.timing.p10_us, row.timing.p90_us),
+        *([_rate(row.tflops), _rate(row.gbps)] if with_rates else []),
+        f"{row.share:.1%}",
+    )
+
+
+def _error(row: Measurement) -> str | Text:
+    if row.failure:
+        return bad("failed")
+    if row.damage:
+        return bad("wrote to read-only tensors")
+    error = f"{row.relative_error:.1e}"
+    return error if row.passed else bad(f"{error} > {row.tolerance:.1e}")
+
+
+def _rate(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"

@@ -1,98 +1,242 @@
 """The commands: their options and steps.
 
-A command's computation and output are in separate modules, which may load torch; this one does not.
+A command's computation and output are in separate modules, which may load torch; this one does not. They raise a
+`MoeregError` for anything that the user can fix.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated, Any, ClassVar, Final
 
+import typer
+import typer.core
+
+from moereg._version import __version__
 from moereg.cli._options import (
-    COMMANDS,
+    Deny,
+    Platform,
+    Prefer,
     ProblemFlags,
-    Shown,
     UsageError,
-    argument,
-    backend_name,
     backends_of,
-    command,
+    completing,
     find_subject,
+    import_named,
+    known_backends,
     option,
-    schemes_of,
+    scheme_of,
     seed_of,
 )
-from moereg.cli._output import BAD_INPUT, NOTHING_FITS, OK, WRONG_NUMBERS, code_of_verdict, print_error
-from moereg.errors import BackendError
+from moereg.cli._output import (
+    BAD_INPUT,
+    EXIT_CODES,
+    OK,
+    WRONG_NUMBERS,
+    Result,
+    code_of_verdict,
+    only_results_on_stdout,
+    print_error,
+)
+from moereg.errors import BackendError, UnknownNameError, described, unknown_name_message
 from moereg.selection.result import SCHEMA
 
-__all__ = ["COMMANDS"]
+_ALSO_CALLED: Final = {
+    **dict.fromkeys(("list", "ls"), ("info", "models", "schemes")),
+    **dict.fromkeys(("backends", "doctor", "status"), ("info",)),
+    **dict.fromkeys(("why", "choose", "select"), ("explain",)),
+    **dict.fromkeys(("warm-up", "precompile", "build"), ("compile",)),
+    "test": ("verify",),
+    "check": ("verify", "run"),
+    "quants": ("schemes",),
+    "new": ("new-backend",),
+}
+"""Other words for commands, with the commands that they may mean."""
 
-if TYPE_CHECKING:
-    from moereg.cli._bench import BenchResult, RunResult
-    from moereg.cli._ep import EpResult
-    from moereg.cli._quantize import QuantizeResult
+
+def known_routings() -> Iterable[str]:
+    """All routings, for the tab key."""
+    from moereg.tuning.inputs import ROUTINGS
+
+    return ROUTINGS
 
 
-@command(cells="Show every cell, not a line a backend.")
-def info(cells: bool = False) -> Shown:
+Ep = Annotated[int | None, option("Experts over so many ranks: processes here, or those of torchrun.", min=1)]
+Way = Annotated[
+    str | None, option("With --ep: ways of moving tokens, such as all_to_all,all_gather; all that fit if left out.")
+]
+Seed = Annotated[int, seed_of("Of weights, hidden states and routing.")]
+Jobs = Annotated[int | None, option("Compilers at once; as memory allows if left out.", min=1)]
+Modules = Annotated[
+    list[str] | None, option("Import this module or file too, which registers backends, e.g. my_package.backend.")
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Imports:
+    """Options of commands that read the registry."""
+
+    file: Annotated[
+        list[str] | None,
+        typer.Argument(help="Files that register backends, e.g. ./my_kernel.py; each is imported alone."),
+    ] = None
+    module: Modules = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Output:
+    """Options of every command."""
+
+    json: Annotated[bool, option("Print one JSON object instead of a table.", "--json")] = False
+    verbose: Annotated[
+        bool, option("Log to standard error, and show every reason of each backend.", "--verbose", "-v")
+    ] = False
+
+
+@functools.cache
+def _parameters(declared: type) -> tuple[Any, ...]:
+    """What typer makes of the fields of a dataclass."""
+    app = typer.Typer(add_completion=False)
+    app.command()(declared)
+    return tuple(typer.main.get_command(app).params)
+
+
+class Command(typer.core.TyperCommand):
+    """A command, with `--json` and `--verbose` too: it returns a `Result`, which is printed after its work.
+
+    Until then standard output is standard error. An option of its own takes the place of a shared one of its name.
+    """
+
+    before: ClassVar[tuple[type, ...]] = ()
+    after: ClassVar[tuple[type, ...]] = (_Output,)
+
+    def __init__(self, *arguments: Any, params: list[Any], **facts: Any) -> None:
+        """Adds the shared options to the command's own."""
+        own = {parameter.name for parameter in params}
+        after = [one for kind in self.after for one in _parameters(kind) if one.name not in own]
+        names = {*own, *(one.name for one in after)}
+        before = [one for kind in self.before for one in _parameters(kind) if one.name not in names]
+        self._shared = [one.name for one in (*before, *after)]
+        super().__init__(*arguments, params=[*before, *params, *after], **facts)
+
+    def invoke(self, ctx: Any) -> int:
+        """Runs the command, whose context has the layer's `ProblemFlags` as its object; returns the exit code."""
+        shared = {name: ctx.params.pop(name) for name in self._shared}
+        fields = {one.name for one in dataclasses.fields(ProblemFlags)}
+        ctx.obj = ProblemFlags(**{name: value for name, value in shared.items() if name in fields})
+        with only_results_on_stdout(shared["verbose"]):
+            import_named(shared.get("file") or (), shared.get("module") or ())
+            try:
+                result: Result | None = super().invoke(ctx)
+            except OSError as error:  # Others are taken for those of standard output.
+                raise RuntimeError(described(error)) from error
+        if result is None:
+            return OK
+        result.print(shared["json"])
+        return result.code
+
+
+class RegistryCommand(Command):
+    """A command that reads the registry: it imports what `FILE...` and `--module` name first."""
+
+    after = (_Imports, _Output)
+
+
+class LayerCommand(RegistryCommand):
+    """A command about a layer, with the options of `ProblemFlags`."""
+
+    before = (ProblemFlags,)
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands; a mistyped one gets moereg's usual error for unknown names."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Like click's, but checks that the first word is a command's name."""
+        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            raise UnknownNameError(unknown_name_message("command", args[0], self.list_commands(ctx), _ALSO_CALLED))
+        return super().resolve_command(ctx, args)
+
+
+app: Final = typer.Typer(
+    name="moereg",
+    cls=_Commands,
+    help="Picks, prepares, runs and compares Mixture-of-Experts kernels for PyTorch.",
+    epilog=EXIT_CODES,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    # Rich's boxes truncate option names at 80 columns.
+    rich_markup_mode=None,
+)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print("moereg", __version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _moereg(
+    version: Annotated[bool, option("Print the version.", "--version", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    """Picks, prepares, runs and compares Mixture-of-Experts kernels for PyTorch."""
+
+
+@app.command(cls=RegistryCommand)
+def info(cells: Annotated[bool, option("Show every cell, not a line a backend.", "--cells")] = False) -> Result:
     """Show this machine, the backends and the plugins."""
     from moereg.cli._info import collect_info, show_info
 
     found = collect_info()
-    return Shown(lambda: found, lambda: show_info(found, cells))
+    return Result(found, lambda: show_info(found, cells))
 
 
-@command(imports=False)
-def models() -> Shown:
+@app.command(cls=Command)
+def models() -> Result:
     """List the models that --model knows, with their sizes."""
     from moereg.cli._info import list_models, show_models
 
-    return Shown(list_models, show_models)
+    return Result(list_models(), show_models)
 
 
-@command()
-def schemes(platform: str | None = None) -> Shown:
+@app.command(cls=RegistryCommand)
+def schemes(platform: Platform = None) -> Result:
     """List the schemes that --quant knows, and who runs each."""
     from moereg.cli._info import list_schemes, show_schemes
 
     found, where = list_schemes(platform)
-    return Shown(lambda: found, lambda: show_schemes(found, where))
+    return Result(found, lambda: show_schemes(found, where))
 
 
-@command(
-    model_dir="Every layer of the model of this directory's config.json, as transformers builds it.",
-    reasons="Show every reason, not the first of a backend.",
-)
+@app.command(cls=LayerCommand)
 def explain(
-    flags: ProblemFlags,
-    checkpoint: Path | None = None,
-    layer: int | None = None,
-    model_dir: Path | None = None,
-    reasons: bool = False,
-    ep: int | None = None,
-    way: str | None = None,
-    verbose: bool = False,
-) -> Shown:
+    context: typer.Context,
+    model_dir: Annotated[
+        Path | None, option("Every layer of the model of this directory's config.json, as transformers builds it.")
+    ] = None,
+    reasons: Annotated[bool, option("Show every reason, not the first of a backend.", "--reasons")] = False,
+    ep: Ep = None,
+    way: Way = None,
+) -> Result:
     """Show which backend a layer gets, and why."""
-    from moereg.cli._explain import Explanation, ModelChoices
+    from moereg.cli._explain import explain_layer, explain_model_dir
 
+    flags = context.obj
     _check_ep(ep, way)
-    if model_dir is not None and (layer is not None or reasons):
-        option = "--reasons" if layer is None else "--layer"
+    if model_dir is not None and (flags.layer is not None or reasons):
+        name = "--reasons" if flags.layer is None else "--layer"
         raise UsageError(
-            f"{option} is about one layer and --model-dir about all of them; give --checkpoint {model_dir} for one"
+            f"{name} is about one layer and --model-dir about all of them; give --checkpoint {model_dir} for one"
         )
-    if model_dir is not None and checkpoint is not None:
+    if model_dir is not None and flags.checkpoint is not None:
         raise UsageError("--checkpoint asks for one layer and --model-dir for all of them; leave one out")
-    found: Explanation | ModelChoices
     if model_dir is not None:
-        found = ModelChoices.of(flags, model_dir)
-    else:
-        found = Explanation.of(flags, find_subject(flags, checkpoint, layer), ep, way)
-    return Shown(found.to_dict, lambda: found.show(reasons or verbose), OK if found.fits else NOTHING_FITS)
+        return explain_model_dir(flags, model_dir)
+    return explain_layer(flags, find_subject(flags), ep, way, reasons or flags.verbose)
 
 
 def _check_ep(ep: int | None, way: str | None, checkpoint: Path | None = None) -> None:
@@ -102,233 +246,210 @@ def _check_ep(ep: int | None, way: str | None, checkpoint: Path | None = None) -
         raise UsageError("--ep builds random weights, and --checkpoint names others; leave one out")
 
 
-def _measured(
-    found: BenchResult | EpResult | QuantizeResult | RunResult, show: Callable[[], object] | None = None
-) -> Shown:
-    return Shown(found.to_dict, show or found.show, code_of_verdict(found.passed))
-
-
-@command()
+@app.command(cls=LayerCommand)
 def run(
-    flags: ProblemFlags,
-    checkpoint: Path | None = None,
-    layer: int | None = None,
-    seed: int = 0,
-    ep: int | None = None,
-    way: str | None = None,
-    verbose: bool = False,
-) -> Shown | int:
+    context: typer.Context,
+    seed: Seed = 0,
+    ep: Ep = None,
+    way: Way = None,
+) -> Result | None:
     """Run one layer, check it against the reference, time it."""
-    _check_ep(ep, way, checkpoint)
+    _check_ep(ep, way, context.obj.checkpoint)
     if ep is not None:
         from moereg.cli._ep import run_group
 
-        group = run_group(flags, ep, way, seed)
-        return _measured(group) if group.is_printed else code_of_verdict(group.passed)
+        return run_group(context.obj, ep, way, seed)
     from moereg.cli._bench import run_layer
 
-    result = run_layer(flags, checkpoint, layer, seed)
-    return _measured(result, lambda: result.show(verbose))
+    return run_layer(context.obj, seed)
 
 
-@command(
-    tokens="Numbers of tokens, e.g. 1,16,64; 1 to 4096 on a GPU and 1 to 256 on a CPU if left out.",
-    rounds=option("Timed calls of each backend, 48 if left out; fewer where they take a second.", min=1),
-    replicas=option("With --ep: balance experts by the routing's loads, so many of them twice.", min=0),
-    batches="With --ep: parts into which calls are cut, e.g. 1,2; 1 if left out.",
-    eager="With --ep: capture nothing in CUDA graphs.",
-)
+@app.command(cls=LayerCommand)
 def bench(
-    flags: ProblemFlags,
-    checkpoint: Path | None = None,
-    layer: int | None = None,
-    tokens: str | None = None,
-    routing: str = "uniform",
-    rounds: int | None = None,
-    seed: int = 0,
-    ep: int | None = None,
-    way: str | None = None,
-    replicas: int | None = None,
-    batches: str | None = None,
-    eager: bool = False,
-    verbose: bool = False,
-) -> Shown | int:
+    context: typer.Context,
+    tokens: Annotated[
+        str | None,
+        option("Numbers of tokens, e.g. 1,16,64; 1 to 4096 on a GPU and 1 to 256 on a CPU if left out."),
+    ] = None,
+    routing: Annotated[
+        str, option("uniform, zipf (popularity 1 / rank) or one_set (all to one set).", tab=known_routings)
+    ] = "uniform",
+    rounds: Annotated[
+        int | None, option("Timed calls of each backend, 48 if left out; fewer where they take a second.", min=1)
+    ] = None,
+    seed: Seed = 0,
+    ep: Ep = None,
+    way: Way = None,
+    replicas: Annotated[
+        int | None, option("With --ep: balance experts by the routing's loads, so many of them twice.", min=0)
+    ] = None,
+    batches: Annotated[
+        str | None, option("With --ep: parts into which calls are cut, e.g. 1,2; 1 if left out.")
+    ] = None,
+    eager: Annotated[bool, option("With --ep: capture nothing in CUDA graphs.", "--eager")] = False,
+) -> Result | None:
     """Compare all backends that fit: numbers first, then speed."""
     from moereg.cli._bench import bench_layer, check_routing, parse_counts
     from moereg.tuning.timing import ROUNDS
 
-    _check_ep(ep, way, checkpoint)
+    _check_ep(ep, way, context.obj.checkpoint)
     token_counts = None if tokens is None else parse_counts(tokens)
     parts = (1,) if batches is None else parse_counts(batches, "--batches 1,2")
     timed = ROUNDS if rounds is None else rounds
     if ep is not None:
         from moereg.cli._ep import bench_group
 
-        group = bench_group(flags, ep, way, token_counts, routing, timed, seed, replicas, eager, parts)
-        return _measured(group) if group.is_printed else code_of_verdict(group.passed)
+        return bench_group(context.obj, ep, way, token_counts, routing, timed, seed, replicas, eager, parts)
     of_ranks = {"--replicas": replicas is not None, "--batches": batches is not None, "--eager": eager}
     for name in (name for name, is_given in of_ranks.items() if is_given):
         raise UsageError(f"{name} is about ranks; say --ep, too")
     check_routing(routing)
-    result = bench_layer(flags, checkpoint, layer, token_counts, routing, timed, seed)
-    return _measured(result, lambda: result.show(verbose))
+    return bench_layer(context.obj, token_counts, routing, timed, seed)
 
 
-@command(
-    tokens="Most tokens of a call, of which all powers of two are measured, or a list; 8192, 512 on a CPU if left out.",
-    routing="Routings that decide, of uniform,zipf; both if left out.",
-    require=backends_of("Measure these backends alone."),
-    prefer=backends_of("Measure these backends too, although they are opt-in."),
-    seconds=option("Stop after so long; the same command goes on.", min=1),
-    histogram="Calls by number of tokens in a JSON file, which weigh the choice; decades count alike if left out.",
-    refresh="Measure again what was measured.",
-    dry_run="Say what would be measured.",
-)
+@app.command(cls=LayerCommand)
 def tune(
-    flags: ProblemFlags,
-    checkpoint: Path | None = None,
-    layer: int | None = None,
-    tokens: str | None = None,
-    routing: str | None = None,
-    require: list[str] | None = None,
-    prefer: list[str] | None = None,
-    seconds: float | None = None,
-    histogram: Path | None = None,
-    seed: int = 0,
-    refresh: bool = False,
-    dry_run: bool = False,
-    verbose: bool = False,
-) -> Shown | int:
+    context: typer.Context,
+    tokens: Annotated[
+        str | None,
+        option(
+            "Most tokens of a call, of which all powers of two are measured, or a list; 8192, 512 on a CPU if left out."
+        ),
+    ] = None,
+    routing: Annotated[
+        str | None,
+        option("Routings that decide, of uniform,zipf; both if left out."),
+    ] = None,
+    require: Annotated[list[str] | None, backends_of("Measure these backends alone.")] = None,
+    prefer: Annotated[list[str] | None, backends_of("Measure these backends too, although they are opt-in.")] = None,
+    seconds: Annotated[float | None, option("Stop after so long; the same command goes on.", min=1)] = None,
+    histogram: Annotated[
+        Path | None,
+        option("Calls by number of tokens in a JSON file, which weigh the choice; decades count alike if left out."),
+    ] = None,
+    seed: Seed = 0,
+    refresh: Annotated[bool, option("Measure again what was measured.", "--refresh")] = False,
+    dry_run: Annotated[bool, option("Say what would be measured.", "--dry-run")] = False,
+) -> Result | None:
     """Time a layer's backends here; layers get the fastest."""
     from moereg.cli._tune import parse_routings, parse_tokens, read_histogram, tune_layer
     from moereg.cli._tune_session import Question
     from moereg.measured.significance import ASKED
 
-    flags = dataclasses.replace(flags, require=require, prefer=prefer)
+    flags = dataclasses.replace(context.obj, require=require, prefer=prefer)
     counts = () if tokens is None else parse_tokens(tokens)
     routings = ASKED if routing is None else parse_routings(routing)
     calls = None if histogram is None else read_histogram(histogram)
-    question = Question(flags, checkpoint, layer, counts, routings, seed)
+    question = Question(flags, counts, routings, seed)
     try:
-        result = tune_layer(question, seconds, refresh, dry_run, calls)
+        return tune_layer(question, seconds, refresh, dry_run, calls)
     except BackendError as error:
         print_error(str(error))
-        return WRONG_NUMBERS
-    return Shown(result.to_dict, lambda: result.show(verbose), result.code)
+        raise typer.Exit(WRONG_NUMBERS) from None
 
 
-@command(
-    checkpoint="The checkpoint, a directory or a name in the Hub's cache; it is only read.",
-    layer="Compare on this layer, the first with experts if left out.",
-    quant=schemes_of("Schemes to compare: int4_w4a16_g128 or a,b or int4_*; all that fit if left out."),
-    tokens="Tokens of the timed calls; 1,64 if left out.",
-    inputs="Real hidden states [T,H] by layer index, in a safetensors file; random ones if left out.",
-    num_local_experts="Compare on so many experts alone.",
-    platform="cpu, on a machine that has a GPU.",
-    require=backends_of("Use one of these backends."),
-    seed=seed_of("Of random hidden states."),
-)
+@app.command(cls=RegistryCommand)
 def quantize(
-    checkpoint: Path,
-    layer: int | None = None,
-    quant: list[str] | None = None,
-    tokens: str | None = None,
-    inputs: Path | None = None,
-    num_local_experts: int | None = None,
-    platform: str | None = None,
-    require: list[str] | None = None,
-    prefer: list[str] | None = None,
-    deny: list[str] | None = None,
-    seed: int = 0,
-) -> Shown:
+    checkpoint: Annotated[Path, option("The checkpoint, a directory or a name in the Hub's cache; it is only read.")],
+    layer: Annotated[int | None, option("Compare on this layer, the first with experts if left out.")] = None,
+    quant: Annotated[
+        list[str] | None,
+        scheme_of("Schemes to compare: int4_w4a16_g128 or a,b or int4_*; all that fit if left out."),
+    ] = None,
+    tokens: Annotated[str | None, option("Tokens of the timed calls; 1,64 if left out.")] = None,
+    inputs: Annotated[
+        Path | None,
+        option("Real hidden states [T,H] by layer index, in a safetensors file; random ones if left out."),
+    ] = None,
+    num_local_experts: Annotated[int | None, option("Compare on so many experts alone.")] = None,
+    platform: Annotated[str | None, option("cpu, on a machine that has a GPU.")] = None,
+    require: Annotated[list[str] | None, backends_of("Use one of these backends.")] = None,
+    prefer: Prefer = None,
+    deny: Deny = None,
+    seed: Annotated[int, seed_of("Of random hidden states.")] = 0,
+) -> Result:
     """Compare schemes on a checkpoint's layer."""
     from moereg.cli._bench import parse_counts
-    from moereg.cli._quantize import DEFAULT_TOKENS, Question, compare_schemes, find_schemes, read_inputs
+    from moereg.cli._quantize import DEFAULT_TOKENS, compare_schemes, find_schemes, read_inputs
 
-    question = Question(
-        checkpoint,
-        layer,
-        find_schemes(quant or []),
-        DEFAULT_TOKENS if tokens is None else parse_counts(tokens),
-        read_inputs(inputs),
-        seed,
-    )
     flags = ProblemFlags(
         num_local_experts=num_local_experts, platform=platform, require=require, prefer=prefer, deny=deny
     )
-    return _measured(compare_schemes(flags, question))
+    counts = DEFAULT_TOKENS if tokens is None else parse_counts(tokens)
+    return compare_schemes(flags, checkpoint, layer, find_schemes(quant or []), counts, read_inputs(inputs), seed)
 
 
-@command(
-    imports=False,
-    name=argument("Of the backend, as requests will spell it, e.g. my_kernel."),
-    directory="Folder to write into, new or empty; moereg-NAME here if left out.",
-)
-def new_backend(name: str, directory: Path | None = None) -> Shown:
+@app.command(cls=Command)
+def new_backend(
+    name: Annotated[str, typer.Argument(help="Of the backend, as requests will spell it, e.g. my_kernel.")],
+    directory: Annotated[
+        Path | None, option("Folder to write into, new or empty; moereg-NAME here if left out.")
+    ] = None,
+) -> Result:
     """Write a wheel with one backend, to put a kernel into."""
     from moereg.cli._new_backend import show_wheel, write_wheel
 
     written = write_wheel(name, directory)
-    return Shown(lambda: written, lambda: show_wheel(written))
+    return Result(written, lambda: show_wheel(written))
 
 
-@command(
-    tokens="Numbers of tokens of a call, e.g. 1-512,1024; 1-16384 if left out.",
-    cache="Folder to compile into, and to ship; Triton's own cache if left out.",
-    check="Check that the folder serves this machine's Triton, and compile nothing.",
-)
+@app.command(cls=LayerCommand)
 def compile(
-    flags: ProblemFlags,
-    checkpoint: Path | None = None,
-    layer: int | None = None,
-    tokens: str | None = None,
-    cache: Path | None = None,
-    jobs: int | None = None,
-    check: bool = False,
-) -> Shown | int:
+    context: typer.Context,
+    tokens: Annotated[str | None, option("Numbers of tokens of a call, e.g. 1-512,1024; 1-16384 if left out.")] = None,
+    cache: Annotated[
+        Path | None, option("Folder to compile into, and to ship; Triton's own cache if left out.")
+    ] = None,
+    jobs: Jobs = None,
+    check: Annotated[
+        bool, option("Check that the folder serves this machine's Triton, and compile nothing.", "--check")
+    ] = False,
+) -> Result:
     """Compile what a layer launches ahead of its first call."""
     from moereg.cli._compile import check_cache, compile_layer
 
+    flags = context.obj
     if check:
-        found, line = check_cache(cache, flags.platform)
-        return Shown(lambda: found, lambda: print(line))
+        return check_cache(cache, flags.platform)
     try:
-        found, line, refusal = compile_layer(flags, find_subject(flags, checkpoint, layer), tokens, cache, jobs)
+        return compile_layer(flags, find_subject(flags), tokens, cache, jobs)
     except BackendError as error:
         print_error(str(error))
-        return WRONG_NUMBERS
-    if refusal is None:
-        return Shown(lambda: found, lambda: print(line))
-    print_error(refusal)
-    return Shown(lambda: found, lambda: None, NOTHING_FITS)
+        raise typer.Exit(WRONG_NUMBERS) from None
 
 
-@command(
-    imports=False,
-    name=backend_name("A backend, or a file that registers one, e.g. ./my_backend.py."),
-    platform="Run as this machine, as its cpu, or as a platform that is imitated here.",
-    isolate="Import and run the backend in a worker process alone.",
-    seconds=option("Time for everything; layers are drawn until it is over.", min=1),
-    check_seconds=option("Time for each check; 120, and 300 beside a GPU, if left out.", min=0.1),
-    seed=seed_of("Of the drawn layers."),
-    check="Run only checks whose id has this text, e.g. numbers, or that of a drawn layer's JSON.",
-    ledger="Record in this file which cells passed everything on this machine.",
-    quarantine="Reject what failed on this machine until its code or versions change.",
-    unquarantine="Lift the backend's quarantine on this machine, and run nothing.",
-)
+@app.command(cls=Command)
 def verify(
-    name: str | None = None,
-    module: list[str] | None = None,
-    platform: str | None = None,
-    isolate: bool = True,
-    seconds: float | None = None,
-    check_seconds: float | None = None,
-    seed: int = 0,
-    check: list[str] | None = None,
-    ledger: Path | None = None,
-    quarantine: bool = False,
-    unquarantine: bool = False,
-) -> Shown:
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="A backend, or a file that registers one, e.g. ./my_backend.py.",
+            autocompletion=completing(known_backends),
+        ),
+    ] = None,
+    module: Modules = None,
+    platform: Annotated[
+        str | None,
+        option("Run as this machine, as its cpu, or as a platform that is imitated here."),
+    ] = None,
+    isolate: Annotated[bool, option("Import and run the backend in a worker process alone.")] = True,
+    seconds: Annotated[float | None, option("Time for everything; layers are drawn until it is over.", min=1)] = None,
+    check_seconds: Annotated[
+        float | None, option("Time for each check; 120, and 300 beside a GPU, if left out.", min=0.1)
+    ] = None,
+    seed: Annotated[int, seed_of("Of the drawn layers.")] = 0,
+    check: Annotated[
+        list[str] | None,
+        option("Run only checks whose id has this text, e.g. numbers, or that of a drawn layer's JSON."),
+    ] = None,
+    ledger: Annotated[Path | None, option("Record in this file which cells passed everything on this machine.")] = None,
+    quarantine: Annotated[
+        bool, option("Reject what failed on this machine until its code or versions change.", "--quarantine")
+    ] = False,
+    unquarantine: Annotated[
+        bool, option("Lift the backend's quarantine on this machine, and run nothing.", "--unquarantine")
+    ] = False,
+) -> Result:
     """Run the conformance kit on one backend."""
     from moereg.cli._quarantine import lift_quarantine, quarantine_failures
     from moereg.cli._verify import Subject, check_ledger, record_verified, show_verify, verify_backend
@@ -339,7 +460,7 @@ def verify(
         if name is None or quarantine:
             raise UsageError("--unquarantine takes a backend's name, and does not go with --quarantine; leave one out")
         lifted = lift_quarantine(name)
-        return Shown(lambda: {"schema": SCHEMA, "quarantine": lifted.to_dict()}, lambda: print(lifted))
+        return Result({"schema": SCHEMA, "quarantine": lifted.to_dict()}, lambda: print(lifted))
     if quarantine:
         QUARANTINE.change()  # Refuses an unwritable file before anything runs.
     subject = Subject(name, module or [])
@@ -360,4 +481,4 @@ def verify(
 
     quarantined = {} if change is None else {"quarantine": change.to_dict()}
     code = BAD_INPUT if report.has_no_time else code_of_verdict(report.passed)
-    return Shown(lambda: {**report.to_dict(), **quarantined}, show, code)
+    return Result({**report.to_dict(), **quarantined}, show, code)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from moereg.cli._options import ProblemFlags, Subject, UsageError
+from moereg.cli._output import NOTHING_FITS, OK, Result, print_error
 from moereg.dispatch import explain_backends
 from moereg.layer.warm_up import check_shipped, check_token_counts, compile_ahead
 from moereg.platforms import Platform
@@ -15,16 +15,8 @@ from moereg.selection.result import SCHEMA
 
 def compile_layer(
     flags: ProblemFlags, subject: Subject, tokens: str | None, cache: Path | None, jobs: int | None
-) -> tuple[dict[str, Any], str, str | None]:
-    """Compiles what a layer launches; takes the options' values by name.
-
-    Returns:
-        The object that `moereg compile --json` prints, the lines to show otherwise, and why nothing was compiled; None
-        if something was, or was in the cache.
-
-    Raises:
-        MoeregError: As in `compile_ahead`, or `--tokens` cannot be parsed.
-    """
+) -> Result:
+    """Compiles what a layer launches; takes the options' values by name."""
     counts = check_token_counts(None if tokens is None else parse_ranges(tokens), subject.problem.max_num_tokens)
     load_backends()  # A plugin's platforms are known once it is loaded.
     selection = explain_backends(subject.problem, flags.platform, **flags.request())
@@ -41,16 +33,14 @@ def compile_layer(
         **done,
         "notes": [*subject.notices, *done.get("notes", ())],
     }
-    refusal = selection.refusal if result is None else None if result.kernels else result.notes[0]
-    return values, "\n".join([str(result), *subject.notices]), refusal
+    if result is None or not result.kernels:
+        print_error(selection.refusal if result is None else result.notes[0])
+        return Result(values, lambda: None, NOTHING_FITS)
+    return Result(values, lambda: print(result, *subject.notices, sep="\n"), OK)
 
 
 def parse_ranges(text: str) -> list[int]:
-    """Parses numbers such as `--tokens 1-512,1024`.
-
-    Raises:
-        UsageError: The text has another form.
-    """
+    """Parses numbers such as `--tokens 1-512,1024`."""
     found: list[int] = []
     for word in text.split(","):
         ends = [end.strip() for end in word.split("-")]
@@ -63,16 +53,8 @@ def parse_ranges(text: str) -> list[int]:
     return found
 
 
-def check_cache(folder: Path | None, platform: str | None) -> tuple[dict[str, Any], str]:
-    """Checks a folder of compiled kernels (`--cache`), and rewrites its paths if it was moved.
-
-    Returns:
-        The object that `moereg compile --check --json` prints, and the line to show otherwise.
-
-    Raises:
-        UsageError: No folder is named, or it has no compiled kernels.
-        ArgumentError: Triton would compile everything again.
-    """
+def check_cache(folder: Path | None, platform: str | None) -> Result:
+    """Checks a folder of compiled kernels (`--cache`), and rewrites its paths if it was moved."""
     if folder is None:
         raise UsageError("--check needs --cache, the folder to check")
     load_backends()
@@ -85,4 +67,4 @@ def check_cache(folder: Path | None, platform: str | None) -> tuple[dict[str, An
     made = sum(layer["num_kernels"] for layer in found)
     layers = [{name: value for name, value in layer.items() if name != "facts"} for layer in found]
     values = {"schema": SCHEMA, "platform": str(target), "cache": str(place), "layers": layers}
-    return values, f"{place} serves {target}: {len(layers)} layers, {made} kernels"
+    return Result(values, lambda: print(f"{place} serves {target}: {len(layers)} layers, {made} kernels"))

@@ -48,11 +48,7 @@ def show_wheel(written: Mapping[str, Any]) -> None:
 
 
 def write_wheel(name: str, directory: Path | None = None) -> dict[str, Any]:
-    """Writes the source of a plugin with one backend; returns the object that `moereg new-backend --json` prints.
-
-    Raises:
-        UsageError: The name is taken or invalid, or the folder is not empty or cannot be written.
-    """
+    """Writes the source of a plugin with one backend; returns the object that `moereg new-backend --json` prints."""
     distribution = _distribution(name)
     package = distribution.replace("-", "_")
     words = {

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
 import json
 import logging
 import math
+import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TextIO
 
 from rich.console import Console
 
-from moereg.cli._streams import others_print_to_stderr
 from moereg.errors import MoeregWarning, one_line
 
 OK: Final = 0
@@ -44,6 +46,25 @@ def code_of_verdict(passed: bool | None) -> int:
     return NOTHING_FITS if passed is None else OK if passed else WRONG_NUMBERS
 
 
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A command's result.
+
+    Attributes:
+        values: The object that `--json` prints.
+        show: Prints the same as text.
+        code: The exit code.
+    """
+
+    values: Mapping[str, Any]
+    show: Callable[[], object]
+    code: int = OK
+
+    def print(self, as_json: bool) -> None:
+        """Writes it to standard output; in JSON on one line, with null for NaN and infinities."""
+        print(json.dumps(_finite(self.values), allow_nan=False)) if as_json else self.show()
+
+
 def console(stream: TextIO) -> Console:
     """A console on a stream, as wide as COLUMNS or the terminal, else 80 columns.
 
@@ -52,9 +73,9 @@ def console(stream: TextIO) -> Console:
     return Console(file=stream, force_terminal=stream.isatty(), markup=False, highlight=False, emoji=False)
 
 
-def print_json(values: Mapping[str, Any]) -> None:
-    """Writes a JSON object on one line; NaN and infinities become null."""
-    print(json.dumps(_finite(values), allow_nan=False))
+def picked(source: Any, *names: str) -> dict[str, Any]:
+    """Attributes of an object by name, for JSON."""
+    return {name: getattr(source, name) for name in names}
 
 
 def _finite(value: Any) -> Any:
@@ -68,9 +89,10 @@ def _finite(value: Any) -> Any:
 
 
 def print_error(message: str) -> None:
-    """Writes a message to standard error as one line."""
+    """Writes a message to standard error, if that can be written, as one line."""
     lines = (one_line(line) for line in message.splitlines())
-    print("moereg:", "; ".join(line for line in lines if line), file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print("moereg:", "; ".join(line for line in lines if line), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -78,14 +100,12 @@ def warnings_on_one_line() -> Iterator[None]:
     """Shows moereg's warnings like its errors, without the source line, which means nothing to a user."""
     before = warnings.formatwarning
 
-    def formatted(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-    ) -> str:
+    def formatted(message: Warning | str, category: type[Warning], *others: Any) -> str:
         if issubclass(category, MoeregWarning):
             return f"moereg: warning: {one_line(str(message))}\n"
-        return before(message, category, filename, lineno, line)
+        return before(message, category, *others)
 
-    warnings.formatwarning = formatted
+    warnings.formatwarning = formatted  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -93,24 +113,32 @@ def warnings_on_one_line() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def only_results_on_stdout(is_verbose: bool) -> Iterator[None]:
-    """Sends output to standard error while a command works; results are printed afterwards.
+def only_results_on_stdout(is_verbose: bool = False) -> Iterator[None]:
+    """Sends what others print while a command works to standard error, C libraries and child processes included.
 
     Args:
         is_verbose: Whether to show moereg's log.
     """
-    with others_print_to_stderr(), warnings_on_one_line():
-        if not is_verbose:
-            yield
-            return
-        logger = logging.getLogger("moereg")
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-        level = logger.level
+    logger = logging.getLogger("moereg")
+    handler, level = logging.StreamHandler(sys.stderr), logger.level
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    if is_verbose:
         logger.addHandler(handler)
         logger.setLevel(logging.DEBUG)
-        try:
+    try:
+        # A stream of its own, since a plugin may close it.
+        strays = open(os.dup(2), "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
+        with strays, contextlib.redirect_stdout(strays), warnings_on_one_line():
             yield
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        # Their buffers, while the descriptor still points there.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.__stdout__.flush()  # type: ignore[union-attr]
+            ctypes.CDLL(None).fflush(None)
+        os.dup2(saved, 1)
+        os.close(saved)

@@ -1,4 +1,4 @@
-"""Progress on standard error: a bar on a terminal, otherwise a line for phases longer than two seconds."""
+"""Progress on standard error: a bar on a terminal, otherwise lines for work of more than two seconds."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from moereg.cli._output import console
-from moereg.runtime.progress import duration
+from moereg.runtime.progress import Advance, duration
 
 SILENT_SECONDS: Final = 2.0
 """Without a terminal, only work that takes longer is announced."""
 
 EVERY_SECONDS: Final = 15.0
 """Without a terminal, long work says so often how far it is."""
-
-Advance = Callable[[int, int], None]
-"""Called with (steps done, all steps)."""
 
 
 @contextlib.contextmanager
@@ -32,67 +37,32 @@ def phase(description: str) -> Iterator[Advance]:
         description: The work, such as `permuting weights`.
 
     Yields:
-        A callback for finished steps; without steps the phase only shows that it runs.
+        A callback for (steps done, all steps); without steps the phase only shows that it runs.
     """
-    with _bar(description) if sys.stderr.isatty() else _line(description) as advance:
-        yield advance
-
-
-@contextlib.contextmanager
-def _bar(description: str) -> Iterator[Advance]:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    # Transient, so that only an error's line remains.
-    with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
-        task = progress.add_task(description, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-@contextlib.contextmanager
-def _line(description: str) -> Iterator[Advance]:
     stream = sys.stderr
-    timer = threading.Timer(SILENT_SECONDS, lambda: print(f"{description} ...", file=stream, flush=True))
+    if stream.isatty():
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        times = TimeElapsedColumn(), TimeRemainingColumn()
+        # Transient, so that only an error's line remains.
+        with Progress(*columns, *times, console=console(stream), transient=True) as progress:
+            task = progress.add_task(description, total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
+        return
+    last = began = time.monotonic()
+    first: int | None = None
+
+    def advance(done: int, total: int) -> None:
+        nonlocal last, first
+        first, now = done if first is None else first, time.monotonic()
+        if now - last > EVERY_SECONDS:
+            last = now
+            left = f", about {duration((now - began) / (done - first) * (total - done))} left" if done > first else ""
+            print(f"{description}: {done} of {total}{left}", file=stream, flush=True)
+
+    timer = threading.Timer(SILENT_SECONDS, print, (f"{description} ...",), {"file": stream, "flush": True})
     timer.daemon = True
     timer.start()
     try:
-        yield lambda done, total: None
+        yield advance
     finally:
         timer.cancel()
-
-
-@contextlib.contextmanager
-def countdown(description: str) -> Iterator[Callable[[int, int, float | None], None]]:
-    """Shows long work whose end is estimated.
-
-    Args:
-        description: The work.
-
-    Yields:
-        A callback for (steps done, all steps, seconds left or None).
-    """
-    if sys.stderr.isatty():
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-        with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
-            task = progress.add_task(description, total=None)
-            yield lambda done, total, left: progress.update(
-                task, completed=done, total=total, description=f"{description}{_left(left)}"
-            )
-        return
-    last = time.monotonic()
-
-    def line(done: int, total: int, left: float | None) -> None:
-        nonlocal last
-        if time.monotonic() - last > EVERY_SECONDS:
-            last = time.monotonic()
-            print(f"{description}: {done} of {total} points{_left(left)}", file=sys.stderr, flush=True)
-
-    yield line
-
-
-def _left(seconds: float | None) -> str:
-    return "" if seconds is None else f", about {duration(seconds)} left"

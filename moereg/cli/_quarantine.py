@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
+from moereg.cli._output import picked
 from moereg.evidence.on_machine import record_keys
 from moereg.evidence.quarantine import QUARANTINE, Quarantine, QuarantineRecord
 from moereg.plugins.loader import current_platform, list_cells, load_backends
@@ -15,6 +16,8 @@ from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing.check import GRADIENT_KINDS, CellName, Check
 from moereg.testing.outcomes import IMPORT, Outcome, Report, Result
+
+_SHOWN: Final = "backend", "experts", "rule", "scheme", "trains", "failure", "date"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +40,8 @@ class Change:
         """The JSON form."""
         return {
             "file": str(QUARANTINE.path()),
-            "added": [_short(record) for record in self.added],
-            "lifted": [_short(record) for record in self.lifted],
+            "added": [picked(record, *_SHOWN) for record in self.added],
+            "lifted": [picked(record, *_SHOWN) for record in self.lifted],
             "left": dict(self.left),
         }
 
@@ -48,11 +51,6 @@ class Change:
         lines += [f"not quarantined: {cell}, {reason}" for cell, reason in self.left.items()]
         nothing = f"{self.lifts} is not quarantined here" if self.lifts else "nothing is quarantined or lifted"
         return "\n".join(lines or [nothing])
-
-
-def _short(record: QuarantineRecord) -> dict[str, str]:
-    names = "backend", "experts", "rule", "scheme", "trains", "failure", "date"
-    return {name: getattr(record, name) for name in names}
 
 
 def _named(record: QuarantineRecord) -> str:
@@ -71,9 +69,6 @@ def quarantine_failures(
         is_whole: Whether all checks ran; otherwise nothing is lifted.
         again: Reruns a check that timed out or crashed, alone and with more time, since one time limit says little on a
             busy machine, and another check may have damaged the process. If None, such checks quarantine nothing.
-
-    Raises:
-        RecordFileError: The quarantine cannot be read or written.
     """
     at_import = [result.outcome for result in report.failures if result.check.cell.experts == IMPORT]
     if at_import:
@@ -127,12 +122,7 @@ def _schemes(result: Result, cell: BackendCell) -> tuple[QuantScheme, ...]:
 
 
 def lift_quarantine(backend: str) -> Change:
-    """Lifts all of a backend's records on this machine.
-
-    Raises:
-        UnknownBackendError: Nothing of that name is quarantined here, and there is no such backend.
-        RecordFileError: The quarantine cannot be read or written.
-    """
+    """Lifts all of a backend's records on this machine."""
     here = current_platform()
     lifted = QUARANTINE.change(lift=lambda record: record.backend == backend and record.is_from(here))
     if not lifted:

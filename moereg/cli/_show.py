@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -28,14 +28,46 @@ _SOURCES: Final = {
     "priority": "chosen by priority",
 }
 
-_NUMBERS: Final = ("priority", "T", "time", "p10 to p90", "TFLOP/s", "GB/s", "% of roofline", "roofline", "error")
-_NUMBERS_OF_LISTS: Final = ("E", "H", "I", "K", "L", "schemes")
-"""Right-aligned columns."""
-
 _UNITS: Final = (("us", 1.0), ("ms", 1e3), ("s", 1e6))
 
-WIDE: Final = 110
-"""From this many terminal columns on tables show more than 80 have room for."""
+
+def say(*lines: RenderableType) -> None:
+    """Prints texts and tables on standard output."""
+    for line in lines:
+        console(sys.stdout).print(line)
+
+
+def good(text: str) -> Text:
+    """The text of a good end."""
+    return Text(text, style="bold green")
+
+
+def bad(text: str) -> Text:
+    """The text of a bad end."""
+    return Text(text, style="bold red")
+
+
+def is_wide() -> bool:
+    """Whether tables have room for more than 80 columns hold."""
+    return console(sys.stdout).width >= 110
+
+
+def new_table(*columns: str, rows: Iterable[Sequence[str | Text] | None] = (), keep: Sequence[str] = ()) -> Table:
+    """A table.
+
+    Args:
+        columns: Their heads; `>` before one aligns its column to the right.
+        rows: Its cells by row; None begins another section.
+        keep: Heads of columns that are never folded.
+    """
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        name = column.removeprefix(">")
+        # Folded, never truncated, since users need whole names.
+        table.add_column(name, overflow="fold", justify="left" if name == column else "right", no_wrap=name in keep)
+    for row in rows:
+        table.add_section() if row is None else table.add_row(*row)
+    return table
 
 
 def show_selection(selection: Selection, subject: str | None = None, all_reasons: bool = False) -> None:
@@ -46,26 +78,23 @@ def show_selection(selection: Selection, subject: str | None = None, all_reasons
         subject: The model's or checkpoint's name.
         all_reasons: Whether rejected backends are in the table too, with every reason of each.
     """
-    target = console(sys.stdout)
     platform, winner = selection.platform, selection.winner
-    target.print(f"{subject}: {selection.problem}" if subject else str(selection.problem))
-    target.print(f"on {named_machine(platform)}")
+    say(f"{subject}: {selection.problem}" if subject else str(selection.problem), f"on {named_machine(platform)}")
     decisions = nearest_by_backend(selection.decisions)
     if winner is not None or all_reasons:
-        _print_decisions(target, [one for one in decisions if one.accepted or all_reasons], winner, platform)
-    print_rejected(target, "rejected", selection, all_reasons)
+        say(_decision_table([one for one in decisions if one.accepted or all_reasons], winner, platform))
+    print_rejected("rejected", selection, all_reasons)
     assumed = dict.fromkeys(text for decision in decisions if decision.accepted for text in decision.assumes)
     if assumed:
-        target.print(f"assumed of {platform}: {', '.join(assumed)}")
-    print_notices(target, selection.notices)
+        say(f"assumed of {platform}: {', '.join(assumed)}")
+    print_notices(selection.notices)
     if winner is None:
         others = selection.alternatives if selection.request.require else ()
         instead = f"; without the request, {' or '.join(others)} would do" if others else ""
-        target.print(Text(f"nothing fits{instead}", style="bold red"))
+        say(bad(f"nothing fits{instead}"))
     else:
-        target.print(_verification(winner, platform))
         plan = f"; {selection.plan_text}" if selection.ranges else ""
-        target.print(Text(f"{winner.backend}{of_wheel(winner)}: {source_of(selection)}{plan}", style="bold green"))
+        say(_verification(winner, platform), good(f"{named(winner)}: {source_of(selection)}{plan}"))
 
 
 def answers(selection: Selection) -> list[Decision]:
@@ -76,13 +105,12 @@ def answers(selection: Selection) -> list[Decision]:
     return found or list(decisions[:1])
 
 
-def print_rejected(target: Console, label: str, selection: Selection, all_reasons: bool = False) -> None:
+def print_rejected(label: str, selection: Selection, all_reasons: bool = False) -> None:
     """Prints why candidates were rejected: on one line those that share a reason.
 
     Where nothing fits, those that `answers` names come first with every reason, and alone if they were required.
 
     Args:
-        target: Where to.
         label: What the lines begin with.
         selection: Whose candidates.
         all_reasons: Whether each has lines of its own, with every reason.
@@ -91,7 +119,7 @@ def print_rejected(target: Console, label: str, selection: Selection, all_reason
     apart = rejected if all_reasons else [] if selection.winner else answers(selection)
     for decision in apart:
         reasons = [vars(reason) for reason in decision.reasons]
-        print_reasons(target, f"{decision.backend}{of_wheel(decision)} does not fit:", reasons)
+        print_reasons(f"{named(decision)} does not fit:", reasons)
     if selection.winner is None and selection.request.require and not all_reasons:
         return
     others = {
@@ -106,30 +134,27 @@ def print_rejected(target: Console, label: str, selection: Selection, all_reason
             rule = others.get(reason.code) or reason.text.partition(", got ")[0]
             shared.setdefault(rule, []).append((decision, reason))
     for rule, found in shared.items():
-        names = dict.fromkeys(f"{decision.backend}{of_wheel(decision)}" for decision, _ in found)
+        names = dict.fromkeys(named(decision) for decision, _ in found)
         first = found[0][1]
         text = first.text if all(reason == first for _, reason in found) else rule
         has_more = first.code not in others and any(len(decision.reasons) > 1 for decision, _ in found)
         more = ", and more (-v)" if has_more else ""
-        target.print(Text(f"{label}: {', '.join(names)}: {text} [{first.code}]{more}"))
+        say(f"{label}: {', '.join(names)}: {text} [{first.code}]{more}")
 
 
-def _print_decisions(
-    target: Console, decisions: Sequence[Decision], winner: Decision | None, platform: Platform
-) -> None:
-    is_wide = target.width >= WIDE
+def _decision_table(decisions: Sequence[Decision], winner: Decision | None, platform: Platform) -> Table:
+    wide, backends = is_wide(), [decision.backend for decision in decisions]
     # On 80 columns, show the class only if it distinguishes candidates, and the origin only if one is a plugin.
-    has_origin = is_wide or any(decision.origin != BUILTIN for decision in decisions)
-    columns = ["", "backend", *(["origin"] if has_origin else []), *(["class"] if is_wide else [])]
-    table = new_table(*columns, "platforms", "computed as", "priority", "verified")
-    backends = [decision.backend for decision in decisions]
+    has_origin = wide or any(decision.origin != BUILTIN for decision in decisions)
+    columns = ["", "backend", *(["origin"] if has_origin else []), *(["class"] if wide else [])]
+    table = new_table(*columns, "platforms", "computed as", ">priority", "verified")
     for decision in decisions:
-        is_one_of_many = not is_wide and backends.count(decision.backend) > 1
+        is_one_of_many = not wide and backends.count(decision.backend) > 1
         table.add_row(
             _mark(decision, winner),
             decision.backend + (f"\n({decision.experts.removesuffix('Experts')})" if is_one_of_many else ""),
             *([decision.provider] if has_origin else []),
-            *([decision.experts] if is_wide else []),
+            *([decision.experts] if wide else []),
             decision.rule,
             decision.computes if decision.tier == "kernel" else f"{decision.computes}, {decision.tier}",
             str(decision.priority),
@@ -138,10 +163,10 @@ def _print_decisions(
     # Platforms are folded first, between their parts.
     names = table.columns[: len(columns)]
     width = sum(max((len(str(cell)) for cell in column.cells), default=0) for column in names)
-    for column in names if width < target.width / 2 else ():
+    for column in names if width < console(sys.stdout).width / 2 else ():
         column.no_wrap = True
     table.columns[1].min_width = max(map(len, backends), default=0)
-    target.print(table)
+    return table
 
 
 def _verified(decision: Decision, platform: Platform) -> Text:
@@ -192,15 +217,19 @@ def of_wheel(decision: Decision) -> str:
     return "" if decision.origin == BUILTIN else f" of {decision.provider}"
 
 
+def named(decision: Decision) -> str:
+    """A candidate's backend, and the plugin that it comes from."""
+    return f"{decision.backend}{of_wheel(decision)}"
+
+
 def versions_of(measured_on: Mapping[str, Any]) -> str:
     """Package versions as one line, such as `torch 2.13, triton 3.6`."""
     return ", ".join(f"{name} {version}" for name, version in measured_on["versions"].items())
 
 
-def print_notices(target: Console, notices: Sequence[str]) -> None:
+def print_notices(notices: Iterable[str]) -> None:
     """Prints one line per notice."""
-    for notice in notices:
-        target.print(f"note: {notice}")
+    say(*(f"note: {notice}" for notice in notices))
 
 
 def source_of(selection: Selection) -> str:
@@ -224,7 +253,7 @@ def named_machine(platform: Platform) -> str:
 
 def _mark(decision: Decision, winner: Decision | None) -> Text:
     if decision is winner:
-        return Text("chosen", style="bold green")
+        return good("chosen")
     return Text("fits", style="green") if decision.accepted else Text("rejected", style="red")
 
 
@@ -233,21 +262,10 @@ def yes_no(value: bool) -> Text:
     return Text("yes", style="green") if value else Text("no", style="red")
 
 
-def new_table(*columns: str) -> Table:
-    """A table whose columns of numbers are right-aligned."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for column in columns:
-        # Folded, never truncated, since users need whole names.
-        is_number = column in (*_NUMBERS, *_NUMBERS_OF_LISTS)
-        table.add_column(column, overflow="fold", justify="right" if is_number else "left")
-    return table
-
-
-def print_reasons(target: Console, heading: str, reasons: Sequence[dict[str, Any]]) -> None:
+def print_reasons(heading: str, reasons: Iterable[Mapping[str, Any]]) -> None:
     """Prints all reasons with their codes, one per line."""
-    target.print(heading)
-    for reason in reasons:
-        target.print(Padding(Text(f"- {reason['text']} [{reason['code']}]"), (0, 0, 0, 2), expand=False))
+    lines = (f"- {reason['text']} [{reason['code']}]" for reason in reasons)
+    say(heading, *(Padding(line, (0, 0, 0, 2), expand=False) for line in lines))
 
 
 def format_us(time_us: float) -> str:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-from rich.text import Text
-
 from moereg.arguments import check_count, check_mapping
 from moereg.cli._bench import check_routing, parse_counts, platform_at_hand
-from moereg.cli._options import Subject, UsageError, find_subject
-from moereg.cli._output import NOTHING_FITS, OK, UNFINISHED, WRONG_NUMBERS, console
-from moereg.cli._progress import countdown
-from moereg.cli._show import format_us, machine, new_table, print_notices, print_rejected, show_selection
+from moereg.cli._options import UsageError, find_subject
+from moereg.cli._output import NOTHING_FITS, OK, UNFINISHED, WRONG_NUMBERS, Result
+from moereg.cli._progress import phase
+from moereg.cli._show import (
+    bad,
+    format_us,
+    good,
+    machine,
+    new_table,
+    print_notices,
+    print_rejected,
+    say,
+    show_selection,
+)
 from moereg.cli._tune_session import Question
 from moereg.cli._tuner import Tuner, Unfinished, start_worker
 from moereg.errors import shown
@@ -35,7 +40,7 @@ from moereg.measured.significance import ASKED, NUM_SESSIONS
 from moereg.platforms import Platform
 from moereg.runtime.progress import duration
 from moereg.selection.decide import candidate_of
-from moereg.selection.result import SCHEMA, Selection
+from moereg.selection.result import SCHEMA
 from moereg.testing.worker import Worker
 from moereg.tuning.points import GUARD, first_points, token_grid
 from moereg.tuning.record import LayerRecord
@@ -46,170 +51,57 @@ _GPU_TOKENS: Final = 8192
 _CPU_TOKENS: Final = 512
 
 
-@dataclasses.dataclass(frozen=True)
-class TuneResult:
-    """The result of tuning one layer.
-
-    Attributes:
-        subject: The layer.
-        platform: This machine.
-        path: The pack's file.
-        record: The layer's part of it; None if nothing fits.
-        selection: The candidates.
-        counts, routings: What was asked.
-        unfinished: Why the measuring stopped before its end; empty if it did not.
-        is_dry: Whether nothing was to be measured.
-    """
-
-    subject: Subject
-    platform: Platform
-    path: Path
-    record: LayerRecord | None
-    selection: Selection
-    counts: tuple[int, ...]
-    routings: tuple[str, ...]
-    unfinished: str = ""
-    is_dry: bool = False
-
-    @property
-    def code(self) -> int:
-        """The exit code."""
-        if self.record is None:
-            return NOTHING_FITS
-        return WRONG_NUMBERS if self.record.wrong else UNFINISHED if self.unfinished else OK
-
-    @functools.cached_property
-    def plan(self) -> Measured:
-        """The plan that selection reads from the pack; its ranges have indices of `LayerRecord.keys`."""
-        record = self.record
-        if record is None:
-            return Measured()
-        candidates = [candidate_of(record.decisions[key], self.platform) for key in record.keys]
-        return Source(record.pack).order(self.selection.problem, self.platform, candidates)
-
-    @property
-    def selected(self) -> Key | None:
-        """The candidate for numbers of tokens without another winner; None if all failed."""
-        if self.record is None or not self.record.keys:
-            return None
-        return self.record.keys[self.plan.ranges[-1][1] if self.plan.ranges else 0]
-
-    def winners(self) -> list[dict[str, Any]]:
-        """The fastest cell at each number of tokens, whatever its layout: the default where nothing beats it."""
-        record = self.record
-        if record is None or not record.rows:
-            return []
-        order = [record.index(key) for key in record.participants]
-        times = LayerTimes(record.rows, order[0])
-        ranges = with_ranges(times, order, order[0], order[1:])
-        return [
-            self._winner(times, tokens, next(cell for most, cell in ranges if most is None or tokens <= most))
-            for tokens in times.tokens
-        ]
-
-    def _winner(self, times: LayerTimes, tokens: int, cell: int) -> dict[str, Any]:
-        assert self.record is not None
-        own = [row for row in times.rows if (row.cell, row.tokens) == (cell, tokens) and row.routing in self.routings]
-        by_session = [
-            math.expm1(statistics.fmean(row.log_ratio for row in own if row.session == number))
-            for number in dict.fromkeys(row.session for row in own)
-        ]
-        backend, experts, *_ = self.record.pack.cells[cell].cell_key
-        return {
-            "tokens": tokens,
-            "backend": backend,
-            "experts": experts,
-            "is_default": cell == times.default,
-            "time_us": statistics.fmean(row.median_us for row in own),
-            "change": math.expm1(statistics.fmean(row.log_ratio for row in own)),
-            "sessions": by_session,
+def _winners(record: LayerRecord | None, routings: Sequence[str]) -> list[dict[str, Any]]:
+    """The fastest cell at each number of tokens, whatever its layout: the default where nothing beats it."""
+    if record is None or not record.rows:
+        return []
+    order = [record.index(key) for key in record.participants]
+    times = LayerTimes(record.rows, order[0])
+    ranges = with_ranges(times, order, order[0], order[1:])
+    found = []
+    for tokens in times.tokens:
+        cell = next(cell for most, cell in ranges if most is None or tokens <= most)
+        own = [row for row in times.rows if (row.cell, row.tokens) == (cell, tokens) and row.routing in routings]
+        changes = {
+            number: [row.log_ratio for row in own if number in (None, row.session)]
+            for number in dict.fromkeys((None, *(row.session for row in own)))
         }
-
-    def to_dict(self) -> dict[str, Any]:
-        """The object that `moereg tune --json` prints."""
-        record = self.record
-        keys = [] if record is None else record.keys
-        return {
-            "schema": SCHEMA,
-            "problem": self.selection.problem.to_dict(),
-            "platform": str(self.platform),
-            "file": str(self.path),
-            "tokens": list(self.counts),
-            "candidates": [_named(key) for key in keys],
-            "default": _named(keys[0]) if keys else None,
-            "selected": _named(self.selected) if self.selected else None,
-            "plan": [[most, _named(keys[index])] for most, index in self.plan.ranges],
-            "note": self.plan.note or None,
-            "winners": self.winners(),
-            "left_out": [{**_named(key), "reason": text} for key, text in (record.left_out if record else {}).items()],
-            "wrong": [{**_named(key), "reason": text} for key, text in (record.wrong if record else {}).items()],
-            "unfinished": self.unfinished or None,
-        }
-
-    def show(self, all_reasons: bool = False) -> None:
-        """Prints the winners, what was left out or is wrong, and last what layers get."""
-        record, target = self.record, console(sys.stdout)
-        if record is None:
-            show_selection(self.selection, self.subject.name, all_reasons)
-            return
-        target.print(f"{self.subject.name or 'sizes'}: {self.selection.problem}")
-        target.print(f"on {machine(self.platform)}")
-        if self.is_dry:
-            self._show_plan(target)
-        elif winners := self.winners():
-            table = new_table(
-                "T", "backend", "time", "change", *(f"session {each + 1}" for each in range(NUM_SESSIONS))
-            )
-            for column in table.columns[3:]:
-                column.justify = "right"
-            for one in winners:
-                name = f"{one['backend']} (default)" if one["is_default"] else one["backend"]
-                changes = [] if one["is_default"] else [f"{each:+.1%}" for each in (one["change"], *one["sessions"])]
-                table.add_row(f"{one['tokens']:,}", name, format_us(one["time_us"]), *changes)
-            target.print(table)
-        for key, reason in record.left_out.items():
-            target.print(f"left out: {key[0]} ({key[1]}): {reason}")
-        for key, reason in record.wrong.items():
-            kept = "" if QUARANTINE.path() is None else "; it is quarantined here until its code or versions change"
-            target.print(Text(f"WRONG: {key[0]} ({key[1]}): {reason}{kept}", style="bold red"))
-        print_rejected(target, "not measured", self.selection, all_reasons)
-        print_notices(target, (*self.subject.notices, *self.selection.notices))
-        if self.unfinished:
-            target.print(Text(f"unfinished: {self.unfinished}; the same command goes on", style="bold red"))
-        else:
-            self._show_verdict(target)
-
-    def _show_plan(self, target: Console) -> None:
-        record = self.record
-        assert record is not None
-        points = len(first_points(self.counts, self.routings))
-        names = ", ".join(f"{key[0]} ({key[1]})" for key in record.participants)
-        done = sum(len(record.measured(number)) for number in record.sessions)
-        target.print(f"would measure: {names}")
-        target.print(
-            f"at {len(self.counts)} numbers of tokens up to {self.counts[-1]:,} and more where the winner changes, in "
-            f"{NUM_SESSIONS} sessions: {NUM_SESSIONS * points} points or more, {done} of them measured"
+        change, *by_session = (math.expm1(statistics.fmean(logs)) for logs in changes.values())
+        backend, experts, *_ = record.pack.cells[cell].cell_key
+        found.append(
+            {
+                "tokens": tokens,
+                "backend": backend,
+                "experts": experts,
+                "is_default": cell == times.default,
+                "time_us": statistics.fmean(row.median_us for row in own),
+                "change": change,
+                "sessions": by_session,
+            }
         )
-        left = max(0, NUM_SESSIONS * points - done) * len(record.participants)
-        target.print(
-            f"at most {ROUNDS} rounds or {SECONDS:g} s of each: {duration(left * SECONDS)} if all are that slow"
-        )
+    return found
 
-    def _show_verdict(self, target: Console) -> None:
-        record, selected = self.record, self.selected
-        if self.is_dry:
-            target.print(f"nothing was measured; times would go to {self.path}")
-        elif record is None or selected is None:
-            target.print(Text("every candidate failed: nothing was timed", style="bold red"))
-        else:
-            default = record.keys[0]
-            for most, index in self.plan.ranges[:-1]:
-                target.print(f"calls of up to {most} tokens get {_text(record.keys[index])}")
-            text = f"nothing beats the default: layers of this shape get {_text(default)} as before"
-            if selected != default:
-                text = f"layers of this shape now get {_text(selected)} (was {_text(default)})"
-            target.print(f"times are in {self.path}; delete it, or set {VARIABLE}= to choose without it")
-            target.print(Text("; ".join(filter(None, (text, self.plan.note))), style="bold green"))
+
+def _show_winners(winners: Sequence[Mapping[str, Any]]) -> None:
+    rows = []
+    for one in winners:
+        name = f"{one['backend']} (default)" if one["is_default"] else one["backend"]
+        changes = [] if one["is_default"] else [f"{each:+.1%}" for each in (one["change"], *one["sessions"])]
+        rows.append((f"{one['tokens']:,}", name, format_us(one["time_us"]), *changes))
+    sessions = (f">session {each + 1}" for each in range(NUM_SESSIONS))
+    say(new_table(">T", "backend", ">time", ">change", *sessions, rows=rows))
+
+
+def _show_plan(record: LayerRecord, question: Question) -> None:
+    points = len(first_points(question.counts, question.routings))
+    done = sum(len(record.measured(number)) for number in record.sessions)
+    left = max(0, NUM_SESSIONS * points - done) * len(record.participants)
+    say(
+        f"would measure: {', '.join(map(_text, record.participants))}",
+        f"at {len(question.counts)} numbers of tokens up to {question.counts[-1]:,} and more where the winner changes, "
+        f"in {NUM_SESSIONS} sessions: {NUM_SESSIONS * points} points or more, {done} of them measured",
+        f"at most {ROUNDS} rounds or {SECONDS:g} s of each: {duration(left * SECONDS)} if all are that slow",
+    )
 
 
 def _named(key: Key) -> dict[str, str]:
@@ -227,7 +119,7 @@ def tune_layer(
     dry_run: bool = False,
     calls: Mapping[int, int] | None = None,
     start: Callable[[], Worker] = start_worker,
-) -> TuneResult:
+) -> Result:
     """Measures a layer into the user's pack.
 
     Args:
@@ -237,9 +129,6 @@ def tune_layer(
         dry_run: Whether to measure nothing.
         calls: Numbers of calls by number of tokens, which weigh the choice; without, decades count alike.
         start: Starts a process that measures.
-
-    Raises:
-        MoeregError: Anything that the user can fix.
     """
     began = time.monotonic()
     platform = platform_at_hand("tune", question.flags.platform)
@@ -252,27 +141,80 @@ def tune_layer(
             f"--histogram needs calls of {first} to {last} tokens, which --tokens says to measure, got none"
         )
     flags = dataclasses.replace(question.flags, tokens=last)
-    subject = find_subject(flags, question.checkpoint, question.layer)
-    question = dataclasses.replace(question, flags=flags, layer=subject.layer)
+    subject = find_subject(flags)
+    flags = dataclasses.replace(flags, layer=subject.layer)
+    question = dataclasses.replace(question, flags=flags)
     selection = entrants(subject.problem, platform, **flags.request())
     path = tuning_path()
     if path is None:
         raise UsageError(f"{VARIABLE} must name a file, got an empty name, which turns measured times off")
-    if selection.winner is None:
-        return TuneResult(subject, platform, path, None, selection, question.counts, question.routings)
-    record = LayerRecord(path, platform, subject.problem, rivals(selection), refresh and not dry_run)
-    result = TuneResult(subject, platform, path, record, selection, question.counts, question.routings, is_dry=dry_run)
-    if dry_run:
-        return result
-    deadline = math.inf if seconds is None else began + seconds
-    with countdown("tuning") as progress:
-        try:
-            Tuner(question, platform, record, start, deadline, progress).run()
-            record.weigh(calls or {})
-        except Unfinished as error:
-            result = dataclasses.replace(result, unfinished=str(error))
-    _admit(record, platform)
-    return result
+    record = None
+    unfinished = ""
+    if selection.winner is not None:
+        record = LayerRecord(path, platform, subject.problem, rivals(selection), refresh and not dry_run)
+    if record is not None and not dry_run:
+        deadline = math.inf if seconds is None else began + seconds
+        with phase("tuning") as advance:
+            try:
+                Tuner(question, platform, record, start, deadline, advance).run()
+                record.weigh(calls or {})
+            except Unfinished as error:
+                unfinished = str(error)
+        _admit(record, platform)
+    keys: Sequence[Key] = [] if record is None else record.keys
+    plan = Measured()
+    if record is not None:
+        # What selection reads from the pack; its ranges have indices of the keys.
+        candidates = [candidate_of(record.decisions[key], platform) for key in keys]
+        plan = Source(record.pack).order(selection.problem, platform, candidates)
+    selected = keys[plan.ranges[-1][1] if plan.ranges else 0] if keys else None
+    winners = _winners(record, question.routings)
+    values = {
+        "schema": SCHEMA,
+        "problem": selection.problem.to_dict(),
+        "platform": str(platform),
+        "file": str(path),
+        "tokens": list(question.counts),
+        "candidates": [_named(key) for key in keys],
+        "default": _named(keys[0]) if keys else None,
+        "selected": _named(selected) if selected else None,
+        "plan": [[most, _named(keys[index])] for most, index in plan.ranges],
+        "note": plan.note or None,
+        "winners": winners,
+        "left_out": [{**_named(key), "reason": text} for key, text in (record.left_out if record else {}).items()],
+        "wrong": [{**_named(key), "reason": text} for key, text in (record.wrong if record else {}).items()],
+        "unfinished": unfinished or None,
+    }
+
+    def show() -> None:
+        if record is None:
+            return show_selection(selection, subject.name, flags.verbose)
+        say(f"{subject.name or 'sizes'}: {selection.problem}", f"on {machine(platform)}")
+        if dry_run:
+            _show_plan(record, question)
+        elif winners:
+            _show_winners(winners)
+        say(*(f"left out: {_text(key)}: {reason}" for key, reason in record.left_out.items()))
+        kept = "" if QUARANTINE.path() is None else "; it is quarantined here until its code or versions change"
+        say(*(bad(f"WRONG: {_text(key)}: {reason}{kept}") for key, reason in record.wrong.items()))
+        print_rejected("not measured", selection, flags.verbose)
+        print_notices((*subject.notices, *selection.notices))
+        if unfinished:
+            say(bad(f"unfinished: {unfinished}; the same command goes on"))
+        elif dry_run:
+            say(f"nothing was measured; times would go to {path}")
+        elif selected is None:
+            say(bad("every candidate failed: nothing was timed"))
+        else:
+            say(*(f"calls of up to {most} tokens get {_text(keys[index])}" for most, index in plan.ranges[:-1]))
+            text = f"nothing beats the default: layers of this shape get {_text(keys[0])} as before"
+            if selected != keys[0]:
+                text = f"layers of this shape now get {_text(selected)} (was {_text(keys[0])})"
+            say(f"times are in {path}; delete it, or set {VARIABLE}= to choose without it")
+            say(good("; ".join(filter(None, (text, plan.note)))))
+
+    code = NOTHING_FITS if record is None else WRONG_NUMBERS if record.wrong else UNFINISHED if unfinished else OK
+    return Result(values, show, code)
 
 
 def _admit(record: LayerRecord, platform: Platform) -> None:
@@ -291,22 +233,13 @@ def _admit(record: LayerRecord, platform: Platform) -> None:
 
 
 def parse_tokens(text: str) -> tuple[int, ...]:
-    """Numbers of tokens as an option has them: of one number all powers of two up to it.
-
-    Raises:
-        UsageError: The text has another form.
-    """
+    """Numbers of tokens as an option has them: of one number all powers of two up to it."""
     counts = parse_counts(text, "--tokens 1,16,4096")
     return token_grid(counts[0]) if len(counts) == 1 else counts
 
 
 def parse_routings(text: str) -> tuple[str, ...]:
-    """Routings as an option has them.
-
-    Raises:
-        UsageError: One is not asked for by anybody.
-        UnknownNameError: One is unknown.
-    """
+    """Routings as an option has them."""
     names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     for name in names:
         check_routing(name)
@@ -318,11 +251,7 @@ def parse_routings(text: str) -> tuple[str, ...]:
 
 
 def read_histogram(path: Path) -> Mapping[int, int]:
-    """Calls by numbers of tokens, at least one.
-
-    Raises:
-        UsageError: The file has another form.
-    """
+    """Calls by numbers of tokens, at least one."""
     try:
         found = check_mapping("a histogram", read_document(path))
         numbers = {key: int(key) if key.isascii() and key.isdigit() else key for key in found}

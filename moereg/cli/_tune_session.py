@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -26,15 +25,13 @@ class Question:
     """A layer, and where to measure it.
 
     Attributes:
-        flags, checkpoint, layer: The layer, as options name it.
+        flags: The layer, as options name it.
         counts: Numbers of tokens of the grid, ascending.
         routings: Routings that are asked.
         seed: Of weights and inputs.
     """
 
     flags: ProblemFlags
-    checkpoint: Path | None
-    layer: int | None
     counts: tuple[int, ...] = ()
     routings: tuple[str, ...] = ASKED
     seed: int = 0
@@ -78,7 +75,7 @@ def begin(tell: Callable[[Any], object], question: Question, modules: Sequence[s
     """Makes the layer and its candidates; returns those left out, whose weights do not fit beside the others'."""
     import_modules(modules)
     flags = question.flags
-    subject = find_subject(flags, question.checkpoint, question.layer)
+    subject = find_subject(flags)
     platform = platform_at_hand("tune", flags.platform)
     selection = entrants(subject.problem, platform, **flags.request())
     found = rivals(selection)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ from moereg.measured.plans import LayerTimes
 from moereg.measured.significance import NUM_SESSIONS, gains
 from moereg.platforms import Platform
 from moereg.plugins.modules import own_modules
+from moereg.runtime.progress import Advance
 from moereg.testing.worker import GPU_CHECK_SECONDS, Worker
 from moereg.tuning.compare import IN_TURNS
 from moereg.tuning.points import Point, next_points
@@ -44,10 +44,6 @@ class _Ended(Exception):
         self.culprit = culprit
 
 
-Progress = Callable[[int, int, float | None], object]
-"""Called with (points done, all points known so far, seconds left)."""
-
-
 def start_worker() -> Worker:
     """A process for a session. The layer was found to fit, so its memory has no limit."""
     return Worker(memory_bytes=sys.maxsize, interprets=False)
@@ -63,7 +59,7 @@ class Tuner:
         record: LayerRecord,
         start: Callable[[], Worker] = start_worker,
         deadline: float = math.inf,
-        progress: Progress = lambda done, total, left: None,
+        advance: Advance = lambda done, total: None,
     ) -> None:
         """Takes what to measure and how: a process at a time, until the deadline of `time.monotonic`."""
         self._question: Final = question
@@ -71,9 +67,7 @@ class Tuner:
         self._record: Final = record
         self._start: Final = start
         self._deadline: Final = deadline
-        self._progress: Final = progress
-        self._began: Final = time.monotonic()
-        self._done = 0
+        self._advance: Final = advance
         self._unexplained = 0
 
     def run(self) -> None:
@@ -151,7 +145,6 @@ class Tuner:
             if found.rows:
                 record.add_times(number, points[0], found.rows)
             self._failed(found.failures)
-            self._done += 1
             if found.stopped or record.keys[:1] != [default]:
                 return None
         return drifted(before, self._ask(worker, clocks))
@@ -227,5 +220,4 @@ class Tuner:
         done = [len(record.measured(number)) for number in record.sessions] + [0] * NUM_SESSIONS
         # The second session measures what the first one has measured in the end.
         left = [len(self._left(0)), len(self._left(1)) if place else done[0] + len(self._left(0))]
-        seconds = (time.monotonic() - self._began) / self._done * sum(left) if self._done else None
-        self._progress(sum(done), sum(done) + sum(left), seconds)
+        self._advance(sum(done), sum(done) + sum(left))

@@ -15,7 +15,8 @@ import torch
 
 from moereg import cli
 from moereg.author import ExpertInputs, PermutedWeights
-from moereg.cli._bench import BenchResult, RunResult
+from moereg.cli._bench import Run, result_of_bench
+from moereg.cli._output import Result
 from moereg.cli._show import format_us, format_us_range
 from moereg.dispatch import Decision, Selection, explain_backends, machine_reasons
 from moereg.plugins.loader import current_platform
@@ -51,8 +52,9 @@ def test_run_gives_the_median_in_us_and_permuting_in_ms(
 
 
 def test_run_for_people_has_units_that_read_well(capsys: pytest.CaptureFixture[str]) -> None:
-    result = RunResult("layer", selection_here(), 64, 1e-3, None, 8e-3, 1234.4, 2500.0, 12 * 1024)
-    result.show()
+    selection = selection_here()
+    row = measured(selection.decisions[0], 64, (1234.4,))
+    Run("layer", selection, 64, row, permute_ms=2500.0).result(False).show()
     out = capsys.readouterr().out
     assert "1.23 ms a call of 64 tokens" in out
     assert "permuted in 2.50 s" in out
@@ -93,22 +95,22 @@ def measured(decision: Decision, num_tokens: int, samples_us: tuple[float, ...])
     )
 
 
-@pytest.fixture
-def bench_result() -> BenchResult:
-    """Three candidates: one of 200 us, one of 100 us, and one that is wrong."""
+def compared(fast_us: tuple[float, ...] = (90.0, 100.0, 140.0), tier: str = "kernel") -> Result:
+    """A bench of three candidates: one of 200 us, another one of 100 us, and one that is wrong."""
     selection = selection_here()
     assert selection.winner is not None
     names = ("slow", "fast", "wrong")
     decisions = [dataclasses.replace(selection.winner, backend=name) for name in names]
+    decisions[1] = dataclasses.replace(decisions[1], tier=tier)
     selection = dataclasses.replace(selection, decisions=tuple(decisions))
-    samples = ((180.0, 200.0, 260.0), (90.0, 100.0, 140.0), ())
+    samples = ((180.0, 200.0, 260.0), fast_us, ())
     rows = tuple(measured(decision, 16, times) for decision, times in zip(decisions, samples, strict=True))
     measured_on = {"device": "a machine", "versions": {"torch": torch.__version__}, "commit": "", "date": "2026-01-02"}
-    return BenchResult("layer", selection, "uniform", measured_on, Ceilings(80.0, 60.0, "nothing"), rows)
+    return result_of_bench("layer", selection, "uniform", measured_on, Ceilings(80.0, 60.0, "nothing"), rows)
 
 
-def test_bench_numbers_are_those_of_the_samples(bench_result: BenchResult) -> None:
-    rows: list[dict[str, Any]] = bench_result.to_dict()["rows"]
+def test_bench_numbers_are_those_of_the_samples() -> None:
+    rows: list[dict[str, Any]] = compared().values["rows"]
     slow, fast, wrong = rows
     assert (slow["time_us"], fast["time_us"]) == (200.0, 100.0)
     # Deciles of three samples lie between them: a fifth of the way in from either end.
@@ -118,10 +120,8 @@ def test_bench_numbers_are_those_of_the_samples(bench_result: BenchResult) -> No
     assert wrong["time_us"] != wrong["time_us"]  # Not a number.
 
 
-def test_bench_for_people_has_the_fastest_first_and_marks_it(
-    bench_result: BenchResult, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench_result.show()
+def test_bench_for_people_has_the_fastest_first_and_marks_it(capsys: pytest.CaptureFixture[str]) -> None:
+    compared().show()
     lines = capsys.readouterr().out.splitlines()
     (fast,), (slow,), (wrong,) = (
         [line.split() for line in lines if f" {name} " in line and "gets" not in line]
@@ -134,11 +134,9 @@ def test_bench_for_people_has_the_fastest_first_and_marks_it(
     assert wrong == ["wrong", "WRONG", "1.0e+00", ">", "8.0e-03"]
 
 
-def test_bench_fits_80_columns(
-    bench_result: BenchResult, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    bench_result.show()
+    compared().show()
     table = capsys.readouterr().out.splitlines()
     assert max(map(len, table)) <= 80
     (fast,) = (line.split() for line in table if " fast " in line)
@@ -154,13 +152,8 @@ def test_bench_fits_80_columns(
     ],
     ids=["faster", "an emulation", "a tie"],
 )
-def test_bench_names_the_next_step(
-    bench_result: BenchResult, capsys: pytest.CaptureFixture[str], fast_us: float, tier: str, text: str
-) -> None:
-    rows = list(bench_result.rows)
-    fast = dataclasses.replace(rows[1].decision, tier=tier)
-    rows[1] = dataclasses.replace(rows[1], decision=fast, timing=Timing((fast_us,)))
-    dataclasses.replace(bench_result, rows=tuple(rows)).show()
+def test_bench_names_the_next_step(capsys: pytest.CaptureFixture[str], fast_us: float, tier: str, text: str) -> None:
+    compared((fast_us,), tier).show()
     assert [line for line in capsys.readouterr().out.splitlines() if "faster" in line] == [text] * bool(text)
 
 

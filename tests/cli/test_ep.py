@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moereg.cli._ep import EpResult
+from moereg.cli._ep import _passed
 from tests.cli.command import ROOT, SELECTION_KEYS, Call, CallJson, run_module, run_python, strict_json
 
 SIZES = "--experts 8 --hidden 128 --intermediate 64 --top-k 2 --dtype float32 --platform cpu"
@@ -59,10 +59,7 @@ def test_explain_shows_ways_and_then_backends(call: Call, call_json: CallJson) -
     ],
 )
 def test_rows_that_are_left_out_have_not_failed(rows: list[tuple[bool, str | None]], passed: bool | None) -> None:
-    # Neither the layer nor the ways decide it.
-    nothing: Any = None
-    found = tuple({"passed": is_right, "failure": failure} for is_right, failure in rows)
-    assert EpResult(nothing, nothing, {}, None, found).passed is passed
+    assert _passed([{"passed": is_right, "failure": failure} for is_right, failure in rows], "") is passed
 
 
 def test_more_ranks_than_torchrun_started(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

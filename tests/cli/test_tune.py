@@ -25,7 +25,8 @@ import torch
 
 from moereg.cli import _tune_session
 from moereg.cli._options import ProblemFlags
-from moereg.cli._tune import TuneResult, parse_routings, parse_tokens, tune_layer
+from moereg.cli._output import Result
+from moereg.cli._tune import parse_routings, parse_tokens, tune_layer
 from moereg.cli._tune_session import Question
 from moereg.dispatch import explain_backends
 from moereg.errors import BackendError, MoeregError
@@ -33,6 +34,7 @@ from moereg.evidence.admission import ADMITTED
 from moereg.evidence.quarantine import QUARANTINE
 from moereg.measured.pack import Row, read_pack
 from moereg.registry import register_moe_backend
+from moereg.spec.problem import MoEProblem
 from moereg.testing.outcomes import Outcome
 from moereg.testing.worker import Answer
 from moereg.tuning.compare import IN_TURNS
@@ -117,8 +119,8 @@ class World:
         """The points that were asked for, without those of screening."""
         return [arguments[1] for name, arguments in self.asked if name == "measure" and arguments[2] == ROUNDS]
 
-    def tune(self, most: int = 16, **keywords: Any) -> TuneResult:
-        question = Question(FLAGS, None, None, parse_tokens(str(most)))
+    def tune(self, most: int = 16, **keywords: Any) -> Result:
+        question = Question(FLAGS, parse_tokens(str(most)))
         return tune_layer(question, start=lambda: self, **keywords)  # type: ignore[arg-type, return-value]
 
 
@@ -133,8 +135,12 @@ def world(isolated_registry: object, monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
-def selected(result: TuneResult) -> str | None:
-    return result.selected and result.selected[0]
+def selected(result: Result) -> str | None:
+    return result.values["selected"] and str(result.values["selected"]["backend"])
+
+
+def problem_of(result: Result) -> MoEProblem:
+    return MoEProblem.from_dict(result.values["problem"])
 
 
 def flat(cost: float) -> Cost:
@@ -152,8 +158,8 @@ def test_what_is_faster_in_both_sessions_is_what_layers_get(world: World, pack: 
     world.add("fake_fast", flat(80))
     result = world.tune()
     assert (selected(result), result.code) == ("fake_fast", 0)
-    assert [one["backend"] for one in result.winners()] == ["fake_fast"] * 5
-    assert all(one["change"] == pytest.approx(-0.2, abs=0.01) for one in result.winners())
+    assert [one["backend"] for one in result.values["winners"]] == ["fake_fast"] * 5
+    assert all(one["change"] == pytest.approx(-0.2, abs=0.01) for one in result.values["winners"])
     assert world.num_processes == 2
     found = read_pack(pack, is_own=True)
     assert len({session.process for session in found.sessions}) == 2
@@ -161,7 +167,7 @@ def test_what_is_faster_in_both_sessions_is_what_layers_get(world: World, pack: 
         own = {Point(row.routing, row.tokens) for row in found.layers[0].rows if row.session == number}
         assert own == {Point(routing, at) for routing in ("uniform", "zipf", GUARD) for at in (1, 2, 4, 8, 16)}
     assert all(row.rounds == 48 and 0 <= row.error <= 1 for row in found.layers[0].rows)
-    selection = explain_backends(result.selection.problem, require="fake_*")
+    selection = explain_backends(problem_of(result), require="fake_*")
     assert (selection.backend, selection.source) == ("fake_fast", "measured")
     assert "fake_fast 20 % less than fake_default" in " ".join(selection.notices)
 
@@ -190,8 +196,7 @@ def test_what_is_far_behind_everywhere_is_left_out(world: World, pack: Path) -> 
     world.add("fake_late", lambda tokens: 200 if tokens < 16 else 90)
     result = world.tune()
     assert timed(pack) == {"fake_default", "fake_late"}
-    assert result.record is not None
-    assert {key[0]: reason for key, reason in result.record.left_out.items()} == {
+    assert {one["backend"]: one["reason"] for one in result.values["left_out"]} == {
         "fake_behind": "more than 1.3x slower than the fastest at every number of tokens"
     }
     world.asked.clear()
@@ -210,9 +215,9 @@ def test_where_the_winner_changes_numbers_of_tokens_between_are_measured(world: 
     world.add("fake_default", flat(100))
     world.add("fake_large", lambda tokens: 70 if tokens >= 19 else 110)
     result = world.tune(32)
-    counts = [one["tokens"] for one in result.winners()]
+    counts = [one["tokens"] for one in result.values["winners"]]
     assert counts == [1, 2, 4, 8, 16, 19, 23, 32]
-    assert [one["backend"] for one in result.winners()] == ["fake_default"] * 5 + ["fake_large"] * 3
+    assert [one["backend"] for one in result.values["winners"]] == ["fake_default"] * 5 + ["fake_large"] * 3
     assert Point(GUARD, 23) not in world.points
 
 
@@ -223,7 +228,7 @@ def test_what_failed_is_no_candidate_the_next_time(world: World) -> None:
     world.asked.clear()
     again = world.tune(2)
     assert (again.code, world.asked) == (0, [])
-    assert [one["backend"] for one in again.to_dict()["candidates"]] == ["fake_default"]
+    assert [one["backend"] for one in again.values["candidates"]] == ["fake_default"]
 
 
 class Killed(BaseException):
@@ -251,7 +256,7 @@ def test_time_that_is_over_leaves_what_was_measured(world: World, pack: Path) ->
     world.add("fake_default", flat(100))
     world.ends[4] = TimeoutError()
     result = world.tune()
-    assert (result.code, result.unfinished) == (4, "no time is left")
+    assert (result.code, result.values["unfinished"]) == (4, "no time is left")
     assert len(read_pack(pack, is_own=True).layers[0].rows) == 3
     assert world.tune().code == 0
 
@@ -269,7 +274,7 @@ def test_wrong_numbers_are_quarantined_and_not_timed(
     (record,) = QUARANTINE.read().records
     assert record.backend == "fake_wrong"
     assert record.failure.startswith("moereg tune: wrong numbers: error ")
-    rejected = {one.backend: one for one in explain_backends(result.selection.problem).decisions}["fake_wrong"]
+    rejected = {one.backend: one for one in explain_backends(problem_of(result)).decisions}["fake_wrong"]
     assert [reason.code for reason in rejected.reasons] == ["quarantined"]
 
 
@@ -304,8 +309,8 @@ def test_a_crash_or_a_hang_is_its_candidates_and_the_others_are_measured(world: 
     world.ends[5] = crashed(end, (key, "apply"))
     result = world.tune(2)
     assert (result.code, selected(result)) == (1, "fake_fast")
-    assert result.record is not None
-    assert result.record.wrong == {key: f"{end} (apply)"}
+    names = dict(zip(("backend", "experts", "rule", "computes", "facts"), key, strict=True))
+    assert result.values["wrong"] == [{**names, "reason": f"{end} (apply)"}]
     assert [record.backend for record in QUARANTINE.read().records] == ["fake_crash"]
     assert world.num_processes == 3
     first = [session for session in read_pack(pack, is_own=True).sessions if session.number == 1]
@@ -337,7 +342,7 @@ def test_a_session_whose_clock_moved_is_measured_once_more(
     assert result.code == code
     assert len(read_pack(pack, is_own=True).sessions) == sessions
     if code:
-        assert "from 1000 to 880 MHz, more than 10%" in result.unfinished
+        assert "from 1000 to 880 MHz, more than 10%" in result.values["unfinished"]
         assert not read_pack(pack, is_own=True).layers[0].rows
 
 
@@ -371,8 +376,8 @@ def test_what_shares_the_layout_runs_where_it_wins(world: World, capsys: pytest.
     world.add("fake_large", lambda tokens: 80 if tokens >= 16 else 110, SharingExperts)
     result = world.tune(32)
     plan = [(15, "fake_default"), (32, "fake_large"), (None, "fake_default")]
-    assert [(most, key["backend"]) for most, key in result.to_dict()["plan"]] == plan
-    selection = explain_backends(result.selection.problem, require="fake_*")
+    assert [(most, key["backend"]) for most, key in result.values["plan"]] == plan
+    selection = explain_backends(problem_of(result), require="fake_*")
     assert [(most, one.backend) for most, one in selection.plan] == plan
     result.show()
     assert "calls of up to 32 tokens get fake_large (Fake_Large)\n" in capsys.readouterr().out
@@ -383,7 +388,7 @@ def test_a_histogram_weighs_the_choice(world: World, pack: Path) -> None:
     world.add("fake_large", lambda tokens: 80 if tokens >= 16 else 110)
     result = world.tune(32, calls={20: 3, 32: 5})
     assert selected(result) == "fake_large"
-    assert explain_backends(result.selection.problem, require="fake_*").backend == "fake_large"
+    assert explain_backends(problem_of(result), require="fake_*").backend == "fake_large"
     assert selected(world.tune(32, calls={1: 900, 32: 5})) == selected(world.tune(32)) == "fake_default"
     with pytest.raises(MoeregError, match="--histogram needs calls of 1 to 32 tokens"):
         world.tune(32, calls={64: 5})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -14,24 +15,24 @@ from typing import Any, Final
 import pytest
 import typer.main
 
-from moereg.cli import app
-from moereg.cli._bench import BenchResult, RunResult
-from moereg.cli._ep import EpResult
+from moereg.cli import _ep
+from moereg.cli._bench import Run, result_of_bench
+from moereg.cli._commands import app
 from moereg.cli._explain import selection_with_evidence
 from moereg.cli._info import collect_info, list_models, list_schemes
 from moereg.cli._new_backend import write_wheel
-from moereg.cli._options import Subject
-from moereg.cli._quantize import QuantizeResult, Question, SchemeRow
-from moereg.cli._tune import TuneResult
+from moereg.cli._options import ProblemFlags
+from moereg.cli._quantize import compare_schemes, find_schemes
+from moereg.cli._tune import tune_layer
+from moereg.cli._tune_session import Question
 from moereg.dispatch import explain_backends
 from moereg.evidence.provenance import provenance
-from moereg.layer.movement import explain_movements
 from moereg.platforms import Platform
 from moereg.plugins.status import PluginStatus
-from moereg.prepare_finalize import GroupFacts
 from moereg.spec.problem import MoEProblem
 from moereg.testing import CellName, Check, Outcome, Report, Result
 from moereg.tuning.over_ranks import NO_ROW
+from tests.support.snippets import write_layers
 from tests.support.toml import tomllib
 
 ROOT: Final = Path(__file__).parents[2]
@@ -155,25 +156,28 @@ def test_the_index_lists_every_page() -> None:
     assert "docs/index.md" in (ROOT / "README.md").read_text()
 
 
-def test_fields_of_the_json_are_those_that_are_printed() -> None:
+def test_fields_of_the_json_are_those_that_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ProblemFlags(experts=4, hidden=8, intermediate=8, top_k=2, platform="cpu")
+    write_layers(checkpoint := tmp_path / "checkpoint", 0, 1, num_experts=4, hidden_size=64, intermediate_size=32)
     selection = explain_backends(MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2), "cpu")
     info = collect_info()
     check = Check(CellName("a", "B", ("unquantized",), ("cpu",)), "permute")
     verified = Report("a", "cpu", "", {}, 0, (Result(check, Outcome("failed")),), {}).to_dict()
     where = provenance(Platform("cpu"), ["torch"])
-    ways = explain_movements(selection.problem, GroupFacts(2, "gloo", "cpu"), "cpu")
-    question = Question(Path(), 0, (), (), {}, 0)
-    quantized = QuantizeResult(question, "", selection.problem, Platform("cpu"), where, "random")
-    row = SchemeRow("", selection.decisions[0], 0, 0.0, 0.0, 0.0, (), ())
+    monkeypatch.setenv("MOEREG_TUNING", str(tmp_path / "tuning.json"))
+    monkeypatch.setattr(_ep, "_rows_of_ranks", lambda job, rank: ([], ""))
+    ranks = _ep.bench_group(flags, 2, "all_to_all", (1,), "uniform", 1, 0, None, False)
+    assert ranks is not None
+    quantized = compare_schemes(ProblemFlags(), checkpoint, None, find_schemes(["int8_w8a16"]), (1,), {}, 0).values
     printed = {
         "explain": selection_with_evidence(selection),
         "info": info,
-        "run": RunResult("", selection, 1).to_dict(),
-        "bench": BenchResult("", selection, "uniform", where).to_dict(),
-        "bench --ep` and `run --ep": EpResult(Subject(None, selection.problem), ways, where, None).to_dict(),
+        "run": Run("", selection, 1).result(False).values,
+        "bench": result_of_bench("", selection, "uniform", where).values,
+        "bench --ep` and `run --ep": ranks.values,
         "a row over ranks": dict.fromkeys(("way", "batches", "tokens", *NO_ROW)),
-        "quantize": quantized.to_dict(),
-        "a compared scheme": row.to_dict(),
+        "quantize": quantized,
+        "a compared scheme": quantized["original"],
         "new-backend": write_wheel("a_name", Path(tempfile.mkdtemp())),
         "models": list_models(),
         "a model": list_models()["models"][0],
@@ -189,8 +193,7 @@ def test_fields_of_the_json_are_those_that_are_printed() -> None:
         "a rectangle of it": info["ways"][0]["cells"][0],
         "a plugin": PluginStatus("", "", "", "", "loaded").to_dict(),
     }
-    tuned = TuneResult(Subject(None, selection.problem), Platform("cpu"), Path(), None, selection, (), ())
-    printed["tune"] = tuned.to_dict()
+    printed["tune"] = tune_layer(Question(dataclasses.replace(flags, require=["triton"]), (1,))).values
     text = " ".join(PAGE.read_text().split())
     for name, values in printed.items():
         (fields,) = re.findall(rf"(?:- `{name}`:|{name} is) `([^`]+)`", text)
