@@ -98,7 +98,7 @@ class _Output:
 
 @functools.cache
 def _parameters(declared: type) -> tuple[Any, ...]:
-    """What typer makes of the fields of a dataclass."""
+    """The options and arguments that typer reads from the fields of a dataclass."""
     app = typer.Typer(add_completion=False)
     app.command()(declared)
     return tuple(typer.main.get_command(app).params)
