@@ -2,7 +2,7 @@
 
     python -m pytest benches/bench_experts.py --benchmark-only [-k mixtral]
 
-A group of the table is one layer and number of tokens. `moereg.tuning` compares its backends with the reference and
+A group of the table is one layer and number of tokens. `moereg.bench` compares its backends with the reference and
 times them in turns: on a GPU as replays of CUDA graphs over rotated inputs, measured with events. pytest-benchmark gets
 those samples, one a round, through a timer that moves by a sample at a time. A wrong backend fails and has no number.
 """
@@ -18,18 +18,18 @@ import torch
 from packaging.requirements import Requirement
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from moereg.bench.compare import Comparison, Measurement
+from moereg.bench.inputs import num_calls, random_calls, random_weights
+from moereg.bench.roofline import Ceilings, measure_ceilings
 from moereg.cli._bench import check_run_fits
 from moereg.dispatch import explain_backends
 from moereg.errors import TooLargeError
 from moereg.evidence.provenance import clocks, provenance
 from moereg.numerics.tolerances import layer_tolerance
-from moereg.plugins.loader import current_platform
+from moereg.selection.loader import current_platform
 from moereg.selection.result import Decision, Selection
 from moereg.spec.model_shapes import MODEL_SHAPES
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.compare import Comparison, Measurement
-from moereg.tuning.inputs import num_calls, random_calls, random_weights
-from moereg.tuning.roofline import Ceilings, measure_ceilings
 from moereg.weights.permuted import ExpertWeights
 
 PLATFORM = current_platform()

@@ -28,6 +28,8 @@ from typing import Any, Final
 
 import torch
 
+from moereg.bench.compare import output_error
+from moereg.bench.inputs import random_call, random_weights
 from moereg.dispatch import select_backend
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.factory import MoEKernel, make_kernel
@@ -36,8 +38,6 @@ from moereg.numerics.tolerances import tolerance
 from moereg.platforms import Platform, probe_platform
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.compare import output_error
-from moereg.tuning.inputs import random_call, random_weights
 from moereg.weights.permuted import ExpertWeights
 
 MODELS: Final = ("qwen3-30b-a3b", "gpt-oss-120b", "mixtral-8x7b")

@@ -10,11 +10,11 @@ from __future__ import annotations
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from moereg.plugins.loader import current_platform, load_backends
+from moereg.bench.timing import wait_for
+from moereg.selection.loader import current_platform, load_backends
 from moereg.testing.cases import Case, default_device, runnable_platform
 from moereg.testing.inputs import make_weights
 from moereg.testing.problems import claimed_problems
-from moereg.tuning.timing import wait_for
 
 SIZES = {"num_experts": 32, "hidden_size": 512, "intermediate_size": 256, "top_k": 4}
 DEVICE = default_device()

@@ -9,8 +9,8 @@ import pytest
 
 import moereg
 from moereg.platforms import Platform
-from moereg.plugins.loader import load_backends
 from moereg.registry import REGISTRY, register_moe_backend, registering_origin
+from moereg.selection.loader import load_backends
 from tests.support.fakes import FakeExperts
 
 NUM_CELLS = 40

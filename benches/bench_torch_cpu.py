@@ -34,15 +34,15 @@ from typing import Any, Final
 import torch
 
 from benches.stored import instruction_set, read
+from moereg.bench import roofline
+from moereg.bench.inputs import Call, random_call, random_weights
+from moereg.bench.timing import time_runs
 from moereg.dispatch import select_backend
 from moereg.evidence.provenance import provenance
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.platforms import probe_platform
 from moereg.spec.problem import MoEProblem
-from moereg.tuning import roofline
-from moereg.tuning.inputs import Call, random_call, random_weights
-from moereg.tuning.timing import time_runs
 from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["Ceilings", "Row", "main", "measure"]

@@ -24,9 +24,9 @@ from benches.markdown import table
 from benches.stored import SAME
 from moereg.evidence.ledger import Evidence, arch_name, evidence_of
 from moereg.platforms import Platform
-from moereg.plugins.loader import load_backends
 from moereg.registry import BUILTIN, REGISTRY, BackendCell
 from moereg.selection.decide import decide
+from moereg.selection.loader import load_backends
 from moereg.selection.request import Request
 from moereg.selection.result import Decision
 from moereg.spec.facts import Facts

@@ -66,11 +66,11 @@ if TYPE_CHECKING:
     from moereg.layer.movement import explain_movements, select_movement
     from moereg.nn.module import MoELayer
     from moereg.platforms import Platform
-    from moereg.plugins.loader import list_backends
     from moereg.prepare_finalize import register_prepare_finalize
     from moereg.prepare_finalize.eplb import balance_experts
     from moereg.prepare_finalize.expert_placement import ExpertPlacement
     from moereg.registry import register_moe_backend
+    from moereg.selection.loader import list_backends
     from moereg.spec.activations import Activation
     from moereg.spec.problem import MoEProblem
     from moereg.spec.quant_schemes import QuantScheme
@@ -120,7 +120,7 @@ _NAMES_OF: Final = {
     "moereg.spec.activations": "Activation",
     "moereg.prepare_finalize.eplb": "balance_experts",
     "moereg.checkpoints": "load_experts",
-    "moereg.plugins.loader": "list_backends",
+    "moereg.selection.loader": "list_backends",
     "moereg.dispatch": "Selection explain_backends select_backend",
     "moereg.errors": "ArgumentError BackendError CheckpointError GroupError MoeregError MoeregWarning PluginError "
     "PluginWarning RanksDifferError RegistrationError RequestError UnknownBackendError UnknownNameError "

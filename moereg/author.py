@@ -6,7 +6,6 @@ from moereg.kernels.plain.device import local_expert_ids
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance, tolerance
 from moereg.platforms import Platform, PlatformKind, PlatformRule
-from moereg.plugins.loader import list_backends, list_cells
 from moereg.prepare_finalize import (
     Group,
     GroupFacts,
@@ -22,6 +21,7 @@ from moereg.prepare_finalize.expert_placement import PlacementTables, token_turn
 from moereg.prepare_finalize.wire import PlainWire, Received, Wire, as_bytes
 from moereg.quantize import dequantize_weights, quantize_weights
 from moereg.registry import API_VERSION, BackendCell, register_moe_backend
+from moereg.selection.loader import list_backends, list_cells
 from moereg.spec.facts import Facts
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantFormat, QuantScheme

@@ -16,12 +16,12 @@ from typing import Final
 from moereg.arguments import takes
 from moereg.errors import EmulationWarning, UnsupportedProblemError
 from moereg.evidence.admission import ADMITTED
+from moereg.evidence.measured import read_tuning
 from moereg.evidence.quarantine import QUARANTINE
-from moereg.measured.read import read_tuning
 from moereg.platforms import Platform
-from moereg.plugins.loader import load_backends, missing_backend, platform_of, read_platform
 from moereg.registry import BackendCell
 from moereg.selection.decide import decide, evaluate, rank
+from moereg.selection.loader import load_backends, missing_backend, platform_of, read_platform
 from moereg.selection.request import Names, Request
 from moereg.selection.requirements import lacks
 from moereg.selection.result import Decision, Selection

@@ -86,8 +86,8 @@ def cpu_features(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def isolated_registry() -> Iterator[BackendRegistry]:
     """The global registry with all backends loaded; a test's additions are gone afterwards."""
-    from moereg.plugins.loader import load_backends
     from moereg.prepare_finalize import MOVEMENTS
+    from moereg.selection.loader import load_backends
 
     load_backends()
     before, movements = REGISTRY.snapshot(), MOVEMENTS.snapshot()
@@ -108,7 +108,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolated_registry: B
 def _registry_keeps_its_backends() -> Iterator[None]:
     """Backends are loaded once in a process: who puts back an older registry takes them from every later test."""
     yield
-    loader = getattr(sys.modules.get("moereg.plugins.loader"), "_LOADER", None)
+    loader = getattr(sys.modules.get("moereg.selection.loader"), "_LOADER", None)
     if loader is not None and loader._registry is REGISTRY and loader._statuses is not None:
         assert REGISTRY.by_name("torch"), "the test left the registry without the backends that it had loaded"
 
@@ -194,7 +194,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     import pathlib
 
     from moereg.evidence.ledger import Verification, merge_ledger
-    from moereg.plugins.loader import current_platform, load_backends
+    from moereg.selection.loader import current_platform, load_backends
 
     platform = current_platform()
     records = [

@@ -20,8 +20,7 @@ import moereg.selection.decide
 from moereg.errors import MoeregError
 from moereg.evidence.ledger import evidence_of, read_ledger
 from moereg.platforms import Platform
-from moereg.registration import Probe
-from moereg.registry import BUILTIN, BackendCell
+from moereg.registry import BUILTIN, BackendCell, Probe
 from moereg.selection.request import Request
 from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem

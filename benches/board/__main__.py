@@ -39,13 +39,13 @@ from benches.board.measure import COMPILED_AHEAD, Limits, Lost, Marker, Wanted, 
 from benches.board.pack import write_pack_of
 from benches.board.store import Board
 from benches.stored import instruction_set
+from moereg.bench.inputs import ROUTINGS
+from moereg.bench.timing import ROUNDS, SECONDS
 from moereg.errors import RecordFileError
+from moereg.evidence.keys import machine_of
 from moereg.evidence.provenance import provenance
-from moereg.measured.keys import machine_of
 from moereg.platforms import Platform
-from moereg.plugins.loader import current_platform, load_backends
-from moereg.tuning.inputs import ROUTINGS
-from moereg.tuning.timing import ROUNDS, SECONDS
+from moereg.selection.loader import current_platform, load_backends
 
 _LOST: Final = 75
 _FROM_SIGNALS: Final = 128

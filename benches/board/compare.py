@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from benches import stored
 from benches.board import rows
 from benches.board.layers import BoardLayer
-from moereg.tuning.inputs import ROUTINGS
+from moereg.bench.inputs import ROUTINGS
 
 __all__ = [
     "MARGIN_US",

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from moereg.bench.inputs import ROUTINGS
+from moereg.bench.points import Point
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.inputs import ROUTINGS
-from moereg.tuning.points import Point
 
 __all__ = ["CPU_LAYERS", "GPU_LAYERS", "BoardLayer", "Point", "layers_of"]
 

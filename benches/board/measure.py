@@ -20,18 +20,18 @@ import torch
 from benches.board.layers import BoardLayer, Point
 from benches.board.rows import EIGHT_BITS, ceiling_name, class_name, compiled_ahead, lacks_a_library
 from benches.board.store import Board, Row
+from moereg.bench.compare import Comparison, Measurement
+from moereg.bench.inputs import random_weights
+from moereg.bench.roofline import Ceilings, expert_bytes, measure_ceilings
+from moereg.bench.session import LayerSession, entrants, row_values, timed_cell
+from moereg.bench.timing import ROUNDS, SECONDS
 from moereg.evidence.provenance import clocks
 from moereg.platforms import Platform, torch_device
-from moereg.plugins.loader import load_backends
 from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.runtime.workspace import WORKSPACES
+from moereg.selection.loader import load_backends
 from moereg.selection.result import Decision, Selection, nearest_by_backend
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.compare import Comparison, Measurement
-from moereg.tuning.inputs import random_weights
-from moereg.tuning.roofline import Ceilings, expert_bytes, measure_ceilings
-from moereg.tuning.session import LayerSession, entrants, row_values, timed_cell
-from moereg.tuning.timing import ROUNDS, SECONDS
 from moereg.weights.permuted import ExpertWeights
 
 __all__ = ["COMPILED_AHEAD", "Limits", "Lost", "Marker", "Wanted", "layer_weights", "measure_board"]

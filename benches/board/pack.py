@@ -8,13 +8,13 @@ from typing import Any, Final
 
 from benches import stored
 from benches.board.variants import UNTUNED
-from moereg.measured.keys import Machine
-from moereg.measured.pack import Pack, Row, Session, TimedCell, write_pack
-from moereg.measured.significance import NUM_SESSIONS
-from moereg.plugins.loader import load_backends
+from moereg.bench.session import drifted
+from moereg.evidence.keys import Machine
+from moereg.evidence.pack import Pack, Row, Session, TimedCell, write_pack
+from moereg.evidence.significance import NUM_SESSIONS
 from moereg.runtime.json_types import convert
+from moereg.selection.loader import load_backends
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.session import drifted
 
 __all__ = ["write_pack_of"]
 

@@ -15,7 +15,7 @@ from benches.board import compare, page, rows
 from benches.board.compare import MARGIN_US, OWN, SHORT_US, Comparison, Place, geometric_mean
 from benches.board.layers import GPU_LAYERS
 from benches.markdown import table, wrapped
-from moereg.tuning.inputs import ROUTINGS
+from moereg.bench.inputs import ROUTINGS
 
 __all__ = ["TABLES", "board_comparisons", "groups_of", "kind_of", "report"]
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from benches import stored
 from benches.board.variants import UNTUNED
+from moereg.bench.inputs import ROUTINGS
 from moereg.spec.quant_schemes import QuantScheme, get_scheme
-from moereg.tuning.inputs import ROUTINGS
 
 __all__ = [
     "BOARDS",

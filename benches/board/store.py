@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from benches.board.layers import BoardLayer, Point
-from moereg.measured.pack import TimedCell
+from moereg.evidence.pack import TimedCell
 
 __all__ = ["SCHEMA", "Board", "OtherRunError", "Row"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
-from moereg.plugins.loader import load_backends
 from moereg.registry import REGISTRY, BackendCell
+from moereg.selection.loader import load_backends
 
 __all__ = ["UNTUNED", "register", "untuned"]
 

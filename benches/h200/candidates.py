@@ -16,14 +16,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from moereg.bench.inputs import Call
+from moereg.bench.timing import ROUNDS, Run, kernel_runs, time_runs
 from moereg.kernels.gemm.config import GemmPair, GemvConfig, GemvPair, GroupedGemmConfig
 from moereg.kernels.hopper.config import HopperConfigRule
 from moereg.kernels.launch.remembered import forget_recordings
 from moereg.layer.factory import MoEKernel
 from moereg.numerics.reference import relative_error
 from moereg.numerics.tolerances import tolerance
-from moereg.tuning.inputs import Call
-from moereg.tuning.timing import ROUNDS, Run, kernel_runs, time_runs
 
 Configs: TypeAlias = GemvPair | GemmPair | HopperConfigRule
 

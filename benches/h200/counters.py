@@ -26,10 +26,10 @@ from benches.board.layers import GPU_LAYERS, BoardLayer
 from benches.board.rows import RESULTS, rows_of
 from benches.markdown import table, wrapped
 from benches.stored import load
+from moereg.bench.inputs import random_call, random_weights
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.factory import make_kernel
 from moereg.platforms import probe_platform
-from moereg.tuning.inputs import random_call, random_weights
 
 STORED: Final = "counters_h200.json"
 LOST: Final = "counters_lost_h200.json"

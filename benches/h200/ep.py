@@ -89,8 +89,8 @@ def run_rank(rank: int, size: int, folder: Path, end: float) -> None:
     import torch
     import torch.distributed as dist
 
+    from moereg.bench.over_ranks import Job, _Rank
     from moereg.errors import EmulationWarning, MoeregError
-    from moereg.tuning.over_ranks import Job, _Rank
 
     warnings.simplefilter("ignore", EmulationWarning)
     left = [Item(*item[:4], tuple(item[4]), item[5]) for item in json.loads((folder / "left").read_text())]
@@ -237,7 +237,7 @@ def _line(row: dict[str, Any]) -> str:
 def document_of(rows: list[dict[str, Any]], lost: list[str], size: int) -> dict[str, Any]:
     """As `benches/results/h200_ep.json` has it: a bench a layer."""
     from moereg.evidence.provenance import clocks, provenance
-    from moereg.plugins.loader import current_platform
+    from moereg.selection.loader import current_platform
 
     platform = current_platform()
     where = provenance(platform, ("torch", "triton"))

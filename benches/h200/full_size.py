@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from moereg.bench.inputs import Call, random_call, random_weights
+from moereg.bench.timing import time_runs
 from moereg.dispatch import explain_backends, select_backend
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.factory import make_kernel
@@ -23,8 +25,6 @@ from moereg.platforms import probe_platform
 from moereg.runtime.gc_pause import collecting_later
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.inputs import Call, random_call, random_weights
-from moereg.tuning.timing import time_runs
 from moereg.weights.permuted import ExpertWeights
 
 REPLAYS = 20

@@ -23,6 +23,9 @@ import triton
 import triton.language as tl
 
 from benches.h200.table import check, make_call, make_weights
+from moereg.bench import roofline
+from moereg.bench.inputs import num_calls
+from moereg.bench.timing import Run, capture, kernel_runs, time_runs
 from moereg.dispatch import select_backend
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.factory import make_kernel
@@ -30,9 +33,6 @@ from moereg.numerics.tolerances import tolerance
 from moereg.platforms import probe_platform
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
-from moereg.tuning import roofline
-from moereg.tuning.inputs import num_calls
-from moereg.tuning.timing import Run, capture, kernel_runs, time_runs
 
 SHARDS = {
     "olmoe-1b-7b": 1,

@@ -30,11 +30,11 @@ import torch
 
 import moereg
 from benches.board.layers import GPU_LAYERS
+from moereg.bench.inputs import ROUTINGS, random_calls, random_weights
+from moereg.bench.timing import capture, time_runs
 from moereg.numerics.reference import relative_error
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.inputs import ROUTINGS, random_calls, random_weights
-from moereg.tuning.timing import capture, time_runs
 
 OLD: Final = "moereg_old"
 TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096)

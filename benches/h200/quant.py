@@ -36,6 +36,9 @@ from benches.h200.leave_one_out import geomean
 from benches.h200.precompile import EmptyLayer, compiling_only
 from benches.h200.quant_configs import row_candidates, selecting, time_configs
 from benches.h200.table import WINDOW_SECONDS, make_call, make_weights
+from moereg.bench import roofline
+from moereg.bench.inputs import Call, num_calls
+from moereg.bench.timing import Run, time_kernels, time_runs
 from moereg.dispatch import select_backend
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.factory import MoEKernel, make_kernel
@@ -46,9 +49,6 @@ from moereg.runtime.workspace import WORKSPACES
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
-from moereg.tuning import roofline
-from moereg.tuning.inputs import Call, num_calls
-from moereg.tuning.timing import Run, time_kernels, time_runs
 from moereg.weights.permuted import ExpertWeights
 
 EIGHT_BIT: Final = ("fp8_block128", "fp8_channel_token", "int8_w8a8")

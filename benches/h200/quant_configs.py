@@ -12,12 +12,12 @@ import torch
 
 from benches.h200.candidates import Candidate, grouped, selected, spell, time_candidates
 from moereg.backends._triton import quantized
+from moereg.bench.inputs import Call
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
 from moereg.kernels.launch.device import max_shared_bytes
 from moereg.kernels.quantized.config import select_quantized_config
 from moereg.layer.factory import MoEKernel
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.inputs import Call
 
 # Inputs over which candidates are rotated beyond a few tokens, whose weights would stay in a cache; seconds of each.
 INPUTS: Final = 2

@@ -22,8 +22,8 @@ import torch
 from benches.h200.paired import OLD
 from benches.whole_model.measure import Decoding, difference
 from benches.whole_model.models import CONTEXT, MODELS, Case, make_model
+from moereg.bench.timing import capture, time_runs
 from moereg.integrations.transformers import register
-from moereg.tuning.timing import capture, time_runs
 
 CASES = (
     Case("prefill", "eager", 1, 512),

@@ -32,6 +32,7 @@ from benches.h200.table import (
     roofline_us,
     time_us,
 )
+from moereg.bench.inputs import ROUTINGS
 from moereg.dispatch import select_backend
 from moereg.evidence.provenance import clocks, provenance
 from moereg.kernels.sizes import WEIGHT_PAD
@@ -41,7 +42,6 @@ from moereg.platforms import probe_platform
 from moereg.runtime.workspace import WORKSPACES
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.inputs import ROUTINGS
 from moereg.weights.layouts import round_up
 
 NUM_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096, 16384)

@@ -27,6 +27,7 @@ from typing import Any, Final
 import torch
 
 from benches.h200.training import timed
+from moereg.bench.inputs import random_call, random_weights
 from moereg.dispatch import select_backend
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.factory import make_kernel
@@ -34,7 +35,6 @@ from moereg.numerics.gradients import GRADIENT_BOUNDS, reference_gradients
 from moereg.numerics.reference import relative_error
 from moereg.platforms import installed_versions, probe_platform
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.inputs import random_call, random_weights
 from moereg.weights.permuted import ExpertWeights
 
 SHAPES: Final = ("24576,1536,256,128,8", "32768,4096,256,256,16", "16384,2048,768,128,8")

@@ -22,6 +22,10 @@ import torch
 import torch.nn.functional as F
 
 from benches.h200.leave_one_out import geomean
+from moereg.bench import roofline
+from moereg.bench.compare import output_error
+from moereg.bench.inputs import ROUTINGS, Call, num_calls, random_call, random_weights
+from moereg.bench.timing import time_kernels, time_runs
 from moereg.dispatch import select_backend
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.factory import MoEKernel, make_kernel
@@ -30,10 +34,6 @@ from moereg.numerics.tolerances import tolerance
 from moereg.platforms import probe_platform
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
-from moereg.tuning import roofline
-from moereg.tuning.compare import output_error
-from moereg.tuning.inputs import ROUTINGS, Call, num_calls, random_call, random_weights
-from moereg.tuning.timing import time_kernels, time_runs
 from moereg.weights.permuted import ExpertWeights
 
 # Seconds of replays for each row. Under full load the clock falls after about 0.1 s, and further by the second, each

@@ -28,6 +28,7 @@ from typing import Any, Final
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from moereg.bench.inputs import Call, random_call, random_weights
 from moereg.dispatch import select_backend
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.factory import make_kernel
@@ -35,7 +36,6 @@ from moereg.numerics.gradients import ReferenceGradients, reference_gradients
 from moereg.platforms import probe_platform
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import GRADIENTS, MoEProblem
-from moereg.tuning.inputs import Call, random_call, random_weights
 from moereg.weights.adapters import ExpertAdapters, adapter_shapes
 from moereg.weights.permuted import ExpertWeights
 

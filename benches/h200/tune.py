@@ -39,18 +39,18 @@ from typing import Any, Final, NamedTuple
 
 from packaging.requirements import Requirement
 
+from moereg.bench.points import Point, midpoint, token_grid
+from moereg.bench.session import entrants, key_of, rivals
 from moereg.dispatch import explain_backends
+from moereg.evidence.measured import Source
+from moereg.evidence.pack import Pack, read_pack
+from moereg.evidence.plans import LayerTimes, best_for_all
 from moereg.evidence.provenance import clocks, provenance
-from moereg.measured.pack import Pack, read_pack
-from moereg.measured.plans import LayerTimes, best_for_all
-from moereg.measured.read import Source
-from moereg.measured.significance import ASKED
-from moereg.plugins.loader import current_platform, load_backends
+from moereg.evidence.significance import ASKED
 from moereg.selection.decide import candidate_of
+from moereg.selection.loader import current_platform, load_backends
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.points import Point, midpoint, token_grid
-from moereg.tuning.session import entrants, key_of, rivals
 
 _ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
 _PRIMES: Final = (7, 13, 29, 61, 127, 251, 509, 1021, 2039, 4093, 8191)
@@ -444,10 +444,10 @@ def time_held_out(problem: MoEProblem, tokens: int, plans: Plans, out: pathlib.P
     """Appends a line of JSON for each number of tokens and routing that the file lacks: times over the default's."""
     import torch
 
-    from moereg.measured.pairs import paired
+    from moereg.bench.inputs import random_weights
+    from moereg.bench.session import LayerSession
+    from moereg.evidence.pairs import paired
     from moereg.platforms import torch_device
-    from moereg.tuning.inputs import random_weights
-    from moereg.tuning.session import LayerSession
 
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     known = {(row["routing"], row["tokens"]) for row in done}

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from benches.scale.routes import Share, shares
 from benches.stored import quant_rows
+from moereg.bench.roofline import expert_bytes
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.roofline import expert_bytes
 
 __all__ = [
     "ASSUMED",

@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from benches.whole_model.models import CONTEXT, EAGER, Case, Model, make_model
+from moereg.bench.timing import capture, time_runs, wait_for
 from moereg.dispatch import select_backend
 from moereg.errors import is_lack_of_memory, one_line
 from moereg.integrations._experts import serving
@@ -26,10 +27,9 @@ from moereg.integrations._experts.layouts import read_experts
 from moereg.integrations.transformers import prepare
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.platforms import probe_platform
-from moereg.quantize.weights import dequantize_weights, quantize_weights
 from moereg.spec.quant_schemes import get_scheme
-from moereg.tuning.timing import capture, time_runs, wait_for
 from moereg.weights.permuted import ExpertWeights
+from moereg.weights.quantize_weights import dequantize_weights, quantize_weights
 
 __all__ = ["OURS", "QUANTIZED", "Decoding", "WholeModel", "difference", "forget"]
 

@@ -22,7 +22,6 @@ from moereg.checkpoints._formats import (
 from moereg.checkpoints._patterns import Patterns
 from moereg.errors import CheckpointError, shown
 from moereg.quantize import pack_nibbles
-from moereg.quantize.words import repacked_zero_points, word_bytes
 from moereg.routing.config_entries import (
     is_one_of,
     read_choice,
@@ -34,6 +33,7 @@ from moereg.routing.config_entries import (
     read_objects,
 )
 from moereg.spec.quant_schemes import WHOLE, QuantFormat, QuantScheme, get_scheme
+from moereg.weights.words import repacked_zero_points, word_bytes
 
 _NO_ACTIVATIONS: Final = "16-bit"
 _ORDERS: Final = ("group", "dynamic", True)

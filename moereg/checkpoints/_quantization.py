@@ -29,9 +29,9 @@ from moereg.checkpoints._formats import (
 from moereg.checkpoints._patterns import Match, Patterns
 from moereg.errors import CheckpointError, shown, unknown_name_message
 from moereg.quantize import unpack_nibbles
-from moereg.quantize.words import awq_codes, awq_zero_points, gptq_codes, repacked_zero_points, word_bytes
 from moereg.routing.config_entries import is_one_of, read_flag, read_name, read_names, read_objects
 from moereg.spec.quant_schemes import WHOLE, QuantScheme, get_scheme
+from moereg.weights.words import awq_codes, awq_zero_points, gptq_codes, repacked_zero_points, word_bytes
 
 Config = Mapping[str, Any]
 

@@ -18,6 +18,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from moereg.bench.compare import Comparison, Measurement
+from moereg.bench.inputs import ROUTINGS, Call, num_calls, random_weights
+from moereg.bench.points import Point
+from moereg.bench.roofline import Ceilings, expert_bytes, measure_ceilings
+from moereg.bench.session import LayerSession
 from moereg.cli._options import ProblemFlags, Subject, UsageError, find_subject
 from moereg.cli._output import Result, code_of_verdict, picked
 from moereg.cli._progress import phase
@@ -51,20 +56,15 @@ from moereg.layer.backend_calls import device_types
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform, probe_cpu, torch_device
-from moereg.plugins.loader import current_platform, load_backends
 from moereg.registry import BUILTIN
 from moereg.routing import softmax_topk
 from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.runtime.progress import Advance
+from moereg.selection.loader import current_platform, load_backends
 from moereg.selection.result import SCHEMA, Decision, Selection, nearest_by_backend
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
 from moereg.testing.diagnosis import diagnose
-from moereg.tuning.compare import Comparison, Measurement
-from moereg.tuning.inputs import ROUTINGS, Call, num_calls, random_weights
-from moereg.tuning.points import Point
-from moereg.tuning.roofline import Ceilings, expert_bytes, measure_ceilings
-from moereg.tuning.session import LayerSession
 from moereg.weights.permuted import ExpertWeights
 
 if TYPE_CHECKING:

@@ -59,7 +59,7 @@ _ALSO_CALLED: Final = {
 
 def known_routings() -> Iterable[str]:
     """All routings, for the tab key."""
-    from moereg.tuning.inputs import ROUTINGS
+    from moereg.bench.inputs import ROUTINGS
 
     return ROUTINGS
 
@@ -289,8 +289,8 @@ def bench(
     eager: Annotated[bool, option("With --ep: capture nothing in CUDA graphs.", "--eager")] = False,
 ) -> Result | None:
     """Compare all backends that fit: numbers first, then speed."""
+    from moereg.bench.timing import ROUNDS
     from moereg.cli._bench import bench_layer, check_routing, parse_counts
-    from moereg.tuning.timing import ROUNDS
 
     _check_ep(ep, way, context.obj.checkpoint)
     token_counts = None if tokens is None else parse_counts(tokens)
@@ -334,7 +334,7 @@ def tune(
     """Time a layer's backends here; layers get the fastest."""
     from moereg.cli._tune import parse_routings, parse_tokens, read_histogram, tune_layer
     from moereg.cli._tune_session import Question
-    from moereg.measured.significance import ASKED
+    from moereg.evidence.significance import ASKED
 
     flags = dataclasses.replace(context.obj, require=require, prefer=prefer)
     counts = () if tokens is None else parse_tokens(tokens)

@@ -9,7 +9,7 @@ from moereg.cli._output import NOTHING_FITS, OK, Result, print_error
 from moereg.dispatch import explain_backends
 from moereg.layer.warm_up import check_shipped, check_token_counts, compile_ahead
 from moereg.platforms import Platform
-from moereg.plugins.loader import current_platform, load_backends
+from moereg.selection.loader import current_platform, load_backends
 from moereg.selection.result import SCHEMA
 
 

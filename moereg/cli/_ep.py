@@ -1,6 +1,6 @@
 """`--ep`: runs a layer over several ranks, or compares token dispatchers.
 
-Each rank is a process on this machine (`moereg.tuning.over_ranks`) or one started by torchrun.
+Each rank is a process on this machine (`moereg.bench.over_ranks`) or one started by torchrun.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any, Final
 
 from rich.text import Text
 
+from moereg.bench.inputs import num_calls
+from moereg.bench.timing import SECONDS
 from moereg.cli._bench import DEFAULT_TOKENS, check_routing, check_run_fits, platform_at_hand
 from moereg.cli._explain import group_facts
 from moereg.cli._options import ProblemFlags, UsageError, find_subject
@@ -28,12 +30,10 @@ from moereg.cli._show import bad, format_us, machine, new_table, print_notices, 
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.movement import explain_movements
 from moereg.platforms import Platform, torch_device
-from moereg.plugins.modules import own_modules
 from moereg.prepare_finalize.eplb import balance_experts
 from moereg.runtime.python_process import python_command
+from moereg.selection.modules import own_modules
 from moereg.selection.result import SCHEMA
-from moereg.tuning.inputs import num_calls
-from moereg.tuning.timing import SECONDS
 
 _GRACE_SECONDS: Final = 30.0
 """Time for the other ranks to report after the first one failed."""
@@ -118,7 +118,7 @@ def bench_group(
         share = problem.num_experts if is_shared else -(-(problem.num_experts + (replicas or 0)) // size)
         part = dataclasses.replace(problem, num_local_experts=min(share, problem.num_experts))
         check_run_fits(part, max(counts) * size, torch_device(platform), 2, num_calls(max(counts)))
-        from moereg.tuning.over_ranks import Job
+        from moereg.bench.over_ranks import Job
 
         job = Job(
             problem=subject.problem.to_dict(),
@@ -235,7 +235,7 @@ def _rows_of_ranks(job: Any, rank: int | None) -> tuple[list[dict[str, Any]], st
         out = Path(folder) / "rows"
         job = dataclasses.replace(job, out=str(out), store=None if rank is not None else str(Path(folder) / "store"))
         if rank is not None:
-            from moereg.tuning.over_ranks import run_rank
+            from moereg.bench.over_ranks import run_rank
 
             run_rank(job, rank)
             failure = ""
@@ -254,7 +254,7 @@ def _failure_of(job: Path, size: int) -> str:
     with concurrent.futures.ThreadPoolExecutor(size) as pool:
         try:
             for rank in range(size):
-                command = python_command("moereg.tuning.over_ranks", str(job), str(rank))
+                command = python_command("moereg.bench.over_ranks", str(job), str(rank))
                 environment = {**threads, **os.environ, "LOCAL_RANK": str(rank)}
                 null = subprocess.DEVNULL
                 children.append(

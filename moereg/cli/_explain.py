@@ -27,7 +27,7 @@ from moereg.dispatch import explain_backends
 from moereg.errors import one_line
 from moereg.evidence.ledger import Evidence, evidence_of
 from moereg.platforms import Platform
-from moereg.plugins.loader import load_backends
+from moereg.selection.loader import load_backends
 from moereg.selection.result import SCHEMA, Selection
 
 if TYPE_CHECKING:

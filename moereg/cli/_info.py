@@ -15,13 +15,13 @@ from moereg.dispatch import machine_reasons
 from moereg.errors import PluginError
 from moereg.evidence.admission import ADMITTED
 from moereg.evidence.ledger import arch_name, evidence_of
+from moereg.evidence.measured import read_tuning
 from moereg.evidence.quarantine import QUARANTINE, Quarantine, QuarantineRecord
-from moereg.measured.read import read_tuning
 from moereg.platforms import Platform, platform_of_product, probe_platform
-from moereg.plugins.loader import current_platform, load_backends, load_movements, plugin_statuses
-from moereg.plugins.status import MOVEMENT_GROUP, PLATFORM_GROUP
 from moereg.prepare_finalize import MovementCell
 from moereg.registry import BUILTIN, BackendCell
+from moereg.selection.loader import current_platform, load_backends, load_movements, plugin_statuses
+from moereg.selection.plugin_status import MOVEMENT_GROUP, PLATFORM_GROUP
 from moereg.selection.requirements import lacks
 from moereg.selection.result import SCHEMA
 from moereg.spec.model_shapes import MODEL_SHAPES

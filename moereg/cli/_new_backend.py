@@ -12,8 +12,8 @@ from typing import Any, Final
 from moereg._version import __version__
 from moereg.cli._options import UsageError
 from moereg.errors import ArgumentError, shown
-from moereg.plugins.loader import list_backends, list_cells
-from moereg.registration import check_name
+from moereg.registry import check_name
+from moereg.selection.loader import list_backends, list_cells
 from moereg.selection.result import SCHEMA
 
 # Valid in names of distributions, packages and entry points alike.

@@ -13,10 +13,10 @@ import typer
 from moereg.cli._output import only_results_on_stdout
 from moereg.errors import ArgumentError, MoeregError, one_line, shown
 from moereg.platforms import PRODUCTS, platform_of_product
-from moereg.plugins.loader import find_scheme, list_backends
-from moereg.plugins.modules import import_modules, is_file_name, registers
 from moereg.prepare_finalize.cells import MOVEMENTS
 from moereg.registry import REGISTRY
+from moereg.selection.loader import find_scheme, list_backends
+from moereg.selection.modules import import_modules, is_file_name, registers
 from moereg.selection.result import Selection
 from moereg.spec.activations import ACTIVATIONS, Activation
 from moereg.spec.model_shapes import MODEL_SHAPES, get_shape

@@ -14,6 +14,9 @@ from rich.text import Text
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from moereg.bench.compare import Comparison
+from moereg.bench.inputs import Call, num_calls
+from moereg.bench.roofline import expert_bytes
 from moereg.checkpoints import CheckpointLayer, read_problem
 from moereg.cli._bench import MAX_FRACTION, layer_device, load_layer, num_bytes, platform_at_hand, random_hidden_states
 from moereg.cli._options import ProblemFlags, UsageError, first_layer
@@ -25,15 +28,12 @@ from moereg.errors import TooLargeError, one_line, shown
 from moereg.evidence.provenance import provenance
 from moereg.numerics.reference import calibrate_activation_scales, reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
-from moereg.plugins.loader import find_scheme
 from moereg.quantize import dequantize_weights, quantize_weights
 from moereg.runtime.memory import format_bytes, free_memory_bytes
+from moereg.selection.loader import find_scheme
 from moereg.selection.result import SCHEMA, Selection, nearest_by_backend
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme, get_scheme
-from moereg.tuning.compare import Comparison
-from moereg.tuning.inputs import Call, num_calls
-from moereg.tuning.roofline import expert_bytes
 from moereg.weights.permuted import ExpertWeights
 
 DEFAULT_TOKENS: Final = (1, 64)

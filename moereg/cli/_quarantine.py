@@ -10,8 +10,8 @@ from typing import Any, Final
 from moereg.cli._output import picked
 from moereg.evidence.on_machine import record_keys
 from moereg.evidence.quarantine import QUARANTINE, Quarantine, QuarantineRecord
-from moereg.plugins.loader import current_platform, list_cells, load_backends
 from moereg.registry import BackendCell
+from moereg.selection.loader import current_platform, list_cells, load_backends
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing.check import GRADIENT_KINDS, CellName, Check

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from moereg.arguments import check_count, check_mapping
+from moereg.bench.points import GUARD, first_points, token_grid
+from moereg.bench.record import LayerRecord
+from moereg.bench.session import Key, entrants, rivals
+from moereg.bench.timing import ROUNDS, SECONDS
 from moereg.cli._bench import check_routing, parse_counts, platform_at_hand
 from moereg.cli._options import UsageError, find_subject
 from moereg.cli._output import NOTHING_FITS, OK, UNFINISHED, WRONG_NUMBERS, Result
@@ -31,21 +35,17 @@ from moereg.cli._tuner import Tuner, Unfinished, start_worker
 from moereg.errors import shown
 from moereg.evidence.admission import ADMITTED, AdmissionRecord
 from moereg.evidence.ledger import evidence_of
+from moereg.evidence.measured import Measured, Source, tuning_path
+from moereg.evidence.pack import VARIABLE
+from moereg.evidence.plans import LayerTimes, with_ranges
 from moereg.evidence.quarantine import QUARANTINE
+from moereg.evidence.significance import ASKED, NUM_SESSIONS
 from moereg.evidence.store import read_document
-from moereg.measured.pack import VARIABLE
-from moereg.measured.plans import LayerTimes, with_ranges
-from moereg.measured.read import Measured, Source, tuning_path
-from moereg.measured.significance import ASKED, NUM_SESSIONS
 from moereg.platforms import Platform
 from moereg.runtime.progress import duration
 from moereg.selection.decide import candidate_of
 from moereg.selection.result import SCHEMA
 from moereg.testing.worker import Worker
-from moereg.tuning.points import GUARD, first_points, token_grid
-from moereg.tuning.record import LayerRecord
-from moereg.tuning.session import Key, entrants, rivals
-from moereg.tuning.timing import ROUNDS, SECONDS
 
 _GPU_TOKENS: Final = 8192
 _CPU_TOKENS: Final = 512

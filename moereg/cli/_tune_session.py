@@ -8,16 +8,16 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from moereg.bench.inputs import num_calls
+from moereg.bench.points import Point
+from moereg.bench.session import Key, LayerSession, entrants, key_of, rivals, row_values
 from moereg.cli._bench import build_layer, check_run_fits, layer_device, platform_at_hand
 from moereg.cli._options import ProblemFlags, find_subject
 from moereg.errors import TooLargeError
-from moereg.measured.significance import ASKED
+from moereg.evidence.significance import ASKED
 from moereg.platforms import Platform
-from moereg.plugins.modules import import_modules
+from moereg.selection.modules import import_modules
 from moereg.selection.result import Decision, Selection
-from moereg.tuning.inputs import num_calls
-from moereg.tuning.points import Point
-from moereg.tuning.session import Key, LayerSession, entrants, key_of, rivals, row_values
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,20 +10,20 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+from moereg.bench.compare import IN_TURNS
+from moereg.bench.points import Point, next_points
+from moereg.bench.record import LayerRecord
+from moereg.bench.session import BEHIND, SCREEN_ROUNDS, Key, drifted
+from moereg.bench.timing import ROUNDS
 from moereg.cli._tune_session import Failure, Question, begin, clocks, measure
 from moereg.errors import BackendError, TooLargeError, WorkerError
+from moereg.evidence.plans import LayerTimes
 from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
-from moereg.measured.plans import LayerTimes
-from moereg.measured.significance import NUM_SESSIONS, gains
+from moereg.evidence.significance import NUM_SESSIONS, gains
 from moereg.platforms import Platform
-from moereg.plugins.modules import own_modules
 from moereg.runtime.progress import Advance
+from moereg.selection.modules import own_modules
 from moereg.testing.worker import GPU_CHECK_SECONDS, Worker
-from moereg.tuning.compare import IN_TURNS
-from moereg.tuning.points import Point, next_points
-from moereg.tuning.record import LayerRecord
-from moereg.tuning.session import BEHIND, SCREEN_ROUNDS, Key, drifted
-from moereg.tuning.timing import ROUNDS
 
 STEP_SECONDS: Final = GPU_CHECK_SECONDS
 """A candidate's time limit for permuting its weights, and for its calls at one point, compiling included."""

@@ -18,7 +18,7 @@ from moereg.cli._output import console
 from moereg.cli._progress import phase
 from moereg.errors import one_line
 from moereg.evidence.ledger import Verification, merge_ledger, read_ledger
-from moereg.plugins.modules import import_modules, is_file_name
+from moereg.selection.modules import import_modules, is_file_name
 from moereg.testing.check import CellName, chosen_machine
 from moereg.testing.diagnosis import causes_in, split_message
 from moereg.testing.outcomes import Outcome, Report, Result

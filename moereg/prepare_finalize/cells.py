@@ -11,8 +11,7 @@ from typing_extensions import Unpack
 from moereg.arguments import check_flag, check_instance
 from moereg.errors import ArgumentError, RegistrationError, shown
 from moereg.prepare_finalize.moving import GroupPrepareFinalize
-from moereg.registration import Probe, Registration, check_class
-from moereg.registry import Cell, Registry
+from moereg.registry import Cell, Probe, Registration, Registry, check_class
 from moereg.spec.facts import MovementFacts, NarrowedMovementFacts, check_facts, narrow_facts
 from moereg.spec.problem import ACTIVATION_FORMATS
 

@@ -23,8 +23,8 @@ from typing import Any
 
 from moereg.errors import described, shown, stops_the_process
 from moereg.evidence.admission import ADMITTED_TIER, NONE_ADMITTED, Admitted
+from moereg.evidence.measured import Source, measured_order
 from moereg.evidence.quarantine import EMPTY, Quarantine
-from moereg.measured.read import Source, measured_order
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BUILTIN, BackendCell, Cell
 from moereg.selection.request import Request

@@ -19,8 +19,7 @@ from moereg.errors import (
     shown,
     unknown_name_message,
 )
-from moereg.registration import AUTO
-from moereg.registry import BackendCell
+from moereg.registry import AUTO, BackendCell
 from moereg.spec.quant_schemes import QUANT_SCHEMES
 
 Names = str | Sequence[str] | Mapping[str, str | Sequence[str]] | None

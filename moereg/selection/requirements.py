@@ -12,8 +12,7 @@ from packaging.version import InvalidVersion
 
 from moereg.errors import described, one_line, shown, stops_the_process
 from moereg.platforms import Platform, PlatformRule
-from moereg.registration import Probe
-from moereg.registry import Cell
+from moereg.registry import Cell, Probe
 from moereg.spec.reasons import Reason
 
 

@@ -16,8 +16,7 @@ from moereg.errors import ArgumentError, shown
 from moereg.evidence.admission import ADMITTED_TIER
 from moereg.evidence.store import check_schema
 from moereg.platforms import Platform
-from moereg.registration import HIGHEST_PRIORITY, TIERS
-from moereg.registry import BUILTIN, REGISTRY, BackendCell, provider
+from moereg.registry import BUILTIN, HIGHEST_PRIORITY, REGISTRY, TIERS, BackendCell, provider
 from moereg.runtime.json_types import Count, Text, Whole, convert, decode
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem

@@ -17,9 +17,9 @@ import torch
 
 from moereg.errors import ArgumentError, described, stops_the_process
 from moereg.platforms import Platform
-from moereg.plugins.loader import current_platform, load_backends
-from moereg.plugins.modules import import_modules
 from moereg.registry import BackendCell
+from moereg.selection.loader import current_platform, load_backends
+from moereg.selection.modules import import_modules
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing import checks, gradients

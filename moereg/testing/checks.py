@@ -28,10 +28,10 @@ from moereg.layer.factory import make_unchecked_kernel
 from moereg.numerics.reference import LayerCall, reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
-from moereg.plugins.loader import list_cells
 from moereg.prepare_finalize import local_prepare_finalize
 from moereg.registry import BackendCell
 from moereg.runtime.gc_pause import collecting_later
+from moereg.selection.loader import list_cells
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme

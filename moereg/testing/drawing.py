@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from moereg.errors import stops_the_process
-from moereg.plugins.loader import load_backends
 from moereg.registry import BackendCell
+from moereg.selection.loader import load_backends
 from moereg.spec.activations import ACTIVATIONS, Activation
 from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import Case, default_device, is_imitated, runnable_platform

@@ -11,9 +11,9 @@ from packaging.requirements import Requirement
 
 from moereg.errors import ArgumentError, UnknownBackendError, unknown_name_message
 from moereg.platforms import torch_device
-from moereg.plugins.loader import current_platform, load_backends, missing_backend
-from moereg.plugins.modules import import_modules, is_file_name, registers
 from moereg.registry import BackendCell
+from moereg.selection.loader import current_platform, load_backends, missing_backend
+from moereg.selection.modules import import_modules, is_file_name, registers
 from moereg.testing import cases
 from moereg.testing.cases import is_imitated, runnable_platform, running_as
 from moereg.testing.check import KINDS, CellName, Check, chosen_machine

@@ -15,8 +15,8 @@ import torch
 
 from moereg.errors import ArgumentError, BackendError, MoeregError, described, one_line, unknown_name_message
 from moereg.platforms import Platform
-from moereg.plugins.modules import is_file_name, own_modules, resolved_modules
 from moereg.runtime.torch_state import AmbientState
+from moereg.selection.modules import is_file_name, own_modules, resolved_modules
 from moereg.testing.check import CellName, Check
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.listing import Suite, list_suite

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from moereg.backends._loaded import Call
 from moereg.backends._triton.packed import HopperPacked
 from moereg.backends._triton.quantized_ways import Hopper
+from moereg.bench.inputs import random_call
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs
 from moereg.kernels.hopper.packed_config import PACKED_RULES
@@ -26,7 +27,6 @@ from moereg.numerics.tolerances import tolerance
 from moereg.runtime.workspace import WORKSPACES
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
-from moereg.tuning.inputs import random_call
 from moereg.weights.permuted import ExpertWeights
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

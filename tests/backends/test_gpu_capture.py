@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from moereg.bench.inputs import random_call
 from moereg.dispatch import select_backend
 from moereg.layer.factory import make_kernel
 from moereg.nn.module import MoELayer
@@ -15,7 +16,6 @@ from moereg.numerics.tolerances import tolerance
 from moereg.runtime.workspace import WORKSPACES
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
-from moereg.tuning.inputs import random_call
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -19,9 +19,9 @@ from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import tolerance
 from moereg.platforms import Platform
-from moereg.plugins.loader import load_backends
 from moereg.quantize import quantize_weights
 from moereg.quantize import weights as quantize_module
+from moereg.selection.loader import load_backends
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme
 from moereg.testing.cases import Case, build

@@ -15,6 +15,7 @@ from moereg.backends._loaded import Call
 from moereg.backends._triton import packed, ways
 from moereg.backends._triton.packed import Flagged
 from moereg.backends.triton_moe import TritonPackedBatchedExperts, TritonPackedExperts
+from moereg.bench.inputs import random_call, random_weights
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs
 from moereg.kernels.gemm import flagged
@@ -29,7 +30,6 @@ from moereg.platforms import Platform
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import default_device
-from moereg.tuning.inputs import random_call, random_weights
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 DEVICE = default_device()

@@ -15,6 +15,7 @@ import torch
 from moereg.backends._triton import packed
 from moereg.backends._triton.packed import fold_scales
 from moereg.backends.triton_moe import TritonPackedExperts
+from moereg.bench.inputs import random_weights
 from moereg.experts import ExpertInputs
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig, SinglePair
 from moereg.kernels.gemm.grouped import down_gemm
@@ -28,7 +29,6 @@ from moereg.platforms import Platform
 from moereg.quantize import dequantize_weights
 from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import default_device
-from moereg.tuning.inputs import random_weights
 from moereg.weights.layouts import round_up
 from moereg.weights.permuted import ExpertWeights
 from tests.support.experts_run import apply_experts

@@ -14,7 +14,7 @@ from tests.cli.command import ROOT, run_python
 # Two more backends, and ceilings that take no time.
 PLUGIN = """
 from moereg.registry import register_moe_backend
-from moereg.tuning import roofline
+from moereg.bench import roofline
 from tests.support.fakes import FakeExperts, WrongExperts
 
 roofline._CPU_READ_BYTES, roofline._CPU_MATMUL_SIZES = 1 << 24, (128,)

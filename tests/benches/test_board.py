@@ -17,12 +17,12 @@ from benches.board import measure, variants
 from benches.board.layers import BoardLayer, Point
 from benches.board.measure import Limits, Lost, Marker, Wanted, measure_board
 from benches.board.store import Board, OtherRunError
+from moereg.bench.inputs import random_weights
+from moereg.bench.roofline import Ceilings
 from moereg.experts import ExpertInputs
 from moereg.platforms import probe_cpu
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.inputs import random_weights
-from moereg.tuning.roofline import Ceilings
 from moereg.weights.permuted import PermutedWeights
 from tests.support.fakes import FakeExperts, WrongExperts
 
@@ -203,7 +203,7 @@ def test_what_does_not_fit_beside_the_others_is_left_out(run: Any, monkeypatch: 
 
 def test_a_lost_device_ends_the_process_and_names_the_backend(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
-    monkeypatch.setattr("moereg.tuning.compare.Culprits._is_lost", lambda self: True)
+    monkeypatch.setattr("moereg.bench.compare.Culprits._is_lost", lambda self: True)
     with pytest.raises(Lost, match="fake_raising"):
         run(only=("torch", "fake_raising"))
     monkeypatch.undo()

@@ -13,10 +13,10 @@ from benches.board import build_libraries, libraries
 from benches.board.layers import GPU_LAYERS
 from benches.board.libraries import HpcOpsTensorExperts, interleaved
 from benches.board.padded_routes import padded_on_host, padded_routes
-from moereg.plugins.loader import read_platform
+from moereg.bench.session import entrants, timed_cell
 from moereg.registry import BackendRegistry
+from moereg.selection.loader import read_platform
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.session import entrants, timed_cell
 
 NAMES = ("hpc_ops", "alpha_moe")
 

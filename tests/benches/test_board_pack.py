@@ -18,17 +18,17 @@ from benches.board.layers import BoardLayer, Point
 from benches.board.measure import Limits, Marker, Wanted, measure_board
 from benches.board.store import Board
 from benches.stored import RESULTS
+from moereg.bench.roofline import Ceilings
+from moereg.bench.session import timed_cell
 from moereg.dispatch import select_backend
+from moereg.evidence import read
+from moereg.evidence.keys import machine_of
+from moereg.evidence.pack import read_pack
 from moereg.evidence.provenance import provenance
-from moereg.measured import read
-from moereg.measured.keys import machine_of
-from moereg.measured.pack import read_pack
 from moereg.platforms import probe_cpu
 from moereg.registry import register_moe_backend
 from moereg.selection.result import Decision
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.roofline import Ceilings
-from moereg.tuning.session import timed_cell
 from tests.support.fakes import FakeExperts
 
 PROBLEM = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2, max_num_tokens=16)

@@ -21,13 +21,13 @@ from benches.h200 import ep, one_token, quant, quant_configs, shapes, sweep
 from benches.h200.leave_one_out import by_tokens, choose, leave_one_out
 from benches.h200.table import check, roofline_us
 from moereg.backends._triton import quantized
+from moereg.bench.inputs import random_call, random_weights
+from moereg.bench.roofline import Ceilings
 from moereg.kernels.gemm import rules
 from moereg.kernels.hopper import config as hopper_config
 from moereg.layer.factory import make_kernel
 from moereg.platforms import Platform
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.inputs import random_call, random_weights
-from moereg.tuning.roofline import Ceilings
 
 
 def row(model: str, tokens: int = 4, shipped: str = "a", group: str = "few", **times_us: float) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import moereg
 from benches import which_backend
 from moereg.evidence.ledger import FILE_NAME, Evidence, read_ledger
 from moereg.platforms import Platform
-from moereg.plugins.loader import load_backends
 from moereg.registry import REGISTRY
+from moereg.selection.loader import load_backends
 
 
 def test_every_wheel_of_the_tree_is_there_and_the_process_is_as_before() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moereg import cli
-from moereg.tuning.roofline import Ceilings
+from moereg.bench.roofline import Ceilings
 from tests.cli.command import Call, strict_json
 from tests.support.snippets import write_layers
 

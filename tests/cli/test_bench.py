@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from moereg.bench.roofline import Ceilings
 from moereg.registry import register_moe_backend
-from moereg.tuning.roofline import Ceilings
 from tests.cli.command import SIZES, Call, CallJson
 from tests.support.fakes import LeavingExperts, RaisingExperts, WrongExperts
 
@@ -75,8 +75,8 @@ def test_bench_for_people(call: Call, ceilings: Ceilings) -> None:
 
 
 def test_bench_measures_the_ceilings_of_this_machine(call_json: CallJson, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moereg.tuning.roofline._CPU_READ_BYTES", 1 << 24)
-    monkeypatch.setattr("moereg.tuning.roofline._CPU_MATMUL_SIZES", (128,))
+    monkeypatch.setattr("moereg.bench.roofline._CPU_READ_BYTES", 1 << 24)
+    monkeypatch.setattr("moereg.bench.roofline._CPU_MATMUL_SIZES", (128,))
     code, found = call_json(f"bench {SIZES} --dtype float32 --rounds 1 --tokens 2 --require torch")
     _check_bench(found)
     assert code == 0

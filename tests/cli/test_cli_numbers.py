@@ -15,16 +15,16 @@ import torch
 
 from moereg import cli
 from moereg.author import ExpertInputs, PermutedWeights
+from moereg.bench.compare import Measurement
+from moereg.bench.roofline import Ceilings
+from moereg.bench.timing import Timing
 from moereg.cli._bench import Run, result_of_bench
 from moereg.cli._output import Result
 from moereg.cli._show import format_us, format_us_range
 from moereg.dispatch import Decision, Selection, explain_backends, machine_reasons
-from moereg.plugins.loader import current_platform
 from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.selection.loader import current_platform
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.compare import Measurement
-from moereg.tuning.roofline import Ceilings
-from moereg.tuning.timing import Timing
 from tests.support.fakes import FakeExperts
 
 SIZES = "--experts 8 --hidden 64 --intermediate 32 --top-k 2"
@@ -43,9 +43,9 @@ def test_run_gives_the_median_in_us_and_permuting_in_ms(
         yield from itertools.count(103.0)  # first calls
 
     timing = Timing((7000.0, 1234.0, 20.0))
-    monkeypatch.setattr("moereg.tuning.compare.time_runs", lambda runs, *_: dict.fromkeys(runs, timing))
+    monkeypatch.setattr("moereg.bench.compare.time_runs", lambda runs, *_: dict.fromkeys(runs, timing))
     ticks = clock()
-    monkeypatch.setattr("moereg.tuning.compare.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr("moereg.bench.compare.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     assert cli.main(f"run {SIZES} --platform cpu --json".split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["time_us"], found["permute_ms"]) == (1234.0, 2500.0)

@@ -45,8 +45,8 @@ PAIRS = [(out, err) for out in STREAMS for err in STREAMS[:2]]
 FORKS = """
 import json, os, sys, tempfile
 from moereg.cli import _bench, main
-from moereg.plugins.loader import load_backends
-from moereg.tuning.roofline import Ceilings
+from moereg.selection.loader import load_backends
+from moereg.bench.roofline import Ceilings
 
 load_backends()
 _bench.measure_ceilings = lambda dtype, device: Ceilings(0.1, 20.0, "nothing")

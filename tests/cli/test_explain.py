@@ -11,13 +11,13 @@ from moereg.dispatch import explain_backends
 from moereg.evidence import ledger
 from moereg.evidence.admission import ADMITTED, AdmissionRecord
 from moereg.evidence.ledger import Verification
-from moereg.plugins.loader import current_platform, list_cells
 from moereg.registry import register_moe_backend
+from moereg.selection.loader import current_platform, list_cells
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 from moereg.spec.reasons import REASON_CODES
 from tests.cli.command import SELECTION_KEYS, SIZES, Call, CallJson
-from tests.measured.packs import rows_of, write_here
+from tests.evidence.packs import rows_of, write_here
 from tests.support.fakes import FakeExperts
 
 EXPLAIN_KEYS = [*SELECTION_KEYS, "verification"]

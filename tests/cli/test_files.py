@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from moereg.errors import ArgumentError
-from moereg.plugins.loader import load_backends
-from moereg.plugins.modules import import_modules, own_modules
 from moereg.registry import REGISTRY
 from moereg.runtime.python_process import python_command
+from moereg.selection.loader import load_backends
+from moereg.selection.modules import import_modules, own_modules
 from tests.cli.command import SIZES, Call, CallJson, run_module, strict_json
 from tests.project.test_author_pages import blocks_of
 

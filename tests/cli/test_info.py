@@ -14,8 +14,8 @@ import pytest
 import moereg
 from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
 from moereg.platforms import Platform
-from moereg.plugins.loader import current_platform, list_cells
 from moereg.registry import BUILTIN, BackendRegistry, register_moe_backend
+from moereg.selection.loader import current_platform, list_cells
 from tests.cli.command import Call, CallJson
 from tests.support.fakes import FakeExperts
 

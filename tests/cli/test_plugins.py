@@ -13,8 +13,8 @@ import pytest
 from moereg import cli
 from moereg.cli._output import warnings_on_one_line
 from moereg.errors import MoeregWarning, PluginWarning
-from moereg.plugins import loader as discovery
 from moereg.registry import BackendRegistry
+from moereg.selection import loader as discovery
 from tests.cli.command import SIZES, Call, CallJson, strict_json
 from tests.support.wheels import HEAD, Wheels, backend, fresh_wheels
 
@@ -112,7 +112,7 @@ def test_a_scheme_of_a_wheel(wheels: Wheels, call: Call, call_json: CallJson) ->
 def test_a_warning_is_one_line_of_the_command_line() -> None:
     before = warnings.formatwarning
     with warnings_on_one_line():
-        text = warnings.formatwarning(PluginWarning("a\nb \x1b"), PluginWarning, "moereg/plugins/loader.py", 3)
+        text = warnings.formatwarning(PluginWarning("a\nb \x1b"), PluginWarning, "moereg/selection/loader.py", 3)
         other = warnings.formatwarning("theirs", UserWarning, "theirs.py", 3, "")
     assert text == "moereg: warning: a b \\x1b\n"
     assert other == before("theirs", UserWarning, "theirs.py", 3, "")

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from moereg.bench import compare
 from moereg.cli import _quantize
 from moereg.cli._options import ProblemFlags
 from moereg.cli._quantize import compare_schemes, find_schemes
 from moereg.cli._show import format_us_range
 from moereg.spec.quant_schemes import QUANT_SCHEMES
-from moereg.tuning import compare
 from tests.cli.command import Call, CallJson
 from tests.support.quantized_checkpoints import CHECKPOINTS
 

@@ -11,8 +11,8 @@ import pytest
 from moereg.cli._quarantine import lift_quarantine, quarantine_failures
 from moereg.errors import UnknownBackendError
 from moereg.evidence.quarantine import QUARANTINE
-from moereg.plugins.loader import current_platform, list_cells, load_backends
 from moereg.registry import BackendCell, BackendRegistry
+from moereg.selection.loader import current_platform, list_cells, load_backends
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
 from moereg.testing.check import GRADIENT_KINDS, CellName, Check

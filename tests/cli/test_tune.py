@@ -23,6 +23,9 @@ from typing import Any
 import pytest
 import torch
 
+from moereg.bench.compare import IN_TURNS
+from moereg.bench.points import GUARD, Point
+from moereg.bench.timing import ROUNDS, Timing
 from moereg.cli import _tune_session
 from moereg.cli._options import ProblemFlags
 from moereg.cli._output import Result
@@ -31,15 +34,12 @@ from moereg.cli._tune_session import Question
 from moereg.dispatch import explain_backends
 from moereg.errors import BackendError, MoeregError
 from moereg.evidence.admission import ADMITTED
+from moereg.evidence.pack import Row, read_pack
 from moereg.evidence.quarantine import QUARANTINE
-from moereg.measured.pack import Row, read_pack
 from moereg.registry import register_moe_backend
 from moereg.spec.problem import MoEProblem
 from moereg.testing.outcomes import Outcome
 from moereg.testing.worker import Answer
-from moereg.tuning.compare import IN_TURNS
-from moereg.tuning.points import GUARD, Point
-from moereg.tuning.timing import ROUNDS, Timing
 from tests.checkpoints.tiny_families import FAMILIES
 from tests.cli.command import ROOT, Call, run_module
 from tests.support.fakes import FakeExperts, WrongExperts
@@ -85,7 +85,7 @@ class World:
         self.costs[name] = cost
 
     def time_runs(self, runs: Mapping[Any, Sequence[Any]], device: torch.device, rounds: int, seconds: float) -> Any:
-        """In place of `moereg.tuning.timing.time_runs`."""
+        """In place of `moereg.bench.timing.time_runs`."""
         samples: dict[Any, list[float]] = {key: [] for key in runs}
         for number in range(rounds):
             shared = self._draw.gauss(0, 1)  # Whatever slows the machine slows all.
@@ -131,7 +131,7 @@ def crashed(message: str, step: Any) -> Answer:
 @pytest.fixture
 def world(isolated_registry: object, monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
-    monkeypatch.setattr("moereg.tuning.compare.time_runs", made.time_runs)
+    monkeypatch.setattr("moereg.bench.compare.time_runs", made.time_runs)
     return made
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from moereg import cli
 from moereg.evidence.ledger import read_ledger
-from moereg.plugins.loader import load_backends
 from moereg.registry import REGISTRY
+from moereg.selection.loader import load_backends
 from tests.cli.command import Call, CallJson, strict_json
 
 FILE = str(pathlib.Path(__file__).parents[1] / "kit" / "bad_backends.py")

@@ -16,8 +16,8 @@ from moereg import routing
 from moereg.dispatch import explain_backends
 from moereg.layer.factory import make_kernel
 from moereg.platforms import Platform, PlatformKind, PlatformRule
-from moereg.plugins.loader import load_backends
 from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.selection.loader import load_backends
 from moereg.selection.request import Request
 from moereg.selection.result import Selection
 from moereg.spec.activations import Activation

@@ -26,9 +26,9 @@ from moereg.experts import ExpertInputs
 from moereg.layer import admission
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts, relative_error
-from moereg.plugins.loader import load_backends
 from moereg.prepare_finalize import Group, GroupPrepareFinalize, overlap
 from moereg.registry import REGISTRY, register_moe_backend
+from moereg.selection.loader import load_backends
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from moereg.dispatch import select_backend
 from moereg.errors import RanksMeasuredWarning
 from moereg.layer.factory import make_kernel
-from moereg.plugins.loader import load_backends
 from moereg.registry import REGISTRY, register_moe_backend
+from moereg.selection.loader import load_backends
+from tests.evidence.packs import rows_of, write_here
 from tests.groups.cases import numbers_of, problem_of, share_of
-from tests.measured.packs import rows_of, write_here
 from tests.support.fakes import FakeExperts
 
 NAMES = ("static", "challenger")

@@ -93,7 +93,7 @@ def _run_rank(
 def main() -> None:
     backend, num_ranks, seconds, module, *names = sys.argv[1:]
     importlib.import_module(module)
-    from moereg.plugins.loader import load_backends
+    from moereg.selection.loader import load_backends
 
     load_backends()
     with tempfile.TemporaryDirectory() as folder:

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
+from moereg.bench.inputs import random_weights
 from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError
 from moereg.kernels.rows import batches
@@ -19,7 +20,6 @@ from moereg.prepare_finalize import BatchedPrepareFinalize
 from moereg.prepare_finalize import batched as module
 from moereg.spec.problem import MoEProblem
 from moereg.testing.guards import GuardedMemory
-from moereg.tuning.inputs import random_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IN_TORCH, IN_TRITON = BatchedPrepareFinalize(in_triton=False), BatchedPrepareFinalize(in_triton=True)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moereg.bench.inputs import random_calls
 from moereg.dispatch import select_backend
 from moereg.kernels.plain import cpu, host, mlp
 from moereg.layer.factory import make_kernel
@@ -17,7 +18,6 @@ from moereg.numerics.reference import reference_experts, relative_error
 from moereg.spec.activations import ACTIVATIONS
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
-from moereg.tuning.inputs import random_calls
 
 CPU = torch.device("cpu")
 HIDDEN = 8

@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 
 import moereg
 from moereg.backends._torch import plain
+from moereg.bench.inputs import random_calls
 from moereg.kernels.plain import threads
 from moereg.kernels.plain.threads import are_even, run_tasks
 from moereg.layer.factory import make_kernel
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
-from moereg.tuning.inputs import random_calls
 
 CPU = torch.device("cpu")
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from moereg.backends._triton import ways
 from moereg.backends.triton_moe import TritonExperts, TritonPackedExperts
+from moereg.bench.inputs import random_weights
 from moereg.experts import ExpertInputs
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
 from moereg.kernels.gemm.fit import CallShape, fit_pair
@@ -21,7 +22,6 @@ from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.plan import RoutePlan, max_num_blocks
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.inputs import random_weights
 from tests.kernels.references import block_map_reference
 from tests.kernels.triton_cases import BF16, DEVICE, FP16, SM90, Guarded, bound, make_problem, random
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from moereg.backends.triton_moe import TritonBatchedExperts, TritonExperts
+from moereg.bench.inputs import random_weights
 from moereg.errors import ArgumentError
 from moereg.experts import Experts
 from moereg.platforms import Platform
-from moereg.plugins.loader import load_backends
+from moereg.selection.loader import load_backends
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing.inputs import make_weights
-from moereg.tuning.inputs import random_weights
 from moereg.weights.layouts import ALIGNMENT
 from moereg.weights.permuted import ExpertWeights
 

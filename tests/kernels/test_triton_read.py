@@ -7,9 +7,9 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
+from moereg.bench.roofline import _PIECE_NUMEL
 from moereg.kernels import read
 from moereg.kernels.read import ReadConfig, num_read_programs, read_words
-from moereg.tuning.roofline import _PIECE_NUMEL
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

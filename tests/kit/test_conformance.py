@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from moereg.plugins.loader import list_backends
 from moereg.registry import BackendCell
+from moereg.selection.loader import list_backends
 from moereg.spec.problem import MoEProblem
 from moereg.testing import cases, checks, gradients, listing, problems
 from moereg.testing.check import KINDS, Check

@@ -16,9 +16,9 @@ from moereg.evidence import code_digest as digest
 from moereg.evidence.code_digest import LEDGER_NAME, UNKNOWN, class_digest, module_file, root_package
 from moereg.evidence.quarantine import QuarantineRecord
 from moereg.evidence.store import records_text
-from moereg.plugins.loader import load_backends
 from moereg.registry import BUILTIN
-from tests.measured.packs import HERE, PROBLEM, make_cells, pack_of, rows_of
+from moereg.selection.loader import load_backends
+from tests.evidence.packs import HERE, PROBLEM, make_cells, pack_of, rows_of
 
 SOURCE = '''
 """A module."""

@@ -27,8 +27,8 @@ from moereg.evidence.ledger import (
     read_ledger,
 )
 from moereg.platforms import Platform, PlatformRule
-from moereg.plugins.loader import load_backends
 from moereg.registry import REGISTRY, BackendCell, BackendRegistry, register_moe_backend, registering_origin
+from moereg.selection.loader import load_backends
 from tests import conftest
 from tests.support.fakes import FakeExperts
 
@@ -327,7 +327,7 @@ def test_a_run_records_what_passed_and_nothing_else(monkeypatch: pytest.MonkeyPa
     """A session of pytest with --ledger on an H200; a process that crashes does not name its cell."""
     for name, empty in (("_PASSED", {}), ("_FAILED", set()), ("_CRASHED", [])):
         monkeypatch.setattr(conftest, name, empty)
-    monkeypatch.setattr("moereg.plugins.loader.current_platform", lambda: H200)
+    monkeypatch.setattr("moereg.selection.loader.current_platform", lambda: H200)
     dense, grouped = (builtin(name, "unquantized", H200) for name in ("TorchDenseExperts", "TorchGroupedExperts"))
     batched = builtin("TritonBatchedExperts", "unquantized", H200)
     elsewhere = builtin("TorchPackedExperts", "unquantized", EPYC)

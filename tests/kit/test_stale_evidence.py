@@ -10,8 +10,8 @@ import pytest
 from moereg.evidence import ledger
 from moereg.evidence.ledger import Verification, evidence_of
 from moereg.platforms import Platform
-from moereg.plugins.loader import load_backends
 from moereg.registry import BUILTIN, BackendCell
+from moereg.selection.loader import load_backends
 
 LIST = pathlib.Path(__file__).with_name("stale_evidence.txt")
 H200 = Platform("cuda", "sm90", "NVIDIA H200", versions={}, probed=True)

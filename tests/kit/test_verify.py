@@ -22,9 +22,9 @@ import moereg.testing
 from moereg.cli._verify import _verdict
 from moereg.errors import ArgumentError, BackendError, UnknownBackendError, UnknownPlatformError
 from moereg.platforms import Platform
-from moereg.plugins.loader import load_backends
-from moereg.plugins.modules import import_modules
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
+from moereg.selection.loader import load_backends
+from moereg.selection.modules import import_modules
 from moereg.testing.check import KINDS, CellName, Check
 from moereg.testing.checks import watched_imports
 from moereg.testing.listing import Suite, _in_turn, list_suite

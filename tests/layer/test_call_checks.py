@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from moereg.bench.inputs import random_call
 from moereg.errors import ArgumentError, GradientError
 from moereg.layer.factory import MoEKernel
 from moereg.nn.module import MoELayer
 from moereg.spec.problem import GRADIENTS
 from moereg.testing.inputs import Inputs, make_inputs, make_weights
-from moereg.tuning.inputs import random_call
 from moereg.weights.permuted import ExpertWeights
 from tests.layer.small_layers import CPU, FORMS, INPUTS, build_refused, call, kernel_of, problem_of
 from tests.support.fakes import FakeExperts

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from moereg.bench.inputs import random_call
 from moereg.errors import ArgumentError
 from moereg.prepare_finalize.eplb import balance_experts, count_routes, rank_loads
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables, token_turns
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.inputs import random_call
 
 CPU = torch.device("cpu")
 REPLICATED = ExpertPlacement(5, ((0, 1, 2), (3, 0, 4), (0, 4, 1)))

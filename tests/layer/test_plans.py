@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moereg.bench.timing import can_be_captured
 from moereg.errors import ArgumentError, BackendError, LayoutMismatchError, RegistrationError
 from moereg.experts import Experts
 from moereg.layer import backend_calls
@@ -28,7 +29,6 @@ from moereg.runtime.workspace import WORKSPACES
 from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_weights
-from moereg.tuning.timing import can_be_captured
 from moereg.weights.permuted import ExpertWeights
 from tests.groups.ranks import results_of, value_of
 from tests.layer.small_layers import CPU, FORMS, call, expected, problem_for, problem_of, replaced

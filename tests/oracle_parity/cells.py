@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from moereg.plugins.loader import load_backends
 from moereg.registry import BUILTIN, REGISTRY, BackendCell, BackendRegistry, register_moe_backend, registering_origin
+from moereg.selection.loader import load_backends
 from tests.support.fakes import FakeExperts
 
 __all__ = ["OWN", "PACKAGES", "builtin_cells", "parity_cells"]

@@ -13,9 +13,9 @@ from moereg.backends._flashinfer import cutlass_int4, package
 from moereg.backends._flashinfer.cutlass import Rows
 from moereg.backends._flashinfer.loading import Library
 from moereg.platforms import Platform
-from moereg.quantize.formats import Quantized, restore
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantFormat
+from moereg.weights.formats import Quantized, restore
 from tests.support.flashinfer_imitation import CLASSES, ActivationType
 
 pytestmark = pytest.mark.peers

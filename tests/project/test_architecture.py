@@ -15,6 +15,7 @@ from typing import Any, Final
 import pytest
 import typer.main
 
+from moereg.bench.over_ranks import NO_ROW
 from moereg.cli import _ep
 from moereg.cli._bench import Run, result_of_bench
 from moereg.cli._commands import app
@@ -28,10 +29,9 @@ from moereg.cli._tune_session import Question
 from moereg.dispatch import explain_backends
 from moereg.evidence.provenance import provenance
 from moereg.platforms import Platform
-from moereg.plugins.status import PluginStatus
+from moereg.selection.plugin_status import PluginStatus
 from moereg.spec.problem import MoEProblem
 from moereg.testing import CellName, Check, Outcome, Report, Result
-from moereg.tuning.over_ranks import NO_ROW
 from tests.support.snippets import write_layers
 from tests.support.toml import tomllib
 

@@ -8,8 +8,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from moereg.plugins.loader import load_backends
 from moereg.registry import BUILTIN
+from moereg.selection.loader import load_backends
 from tests.ranges import Row, rows_of
 from tests.support.toml import tomllib
 

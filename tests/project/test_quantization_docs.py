@@ -10,12 +10,12 @@ from typing import Final
 import pytest
 import torch
 
+from moereg.bench.inputs import random_call, random_weights
+from moereg.bench.roofline import expert_bytes
 from moereg.dispatch import explain_backends
 from moereg.numerics.reference import scheme_loss
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme, get_scheme
-from moereg.tuning.inputs import random_call, random_weights
-from moereg.tuning.roofline import expert_bytes
 
 DOCUMENT: Final = Path(__file__).parents[2] / "docs" / "quantization.md"
 QUANTIZED: Final = tuple(name for name, scheme in QUANT_SCHEMES.items() if scheme.weight is not None)

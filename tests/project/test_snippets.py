@@ -13,8 +13,8 @@ from typing import Any, Final
 import pytest
 
 from moereg import cli
+from moereg.bench.roofline import Ceilings
 from moereg.spec import model_shapes as shapes
-from moereg.tuning.roofline import Ceilings
 from tests.project.test_author_pages import blocks_of as files_of
 from tests.support.console_blocks import Command, Environment, commands_in
 from tests.support.snippets import Block, blocks_of, small_models, write_layers

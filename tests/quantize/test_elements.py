@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moereg.quantize import pack_nibbles, unpack_nibbles
-from moereg.quantize.formats import element_of
-from moereg.quantize.groups import choose_scale, expand_groups, global_scale, group_extrema
 from moereg.spec.quant_schemes import WHOLE, QuantFormat
+from moereg.weights.formats import element_of
+from moereg.weights.groups import choose_scale, expand_groups, global_scale, group_extrema
 from tests.quantize.quantized_values import INF, NAN, bits
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -17,8 +17,8 @@ from moereg.quantize import (
     quantize_dequantize_activations,
     spans_tokens,
 )
-from moereg.quantize.formats import element_of
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
+from moereg.weights.formats import element_of
 from tests.quantize.quantized_values import INF, NAN, same, slow_dequantized
 
 pytestmark = pytest.mark.usefixtures("one_thread")

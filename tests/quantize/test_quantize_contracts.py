@@ -32,8 +32,8 @@ from moereg.quantize import (
     quantize_weights,
     unpack_nibbles,
 )
-from moereg.quantize.formats import element_of
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat
+from moereg.weights.formats import element_of
 from moereg.weights.permuted import ExpertWeights
 from tests.quantize.quantized_values import bits
 

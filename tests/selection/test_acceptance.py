@@ -77,7 +77,7 @@ def test_it_is_listed_selected_and_run(folder: Path) -> None:
         folder,
         """
         import torch
-        from moereg.plugins.loader import load_backends
+        from moereg.selection.loader import load_backends
         from moereg.registry import BUILTIN
         weights = moereg.ExpertWeights(w13=torch.zeros(4, 16, 8).bfloat16(), w2=torch.zeros(4, 8, 8).bfloat16())
         selection = moereg.select_backend(problem, platform="cpu", require="new")
@@ -129,8 +129,8 @@ def test_info_shows_it(folder: Path) -> None:
 
 def test_no_list_of_backends_is_kept_elsewhere() -> None:
     # Only their own modules in the package name the built-in backends.
-    from moereg.plugins.loader import load_backends
     from moereg.registry import BUILTIN
+    from moereg.selection.loader import load_backends
 
     classes = {cell.class_name for cell in load_backends().cells if cell.origin == BUILTIN}
     package = ROOT / "moereg"

@@ -14,8 +14,8 @@ from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError, UnknownBackendError, UnknownSchemeError
 from moereg.layer.factory import make_kernel
 from moereg.platforms import Platform
-from moereg.plugins import loader as discovery
 from moereg.registry import REGISTRY, BackendCell, BackendRegistry, register_moe_backend, registering_origin
+from moereg.selection import loader as discovery
 from moereg.selection import request
 from moereg.selection.decide import decide, evaluate
 from moereg.selection.request import Request

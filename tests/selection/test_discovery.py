@@ -14,10 +14,10 @@ import pytest
 import moereg
 from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError, MoeregError, PluginError
-from moereg.plugins import loader as discovery
-from moereg.plugins.loader import _Loader
-from moereg.plugins.status import is_allowed
 from moereg.registry import BackendRegistry
+from moereg.selection import loader as discovery
+from moereg.selection.loader import _Loader
+from moereg.selection.plugin_status import is_allowed
 from moereg.spec.problem import MoEProblem
 from tests.support.wheels import Wheels, backend, fresh_wheels, summary
 

@@ -13,10 +13,10 @@ import pytest
 
 from moereg.dispatch import select_backend
 from moereg.errors import MoeregWarning, PluginError, PluginWarning, RegistrationError
-from moereg.plugins import loader as discovery
-from moereg.plugins.loader import _Loader
-from moereg.plugins.status import BACKEND_GROUP, PluginStatus, unknown_names
 from moereg.prepare_finalize import MOVEMENTS
+from moereg.selection import loader as discovery
+from moereg.selection.loader import _Loader
+from moereg.selection.plugin_status import BACKEND_GROUP, PluginStatus, unknown_names
 from moereg.spec.problem import MoEProblem
 from tests.support.signals import ctrl_c_handled_by
 from tests.support.wheels import HEAD, Wheels, backend, cell, summary

@@ -10,9 +10,9 @@ import pytest
 
 from moereg.dispatch import select_backend
 from moereg.errors import MoeregWarning
-from moereg.plugins import loader as discovery
-from moereg.plugins.loader import _Loader
 from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.selection import loader as discovery
+from moereg.selection.loader import _Loader
 from moereg.spec.problem import MoEProblem
 from tests.support.fakes import FakeExperts
 from tests.support.wheels import Wheels, backend

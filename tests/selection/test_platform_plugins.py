@@ -15,8 +15,8 @@ import pytest
 from moereg.errors import RegistrationError, UnknownPlatformError, described
 from moereg.platforms import Platform, kinds
 from moereg.platforms.kinds import miss_kinds_of
-from moereg.plugins.status import LoadFailure, PluginStatus, failure_text, unusable
 from moereg.registry import BackendRegistry
+from moereg.selection.plugin_status import LoadFailure, PluginStatus, failure_text, unusable
 from tests.support.wheels import Wheels, backend
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ PRELUDE = """
 import contextlib, io, json, sys, warnings
 import moereg
 from moereg.cli import main
-from moereg.plugins.loader import current_platform, plugin_statuses
+from moereg.selection.loader import current_platform, plugin_statuses
 from moereg.platforms import Platform
 
 problem = moereg.MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)

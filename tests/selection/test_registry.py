@@ -16,8 +16,8 @@ from moereg.dispatch import evaluate
 from moereg.errors import RegistrationError
 from moereg.experts import ExpertInputs
 from moereg.platforms import Platform, PlatformRule
-from moereg.plugins.loader import load_backends
 from moereg.registry import BUILTIN, BackendCell, BackendRegistry, register_moe_backend, registering_origin
+from moereg.selection.loader import load_backends
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantFormat, QuantScheme

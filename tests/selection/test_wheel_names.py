@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moereg.errors import RegistrationError
-from moereg.plugins.status import scan
 from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.selection.plugin_status import scan
 from tests.support.fakes import FakeExperts
 from tests.support.wheels import Wheels, backend
 

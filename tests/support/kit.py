@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from moereg.plugins.loader import load_backends
 from moereg.registry import BackendCell
+from moereg.selection.loader import load_backends
 from moereg.testing.cases import runnable_platform
 from moereg.testing.checks import check_case
 from moereg.testing.drawing import DrawnLayer

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from moereg.plugins.loader import _Loader
-from moereg.plugins.status import PluginStatus
 from moereg.prepare_finalize import MOVEMENTS
 from moereg.registry import BackendCell, BackendRegistry
+from moereg.selection.loader import _Loader
+from moereg.selection.plugin_status import PluginStatus
 
 CELL = """
 @register_moe_backend(name={name!r}, priority=1, quant_schemes=("unquantized",), platforms=({rule!r},))

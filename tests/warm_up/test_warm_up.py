@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moereg.author import ExpertInputs, PermutedWeights
+from moereg.bench.inputs import random_weights
 from moereg.cli import main
 from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError, BackendError
@@ -27,7 +28,6 @@ from moereg.layer.warm_up.result import CompiledVariant, shown_counts
 from moereg.platforms import Platform
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
-from moereg.tuning.inputs import random_weights
 from tests.layer.small_layers import kernel_of, problem_of
 from tests.support.fakes import FakeExperts
 

@@ -10,8 +10,7 @@ from moereg.backends._flashinfer.downloads import has_generated_headers, has_gen
 from moereg.backends._flashinfer.package import REQUIRES, built_module, can_be_imported, has_compiler
 from moereg.experts import Experts
 from moereg.platforms import Platform
-from moereg.registration import Probe
-from moereg.registry import register_moe_backend
+from moereg.registry import Probe, register_moe_backend
 from moereg.spec.facts import Facts, NarrowedFacts
 from moereg.spec.problem import MoEProblem
 

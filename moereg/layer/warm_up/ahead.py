@@ -23,10 +23,10 @@ from moereg.errors import ArgumentError, BackendError, one_line
 from moereg.layer.ranges import alone, counts_by_range
 from moereg.layer.warm_up.result import CompiledVariant, WarmUp, shown_counts
 from moereg.layer.warm_up.shipped import note_layer, use_folder
-from moereg.plugins.modules import own_modules
 from moereg.runtime.memory import free_memory_bytes
 from moereg.runtime.progress import long_wait
 from moereg.runtime.python_process import num_cores, python_command
+from moereg.selection.modules import own_modules
 from moereg.selection.result import Selection
 
 _SECONDS_EACH: Final = 3.0

@@ -27,7 +27,7 @@ from moereg.kernels.launch.ahead import HostBuilder, Launches, Target, Variant, 
 from moereg.layer import backend_calls
 from moereg.layer.warm_up.dummy import MOVING_KERNELS, DummyLayer, empty_weights, moving_kernels, undescribed
 from moereg.layer.warm_up.fan_out import fan_out
-from moereg.plugins.modules import import_modules
+from moereg.selection.modules import import_modules
 from moereg.selection.result import Selection
 
 _BLOCK: Final = 64

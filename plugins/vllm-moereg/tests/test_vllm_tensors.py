@@ -11,8 +11,8 @@ import torch
 from vllm_moereg.weights import READERS, Form, Stored, give_back, places_of, read_form, take_weights
 
 from moereg import ExpertWeights, MoEProblem, make_kernel, select_backend
-from moereg.quantize.elements import pack_nibbles
 from moereg.selection.decide import reading_in_place
+from moereg.weights.elements import pack_nibbles
 
 
 def method_of(name: str, **fields: Any) -> Any:

@@ -15,9 +15,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moereg import ExpertWeights, MoEKernel
-from moereg.quantize.words import awq_codes, awq_zero_points, gptq_codes, repacked_zero_points, word_bytes
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import MATRICES, QUANT_SCHEMES, TensorRole, tensor_name
+from moereg.weights.words import awq_codes, awq_zero_points, gptq_codes, repacked_zero_points, word_bytes
 
 __all__ = ["READERS", "Declined", "Form", "Stored", "give_back", "places_of", "read_form", "take_weights"]
 

@@ -1,0 +1,431 @@
+"""One rank of `moereg bench --ep` and `moereg run --ep`: builds its experts, compares, times, writes one line per row.
+
+`python -m moereg.bench.over_ranks JOB RANK` does it in a separate process; `torchrun` processes call `run_rank`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import itertools
+import json
+import math
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from moereg.bench.inputs import Call, num_calls, random_call, random_weights
+from moereg.bench.timing import HELD_CYCLES, Run, Timing, is_replay, kernel_runs, wait_for
+from moereg.errors import EmulationWarning, GroupError, MoeregError, described
+from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.numerics.reference import reference_experts
+from moereg.numerics.tolerances import layer_tolerance
+from moereg.prepare_finalize import AllGather, AllToAll, GroupPrepareFinalize, LowLatency
+from moereg.prepare_finalize.eplb import balance_experts, count_routes
+from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables, token_turns
+from moereg.prepare_finalize.wire import PlainWire, Wire
+from moereg.runtime.memory import format_bytes
+from moereg.selection.modules import import_modules
+from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import ExpertWeights
+
+_BATCH_SECONDS: Final = 2e-3
+_MOST_AT_A_TIME: Final = 8
+_LEAVING_SECONDS: Final = 20.0
+
+_LARGEST_ROOM: Final = 4e9
+"""Most bytes of a rank's receive slots, in both directions; token dispatchers that need more are skipped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Settings that every rank receives: the options' values by name, and those below.
+
+    Attributes:
+        problem: `MoEProblem.to_dict` of the layer.
+        modules: What registers backends and is not installed.
+        replicas: Experts beyond one for each of the layer, placed by the routing's loads; None for slices.
+        compares: Whether rank 0 also runs the whole layer alone.
+        out: File to which rank 0 writes one line of JSON per row.
+        store: Rendezvous of the ranks; None means torchrun's.
+        limit_seconds: Time limit of a collective.
+    """
+
+    problem: dict[str, Any]
+    size: int
+    device_type: str
+    ways: tuple[str, ...]
+    batches: tuple[int, ...]
+    tokens: tuple[int, ...]
+    routings: tuple[str, ...]
+    replicas: int | None
+    rounds: int
+    seconds: float
+    seed: int
+    eager: bool
+    compares: bool
+    modules: tuple[str, ...] = ()
+    out: str = ""
+    store: str | None = None
+    limit_seconds: float = 120.0
+
+
+def run_rank(job: Job, rank: int) -> None:
+    """Does one rank's work; every rank has to call it."""
+    import_modules(job.modules)
+    device = torch.device("cpu")
+    if job.device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if job.device_type == "cuda" else "gloo",
+        init_method="env://" if job.store is None else f"file://{job.store}",
+        rank=rank,
+        world_size=job.size,
+        timeout=datetime.timedelta(seconds=job.limit_seconds),
+        device_id=device if job.device_type == "cuda" else None,
+    )
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", EmulationWarning)  # Rows name the tier.
+        for row in _Rank(job, rank, device).rows():
+            if rank == 0:
+                with Path(job.out).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+    if job.store is not None and job.device_type == "cuda":
+        # All rows are written, and NCCL may hang on a graph of its own at shutdown.
+        last = threading.Timer(_LEAVING_SECONDS, os._exit, (0,))
+        last.daemon = True
+        last.start()
+    dist.destroy_process_group()
+
+
+class _Rank:
+    """Values shared by all rows."""
+
+    def __init__(self, job: Job, rank: int, device: torch.device) -> None:
+        self.job, self.rank, self.device = job, rank, device
+        self.problem = MoEProblem.from_dict(job.problem)
+        self.placement: ExpertPlacement | None = None
+        held = ExpertPlacement.contiguous(self.problem.num_experts, job.size) if job.replicas is None else None
+        if held is None:
+            held = self.placement = self._balanced(job.replicas or 0)
+        self.tables = PlacementTables(held, rank, device)
+        experts = held.experts_of_rank[rank]
+        self.part = dataclasses.replace(self.problem, num_local_experts=len(experts), placement="map")
+        # If an expert has replicas, the reference uses the first one.
+        first = [place if held.ranks_of_expert(e)[0] == rank else -1 for e, place in enumerate(held.expert_map(rank))]
+        self.first = torch.tensor(first, dtype=torch.int32, device=device)
+        generator = torch.Generator().manual_seed(job.seed)
+        self.weights = random_weights(self.part, generator, device, experts=experts)
+
+    def _balanced(self, num_replicas: int) -> ExpertPlacement:
+        """A placement balanced by the loads of the last routing, such as `zipf` of `uniform,zipf`."""
+        calls = calls_of_group(
+            self.problem, max(self.job.tokens), self.job.size, self.job.routings[-1], self.job.seed, self.device
+        )
+        loads = torch.stack([count_routes(call.topk_ids, self.problem.num_experts) for call in calls]).sum(0).cpu()
+        found: list[Any] = [balance_experts(loads, self.job.size, num_replicas)]
+        dist.broadcast_object_list(found, src=0, device=self.device)
+        placement: ExpertPlacement = found[0]
+        return placement
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yields a row per number of tokens, token dispatcher, number of parts and routing."""
+        for num_tokens in self.job.tokens:
+            calls = {}
+            for routing in self.job.routings:
+                whole = calls_of_group(self.problem, num_tokens, self.job.size, routing, self.job.seed, self.device)
+                calls[routing] = (whole[0], [of_rank(call, self.rank, self.job.size) for call in whole])
+                del whole
+            alone = {routing: self._alone(num_tokens, routing) for routing in calls}
+            for way, num_batches in itertools.product(self.job.ways, self.job.batches):
+                yield from self._rows_of(way, num_batches, num_tokens, calls, alone)
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def _alone(self, num_tokens: int, routing: str) -> float | None:
+        """The time of equally many routes on this rank's experts without a group; None if it has too few experts."""
+        share = self.part.num_local_experts
+        if share < self.problem.top_k or num_tokens == 0:
+            return None
+        problem = dataclasses.replace(self.part, num_experts=share, placement="contiguous", max_num_tokens=num_tokens)
+        calls = calls_of_group(problem, num_tokens, 1, routing, self.job.seed + 1, self.device)
+        kernel = make_kernel(problem, self.weights)
+        outs = [torch.empty_like(call.hidden_states) for call in calls]
+        runs = kernel_runs(kernel, calls, outs, over_ranks=True, captures=not self.job.eager)
+        return time_over_ranks(runs, self.device, self.job.rounds, self.job.seconds).median_us
+
+    def _rows_of(
+        self,
+        way: str,
+        num_batches: int,
+        num_tokens: int,
+        calls: dict[str, tuple[Call, list[Call]]],
+        alone: dict[str, float | None],
+    ) -> Iterator[dict[str, Any]]:
+        problem = dataclasses.replace(self.problem, max_num_tokens=max(num_tokens, 1))
+        empty = {"way": way, "batches": num_batches, "tokens": num_tokens, **NO_ROW}
+        kernel, failure = None, ""
+        try:
+            kernel = self._made(problem, way, num_batches)
+        except GroupError:
+            raise
+        except MoeregError as error:
+            failure = str(error).splitlines()[0]
+        for routing, (whole, own) in calls.items():
+            row = {**empty, "routing": routing, "one_rank_us": alone[routing]}
+            if kernel is None:
+                yield {**row, "failure": failure, "passed": False}
+                continue
+            moves = kernel.prepare_finalize
+            assert isinstance(moves, GroupPrepareFinalize)
+            chosen = moves.wire
+            for wire in self._wires(chosen, kernel):
+                moves.wire = wire
+                yield {**row, **self._measured(kernel, num_tokens, whole, own, alone[routing])}
+            moves.wire = chosen
+
+    def _wires(self, chosen: Wire, kernel: MoEKernel) -> tuple[Wire, ...]:
+        """The chosen wire format, plus 16 bits if token dispatcher and experts also take that."""
+        takes_both = isinstance(kernel.prepare_finalize, (AllGather, AllToAll, LowLatency))
+        if isinstance(chosen, PlainWire) or not takes_both or self.job.compares:
+            return (chosen,)
+        return (chosen, PlainWire(self.problem))
+
+    def _made(self, problem: MoEProblem, way: str, num_batches: int) -> MoEKernel:
+        room = self.problem.num_experts * (problem.max_num_tokens or 0) * 2 * self.problem.hidden_size
+        room *= self.problem.torch_dtype.itemsize
+        if way == "low_latency" and room > _LARGEST_ROOM:
+            raise MoeregError(f"left out: room for every token at every expert takes {format_bytes(room)} a rank")
+        return make_kernel(
+            problem,
+            self.weights,
+            group=dist.group.WORLD,
+            prepare_finalize=way,
+            expert_placement=self.placement,
+            num_batches=num_batches,
+        )
+
+    def _measured(
+        self, kernel: MoEKernel, num_tokens: int, whole: Call, own: list[Call], one_rank_us: float | None
+    ) -> dict[str, Any]:
+        moves, winner = kernel.prepare_finalize, kernel.selection.winner
+        assert isinstance(moves, GroupPrepareFinalize)
+        assert winner is not None
+        found: dict[str, Any] = {
+            "wire": moves.wire.name,
+            "activation_format": kernel.selection.problem.activation_format,
+            **{name: getattr(winner, name) for name in ("backend", "experts", "computes", "tier")},
+        }
+        tolerance = layer_tolerance(self.problem, num_tokens, winner.scheme or winner.computes)
+        expected = reference_experts(self.part, self.weights, *whole, expert_map=self.first, computes=winner.scheme)
+        dist.all_reduce(expected)
+        mine = expected[self.rank * num_tokens : (self.rank + 1) * num_tokens]
+        outs = [torch.full_like(call.hidden_states, math.nan) for call in own]
+        kernel(*own[0])
+        first = kernel(*own[0], out=outs[0]).clone()
+        error = error_over_ranks(first, mine)
+        repeats = all_agree(torch.equal(kernel(*own[0]), first), self.device)
+        found |= {"relative_error": error, "tolerance": tolerance, "passed": error <= tolerance, "repeats": repeats}
+        if self.job.compares:
+            found |= self._compared(kernel, first, whole)
+        if not found["passed"]:
+            return found
+        runs = kernel_runs(kernel, own, outs, over_ranks=True, captures=not self.job.eager)
+        timing = time_over_ranks(runs, self.device, self.job.rounds, self.job.seconds)
+        outs[0].fill_(math.nan)
+        runs[0]()
+        error = error_over_ranks(outs[0], mine)
+        is_captured = is_replay(runs[0])
+        del runs
+        if not error <= tolerance:  # NaN is wrong too.
+            return {**found, "relative_error": error, "passed": False}
+        row_bytes = moves.wire.bytes_per_token + 8 * self.problem.top_k
+        bare, moved = bare_collectives(self.problem, own, self.tables, row_bytes)
+        bare_us = time_over_ranks(bare, self.device, self.job.rounds, self.job.seconds).median_us
+        return {
+            **found,
+            "captured": is_captured,
+            "time_us": timing.median_us,
+            "p10_us": timing.p10_us,
+            "p90_us": timing.p90_us,
+            "bare_us": bare_us,
+            "bytes_out": moved[0],
+            "bytes_back": moved[1],
+            "over_one_rank": None if one_rank_us is None else timing.median_us / one_rank_us,
+        }
+
+    def _compared(self, kernel: MoEKernel, first: torch.Tensor, whole: Call) -> dict[str, Any]:
+        """Compares all ranks' outputs with the whole layer on rank 0."""
+        parts = [torch.empty_like(first) for _ in range(self.job.size)]
+        dist.all_gather(parts, first)
+        found: list[Any] = [None]
+        if self.rank == 0:
+            generator = torch.Generator().manual_seed(self.job.seed)
+            weights: ExpertWeights = random_weights(self.problem, generator, self.device)
+            # With the same class if it fits the whole layer, so that bits can be equal.
+            one = make_kernel(self.problem, weights)(*whole)
+            together = torch.cat(parts)
+            error = (together.double() - one.double()).norm() / one.double().norm()
+            found = [{"one_rank_error": float(error), "one_rank_equal": torch.equal(together, one)}]
+        dist.broadcast_object_list(found, src=0, device=self.device)
+        result: dict[str, Any] = found[0]
+        return result
+
+
+NO_ROW: Final[dict[str, Any]] = {
+    **dict.fromkeys(("routing", "wire", "activation_format"), ""),
+    **dict.fromkeys(("backend", "experts", "computes", "tier", "relative_error", "tolerance", "passed", "failure")),
+    **dict.fromkeys(("repeats", "one_rank_error", "one_rank_equal", "captured", "time_us", "p10_us", "p90_us")),
+    **dict.fromkeys(("one_rank_us", "over_one_rank", "bare_us", "bytes_out", "bytes_back")),
+}
+"""An empty row, except for its token dispatcher, number of parts and number of tokens."""
+
+
+def calls_of_group(
+    problem: MoEProblem, num_tokens: int, size: int, routing: str, seed: int, device: torch.device
+) -> list[Call]:
+    """Calls with all ranks' tokens, `num_tokens` per rank, in rank order; equal on every rank.
+
+    Popular experts stay popular.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    rank = torch.randperm(problem.num_experts, generator=generator, device=device) + 1
+    return [random_call(problem, num_tokens * size, routing, generator, rank) for _ in range(num_calls(num_tokens))]
+
+
+def of_rank(call: Call, rank: int, size: int) -> Call:
+    """One rank's tokens in a call of all ranks."""
+    num_tokens = len(call.hidden_states) // size
+    rows = slice(rank * num_tokens, (rank + 1) * num_tokens)
+    return Call(*(tensor[rows].clone() for tensor in call))
+
+
+def time_over_ranks(runs: Sequence[Run], device: torch.device, rounds: int, seconds: float) -> Timing:
+    """Times runs on all ranks at once, in turns; every rank has to call it.
+
+    A sample is the slowest rank's mean over a batch. Takes `rounds` samples, or as many as fit in `seconds` but at
+    least three.
+    """
+    for run in runs[:2]:
+        run()
+    wait_for(device)
+    first = _max_over_ranks([_timed(runs[:1], device)], device)[0]
+    batch = max(1, min(_MOST_AT_A_TIME, int(_BATCH_SECONDS / first)))
+    count = max(3, min(rounds, int(seconds / (first * batch))))
+    samples = []
+    for place in range(count):
+        turn = [runs[(place * batch + step) % len(runs)] for step in range(batch)]
+        samples.append(_timed(turn, device) / batch * 1e6)
+    return Timing(tuple(_max_over_ranks(samples, device)))
+
+
+def _timed(runs: Sequence[Run], device: torch.device) -> float:
+    """Seconds of some runs on this rank, started by all ranks at once."""
+    together = torch.zeros(1, device=device)
+    if device.type != "cuda":
+        dist.all_reduce(together)
+        start = time.perf_counter()
+        for run in runs:
+            run()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    wait_for(device)
+    torch.cuda._sleep(HELD_CYCLES)
+    dist.all_reduce(together)
+    begin.record()
+    for run in runs:
+        run()
+    end.record()
+    wait_for(device)
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def _max_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+    found = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [float(value) for value in found.tolist()]
+
+
+def bare_collectives(
+    problem: MoEProblem, calls: Sequence[Call], tables: PlacementTables, row_bytes: int
+) -> tuple[list[Run], tuple[int, int]]:
+    """Bare collectives: sends tokens with routes once to each rank that needs them, and a row back from each, unpadded.
+
+    Args:
+        problem, calls, tables: The layer, this rank's calls, and which rank holds which expert.
+        row_bytes: Bytes of a sent token.
+
+    Returns:
+        A run per call, and the bytes that this rank sends and gets back in the first one.
+    """
+    runs: list[Run] = []
+    moved = (0, 0)
+    back = problem.hidden_size * problem.torch_dtype.itemsize
+    size = tables.placement.num_ranks
+    for call in calls:
+        device = call.topk_ids.device
+        ranks = tables.ranks_of(call.topk_ids, token_turns(len(call.topk_ids), tables.rank, device)).long()
+        reached = torch.zeros((len(ranks), size + 1), dtype=torch.bool, device=device)
+        reached.scatter_(1, torch.where(ranks < 0, size, ranks), True)
+        sent = reached[:, :size].sum(0)
+        sent[tables.rank] = 0
+        arriving = torch.empty_like(sent)
+        dist.all_to_all_single(arriving, sent)
+        out_rows, in_rows = sent.tolist(), arriving.tolist()
+        if not runs:
+            moved = (sum(out_rows) * row_bytes, sum(out_rows) * back)
+        there = [torch.empty((sum(rows), row_bytes), dtype=torch.uint8, device=device) for rows in (in_rows, out_rows)]
+        home = [torch.empty((sum(rows), back), dtype=torch.uint8, device=device) for rows in (out_rows, in_rows)]
+        runs.append(functools.partial(_there_and_home, there, home, in_rows, out_rows))
+    return runs, moved
+
+
+def _there_and_home(
+    there: Sequence[torch.Tensor], home: Sequence[torch.Tensor], in_rows: list[int], out_rows: list[int]
+) -> None:
+    dist.all_to_all_single(there[0], there[1], in_rows, out_rows)
+    dist.all_to_all_single(home[0], home[1], out_rows, in_rows)
+
+
+def all_agree(is_so: bool, device: torch.device) -> bool:
+    """Whether a condition is true on every rank."""
+    found = torch.tensor([int(is_so)], device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MIN)
+    return bool(found.item())
+
+
+def error_over_ranks(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The relative error of all ranks' rows together; NaN if any row has a NaN."""
+    sums = torch.stack([(found.double() - expected.double()).square().sum(), expected.double().square().sum()])
+    dist.all_reduce(sums)
+    return float((sums[0] / sums[1]).sqrt())
+
+
+def _main() -> int:
+    values = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    values |= {name: tuple(values[name]) for name in ("ways", "batches", "tokens", "routings")}
+    rank = int(sys.argv[2])
+    try:
+        run_rank(Job(**values), rank)
+    except Exception as error:
+        print(f"rank {rank}: {described(error)}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    # At shutdown torch.distributed may wait for ranks that are gone.
+    code = _main()
+    sys.stderr.flush()
+    os._exit(code)

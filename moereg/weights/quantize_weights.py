@@ -1,0 +1,266 @@
+"""Quantizes and dequantizes a layer's weights, expert by expert in blocks of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import torch
+
+from moereg.errors import ArgumentError
+from moereg.runtime.torch_state import in_plain_torch
+from moereg.spec.quant_schemes import MATRICES, WHOLE, QuantFormat, QuantScheme, TensorRole, get_scheme, tensor_name
+from moereg.weights.formats import Quantized, element_of, restore, spread_zero_points, total_scale
+from moereg.weights.groups import choose_scale, global_scale, group_extrema, group_rows
+from moereg.weights.permuted import ExpertWeights
+
+# In fp32. Besides input and output this needs only ten temporaries of this size, which stay in cache.
+BLOCK_BYTES: Final = 4 << 20
+# Likewise for several experts at once on a GPU: 300 million int4 weights take 3.5 ms on an H200, and 13 ms in steps of
+# 32 MiB, whose launches take longer than what they launch.
+_DEVICE_BYTES: Final = 128 << 20
+
+
+@in_plain_torch
+def quantize_weights(
+    weights: ExpertWeights,
+    scheme: QuantScheme | str,
+    *,
+    a13_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
+    separate_halves: bool = False,
+) -> ExpertWeights:
+    """Rounds unquantized weights to a scheme's format; see docs/quantization.md for every rule.
+
+    Args:
+        weights: Unquantized weights in bf16, fp16 or fp32, on any device.
+        scheme: A scheme or its name.
+        a13_scale: fp32 [E] or []: static scale of the first matmul's input, if the scheme has one.
+        a2_scale: The same for the second matmul's input.
+        separate_halves: Whether gate and up rows of w13 get separate scales, [E,2], if a scale spans all rows.
+
+    Returns:
+        New weights on the same device; biases are the same tensors. Besides input and output this takes one expert's
+        codes and a few times 4 MiB.
+
+    Raises:
+        ArgumentError: The weights are already quantized or not finite, the scheme is unquantized or not encodable, or a
+            static activation scale is missing or superfluous.
+    """
+    scheme = get_scheme(scheme)
+    if weights.scheme.weight is not None:
+        raise ArgumentError(
+            f"quantize_weights needs unquantized weights, got {weights.scheme.name}; dequantize them first"
+        )
+    if scheme.weight is None:
+        raise ArgumentError(f"quantize_weights needs a scheme with quantized weights, got {scheme.name}")
+    rows = scheme.tensor_rows(
+        weights.num_experts, weights.hidden_size, weights.intermediate_size, weights.num_halves, has_bias=False
+    )
+    given = {"w13_bias": weights.w13_bias, "w2_bias": weights.w2_bias, "a13_scale": a13_scale, "a2_scale": a2_scale}
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    for row in rows:
+        if row.role != "activation_scale":
+            shape = row.shapes[-1] if separate_halves else row.shapes[0]
+            tensors[row.name] = torch.empty(shape, dtype=row.dtype, device=weights.w13.device)
+        elif row.required and row.name not in tensors:
+            raise ArgumentError(
+                f"scheme {scheme.name} has static activation scales; pass {row.name}=..., "
+                "for example from moereg.numerics.reference.calibrate_activation_scales"
+            )
+    for name in MATRICES:
+        halves = weights.num_halves if separate_halves and name == "w13" else 1
+        for expert, matrix in enumerate(getattr(weights, name)):
+            quantized = _quantize_matrix(matrix, scheme.weight, halves)
+            if not quantized.scale.float().isfinite().all():
+                raise ArgumentError(
+                    f"weights must be finite to be quantized, got infinity or NaN in {name} of expert {expert}; "
+                    "look at the checkpoint"
+                )
+            parts: dict[TensorRole, torch.Tensor | None] = {
+                "weight": quantized.q,
+                "scale": quantized.scale,
+                "scale_2": quantized.scale_2,
+                "zero_point": quantized.zero_point,
+            }
+            for role, value in parts.items():
+                if value is not None:
+                    target = tensors[tensor_name(name, role)][expert]
+                    target.copy_(value.view(target.shape))
+    return ExpertWeights(**tensors, quant=scheme)
+
+
+@in_plain_torch
+def dequantize_weights(
+    weights: ExpertWeights, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dequantizes weights, w = (q - zero_point) * scale * scale_2.
+
+    Args:
+        weights: Weights of any scheme, on any device.
+        dtype: The result's dtype. Products are computed in fp32 and rounded to it once; in fp64 if dtype is fp64.
+
+    Returns:
+        w13 [E,2I,H] (or [E,I,H]) and w2 [E,H,I], new tensors. Besides them this takes a few times 4 MiB.
+    """
+    sizes = {
+        "w13": (weights.num_halves * weights.intermediate_size, weights.hidden_size),
+        "w2": (weights.hidden_size, weights.intermediate_size),
+    }
+    found: list[torch.Tensor] = []
+    fmt = weights.scheme.weight
+    for name, (rows, columns) in sizes.items():
+        if fmt is None:
+            found.append(getattr(weights, name).to(dtype, copy=True))
+            continue
+        result = torch.empty(weights.num_experts, rows, columns, dtype=dtype, device=weights.w13.device)
+        for expert in range(weights.num_experts):
+            matrix = expert_matrix(weights.tensors(), name, expert)
+            for block in row_blocks(rows, columns, fmt):
+                result[expert, block] = dequantize_rows(matrix, fmt, columns, block, dtype)
+        found.append(result)
+    return found[0], found[1]
+
+
+@in_plain_torch
+def dequantize_into(weights: ExpertWeights, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    """Dequantizes weights into memory that is there, without waiting for the device.
+
+    Args:
+        weights: Quantized weights.
+        w13, w2: Overwritten with what `dequantize_weights` returns for their dtype, contiguous. Besides them this takes
+            a few times 128 MiB (on a CPU 4 MiB), or one expert in fp32 if that is more.
+    """
+    fmt, tensors = weights.scheme.weight, weights.tensors()
+    assert fmt is not None
+    for name, result in (("w13", w13), ("w2", w2)):
+        num_experts, rows, columns = result.shape
+        most_bytes = BLOCK_BYTES if result.device.type == "cpu" else _DEVICE_BYTES
+        step = max(1, most_bytes // (4 * rows * columns))
+        for experts in (slice(first, first + step) for first in range(0, num_experts, step)):
+            matrices = expert_matrix(tensors, name, experts)
+            if fmt.group == (WHOLE, WHOLE):
+                matrices = dataclasses.replace(matrices, scale=_for_rows(matrices.scale, rows))
+            if matrices.scale_2 is not None:
+                matrices = dataclasses.replace(matrices, scale_2=_for_rows(matrices.scale_2, rows))
+            result[experts] = restore(matrices, fmt, rows, columns)
+
+
+def expert_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int | slice) -> Quantized:
+    """Views of one expert's matrix in a layer's tensors, or of several experts' matrices.
+
+    Args:
+        tensors: Tensors by field of `ExpertWeights`.
+        name: `w13` or `w2`.
+        expert: Local expert or experts.
+    """
+    scale_2, zero_point = (tensors.get(tensor_name(name, role)) for role in ("scale_2", "zero_point"))
+    return Quantized(
+        tensors[name][expert],
+        tensors[tensor_name(name, "scale")][expert],
+        None if scale_2 is None else scale_2[expert],
+        None if zero_point is None else zero_point[expert],
+    )
+
+
+def dequantize_rows(matrix: Quantized, fmt: QuantFormat, columns: int, rows: slice, dtype: torch.dtype) -> torch.Tensor:
+    """Dequantizes some rows of one expert's matrix.
+
+    Args:
+        matrix: The result of `expert_matrix`.
+        fmt: Its format.
+        columns: K.
+        rows: Must start at a multiple of the format's group rows.
+        dtype: The result's dtype; see `dequantize_weights`.
+
+    Returns:
+        [rows, K], a new tensor.
+    """
+    start, stop, _ = rows.indices(matrix.q.shape[0])
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return restore(_take_rows(matrix, fmt, slice(start, stop)), fmt, stop - start, columns, wide).to(dtype)
+
+
+def row_blocks(rows: int, columns: int, fmt: QuantFormat) -> Iterator[slice]:
+    """Slices of a matrix's rows, each of at most `BLOCK_BYTES` in fp32 or one row of groups, in whole groups."""
+    group = group_rows(fmt.group, rows) if fmt.group != (WHOLE, WHOLE) else 1
+    step = max(1, BLOCK_BYTES // (4 * columns * group)) * group
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _quantize_matrix(weight: torch.Tensor, fmt: QuantFormat, halves: int) -> Quantized:
+    """Quantizes [R, K]; if a scale spans all rows, each of the `halves` parts has its own."""
+    element = element_of(fmt)
+    scale_dtype: torch.dtype = getattr(torch, fmt.scale_dtype)
+    rows, columns = weight.shape
+    scale = scale_2 = None
+    if fmt.global_scale or fmt.group == (WHOLE, WHOLE):
+        low, high = torch.aminmax(weight.reshape(halves, -1), dim=1)
+        amax = torch.maximum(-low, high).float()
+        if fmt.global_scale:
+            scale_2 = global_scale(amax, element.half_range, scale_dtype)
+        if fmt.group == (WHOLE, WHOLE):
+            scale = choose_scale(amax, element.half_range, scale_dtype, scale_2)
+    blocks = [
+        _quantize_rows(weight[block].float(), fmt, _of_rows(scale, rows, block), _of_rows(scale_2, rows, block))
+        for block in row_blocks(rows, columns, fmt)
+    ]
+    if scale is None:
+        scale = torch.cat([block.scale for block in blocks])
+    zero_points = [block.zero_point for block in blocks if block.zero_point is not None]
+    q = torch.cat([block.q for block in blocks])
+    return Quantized(q, scale, scale_2, torch.cat(zero_points) if zero_points else None)
+
+
+def _quantize_rows(
+    x: torch.Tensor, fmt: QuantFormat, scale: torch.Tensor | None, scale_2: torch.Tensor | None
+) -> Quantized:
+    """Quantizes some rows in fp32; scales that span more than these rows are passed in, one per row."""
+    element = element_of(fmt)
+    rows, columns = x.shape
+    zero_point = None
+    if scale is None:
+        low, high = group_extrema(x, fmt.group)
+        scale_dtype: torch.dtype = getattr(torch, fmt.scale_dtype)
+        if fmt.symmetric:
+            scale = choose_scale(torch.maximum(-low, high), element.half_range, scale_dtype, scale_2)
+        else:
+            scale = choose_scale(high - low, element.max_value - element.min_value, scale_dtype, scale_2)
+            total = scale.float() if scale_2 is None else scale.float() * scale_2
+            zero_point = element.encode(element.min_value - low / total)
+    scaled = x / total_scale(scale, scale_2, fmt, rows, columns)
+    if zero_point is not None:
+        scaled += spread_zero_points(zero_point, fmt, scale.shape[-1], rows, columns)
+    return Quantized(element.encode(scaled), scale, None, zero_point)
+
+
+def _take_rows(matrix: Quantized, fmt: QuantFormat, rows: slice) -> Quantized:
+    num_rows = matrix.q.shape[0]
+    spans_rows = fmt.group[0] == WHOLE
+    group = group_rows(fmt.group, num_rows)
+    groups = slice(rows.start // group, -(-rows.stop // group))
+    if fmt.group == (WHOLE, WHOLE):
+        scale = _of_rows(matrix.scale, num_rows, rows)
+        assert scale is not None
+    else:
+        scale = matrix.scale if spans_rows else matrix.scale[groups]
+    zero_point = matrix.zero_point
+    if zero_point is not None and not spans_rows:
+        zero_point = zero_point[groups]
+    return Quantized(matrix.q[rows], scale, _of_rows(matrix.scale_2, num_rows, rows), zero_point)
+
+
+def _of_rows(value: torch.Tensor | None, num_rows: int, rows: slice) -> torch.Tensor | None:
+    """Expands a value for all rows [] or per half [halves] to one per row [rows, 1]."""
+    if value is None:
+        return None
+    value = value.reshape(-1)
+    return value.repeat_interleave(num_rows // len(value))[rows].unsqueeze(1)
+
+
+def _for_rows(value: torch.Tensor, rows: int) -> torch.Tensor:
+    """Expands a value for each expert [E], or for each half of one [E, halves], to one for each row [E, rows, 1]."""
+    value = value.reshape(len(value), -1)
+    return value.repeat_interleave(rows // value.shape[1], 1).unsqueeze(2)
