@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from threading import get_ident
 from typing import Any, NoReturn
@@ -104,7 +105,6 @@ class MoEKernel:
                 f"gradients require experts that no group shares, got {prepare_finalize.name!r} with gradients of "
                 f"{', '.join(sorted(problem.gradients))}; make the kernel without a group"
             )
-        self._training = TrainingCalls(self.ranged, prepare_finalize, selection.problem, self.in_turn)
         self._handle = new_handle(self)
 
     def __call__(
@@ -432,6 +432,10 @@ class MoEKernel:
             self._run(reads, hidden_states, topk_weights, topk_ids, out)
         finally:
             self.in_turn.end(thread)
+
+    @functools.cached_property
+    def _training(self) -> TrainingCalls:
+        return TrainingCalls(self.ranged, self.prepare_finalize, self._experts_problem, self.in_turn)
 
     def training_kernel(self) -> MoEKernel:
         """Itself, for the op by which layers train."""
