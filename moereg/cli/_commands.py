@@ -113,14 +113,14 @@ class Command(typer.core.TyperCommand):
     before: ClassVar[tuple[type, ...]] = ()
     after: ClassVar[tuple[type, ...]] = (_Output,)
 
-    def __init__(self, *arguments: Any, params: list[Any], **facts: Any) -> None:
+    def __init__(self, *arguments: Any, params: list[Any], **others: Any) -> None:
         """Adds the shared options to the command's own."""
         own = {parameter.name for parameter in params}
         after = [one for kind in self.after for one in _parameters(kind) if one.name not in own]
         names = {*own, *(one.name for one in after)}
         before = [one for kind in self.before for one in _parameters(kind) if one.name not in names]
         self._shared = [one.name for one in (*before, *after)]
-        super().__init__(*arguments, params=[*before, *params, *after], **facts)
+        super().__init__(*arguments, params=[*before, *params, *after], **others)
 
     def invoke(self, ctx: Any) -> int:
         """Runs the command, whose context has the layer's `ProblemFlags` as its object; returns the exit code."""
@@ -128,8 +128,8 @@ class Command(typer.core.TyperCommand):
         fields = {one.name for one in dataclasses.fields(ProblemFlags)}
         ctx.obj = ProblemFlags(**{name: value for name, value in shared.items() if name in fields})
         with only_results_on_stdout(shared["verbose"]):
-            import_named(shared.get("file") or (), shared.get("module") or ())
             try:
+                import_named(shared.get("file") or (), shared.get("module") or ())
                 result: Result | None = super().invoke(ctx)
             except OSError as error:  # Others are taken for those of standard output.
                 raise RuntimeError(described(error)) from error
@@ -440,7 +440,7 @@ def verify(
     seed: Annotated[int, seed_of("Of the drawn layers.")] = 0,
     check: Annotated[
         list[str] | None,
-        option("Run only checks whose id has this text, e.g. numbers, or that of a drawn layer's JSON."),
+        option("Run only checks whose id has this text, e.g. numbers, or a drawn layer given as its line of JSON."),
     ] = None,
     ledger: Annotated[Path | None, option("Record in this file which cells passed everything on this machine.")] = None,
     quarantine: Annotated[

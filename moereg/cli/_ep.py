@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from moereg.bench.timing import SECONDS
 from moereg.cli._bench import DEFAULT_TOKENS, check_routing, check_run_fits, platform_at_hand
 from moereg.cli._explain import group_facts
 from moereg.cli._options import ProblemFlags, UsageError, find_subject
-from moereg.cli._output import Result, code_of_verdict
+from moereg.cli._output import Result, code_of_verdict, print_aside
 from moereg.cli._progress import phase
 from moereg.cli._show import bad, format_us, machine, new_table, print_notices, say, versions_of
 from moereg.evidence.provenance import clocks, provenance
@@ -278,5 +277,5 @@ def _message_of(rank: int, child: subprocess.Popen[str]) -> str:
     if not child.returncode:
         return ""
     for line in lines if not own else ():
-        print(line, file=sys.stderr)
+        print_aside(line)
     return own[-1] if own else f"rank {rank} ended with {child.returncode}"

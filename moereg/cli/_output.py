@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import io
 import json
 import logging
 import math
@@ -88,11 +89,16 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def print_error(message: str) -> None:
-    """Writes a message to standard error, if that can be written, as one line."""
-    lines = (one_line(line) for line in message.splitlines())
+def print_aside(text: str) -> None:
+    """Writes a line to standard error, if that can be written."""
     with contextlib.suppress(OSError):
-        print("moereg:", "; ".join(line for line in lines if line), file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
+
+
+def print_error(message: str) -> None:
+    """Writes a message to standard error as one line."""
+    lines = (one_line(line) for line in message.splitlines())
+    print_aside(f"moereg: {'; '.join(line for line in lines if line)}")
 
 
 @contextlib.contextmanager
@@ -112,6 +118,19 @@ def warnings_on_one_line() -> Iterator[None]:
         warnings.formatwarning = before
 
 
+class _Strays(io.TextIOWrapper):
+    """Standard error for what others print: where it is full or left, that is lost and nothing else."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
 @contextlib.contextmanager
 def only_results_on_stdout(is_verbose: bool = False) -> Iterator[None]:
     """Sends what others print while a command works to standard error, C libraries and child processes included.
@@ -123,17 +142,19 @@ def only_results_on_stdout(is_verbose: bool = False) -> Iterator[None]:
     handler, level = logging.StreamHandler(sys.stderr), logger.level
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     sys.stdout.flush()
+    # A stream of its own, since a plugin may close it.
+    strays = _Strays(open(os.dup(2), "wb"), errors="backslashreplace", line_buffering=True)  # noqa: SIM115
     saved = os.dup(1)
     os.dup2(2, 1)
     if is_verbose:
         logger.addHandler(handler)
         logger.setLevel(logging.DEBUG)
     try:
-        # A stream of its own, since a plugin may close it.
-        strays = open(os.dup(2), "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
-        with strays, contextlib.redirect_stdout(strays), warnings_on_one_line():
+        with contextlib.redirect_stdout(strays), warnings_on_one_line():
             yield
     finally:
+        with contextlib.suppress(OSError):
+            strays.close()
         logger.removeHandler(handler)
         logger.setLevel(level)
         # Their buffers, while the descriptor still points there.

@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from moereg.cli._output import console
+from moereg.cli._output import console, print_aside
 from moereg.runtime.progress import Advance, duration
 
 SILENT_SECONDS: Final = 2.0
@@ -57,9 +57,9 @@ def phase(description: str) -> Iterator[Advance]:
         if now - last > EVERY_SECONDS:
             last = now
             left = f", about {duration((now - began) / (done - first) * (total - done))} left" if done > first else ""
-            print(f"{description}: {done} of {total}{left}", file=stream, flush=True)
+            print_aside(f"{description}: {done} of {total}{left}")
 
-    timer = threading.Timer(SILENT_SECONDS, print, (f"{description} ...",), {"file": stream, "flush": True})
+    timer = threading.Timer(SILENT_SECONDS, print_aside, (f"{description} ...",))
     timer.daemon = True
     timer.start()
     try:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moereg.cli._options import UsageError, check_files
-from moereg.cli._output import console
+from moereg.cli._output import console, print_aside
 from moereg.cli._progress import phase
 from moereg.errors import one_line
 from moereg.evidence.ledger import Verification, merge_ledger, read_ledger
@@ -94,10 +94,10 @@ def verify_backend(
             if outcome.is_failure and printed.isdisjoint(causes) and num_printed < _MOST_SHOWN:
                 num_printed += 1
                 printed.update(causes)
-                print(f"{outcome.status}: {result.check.id}: {outcome.message}", file=sys.stderr, flush=True)
+                print_aside(f"{outcome.status}: {result.check.id}: {outcome.message}")
             elif not is_terminal and time.monotonic() - last > _EVERY_SECONDS:
                 last = time.monotonic()
-                print(f"{done} of {total} checks, {num_failed} failed", file=sys.stderr, flush=True)
+                print_aside(f"{done} of {total} checks, {num_failed} failed")
 
         return verify(
             subject.name,

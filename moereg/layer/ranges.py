@@ -59,7 +59,7 @@ class RangedExperts:
         self._serving = ranges if knows_counts else ranges[-1:]
         self._problem = problem
         self._device = device
-        self._sized: dict[int, _Sized] = {}
+        self._sizes: dict[int, _CallSizes] = {}
 
     @property
     def serving(self) -> tuple[RangeExperts, ...]:
@@ -110,20 +110,20 @@ class RangedExperts:
         if num_tokens == 0:
             return torch.empty((0, self._problem.hidden_size), dtype=self.rows_dtype, device=self._device)
         self.count(num_tokens)
-        sized = self._sized.get(num_tokens) or self._size(num_tokens)
-        experts, is_sent = sized.range.experts, out is None
+        sizes = self._sizes.get(num_tokens) or self._find_sizes(num_tokens)
+        experts, is_sent = sizes.range.experts, out is None
         if out is None:
             # The results may leave on another stream while these experts run again.
-            out = torch.empty(sized.rows, dtype=experts.rows_dtype, device=self._device)
-            workspace13, workspace2 = self.scratch(sized.range, sized.scratch[:2])
+            out = torch.empty(sizes.rows, dtype=experts.rows_dtype, device=self._device)
+            workspace13, workspace2 = self.scratch(sizes.range, sizes.scratch[:2])
         else:
-            workspace13, workspace2, *rows = self.scratch(sized.range, sized.scratch)
+            workspace13, workspace2, *rows = self.scratch(sizes.range, sizes.scratch)
             out = rows[0].view(experts.rows_dtype) if rows else out
         names = {"workspace13": workspace13, "workspace2": workspace2}
         try:
             experts.apply(out=out, inputs=prepared.inputs, weights=weights, **names)
         except BaseException as error:
-            backend_calls.raise_named(sized.range.selection, "apply", error)
+            backend_calls.raise_named(sizes.range.selection, "apply", error)
         return out.to(self.rows_dtype) if is_sent else out
 
     def scratch(self, served: RangeExperts, shapes: tuple[tuple[int, ...], ...]) -> tuple[torch.Tensor, ...]:
@@ -136,27 +136,27 @@ class RangedExperts:
                 raise
             raise named from error
 
-    def _size(self, num_tokens: int) -> _Sized:
+    def _find_sizes(self, num_tokens: int) -> _CallSizes:
         """Finds and remembers what serves calls with a number of tokens."""
-        sized = self._shapes(self.range_of(num_tokens), num_tokens)
+        sizes = self._sizes_of(self.range_of(num_tokens), num_tokens)
         if not _may_be_captured(self._device):
             # Engines measure a model's memory by one call with the most tokens, and fewer may need more.
             for each in self._serving:
                 if each.most is not None and each.most < num_tokens:
-                    self.scratch(each, self._shapes(each, each.most).scratch)
-        self._sized[num_tokens] = sized
-        return sized
+                    self.scratch(each, self._sizes_of(each, each.most).scratch)
+        self._sizes[num_tokens] = sizes
+        return sizes
 
-    def _shapes(self, served: RangeExperts, num_tokens: int) -> _Sized:
+    def _sizes_of(self, served: RangeExperts, num_tokens: int) -> _CallSizes:
         problem, experts = self._problem, served.experts
         shapes = backend_calls.workspace_shapes(served.selection, experts, num_tokens)
         if experts.output_form == "reduced":
-            return _Sized(served, (num_tokens, problem.hidden_size), shapes)
+            return _CallSizes(served, (num_tokens, problem.hidden_size), shapes)
         is_batched = experts.output_form == "per_expert"
         rows = (problem.num_local_experts, num_tokens) if is_batched else (num_tokens, problem.top_k)
         # All scratch has the problem's dtype.
         width = problem.hidden_size * experts.rows_dtype.itemsize // problem.torch_dtype.itemsize
-        return _Sized(served, (*rows, problem.hidden_size), (*shapes, (*rows, width)))
+        return _CallSizes(served, (*rows, problem.hidden_size), (*shapes, (*rows, width)))
 
 
 class Reads(NamedTuple):
@@ -171,7 +171,7 @@ class Reads(NamedTuple):
     expert_map: torch.Tensor | None
 
 
-class _Sized(NamedTuple):
+class _CallSizes(NamedTuple):
     """Experts for a number of tokens, with what a call needs.
 
     Attributes:

@@ -23,7 +23,7 @@ Text = Annotated[str, msgspec.Meta(pattern=_PRINTABLE)]
 """A text that prints on one line, without control characters."""
 
 Date = Annotated[str, msgspec.Meta(pattern=_DATE)]
-"""An ISO date."""
+"""A text that looks like 2026-11-30."""
 
 Whole = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
 """An integer of at least 0."""
@@ -35,6 +35,7 @@ Size = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 """A finite number of at least 0."""
 
 _MISSING: Final = "Object missing required field `"
+_UNKNOWN: Final = "Object contains unknown field "
 _WORDS: Final = {
     "array": "a list",
     "bool": "True or False",
@@ -88,6 +89,8 @@ def convert(values: Any, kind: Any, what: str) -> Any:
     if rule.startswith(_MISSING):
         field = f"{path}.{rule[len(_MISSING) :]}".strip(".`").replace("`", "")
         raise ArgumentError(f"{field} is required, got an object with {shown(list(values))}")
+    if rule.startswith(_UNKNOWN):
+        raise ArgumentError(f"{name} has no field {rule[len(_UNKNOWN) :].strip('`')}, got {shown(values)}; delete it")
     for pattern, words in ((_PRINTABLE, "printable on one line"), (_DATE, "an ISO date")):
         rule = rule.replace(f"`str` matching regex {pattern!r}", words)
     rule = rule.partition(", got")[0].replace("`", "").replace(" | ", " or ")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from moereg.errors import stops_the_process
+from moereg.errors import ArgumentError, described, shown, stops_the_process
 from moereg.registry import BackendCell
 from moereg.selection.loader import load_backends
 from moereg.spec.activations import ACTIVATIONS, Activation
@@ -100,8 +100,18 @@ class DrawnLayer:
 
     @classmethod
     def from_json(cls, text: str) -> DrawnLayer:
-        """Inverse of `str`."""
-        return cls.from_dict(json.loads(text))
+        """Inverse of `str`.
+
+        Raises:
+            ArgumentError: The text is no layer.
+        """
+        try:
+            return cls.from_dict(json.loads(text))
+        except ArgumentError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            found = f"{shown(text)} ({described(error)})"
+            raise ArgumentError(f"a drawn layer must be its whole line of JSON, got {found}; copy all of it") from error
 
     def __str__(self) -> str:
         return json.dumps(self.to_dict())
@@ -269,7 +279,7 @@ def check_drawn(
         cell: A cell that runs here.
         check: Raises if a layer is wrong.
         seed: Equal seeds draw equal layers.
-        num_layers: How many to draw; None for as many as the time allows.
+        num_layers: How many to draw, the simplest first; None for as many as the time allows.
         seconds: Time for all, if it is limited.
         tell: Called with each layer and its number before it is checked; if one failed, last with the simplest.
     """
@@ -299,12 +309,11 @@ def check_drawn(
         return False
 
     num_alike = _ALIKE_ON_A_GPU if default_device().type == "cuda" and not is_imitated(cell) else 1
-    # The first that hypothesis draws is always the simplest.
-    most = 1 << 30 if num_layers is None else -(-num_layers // num_alike) + 1
+    most = 1 << 30 if num_layers is None else -(-num_layers // num_alike)
     options = settings(max_examples=most, deadline=None, database=None, phases=(Phase.generate, Phase.shrink))
     configuration.set_hypothesis_home_dir(os.devnull)  # It would write to the current folder.
     try:
-        find(drawn_layers(cell, num_alike), fails, settings=options, random=random.Random(f"{seed}/{cell}"))
+        find(drawn_layers(cell, num_alike), fails, settings=options, random=random.Random(_seed_text(cell, seed)))
     except (_TimeIsUp, errors.NoSuchExample, errors.Unsatisfiable, errors.Flaky):
         pass
     finally:
@@ -316,6 +325,12 @@ def check_drawn(
 
 class _TimeIsUp(BaseException):
     """Ends hypothesis' search, which takes an `Exception` for a failure."""
+
+
+def _seed_text(cell: BackendCell, seed: int) -> str:
+    """Equal in every process, unlike the cell's own text: sets have an order of their own there."""
+    names = (*(scheme.name for scheme in cell.schemes), *(rule.text for rule in cell.rules))
+    return "/".join((str(seed), cell.name, cell.class_name, *names))
 
 
 def _causes(error: BaseException) -> set[str]:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -122,6 +123,8 @@ def _run(worker: Worker, check: Check, seconds: float, is_alone: bool = False) -
     assert answer.outcome is not None, "a check has an outcome"
     worker.has_run = worker.has_run or check.kind != "deciding"
     number, layer = answer.step or (0, None)
+    if check.kind == "drawn" and not number and answer.outcome.status == "passed":
+        return Outcome("skipped", f"no layer was drawn: {NO_TIME}, or the cell refuses what its facts allow")
     return dataclasses.replace(answer.outcome, num_layers=number, layer=layer if answer.outcome.is_failure else None)
 
 
@@ -204,7 +207,9 @@ def verify(
 
 def _chosen(suite: Suite, seed: int, only: Sequence[str]) -> list[Check]:
     """The checks that the texts name; all without a text."""
-    known = [*suite.checks, *(suite.drawn(cell, seed, DRAWN) for cell in suite.running)]
+    # The id of drawn layers ends with their seed, which may be another run's.
+    seeds = dict.fromkeys((seed, *(int(found[1]) for text in only if (found := re.search(r"seed(\d+)$", text)))))
+    known = [*suite.checks, *(suite.drawn(cell, one, DRAWN) for one in seeds for cell in suite.running)]
     chosen = [check for check in known if not only or any(text in check.id for text in only)]
     for text in only:
         if text.startswith("{"):

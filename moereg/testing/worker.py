@@ -39,8 +39,10 @@ GPU_CHECK_SECONDS: Final = 300.0
 
 _VARIABLE: Final = "MOEREG_IN_WORKER"
 _TICK_S: Final = 0.05
+_START_SECONDS: Final = 300.0
 _DUMP_SECONDS: Final = 5.0
 _ORPHAN_SECONDS: Final = 60.0
+_LONGEST_SECONDS: Final = 1e6  # More overflow the system's clock.
 _LONGEST_OUTPUT: Final = 4000
 _LONGEST_PRINTED: Final = 120
 _MOST_OUTPUT: Final = 64 << 20
@@ -186,7 +188,8 @@ class Worker:
         for file in (self._stdout, self._stderr):
             file.seek(0)
             file.truncate()
-        start, limit = time.monotonic(), math.inf
+        start = time.monotonic()
+        limit = start + _START_SECONDS  # To import what the call needs.
         kind, value, step, end = "", None, None, ""
         try:
             self._pipe.send(call)
@@ -194,7 +197,9 @@ class Worker:
                 code = process.poll()  # Before the pipe is found empty, so that nothing in it is lost.
                 if self._pipe.poll(_TICK_S):
                     kind, value = self._pipe.recv()
-                    if kind == "step":
+                    if kind == "begun":
+                        limit = math.inf
+                    elif kind == "step":
                         step, limit = value, time.monotonic() + seconds
                 elif time.monotonic() > deadline:
                     raise TimeoutError("the deadline passed")
@@ -296,9 +301,10 @@ def _answer(pipe: Connection[Any, Any]) -> None:
 
     def tell(step: Any) -> None:
         # If the parent has gone, nobody else ends a call that never returns.
-        faulthandler.dump_traceback_later(seconds + _ORPHAN_SECONDS, exit=True)
+        faulthandler.dump_traceback_later(min(seconds + _ORPHAN_SECONDS, _LONGEST_SECONDS), exit=True)
         pipe.send(("step", step))
 
+    pipe.send(("begun", None))
     if not in_steps:
         tell(None)
     try:

@@ -1,9 +1,10 @@
-"""The command line where standard output is closed, full or left: no noise, and the right code."""
+"""The command line where standard output or standard error is closed, full or left: no noise, and the right code."""
 
 from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -38,8 +39,8 @@ LINES = {
     "bad option": ("explain --expert 3 --json", cli.BAD_INPUT),
 }
 STREAMS = ("well", "closed", "full", "left")
-# Standard error is well, or closed from the start.
-PAIRS = [(out, err) for out in STREAMS for err in STREAMS[:2]]
+# Every stream that is not well by itself, and both alike.
+PAIRS = [pair for pair in itertools.product(STREAMS, STREAMS) if "well" in pair or pair[0] == pair[1]]
 
 # Importing takes seconds, so one process does it and forks for each case, with the streams as a shell hands them over.
 FORKS = """
@@ -120,14 +121,14 @@ def _check(ends: Mapping[str, tuple[int, str | None, str | None]]) -> None:
 
 def test_streams_that_are_not_well() -> None:
     ends = _ends(("explain json", "bad input", "help"), PAIRS)
-    assert len(ends) == 24
+    assert len(ends) == 30
     _check(ends)
 
 
 @pytest.mark.slow
 def test_streams_that_are_not_well_in_every_command() -> None:
     ends = _ends(LINES, PAIRS)
-    assert len(ends) == 8 * len(LINES)
+    assert len(ends) == 10 * len(LINES)
     _check(ends)
 
 

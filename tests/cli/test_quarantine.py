@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -113,6 +114,15 @@ def test_what_took_too_long_or_crashed_runs_again_before_it_is_quarantined(statu
     assert held() == {(QUANTIZED, scheme.name) for scheme in cell_of(QUANTIZED).schemes}
     assert QUARANTINE.read().records[0].failure == f"{check.id} timed out: no end after 4 s"
     assert asked == [check]
+
+
+def test_a_drawn_layer_that_crashes_is_run_again_by_itself() -> None:
+    check = Check.make(name_of(QUANTIZED), *SCHEMES["a drawn layer"])
+    asked: list[Check] = []
+    crashed = report((check, Outcome("crashed", "the process died of SIGSEGV", layer=DRAWN)))
+    change = quarantine_failures(crashed, again=lambda found: asked.append(found) or GOOD)
+    assert [json.loads(found.argument) for found in asked] == [{"layer": DRAWN.to_dict()}]
+    assert change.left
 
 
 def test_what_passed_and_what_was_skipped_is_not_quarantined() -> None:

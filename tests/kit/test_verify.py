@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import pickle
 import signal
@@ -238,7 +239,7 @@ class FakeWorker:
         self.suite, self.run = suite, run
 
     def ask(self, function: Callable[..., Any], *arguments: Any, **_: Any) -> Answer:
-        return Answer(self.suite) if function is list_suite else Answer(outcome=self.run(arguments[0]))
+        return Answer(self.suite) if function is list_suite else Answer(outcome=self.run(arguments[0]), step=(1, None))
 
     def stop(self) -> None:
         """Nothing to stop."""
@@ -279,6 +280,24 @@ def test_a_machine_without_hypothesis_leaves_drawn_layers_out(monkeypatch: pytes
     skipped = [result for result in report.results if result.outcome.status == "skipped"]
     assert [result.check.kind for result in skipped] == ["drawn", "drawn"]
     assert "pip install 'moereg[verify]'" in skipped[0].outcome.message
+
+
+def test_drawn_layers_of_another_seed_can_be_named_and_what_is_no_layer_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report = faked(monkeypatch, lambda check: Outcome("passed"), only=["drawn/OneExperts/cpu/unquantized/seed5"])
+    assert [result.check.id for result in report.results] == ["drawn/OneExperts/cpu/unquantized/seed5"]
+    for text in ('{"backend": "torch', "{}", '{"problem": 1}'):
+        with pytest.raises(ArgumentError, match="must be"):
+            faked(monkeypatch, lambda check: Outcome("passed"), only=[text])
+
+
+def test_a_search_that_finds_no_layer_is_no_evidence() -> None:
+    check = next(each for each in checks_of("torch", num_drawn=1) if each.kind == "drawn")
+    argument = {**json.loads(check.argument), "num_layers": None, "seconds": 0.0}
+    outcome = run_check(dataclasses.replace(check, argument=json.dumps(argument)))
+    assert (outcome.status, outcome.num_layers) == ("skipped", 0)
+    assert "no layer was drawn" in outcome.message
 
 
 def test_a_cell_that_ran_out_of_time_twice_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,10 @@ def _draw(reach: Reach, prefix: str, number: int, seed: int, seconds: float) -> 
         fault = rng.choice(faults[rng.choice(list(faults))])
         if fault not in drawn:
             drawn.append(fault)
-    return [dataclasses.replace(fault, tests=reach.tests_of(fault, seconds)) for fault in drawn]
+    drawn = [dataclasses.replace(fault, tests=reach.tests_of(fault, seconds)) for fault in drawn]
+    if slow := [fault for fault in drawn if not fault.tests]:
+        print(f"{len(slow)} of them left out: no test of at most {seconds:g} s reaches them")
+    return [fault for fault in drawn if fault.tests]
 
 
 def _plant(chosen: list[Mutant], jobs: int, limit_s: float, options: tuple[str, ...], least: float) -> int:
