@@ -20,12 +20,12 @@ from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import tolerance
 from moereg.platforms import Platform
 from moereg.quantize import quantize_weights
-from moereg.quantize import weights as quantize_module
 from moereg.selection.loader import load_backends
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme
 from moereg.testing.cases import Case, build
 from moereg.testing.inputs import Inputs, make_inputs, make_plain_weights, make_weights
+from moereg.weights import quantize_weights as quantize_module
 from moereg.weights.permuted import ExpertWeights
 
 SetFeatures = Callable[..., None]

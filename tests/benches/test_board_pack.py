@@ -21,7 +21,7 @@ from benches.stored import RESULTS
 from moereg.bench.roofline import Ceilings
 from moereg.bench.session import timed_cell
 from moereg.dispatch import select_backend
-from moereg.evidence import read
+from moereg.evidence import measured
 from moereg.evidence.keys import machine_of
 from moereg.evidence.pack import read_pack
 from moereg.evidence.provenance import provenance
@@ -179,7 +179,7 @@ def test_a_session_whose_clock_moved_is_refused(
 def test_the_shipped_pack_is_that_of_the_stored_boards(tmp_path: Path) -> None:
     stored = [str(RESULTS / f"{name}.json") for name in ("board_h200", "session_h200", "board_h200_3")]
     assert command.main(["--pack", str(tmp_path / "pack.json"), *stored]) == 0
-    assert (tmp_path / "pack.json").read_text() == read._SHIPPED.read_text()
+    assert (tmp_path / "pack.json").read_text() == measured._SHIPPED.read_text()
 
 
 def test_a_stored_board_of_before_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,8 @@ from moereg.quantize import (
     quantize_weights,
     row_blocks,
 )
-from moereg.quantize import weights as quantize_module
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme
+from moereg.weights import quantize_weights as quantize_module
 from moereg.weights.permuted import ExpertWeights
 from tests.quantize.quantized_values import INF, NAN, same, slow_dequantized
 

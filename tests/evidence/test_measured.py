@@ -15,7 +15,7 @@ import pytest
 
 from moereg.dispatch import explain_backends
 from moereg.errors import RecordFileWarning
-from moereg.evidence import read
+from moereg.evidence import measured
 from moereg.evidence.measured import Source, read_tuning, tuning_path
 from moereg.evidence.pack import Pack
 from moereg.evidence.quarantine import Quarantine, QuarantineRecord
@@ -360,9 +360,9 @@ def test_shipped_packs_say_why_they_are_unused_but_not_which_layers_they_lack() 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's pack, and a folder without one that MOEREG_TUNING could name."""
-    monkeypatch.setattr(read, "user_data", lambda: tmp_path / "data")
-    monkeypatch.setattr(read, "_SHIPPED", tmp_path / "shipped.json")
-    monkeypatch.setattr(read, "_files_of_wheels", lambda: ((tmp_path / "wheel.json", "moereg-mine"),))
+    monkeypatch.setattr(measured, "user_data", lambda: tmp_path / "data")
+    monkeypatch.setattr(measured, "_SHIPPED", tmp_path / "shipped.json")
+    monkeypatch.setattr(measured, "_files_of_wheels", lambda: ((tmp_path / "wheel.json", "moereg-mine"),))
     monkeypatch.delenv("MOEREG_TUNING")
     (tmp_path / "data").mkdir()
     return tmp_path / "data" / "tuning.json"
@@ -431,7 +431,7 @@ def test_a_bad_file_is_left_out_with_one_warning(file: Path, damage: Callable[[P
     file.write_text(PACK.text())
     file.chmod(0o600)
     assert len(read_tuning()) == 1
-    read._SHIPPED.write_text("{")
+    measured._SHIPPED.write_text("{")
     with pytest.warns(RecordFileWarning, match="tell the authors of moereg$"):
         assert len(read_tuning()) == 1
 
@@ -445,13 +445,13 @@ def test_a_bad_pack_of_a_wheel_names_the_wheel(file: Path, tmp_path: Path) -> No
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
     """Has an entry for each call of a function of the module."""
     calls: list[str] = []
-    function = getattr(read, name)
+    function = getattr(measured, name)
 
     def call(*arguments: Any, **keywords: Any) -> Any:
         calls.append(name)
         return function(*arguments, **keywords)
 
-    monkeypatch.setattr(read, name, call)
+    monkeypatch.setattr(measured, name, call)
     return calls
 
 
@@ -501,9 +501,9 @@ def test_wheels_name_files_of_their_packages(tmp_path: Path, monkeypatch: pytest
     )
     (info / "entry_points.txt").write_text(f"[moereg.bench]\n{points}[moereg.backends]\nx = moereg_mine:x.json\n")
     monkeypatch.syspath_prepend(tmp_path)
-    read._files_of_wheels.cache_clear()
-    found = [(path, origin) for path, origin in read._files_of_wheels() if origin == "moereg-mine"]
-    read._files_of_wheels.cache_clear()
+    measured._files_of_wheels.cache_clear()
+    found = [(path, origin) for path, origin in measured._files_of_wheels() if origin == "moereg-mine"]
+    measured._files_of_wheels.cache_clear()
     folder = tmp_path / "moereg_mine"
     assert found == [(folder / "tuning.json", "moereg-mine"), (folder / "up.json", "moereg-mine")]
 
