@@ -51,7 +51,7 @@ import json, time
 import moereg.author, moereg.layer.factory
 import moereg.backends.torch_moe, moereg.backends.triton_moe
 from moereg.selection import loader as discovery
-from moereg.selection import status as plugins
+from moereg.selection import plugin_status as plugins
 
 def spent(function, times=1):
     started = time.process_time()
