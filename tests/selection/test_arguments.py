@@ -201,7 +201,7 @@ FIELDS: list[tuple[str, Any, str]] = [
     ("request.deny", REMOVED, "request.deny is required, got an object with ['require', 'prefer']"),
     ("request.deny", "torch", "request.deny must be a list, got 'torch'"),
     ("request.deny", ["torch", 3], "request.deny[1] must be a text, got 3"),
-    ("request.avoid", [], "request: Object contains unknown field avoid, got {'avoid': []"),
+    ("request.avoid", [], "request has no field avoid, got {'avoid': []"),
     ("selected", "nonsense", "selected must be the first accepted decision's backend, 'torch', got 'nonsense'"),
     ("selected", None, "selected must be the first accepted decision's backend, 'torch', got None"),
     (
