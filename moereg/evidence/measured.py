@@ -36,7 +36,7 @@ from moereg.registry import BackendCell
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 
-ENTRY_POINTS: Final = "moereg.bench"
+ENTRY_POINTS: Final = "moereg.tuning"
 """The group of wheels' packs: `moereg_mine:tuning.json` is a file of the package `moereg_mine`."""
 
 Candidate = tuple[BackendCell, QuantScheme, PlatformRule]

@@ -499,7 +499,7 @@ def test_wheels_name_files_of_their_packages(tmp_path: Path, monkeypatch: pytest
     points = (
         "a = moereg_mine:tuning.json\nb = moereg_mine\nc = moereg_missing:tuning.json\nd = moereg_mine:../up.json\n"
     )
-    (info / "entry_points.txt").write_text(f"[moereg.bench]\n{points}[moereg.backends]\nx = moereg_mine:x.json\n")
+    (info / "entry_points.txt").write_text(f"[moereg.tuning]\n{points}[moereg.backends]\nx = moereg_mine:x.json\n")
     monkeypatch.syspath_prepend(tmp_path)
     measured._files_of_wheels.cache_clear()
     found = [(path, origin) for path, origin in measured._files_of_wheels() if origin == "moereg-mine"]
