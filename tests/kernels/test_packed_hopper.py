@@ -372,7 +372,7 @@ def test_compiling_ahead_finds_every_rule() -> None:
     found = json.loads(run_script("packed_launches.py", json.dumps(layer().to_dict()), counts))
     assert {96, 97, 161, 385, 705} <= set(found["counts"])
     names = [name.rpartition(":")[2] for name in found["names"]]
-    assert names.count("_packed_grouped_kernel") == 2 * len(PACKED_RULES)
+    assert names.count("_grouped_kernel") == 2 * len(PACKED_RULES)
 
 
 def test_the_first_rule_that_matches_counts() -> None:

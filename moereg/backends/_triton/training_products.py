@@ -15,12 +15,11 @@ from moereg.kernels.backward.config import TrainingConfigs
 from moereg.kernels.backward.products import LowRank
 from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
 from moereg.kernels.hopper import training_gemm, training_weights
-from moereg.kernels.hopper.training_config import MIN_ROWS_PER_EXPERT, TrainingProductConfig
+from moereg.kernels.hopper.training_config import MIN_ROWS_PER_EXPERT, TRAINED
 from moereg.kernels.launch.remembered import POINTER_ALIGNMENT
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import GUARD_ROWS
 
-_HOPPER: Final = TrainingProductConfig()
 _CHUNK: Final = 8
 """Elements of a 16-byte copy."""
 
@@ -124,7 +123,7 @@ class Hopper(Portable):
     counters: torch.Tensor
 
     def num_partials(self, width: int) -> int:
-        return training_gemm.num_partials(width, _HOPPER)
+        return training_gemm.num_partials(width)
 
     def gate_up(
         self,
@@ -136,7 +135,7 @@ class Hopper(Portable):
         top_k: int,
         low_rank: LowRank | None,
     ) -> None:
-        given = act, pre, hidden_states, w13, self.plan, self.counters[:1], _HOPPER, epilogue.constant
+        given = act, pre, hidden_states, w13, self.plan, self.counters[:1], epilogue.constant
         training_gemm.gate_up(*given, top_k=top_k, bias=epilogue.bias, low_rank=low_rank)
 
     def down(
@@ -148,7 +147,7 @@ class Hopper(Portable):
         bias: torch.Tensor | None,
         low_rank: LowRank | None,
     ) -> None:
-        given = rows, self.rows_of(act), w2, self.plan, self.counters[1:2], _HOPPER
+        given = rows, self.rows_of(act), w2, self.plan, self.counters[1:2]
         named: dict[str, Any] = {"topk_weights": topk_weights, "bias": bias, "low_rank": low_rank}
         training_gemm.rows_product(*given, by_depth=False, **named)
 
@@ -171,7 +170,6 @@ class Hopper(Portable):
             topk_weights,
             self.plan,
             self.counters[:1],
-            _HOPPER,
             activation,
         )
         training_gemm.down_input(pre_grad, act, partials, *given, low_rank=low_rank)
@@ -179,7 +177,7 @@ class Hopper(Portable):
     def gate_up_input(
         self, rows: torch.Tensor, pre_grad: torch.Tensor, w13: torch.Tensor, low_rank: LowRank | None
     ) -> None:
-        given = rows, self.rows_of(pre_grad), w13, self.plan, self.counters[1:2], _HOPPER
+        given = rows, self.rows_of(pre_grad), w13, self.plan, self.counters[1:2]
         training_gemm.rows_product(*given, by_depth=True, low_rank=low_rank)
 
     def w13_gradients(self, grad: torch.Tensor, pre_grad: torch.Tensor, tokens: torch.Tensor, **named: Any) -> None:
@@ -199,7 +197,7 @@ class Hopper(Portable):
 
 def max_partials(width: int, block_n: int, on_hopper: bool) -> int:
     """Most partial sums of a row that a call's kernel may write; `block_n` is the portable one's narrowest tile."""
-    return max(products.num_partials(width, block_n), training_gemm.num_partials(width, _HOPPER) if on_hopper else 0)
+    return max(products.num_partials(width, block_n), training_gemm.num_partials(width) if on_hopper else 0)
 
 
 def hopper_guard(num_routes: int, rows_per_expert: float, dtype: torch.dtype) -> int:
@@ -223,7 +221,7 @@ def fits_hopper(
         adapters: [E, R, in] and [E, out, R], or None.
     """
     return (
-        block_m == _HOPPER.block_m
+        block_m == TRAINED.block_m
         and len(tokens) * tokens.stride(0) < 2**31
         and tokens.stride(0) % _CHUNK == tokens.shape[1] % _CHUNK == tokens.data_ptr() % POINTER_ALIGNMENT == 0
         and all(one is None or _fits(one, one.dtype) for one in contiguous)

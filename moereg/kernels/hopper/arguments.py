@@ -1,4 +1,4 @@
-"""Launch arguments and tensor maps that the three grouped GEMMs on Hopper share."""
+"""Launch arguments and tensor maps that the grouped GEMMs on Hopper share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
+from moereg.kernels.gemm.epilogue import ActivationConstant
 from moereg.kernels.hopper.config import HopperGemmConfig
 from moereg.kernels.hopper.packed_config import HopperPackedConfig
 from moereg.kernels.hopper.ring import BLOCK_K, PlanPointers, ProductTile
@@ -19,22 +19,29 @@ from moereg.kernels.sizes import GUARD_ROWS
 
 
 def product_arguments(
-    plan: BlockMap, epilogue: GateUpEpilogue | None, bias: torch.Tensor | None, *, overlap: bool
+    plan: BlockMap,
+    activation: ActivationConstant | None,
+    bias: torch.Tensor | None,
+    *,
+    counter: torch.Tensor | None = None,
+    overlap: bool,
 ) -> dict[str, Any]:
     """Returns a product's tiles, its epilogue and its launch options.
 
     Args:
         plan: tiles of rows; each product has a tile counter of its own.
-        epilogue: of the first product; None for the second.
+        activation: of the first product; None for the second.
         bias: [E, columns of the product] canonical, contiguous, or None.
+        counter: [1] int32, zero: the product's tile counter; None: the plan's.
         overlap: whether to start while the previous kernel still runs, and to let the next one start early.
     """
     routes = plan.sorted_routes if isinstance(plan, RoutePlan) else None
-    counter = plan.tile_counters[1:] if epilogue is None else plan.tile_counters
+    if counter is None:
+        counter = plan.tile_counters[1:] if activation is None else plan.tile_counters
     return {
         "bias": bias,
         "plan": PlanPointers(routes, plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks, counter),
-        "ACTIVATION": ActivationConstant() if epilogue is None else epilogue.constant,
+        "ACTIVATION": activation or ActivationConstant(),
         "num_warps": 4,
         **overlapping(overlap),
     }
@@ -70,8 +77,8 @@ def row_arguments(
     return {
         "rows": rows if by_token else boxes(config.block_m // 2),
         "slack_rows": None if by_token or not config.slack else boxes(config.slack),
-        "hidden_chunks": rows.shape[1] // 8,
-        "stride_chunks": rows.stride(0) // 8,
+        "hidden_chunks": rows.shape[1] // 8 if by_token else None,
+        "stride_chunks": rows.stride(0) // 8 if by_token else None,
     }
 
 

@@ -33,11 +33,12 @@ class HopperGemmConfig:
         block_n: columns of the weight product per tile (gate and up count as two); each warpgroup takes one half.
         slack: rows by which a tile may be longer; equal to the plan's.
         bodies: bit mask of `BODIES`; a tile uses the shortest one that holds it. The last two are always set, and a
-            quarter only together with the half, which the producer loads for it.
+            quarter only together with the half, which the producer loads for it; without slack the last is not set.
         group_m: row tiles that share a column tile of an expert's matrix before the next one is taken; 0: as many as
             `select_group_m` says.
         num_stages: slots of the ring.
-        staged_elements: elements of a staged store. Each warpgroup has two; four stages leave 4 KiB for each.
+        staged_elements: elements of a staged store. Each warpgroup has two; four stages leave 4 KiB for each. In
+            training it has three.
     """
 
     block_m: int

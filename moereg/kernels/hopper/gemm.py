@@ -1,10 +1,4 @@
-"""The two grouped GEMMs of a Mixture-of-Experts layer for many rows an expert, on Hopper, in Triton's Gluon.
-
-The kernel is persistent: one program per multiprocessor. A program is warp-specialized: its producer fills a ring of
-shared memory, and its consumers, two warpgroups, multiply and store. The product is transposed: rows of a weight are
-wgmma's M side, tokens its N side, which may be short. So an expert with a few rows more than a multiple of a block gets
-one longer tile instead of two: a short second accumulator takes the extra rows, for which the weights are in shared
-memory already.
+"""The two grouped GEMMs of a Mixture-of-Experts layer for many rows an expert, on Hopper; `kernel.py` has the kernel.
 
 Sizes: T tokens, K choices per token, N = T * K routes, E local experts, H hidden, I intermediate. Rows come in the
 compact order of a `RoutePlan`, or in the batched format of a plain `BlockMap`. Tensor maps end where H and I do: boxes
@@ -15,96 +9,16 @@ from __future__ import annotations
 
 import torch
 import triton
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.hopper.arguments import (
-    clipped_map,
-    product_arguments,
-    row_arguments,
-    tensor_map,
-    tile_of,
-    weight_map,
-)
-from moereg.kernels.hopper.config import HopperGemmConfig, select_group_m
-from moereg.kernels.hopper.consumer import Output, RowWeights, consume
-from moereg.kernels.hopper.producer import WeightBoxes, produce, produce_by_token
-from moereg.kernels.hopper.ring import BLOCK_K, Ring, TileOrder, allocate_barriers, allocate_turns
-from moereg.kernels.launch.device import num_multiprocessors
-from moereg.kernels.launch.overlap import release_next, wait_for_previous
-from moereg.kernels.launch.replay import launch
+from moereg.kernels.hopper.arguments import clipped_map, tensor_map, weight_map
+from moereg.kernels.hopper.config import HopperGemmConfig
+from moereg.kernels.hopper.kernel import launch_product
+from moereg.kernels.hopper.ring import BLOCK_K
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import GUARD_ROWS
-
-# Registers per thread of each consumer and of the producer: all that 384 threads have. With 56, the producer computes
-# each token's address in the same register and stalls until it is read: the first GEMM took 5 to 8 % longer.
-_CONSUMER_REGISTERS = gl.constexpr(208)
-_PRODUCER_REGISTERS = gl.constexpr(88)
-
-
-# Counts of tiles and steps are not specialized on their divisibility: that does not help, and compiles more variants.
-@gluon.jit(do_not_specialize=["num_tiles_n", "group_m", "num_steps", "max_tokens"])
-def _grouped_kernel(
-    out,
-    weights,
-    rows,
-    slack_rows,
-    bias,
-    topk_weights,
-    plan,  # PlanPointers
-    num_tiles_n,
-    group_m,
-    num_steps,
-    num_columns,
-    hidden_chunks,
-    stride_chunks,
-    max_tokens,
-    TILE: gl.constexpr,  # ProductTile
-    ACTIVATION: gl.constexpr,  # ActivationConstant
-    OVERLAP: gl.constexpr,
-):
-    """Allocates shared memory, then splits a program's warps into a producer and two consumers.
-
-    See `consume`, `produce` and `produce_by_token` for the arguments. `rows` is the tensor map `half_rows` or, where
-    tokens are copied, the pointer `hidden_states`.
-    """
-    BY_TOKEN: gl.constexpr = TILE.top_k is not None
-    dtype: gl.constexpr = weights.dtype
-    operand: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    CHUNK: gl.constexpr = [out.block_shape[1], out.block_shape[2]]
-    weights_shared = gl.allocate_shared_memory(dtype, [TILE.stages] + weights.block_shape, weights.layout)
-    rows_shared = gl.allocate_shared_memory(dtype, [2 * TILE.stages, TILE.block_m // 2, BLOCK_K], operand)
-    slack_shared = gl.allocate_shared_memory(dtype, [TILE.stages, TILE.slack, BLOCK_K], operand)
-    staging = gl.allocate_shared_memory(dtype, [4] + CHUNK, gl.NVMMASharedLayout.get_default_for(CHUNK, dtype))
-    # One arrival announces the boxes' bytes; copies by token add one for each producer thread.
-    full, empty = allocate_barriers(TILE.stages, 129 if BY_TOKEN else 1)
-    turns = allocate_turns()
-    fence_async_shared()
-    wait_for_previous(OVERLAP)
-    release_next(OVERLAP)
-    row_weights = RowWeights(None, None)
-    if topk_weights is not None:
-        row_weights = RowWeights(plan.sorted_routes, topk_weights)
-    ring = Ring(weights=weights_shared, rows=rows_shared, slack_rows=slack_shared, full=full, empty=empty)
-    order = TileOrder(plan, gl.load(plan.num_blocks), num_tiles_n, group_m)
-    output = Output(out, staging, bias, num_columns, row_weights, None, num_columns, max_tokens)
-    boxes = WeightBoxes(weights, None, num_columns, None)
-    # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
-    gl.warp_specialize(
-        [
-            (consume, (output, ring, turns, order, num_steps, 0, TILE, ACTIVATION)),
-            (consume, (output, ring, turns, order, num_steps, 1, TILE, ACTIVATION)),
-            (produce_by_token, (boxes, rows, ring, turns, order, num_steps, hidden_chunks, stride_chunks, TILE))
-            if BY_TOKEN
-            else (produce, (boxes, rows, slack_rows, ring, turns, order, num_steps, TILE)),
-        ],
-        [4, 4 if BY_TOKEN else 1],
-        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
-    )
 
 
 def gate_up_gemm(
@@ -202,18 +116,22 @@ def _launch(
     assert rows.shape[1] == depth and out.is_contiguous()
     assert topk_weights is None or (isinstance(plan, RoutePlan) and topk_weights.is_contiguous())
     box = (1, config.rows_of_store(out_columns), out_columns)
-    launch(
-        _grouped_kernel,
-        (num_multiprocessors(out.device),),
-        out=clipped_map(out, box) if out.dim() == 2 else tensor_map(out, out.shape, out.stride(), box),
-        weights=weights,
-        topk_weights=topk_weights,
-        num_tiles_n=triton.cdiv(num_columns, config.block_n),
-        group_m=config.group_m or select_group_m(num_columns * depth * weight.element_size()),
-        num_steps=triton.cdiv(depth, BLOCK_K.value),
+    matrix_bytes = num_columns * depth * weight.element_size()
+    launch_product(
+        rows,
+        weights,
+        plan,
+        config,
         num_columns=num_columns,
+        matrix_bytes=matrix_bytes,
+        top_k=top_k,
+        activation=None if epilogue is None else epilogue.constant,
+        bias=bias,
+        overlap=overlap,
+        tile={"bodies": config.bodies, "stages": config.num_stages},
+        out=clipped_map(out, box) if out.dim() == 2 else tensor_map(out, out.shape, out.stride(), box),
+        topk_weights=topk_weights,
+        num_steps=triton.cdiv(depth, BLOCK_K.value),
         max_tokens=out.shape[1] if out.dim() == 3 else None,
-        TILE=tile_of(config, rows, top_k, bodies=config.bodies, stages=config.num_stages),
-        **row_arguments(rows, plan, config, top_k),
-        **product_arguments(plan, epilogue, bias, overlap=overlap),
+        **({"group_m": config.group_m} if config.group_m else {}),
     )

@@ -11,14 +11,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from moereg.kernels.hopper.consumer import Place, store_tile
 from moereg.kernels.hopper.packed_restore import restore
-from moereg.kernels.hopper.ring import BLOCK_K, NO_TILE, locate, next_slot, reinterpret, take_tile
+from moereg.kernels.hopper.ring import BLOCK_K, next_slot, reinterpret
 from moereg.kernels.sizes import GUARD_ROWS
 
 
@@ -107,7 +106,7 @@ def multiply_one(
     steps alternate, and one iteration handles both, so that none is copied while a product reads it. No product is in
     flight when an iteration ends: ptxas would keep all fragments' registers live to the end and serialize products.
 
-    Arguments as for `multiply` of `ring.py`, with a `PackedRing`, at least three steps, whether the columns are gates
+    Arguments as for `multiply` of `ring.py`, at least three steps, whether the columns are gates
     and ups, and a `PackedFormat`.
 
     Returns:
@@ -255,7 +254,7 @@ def _store_half(
 
 
 @gluon.jit
-def _consume_tile(
+def consume_packed_tile(
     output,
     ring,
     slot,
@@ -266,11 +265,11 @@ def _consume_tile(
     ROWS: gl.constexpr,
     SLACK: gl.constexpr,
     TILE: gl.constexpr,
-    FORMAT: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):
     """Multiplies and stores a tile of up to ROWS + SLACK rows; returns the next slot of the ring and its phase."""
     GATED: gl.constexpr = ACTIVATION.gated
+    FORMAT: gl.constexpr = TILE.packed
     HALVES: gl.constexpr = TILE.block_n // TILE.consumers // 64
     half = (TILE.consumers * tile.column_tile + WARPGROUP) * HALVES
     # fmt: off
@@ -285,37 +284,3 @@ def _consume_tile(
         _store_half(high, slack_high, output, tile, half + 1, WARPGROUP, ROWS, SLACK, FORMAT, ACTIVATION)
     # fmt: on
     return slot, phase
-
-
-@gluon.jit
-def consume_packed(
-    output,
-    ring,
-    turns,
-    order,
-    num_steps,
-    WARPGROUP: gl.constexpr,
-    TILE: gl.constexpr,
-    FORMAT: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-):
-    """As `consume` of `consumer.py`, for a `PackedRing` in a `PackedFormat`; needs at least three steps."""
-    BLOCK_M: gl.constexpr = TILE.block_m
-    slot = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    tile_number, turn, turn_phase = take_tile(turns, gl.to_tensor(0), gl.to_tensor(0))
-    while tile_number != NO_TILE:
-        tile = locate(tile_number, order, BLOCK_M, TILE.slack)
-        # fmt: off
-        if tile.num_rows > BLOCK_M:
-            slot, phase = _consume_tile(output, ring, slot, phase, num_steps, tile,
-                                        WARPGROUP, BLOCK_M, TILE.slack, TILE, FORMAT, ACTIVATION)
-        elif tile.num_rows > BLOCK_M // 2:
-            slot, phase = _consume_tile(output, ring, slot, phase, num_steps, tile,
-                                        WARPGROUP, BLOCK_M, 0, TILE, FORMAT, ACTIVATION)
-        else:
-            slot, phase = _consume_tile(output, ring, slot, phase, num_steps, tile,
-                                        WARPGROUP, BLOCK_M // 2, 0, TILE, FORMAT, ACTIVATION)
-        # fmt: on
-        tile_number, turn, turn_phase = take_tile(turns, turn, turn_phase)
-    tma.store_wait(0)

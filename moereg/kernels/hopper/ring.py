@@ -39,14 +39,17 @@ class Ring(NamedTuple):
     """The shared memory of a ring with STAGES slots.
 
     Attributes:
-        weights: [STAGES, ...box] a slot's rows of a weight, as the boxes of its tensor map.
+        weights: [STAGES, ...box] a slot's rows of a weight, as boxes of its tensor map; [CONSUMERS * STAGES, ...box]
+            where each consumer has its own boxes: the int32 words of packed weights, or rows that are steps.
+        scales: [CONSUMERS * STAGES, lines, 8] int32, a word for each of a consumer's packed rows; None without.
         rows: [2 * STAGES, BLOCK_M // 2, BLOCK_K] a slot's rows of activations, in two halves.
-        slack_rows: [STAGES, SLACK, BLOCK_K] the rows behind them.
+        slack_rows: [STAGES, SLACK, BLOCK_K] the rows behind them; None without slack.
         full: [STAGES, 1] barriers that complete when the bytes of a slot have arrived.
-        empty: [STAGES, 1] barriers that complete when both consumers have multiplied them.
+        empty: [STAGES, 1] barriers that complete when all consumers have multiplied them.
     """
 
     weights: Any
+    scales: Any
     rows: Any
     slack_rows: Any
     full: Any
@@ -57,16 +60,19 @@ class ProductTile(NamedTuple):
     """Compile-time constant: the tile of a product.
 
     Attributes:
-        block_m: rows; this and the next two as in `HopperGemmConfig` or `HopperPackedConfig`.
+        block_m: rows; this and the next two as in the launch configurations.
         block_n: columns; each consumer takes a part.
         slack: rows by which a tile may be longer.
         bodies: as in `HopperGemmConfig`; 0 for packed weights: half a tile, a tile, a tile with slack.
         stages: slots of the ring.
         top_k: routes per token where the producer gathers tokens by route; None: rows lie in order.
         mask_k: whether the last step then reaches past the end of a token.
-        consumers: warpgroups that multiply.
-        span: steps per word of a packed weight's scales.
+        consumers: warpgroups that multiply, or 1 where both of two are one.
+        packed: a `PackedFormat`; None: weights are not packed.
         odd: whether the number of steps is odd; packed weights only.
+        trained: `gate_up`, `down_input` or `rows`: the product of a layer that is trained; None: inference.
+        by_depth: whether neighbors in memory are columns of a weight, not steps of the reduction.
+        halves: 2 where the activation is gated, 1 where not; read where rows of the pre-activation are.
     """
 
     block_m: int
@@ -77,8 +83,11 @@ class ProductTile(NamedTuple):
     top_k: int | None
     mask_k: bool
     consumers: int = 2
-    span: int = 1
+    packed: Any = None
     odd: bool = False
+    trained: str | None = None
+    by_depth: bool = False
+    halves: int = 1
 
 
 class PlanPointers(NamedTuple):
@@ -175,16 +184,23 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _previous(slot, STAGES: gl.constexpr):
+def previous_slot(slot, STAGES: gl.constexpr):
+    """The slot before this one."""
     # Not a loop variable: Triton 3.6 compiles `last = slot` in the loop as if it never changed.
     return gl.where(slot == 0, STAGES - 1, slot - 1)
 
 
+@gluon.constexpr_function
+def consumer_warps(consumers: int) -> int:
+    """Warps of a consumer: a warpgroup, or both where two are one."""
+    return 8 if consumers == 1 else 4
+
+
 @gluon.jit
 def multiply(
-    ring, slot, phase, num_steps, WARPGROUP: gl.constexpr, ROWS: gl.constexpr, SLACK: gl.constexpr, TILE: gl.constexpr
+    ring, slot, phase, num_steps, PART: gl.constexpr, ROWS: gl.constexpr, SLACK: gl.constexpr, TILE: gl.constexpr
 ):
-    """Multiplies one warpgroup's half of a tile from the next `num_steps` slots of the ring.
+    """Multiplies one consumer's part of a tile from the next `num_steps` slots of the ring.
 
     Waits for each slot to be full and arrives at its `empty` once its product has ended.
 
@@ -193,25 +209,28 @@ def multiply(
         slot: the first slot.
         phase: its phase.
         num_steps: steps along the reduced dimension, at least one.
-        WARPGROUP: 0 or 1: which half of the columns.
+        PART: the consumer's number, and that of its columns.
         ROWS: BLOCK_M, or half or a quarter of it for a tile with fewer rows.
         SLACK: rows behind them, or 0.
         TILE: a `ProductTile`.
 
     Returns:
-        [BLOCK_N // 2, ROWS] fp32; [BLOCK_N // 2, SLACK] fp32, or the first again without slack; the next slot and its
-        phase.
+        [BLOCK_N // consumers, ROWS] fp32; the same of SLACK rows, or the first again without slack; the next slot and
+        its phase.
     """
-    COLUMNS: gl.constexpr = TILE.block_n // 2
+    CONSUMERS: gl.constexpr = TILE.consumers
+    COLUMNS: gl.constexpr = TILE.block_n // CONSUMERS
+    WARPS: gl.constexpr = consumer_warps(CONSUMERS)
     STAGES: gl.constexpr = TILE.stages
     PARTS: gl.constexpr = 2 * ring.rows.shape[1] // ROWS
     dtype: gl.constexpr = ring.rows.dtype
     operand: gl.constexpr = ring.rows.layout
-    columns = reinterpret(ring.weights, dtype, [2 * STAGES, COLUMNS, BLOCK_K], operand)
+    BOX: gl.constexpr = [BLOCK_K, COLUMNS] if TILE.by_depth else [COLUMNS, BLOCK_K]
+    columns = reinterpret(ring.weights, dtype, [CONSUMERS * STAGES] + BOX, operand)
     rows = reinterpret(ring.rows, dtype, [PARTS * STAGES, ROWS, BLOCK_K], operand)
-    product = gl.zeros([COLUMNS, ROWS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
+    product = gl.zeros([COLUMNS, ROWS], gl.float32, gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16]))
     if SLACK > 0:
-        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SLACK, 16])
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, SLACK, 16])
         slack_product = gl.zeros([COLUMNS, SLACK], gl.float32, LAYOUT)
     # Without this the accumulators are copied around a loop that may be empty, and ptxas serializes the products.
     gl.assume(num_steps > 0)
@@ -220,7 +239,9 @@ def multiply(
         if TILE.top_k is not None:
             # wgmma reads through the async proxy, which does not see what cp.async wrote before a fence.
             fence_async_shared()
-        a = columns.index(2 * slot + WARPGROUP)  # [COLUMNS, BLOCK_K]
+        a = columns.index(CONSUMERS * slot + PART)  # [COLUMNS, BLOCK_K], or transposed
+        if TILE.by_depth:
+            a = a.permute((1, 0))
         b = rows.index(PARTS * slot).permute((1, 0))  # [BLOCK_K, ROWS]
         product = warpgroup_mma(a, b, product, is_async=True)
         if SLACK > 0:
@@ -229,15 +250,15 @@ def multiply(
             product, slack_product = warpgroup_mma_wait(2, deps=(product, slack_product))
         else:
             product = warpgroup_mma_wait(1, deps=(product,))
-        mbarrier.arrive(ring.empty.index(_previous(slot, STAGES)), pred=k > 0)
+        mbarrier.arrive(ring.empty.index(previous_slot(slot, STAGES)), pred=k > 0)
         slot, phase = next_slot(slot, phase, STAGES)
     if SLACK > 0:
         product, slack_product = warpgroup_mma_wait(0, deps=(product, slack_product))
-        mbarrier.arrive(ring.empty.index(_previous(slot, STAGES)))
+        mbarrier.arrive(ring.empty.index(previous_slot(slot, STAGES)))
         return product, slack_product, slot, phase
     else:
         product = warpgroup_mma_wait(0, deps=(product,))
-        mbarrier.arrive(ring.empty.index(_previous(slot, STAGES)))
+        mbarrier.arrive(ring.empty.index(previous_slot(slot, STAGES)))
         return product, product, slot, phase
 
 
@@ -293,14 +314,14 @@ def announce_tile(tile_number, turns, turn, phase, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def take_tile(turns, turn, phase):
-    """Takes the next tile. Run by the four warps of a consumer; waits until it is announced.
+def take_tile(turns, turn, phase, WARPS: gl.constexpr = 4):
+    """Takes the next tile. Run by all WARPS warps of a consumer; waits until it is announced.
 
     Returns:
         The tile's number or NO_TILE, the next turn and its phase.
     """
     mbarrier.wait(turns.announced.index(turn), phase)
-    tile_number = gl.sum(turns.tiles.index(turn).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    tile_number = gl.sum(turns.tiles.index(turn).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
     mbarrier.arrive(turns.taken.index(turn))
     turn, phase = next_slot(turn, phase, TURNS)
     return tile_number, turn, phase

@@ -5,22 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from moereg.kernels.hopper.config import HopperGemmConfig
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingProductConfig:
-    """Launch configuration of a product of sorted rows and canonical weights.
-
-    Attributes:
-        block_m: rows of a tile: wgmma's N side; equal to the plan's.
-        block_n: columns.
-        num_stages: slots of the ring, 48 KiB each.
-        staged_elements: elements of a staged store, of which each of two consumers has three.
-    """
-
-    block_m: int = 128
-    block_n: int = 256
-    num_stages: int = 4
-    staged_elements: int = 2048
+TRAINED: Final = HopperGemmConfig(block_m=128, block_n=256, slack=0, bodies=0b1011)
+"""Products of sorted rows and canonical weights: a quarter of a tile, a half, a tile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

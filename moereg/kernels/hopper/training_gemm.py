@@ -1,7 +1,6 @@
 """Products of sorted rows and canonical weights, forward and back, on Hopper, in Triton's Gluon.
 
-The same results as `kernels/backward/products.py`, where sizes are named, at the speed of `gemm.py`: one program per
-multiprocessor takes tiles from a counter; its producer fills a ring of shared memory for its consumer. Weights are
+The same results as `kernels/backward/products.py`, where sizes are named, by the kernel of `kernel.py`. Weights are
 read where the trained parameter lies, by tensor maps: gates and ups of w13, which are far apart there, come side by
 side, and a product along the other axis of a weight multiplies its tile transposed. An adapter is one more step of the
 reduction for every 64 of its rank.
@@ -12,109 +11,19 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.backward.products import LowRank
 from moereg.kernels.gemm.epilogue import ActivationConstant
 from moereg.kernels.hopper.arguments import clipped_map, tensor_map, weight_map
-from moereg.kernels.hopper.config import select_group_m
-from moereg.kernels.hopper.ring import (
-    BLOCK_K,
-    PlanPointers,
-    Ring,
-    TileOrder,
-    allocate_barriers,
-    allocate_turns,
-)
-from moereg.kernels.hopper.training_config import TrainingProductConfig
-from moereg.kernels.hopper.training_consumer import NUM_WARPS, Results, consume
-from moereg.kernels.hopper.training_producer import SAVED_ROWS, Operands, TrainingTile, produce
-from moereg.kernels.launch.device import num_multiprocessors
+from moereg.kernels.hopper.kernel import launch_product
+from moereg.kernels.hopper.producer import SAVED_ROWS
+from moereg.kernels.hopper.ring import BLOCK_K
+from moereg.kernels.hopper.training_config import TRAINED
+from moereg.kernels.hopper.training_consumer import NUM_WARPS
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import GUARD_ROWS
-
-_CONSUMER_REGISTERS = gl.constexpr(208)
-_PRODUCER_REGISTERS = gl.constexpr(88)
-
-
-# Counts of tiles and steps are not specialized on their divisibility: that does not help, and compiles more variants.
-@gluon.jit(do_not_specialize=["num_tiles_n", "group_m", "num_steps", "low_steps", "num_routes"])
-def _product_kernel(
-    out,
-    pre,
-    partials,
-    saved,
-    rows,
-    weights,
-    low_rows,
-    low_weights,
-    bias,
-    topk_weights,
-    plan,  # PlanPointers
-    num_tiles_n,
-    group_m,
-    num_steps,
-    low_steps,
-    width,
-    num_routes,
-    hidden_chunks,
-    stride_chunks,
-    TILE: gl.constexpr,  # TrainingTile
-    PRODUCT: gl.constexpr,
-    ACTIVATION: gl.constexpr,  # ActivationConstant
-):
-    dtype: gl.constexpr = weights.dtype
-    operand: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    CONSUMERS: gl.constexpr = TILE.consumers
-    BOXES: gl.constexpr = CONSUMERS if TILE.by_depth else 1
-    weights_shared = gl.allocate_shared_memory(dtype, [BOXES * TILE.stages] + weights.block_shape, weights.layout)
-    rows_shared = gl.allocate_shared_memory(dtype, [2 * TILE.stages, TILE.block_m // 2, BLOCK_K], operand)
-    # One arrival announces the boxes' bytes; copies by token add one for each producer thread.
-    full, empty = allocate_barriers(TILE.stages, 1 if TILE.top_k is None else 129, CONSUMERS)
-    turns = allocate_turns(CONSUMERS)
-    ring = Ring(weights=weights_shared, rows=rows_shared, slack_rows=None, full=full, empty=empty)
-    order = TileOrder(plan, gl.load(plan.num_blocks), num_tiles_n, group_m)
-    operands = Operands(rows, weights, num_steps, low_rows, low_weights, low_steps, saved, hidden_chunks, stride_chunks)
-    all_steps = num_steps + low_steps
-    staging, factors = _allocate_results(dtype, TILE)
-    results = Results(out, pre, partials, staging, bias, plan.sorted_routes, topk_weights, factors, width, num_routes)
-    # Arguments are spelled out because a tuple that is kept in a variable turns its constants into tensors.
-    if CONSUMERS == 2:
-        staging, factors = _allocate_results(dtype, TILE)
-        more = Results(out, pre, partials, staging, bias, plan.sorted_routes, topk_weights, factors, width, num_routes)
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (consume, (results, ring, turns, order, all_steps, 0, TILE, PRODUCT, ACTIVATION)),
-                (consume, (more, ring, turns, order, all_steps, 1, TILE, PRODUCT, ACTIVATION)),
-                (produce, (operands, ring, turns, order, TILE)),
-            ],
-            [4, 4],
-            [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
-        )
-    else:
-        fence_async_shared()
-        gl.warp_specialize(
-            [
-                (consume, (results, ring, turns, order, all_steps, 0, TILE, PRODUCT, ACTIVATION)),
-                (produce, (operands, ring, turns, order, TILE)),
-            ],
-            [4],
-            [_PRODUCER_REGISTERS],
-        )
-
-
-@gluon.jit
-def _allocate_results(dtype: gl.constexpr, TILE: gl.constexpr):
-    """Shared memory of a consumer: its staged stores, and a tile's routing weights."""
-    STAGED: gl.constexpr = [TILE.stored_rows, TILE.stored_columns]
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(STAGED, dtype)
-    staging = gl.allocate_shared_memory(dtype, [TILE.stores] + STAGED, LAYOUT)
-    return staging, gl.allocate_shared_memory(gl.float32, [1, TILE.block_m], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @triton.jit
@@ -129,7 +38,6 @@ def gate_up(
     w13: torch.Tensor,
     plan: RoutePlan,
     counter: torch.Tensor,
-    config: TrainingProductConfig,
     activation: ActivationConstant,
     *,
     top_k: int,
@@ -144,7 +52,7 @@ def gate_up(
         hidden_states: [T, H], same dtype, within 2**31 elements; H, I and strides multiples of 8, pointers of 16
             bytes, here and for every tensor of 16-bit elements.
         w13: [E, P, H], same dtype, contiguous, gates first.
-        plan: from `sort_routes` with `config.block_m` and no slack.
+        plan: from `sort_routes` with `TRAINED.block_m` and no slack.
         counter: [1] int32, zero; used up.
         top_k: K.
         bias: [E, P], any float dtype, contiguous; None: no bias.
@@ -152,17 +60,16 @@ def gate_up(
     """
     halves, width = (2, act.shape[1]) if activation.gated else (1, act.shape[1])
     assert w13.shape[1:] == (halves * width, hidden_states.shape[1])
-    columns = config.block_n // 2 // halves
+    columns = TRAINED.block_n // 2 // halves
     _launch(
         "gate_up",
         (act, pre, None, None),
         hidden_states,
-        weight_map(w13, config.block_n, halves),
+        weight_map(w13, TRAINED.block_n, halves),
         plan,
         counter,
-        config,
         columns,
-        (None, None) if low_rank is None else _low_maps(low_rank, low_rank.matrix.transpose(1, 2), config, halves),
+        (None, None) if low_rank is None else _low_maps(low_rank, low_rank.matrix.transpose(1, 2), halves),
         depth=w13.shape[2],
         num_columns=w13.shape[1],
         halves=halves,
@@ -178,7 +85,6 @@ def rows_product(
     weight: torch.Tensor,
     plan: RoutePlan,
     counter: torch.Tensor,
-    config: TrainingProductConfig,
     *,
     by_depth: bool,
     topk_weights: torch.Tensor | None = None,
@@ -197,20 +103,19 @@ def rows_product(
         bias: [E, C], any float dtype, contiguous; None: no bias.
     """
     assert weight.shape[1:] == ((rows.shape[1], out.shape[1]) if by_depth else (out.shape[1], rows.shape[1]))
-    columns = config.block_n // 2
+    columns = TRAINED.block_n // 2
     box_columns = columns if by_depth else None
     low: tuple[TensorDescriptor | None, TensorDescriptor | None] = (None, None)
     if low_rank is not None:
         matrix = low_rank.matrix if by_depth else low_rank.matrix.transpose(1, 2)
-        low = _low_maps(low_rank, matrix, config, 0, box_columns)
+        low = _low_maps(low_rank, matrix, 0, box_columns)
     _launch(
         "rows",
         (out, None, None, None),
         rows,
-        weight_map(weight, config.block_n, 0, box_columns),
+        weight_map(weight, TRAINED.block_n, 0, box_columns),
         plan,
         counter,
-        config,
         columns,
         low,
         depth=rows.shape[1],
@@ -231,7 +136,6 @@ def down_input(
     topk_weights: torch.Tensor,
     plan: RoutePlan,
     counter: torch.Tensor,
-    config: TrainingProductConfig,
     activation: ActivationConstant,
     *,
     low_rank: LowRank | None = None,
@@ -250,18 +154,17 @@ def down_input(
     """
     num_routes, halves, width = topk_weights.numel(), 2 if activation.gated else 1, w2.shape[2]
     assert w2.shape[1] == grad_out.shape[1] and pre.shape == (num_routes, halves * width)
-    assert partials is None or partials.shape == (num_partials(width, config), num_routes)
-    columns = config.block_n
+    assert partials is None or partials.shape == (num_partials(width), num_routes)
+    columns = TRAINED.block_n
     _launch(
         "down_input",
         (act, pre_grad, partials, tensor_map(*_by_half(pre, halves), (1, SAVED_ROWS.value, columns))),
         grad_out,
-        weight_map(w2, config.block_n, 0, columns),
+        weight_map(w2, TRAINED.block_n, 0, columns),
         plan,
         counter,
-        config,
         columns,
-        (None, None) if low_rank is None else _low_maps(low_rank, low_rank.matrix, config, 0, columns),
+        (None, None) if low_rank is None else _low_maps(low_rank, low_rank.matrix, 0, columns),
         depth=grad_out.shape[1],
         num_columns=width,
         halves=halves,
@@ -272,9 +175,9 @@ def down_input(
     )
 
 
-def num_partials(width: int, config: TrainingProductConfig) -> int:
+def num_partials(width: int) -> int:
     """Sums of a row that `down_input` writes, one for each warp of the consumer; `width` is I."""
-    return int(NUM_WARPS.value) * -(-width // config.block_n)
+    return int(NUM_WARPS.value) * -(-width // TRAINED.block_n)
 
 
 def clear(counters: torch.Tensor) -> None:
@@ -289,12 +192,12 @@ def _by_half(pre: torch.Tensor, halves: int) -> tuple[torch.Tensor, tuple[int, .
 
 
 def _low_maps(
-    low_rank: LowRank, matrix: torch.Tensor, config: TrainingProductConfig, halves: int, box_columns: int | None = None
+    low_rank: LowRank, matrix: torch.Tensor, halves: int, box_columns: int | None = None
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Maps of an adapter's low-rank rows and of its contiguous matrix; boxes past the rank are filled with zeros."""
     low = low_rank.rows
-    rows = tensor_map(low, tuple(low.shape), low.stride(), (config.block_m // 2, BLOCK_K.value))
-    return rows, weight_map(matrix, config.block_n, halves, box_columns)
+    rows = tensor_map(low, tuple(low.shape), low.stride(), (TRAINED.block_m // 2, BLOCK_K.value))
+    return rows, weight_map(matrix, TRAINED.block_n, halves, box_columns)
 
 
 def _pre_map(pre: torch.Tensor, halves: int, box: tuple[int, int]) -> TensorDescriptor:
@@ -312,7 +215,6 @@ def _launch(
     weights: TensorDescriptor,
     plan: RoutePlan,
     counter: torch.Tensor,
-    config: TrainingProductConfig,
     columns: int,
     low: tuple[TensorDescriptor | None, TensorDescriptor | None],
     *,
@@ -327,52 +229,39 @@ def _launch(
 ) -> None:
     """Launches a product: `results` are out, pre, partials and what is saved; a store has that many columns."""
     out, pre, partials, saved = results
-    assert plan.block_m == config.block_m and plan.slack == 0
     assert all(one is None or one.is_contiguous() for one in (out, pre, partials, bias, topk_weights))
     assert rows.shape[1] == depth and depth % 8 == rows.stride(0) % 8 == 0
     low_rows, low_weights = low
     # Rows of the pre-activation's gradient are stored from the ring.
-    staged = (SAVED_ROWS.value if saved else config.staged_elements // columns), columns
-    launch(
-        _product_kernel,
-        (num_multiprocessors(rows.device),),
+    staged = (SAVED_ROWS.value if saved else TRAINED.rows_of_store(columns)), columns
+    launch_product(
+        rows,
+        weights,
+        plan,
+        TRAINED,
+        num_columns=num_columns,
+        matrix_bytes=num_columns * depth * rows.element_size(),
+        top_k=top_k,
+        activation=activation,
+        bias=bias,
+        counter=counter,
+        tile={
+            "bodies": TRAINED.bodies,
+            "stages": TRAINED.num_stages,
+            "consumers": 1 if saved else 2,
+            "trained": product,
+            "by_depth": by_depth,
+            "halves": halves,
+        },
         out=None if out is None else clipped_map(out, (1, *staged)),
         pre=None if pre is None else _pre_map(pre, halves, staged),
         partials=partials,
         saved=saved,
-        rows=rows
-        if top_k is not None
-        else tensor_map(rows, tuple(rows.shape), rows.stride(), (config.block_m // 2, BLOCK_K.value)),
-        weights=weights,
         low_rows=low_rows,
         low_weights=low_weights,
-        bias=bias,
         topk_weights=topk_weights,
-        plan=PlanPointers(
-            plan.sorted_routes, plan.block_expert, plan.block_row, plan.block_end, plan.num_blocks, counter
-        ),
-        num_tiles_n=triton.cdiv(num_columns, config.block_n),
-        group_m=select_group_m(num_columns * depth * rows.element_size()),
         num_steps=triton.cdiv(depth, BLOCK_K.value),
-        low_steps=0 if low_rows is None else triton.cdiv(low_rows.shape[1], BLOCK_K.value),
-        width=num_columns // halves if product == "gate_up" else num_columns,
+        low_steps=None if low_rows is None else triton.cdiv(low_rows.shape[1], BLOCK_K.value),
         num_routes=plan.sorted_routes.numel(),
-        hidden_chunks=depth // 8,
-        stride_chunks=rows.stride(0) // 8,
-        TILE=TrainingTile(
-            config.block_m,
-            config.block_n,
-            config.num_stages,
-            top_k=top_k,
-            mask_k=depth % BLOCK_K.value != 0,
-            by_depth=by_depth,
-            halves=halves,
-            stored_rows=staged[0],
-            stored_columns=staged[1],
-            stores=2 if saved else 3,
-            consumers=1 if saved else 2,
-        ),
-        PRODUCT=product,
-        ACTIVATION=ActivationConstant() if activation is None else activation,
         num_warps=8 if saved else 4,
     )

@@ -36,11 +36,11 @@ from moereg.kernels.hopper.ring import (
     load_chunks,
     next_slot,
     next_tile,
+    previous_slot,
     reinterpret,
     take_tile,
 )
 from moereg.kernels.hopper.training_config import GATHERS_LEFT, GATHERS_RIGHT
-from moereg.kernels.hopper.training_consumer import previous_slot
 from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.plan import RoutePlan
