@@ -13,7 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.hopper.arguments import clipped_map, tensor_map, weight_map
-from moereg.kernels.hopper.config import HopperGemmConfig
+from moereg.kernels.hopper.config import HopperGemmConfig, select_group_m
 from moereg.kernels.hopper.kernel import launch_product
 from moereg.kernels.hopper.ring import BLOCK_K
 from moereg.kernels.rows.block_map import BlockMap
@@ -116,14 +116,13 @@ def _launch(
     assert rows.shape[1] == depth and out.is_contiguous()
     assert topk_weights is None or (isinstance(plan, RoutePlan) and topk_weights.is_contiguous())
     box = (1, config.rows_of_store(out_columns), out_columns)
-    matrix_bytes = num_columns * depth * weight.element_size()
     launch_product(
         rows,
         weights,
         plan,
         config,
         num_columns=num_columns,
-        matrix_bytes=matrix_bytes,
+        group_m=config.group_m or select_group_m(num_columns * depth * weight.element_size()),
         top_k=top_k,
         activation=None if epilogue is None else epilogue.constant,
         bias=bias,
@@ -133,5 +132,4 @@ def _launch(
         topk_weights=topk_weights,
         num_steps=triton.cdiv(depth, BLOCK_K.value),
         max_tokens=out.shape[1] if out.dim() == 3 else None,
-        **({"group_m": config.group_m} if config.group_m else {}),
     )

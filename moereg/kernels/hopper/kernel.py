@@ -20,7 +20,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.gemm.epilogue import ActivationConstant
 from moereg.kernels.hopper.arguments import product_arguments, row_arguments, tile_of
-from moereg.kernels.hopper.config import BODIES, THREE_BODIES, HopperGemmConfig, select_group_m
+from moereg.kernels.hopper.config import BODIES, THREE_BODIES, HopperGemmConfig
 from moereg.kernels.hopper.consumer import Output, RowWeights, consume_plain_tile
 from moereg.kernels.hopper.packed_config import HopperPackedConfig
 from moereg.kernels.hopper.packed_consumer import consume_packed_tile
@@ -278,7 +278,7 @@ def launch_product(
     config: HopperGemmConfig | HopperPackedConfig,
     *,
     num_columns: int,
-    matrix_bytes: int,
+    group_m: int,
     top_k: int | None,
     tile: dict[str, Any],
     activation: ActivationConstant | None,
@@ -296,7 +296,7 @@ def launch_product(
         plan: tiles of rows.
         config: launch configuration, with the plan's `block_m` and `slack`.
         num_columns: rows of an expert's weight.
-        matrix_bytes: bytes of an expert's weight.
+        group_m: as in `TileOrder`.
         top_k: K where `rows` are tokens, which are gathered by route, or None.
         tile: what the `ProductTile` has beside sizes.
         activation: this and the next three as for `product_arguments`.
@@ -309,7 +309,7 @@ def launch_product(
     arguments = {
         "weights": weights,
         "num_tiles_n": triton.cdiv(num_columns, config.block_n),
-        "group_m": select_group_m(matrix_bytes),
+        "group_m": group_m,
         "num_columns": num_columns,
         "TILE": tile_of(config, rows, top_k, **tile),
         **row_arguments(rows, plan, config, top_k),

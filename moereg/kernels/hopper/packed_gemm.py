@@ -6,12 +6,13 @@ own into registers.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.hopper.arguments import clipped_map, tensor_map
+from moereg.kernels.hopper.config import select_group_m
 from moereg.kernels.hopper.kernel import launch_product
 from moereg.kernels.hopper.packed_config import STAGED_ELEMENTS, HopperPackedConfig
 from moereg.kernels.hopper.packed_restore import PackedFormat
@@ -100,13 +101,14 @@ def _launch(
     if weight.group_scale is not None:
         scale_lines = weight.group_scale.view(torch.int32).view(-1, 8)
         scales = tensor_map(scale_lines, scale_lines.shape, scale_lines.stride(), (config.columns // 8, 8))
+    options: dict[str, Any] = {} if config.max_registers is None else {"maxnreg": config.max_registers}
     launch_product(
         rows,
         tensor_map(lines, lines.shape, lines.stride(), (config.columns * words // 32, 32)),
         plan,
         config,
         num_columns=num_columns,
-        matrix_bytes=num_columns * weight.depth * words // 16,
+        group_m=select_group_m(num_columns * weight.depth * words // 16),
         top_k=top_k,
         activation=None if epilogue is None else epilogue.constant,
         bias=bias,
@@ -127,5 +129,5 @@ def _launch(
         scale_words=0 if weight.group_scale is None else weight.group_scale.shape[1],
         CONSUMER_REGISTERS=config.consumer_registers,
         PRODUCER_REGISTERS=config.producer_registers,
-        **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
+        **options,
     )

@@ -26,7 +26,7 @@ SAVED_ROWS = gl.constexpr(32)
 
 
 class Operands(NamedTuple):
-    """What a product multiplies, and the number of its steps.
+    """The memory that a product reads, and the number of its steps.
 
     Attributes:
         rows: map of rows in order, boxes [BLOCK_M // 2, BLOCK_K], or pointer to the tokens [T, H] that are gathered.

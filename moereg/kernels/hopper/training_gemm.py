@@ -16,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moereg.kernels.backward.products import LowRank
 from moereg.kernels.gemm.epilogue import ActivationConstant
 from moereg.kernels.hopper.arguments import clipped_map, tensor_map, weight_map
+from moereg.kernels.hopper.config import select_group_m
 from moereg.kernels.hopper.kernel import launch_product
 from moereg.kernels.hopper.producer import SAVED_ROWS
 from moereg.kernels.hopper.ring import BLOCK_K
@@ -70,7 +71,6 @@ def gate_up(
         counter,
         columns,
         (None, None) if low_rank is None else _low_maps(low_rank, low_rank.matrix.transpose(1, 2), halves),
-        depth=w13.shape[2],
         num_columns=w13.shape[1],
         halves=halves,
         activation=activation,
@@ -118,7 +118,6 @@ def rows_product(
         counter,
         columns,
         low,
-        depth=rows.shape[1],
         num_columns=out.shape[1],
         by_depth=by_depth,
         bias=bias,
@@ -165,7 +164,6 @@ def down_input(
         counter,
         columns,
         (None, None) if low_rank is None else _low_maps(low_rank, low_rank.matrix, 0, columns),
-        depth=grad_out.shape[1],
         num_columns=width,
         halves=halves,
         activation=activation,
@@ -218,7 +216,6 @@ def _launch(
     columns: int,
     low: tuple[TensorDescriptor | None, TensorDescriptor | None],
     *,
-    depth: int,
     num_columns: int,
     halves: int = 1,
     by_depth: bool = False,
@@ -230,7 +227,8 @@ def _launch(
     """Launches a product: `results` are out, pre, partials and what is saved; a store has that many columns."""
     out, pre, partials, saved = results
     assert all(one is None or one.is_contiguous() for one in (out, pre, partials, bias, topk_weights))
-    assert rows.shape[1] == depth and depth % 8 == rows.stride(0) % 8 == 0
+    depth = rows.shape[1]
+    assert depth % 8 == rows.stride(0) % 8 == 0
     low_rows, low_weights = low
     # Rows of the pre-activation's gradient are stored from the ring.
     staged = (SAVED_ROWS.value if saved else TRAINED.rows_of_store(columns)), columns
@@ -240,7 +238,7 @@ def _launch(
         plan,
         TRAINED,
         num_columns=num_columns,
-        matrix_bytes=num_columns * depth * rows.element_size(),
+        group_m=select_group_m(num_columns * depth * rows.element_size()),
         top_k=top_k,
         activation=activation,
         bias=bias,
