@@ -17,8 +17,7 @@ from moereg.backends._loaded import Call
 from moereg.backends._triton import plain
 from moereg.backends._triton.training_products import (
     NUM_COUNTERS,
-    Hopper,
-    Portable,
+    Products,
     fits_hopper,
     hopper_guard,
     max_partials,
@@ -89,7 +88,7 @@ class Training(plain.Standard):
         sorting = inputs.topk_ids, inputs.expert_map, *counts, configs.block_m, saved["plan"]
         plan = sort_routes(*sorting, heavy_first=heavy_first)
         given = plan, configs, self._guard(num_tokens)
-        products = Hopper(*given, plan.tile_counters) if on_hopper else Portable(*given)
+        products = Products(*given, plan.tile_counters if on_hopper else None)
         act = cut(call.workspace13.view(-1).view(torch.uint8), self._activation(num_tokens))[0]
         rows, w2_low = cut(call.workspace2.view(torch.uint8), *self._results(num_tokens))
         epilogue = gate_up_epilogue(problem, weights)
@@ -131,10 +130,10 @@ class Training(plain.Standard):
         low = self._low(num_tokens)
         pieces = self._rows(num_tokens), low, low, low, self._partials(num_tokens), _COUNTERS
         rows, w13_low, w2_low, w2_low_grad, partials, counters = cut(second, *pieces)
-        products = Portable(plan, configs, self._guard(num_tokens))
-        if self._fits_hopper(call, configs, (grad_out, inputs.hidden_states), saved["pre"]):
+        on_hopper = self._fits_hopper(call, configs, (grad_out, inputs.hidden_states), saved["pre"])
+        if on_hopper:
             clear(counters)
-            products = Hopper(plan, configs, products.guard, counters)
+        products = Products(plan, configs, self._guard(num_tokens), counters if on_hopper else None)
         partials = partials[: products.num_partials(problem.intermediate_size)]
         w13_adapter, w2_adapter = (_Adapter.of(inputs.adapters, name) for name in ("w13", "w2"))
         of_pre_grad = grads.hidden_states, grads.w13, grads.w13_bias, grads.w13_a, grads.w13_b

@@ -28,18 +28,21 @@ NUM_COUNTERS: Final = 4
 
 
 @dataclass(frozen=True)
-class Portable:
-    """The products of a call, over rows of one plan, on any GPU and in any dtype; see `kernels/backward`.
+class Products:
+    """The products of a call, over rows of one plan: by Hopper's own kernels, or by those for any GPU and dtype.
 
     Attributes:
-        plan: of the call.
-        configs: of the call.
+        plan: of the call; on Hopper with tiles of 128 rows.
+        configs: of the call; read by the portable kernels.
         guard: unused rows in front of sorted rows, which Hopper's products need.
+        counters: zeros, [2] for a forward pass, [NUM_COUNTERS] for a backward pass; used up. None: the portable
+            kernels run, as in `kernels/backward`.
     """
 
     plan: RoutePlan
     configs: TrainingConfigs
     guard: int
+    counters: torch.Tensor | None = None
 
     def rows_of(self, buffer: Any) -> Any:
         """The rows behind the guard, or None."""
@@ -47,6 +50,8 @@ class Portable:
 
     def num_partials(self, width: int) -> int:
         """Rows of `down_input`'s partial sums for I columns."""
+        if self.counters is not None:
+            return training_gemm.num_partials(width)
         return products.num_partials(width, self.configs.down_input.block_n)
 
     def gate_up(
@@ -60,8 +65,13 @@ class Portable:
         low_rank: LowRank | None,
     ) -> None:
         """Writes `act` [guard + N, I] and `pre` [guard + N, P]."""
-        given = self.rows_of(act), self.rows_of(pre), hidden_states, w13, self.plan, self.configs.rows
-        products.saving_gate_up(*given, epilogue.constant, top_k=top_k, bias=epilogue.bias, low_rank=low_rank)
+        named: dict[str, Any] = {"top_k": top_k, "bias": epilogue.bias, "low_rank": low_rank}
+        given = hidden_states, w13, self.plan
+        if self.counters is not None:
+            training_gemm.gate_up(act, pre, *given, self.counters[:1], epilogue.constant, **named)
+        else:
+            act, pre = self.rows_of(act), self.rows_of(pre)
+            products.saving_gate_up(act, pre, *given, self.configs.rows, epilogue.constant, **named)
 
     def down(
         self,
@@ -73,8 +83,12 @@ class Portable:
         low_rank: LowRank | None,
     ) -> None:
         """Writes the weighted `rows` [guard + N, H]."""
-        given = self.rows_of(rows), self.rows_of(act), w2, self.plan, self.configs.rows
-        products.down_rows(*given, topk_weights=topk_weights, bias=bias, low_rank=low_rank)
+        named: dict[str, Any] = {"topk_weights": topk_weights, "bias": bias, "low_rank": low_rank}
+        given = self.rows_of(act), w2, self.plan
+        if self.counters is not None:
+            training_gemm.rows_product(rows, *given, self.counters[1:2], by_depth=False, **named)
+        else:
+            products.down_rows(self.rows_of(rows), *given, self.configs.rows, **named)
 
     def down_input(
         self,
@@ -89,110 +103,43 @@ class Portable:
         low_rank: LowRank | None,
     ) -> None:
         """Writes `pre_grad` [guard + N, P], `act` [guard + N, I] and `partials`."""
-        results = self.rows_of(pre_grad), self.rows_of(act), partials
-        given = grad_out, w2, self.rows_of(pre), topk_weights
-        how = self.plan, self.configs.down_input, activation
-        products.down_input_gradients(*results, *given, *how, low_rank=low_rank)
+        given = grad_out, w2, self.rows_of(pre), topk_weights, self.plan
+        if self.counters is not None:
+            training_gemm.down_input(pre_grad, act, partials, *given, self.counters[:1], activation, low_rank=low_rank)
+        else:
+            pre_grad, act, config = self.rows_of(pre_grad), self.rows_of(act), self.configs.down_input
+            products.down_input_gradients(pre_grad, act, partials, *given, config, activation, low_rank=low_rank)
 
     def gate_up_input(
         self, rows: torch.Tensor, pre_grad: torch.Tensor, w13: torch.Tensor, low_rank: LowRank | None
     ) -> None:
         """Writes `rows` [guard + N, H]."""
-        given = self.rows_of(rows), self.rows_of(pre_grad), w13, self.plan, self.configs.rows
-        products.gate_up_input_gradients(*given, low_rank=low_rank)
+        given = self.rows_of(pre_grad), w13, self.plan
+        if self.counters is not None:
+            training_gemm.rows_product(rows, *given, self.counters[1:2], by_depth=True, low_rank=low_rank)
+        else:
+            products.gate_up_input_gradients(self.rows_of(rows), *given, self.configs.rows, low_rank=low_rank)
 
     def w13_gradients(self, grad: torch.Tensor, pre_grad: torch.Tensor, tokens: torch.Tensor, **named: Any) -> None:
         """Writes or adds to `grad` [E, P, H]; `named` are `top_k` and `accumulate`."""
-        given = grad, self.rows_of(pre_grad), tokens, self.plan, self.configs.weights
-        weights.weight_gradients(*given, gathers="right", **named)
+        self._weight_gradients(grad, pre_grad, tokens, 2, gathers="right", **named)
 
     def w2_gradients(self, grad: torch.Tensor, grad_out: torch.Tensor, act: torch.Tensor, **named: Any) -> None:
         """Writes or adds to `grad` [E, H, I]; `named` likewise."""
-        given = grad, grad_out, self.rows_of(act), self.plan, self.configs.weights
-        weights.weight_gradients(*given, gathers="left", **named)
+        self._weight_gradients(grad, grad_out, act, 3, gathers="left", **named)
 
-
-@dataclass(frozen=True)
-class Hopper(Portable):
-    """The same products by Hopper's own kernels, over tiles of 128 rows.
-
-    Attributes:
-        counters: zeros, [2] for a forward pass, [NUM_COUNTERS] for a backward pass; used up.
-    """
-
-    counters: torch.Tensor
-
-    def num_partials(self, width: int) -> int:
-        return training_gemm.num_partials(width)
-
-    def gate_up(
-        self,
-        act: torch.Tensor,
-        pre: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w13: torch.Tensor,
-        epilogue: GateUpEpilogue,
-        top_k: int,
-        low_rank: LowRank | None,
+    def _weight_gradients(
+        self, grad: torch.Tensor, left: torch.Tensor, right: torch.Tensor, number: int, *, gathers: str, **named: Any
     ) -> None:
-        given = act, pre, hidden_states, w13, self.plan, self.counters[:1], epilogue.constant
-        training_gemm.gate_up(*given, top_k=top_k, bias=epilogue.bias, low_rank=low_rank)
-
-    def down(
-        self,
-        rows: torch.Tensor,
-        act: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        bias: torch.Tensor | None,
-        low_rank: LowRank | None,
-    ) -> None:
-        given = rows, self.rows_of(act), w2, self.plan, self.counters[1:2]
-        named: dict[str, Any] = {"topk_weights": topk_weights, "bias": bias, "low_rank": low_rank}
-        training_gemm.rows_product(*given, by_depth=False, **named)
-
-    def down_input(
-        self,
-        pre_grad: torch.Tensor | None,
-        act: torch.Tensor | None,
-        partials: torch.Tensor | None,
-        grad_out: torch.Tensor,
-        w2: torch.Tensor,
-        pre: torch.Tensor,
-        topk_weights: torch.Tensor,
-        activation: ActivationConstant,
-        low_rank: LowRank | None,
-    ) -> None:
-        given = (
-            grad_out,
-            w2,
-            self.rows_of(pre),
-            topk_weights,
-            self.plan,
-            self.counters[:1],
-            activation,
-        )
-        training_gemm.down_input(pre_grad, act, partials, *given, low_rank=low_rank)
-
-    def gate_up_input(
-        self, rows: torch.Tensor, pre_grad: torch.Tensor, w13: torch.Tensor, low_rank: LowRank | None
-    ) -> None:
-        given = rows, self.rows_of(pre_grad), w13, self.plan, self.counters[1:2]
-        training_gemm.rows_product(*given, by_depth=True, low_rank=low_rank)
-
-    def w13_gradients(self, grad: torch.Tensor, pre_grad: torch.Tensor, tokens: torch.Tensor, **named: Any) -> None:
-        if named["accumulate"] or not _fits(grad, pre_grad.dtype):
-            super().w13_gradients(grad, pre_grad, tokens, **named)
+        """Reads the rows of the side that does not gather from a buffer with a guard; uses that tile counter."""
+        if self.counters is not None and not named["accumulate"] and _fits(grad, left.dtype):
+            counter = self.counters[number : number + 1]
+            training_weights.weight_gradients(
+                grad, left, right, self.plan, counter, top_k=named["top_k"], gathers=gathers
+            )
             return
-        given = grad, pre_grad, tokens, self.plan, self.counters[2:3]
-        training_weights.weight_gradients(*given, top_k=named["top_k"], gathers="right")
-
-    def w2_gradients(self, grad: torch.Tensor, grad_out: torch.Tensor, act: torch.Tensor, **named: Any) -> None:
-        if named["accumulate"] or not _fits(grad, act.dtype):
-            super().w2_gradients(grad, grad_out, act, **named)
-            return
-        given = grad, grad_out, act, self.plan, self.counters[3:4]
-        training_weights.weight_gradients(*given, top_k=named["top_k"], gathers="left")
+        left, right = (left, self.rows_of(right)) if gathers == "left" else (self.rows_of(left), right)
+        weights.weight_gradients(grad, left, right, self.plan, self.configs.weights, gathers=gathers, **named)
 
 
 def max_partials(width: int, block_n: int, on_hopper: bool) -> int:
