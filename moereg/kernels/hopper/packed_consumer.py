@@ -106,8 +106,8 @@ def multiply_one(
     steps alternate, and one iteration handles both, so that none is copied while a product reads it. No product is in
     flight when an iteration ends: ptxas would keep all fragments' registers live to the end and serialize products.
 
-    Arguments as for `multiply` of `ring.py`, at least three steps, whether the columns are gates
-    and ups, and a `PackedFormat`.
+    Arguments as for `multiply` of `ring.py`, with at least three steps, whether the columns are gates and ups,
+    and a `PackedFormat`.
 
     Returns:
         [64, ROWS] fp32; [64, SLACK] fp32, or the first again without slack; the next slot and its phase.

@@ -1,6 +1,6 @@
 """The two grouped GEMMs with 8-bit weights and activations for many rows an expert, on Hopper, in Triton's Gluon.
 
-The kernel is persistent and warp-specialized like that of `gemm.py`. A producer warp fills the ring by TMA; the
+The kernel is persistent and warp-specialized like that of `kernel.py`. A producer warp fills the ring by TMA; the
 consumers multiply, scale and store. Gate and up are two boxes of one tile, so that w13 and its scales stay in canonical
 order. Sizes as in `kernels/quantized/products.py`; rows come in the compact order of a `RoutePlan`.
 """
