@@ -1,11 +1,13 @@
 """Times this checkout's `triton` kernels beside those of another commit, in one process.
 
     python -m benches.h200.paired make REVISION FOLDER
-    python -m benches.h200.paired time FOLDER OUT.json [--layers NAME...] [--training] [--host] [--seconds S]
+    python -m benches.h200.paired time FOLDER OUT.json [--layers NAME...] [--quantized] [--training] [--host]
+        [--seconds S]
 
 `make` writes that commit's package into FOLDER under the name `moereg_old`. `time` gives both packages the same weights
-and calls, compares their outputs, and times replays of CUDA graphs in turns (old, new, new, old, ...); `--training` a
-forward and backward pass, `--host` the host's time of an eager call. A row is lost where the new time is more than 3 %
+and calls, compares their outputs, and times replays of CUDA graphs in turns (old, new, new, old, ...); `--quantized`
+takes the board's quantized layers, `--training` times a forward and backward pass, `--host` the host's time of an eager
+call. A row is lost where the new time is more than 3 %
 above the old one in both of two sessions, so run it twice.
 """
 
@@ -57,8 +59,11 @@ def make(revision: str, folder: Path) -> None:
             file.rename(file.with_name(file.name.replace("moereg", OLD)))
 
 
-def problems() -> dict[str, dict[str, Any]]:
-    """Keywords of the unquantized layers of the board, and of shards whose rows are no multiple of 64."""
+def problems(quantized: bool) -> dict[str, dict[str, Any]]:
+    """Keywords of the board's quantized layers, or of its others and of shards whose rows are no multiple of 64."""
+    if quantized:
+        layers = [layer for layer in GPU_LAYERS if layer.scheme != "unquantized"]
+        return {layer.name: {**layer.keywords, "quant": layer.scheme} for layer in layers}
     found = {layer.layer: dict(layer.keywords) for layer in GPU_LAYERS if layer.scheme == "unquantized"}
     for model, ranks in (("qwen3-30b-a3b", 4), ("gpt-oss-120b", 8)):
         keywords = get_shape(model).problem_keywords()
@@ -144,12 +149,12 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows, shown as they are measured."""
     device, found = torch.device("cuda", torch.cuda.current_device()), []
     gradients = ("hidden_states", "topk_weights", "weights") if arguments.training else ()
-    for name, keywords in problems().items():
+    for name, keywords in problems(arguments.quantized).items():
         if arguments.layers and name.replace(" ", "-") not in arguments.layers:
             continue
         weights = random_weights(MoEProblem(**keywords), torch.Generator().manual_seed(0), device).tensors()
         sides = {"old": side(OLD, keywords, weights, gradients), "new": side("moereg", keywords, weights, gradients)}
-        for routing, tokens in rows(skewed=not arguments.training):
+        for routing, tokens in rows(skewed=not arguments.training and not arguments.quantized):
             if arguments.training and tokens not in (16, 256, 1024, 4096):
                 continue
             calls = random_calls(MoEProblem(**keywords), tokens, routing, tokens, device)
@@ -172,11 +177,11 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def table(found: list[dict[str, Any]]) -> str:
     """Ratios by layer and routing, and their mean."""
-    lines = [f"{'new / old':28} " + " ".join(f"{tokens:>6}" for tokens in TOKENS)]
+    lines = [f"{'new / old':36} " + " ".join(f"{tokens:>6}" for tokens in TOKENS)]
     for layer, routing in dict.fromkeys((row["layer"], row["routing"]) for row in found):
         at = {row["tokens"]: row["ratio"] for row in found if (row["layer"], row["routing"]) == (layer, routing)}
         cells = (f"{at[tokens]:6.3f}" if tokens in at else " " * 6 for tokens in TOKENS)
-        lines.append(f"{f'{layer} {routing}':28} " + " ".join(cells))
+        lines.append(f"{f'{layer} {routing}':36} " + " ".join(cells))
     mean = math.exp(statistics.fmean(math.log(row["ratio"]) for row in found))
     worst = max(found, key=lambda row: float(row["ratio"]))
     lines.append(
@@ -203,6 +208,7 @@ def main() -> None:
     timing.add_argument("folder", type=Path)
     timing.add_argument("out", type=Path)
     timing.add_argument("--layers", nargs="+")
+    timing.add_argument("--quantized", action="store_true")
     timing.add_argument("--training", action="store_true")
     timing.add_argument("--host", action="store_true")
     timing.add_argument("--seconds", type=float, default=0.25)
