@@ -85,7 +85,8 @@ def side(name: str, keywords: dict[str, Any], weights: dict[str, torch.Tensor], 
     problem = package.MoEProblem(**keywords, gradients=gradients)
     selection = package.select_backend(problem, require="triton")
     given = {key: tensor.detach().requires_grad_(bool(gradients)) for key, tensor in weights.items()}
-    kernel = package.make_kernel(problem, package.ExpertWeights(**given), selection)
+    own = package.ExpertWeights(**given, quant=keywords.get("quant", "unquantized"))
+    kernel = package.make_kernel(problem, own, selection)
     return Side(package, kernel, given)
 
 
