@@ -38,6 +38,7 @@ from tests.support.toml import tomllib
 
 ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "architecture.md"
+COMMANDS: Final = ROOT / "docs" / "commands.md"
 WHEELS: Final = tuple(sorted((ROOT / "plugins").glob("*/README.md")))
 RESULTS: Final = tuple(sorted((ROOT / "benches" / "results").glob("*.md")))
 DOCUMENTS: Final = (
@@ -191,12 +192,12 @@ def test_fields_of_the_json_are_those_that_are_printed(tmp_path: Path, monkeypat
         "verify": verified,
         "a verified cell": verified["cells"][0],
         "a result": verified["results"][0],
-        "a way": info["ways"][0],
+        "a dispatcher": info["ways"][0],
         "a rectangle of it": info["ways"][0]["cells"][0],
         "a plugin": PluginStatus("", "", "", "", "loaded").to_dict(),
     }
     printed["tune"] = tune_layer(Question(dataclasses.replace(flags, require=["triton"]), (1,))).values
-    text = " ".join(PAGE.read_text().split())
+    text = " ".join(COMMANDS.read_text().split())
     for name, values in printed.items():
         (fields,) = re.findall(rf"(?:- `{name}`:|{name} is) `([^`]+)`", text)
         assert re.sub(r" \([^)]*\)", "", fields).split(", ") == list(values), name
