@@ -289,12 +289,10 @@ def _verified(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def list_models() -> dict[str, Any]:
-    """The object that `moereg models --json` prints."""
     return {"schema": SCHEMA, "models": [dataclasses.asdict(shape) for shape in MODEL_SHAPES.values()]}
 
 
 def show_models() -> None:
-    """Prints one line per model."""
     rows = []
     for shape in MODEL_SHAPES.values():
         sizes = (shape.num_experts, shape.hidden_size, shape.intermediate_size, shape.top_k)
@@ -308,11 +306,7 @@ def show_models() -> None:
 
 
 def list_schemes(name: str | None) -> tuple[dict[str, Any], Platform]:
-    """The object that `moereg schemes --json` prints, and the platform.
-
-    Args:
-        name: The value of `--platform`; None means this machine.
-    """
+    """The object that `moereg schemes --json` prints, and the platform that `--platform` names, or this machine."""
     registry = load_backends()
     platform = current_platform() if name is None else Platform.from_name(name)
     known = {scheme.name: scheme for cell in registry.cells for scheme in cell.schemes}
@@ -329,7 +323,6 @@ def list_schemes(name: str | None) -> tuple[dict[str, Any], Platform]:
 
 
 def show_schemes(found: dict[str, Any], platform: Platform) -> None:
-    """Prints one line per scheme."""
     rows = []
     for row in found["schemes"]:
         names = [*row["backends"], *(f"{name} (emulated)" for name in row["emulated_by"])]

@@ -93,8 +93,7 @@ def compare_schemes(
 ) -> Result:
     """Loads a layer, quantizes it to each scheme in turn, and runs its backend.
 
-    Takes the options' values by name; `token_counts` ascend, and `inputs` are real inputs [T,H] by layer. The result
-    has no rows if nothing fits.
+    `token_counts` ascend, and `inputs` are real inputs [T,H] by layer. The result has no rows if nothing fits.
     """
     layer = first_layer(checkpoint) if layer is None else layer
     problem = read_problem(checkpoint, layer, **dataclasses.replace(flags, tokens=max(token_counts)).wishes())
@@ -183,7 +182,6 @@ class _Work:
     def __init__(
         self, layer: CheckpointLayer, token_counts: Sequence[int], given: torch.Tensor | None, seed: int
     ) -> None:
-        """Makes the inputs, real ones if any are given, and the original's output."""
         problem, device = layer.problem, layer.weights.w13.device
         self._layer = self._plain = layer
         if problem.quant.weight is not None:
@@ -218,11 +216,7 @@ class _Work:
         self._original: Comparison | None = None
 
     def row(self, selection: Selection, is_original: bool = False) -> dict[str, Any]:
-        """Compares and times the layer in a scheme, alongside the original, which comes first and is kept.
-
-        Returns:
-            A row of `--json`.
-        """
+        """Compares and times the layer in a scheme, alongside the original, which comes first; a row of `--json`."""
         winner = selection.winner
         assert winner is not None
         weights = self._layer.weights if is_original else self._quantized(selection.problem.quant)
@@ -231,8 +225,11 @@ class _Work:
         comparison = Comparison(alone, lambda: weights, self._calls, layer_tolerance)
         times = []
         for count in self._calls:
-            # Again for each scheme: a machine's speed drifts, so a ratio needs both times from the same minute.
-            original_us = self._original_us(count)
+            original_us = math.nan  # Where it was wrong or failed.
+            if self._original is not None:
+                # Again for each scheme: a machine's speed drifts, so a ratio needs both times from the same minute.
+                (timing,) = self._original.time_again(count, _ROUNDS, _SECONDS).values()
+                original_us = timing.median_us
             (row,) = comparison.measure(count, None, _ROUNDS, _SECONDS)
             original_us = row.time_us if is_original else original_us
             times.append(
@@ -269,13 +266,6 @@ class _Work:
             a13_scale, a2_scale = calibrate_activation_scales(plain.problem, plain.weights, *self._sample, scheme)
         return quantize_weights(plain.weights, scheme, a13_scale=a13_scale, a2_scale=a2_scale)
 
-    def _original_us(self, count: int) -> float:
-        """The original's current time; NaN if it was wrong or failed."""
-        if self._original is None:
-            return math.nan
-        (timing,) = self._original.time_again(count, _ROUNDS, _SECONDS).values()
-        return timing.median_us
-
 
 def _weights_error(weights: ExpertWeights, plain: ExpertWeights) -> float:
     """Relative error of the dequantized weights, expert by expert to avoid a copy of all."""
@@ -307,7 +297,6 @@ def _unbeaten(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _show_rows(values: Mapping[str, Any]) -> None:
-    """Prints the table of schemes, and what its marks mean."""
     original, rows = values["original"], values["rows"]
     if original is None:
         return

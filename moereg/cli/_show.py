@@ -38,12 +38,10 @@ def say(*lines: RenderableType) -> None:
 
 
 def good(text: str) -> Text:
-    """The text of a good end."""
     return Text(text, style="bold green")
 
 
 def bad(text: str) -> Text:
-    """The text of a bad end."""
     return Text(text, style="bold red")
 
 
@@ -53,12 +51,9 @@ def is_wide() -> bool:
 
 
 def new_table(*columns: str, rows: Iterable[Sequence[str | Text] | None] = (), keep: Sequence[str] = ()) -> Table:
-    """A table.
+    """A table: `>` before a head aligns its column to the right, a row of None begins another section.
 
-    Args:
-        columns: Their heads; `>` before one aligns its column to the right.
-        rows: Its cells by row; None begins another section.
-        keep: Heads of columns that are never folded.
+    Columns to `keep` are never folded.
     """
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
@@ -73,10 +68,7 @@ def new_table(*columns: str, rows: Iterable[Sequence[str | Text] | None] = (), k
 def show_selection(selection: Selection, subject: str | None = None, all_reasons: bool = False) -> None:
     """Prints the decision table of what fits, why the others do not, and last what was chosen.
 
-    Args:
-        selection: The selection.
-        subject: The model's or checkpoint's name.
-        all_reasons: Whether rejected backends are in the table too, with every reason of each.
+    With `all_reasons` rejected backends are in the table too, with every reason of each.
     """
     platform, winner = selection.platform, selection.winner
     say(f"{subject}: {selection.problem}" if subject else str(selection.problem), f"on {named_machine(platform)}")
@@ -106,20 +98,14 @@ def answers(selection: Selection) -> list[Decision]:
 
 
 def print_rejected(label: str, selection: Selection, all_reasons: bool = False) -> None:
-    """Prints why candidates were rejected: on one line those that share a reason.
+    """Prints why candidates were rejected: on one line those that share a reason; each with all of them if asked.
 
     Where nothing fits, those that `answers` names come first with every reason, and alone if they were required.
-
-    Args:
-        label: What the lines begin with.
-        selection: Whose candidates.
-        all_reasons: Whether each has lines of its own, with every reason.
     """
     rejected = [one for one in nearest_by_backend(selection.decisions) if not one.accepted]
     apart = rejected if all_reasons else [] if selection.winner else answers(selection)
     for decision in apart:
-        reasons = [vars(reason) for reason in decision.reasons]
-        print_reasons(f"{named(decision)} does not fit:", reasons)
+        print_reasons(f"{named(decision)} does not fit:", map(vars, decision.reasons))
     if selection.winner is None and selection.request.require and not all_reasons:
         return
     others = {
@@ -228,7 +214,6 @@ def versions_of(measured_on: Mapping[str, Any]) -> str:
 
 
 def print_notices(notices: Iterable[str]) -> None:
-    """Prints one line per notice."""
     say(*(f"note: {notice}" for notice in notices))
 
 
@@ -238,7 +223,6 @@ def source_of(selection: Selection) -> str:
 
 
 def machine(platform: Platform) -> str:
-    """A machine and its known details."""
     facts = [platform.device_name] if platform.device_name else []
     if platform.memory_bytes:
         facts.append(format_bytes(platform.memory_bytes))

@@ -61,7 +61,6 @@ class Tuner:
         deadline: float = math.inf,
         advance: Advance = lambda done, total: None,
     ) -> None:
-        """Takes what to measure and how: a process at a time, until the deadline of `time.monotonic`."""
         self._question: Final = question
         self._platform: Final = platform
         self._record: Final = record

@@ -15,6 +15,7 @@ from moereg import cli
 from moereg.author import ExpertInputs, ExpertWeights, PermutedWeights
 from moereg.bench.compare import Comparison
 from moereg.bench.inputs import random_calls
+from moereg.cli import _output
 from moereg.dispatch import explain_backends
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
@@ -319,10 +320,10 @@ def test_run_names_what_a_backend_wrote(
     capsys: pytest.CaptureFixture[str], experts: type[FakeExperts], expected: str
 ) -> None:
     register_moe_backend("fake_hostile", 1, ("unquantized",), ("*",))(experts)
-    assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile --json".split()) == cli.WRONG_NUMBERS
+    assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile --json".split()) == _output.WRONG_NUMBERS
     found = json.loads(capsys.readouterr().out)
     assert (found["damage"], found["passed"], found["time_us"]) == (expected, False, None)
-    assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile".split()) == cli.WRONG_NUMBERS
+    assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile".split()) == _output.WRONG_NUMBERS
     out = " ".join(capsys.readouterr().out.split())
     assert f"WRONG: fake_hostile of {HOSTILE}: {expected}" in out
 
@@ -333,7 +334,7 @@ def test_run_names_who_ran_where_the_device_failed(
 ) -> None:
     experts = doing(lambda out, inputs, weights: lost.append(True), first)
     register_moe_backend("fake_hostile", 1, ("unquantized",), ("*",))(experts)
-    assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile --json".split()) == cli.WRONG_NUMBERS
+    assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile --json".split()) == _output.WRONG_NUMBERS
     found = json.loads(capsys.readouterr().out)
     assert found["failure"].startswith(f"backend 'fake_hostile' of {HOSTILE} ")
     assert FAULT in found["failure"]
@@ -348,7 +349,7 @@ def test_bench_names_what_a_backend_wrote_and_the_others_are_right(
     register_moe_backend("fake_zeroes", 99_999, ("unquantized",), ("*",))(doing(zero("w13")))
     register_moe_backend("fake_right", 99_998, ("unquantized",), ("*",))(type("Right", (SharingExperts,), {}))
     line = f"bench {LINE} --tokens 2,3 --rounds 2 --deny triton"
-    assert cli.main(f"{line} --json".split()) == cli.WRONG_NUMBERS
+    assert cli.main(f"{line} --json".split()) == _output.WRONG_NUMBERS
     found = json.loads(capsys.readouterr().out)
     damages = {(row["backend"], row["tokens"]): row["damage"] for row in found["rows"] if row["damage"]}
     assert damages == {
@@ -359,6 +360,6 @@ def test_bench_names_what_a_backend_wrote_and_the_others_are_right(
     others = [row for row in found["rows"] if not row["damage"]]
     assert {row["backend"] for row in others} == {"fake_right", "torch"}
     assert all(row["passed"] and row["time_us"] > 0 for row in others)
-    assert cli.main(line.split()) == cli.WRONG_NUMBERS
+    assert cli.main(line.split()) == _output.WRONG_NUMBERS
     out = " ".join(capsys.readouterr().out.split())
     assert f"fake_zeroes of {HOSTILE} is WRONG at 2 tokens: apply wrote to the layer's weights (w13)" in out

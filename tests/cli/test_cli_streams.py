@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from moereg import cli
+from moereg.cli import _output
 from tests.cli.command import ROOT, run_code, run_module
 from tests.support.wheels import install
 
@@ -29,14 +30,14 @@ FITS = {
 }
 # A line, and the code that it ends with where both streams are well.
 LINES = {
-    **{name: (line, cli.OK) for name, line in FITS.items()},
-    **{f"{name} json": (f"{line} --json", cli.OK) for name, line in FITS.items()},
-    "verbose": (f"{FITS['run']} -v", cli.OK),
-    "help": ("--help", cli.OK),
-    "version": ("--version", cli.OK),
-    "nothing fits": (f"explain {SIZES} --require triton --json", cli.NOTHING_FITS),
-    "bad input": (f"explain {SIZES} --hidden 0", cli.BAD_INPUT),
-    "bad option": ("explain --expert 3 --json", cli.BAD_INPUT),
+    **{name: (line, _output.OK) for name, line in FITS.items()},
+    **{f"{name} json": (f"{line} --json", _output.OK) for name, line in FITS.items()},
+    "verbose": (f"{FITS['run']} -v", _output.OK),
+    "help": ("--help", _output.OK),
+    "version": ("--version", _output.OK),
+    "nothing fits": (f"explain {SIZES} --require triton --json", _output.NOTHING_FITS),
+    "bad input": (f"explain {SIZES} --hidden 0", _output.BAD_INPUT),
+    "bad option": ("explain --expert 3 --json", _output.BAD_INPUT),
 }
 STREAMS = ("well", "closed", "full", "left")
 # Every stream that is not well by itself, and both alike.
@@ -106,17 +107,17 @@ def _check(ends: Mapping[str, tuple[int, str | None, str | None]]) -> None:
         name, out_state, _ = key.split("/")
         line, usual = LINES[name]
         # An error is written to standard error alone, so that standard output loses nothing.
-        lost = {"full": cli.OUTPUT_LOST, "left": cli.BROKEN_PIPE}.get(out_state, usual)
-        assert code == (usual if usual == cli.BAD_INPUT else lost), key
+        lost = {"full": _output.OUTPUT_LOST, "left": _output.BROKEN_PIPE}.get(out_state, usual)
+        assert code == (usual if usual == _output.BAD_INPUT else lost), key
         if out is not None:
-            assert bool(out) is (usual != cli.BAD_INPUT), key
+            assert bool(out) is (usual != _output.BAD_INPUT), key
             assert "moereg:" not in out, key
             assert not out or "--json" not in line or json.loads(out)["schema"] == 1, key
         if err is not None:
             assert "Traceback" not in err, key
             assert "please report" not in err, key
-            assert "-v" in line or err.count("\n") == int(code in (cli.BAD_INPUT, cli.OUTPUT_LOST)), key
-            assert code != cli.OUTPUT_LOST or "standard output was lost: No space left on device" in err, key
+            assert "-v" in line or err.count("\n") == int(code in (_output.BAD_INPUT, _output.OUTPUT_LOST)), key
+            assert code != _output.OUTPUT_LOST or "standard output was lost: No space left on device" in err, key
 
 
 def test_streams_that_are_not_well() -> None:
@@ -211,14 +212,14 @@ def test_what_a_signal_or_lack_of_memory_ends_with(
         monkeypatch.setattr("moereg.cli._info.collect_info", collect)
         return cli.main(["info", "--json"])
 
-    assert (raising(KeyboardInterrupt()), *capsys.readouterr()) == (cli.INTERRUPTED, "", "")
+    assert (raising(KeyboardInterrupt()), *capsys.readouterr()) == (_output.INTERRUPTED, "", "")
     for error in (MemoryError("of 3 GB"), torch.OutOfMemoryError("of 3 GB\non a device")):
-        assert raising(error) == cli.BAD_INPUT
+        assert raising(error) == _output.BAD_INPUT
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
         assert err.startswith("moereg: not enough memory: of 3 GB")
     for bug in (KeyError("ours\x1b[31m\nof two lines"), SystemExit(0), BrokenPipeError(errno.EPIPE, "not of stdout")):
-        assert raising(bug) == cli.INTERNAL_ERROR
+        assert raising(bug) == _output.INTERNAL_ERROR
         out, err = capsys.readouterr()
         assert (out, err.count("\n"), "\x1b" in err) == ("", 1, False)
         assert "internal error, please report it" in err
@@ -248,4 +249,4 @@ print(code)
 def test_a_program_that_calls_it_keeps_its_standard_output() -> None:
     """A full stream works too: moereg's lost output is gone, and the program's later output arrives."""
     process = run_code(IN_PROCESS)
-    assert (process.returncode, process.stdout) == (0, f"{cli.OUTPUT_LOST}\n"), process.stderr
+    assert (process.returncode, process.stdout) == (0, f"{_output.OUTPUT_LOST}\n"), process.stderr
