@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,20 +21,16 @@ import torch
 from moereg.bench.inputs import Call
 from moereg.bench.roofline import Ceilings, Traffic, roofline_us, work_of
 from moereg.bench.timing import ROUNDS, SECONDS, Run, Timing, is_replay, kernel_runs, time_kernels, time_runs, wait_for
-from moereg.bench.watched import WatchedTensors
 from moereg.errors import BackendError, described, is_lack_of_memory
 from moereg.layer.backend_calls import make_experts, named
 from moereg.layer.factory import MoEKernel, make_unchecked_kernel
 from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.runtime.torch_state import AmbientState
 from moereg.selection.result import Decision, Selection
-from moereg.spec.problem import MoEProblem
-from moereg.spec.quant_schemes import QuantScheme
 from moereg.weights.permuted import ExpertWeights
 from moereg.weights.unpermute import same_bits
-
-Tolerance = Callable[[MoEProblem, int, QuantScheme | str], float]
-"""The bound for a layer, a number of tokens and the computed scheme: `moereg.numerics.tolerances.layer_tolerance`."""
+from moereg.weights.versions import checksums
 
 Phase = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], object]]]
 """Shows a long step, given its name; yields a callback for (done, all)."""
@@ -51,17 +47,13 @@ class Measurement:
     """One candidate's results for one number of tokens.
 
     Attributes:
-        decision: The candidate.
-        num_tokens: T.
         relative_error: Error against the reference; NaN if the output has a NaN or is missing. From the first call, or
-            the first one after timing that exceeds the bound.
-        tolerance: Its bound.
-        failure: The exception's text; empty if it ran.
+            the first one after timing that exceeds the bound, `tolerance`.
+        failure, error: The exception's text, empty if it ran, and the exception.
         timing: None if the numbers are wrong.
         flops, num_bytes: Mean over the calls.
         roofline_us: Time that the device could reach; NaN if unknown.
         damage: Memory or state that it changed but must not; empty if none.
-        error: The exception itself.
         first_ms: Time until the first call's output was compared, including compiling and tuning.
         graph: Whether replays of CUDA graphs were timed.
         is_culprit: Whether what went wrong is its own fault; False where it may be another's, or nothing was measured.
@@ -121,6 +113,50 @@ class Measurement:
         return self.roofline_us / self.time_us
 
 
+_State = tuple[int, int, int, tuple[int, ...]]
+"""Address and bytes of the storage, torch's count of writes, checksums."""
+
+
+class WatchedTensors:
+    """Remembers tensors' contents by checksums, without a second copy of gigabytes.
+
+    Writes that torch does not count, by kernels and through `.data`, change the bytes.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Reads all tensors, contiguous ones by name on one device, which synchronizes."""
+        self._tensors: Final = dict(tensors)
+        self._states: dict[str, _State] = {}
+        self.renew()
+
+    def written(self) -> tuple[str, ...]:
+        """Names of tensors written since they were last read or restored."""
+        return tuple(name for name in self._tensors if self._state(name) != self._states[name])
+
+    def restore(self, pristine: Mapping[str, torch.Tensor]) -> None:
+        """Writes the original contents back into the same memory, which others' views may share."""
+        for name, tensor in self._tensors.items():
+            storage, num_bytes = tensor.untyped_storage(), self._states[name][1]
+            if storage.nbytes() != num_bytes:
+                storage.resize_(num_bytes)
+            with torch.no_grad():
+                tensor.copy_(pristine[name])
+        self.renew()
+
+    def renew(self) -> None:
+        """Takes the current contents as the expected ones."""
+        self._states = {name: self._state(name) for name in self._tensors}
+
+    def _state(self, name: str) -> _State:
+        tensor = self._tensors[name]
+        wait_for(tensor.device)
+        storage = tensor.untyped_storage()
+        version = 0 if tensor.is_inference() else tensor._version
+        end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        sums = checksums(tensor) if storage.nbytes() >= end else ()
+        return storage.data_ptr(), storage.nbytes(), version, sums
+
+
 class _OwnCalls:
     """One candidate's own copies of calls, outputs filled with NaN, and runs on them once it is known to be right."""
 
@@ -153,8 +189,7 @@ class Culprits:
         unsure: Candidates with an error or damage that may be another's.
     """
 
-    def __init__(self, selection: Selection, device: torch.device, watch: Callable[[Decision, str], object]) -> None:
-        """Takes the candidates of a selection, which run on `device`."""
+    def __init__(self, selection: Selection, device: torch.device, watch: Watch) -> None:
         self.stopped: BackendError | None = None
         self.unsure: Final[set[Decision]] = set()
         self._selection: Final = selection
@@ -201,11 +236,6 @@ class Culprits:
         for decision in decisions:
             errors.setdefault(decision, found)
 
-    def begin_turns(self, decisions: Iterable[Decision]) -> None:
-        """Tells the watch that any of these may run next."""
-        for decision in decisions:
-            self._watch(decision, IN_TURNS)
-
     def _is_lost(self) -> bool:
         try:
             wait_for(self._device)
@@ -243,7 +273,6 @@ class Comparison:
         selection: Selection,
         make_weights: Callable[[], ExpertWeights],
         inputs: Mapping[Any, Sequence[Call]],
-        tolerance: Tolerance,
         phase: Phase = lambda description: contextlib.nullcontext(lambda done, total: None),
         watch: Watch = lambda decision, step: None,
     ) -> None:
@@ -254,14 +283,12 @@ class Comparison:
             make_weights: Makes the canonical weights; called again for the same weights if a candidate wrote to them.
             inputs: Calls by key, such as the number of tokens; at least one each, all with as many tokens. Copied for
                 each candidate.
-            tolerance: The bounds.
             phase: Shows progress.
             watch: Called before a candidate's code runs.
         """
         self.problem: Final = selection.problem
         self.permute_ms: Final[dict[Decision, float]] = {}
         self._make_weights: Final = make_weights
-        self._tolerance: Final = tolerance
         self._inputs: Final[dict[Hashable, tuple[Call, ...]]] = {}
         self._candidates: Final = [decision for decision in selection.decisions if decision.accepted]
         self._kernels: Final[dict[Decision, MoEKernel]] = {}
@@ -272,6 +299,7 @@ class Comparison:
         with phase("computing references"):
             for key, calls in inputs.items():
                 self.add(key, calls)
+        self._watch: Final = watch
         self._culprits: Final = Culprits(selection, self.weights.w13.device, watch)
         self._watched: Final = WatchedTensors(self.weights.tensors())
         self._torch = AmbientState.now()
@@ -307,16 +335,9 @@ class Comparison:
     def measure(
         self, key: Hashable, ceilings: Ceilings | None, rounds: int = ROUNDS, seconds: float = SECONDS
     ) -> list[Measurement]:
-        """Compares the candidates with the reference, and times the right ones in turns.
+        """Compares the candidates with the reference, and times the right ones in turns; in the selection's order.
 
-        Args:
-            key: A key of the inputs.
-            ceilings: The device's ceilings, if known.
-            rounds: Samples per candidate.
-            seconds: Time after which a candidate with three samples takes no more.
-
-        Returns:
-            One measurement per candidate, in the selection's order.
+        A candidate takes so many samples (`rounds`), or no more than three once it has taken so many seconds.
         """
         found = _Findings(errors=dict(self._found.errors), damages=dict(self._found.damages))
         self._torch = AmbientState.now()  # The caller may have set another device.
@@ -360,20 +381,12 @@ class Comparison:
         return self._culprits.stopped
 
     def workspace_bytes(self, decision: Decision, num_tokens: int) -> int:
-        """Bytes of a candidate's two workspaces for a call.
-
-        Raises:
-            KeyError: The candidate could not be built, or was excluded for a wrong write.
-        """
+        """Bytes of a candidate's two workspaces for a call; KeyError if it could not be built, or was excluded."""
         shapes = self._kernels[decision].experts.workspace_shapes(self.problem, num_tokens)
         return sum(math.prod(shape) for shape in shapes) * self.problem.torch_dtype.itemsize
 
     def output(self, decision: Decision, key: Hashable) -> torch.Tensor:
-        """A candidate's output of a key's first call, [T,H], NaN where it writes nothing.
-
-        Raises:
-            KeyError: The candidate could not be built, or was excluded for a wrong write.
-        """
+        """A candidate's output of a key's first call, [T,H], NaN where it writes nothing; KeyError as above."""
         call = self._inputs[key][0]
         written = torch.full_like(call.hidden_states, math.nan)
         self._kernels[decision](*call, out=written)
@@ -458,7 +471,7 @@ class Comparison:
             self._culprits.stop(found.errors, writers, deed)
 
     def _bound(self, decision: Decision, key: Hashable) -> float:
-        return self._tolerance(self.problem, self._num_tokens(key), decision.scheme or decision.computes)
+        return layer_tolerance(self.problem, self._num_tokens(key), decision.scheme or decision.computes)
 
     def _is_right(self, found: _Findings, decision: Decision, key: Hashable) -> bool:
         is_whole = decision not in found.errors and decision not in found.damages
@@ -489,7 +502,8 @@ class Comparison:
                 self._blame(found, decision, "apply")
             if self._culprits.stopped is not None:
                 return
-        self._culprits.begin_turns(owns)
+        for decision in owns:
+            self._watch(decision, IN_TURNS)
         try:
             found.timings = time_runs({one: own.runs for one, own in owns.items()}, device, rounds, seconds)
             is_clean = True

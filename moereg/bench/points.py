@@ -42,13 +42,7 @@ def first_points(counts: Sequence[int], routings: Sequence[str]) -> list[Point]:
 def points_between(
     measured: Iterable[Point], routings: Sequence[str], winner: Callable[[int], Hashable]
 ) -> list[Point]:
-    """Points between neighbors with different winners, unless they are near: one bisection.
-
-    Args:
-        measured: Points measured so far.
-        routings: Routings that are asked.
-        winner: The winner at a number of tokens, all of whose asked routings are measured.
-    """
+    """Points between measured neighbors with different winners, unless they are near: one bisection."""
     counts = sorted({point.tokens for point in measured})
     found = []
     for low, high in itertools.pairwise(counts):
@@ -66,13 +60,8 @@ def next_points(
 ) -> list[Point]:
     """The points that the last of some sessions still lacks, in order; bisection may add more after them.
 
-    The first session measures the grid, then bisects by its own winners. Later ones measure the same points.
-
-    Args:
-        measured: Points of each session, the one that goes on last.
-        counts: Numbers of tokens of the grid, ascending.
-        routings: Routings that are asked.
-        winner: The first session's winner at a number of tokens.
+    The first session measures the grid of `counts`, then bisects by its own winners (`winner` by number of tokens).
+    Later ones measure the same points.
     """
     first, last = measured[0], measured[-1]
     wanted = first_points(counts, routings)

@@ -53,7 +53,6 @@ from moereg.errors import (
 )
 from moereg.evidence.provenance import provenance
 from moereg.layer.backend_calls import device_types
-from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform, probe_cpu, torch_device
 from moereg.registry import BUILTIN
 from moereg.routing import softmax_topk
@@ -225,7 +224,7 @@ def run_layer(flags: ProblemFlags, seed: int) -> Result:
         calls = [Call(rows, *built.route(rows)) for rows in (hidden_states, hidden_states.flip(1))]
         assert len(calls) == _NUM_CALLS
         alone = dataclasses.replace(selection, decisions=(winner,))
-        comparison = Comparison(alone, lambda: built.weights, {num_tokens: calls}, layer_tolerance, phase)
+        comparison = Comparison(alone, lambda: built.weights, {num_tokens: calls}, phase)
         with phase("running"):
             (row,) = comparison.measure(num_tokens, None)
         if isinstance(row.error, BackendError):

@@ -27,7 +27,6 @@ from moereg.dispatch import explain_backends
 from moereg.errors import TooLargeError, one_line, shown
 from moereg.evidence.provenance import provenance
 from moereg.numerics.reference import calibrate_activation_scales, reference_experts, relative_error
-from moereg.numerics.tolerances import layer_tolerance
 from moereg.quantize import dequantize_weights, quantize_weights
 from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.selection.loader import find_scheme
@@ -222,7 +221,7 @@ class _Work:
         weights = self._layer.weights if is_original else self._quantized(selection.problem.quant)
         found = reference_experts(selection.problem, weights, *self._sample, computes=winner.scheme)
         alone = dataclasses.replace(selection, decisions=(winner,))
-        comparison = Comparison(alone, lambda: weights, self._calls, layer_tolerance)
+        comparison = Comparison(alone, lambda: weights, self._calls)
         times = []
         for count in self._calls:
             original_us = math.nan  # Where it was wrong or failed.

@@ -28,7 +28,7 @@ def register(name: str, base: type[FakeExperts], priority: int = 1) -> None:
 def compare(num_tokens: int, problem: MoEProblem = PROBLEM) -> tuple[Selection, Comparison]:
     selection = explain_backends(problem)
     inputs = {num_tokens: random_calls(problem, num_tokens, "uniform", 0, CPU)[:3]}
-    return selection, Comparison(selection, lambda: layer_weights(problem), inputs, layer_tolerance)
+    return selection, Comparison(selection, lambda: layer_weights(problem), inputs)
 
 
 def by_name(rows: list[Measurement]) -> dict[str, Measurement]:
@@ -118,7 +118,6 @@ def test_keys_tell_inputs_of_one_size_apart_and_the_running_candidate_is_told() 
         selection,
         lambda: layer_weights(PROBLEM),
         inputs,
-        layer_tolerance,
         watch=lambda decision, step: told.append((decision.experts, step)),
     )
     permuted = [(decision.experts, "permute_weights") for decision in selection.decisions if decision.accepted]

@@ -18,7 +18,6 @@ from moereg.bench.inputs import random_calls
 from moereg.cli import _output
 from moereg.dispatch import explain_backends
 from moereg.numerics.reference import reference_experts, relative_error
-from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import register_moe_backend
 from moereg.runtime.torch_state import AmbientState
 from moereg.spec.problem import MoEProblem
@@ -274,7 +273,7 @@ def test_each_candidate_is_checked_against_what_it_computes() -> None:
         register_moe_backend(name, 1, (scheme,), ("*",))(type(name.title(), (ComputingExperts,), {}))
     selection = explain_backends(problem, require=["fake_rounded", "fake_plain"])
     inputs = {8: random_calls(problem, 8, "uniform", 0, CPU)[:1]}
-    comparison = Comparison(selection, functools.partial(layer_weights, problem), inputs, layer_tolerance)
+    comparison = Comparison(selection, functools.partial(layer_weights, problem), inputs)
     found = {row.decision.backend: row for row in comparison.measure(8, CEILINGS, 1)}
     assert {name: row.decision.computes for name, row in found.items()} == {
         "fake_rounded": "nvfp4",
@@ -299,7 +298,7 @@ def test_everything_is_made_before_a_backend_runs() -> None:
     register_moe_backend("fake_hostile", 1, ("unquantized",), ("*",))(experts)
     selection = explain_backends(PROBLEM, require="fake_hostile")
     inputs = {count: random_calls(PROBLEM, count, "uniform", 0, CPU)[:2] for count in (1, 3)}
-    comparison = Comparison(selection, make_weights, inputs, layer_tolerance)
+    comparison = Comparison(selection, make_weights, inputs)
     assert made == ["weights", "permuted"]
     assert all(row.passed for count in inputs for row in comparison.measure(count, None, 1))
     assert made == ["weights", "permuted"]
