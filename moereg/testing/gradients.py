@@ -115,7 +115,6 @@ class Expected:
         expert_map: torch.Tensor | None,
         adapters: ExpertAdapters | None,
     ) -> None:
-        """Computes them; arguments as in `reference_gradients`."""
 
         def run(weights: ExpertWeights, inputs: Inputs, adapters: ExpertAdapters | None) -> dict[str, torch.Tensor]:
             return reference_gradients(problem, weights, *inputs.call, grad_out, expert_map, adapters).tensors
@@ -157,7 +156,6 @@ class GuardedTraining:
         ep_rank: int = 0,
         form: str = "contiguous",
     ) -> None:
-        """Permutes the weights; other arguments as in `moereg.testing.checks.GuardedLayer`."""
         self.case = case
         self._memory, self._scratch = GuardedMemory(case.device), GuardedMemory(case.device)
         self._workspaces = GuardedWorkspaces(self._scratch)

@@ -75,13 +75,10 @@ class GuardedMemory:
         alignment: int | None = None,
         offset: int = 0,
     ) -> torch.Tensor:
-        """Allocates a tensor of 0xFF bytes.
+        """Allocates a tensor of 0xFF bytes; errors call it by its name.
 
         Args:
-            name: Name for errors.
-            shape: Shape of the tensor.
-            dtype: Dtype of the tensor.
-            stride: Stride of the tensor; None means contiguous.
+            name, shape, dtype, stride: Of the tensor; contiguous without a stride.
             alignment: Exact alignment in bytes of its first byte; None means that of torch's allocator.
             offset: Elements between such an aligned address and the first byte.
         """
@@ -109,14 +106,7 @@ class GuardedMemory:
     def copy(
         self, name: str, tensor: torch.Tensor, *, stride: tuple[int, ...] | None = None, offset: int = 0
     ) -> torch.Tensor:
-        """Copies a tensor; gaps between elements are 0xFF too.
-
-        Args:
-            name: Name for errors.
-            tensor: The tensor to copy.
-            stride: Stride of the copy; None keeps the tensor's.
-            offset: As in `allocate`.
-        """
+        """Copies a tensor, with its stride unless another is given; gaps between elements are 0xFF too."""
         stride = tensor.stride() if stride is None else stride
         copied = self.allocate(name, tuple(tensor.shape), tensor.dtype, stride, offset=offset)
         # Elements of an expanded tensor share memory, so write each address once.

@@ -185,7 +185,7 @@ def lost(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         fails()
         return relative_error(out, reference)
 
-    for module in ("compare", "timing", "watched"):
+    for module in ("compare", "timing"):
         monkeypatch.setattr(f"moereg.bench.{module}.wait_for", fails)
     monkeypatch.setattr("moereg.bench.compare.relative_error", error_of)
     return faults
