@@ -201,7 +201,7 @@ class Worker:
                     end = self._end(code, limit, seconds)
         except (EOFError, ConnectionError):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_DUMP_SECONDS)
+                process.wait(_ORPHAN_SECONDS)  # It is ending; a busy machine may take long to dump its core.
             end = self._end(process.poll(), math.inf, seconds) or "the process closed its pipe"
         printed, written = _read(self._stdout), _read(self._stderr)
         outcome = value if isinstance(value, Outcome) else None

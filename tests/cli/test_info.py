@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -100,26 +98,6 @@ def test_info_is_one_screen_of_80_columns(
         assert row.rstrip().endswith("code changed") is (was_verified and num_verified == 0)
 
 
-@pytest.mark.parametrize("content", ["{", '{"schema": 2, "records": [{}]}', '{"records": [{"backend": 1}]}'])
-def test_a_broken_ledger_is_a_warning(
-    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, isolated_registry: BackendRegistry
-) -> None:
-    (tmp_path / "wheel_z").mkdir()
-    (tmp_path / "wheel_z" / "moereg_ledger.json").write_text(content)
-    source = "from tests.support.fakes import FakeExperts\n\n\nclass Fake(FakeExperts):\n    pass\n"
-    (tmp_path / "wheel_z" / "__init__.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    fake = __import__("wheel_z").Fake
-    del sys.modules["wheel_z"]
-    register_moe_backend("fake_broken_ledger", 1, ("unquantized",), ("*",))(fake)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        code, out, _ = call("info")
-    assert code == 0
-    assert "fake_broken_ledger" in re.sub(r"\s+", "", out)
-    assert len([warning for warning in warned if "wheel_z" in str(warning.message)]) == 1
-
-
 def test_info_says_why_a_backend_cannot_run(
     call: Call, call_json: CallJson, isolated_registry: BackendRegistry
 ) -> None:
@@ -142,6 +120,9 @@ def test_info_says_why_a_backend_cannot_run(
     assert (code, err) == (0, "")
     for text in ("moereg ", "Lacking", "tpu:v5e", "fake_lacking (abc) cannot run here", "[package]"):
         assert text in out
+    for name, word in (("Here", "yes"), ("Far", "no")):
+        (row,) = [line.split() for line in out.splitlines() if f" {name} " in line]
+        assert {"yes", "no"} & {*row} == {word}
 
 
 def test_info_shows_what_is_quarantined_here(
