@@ -148,8 +148,9 @@ def test_as_a_shell_hands_them_over(redirection: str, code: int) -> None:
 
 
 PRINTING = """
-import ctypes, os, sys
-from moereg.author import Experts, Facts, PermutedWeights, register_moe_backend
+import ctypes, os
+from moereg.author import PermutedWeights, register_moe_backend
+from tests.support.fakes import FakeExperts
 
 moereg_api = "1"
 
@@ -164,28 +165,17 @@ shout("import")
 @register_moe_backend(name="loud", priority=9999, quant_schemes=("unquantized",), platforms=("*",), probes=(
     lambda platform: shout("probe"),
 ))
-class LoudExperts(Experts):
-    facts = Facts(
-        activations=frozenset({"silu"}),
-        activation_formats=frozenset({"standard"}),
-        dtypes=frozenset({"bfloat16"}),
-        placements=frozenset({"contiguous"}),
-    )
-    layouts = ("canonical",)
-
+class LoudExperts(FakeExperts):
     @classmethod
     def unsupported_reasons(cls, problem, platform):
         shout("predicate")
-        return [404] if problem.hidden_size == 404 else []
+        return []
 
     def permute_weights(self, weights, problem):
         shout("permute")
         return PermutedWeights("canonical", weights.tensors())
 
-    def workspace_shapes(self, problem, num_tokens):
-        return (0,), (0,)
-
-    def apply(self, out, inputs, weights, workspace13, workspace2):
+    def compute(self, out, inputs, weights):
         shout("apply")
         out.fill_(7.0)
 """

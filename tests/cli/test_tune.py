@@ -37,7 +37,7 @@ from moereg.spec.problem import MoEProblem
 from moereg.testing.outcomes import Outcome
 from moereg.testing.worker import Answer
 from tests.checkpoints.tiny_families import FAMILIES
-from tests.cli.command import Call, run_module
+from tests.cli.command import ROOT, Call, run_module
 from tests.support.fakes import FakeExperts, WrongExperts
 
 SIZES = "--experts 4 --hidden 32 --intermediate 16 --top-k 2"
@@ -431,80 +431,44 @@ def test_packs_that_are_turned_off_cannot_be_written(call: Call, monkeypatch: py
     assert "MOEREG_TUNING must name a file" in err
 
 
-BACKEND = """
+BACKENDS = """
     import os
-    import sys
 
-    from moereg.author import Experts, Facts, PermutedWeights, register_moe_backend
-    from moereg.numerics.reference import reference_experts
-    from moereg.weights.permuted import ExpertWeights
+    from moereg.author import register_moe_backend
+    from tests.support.fakes import FakeExperts, WrongExperts
 
 
-    class MineExperts(Experts):
-        facts = Facts(
-            activations=frozenset({"silu"}),
-            activation_formats=frozenset({"standard"}),
-            dtypes=frozenset({"bfloat16"}),
-            placements=frozenset({"contiguous"}),
-        )
-        layouts = ("canonical",)
-        factor = 1.0
-
-        def permute_weights(self, weights, problem):
-            return PermutedWeights("canonical", weights.tensors())
-
-        def workspace_shapes(self, problem, num_tokens):
-            return (0,), (0,)
-
-        def apply(self, out, inputs, weights, workspace13, workspace2):
-            canonical = ExpertWeights(**{name: weights[name] for name in weights.per_expert})
-            calls = inputs.hidden_states, inputs.topk_weights, inputs.topk_ids
-            out.copy_(self.factor * reference_experts(self.problem, canonical, *calls))
-
-
-    @register_moe_backend("mine_right", 900, ("unquantized",), ("cpu",))
-    class RightExperts(MineExperts):
-        pass
-
-
-    @register_moe_backend("mine_other", 800, ("unquantized",), ("cpu",))
-    class OtherExperts(MineExperts):
-        pass
-"""
-
-FAULTS = """
-
-    @register_moe_backend("mine_wrong", 700, ("unquantized",), ("cpu",))
-    class WrongExperts(MineExperts):
-        factor = 1.5
-
-
-    @register_moe_backend("mine_crash", 600, ("unquantized",), ("cpu",))
-    class CrashExperts(MineExperts):
-        def apply(self, out, inputs, weights, workspace13, workspace2):
+    class CrashExperts(FakeExperts):
+        def compute(self, out, inputs, weights):
             os.abort()
+
+
+    def register(name, base, priority):
+        kind = type(f"Mine{base.__name__}", (base,), {"__module__": __name__})
+        register_moe_backend(name, priority, ("unquantized",), ("cpu",))(kind)
+
+
+    register("mine_right", FakeExperts, 900)
+    register("mine_other", FakeExperts, 800)
+    register("mine_wrong", WrongExperts, 700)
+    register("mine_crash", CrashExperts, 600)
 """
-
-
-def write_backends(folder: Path, text: str) -> Path:
-    path = folder / "alone" / "mine.py"  # JSON files beside a module count as its code, and so would the pack.
-    path.parent.mkdir()
-    path.write_text(textwrap.dedent(text), encoding="utf-8")
-    return path
 
 
 def test_two_real_sessions_and_what_selection_reads_of_them(tmp_path: Path, pack: Path) -> None:
-    file = write_backends(tmp_path, BACKEND + FAULTS)
-    ran = run_module(f"tune {file} {SIZES} --tokens 1 --require mine_*")
+    file = tmp_path / "alone" / "mine.py"  # JSON files beside a module count as its code, and so would the pack.
+    file.parent.mkdir()
+    file.write_text(textwrap.dedent(BACKENDS), encoding="utf-8")
+    ran = run_module(f"tune {file} {SIZES} --tokens 1 --require mine_*", PYTHONPATH=str(ROOT))
     assert ran.returncode == 1, ran.stderr
     text = " ".join(ran.stdout.split())
-    assert "WRONG: mine_wrong (WrongExperts): wrong numbers: error" in text
-    assert "WRONG: mine_crash (CrashExperts): the process died of SIGABRT in apply" in text
+    assert "WRONG: mine_wrong (MineWrongExperts): wrong numbers: error" in text
+    assert "WRONG: mine_crash (MineCrashExperts): the process died of SIGABRT in " in text
     found = read_pack(pack, is_own=True)
     (layer,) = [layer for layer in found.layers if layer.rows]
     assert {found.cells[row.cell].backend for row in layer.rows} <= {"mine_right", "mine_other"}
     assert len({row.session for row in layer.rows}) == 2
-    explained = run_module(f"explain {file} {SIZES} --require mine_*")
+    explained = run_module(f"explain {file} {SIZES} --require mine_*", PYTHONPATH=str(ROOT))
     assert explained.returncode == 0, explained.stderr
     # Beside a busy neighbor a session may leave the other one out, and a choice takes both in two sessions.
     assert re.search(r"measured 2\d{3}|pack unused: ", " ".join(explained.stdout.split()))

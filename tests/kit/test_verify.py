@@ -28,7 +28,7 @@ from moereg.selection.loader import load_backends
 from moereg.selection.modules import import_modules
 from moereg.testing.check import KINDS, CellName, Check
 from moereg.testing.checks import watched_imports
-from moereg.testing.listing import Suite, _in_turn, list_suite
+from moereg.testing.listing import Suite, _interleaved, list_suite
 from moereg.testing.outcomes import NO_TIME, STATUSES, Outcome, Report, Result
 from moereg.testing.suite import checks_of, run_check, run_here, verify
 from moereg.testing.worker import SHARED_WORKER, Answer, Worker, _place
@@ -495,7 +495,7 @@ def test_checks_come_kind_after_kind_and_cell_after_cell() -> None:
     asked = [
         Check.make(cell, kind, number) for cell in (ONE, OTHER) for kind in ("reload", "numbers") for number in (1, 2)
     ]
-    found = [(check.kind, check.cell.experts, check.argument) for check in _in_turn(asked)]
+    found = [(check.kind, check.cell.experts, check.argument) for check in _interleaved(asked)]
     assert found == [
         (kind, experts, number)
         for kind in ("numbers", "reload")
