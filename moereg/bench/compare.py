@@ -347,7 +347,11 @@ class Comparison:
         if self._culprits.stopped is None:
             self._time(found, key, rounds, seconds)
         if self._culprits.stopped is not None:
-            self._culprits.skip(found.errors, self._not_judged(found, key))
+            is_judged = found.timings.keys() | found.damages.keys()
+            errors = found.relative_errors
+            # NaN is wrong.
+            unjudged = [one for one in self._candidates if errors.get(one, 0.0) <= self._bound(one, key)]
+            self._culprits.skip(found.errors, [one for one in unjudged if one not in is_judged])
         works = self._works[key]
         best_us = math.nan if ceilings is None else roofline_us(works, ceilings)
         return [
@@ -476,15 +480,6 @@ class Comparison:
     def _is_right(self, found: _Findings, decision: Decision, key: Hashable) -> bool:
         is_whole = decision not in found.errors and decision not in found.damages
         return is_whole and found.relative_errors[decision] <= self._bound(decision, key)
-
-    def _not_judged(self, found: _Findings, key: Hashable) -> list[Decision]:
-        return [
-            decision
-            for decision in self._candidates
-            if decision not in found.timings and decision not in found.damages
-            # NaN is wrong.
-            if found.relative_errors.get(decision, 0.0) <= self._bound(decision, key)
-        ]
 
     def _time(self, found: _Findings, key: Hashable, rounds: int, seconds: float) -> None:
         """Times the right candidates, and drops the times of those that are wrong afterwards."""

@@ -143,7 +143,8 @@ class _Rank:
             calls = {}
             for routing in self.job.routings:
                 whole = calls_of_group(self.problem, num_tokens, self.job.size, routing, self.job.seed, self.device)
-                calls[routing] = (whole[0], [of_rank(call, self.rank, self.job.size) for call in whole])
+                own = slice(self.rank * num_tokens, (self.rank + 1) * num_tokens)
+                calls[routing] = (whole[0], [Call(*(tensor[own].clone() for tensor in call)) for call in whole])
                 del whole
             alone_us = {routing: self._one_rank_us(num_tokens, routing) for routing in calls}
             for way, num_batches in itertools.product(self.job.ways, self.job.batches):
@@ -233,8 +234,10 @@ class _Rank:
         kernel(*own[0])
         first = kernel(*own[0], out=outs[0]).clone()
         error = error_over_ranks(first, mine)
-        repeats = all_agree(torch.equal(kernel(*own[0]), first), self.device)
-        found |= {"relative_error": error, "tolerance": tolerance, "passed": error <= tolerance, "repeats": repeats}
+        repeats = torch.tensor([int(torch.equal(kernel(*own[0]), first))], device=self.device)
+        dist.all_reduce(repeats, op=dist.ReduceOp.MIN)
+        found |= {"relative_error": error, "tolerance": tolerance, "passed": error <= tolerance}
+        found["repeats"] = bool(repeats.item())
         if self.job.compares:
             found |= self._compared(kernel, first, whole)
         if not found["passed"]:
@@ -300,13 +303,6 @@ def calls_of_group(
     generator = torch.Generator(device).manual_seed(seed)
     rank = torch.randperm(problem.num_experts, generator=generator, device=device) + 1
     return [random_call(problem, num_tokens * size, routing, generator, rank) for _ in range(num_calls(num_tokens))]
-
-
-def of_rank(call: Call, rank: int, size: int) -> Call:
-    """One rank's tokens in a call of all ranks."""
-    num_tokens = len(call.hidden_states) // size
-    rows = slice(rank * num_tokens, (rank + 1) * num_tokens)
-    return Call(*(tensor[rows].clone() for tensor in call))
 
 
 def time_over_ranks(runs: Sequence[Run], device: torch.device, rounds: int, seconds: float) -> Timing:
@@ -390,13 +386,6 @@ def _there_and_home(
 ) -> None:
     dist.all_to_all_single(there[0], there[1], in_rows, out_rows)
     dist.all_to_all_single(home[0], home[1], out_rows, in_rows)
-
-
-def all_agree(is_so: bool, device: torch.device) -> bool:
-    """Whether a condition is true on every rank."""
-    found = torch.tensor([int(is_so)], device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return bool(found.item())
 
 
 def error_over_ranks(found: torch.Tensor, expected: torch.Tensor) -> float:

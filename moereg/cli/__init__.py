@@ -113,7 +113,10 @@ def _report(error: BaseException, arguments: Sequence[str]) -> int:
         print_error(_usage_text(error))
     elif isinstance(error, (typer.Abort, KeyboardInterrupt)):
         return _output.INTERRUPTED
-    elif isinstance(error, SystemExit) and _is_about_completion(arguments):
+    # Shell completion, or its setup, which typer ends so.
+    elif isinstance(error, SystemExit) and (
+        "_MOEREG_COMPLETE" in os.environ or {"--install-completion", "--show-completion"} & set(arguments)
+    ):
         return error.code if isinstance(error.code, int) else _output.OK
     elif isinstance(error, Exception) and is_lack_of_memory(error):
         print_error(f"not enough memory: {one_line(str(error))}; make the layer or the call smaller")
@@ -137,8 +140,3 @@ def _usage_text(error: Any) -> str:
         surplus = text.partition(" (")[2].rstrip(")")
         text = f"a command must have no surplus argument, got {shown(surplus)}; leave it out"
     return f"{text}; see {context.command_path if context is not None else 'moereg'} --help"
-
-
-def _is_about_completion(arguments: Sequence[str]) -> bool:
-    """Whether this is shell completion or its setup, which typer ends by SystemExit."""
-    return "_MOEREG_COMPLETE" in os.environ or bool({"--install-completion", "--show-completion"} & set(arguments))

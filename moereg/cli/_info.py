@@ -116,7 +116,7 @@ def _backend(cells: Sequence[BackendCell], platform: Platform, quarantine: Quara
 def _entry(
     first: BackendCell | MovementCell, shown: list[dict[str, Any]], by_cell: Iterable[Sequence[Reason]]
 ) -> dict[str, Any]:
-    """The entry of a backend or token dispatcher, which runs here if one of its cells does."""
+    """A backend or token dispatcher, which runs here if one of its cells does."""
     nearest = sorted(by_cell, key=len)
     # Each reason once, starting with the cell that is nearest to running.
     reasons = dict.fromkeys(reason for reasons in nearest for reason in reasons) if nearest[0] else ()
@@ -190,7 +190,6 @@ def _show_backends(info: Mapping[str, Any]) -> None:
 def _show_cells(
     info: Mapping[str, Any], held: Mapping[BackendCell, Sequence[QuarantineRecord]], platform: Platform
 ) -> None:
-    """Prints every cell with its evidence, and the reasons why some cannot run here."""
     columns = "backend", "experts", "computes", "platforms", ">priority", "tier", "runs here", "verified"
     rows = [
         (
@@ -234,7 +233,7 @@ def _show_reasons(entries: Iterable[Mapping[str, Any]], what: str) -> None:
 
 
 def _show_plugins(plugins: Iterable[Mapping[str, Any]], every: bool) -> None:
-    """Prints a table of plugins that did not load, or of all, and otherwise a line per distribution."""
+    """A table of plugins that did not load, or of all, and otherwise a line per distribution."""
     names = "name", "group", "distribution", "status", "error"
     rows = [[plugin[name] or "" for name in names] for plugin in plugins if every or plugin["status"] != "loaded"]
     if rows:
@@ -317,7 +316,7 @@ def list_schemes(name: str | None) -> tuple[dict[str, Any], Platform]:
         "schema": SCHEMA,
         "platform": str(platform),
         "platform_source": "probed" if platform.probed else "named",
-        "schemes": [{**dataclasses.asdict(scheme), **_served_by(scheme, cells)} for scheme in schemes.values()],
+        "schemes": [_scheme(scheme, cells) for scheme in schemes.values()],
         "notices": [] if product is None else [f"--platform {name} is {product}"],
     }, platform
 
@@ -333,11 +332,11 @@ def show_schemes(found: dict[str, Any], platform: Platform) -> None:
     print_notices(found["notices"])
 
 
-def _served_by(checkpoint: QuantScheme, cells: list[BackendCell]) -> dict[str, list[str]]:
-    """Names of backends that run such weights, native ones separate from emulations."""
+def _scheme(checkpoint: QuantScheme, cells: list[BackendCell]) -> dict[str, Any]:
     serving = [cell for cell in cells if any(scheme.serves(checkpoint) for scheme in cell.schemes)]
-    kernels = sorted({cell.name for cell in serving if cell.tier == "kernel"})
-    return {"backends": kernels, "emulated_by": sorted({cell.name for cell in serving} - {*kernels})}
+    kernels = {cell.name for cell in serving if cell.tier == "kernel"}
+    emulated = {cell.name for cell in serving} - kernels
+    return {**dataclasses.asdict(checkpoint), "backends": sorted(kernels), "emulated_by": sorted(emulated)}
 
 
 def _format(values: dict[str, Any] | None, line: str) -> str:

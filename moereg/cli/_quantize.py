@@ -146,7 +146,12 @@ def compare_schemes(
             nearest = answers(selection)[0]
             why.setdefault(f"{nearest.backend}: {nearest.reasons[0].text}", []).append(name)
         say(*(f"not on this machine: {', '.join(names)} ({reason})" for reason, names in why.items()))
-        _show_faults(values)
+        for row in (values["original"], *values["rows"]) if values["original"] else ():
+            for time in row["times"]:
+                if not time["passed"]:
+                    error = f"WRONG: {time['relative_error']:.1e} > {time['tolerance']:.1e} from its own reference"
+                    label = f"{row['quant']} on {row['backend']} at {time['tokens']} tokens"
+                    say(bad(f"{label}: {time['failure'] or time['damage'] or error}"))
         if not values["rows"]:
             what = "nothing here computes the original, which the others are compared with"
             say(bad(what if fitting else "nothing fits"))
@@ -337,12 +342,3 @@ def _beside(original: Mapping[str, Any], place: int, rows: Sequence[Mapping[str,
     times = [row["times"][place]["original_us"] for row in rows if original["passed"]] or [own]
     low, high = min(times), max(times)
     return format_us(high) if format_us(low) == format_us(high) else format_us_range(low, high)
-
-
-def _show_faults(values: Mapping[str, Any]) -> None:
-    for row in (values["original"], *values["rows"]) if values["original"] else ():
-        for time in row["times"]:
-            if not time["passed"]:
-                error = f"WRONG: {time['relative_error']:.1e} > {time['tolerance']:.1e} from its own reference"
-                label = f"{row['quant']} on {row['backend']} at {time['tokens']} tokens"
-                say(bad(f"{label}: {time['failure'] or time['damage'] or error}"))

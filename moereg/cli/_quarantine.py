@@ -86,7 +86,11 @@ def quarantine_failures(
             schemes = [scheme for scheme in _schemes(result, cell) if not found.record(cell, scheme, here, trains)]
             outcome = result.outcome
             if schemes and outcome.status in ("timed_out", "crashed"):
-                outcome = Outcome("passed") if again is None else again(_of_one_layer(result))
+                # Where it draws some, the very layer that failed: a search would draw no further than its time.
+                layer = outcome.layer
+                argument = check.argument if layer is None else json.dumps({"layer": layer.to_dict()})
+                alone = dataclasses.replace(check, argument=argument)
+                outcome = Outcome("passed") if again is None else again(alone)
             if schemes and not outcome.is_failure:
                 left[str(name)] = f"{check.id} {result.outcome.status.replace('_', ' ')} once, and passes alone"
                 continue
@@ -98,12 +102,6 @@ def quarantine_failures(
     keys = {key for cell in passed for key in record_keys(cell, here)}
     lifted = QUARANTINE.change(added.values(), lambda record: record.key in keys)
     return Change(tuple(added.values()), lifted, left)
-
-
-def _of_one_layer(result: Result) -> Check:
-    """The check that failed, of the very layer where it draws some: a search would draw no further than its time."""
-    check, layer = result.check, result.outcome.layer
-    return check if layer is None else dataclasses.replace(check, argument=json.dumps({"layer": layer.to_dict()}))
 
 
 def _schemes(result: Result, cell: BackendCell) -> tuple[QuantScheme, ...]:

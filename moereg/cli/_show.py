@@ -28,6 +28,8 @@ _SOURCES: Final = {
     "priority": "chosen by priority",
 }
 
+_MARKS: Final = {True: Text("fits", style="green"), False: Text("rejected", style="red")}
+
 _UNITS: Final = (("us", 1.0), ("ms", 1e3), ("s", 1e6))
 
 
@@ -137,7 +139,7 @@ def _decision_table(decisions: Sequence[Decision], winner: Decision | None, plat
     for decision in decisions:
         is_one_of_many = not wide and backends.count(decision.backend) > 1
         table.add_row(
-            _mark(decision, winner),
+            _MARKS[decision.accepted] if decision is not winner else good("chosen"),
             decision.backend + (f"\n({decision.experts.removesuffix('Experts')})" if is_one_of_many else ""),
             *([decision.provider] if has_origin else []),
             *([decision.experts] if wide else []),
@@ -204,7 +206,6 @@ def of_wheel(decision: Decision) -> str:
 
 
 def named(decision: Decision) -> str:
-    """A candidate's backend, and the plugin that it comes from."""
     return f"{decision.backend}{of_wheel(decision)}"
 
 
@@ -218,7 +219,6 @@ def print_notices(notices: Iterable[str]) -> None:
 
 
 def source_of(selection: Selection) -> str:
-    """The rule that decided."""
     return _SOURCES.get(selection.source or "", str(selection.source))
 
 
@@ -235,14 +235,7 @@ def named_machine(platform: Platform) -> str:
     return machine(platform) if platform.probed else f"{platform} (named, not this machine)"
 
 
-def _mark(decision: Decision, winner: Decision | None) -> Text:
-    if decision is winner:
-        return good("chosen")
-    return Text("fits", style="green") if decision.accepted else Text("rejected", style="red")
-
-
 def yes_no(value: bool) -> Text:
-    """`yes` or `no` in its color."""
     return Text("yes", style="green") if value else Text("no", style="red")
 
 

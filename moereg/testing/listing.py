@@ -77,7 +77,11 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
         roots = {module.partition(".")[0] for module in modules if not is_file_name(module)}
         wanted = {key: cell for key, cell in names.items() if cell.experts.__module__.partition(".")[0] in roots}
     if not wanted:
-        _refuse(name, registry.names, modules)
+        if (error := missing_backend(name)) is not None:
+            raise error
+        if not name:
+            raise ArgumentError(f"{', '.join(modules)} must register a backend, got none; decorate a class there")
+        raise UnknownBackendError(unknown_name_message("backend", name, registry.names))
     found: list[Check] = []
     idle, imitated, seen = {}, set(), set()
     unchecked: dict[str, None] = {}
@@ -119,14 +123,6 @@ def _interleaved(checks: Sequence[Check]) -> tuple[Check, ...]:
         keys[check] = (order.index(check.kind), counts[check.cell, check.kind])
         counts[check.cell, check.kind] += 1
     return tuple(sorted(checks, key=keys.__getitem__))
-
-
-def _refuse(name: str, known: Sequence[str], modules: Sequence[str]) -> None:
-    if (error := missing_backend(name)) is not None:
-        raise error
-    if not name:
-        raise ArgumentError(f"{', '.join(modules)} must register a backend, got none; decorate a class there")
-    raise UnknownBackendError(unknown_name_message("backend", name, known))
 
 
 def _promises(cell: BackendCell, is_idle: bool, is_known: bool) -> Iterator[tuple[str, object]]:

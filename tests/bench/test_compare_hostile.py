@@ -327,19 +327,6 @@ def test_run_names_what_a_backend_wrote(
     assert f"WRONG: fake_hostile of {HOSTILE}: {expected}" in out
 
 
-@pytest.mark.parametrize("first", [1, 4])
-def test_run_names_who_ran_where_the_device_failed(
-    capsys: pytest.CaptureFixture[str], lost: list[bool], first: int
-) -> None:
-    experts = doing(lambda out, inputs, weights: lost.append(True), first)
-    register_moe_backend("fake_hostile", 1, ("unquantized",), ("*",))(experts)
-    assert cli.main(f"run {LINE} --tokens 3 --require fake_hostile --json".split()) == _output.WRONG_NUMBERS
-    found = json.loads(capsys.readouterr().out)
-    assert found["failure"].startswith(f"backend 'fake_hostile' of {HOSTILE} ")
-    assert FAULT in found["failure"]
-    assert (found["passed"], found["time_us"]) == (False, None)
-
-
 def test_bench_names_what_a_backend_wrote_and_the_others_are_right(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

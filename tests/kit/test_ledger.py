@@ -235,7 +235,6 @@ GOOD: dict[str, Any] = {
     "versions": {"torch": "2.11.0"},
     "commit": "",
     "date": "2026-11-22",
-    "cases": 31,
     "digest": "0123456789abcdef",
 }
 
@@ -246,26 +245,18 @@ def document(**changes: Any) -> bytes:
 
 MALFORMED = {
     "no JSON": (b"{", "readable JSON, got DecodeError"),
-    "no text": (b"\xff\xfe", "readable JSON, got DecodeError"),
     "too deep": (b"[" * 100_000, "readable JSON, got RecursionError"),
-    "too long a number": (b"1" * 10_000, "readable JSON, got ValidationError"),
     "no object": (b"[]", "it must be an object, got []"),
     "another schema": (b'{"schema": 4, "records": []}', "schema must be 3, got 4"),
     "an older schema": (b'{"schema": 2, "records": []}', "made by an older moereg (schema 2, now 3) and is ignored"),
     "no records": (b'{"schema": 3}', "records is required"),
     "records of another type": (b'{"schema": 3, "records": {}}', "records must be a list"),
-    "a record of another type": (b'{"schema": 3, "records": ["x"]}', "records[0] must be an object, got 'x'"),
     "a missing key": (b'{"schema": 3, "records": [{"backend": "x"}]}', "records[0].experts is required"),
-    "cases": (document(cases=True), "records[0].cases must be an integer, got True"),
-    "no cases": (document(cases=0), "records[0].cases must be an integer >= 1, got 0"),
     "schemes": (document(schemes="unquantized"), "records[0].schemes must be a list"),
-    "a scheme": (document(schemes=[["unquantized"]]), "records[0].schemes[0] must be a text"),
     "versions": (document(versions=["2.11"]), "records[0].versions must be an object"),
-    "a version": (document(versions={"torch": 2}), "records[0].versions[...] must be a text, got {'torch': 2}"),
     "date": (document(date="yesterday"), "records[0].date must be an ISO date"),
     "digest": (document(digest=None), "records[0].digest must be a text, got None"),
     "platform": (document(platform="cuda"), "needs an architecture"),
-    "unknown platform": (document(platform="cuad:sm90"), "unknown platform 'cuad:sm90'"),
     "rule": (document(rule="cuda:sm100+"), "rule 'cuda:sm100+' does not match platform 'cuda:sm90'"),
     "escape": (document(device="\x1b[2J"), r"records[0].device must be printable on one line, got '\x1b[2J'"),
 }
