@@ -108,29 +108,6 @@ def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, isolated_regist
     return measured
 
 
-def test_what_was_compiled_ahead_has_no_first_call_and_clocks_are_read_around_a_row(
-    run: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    readings = iter(range(100))
-    monkeypatch.setattr(measure, "clocks", lambda _: {"clocks": {"sm_mhz": next(readings)}})
-    compiled: list[object] = []
-    monkeypatch.setattr(measure, "_precompile", lambda *_: compiled.append(1))
-    Board(tmp_path / "board.json", {**MEASURED_ON, "compiled_ahead": ["fake_right"]}).save()
-    monkeypatch.setitem(MEASURED_ON, "compiled_ahead", ["fake_right"])
-    for row in run().document["rows"]:
-        first = {one["backend"]: one.get("first_ms") for one in row["results"]}
-        assert first["fake_right"] is None
-        assert first["torch"] > 0
-        before, after = row["clocks"]
-        assert before["sm_mhz"] < after["sm_mhz"]
-    assert compiled
-    (tmp_path / "board.json").unlink()
-    compiled.clear()
-    monkeypatch.setitem(MEASURED_ON, "compiled_ahead", [])
-    assert all(one.get("first_ms") for one in run().document["rows"][0]["results"] if one["failure"] is None)
-    assert not compiled
-
-
 def test_every_backend_is_in_its_row(run: Any, tmp_path: pathlib.Path) -> None:
     board = run()
     rows = board.document["rows"]

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -96,35 +91,3 @@ def test_a_row_is_checked_and_compared_with_its_roofline() -> None:
     assert roofline_us(problem, calls, slow_to_read) == pytest.approx(sum(moved) / 2 / 1e3)
     slow_to_multiply = {"matmul_tflops": 1e-3, "read_tbps": 1e6}
     assert roofline_us(problem, calls, slow_to_multiply) == pytest.approx(2 * 4 * 2 * 3 * 64 * 32 / 1e3)
-
-
-def test_an_item_that_ends_its_ranks_is_told_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Ranks that are stand-ins: the second item ends its process, the third writes its row in a new one."""
-    script = (
-        "import json, sys, time; from pathlib import Path; folder = Path(sys.argv[1])\n"
-        "def write(name, value):\n"
-        "    with (folder / name).open('a') as file: file.write(json.dumps(value) + '\\n')\n"
-        "for place, item in enumerate(json.loads((folder / 'left').read_text())):\n"
-        "    write('progress', {'begin': place, 'time': time.time()})\n"
-        "    if item[2] == 1024: sys.exit(3)\n"
-        "    write('rows', {'layer': item[1], 'tokens': item[2]})\n"
-        "    write('progress', {'end': place, 'time': time.time()})\n"
-    )
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        ep.subprocess,
-        "Popen",
-        lambda command, **keywords: popen([sys.executable, "-c", script, command[6]], **keywords),
-    )
-    left = [ep.Item("more", "qwen3", tokens, "uniform", ("all_gather",)) for tokens in (64, 1024, 1)]
-    rows, (lost,) = ep.measure(left, 1, time.time() + 100, tmp_path / "log")
-    assert [row["tokens"] for row in rows] == [64, 1]
-    assert "tokens=1024" in lost
-    assert lost.endswith("a rank ended")
-    assert ep.measure(left, 1, time.time(), tmp_path / "log")[1] == [f"{item}: no time left" for item in left]
-    row = {"layer": "qwen3", "way": "all_gather", "tokens": 64, "routing": "uniform", "wire": "bfloat16"}
-    document = json.loads(json.dumps(ep.document_of([{**row, "time_us": 1.0}], ["lost"], 2)))
-    (bench,) = (bench for bench in document["benches"] if bench["rows"])
-    assert (bench["model"], bench["problem"]["quant"], bench["ranks"]) == ("qwen3-30b-a3b", "unquantized", 2)
