@@ -259,12 +259,8 @@ class _Findings:
 class Comparison:
     """The accepted candidates of a selection, all built on the same weights, so that they run in turns.
 
-    A candidate that raises, or writes outside its own tensors, does not affect the others.
-
-    Attributes:
-        problem: The layer.
-        weights: Canonical weights.
-        permute_ms: Time to permute the weights, by candidate.
+    A candidate that raises, or writes outside its own tensors, does not affect the others. `permute_ms` is the time to
+    permute the weights, by candidate.
     """
 
     @torch.no_grad()
@@ -283,8 +279,7 @@ class Comparison:
             make_weights: Makes the canonical weights; called again for the same weights if a candidate wrote to them.
             inputs: Calls by key, such as the number of tokens; at least one each, all with as many tokens. Copied for
                 each candidate.
-            phase: Shows progress.
-            watch: Called before a candidate's code runs.
+            phase, watch: Shows progress; called before a candidate's code runs.
         """
         self.problem: Final = selection.problem
         self.permute_ms: Final[dict[Decision, float]] = {}
@@ -404,10 +399,7 @@ class Comparison:
         return len(self._inputs[key][0].hidden_states)
 
     def _references_of(self, calls: Sequence[Call]) -> dict[str, list[torch.Tensor]]:
-        """References of the first and, if there are several, the last call, by computed scheme.
-
-        A cell may compute with 16-bit activations on the same weights.
-        """
+        """References of the first and the last call by computed scheme, which may leave activations at 16 bits."""
         checked = [calls[place] for place in _checked_places(calls)]
         schemes = {decision.computes: decision.scheme for decision in self._candidates if decision.cell is not None}
         return {

@@ -154,9 +154,6 @@ def time_runs(
         rounds: Samples per key, at least 1.
         seconds: Time after which a key with three samples takes no more; also bounds warming up.
         before: Called untimed before each sample on a CPU, such as to empty caches.
-
-    Returns:
-        Times by key.
     """
     num_samples = {}
     shortest = math.inf

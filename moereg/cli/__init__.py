@@ -32,14 +32,7 @@ _ClickException: Final[Any] = next(kind for kind in typer.BadParameter.__mro__ i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        argv: Arguments after the program's name; None means the process's.
-
-    Returns:
-        The exit code.
-    """
+    """Runs one command, by default the process's; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     _open_closed_streams()
     with waits_shown_by(_show_wait), warnings_on_one_line():

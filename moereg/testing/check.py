@@ -129,11 +129,7 @@ class Check:
 
 
 def chosen_machine(name: str) -> Platform | None:
-    """The named platform for this machine: itself, its CPU, or another that experts classes may imitate here.
-
-    Raises:
-        ArgumentError: The name is another machine's with the same kind of device, which cannot be imitated.
-    """
+    """The named platform for this machine: itself, its CPU, or one of another device, which classes may imitate."""
     if not name:
         return None
     here, named = current_platform(), Platform.from_name(name)

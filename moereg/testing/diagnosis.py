@@ -102,10 +102,7 @@ def split_message(message: str) -> tuple[str, tuple[str, ...]]:
 
 
 def causes_in(message: str) -> tuple[str, ...]:
-    """The causes that a message ends with, without their numbers; the message itself if it names none.
-
-    Of an error above its bound, without the call that it is of.
-    """
+    """The causes that a message ends with, without their numbers; if it names none, what it says of the error."""
     text, causes = split_message(message)
     _, found, rest = text.partition("error ")
     return tuple(_NUMBER.sub("N", cause) for cause in causes or (f"{found}{rest}" if found else text,))

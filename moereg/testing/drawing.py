@@ -100,11 +100,7 @@ class DrawnLayer:
 
     @classmethod
     def from_json(cls, text: str) -> DrawnLayer:
-        """Inverse of `str`.
-
-        Raises:
-            ArgumentError: The text is no layer.
-        """
+        """Inverse of `str`; ArgumentError if the text is no layer."""
         try:
             return cls.from_dict(json.loads(text))
         except ArgumentError:

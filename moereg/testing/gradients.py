@@ -68,9 +68,7 @@ def with_gradients(case: Case, adapter_rank: int) -> Case | None:
 def gradient_cases(cell: BackendCell) -> list[Case]:
     """A layer of every claimed combination of dtype, activation, clamp and bias, and of other experts and placements.
 
-    Those of a class that has adapters differ in rank; some have none.
-
-    An imitated class gets each value once only.
+    Ranks of adapters differ, if the class has some. An imitated class gets each value once only.
     """
     platform, facts = runnable_platform(cell), cell.facts
     assert platform is not None
@@ -195,19 +193,16 @@ class GuardedTraining:
         names: Collection[str] | None = None,
         before: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Runs copies of the inputs forward and backward, into memory filled with NaN.
+        """Runs copies of a call with at least one token forward and backward, into memory filled with NaN.
 
         Args:
-            inputs, grad_out: One call with at least one token, and [T,H].
+            inputs, grad_out: The call, and [T,H].
             fill: Contents of the workspaces, one of `moereg.testing.guards.FILLS`.
             names: Gradients to ask for; all if None.
             before: What those of weights and adapters are added to; they are overwritten if None.
 
         Returns:
             The output, and the gradients by name.
-
-        Raises:
-            AssertionError: The class wrote outside of its memory, or to what it may only read.
         """
         problem, experts, num_tokens = self.case.problem, self._experts, len(grad_out)
         memory, written = GuardedMemory(self.case.device), GuardedMemory(self.case.device)

@@ -124,11 +124,7 @@ class GuardedMemory:
                 block.frozen, block.version = block.raw.clone(), block.tensor._version
 
     def check(self) -> None:
-        """Synchronizes and compares every byte that must not have changed.
-
-        Raises:
-            AssertionError: A byte changed; says in which tensor and where.
-        """
+        """Synchronizes; AssertionError if a byte changed that must not, in which tensor and where."""
         # One comparison for all bands, since each one synchronizes.
         wrong = [
             (block.raw[: block.start] != _BYTE).any() | (block.raw[block.end :] != _BYTE).any()
@@ -202,11 +198,7 @@ class LateWrites:
         self._kept.append((out, out.clone()))
 
     def check(self) -> None:
-        """Waits a little for new threads to end, then compares.
-
-        Raises:
-            AssertionError: A tensor has changed.
-        """
+        """Waits a little for new threads to end; AssertionError if a tensor has changed."""
         deadline = time.monotonic() + _THREADS_SECONDS
         for thread in set(threading.enumerate()) - self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
