@@ -131,7 +131,7 @@ class LayerRecord:
 
     def add_times(self, session: int, point: Point, times: Mapping[Key, Mapping[str, Any]]) -> None:
         """Writes what a session measured at a point: values of rows by candidate."""
-        place = {"session": session, "routing": point.routing, "tokens": point.tokens}
+        place: dict[str, Any] = {"session": session, "routing": point.routing, "tokens": point.tokens}
         self._add([Row(cell=self.index(key), **place, **values) for key, values in times.items()])
 
     def leave_out(self, reasons: Mapping[Key, str], wrong: bool = False) -> None:

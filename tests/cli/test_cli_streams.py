@@ -133,18 +133,11 @@ def test_streams_that_are_not_well_in_every_command() -> None:
     _check(ends)
 
 
-@pytest.mark.parametrize(
-    ("redirection", "code"),
-    [
-        ("2>&-", 2),
-        pytest.param(">&- 2>&- <&-", 2, marks=pytest.mark.slow),
-        pytest.param(">/dev/full 2>/dev/full", 2, marks=pytest.mark.slow),
-    ],
-)
-def test_as_a_shell_hands_them_over(redirection: str, code: int) -> None:
+@pytest.mark.parametrize("redirection", ["2>&-", pytest.param(">&- 2>&- <&-", marks=pytest.mark.slow)])
+def test_as_a_shell_hands_them_over(redirection: str) -> None:
     line = f"{sys.executable} -m moereg nonsense {redirection}"
     process = subprocess.run(line, shell=True, capture_output=True, text=True, check=False, timeout=240, cwd=ROOT)
-    assert (process.returncode, process.stdout, process.stderr) == (code, "", "")
+    assert (process.returncode, process.stdout, process.stderr) == (_output.BAD_INPUT, "", "")
 
 
 PRINTING = """

@@ -235,6 +235,7 @@ GOOD: dict[str, Any] = {
     "versions": {"torch": "2.11.0"},
     "commit": "",
     "date": "2026-11-22",
+    "cases": 31,
     "digest": "0123456789abcdef",
 }
 

@@ -342,12 +342,6 @@ def test_a_module_may_register_a_class_of_another_module_of_its_package(
     assert {cell.experts for cell in suite.running} == {"OwnExperts"}
 
 
-def test_without_isolation_wrong_writes_are_seen() -> None:
-    report = verify("writes_weights", modules=[FILE], isolate=False, only=["permute"])
-    assert report.passed is False
-    assert "w13 was written to" in report.failures[0].outcome.message
-
-
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(UnknownBackendError, match="unknown backend 'gone'"):
         checks_of("gone")
