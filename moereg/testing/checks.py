@@ -14,7 +14,7 @@ import itertools
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Final
@@ -448,16 +448,25 @@ def check_graph_replay(cell: BackendCell) -> None:
     inputs = make_inputs(case.problem, 63, "uniform", case.device)
     kernel(*inputs.call)
     torch.cuda.synchronize()
+    others = [make_inputs(case.problem, 63, "skewed", case.device, seed) for seed in (3, 4)]
+    check_capture(lambda: (kernel(*inputs.call),), inputs, others, "another result")
+
+
+def check_capture(
+    step: Callable[[], Sequence[torch.Tensor]], inputs: Inputs, others: Sequence[Inputs], wrong: str
+) -> None:
+    """A captured step, replayed, reads the current contents of its inputs: those of others in turn."""
     graph = torch.cuda.CUDAGraph()
     with collecting_later(), torch.cuda.graph(graph):
-        out = kernel(*inputs.call)
-    for seed in (3, 4):
-        fresh = make_inputs(case.problem, 63, "skewed", case.device, seed)
-        for tensor, other in zip(inputs.call, fresh.call, strict=True):
-            tensor.copy_(other)
-        out.fill_(float("nan"))
+        captured = step()
+    for other in others:
+        with torch.no_grad():
+            for tensor, source in zip(inputs.call, other.call, strict=True):
+                tensor.copy_(source)
+            for tensor in captured:
+                tensor.fill_(torch.nan)
         graph.replay()
-        assert torch.equal(out, kernel(*fresh.call)), "a replayed graph gave another result than eager code"
+        assert all(map(torch.equal, captured, step())), f"a replayed graph gave {wrong} than eager code"
 
 
 def check_no_synchronization(cell: BackendCell) -> None:
@@ -467,9 +476,16 @@ def check_no_synchronization(cell: BackendCell) -> None:
     call = make_inputs(case.problem, 63, "uniform", case.device).call
     kernel(*call)
     torch.cuda.synchronize()
+    with no_waiting():
+        kernel(*call)
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Within this context a call that waits for the device raises."""
     torch.cuda.set_sync_debug_mode("error")
     try:
-        kernel(*call)
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

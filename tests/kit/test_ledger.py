@@ -246,6 +246,10 @@ def document(**changes: Any) -> bytes:
 
 MALFORMED = {
     "no JSON": (b"{", "readable JSON, got DecodeError"),
+    "no text": (b"\xff\xfe", "readable JSON, got DecodeError"),
+    "too long a number": (b"1" * 10_000, "readable JSON, got ValidationError"),
+    "no cases": (document(cases=0), "records[0].cases must be an integer >= 1, got 0"),
+    "a version": (document(versions={"torch": 2}), "records[0].versions[...] must be a text, got {'torch': 2}"),
     "too deep": (b"[" * 100_000, "readable JSON, got RecursionError"),
     "no object": (b"[]", "it must be an object, got []"),
     "another schema": (b'{"schema": 4, "records": []}', "schema must be 3, got 4"),
