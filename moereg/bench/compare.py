@@ -179,71 +179,6 @@ class _OwnCalls:
 _Errors = MutableMapping[Decision, Exception]
 
 
-class Culprits:
-    """Attributes exceptions to the candidates that were running.
-
-    A GPU reports an invalid access only at the next synchronization, and from then on nothing else.
-
-    Attributes:
-        stopped: Why nothing more can be measured; None while it can.
-        unsure: Candidates with an error or damage that may be another's.
-    """
-
-    def __init__(self, selection: Selection, device: torch.device, watch: Watch) -> None:
-        self.stopped: BackendError | None = None
-        self.unsure: Final[set[Decision]] = set()
-        self._selection: Final = selection
-        self._device: Final = device
-        self._watch: Final = watch
-
-    @contextlib.contextmanager
-    def naming(self, errors: _Errors, decision: Decision, step: str) -> Iterator[None]:
-        """Records the candidate's first exception within the context, in its method `step`."""
-        self._watch(decision, step)
-        try:
-            yield
-        except Exception as error:
-            found = named(dataclasses.replace(self._selection, decisions=(decision,), source="required"), step, error)
-            assert isinstance(found, Exception)
-            # Frames keep the candidate's weights and workspaces alive.
-            for raised in (error, error.__cause__):
-                traceback.clear_frames(raised.__traceback__ if raised else None)
-            errors.setdefault(decision, found)
-            self.stop_if_lost(errors, [decision], step, error)
-
-    def stop_if_lost(self, errors: _Errors, decisions: Sequence[Decision], step: str, error: Exception) -> None:
-        """If the device no longer answers, records that one of the backends that ran took it down."""
-        if decisions and self._is_lost():
-            self.stop(errors, decisions, f"took the device down in {step}: {described(error)}")
-
-    def skip(self, errors: _Errors, decisions: Sequence[Decision]) -> None:
-        """Records why candidates were not measured."""
-        assert self.stopped is not None
-        self.unsure.update(decisions)
-        for decision in decisions:
-            name, origin = self.stopped.backend, self.stopped.origin
-            errors.setdefault(decision, BackendError(f"not measured, since {self.stopped}", name, origin))
-
-    def stop(self, errors: _Errors, decisions: Sequence[Decision], deed: str) -> None:
-        """Records that a backend did something after which no other can be judged."""
-        who = " or ".join(f"backend {decision.backend!r} of {decision.origin}" for decision in decisions)
-        first = decisions[0]
-        cure = f"do without it (--deny {first.backend})" if len(decisions) == 1 else "run them one by one (--require)"
-        found = BackendError(f"{who} {deed}; {cure}", first.backend, first.origin)
-        self.stopped = self.stopped or found
-        if len(decisions) > 1:
-            self.unsure.update(decisions)
-        for decision in decisions:
-            errors.setdefault(decision, found)
-
-    def _is_lost(self) -> bool:
-        try:
-            wait_for(self._device)
-        except Exception:
-            return True
-        return False
-
-
 @dataclasses.dataclass
 class _Findings:
     """Findings on the candidates for one number of tokens, or before any call."""
@@ -259,8 +194,12 @@ class _Findings:
 class Comparison:
     """The accepted candidates of a selection, all built on the same weights, so that they run in turns.
 
-    A candidate that raises, or writes outside its own tensors, does not affect the others. `permute_ms` is the time to
-    permute the weights, by candidate.
+    A candidate that raises, or writes outside its own tensors, does not affect the others. A GPU reports an invalid
+    access only at the next synchronization, and from then on nothing else.
+
+    Attributes:
+        permute_ms: Time to permute the weights, by candidate.
+        stopped: Why nothing more can be measured in this process; None while it can.
     """
 
     @torch.no_grad()
@@ -295,12 +234,15 @@ class Comparison:
             for key, calls in inputs.items():
                 self.add(key, calls)
         self._watch: Final = watch
-        self._culprits: Final = Culprits(selection, self.weights.w13.device, watch)
+        self._selection: Final = selection
+        self._device: Final = self.weights.w13.device
+        self._unsure: Final[set[Decision]] = set()  # With an error or damage that may be another's.
+        self.stopped: BackendError | None = None
         self._watched: Final = WatchedTensors(self.weights.tensors())
         self._torch = AmbientState.now()
         with phase("permuting weights") as advance:
             for number, decision in enumerate(self._candidates, start=1):
-                if self._culprits.stopped is None:
+                if self.stopped is None:
                     self._permute(selection, decision)
                 advance(number, len(self._candidates))
 
@@ -337,16 +279,16 @@ class Comparison:
         found = _Findings(errors=dict(self._found.errors), damages=dict(self._found.damages))
         self._torch = AmbientState.now()  # The caller may have set another device.
         for decision in list(self._kernels):
-            if self._culprits.stopped is None:
+            if self.stopped is None:
                 self._check(found, decision, key)
-        if self._culprits.stopped is None:
+        if self.stopped is None:
             self._time(found, key, rounds, seconds)
-        if self._culprits.stopped is not None:
+        if self.stopped is not None:
             is_judged = found.timings.keys() | found.damages.keys()
             errors = found.relative_errors
             # NaN is wrong.
             unjudged = [one for one in self._candidates if errors.get(one, 0.0) <= self._bound(one, key)]
-            self._culprits.skip(found.errors, [one for one in unjudged if one not in is_judged])
+            self._skip(found.errors, [one for one in unjudged if one not in is_judged])
         works = self._works[key]
         best_us = math.nan if ceilings is None else roofline_us(works, ceilings)
         return [
@@ -364,7 +306,7 @@ class Comparison:
                 error=found.errors.get(decision),
                 first_ms=found.first_ms.get(decision, math.nan),
                 graph=decision in found.graphs,
-                is_culprit=decision not in found.timings and decision not in self._culprits.unsure,
+                is_culprit=decision not in found.timings and decision not in self._unsure,
             )
             for decision in self._candidates
         ]
@@ -373,11 +315,6 @@ class Comparison:
     def time_again(self, key: Hashable, rounds: int = ROUNDS, seconds: float = SECONDS) -> dict[Decision, Timing]:
         """Times previously measured candidates again in turns, without comparing."""
         return time_kernels(self._kernels, self._inputs[key], rounds, seconds)
-
-    @property
-    def stopped(self) -> BackendError | None:
-        """Why nothing more can be measured in this process, or None."""
-        return self._culprits.stopped
 
     def workspace_bytes(self, decision: Decision, num_tokens: int) -> int:
         """Bytes of a candidate's two workspaces for a call; KeyError if it could not be built, or was excluded."""
@@ -413,7 +350,7 @@ class Comparison:
         aliases = {name: tensor.detach() for name, tensor in self.weights.tensors().items()}
         weights = dataclasses.replace(self.weights, **aliases)  # type: ignore[arg-type]
         device = self.weights.w13.device
-        with self._culprits.naming(self._found.errors, decision, "permute_weights"):
+        with self._naming(self._found.errors, decision, "permute_weights"):
             make_experts(chosen, decision)  # Loads the backend's code before permuting is timed.
             wait_for(device)
             start = time.perf_counter()
@@ -427,10 +364,10 @@ class Comparison:
     def _check(self, found: _Findings, decision: Decision, key: Hashable) -> None:
         """Compares the output of the first call."""
         reference = self._references[key][decision.computes][0]
-        with self._culprits.naming(found.errors, decision, "apply"):
+        with self._naming(found.errors, decision, "apply"):
             own = _OwnCalls(self._inputs[key][:1])
             start = time.perf_counter()
-            with self._culprits.naming(found.errors, decision, "apply"):
+            with self._naming(found.errors, decision, "apply"):
                 found.relative_errors[decision] = output_error(self._kernels[decision], own.calls[0], reference)
                 found.first_ms[decision] = (time.perf_counter() - start) * 1e3
             self._blame(found, decision, "apply", own)
@@ -438,7 +375,7 @@ class Comparison:
     def _blame(self, found: _Findings, decision: Decision, step: str, own: _OwnCalls | None = None) -> bool:
         """Reports writes and state changes since the last time, if any, and restores weights and torch's state."""
         has_written = True  # Where this raises, writes cannot be attributed.
-        with self._culprits.naming(found.errors, decision, step):
+        with self._naming(found.errors, decision, step):
             if changed := self._torch.restore():
                 found.damages[decision] = self._found.damages[decision] = f"{step} {_changed(changed)}"
                 self._kernels.pop(decision, None)
@@ -464,7 +401,7 @@ class Comparison:
                 self._watched.renew()
         except Exception as error:
             deed = f"wrote to the layer's weights, which could not be made anew: {described(error)}"
-            self._culprits.stop(found.errors, writers, deed)
+            self._stop(found.errors, writers, deed)
 
     def _bound(self, decision: Decision, key: Hashable) -> float:
         return layer_tolerance(self.problem, self._num_tokens(key), decision.scheme or decision.computes)
@@ -473,13 +410,60 @@ class Comparison:
         is_whole = decision not in found.errors and decision not in found.damages
         return is_whole and found.relative_errors[decision] <= self._bound(decision, key)
 
+    @contextlib.contextmanager
+    def _naming(self, errors: _Errors, decision: Decision, step: str) -> Iterator[None]:
+        """Records the candidate's first exception within the context, in its method `step`."""
+        self._watch(decision, step)
+        try:
+            yield
+        except Exception as error:
+            found = named(dataclasses.replace(self._selection, decisions=(decision,), source="required"), step, error)
+            assert isinstance(found, Exception)
+            # Frames keep the candidate's weights and workspaces alive.
+            for raised in (error, error.__cause__):
+                traceback.clear_frames(raised.__traceback__ if raised else None)
+            errors.setdefault(decision, found)
+            self._stop_if_lost(errors, [decision], step, error)
+
+    def _stop_if_lost(self, errors: _Errors, decisions: Sequence[Decision], step: str, error: Exception) -> None:
+        """If the device no longer answers, records that one of the backends that ran took it down."""
+        if decisions and self._is_lost():
+            self._stop(errors, decisions, f"took the device down in {step}: {described(error)}")
+
+    def _skip(self, errors: _Errors, decisions: Sequence[Decision]) -> None:
+        """Records why candidates were not measured."""
+        assert self.stopped is not None
+        self._unsure.update(decisions)
+        for decision in decisions:
+            name, origin = self.stopped.backend, self.stopped.origin
+            errors.setdefault(decision, BackendError(f"not measured, since {self.stopped}", name, origin))
+
+    def _stop(self, errors: _Errors, decisions: Sequence[Decision], deed: str) -> None:
+        """Records that a backend did something after which no other can be judged."""
+        who = " or ".join(f"backend {decision.backend!r} of {decision.origin}" for decision in decisions)
+        first = decisions[0]
+        cure = f"do without it (--deny {first.backend})" if len(decisions) == 1 else "run them one by one (--require)"
+        found = BackendError(f"{who} {deed}; {cure}", first.backend, first.origin)
+        self.stopped = self.stopped or found
+        if len(decisions) > 1:
+            self._unsure.update(decisions)
+        for decision in decisions:
+            errors.setdefault(decision, found)
+
+    def _is_lost(self) -> bool:
+        try:
+            wait_for(self._device)
+        except Exception:
+            return True
+        return False
+
     def _time(self, found: _Findings, key: Hashable, rounds: int, seconds: float) -> None:
         """Times the right candidates, and drops the times of those that are wrong afterwards."""
         device = self.weights.w13.device
         owns: dict[Decision, _OwnCalls] = {}
         for decision in [one for one in self._kernels if self._is_right(found, one, key)]:
             # For example, a kernel cannot be captured although its facts say so.
-            with self._culprits.naming(found.errors, decision, "apply"):
+            with self._naming(found.errors, decision, "apply"):
                 own = _OwnCalls(self._inputs[key])
                 own.runs.extend(kernel_runs(self._kernels[decision], own.calls, own.outs))
                 owns[decision] = own
@@ -487,7 +471,7 @@ class Comparison:
                     found.graphs.add(decision)
             if decision in found.errors:
                 self._blame(found, decision, "apply")
-            if self._culprits.stopped is not None:
+            if self.stopped is not None:
                 return
         for decision in owns:
             self._watch(decision, IN_TURNS)
@@ -496,16 +480,16 @@ class Comparison:
             is_clean = True
         except Exception as error:
             is_clean = False
-            self._culprits.stop_if_lost(found.errors, list(owns), "apply", error)
-        if len(owns) == 1 and self._culprits.stopped is None:  # The culprit is already known.
+            self._stop_if_lost(found.errors, list(owns), "apply", error)
+        if len(owns) == 1 and self.stopped is None:  # The culprit is already known.
             (only,) = owns
             self._blame(found, only, "apply", owns[only])
         changed = self._torch.restore()
-        written = self._watched.written() if self._culprits.stopped is None else ()
-        if (written or changed or not is_clean) and self._culprits.stopped is None:
+        written = self._watched.written() if self.stopped is None else ()
+        if (written or changed or not is_clean) and self.stopped is None:
             self._time_one_by_one(found, owns, rounds, seconds, written, changed)
         for decision in list(found.timings):
-            if self._culprits.stopped is None and self._is_right(found, decision, key):
+            if self.stopped is None and self._is_right(found, decision, key):
                 self._check_again(found, decision, owns[decision], key)
                 if self._is_right(found, decision, key):
                     continue
@@ -526,11 +510,11 @@ class Comparison:
             self._restore(found, list(owns))
         is_found = False
         for decision, own in owns.items():
-            if self._culprits.stopped is not None:
+            if self.stopped is not None:
                 return
             if not own.runs:  # Already blamed.
                 continue
-            with self._culprits.naming(found.errors, decision, "apply"):
+            with self._naming(found.errors, decision, "apply"):
                 found.timings |= time_runs({decision: own.runs}, self.weights.w13.device, rounds, seconds)
             if decision in found.errors:
                 is_found = True
@@ -542,14 +526,14 @@ class Comparison:
             deed = _wrote(written) if written else _changed(changed)
             for decision in owns:
                 found.damages[decision] = f"one of {names} {deed}, once"
-                self._culprits.unsure.add(decision)
+                self._unsure.add(decision)
             found.timings = {}
 
     def _check_again(self, found: _Findings, decision: Decision, own: _OwnCalls, key: Hashable) -> None:
         """Compares the timed runs' outputs, and those of another run on outputs filled with NaN."""
         references = self._references[key][decision.computes]
         errors: list[float] = []
-        with self._culprits.naming(found.errors, decision, "apply"):
+        with self._naming(found.errors, decision, "apply"):
             errors.append(relative_error(own.outs[0], references[0]))
             for place, reference in zip(_checked_places(own.calls), references, strict=True):
                 own.outs[place].fill_(math.nan)

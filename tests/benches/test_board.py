@@ -165,7 +165,7 @@ def test_what_does_not_fit_beside_the_others_is_left_out(run: Any, monkeypatch: 
 
 def test_a_lost_device_ends_the_process_and_names_the_backend(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
-    monkeypatch.setattr("moereg.bench.compare.Culprits._is_lost", lambda self: True)
+    monkeypatch.setattr("moereg.bench.compare.Comparison._is_lost", lambda self: True)
     with pytest.raises(Lost, match="fake_raising"):
         run(only=("torch", "fake_raising"))
     monkeypatch.undo()
