@@ -96,30 +96,6 @@ class TestSides:
         assert len(rows["moereg"]["difference"]["gradients"]) == 12
         assert "| moereg, 4-bit experts, layers recomputed |" in capsys.readouterr().out
 
-    def test_a_side_with_other_adapters_fails(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        measure = whole_training.measure
-
-        def other(name: str, options: Any, folder: pathlib.Path) -> dict[str, Any]:
-            with monkeypatch.context() as planted:
-                if name == "moereg":
-                    of = whole_training.factors_of
-                    planted.setattr(
-                        whole_training,
-                        "factors_of",
-                        lambda model, **keywords: {
-                            name: whole_training.Factors(a, b.roll(1, 1) if keywords else b)
-                            for name, (a, b) in of(model, **keywords).items()
-                        },
-                    )
-                return measure(name, options)
-
-        monkeypatch.setattr(whole_training, "_in_process", other)
-        sides = ["--sides", "grouped_mm-checkpoint", "moereg"]
-        assert whole_training.main([*OPTIONS, *sides]) == 1
-        assert "moereg differs by" in capsys.readouterr().err
-
 
 def test_the_page_has_each_sides_speed_and_memory() -> None:
     def row(side: str, ms: float) -> dict[str, Any]:
