@@ -25,7 +25,6 @@ from moereg.cli._bench import check_run_fits
 from moereg.dispatch import explain_backends
 from moereg.errors import TooLargeError
 from moereg.evidence.provenance import clocks, provenance
-from moereg.numerics.tolerances import layer_tolerance
 from moereg.selection.loader import current_platform
 from moereg.selection.result import Decision, Selection
 from moereg.spec.model_shapes import MODEL_SHAPES
@@ -105,7 +104,7 @@ class _Current:
                 num_tokens: random_calls(selection.problem, num_tokens, ROUTING, 0, DEVICE)
                 for num_tokens in TOKEN_COUNTS
             }
-            self._comparison = Comparison(selection, make_weights, inputs, layer_tolerance)
+            self._comparison = Comparison(selection, make_weights, inputs)
         return self._comparison
 
     def measure(self, case: Case) -> Measurement:

@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,20 +21,16 @@ import torch
 from moereg.bench.inputs import Call
 from moereg.bench.roofline import Ceilings, Traffic, roofline_us, work_of
 from moereg.bench.timing import ROUNDS, SECONDS, Run, Timing, is_replay, kernel_runs, time_kernels, time_runs, wait_for
-from moereg.bench.watched import WatchedTensors
 from moereg.errors import BackendError, described, is_lack_of_memory
 from moereg.layer.backend_calls import make_experts, named
 from moereg.layer.factory import MoEKernel, make_unchecked_kernel
 from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.tolerances import layer_tolerance
 from moereg.runtime.torch_state import AmbientState
 from moereg.selection.result import Decision, Selection
-from moereg.spec.problem import MoEProblem
-from moereg.spec.quant_schemes import QuantScheme
 from moereg.weights.permuted import ExpertWeights
 from moereg.weights.unpermute import same_bits
-
-Tolerance = Callable[[MoEProblem, int, QuantScheme | str], float]
-"""The bound for a layer, a number of tokens and the computed scheme: `moereg.numerics.tolerances.layer_tolerance`."""
+from moereg.weights.versions import checksums
 
 Phase = Callable[[str], contextlib.AbstractContextManager[Callable[[int, int], object]]]
 """Shows a long step, given its name; yields a callback for (done, all)."""
@@ -51,17 +47,13 @@ class Measurement:
     """One candidate's results for one number of tokens.
 
     Attributes:
-        decision: The candidate.
-        num_tokens: T.
         relative_error: Error against the reference; NaN if the output has a NaN or is missing. From the first call, or
-            the first one after timing that exceeds the bound.
-        tolerance: Its bound.
-        failure: The exception's text; empty if it ran.
+            the first one after timing that exceeds the bound, `tolerance`.
+        failure, error: The exception's text, empty if it ran, and the exception.
         timing: None if the numbers are wrong.
         flops, num_bytes: Mean over the calls.
         roofline_us: Time that the device could reach; NaN if unknown.
         damage: Memory or state that it changed but must not; empty if none.
-        error: The exception itself.
         first_ms: Time until the first call's output was compared, including compiling and tuning.
         graph: Whether replays of CUDA graphs were timed.
         is_culprit: Whether what went wrong is its own fault; False where it may be another's, or nothing was measured.
@@ -121,6 +113,50 @@ class Measurement:
         return self.roofline_us / self.time_us
 
 
+_State = tuple[int, int, int, tuple[int, ...]]
+"""Address and bytes of the storage, torch's count of writes, checksums."""
+
+
+class WatchedTensors:
+    """Remembers tensors' contents by checksums, without a second copy of gigabytes.
+
+    Writes that torch does not count, by kernels and through `.data`, change the bytes.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Reads all tensors, contiguous ones by name on one device, which synchronizes."""
+        self._tensors: Final = dict(tensors)
+        self._states: dict[str, _State] = {}
+        self.renew()
+
+    def written(self) -> tuple[str, ...]:
+        """Names of tensors written since they were last read or restored."""
+        return tuple(name for name in self._tensors if self._state(name) != self._states[name])
+
+    def restore(self, pristine: Mapping[str, torch.Tensor]) -> None:
+        """Writes the original contents back into the same memory, which others' views may share."""
+        for name, tensor in self._tensors.items():
+            storage, num_bytes = tensor.untyped_storage(), self._states[name][1]
+            if storage.nbytes() != num_bytes:
+                storage.resize_(num_bytes)
+            with torch.no_grad():
+                tensor.copy_(pristine[name])
+        self.renew()
+
+    def renew(self) -> None:
+        """Takes the current contents as the expected ones."""
+        self._states = {name: self._state(name) for name in self._tensors}
+
+    def _state(self, name: str) -> _State:
+        tensor = self._tensors[name]
+        wait_for(tensor.device)
+        storage = tensor.untyped_storage()
+        version = 0 if tensor.is_inference() else tensor._version
+        end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        sums = checksums(tensor) if storage.nbytes() >= end else ()
+        return storage.data_ptr(), storage.nbytes(), version, sums
+
+
 class _OwnCalls:
     """One candidate's own copies of calls, outputs filled with NaN, and runs on them once it is known to be right."""
 
@@ -143,77 +179,6 @@ class _OwnCalls:
 _Errors = MutableMapping[Decision, Exception]
 
 
-class Culprits:
-    """Attributes exceptions to the candidates that were running.
-
-    A GPU reports an invalid access only at the next synchronization, and from then on nothing else.
-
-    Attributes:
-        stopped: Why nothing more can be measured; None while it can.
-        unsure: Candidates with an error or damage that may be another's.
-    """
-
-    def __init__(self, selection: Selection, device: torch.device, watch: Callable[[Decision, str], object]) -> None:
-        """Takes the candidates of a selection, which run on `device`."""
-        self.stopped: BackendError | None = None
-        self.unsure: Final[set[Decision]] = set()
-        self._selection: Final = selection
-        self._device: Final = device
-        self._watch: Final = watch
-
-    @contextlib.contextmanager
-    def naming(self, errors: _Errors, decision: Decision, step: str) -> Iterator[None]:
-        """Records the candidate's first exception within the context, in its method `step`."""
-        self._watch(decision, step)
-        try:
-            yield
-        except Exception as error:
-            found = named(dataclasses.replace(self._selection, decisions=(decision,), source="required"), step, error)
-            assert isinstance(found, Exception)
-            # Frames keep the candidate's weights and workspaces alive.
-            for raised in (error, error.__cause__):
-                traceback.clear_frames(raised.__traceback__ if raised else None)
-            errors.setdefault(decision, found)
-            self.stop_if_lost(errors, [decision], step, error)
-
-    def stop_if_lost(self, errors: _Errors, decisions: Sequence[Decision], step: str, error: Exception) -> None:
-        """If the device no longer answers, records that one of the backends that ran took it down."""
-        if decisions and self._is_lost():
-            self.stop(errors, decisions, f"took the device down in {step}: {described(error)}")
-
-    def skip(self, errors: _Errors, decisions: Sequence[Decision]) -> None:
-        """Records why candidates were not measured."""
-        assert self.stopped is not None
-        self.unsure.update(decisions)
-        for decision in decisions:
-            name, origin = self.stopped.backend, self.stopped.origin
-            errors.setdefault(decision, BackendError(f"not measured, since {self.stopped}", name, origin))
-
-    def stop(self, errors: _Errors, decisions: Sequence[Decision], deed: str) -> None:
-        """Records that a backend did something after which no other can be judged."""
-        who = " or ".join(f"backend {decision.backend!r} of {decision.origin}" for decision in decisions)
-        first = decisions[0]
-        cure = f"do without it (--deny {first.backend})" if len(decisions) == 1 else "run them one by one (--require)"
-        found = BackendError(f"{who} {deed}; {cure}", first.backend, first.origin)
-        self.stopped = self.stopped or found
-        if len(decisions) > 1:
-            self.unsure.update(decisions)
-        for decision in decisions:
-            errors.setdefault(decision, found)
-
-    def begin_turns(self, decisions: Iterable[Decision]) -> None:
-        """Tells the watch that any of these may run next."""
-        for decision in decisions:
-            self._watch(decision, IN_TURNS)
-
-    def _is_lost(self) -> bool:
-        try:
-            wait_for(self._device)
-        except Exception:
-            return True
-        return False
-
-
 @dataclasses.dataclass
 class _Findings:
     """Findings on the candidates for one number of tokens, or before any call."""
@@ -229,12 +194,12 @@ class _Findings:
 class Comparison:
     """The accepted candidates of a selection, all built on the same weights, so that they run in turns.
 
-    A candidate that raises, or writes outside its own tensors, does not affect the others.
+    A candidate that raises, or writes outside its own tensors, does not affect the others. A GPU reports an invalid
+    access only at the next synchronization, and from then on nothing else.
 
     Attributes:
-        problem: The layer.
-        weights: Canonical weights.
         permute_ms: Time to permute the weights, by candidate.
+        stopped: Why nothing more can be measured in this process; None while it can.
     """
 
     @torch.no_grad()
@@ -243,7 +208,6 @@ class Comparison:
         selection: Selection,
         make_weights: Callable[[], ExpertWeights],
         inputs: Mapping[Any, Sequence[Call]],
-        tolerance: Tolerance,
         phase: Phase = lambda description: contextlib.nullcontext(lambda done, total: None),
         watch: Watch = lambda decision, step: None,
     ) -> None:
@@ -254,14 +218,11 @@ class Comparison:
             make_weights: Makes the canonical weights; called again for the same weights if a candidate wrote to them.
             inputs: Calls by key, such as the number of tokens; at least one each, all with as many tokens. Copied for
                 each candidate.
-            tolerance: The bounds.
-            phase: Shows progress.
-            watch: Called before a candidate's code runs.
+            phase, watch: Shows progress; called before a candidate's code runs.
         """
         self.problem: Final = selection.problem
         self.permute_ms: Final[dict[Decision, float]] = {}
         self._make_weights: Final = make_weights
-        self._tolerance: Final = tolerance
         self._inputs: Final[dict[Hashable, tuple[Call, ...]]] = {}
         self._candidates: Final = [decision for decision in selection.decisions if decision.accepted]
         self._kernels: Final[dict[Decision, MoEKernel]] = {}
@@ -272,12 +233,16 @@ class Comparison:
         with phase("computing references"):
             for key, calls in inputs.items():
                 self.add(key, calls)
-        self._culprits: Final = Culprits(selection, self.weights.w13.device, watch)
+        self._watch: Final = watch
+        self._selection: Final = selection
+        self._device: Final = self.weights.w13.device
+        self._unsure: Final[set[Decision]] = set()  # With an error or damage that may be another's.
+        self.stopped: BackendError | None = None
         self._watched: Final = WatchedTensors(self.weights.tensors())
         self._torch = AmbientState.now()
         with phase("permuting weights") as advance:
             for number, decision in enumerate(self._candidates, start=1):
-                if self._culprits.stopped is None:
+                if self.stopped is None:
                     self._permute(selection, decision)
                 advance(number, len(self._candidates))
 
@@ -307,26 +272,23 @@ class Comparison:
     def measure(
         self, key: Hashable, ceilings: Ceilings | None, rounds: int = ROUNDS, seconds: float = SECONDS
     ) -> list[Measurement]:
-        """Compares the candidates with the reference, and times the right ones in turns.
+        """Compares the candidates with the reference, and times the right ones in turns; in the selection's order.
 
-        Args:
-            key: A key of the inputs.
-            ceilings: The device's ceilings, if known.
-            rounds: Samples per candidate.
-            seconds: Time after which a candidate with three samples takes no more.
-
-        Returns:
-            One measurement per candidate, in the selection's order.
+        A candidate takes so many samples (`rounds`), or no more than three once it has taken so many seconds.
         """
         found = _Findings(errors=dict(self._found.errors), damages=dict(self._found.damages))
         self._torch = AmbientState.now()  # The caller may have set another device.
         for decision in list(self._kernels):
-            if self._culprits.stopped is None:
+            if self.stopped is None:
                 self._check(found, decision, key)
-        if self._culprits.stopped is None:
+        if self.stopped is None:
             self._time(found, key, rounds, seconds)
-        if self._culprits.stopped is not None:
-            self._culprits.skip(found.errors, self._not_judged(found, key))
+        if self.stopped is not None:
+            is_judged = found.timings.keys() | found.damages.keys()
+            errors = found.relative_errors
+            # NaN is wrong.
+            unjudged = [one for one in self._candidates if errors.get(one, 0.0) <= self._bound(one, key)]
+            self._skip(found.errors, [one for one in unjudged if one not in is_judged])
         works = self._works[key]
         best_us = math.nan if ceilings is None else roofline_us(works, ceilings)
         return [
@@ -344,7 +306,7 @@ class Comparison:
                 error=found.errors.get(decision),
                 first_ms=found.first_ms.get(decision, math.nan),
                 graph=decision in found.graphs,
-                is_culprit=decision not in found.timings and decision not in self._culprits.unsure,
+                is_culprit=decision not in found.timings and decision not in self._unsure,
             )
             for decision in self._candidates
         ]
@@ -354,26 +316,13 @@ class Comparison:
         """Times previously measured candidates again in turns, without comparing."""
         return time_kernels(self._kernels, self._inputs[key], rounds, seconds)
 
-    @property
-    def stopped(self) -> BackendError | None:
-        """Why nothing more can be measured in this process, or None."""
-        return self._culprits.stopped
-
     def workspace_bytes(self, decision: Decision, num_tokens: int) -> int:
-        """Bytes of a candidate's two workspaces for a call.
-
-        Raises:
-            KeyError: The candidate could not be built, or was excluded for a wrong write.
-        """
+        """Bytes of a candidate's two workspaces for a call; KeyError if it could not be built, or was excluded."""
         shapes = self._kernels[decision].experts.workspace_shapes(self.problem, num_tokens)
         return sum(math.prod(shape) for shape in shapes) * self.problem.torch_dtype.itemsize
 
     def output(self, decision: Decision, key: Hashable) -> torch.Tensor:
-        """A candidate's output of a key's first call, [T,H], NaN where it writes nothing.
-
-        Raises:
-            KeyError: The candidate could not be built, or was excluded for a wrong write.
-        """
+        """A candidate's output of a key's first call, [T,H], NaN where it writes nothing; KeyError as above."""
         call = self._inputs[key][0]
         written = torch.full_like(call.hidden_states, math.nan)
         self._kernels[decision](*call, out=written)
@@ -387,10 +336,7 @@ class Comparison:
         return len(self._inputs[key][0].hidden_states)
 
     def _references_of(self, calls: Sequence[Call]) -> dict[str, list[torch.Tensor]]:
-        """References of the first and, if there are several, the last call, by computed scheme.
-
-        A cell may compute with 16-bit activations on the same weights.
-        """
+        """References of the first and the last call by computed scheme, which may leave activations at 16 bits."""
         checked = [calls[place] for place in _checked_places(calls)]
         schemes = {decision.computes: decision.scheme for decision in self._candidates if decision.cell is not None}
         return {
@@ -404,7 +350,7 @@ class Comparison:
         aliases = {name: tensor.detach() for name, tensor in self.weights.tensors().items()}
         weights = dataclasses.replace(self.weights, **aliases)  # type: ignore[arg-type]
         device = self.weights.w13.device
-        with self._culprits.naming(self._found.errors, decision, "permute_weights"):
+        with self._naming(self._found.errors, decision, "permute_weights"):
             make_experts(chosen, decision)  # Loads the backend's code before permuting is timed.
             wait_for(device)
             start = time.perf_counter()
@@ -418,10 +364,10 @@ class Comparison:
     def _check(self, found: _Findings, decision: Decision, key: Hashable) -> None:
         """Compares the output of the first call."""
         reference = self._references[key][decision.computes][0]
-        with self._culprits.naming(found.errors, decision, "apply"):
+        with self._naming(found.errors, decision, "apply"):
             own = _OwnCalls(self._inputs[key][:1])
             start = time.perf_counter()
-            with self._culprits.naming(found.errors, decision, "apply"):
+            with self._naming(found.errors, decision, "apply"):
                 found.relative_errors[decision] = output_error(self._kernels[decision], own.calls[0], reference)
                 found.first_ms[decision] = (time.perf_counter() - start) * 1e3
             self._blame(found, decision, "apply", own)
@@ -429,7 +375,7 @@ class Comparison:
     def _blame(self, found: _Findings, decision: Decision, step: str, own: _OwnCalls | None = None) -> bool:
         """Reports writes and state changes since the last time, if any, and restores weights and torch's state."""
         has_written = True  # Where this raises, writes cannot be attributed.
-        with self._culprits.naming(found.errors, decision, step):
+        with self._naming(found.errors, decision, step):
             if changed := self._torch.restore():
                 found.damages[decision] = self._found.damages[decision] = f"{step} {_changed(changed)}"
                 self._kernels.pop(decision, None)
@@ -455,23 +401,61 @@ class Comparison:
                 self._watched.renew()
         except Exception as error:
             deed = f"wrote to the layer's weights, which could not be made anew: {described(error)}"
-            self._culprits.stop(found.errors, writers, deed)
+            self._stop(found.errors, writers, deed)
 
     def _bound(self, decision: Decision, key: Hashable) -> float:
-        return self._tolerance(self.problem, self._num_tokens(key), decision.scheme or decision.computes)
+        return layer_tolerance(self.problem, self._num_tokens(key), decision.scheme or decision.computes)
 
     def _is_right(self, found: _Findings, decision: Decision, key: Hashable) -> bool:
         is_whole = decision not in found.errors and decision not in found.damages
         return is_whole and found.relative_errors[decision] <= self._bound(decision, key)
 
-    def _not_judged(self, found: _Findings, key: Hashable) -> list[Decision]:
-        return [
-            decision
-            for decision in self._candidates
-            if decision not in found.timings and decision not in found.damages
-            # NaN is wrong.
-            if found.relative_errors.get(decision, 0.0) <= self._bound(decision, key)
-        ]
+    @contextlib.contextmanager
+    def _naming(self, errors: _Errors, decision: Decision, step: str) -> Iterator[None]:
+        """Records the candidate's first exception within the context, in its method `step`."""
+        self._watch(decision, step)
+        try:
+            yield
+        except Exception as error:
+            found = named(dataclasses.replace(self._selection, decisions=(decision,), source="required"), step, error)
+            assert isinstance(found, Exception)
+            # Frames keep the candidate's weights and workspaces alive.
+            for raised in (error, error.__cause__):
+                traceback.clear_frames(raised.__traceback__ if raised else None)
+            errors.setdefault(decision, found)
+            self._stop_if_lost(errors, [decision], step, error)
+
+    def _stop_if_lost(self, errors: _Errors, decisions: Sequence[Decision], step: str, error: Exception) -> None:
+        """If the device no longer answers, records that one of the backends that ran took it down."""
+        if decisions and self._is_lost():
+            self._stop(errors, decisions, f"took the device down in {step}: {described(error)}")
+
+    def _skip(self, errors: _Errors, decisions: Sequence[Decision]) -> None:
+        """Records why candidates were not measured."""
+        assert self.stopped is not None
+        self._unsure.update(decisions)
+        for decision in decisions:
+            name, origin = self.stopped.backend, self.stopped.origin
+            errors.setdefault(decision, BackendError(f"not measured, since {self.stopped}", name, origin))
+
+    def _stop(self, errors: _Errors, decisions: Sequence[Decision], deed: str) -> None:
+        """Records that a backend did something after which no other can be judged."""
+        who = " or ".join(f"backend {decision.backend!r} of {decision.origin}" for decision in decisions)
+        first = decisions[0]
+        cure = f"do without it (--deny {first.backend})" if len(decisions) == 1 else "run them one by one (--require)"
+        found = BackendError(f"{who} {deed}; {cure}", first.backend, first.origin)
+        self.stopped = self.stopped or found
+        if len(decisions) > 1:
+            self._unsure.update(decisions)
+        for decision in decisions:
+            errors.setdefault(decision, found)
+
+    def _is_lost(self) -> bool:
+        try:
+            wait_for(self._device)
+        except Exception:
+            return True
+        return False
 
     def _time(self, found: _Findings, key: Hashable, rounds: int, seconds: float) -> None:
         """Times the right candidates, and drops the times of those that are wrong afterwards."""
@@ -479,7 +463,7 @@ class Comparison:
         owns: dict[Decision, _OwnCalls] = {}
         for decision in [one for one in self._kernels if self._is_right(found, one, key)]:
             # For example, a kernel cannot be captured although its facts say so.
-            with self._culprits.naming(found.errors, decision, "apply"):
+            with self._naming(found.errors, decision, "apply"):
                 own = _OwnCalls(self._inputs[key])
                 own.runs.extend(kernel_runs(self._kernels[decision], own.calls, own.outs))
                 owns[decision] = own
@@ -487,24 +471,25 @@ class Comparison:
                     found.graphs.add(decision)
             if decision in found.errors:
                 self._blame(found, decision, "apply")
-            if self._culprits.stopped is not None:
+            if self.stopped is not None:
                 return
-        self._culprits.begin_turns(owns)
+        for decision in owns:
+            self._watch(decision, IN_TURNS)
         try:
             found.timings = time_runs({one: own.runs for one, own in owns.items()}, device, rounds, seconds)
             is_clean = True
         except Exception as error:
             is_clean = False
-            self._culprits.stop_if_lost(found.errors, list(owns), "apply", error)
-        if len(owns) == 1 and self._culprits.stopped is None:  # The culprit is already known.
+            self._stop_if_lost(found.errors, list(owns), "apply", error)
+        if len(owns) == 1 and self.stopped is None:  # The culprit is already known.
             (only,) = owns
             self._blame(found, only, "apply", owns[only])
         changed = self._torch.restore()
-        written = self._watched.written() if self._culprits.stopped is None else ()
-        if (written or changed or not is_clean) and self._culprits.stopped is None:
+        written = self._watched.written() if self.stopped is None else ()
+        if (written or changed or not is_clean) and self.stopped is None:
             self._time_one_by_one(found, owns, rounds, seconds, written, changed)
         for decision in list(found.timings):
-            if self._culprits.stopped is None and self._is_right(found, decision, key):
+            if self.stopped is None and self._is_right(found, decision, key):
                 self._check_again(found, decision, owns[decision], key)
                 if self._is_right(found, decision, key):
                     continue
@@ -525,11 +510,11 @@ class Comparison:
             self._restore(found, list(owns))
         is_found = False
         for decision, own in owns.items():
-            if self._culprits.stopped is not None:
+            if self.stopped is not None:
                 return
             if not own.runs:  # Already blamed.
                 continue
-            with self._culprits.naming(found.errors, decision, "apply"):
+            with self._naming(found.errors, decision, "apply"):
                 found.timings |= time_runs({decision: own.runs}, self.weights.w13.device, rounds, seconds)
             if decision in found.errors:
                 is_found = True
@@ -541,14 +526,14 @@ class Comparison:
             deed = _wrote(written) if written else _changed(changed)
             for decision in owns:
                 found.damages[decision] = f"one of {names} {deed}, once"
-                self._culprits.unsure.add(decision)
+                self._unsure.add(decision)
             found.timings = {}
 
     def _check_again(self, found: _Findings, decision: Decision, own: _OwnCalls, key: Hashable) -> None:
         """Compares the timed runs' outputs, and those of another run on outputs filled with NaN."""
         references = self._references[key][decision.computes]
         errors: list[float] = []
-        with self._culprits.naming(found.errors, decision, "apply"):
+        with self._naming(found.errors, decision, "apply"):
             errors.append(relative_error(own.outs[0], references[0]))
             for place, reference in zip(_checked_places(own.calls), references, strict=True):
                 own.outs[place].fill_(math.nan)

@@ -32,17 +32,11 @@ _Draw = tuple[list[int], float]
 
 
 class Call(NamedTuple):
-    """Inputs of one call.
+    """Inputs of one call."""
 
-    Attributes:
-        hidden_states: [T,H] in the problem's dtype.
-        topk_weights: [T,K] fp32.
-        topk_ids: [T,K] int32, distinct within a token.
-    """
-
-    hidden_states: torch.Tensor
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
+    hidden_states: torch.Tensor  # [T,H] in the problem's dtype.
+    topk_weights: torch.Tensor  # [T,K] fp32.
+    topk_ids: torch.Tensor  # [T,K] int32, distinct within a token.
 
 
 def random_weights(
@@ -59,9 +53,7 @@ def random_weights(
     are quantized expert by expert, and static activation scales come from random tokens.
 
     Args:
-        problem: The layer.
-        generator: A CPU generator.
-        device: Device to build on.
+        problem, generator, device: The layer, a CPU generator, and the device to build on.
         advance: Called after each expert with (experts done, all experts).
         experts: Ids of these experts, if several ranks build parts of one layer: an expert has the same numbers on
             every rank. None means the first ones.

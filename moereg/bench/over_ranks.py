@@ -41,6 +41,7 @@ from moereg.weights.permuted import ExpertWeights
 _BATCH_SECONDS: Final = 2e-3
 _MOST_AT_A_TIME: Final = 8
 _LEAVING_SECONDS: Final = 20.0
+_LIMIT_SECONDS: Final = 120.0  # Of a collective.
 
 _LARGEST_ROOM: Final = 4e9
 """Most bytes of a rank's receive slots, in both directions; token dispatchers that need more are skipped."""
@@ -57,26 +58,24 @@ class Job:
         compares: Whether rank 0 also runs the whole layer alone.
         out: File to which rank 0 writes one line of JSON per row.
         store: Rendezvous of the ranks; None means torchrun's.
-        limit_seconds: Time limit of a collective.
     """
 
     problem: dict[str, Any]
     size: int
     device_type: str
-    ways: tuple[str, ...]
-    batches: tuple[int, ...]
-    tokens: tuple[int, ...]
-    routings: tuple[str, ...]
+    ways: Sequence[str]
+    batches: Sequence[int]
+    tokens: Sequence[int]
+    routings: Sequence[str]
     replicas: int | None
     rounds: int
     seconds: float
     seed: int
     eager: bool
     compares: bool
-    modules: tuple[str, ...] = ()
+    modules: Sequence[str] = ()
     out: str = ""
     store: str | None = None
-    limit_seconds: float = 120.0
 
 
 def run_rank(job: Job, rank: int) -> None:
@@ -91,7 +90,7 @@ def run_rank(job: Job, rank: int) -> None:
         init_method="env://" if job.store is None else f"file://{job.store}",
         rank=rank,
         world_size=job.size,
-        timeout=datetime.timedelta(seconds=job.limit_seconds),
+        timeout=datetime.timedelta(seconds=_LIMIT_SECONDS),
         device_id=device if job.device_type == "cuda" else None,
     )
     with torch.no_grad(), warnings.catch_warnings():
@@ -144,15 +143,16 @@ class _Rank:
             calls = {}
             for routing in self.job.routings:
                 whole = calls_of_group(self.problem, num_tokens, self.job.size, routing, self.job.seed, self.device)
-                calls[routing] = (whole[0], [of_rank(call, self.rank, self.job.size) for call in whole])
+                own = slice(self.rank * num_tokens, (self.rank + 1) * num_tokens)
+                calls[routing] = (whole[0], [Call(*(tensor[own].clone() for tensor in call)) for call in whole])
                 del whole
-            alone = {routing: self._alone(num_tokens, routing) for routing in calls}
+            alone_us = {routing: self._one_rank_us(num_tokens, routing) for routing in calls}
             for way, num_batches in itertools.product(self.job.ways, self.job.batches):
-                yield from self._rows_of(way, num_batches, num_tokens, calls, alone)
+                yield from self._rows_of(way, num_batches, num_tokens, calls, alone_us)
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()
 
-    def _alone(self, num_tokens: int, routing: str) -> float | None:
+    def _one_rank_us(self, num_tokens: int, routing: str) -> float | None:
         """The time of equally many routes on this rank's experts without a group; None if it has too few experts."""
         share = self.part.num_local_experts
         if share < self.problem.top_k or num_tokens == 0:
@@ -170,19 +170,19 @@ class _Rank:
         num_batches: int,
         num_tokens: int,
         calls: dict[str, tuple[Call, list[Call]]],
-        alone: dict[str, float | None],
+        alone_us: dict[str, float | None],
     ) -> Iterator[dict[str, Any]]:
         problem = dataclasses.replace(self.problem, max_num_tokens=max(num_tokens, 1))
         empty = {"way": way, "batches": num_batches, "tokens": num_tokens, **NO_ROW}
         kernel, failure = None, ""
         try:
-            kernel = self._made(problem, way, num_batches)
+            kernel = self._make_kernel(problem, way, num_batches)
         except GroupError:
             raise
         except MoeregError as error:
             failure = str(error).splitlines()[0]
         for routing, (whole, own) in calls.items():
-            row = {**empty, "routing": routing, "one_rank_us": alone[routing]}
+            row = {**empty, "routing": routing, "one_rank_us": alone_us[routing]}
             if kernel is None:
                 yield {**row, "failure": failure, "passed": False}
                 continue
@@ -191,7 +191,7 @@ class _Rank:
             chosen = moves.wire
             for wire in self._wires(chosen, kernel):
                 moves.wire = wire
-                yield {**row, **self._measured(kernel, num_tokens, whole, own, alone[routing])}
+                yield {**row, **self._measured(kernel, num_tokens, whole, own, alone_us[routing])}
             moves.wire = chosen
 
     def _wires(self, chosen: Wire, kernel: MoEKernel) -> tuple[Wire, ...]:
@@ -201,7 +201,7 @@ class _Rank:
             return (chosen,)
         return (chosen, PlainWire(self.problem))
 
-    def _made(self, problem: MoEProblem, way: str, num_batches: int) -> MoEKernel:
+    def _make_kernel(self, problem: MoEProblem, way: str, num_batches: int) -> MoEKernel:
         room = self.problem.num_experts * (problem.max_num_tokens or 0) * 2 * self.problem.hidden_size
         room *= self.problem.torch_dtype.itemsize
         if way == "low_latency" and room > _LARGEST_ROOM:
@@ -234,8 +234,10 @@ class _Rank:
         kernel(*own[0])
         first = kernel(*own[0], out=outs[0]).clone()
         error = error_over_ranks(first, mine)
-        repeats = all_agree(torch.equal(kernel(*own[0]), first), self.device)
-        found |= {"relative_error": error, "tolerance": tolerance, "passed": error <= tolerance, "repeats": repeats}
+        repeats = torch.tensor([int(torch.equal(kernel(*own[0]), first))], device=self.device)
+        dist.all_reduce(repeats, op=dist.ReduceOp.MIN)
+        found |= {"relative_error": error, "tolerance": tolerance, "passed": error <= tolerance}
+        found["repeats"] = bool(repeats.item())
         if self.job.compares:
             found |= self._compared(kernel, first, whole)
         if not found["passed"]:
@@ -303,13 +305,6 @@ def calls_of_group(
     return [random_call(problem, num_tokens * size, routing, generator, rank) for _ in range(num_calls(num_tokens))]
 
 
-def of_rank(call: Call, rank: int, size: int) -> Call:
-    """One rank's tokens in a call of all ranks."""
-    num_tokens = len(call.hidden_states) // size
-    rows = slice(rank * num_tokens, (rank + 1) * num_tokens)
-    return Call(*(tensor[rows].clone() for tensor in call))
-
-
 def time_over_ranks(runs: Sequence[Run], device: torch.device, rounds: int, seconds: float) -> Timing:
     """Times runs on all ranks at once, in turns; every rank has to call it.
 
@@ -359,14 +354,10 @@ def _max_over_ranks(values: Sequence[float], device: torch.device) -> list[float
 def bare_collectives(
     problem: MoEProblem, calls: Sequence[Call], tables: PlacementTables, row_bytes: int
 ) -> tuple[list[Run], tuple[int, int]]:
-    """Bare collectives: sends tokens with routes once to each rank that needs them, and a row back from each, unpadded.
-
-    Args:
-        problem, calls, tables: The layer, this rank's calls, and which rank holds which expert.
-        row_bytes: Bytes of a sent token.
+    """Bare collectives: tokens of `row_bytes` sent once to each rank that needs them, and a row back, unpadded.
 
     Returns:
-        A run per call, and the bytes that this rank sends and gets back in the first one.
+        A run per call of this rank, and the bytes that it sends and gets back in the first one.
     """
     runs: list[Run] = []
     moved = (0, 0)
@@ -397,13 +388,6 @@ def _there_and_home(
     dist.all_to_all_single(home[0], home[1], out_rows, in_rows)
 
 
-def all_agree(is_so: bool, device: torch.device) -> bool:
-    """Whether a condition is true on every rank."""
-    found = torch.tensor([int(is_so)], device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
-    return bool(found.item())
-
-
 def error_over_ranks(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The relative error of all ranks' rows together; NaN if any row has a NaN."""
     sums = torch.stack([(found.double() - expected.double()).square().sum(), expected.double().square().sum()])
@@ -411,21 +395,13 @@ def error_over_ranks(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((sums[0] / sums[1]).sqrt())
 
 
-def _main() -> int:
-    values = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    values |= {name: tuple(values[name]) for name in ("ways", "batches", "tokens", "routings")}
+if __name__ == "__main__":
     rank = int(sys.argv[2])
+    code = 0
     try:
-        run_rank(Job(**values), rank)
+        run_rank(Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), rank)
     except Exception as error:
         print(f"rank {rank}: {described(error)}", file=sys.stderr, flush=True)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.stdout.flush()
+        code = 1
     # At shutdown torch.distributed may wait for ranks that are gone.
-    code = _main()
-    sys.stderr.flush()
     os._exit(code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Final, NamedTuple
 
 GUARD: Final = "one_set"
@@ -39,25 +39,6 @@ def first_points(counts: Sequence[int], routings: Sequence[str]) -> list[Point]:
     return [Point(routing, tokens) for tokens in counts for routing in every]
 
 
-def points_between(
-    measured: Iterable[Point], routings: Sequence[str], winner: Callable[[int], Hashable]
-) -> list[Point]:
-    """Points between neighbors with different winners, unless they are near: one bisection.
-
-    Args:
-        measured: Points measured so far.
-        routings: Routings that are asked.
-        winner: The winner at a number of tokens, all of whose asked routings are measured.
-    """
-    counts = sorted({point.tokens for point in measured})
-    found = []
-    for low, high in itertools.pairwise(counts):
-        middle = midpoint(low, high)
-        if middle is not None and winner(low) != winner(high):
-            found += [Point(routing, middle) for routing in routings]
-    return found
-
-
 def next_points(
     measured: Sequence[Collection[Point]],
     counts: Sequence[int],
@@ -66,18 +47,16 @@ def next_points(
 ) -> list[Point]:
     """The points that the last of some sessions still lacks, in order; bisection may add more after them.
 
-    The first session measures the grid, then bisects by its own winners. Later ones measure the same points.
-
-    Args:
-        measured: Points of each session, the one that goes on last.
-        counts: Numbers of tokens of the grid, ascending.
-        routings: Routings that are asked.
-        winner: The first session's winner at a number of tokens.
+    The first session measures the grid of `counts`, then bisects by its own winners (`winner` by number of tokens).
+    Later ones measure the same points.
     """
     first, last = measured[0], measured[-1]
     wanted = first_points(counts, routings)
     # What a session has begun it ends: its own bisection, or the first one's.
     wanted += [Point(routing, tokens) for tokens in sorted({one.tokens for one in first}) for routing in routings]
     if len(measured) == 1 and set(wanted) <= set(first):
-        wanted = points_between(first, routings, winner)
+        # One bisection between neighbors with different winners, unless they are near.
+        pairs = itertools.pairwise(sorted({point.tokens for point in first}))
+        middles = (midpoint(*pair) for pair in pairs if midpoint(*pair) and winner(pair[0]) != winner(pair[1]))
+        wanted = [Point(routing, middle) for middle in middles if middle is not None for routing in routings]
     return [point for point in dict.fromkeys(wanted) if point not in last]

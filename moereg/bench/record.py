@@ -22,12 +22,7 @@ _LONGEST_REASON: Final = 500
 
 
 class LayerRecord:
-    """A layer's times in a pack, written with each change.
-
-    Attributes:
-        decisions: The candidates, the default first.
-        pack: All of the file, as it was written last.
-    """
+    """A layer's times in a pack, written with each change: candidates, the default first, and all of the file."""
 
     def __init__(
         self,
@@ -37,11 +32,7 @@ class LayerRecord:
         decisions: Mapping[Key, Decision],
         refresh: bool = False,
     ) -> None:
-        """Reads the file. Forgets the layer's times if asked to, or if a candidate is new or has changed.
-
-        Raises:
-            RecordFileError: The file cannot be used.
-        """
+        """Reads the file. Forgets the layer's times if asked to, or if a candidate is new or has changed."""
         self.decisions: Final = decisions
         self.pack: Pack
         self._path: Final = path
@@ -140,12 +131,8 @@ class LayerRecord:
 
     def add_times(self, session: int, point: Point, times: Mapping[Key, Mapping[str, Any]]) -> None:
         """Writes what a session measured at a point: values of rows by candidate."""
-        self._add(
-            [
-                Row(session=session, cell=self.index(key), routing=point.routing, tokens=point.tokens, **values)
-                for key, values in times.items()
-            ]
-        )
+        place: dict[str, Any] = {"session": session, "routing": point.routing, "tokens": point.tokens}
+        self._add([Row(cell=self.index(key), **place, **values) for key, values in times.items()])
 
     def leave_out(self, reasons: Mapping[Key, str], wrong: bool = False) -> None:
         """Writes which candidates are not measured further, or are wrong, and why."""

@@ -37,13 +37,7 @@ _SETTLED_FRACTION: Final = 1 / 3
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """The highest measured rates of a device.
-
-    Attributes:
-        matmul_tflops: Sustained rate of one large product.
-        read_gbps: Rate of reading a large buffer once.
-        read_by: The fastest reader.
-    """
+    """The highest measured rates of a device: of one large product, sustained, and of reading a large buffer once."""
 
     matmul_tflops: float
     read_gbps: float
@@ -52,11 +46,9 @@ class Ceilings:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """The work of a call, independent of the kernel.
+    """The work of a call, independent of the kernel: operations of both matmuls for routes to local experts.
 
-    Attributes:
-        flops: Operations of both matmuls, for routes to local experts.
-        num_bytes: Bytes of active experts' weights, hidden states and output, each moved once.
+    `num_bytes` are those of active experts' weights, hidden states and output, each moved once.
     """
 
     flops: float

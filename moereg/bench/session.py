@@ -25,7 +25,6 @@ from moereg.evidence.pack import TimedCell
 from moereg.evidence.pairs import paired
 from moereg.evidence.provenance import clocks
 from moereg.evidence.quarantine import QUARANTINE
-from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
 from moereg.selection.decide import candidate_of, decide, rank
 from moereg.selection.loader import load_backends, missing_backend
@@ -102,11 +101,7 @@ def row_values(one: Measurement, default: Measurement | None) -> dict[str, Any] 
 
 
 class LayerSession:
-    """Candidates of one layer on the same weights, measured point by point.
-
-    Attributes:
-        comparison: What measures them.
-    """
+    """Candidates of one layer on the same weights, measured point by point by its `comparison`."""
 
     def __init__(
         self,
@@ -118,21 +113,16 @@ class LayerSession:
         phase: Phase = lambda description: contextlib.nullcontext(lambda done, total: None),
         watch: Watch = lambda decision, step: None,
     ) -> None:
-        """Makes weights and inputs, and permutes the weights for every accepted candidate.
+        """Makes weights and inputs, and permutes the weights; other arguments as in `Comparison`.
 
-        Args:
-            selection: A selection for this machine.
-            make_weights, phase, watch: As of `Comparison`.
-            device: The device to measure on.
-            seed: Of the inputs.
-            points: Those whose inputs are made before any candidate's code runs; others are made when they are needed.
+        Inputs of `points` are made before any candidate's code runs, others when they are needed.
         """
         self._problem: Final = selection.problem
         self._device: Final = device
         self._seed: Final = seed
         self._points: Final = tuple(points)
         inputs = {point: self._calls(point) for point in self._points}
-        self.comparison: Final = Comparison(selection, make_weights, inputs, layer_tolerance, phase, watch)
+        self.comparison: Final = Comparison(selection, make_weights, inputs, phase, watch)
 
     def _calls(self, point: Point) -> list[Call]:
         return random_calls(self._problem, point.tokens, point.routing, self._seed, self._device)

@@ -39,11 +39,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Times of one call.
-
-    Attributes:
-        samples_us: Samples in the order taken.
-    """
+    """Times of one call, samples in the order taken."""
 
     samples_us: tuple[float, ...]
 
@@ -114,11 +110,9 @@ def can_be_captured(kernel: MoEKernel) -> bool:
 
 
 def capture(eager: Sequence[Run], *, error_mode: str = "global") -> list[Run]:
-    """Captures a CUDA graph of each run, to replay one after the other.
+    """Captures a CUDA graph of each run, to replay one after the other; the first must have been called before.
 
-    Args:
-        eager: The runs; the first one must have been called before.
-        error_mode: torch's `capture_error_mode`: `thread_local` if other threads keep running.
+    torch's `capture_error_mode` is `thread_local` if other threads keep running.
     """
     replays: list[Run] = []
     pool = None
@@ -160,9 +154,6 @@ def time_runs(
         rounds: Samples per key, at least 1.
         seconds: Time after which a key with three samples takes no more; also bounds warming up.
         before: Called untimed before each sample on a CPU, such as to empty caches.
-
-    Returns:
-        Times by key.
     """
     num_samples = {}
     shortest = math.inf

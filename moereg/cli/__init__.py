@@ -13,19 +13,9 @@ from typing import Any, Final
 
 import typer
 
+from moereg.cli import _output
 from moereg.cli._commands import app
-from moereg.cli._output import (
-    BAD_INPUT,
-    BROKEN_PIPE,
-    INTERNAL_ERROR,
-    INTERRUPTED,
-    NOTHING_FITS,
-    OK,
-    OUTPUT_LOST,
-    WRONG_NUMBERS,
-    print_error,
-    warnings_on_one_line,
-)
+from moereg.cli._output import print_error, warnings_on_one_line
 from moereg.errors import (
     MoeregError,
     MoeregWarning,
@@ -37,31 +27,12 @@ from moereg.errors import (
 )
 from moereg.runtime.progress import Advance, waits_shown_by
 
-__all__ = [
-    "BAD_INPUT",
-    "BROKEN_PIPE",
-    "INTERNAL_ERROR",
-    "INTERRUPTED",
-    "NOTHING_FITS",
-    "OK",
-    "OUTPUT_LOST",
-    "WRONG_NUMBERS",
-    "main",
-]
-
 # The base class of usage errors: some versions of typer bundle click, others use the installed one.
 _ClickException: Final[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        argv: Arguments after the program's name; None means the process's.
-
-    Returns:
-        The exit code.
-    """
+    """Runs one command, by default the process's; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     _open_closed_streams()
     with waits_shown_by(_show_wait), warnings_on_one_line():
@@ -73,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         lost = cause
     if lost is not None:
         if lost.errno == errno.EPIPE:
-            return BROKEN_PIPE
+            return _output.BROKEN_PIPE
         print_error(f"standard output was lost: {lost.strerror or lost}; the output is incomplete")
-        return OUTPUT_LOST
+        return _output.OUTPUT_LOST
     return error if isinstance(error, int) else _report(error, arguments)
 
 
@@ -83,7 +54,7 @@ def _run(arguments: list[str]) -> int | BaseException:
     """Runs a command; returns its exit code or what it raised."""
     streams = sys.stdout, sys.stderr
     try:
-        return app(args=arguments, prog_name="moereg", standalone_mode=False) or OK
+        return app(args=arguments, prog_name="moereg", standalone_mode=False) or _output.OK
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         return error
     finally:
@@ -134,9 +105,12 @@ def _report(error: BaseException, arguments: Sequence[str]) -> int:
     elif isinstance(error, _ClickException):
         print_error(_usage_text(error))
     elif isinstance(error, (typer.Abort, KeyboardInterrupt)):
-        return INTERRUPTED
-    elif isinstance(error, SystemExit) and _is_about_completion(arguments):
-        return error.code if isinstance(error.code, int) else OK
+        return _output.INTERRUPTED
+    # Shell completion, or its setup, which typer ends so.
+    elif isinstance(error, SystemExit) and (
+        "_MOEREG_COMPLETE" in os.environ or {"--install-completion", "--show-completion"} & set(arguments)
+    ):
+        return error.code if isinstance(error.code, int) else _output.OK
     elif isinstance(error, Exception) and is_lack_of_memory(error):
         print_error(f"not enough memory: {one_line(str(error))}; make the layer or the call smaller")
     else:
@@ -144,11 +118,8 @@ def _report(error: BaseException, arguments: Sequence[str]) -> int:
         if {"-v", "--verbose"} & set(arguments):
             traceback.print_exception(error)
         print_error(f"internal error, please report it: {described(error)} (-v shows the traceback)")
-        return INTERNAL_ERROR
-    return BAD_INPUT
-
-
-_SURPLUS: Final = "Got unexpected extra argument"
+        return _output.INTERNAL_ERROR
+    return _output.BAD_INPUT
 
 
 def _usage_text(error: Any) -> str:
@@ -158,12 +129,7 @@ def _usage_text(error: Any) -> str:
     if type(error).__name__ == "NoSuchOption" and context is not None and option is not None:
         known = {name for parameter in context.command.params for name in (*parameter.opts, *parameter.secondary_opts)}
         text = unknown_name_message("option", option, {*(name for name in known if name.startswith("-")), "--help"})
-    if text.startswith(_SURPLUS):
+    if text.startswith("Got unexpected extra argument"):
         surplus = text.partition(" (")[2].rstrip(")")
         text = f"a command must have no surplus argument, got {shown(surplus)}; leave it out"
     return f"{text}; see {context.command_path if context is not None else 'moereg'} --help"
-
-
-def _is_about_completion(arguments: Sequence[str]) -> bool:
-    """Whether this is shell completion or its setup, which typer ends by SystemExit."""
-    return "_MOEREG_COMPLETE" in os.environ or bool({"--install-completion", "--show-completion"} & set(arguments))

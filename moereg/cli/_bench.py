@@ -53,8 +53,6 @@ from moereg.errors import (
 )
 from moereg.evidence.provenance import provenance
 from moereg.layer.backend_calls import device_types
-from moereg.numerics.reference import reference_experts, relative_error
-from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform, probe_cpu, torch_device
 from moereg.registry import BUILTIN
 from moereg.routing import softmax_topk
@@ -63,7 +61,6 @@ from moereg.runtime.progress import Advance
 from moereg.selection.loader import current_platform, load_backends
 from moereg.selection.result import SCHEMA, Decision, Selection, nearest_by_backend
 from moereg.spec.problem import MoEProblem
-from moereg.spec.quant_schemes import get_scheme
 from moereg.testing.diagnosis import diagnose
 from moereg.weights.permuted import ExpertWeights
 
@@ -101,7 +98,6 @@ def random_layer(problem: MoEProblem, seed: int, device: torch.device, advance: 
 
 
 def load_layer(path: Path, layer: int, problem: MoEProblem, device: torch.device) -> CheckpointLayer:
-    """Loads one layer of a checkpoint with its own router; `problem` comes from `read_problem`."""
     from moereg.checkpoints import load_experts
 
     local = problem.num_local_experts if problem.is_expert_parallel else None
@@ -110,7 +106,6 @@ def load_layer(path: Path, layer: int, problem: MoEProblem, device: torch.device
 
 
 def build_layer(subject: Subject, seed: int, device: torch.device) -> RoutedWeights | CheckpointLayer:
-    """Loads a checkpoint's layer, or makes a random one."""
     if subject.checkpoint is not None and subject.layer is not None:
         return load_layer(subject.checkpoint, subject.layer, subject.problem, device)
     with phase("building weights") as advance:
@@ -139,7 +134,6 @@ def platform_at_hand(command: str, name: str | None) -> Platform:
 
 
 def layer_device(selection: Selection) -> torch.device:
-    """The device on which a command builds the selected layer."""
     platform, winner = selection.platform, selection.winner
     types: tuple[str, ...] = ()
     if winner is not None and winner.cell is not None:
@@ -154,11 +148,7 @@ def check_run_fits(
 ) -> None:
     """Checks that a layer's weights (canonical and permuted for each kernel), one expert in fp32 and the tokens fit.
 
-    Args:
-        problem: The layer.
-        num_tokens: Tokens of one call.
-        device: The device to fit on.
-        num_kernels, num_calls: Kernels, and inputs with their outputs, that exist at the same time.
+    So many kernels, and inputs with their outputs, exist at the same time.
     """
     free_bytes = free_memory_bytes(device)
     if free_bytes is None:
@@ -208,15 +198,9 @@ DEFAULT_TOKENS: Final = 64
 # Two, to catch a backend that repeats its first answer.
 _NUM_CALLS: Final = 2
 
-# Largest 16-bit weights, in bytes, that are built only to report the error of quantizing them.
-_LARGEST_UNQUANTIZED: Final = 2e9
-
 
 def run_layer(flags: ProblemFlags, seed: int) -> Result:
-    """Builds a layer, runs the selected kernel on this machine and compares it with the reference.
-
-    Takes the options' values by name. The result has no measurements if nothing fits.
-    """
+    """Builds a layer, runs the selected kernel on this machine and compares it with the reference."""
     num_tokens = DEFAULT_TOKENS if flags.tokens is None else flags.tokens
     subject = find_subject(dataclasses.replace(flags, tokens=num_tokens))
     problem = subject.problem
@@ -227,134 +211,93 @@ def run_layer(flags: ProblemFlags, seed: int) -> Result:
             selection = subject.noted(select_backend(problem, platform, **flags.request()))
     except UnsupportedProblemError as error:
         selection = subject.noted(error.selection)
-    run, winner = Run(subject.name or "random weights", selection, num_tokens), selection.winner
+    name, winner = subject.name or "random weights", selection.winner
     if winner is None:
-        return run.result(flags.verbose)
+        return result_of_run(name, selection, num_tokens, all_reasons=flags.verbose)
     device = layer_device(selection)
     check_run_fits(problem, num_tokens, device, num_calls=_NUM_CALLS)
     with torch.no_grad():
         built = build_layer(subject, seed, device)
-        run.selection = dataclasses.replace(selection, notices=(*selection.notices, *built.notices))
+        selection = dataclasses.replace(selection, notices=(*selection.notices, *built.notices))
         # Before the backend sees any of the layer.
         hidden_states = random_hidden_states(problem, num_tokens, seed, device)
         calls = [Call(rows, *built.route(rows)) for rows in (hidden_states, hidden_states.flip(1))]
         assert len(calls) == _NUM_CALLS
         alone = dataclasses.replace(selection, decisions=(winner,))
-        comparison = Comparison(alone, lambda: built.weights, {num_tokens: calls}, layer_tolerance, phase)
+        comparison = Comparison(alone, lambda: built.weights, {num_tokens: calls}, phase)
         with phase("running"):
-            (run.measured,) = comparison.measure(num_tokens, None)
-        failure = run.measured.error
-        if isinstance(failure, BackendError):
+            (row,) = comparison.measure(num_tokens, None)
+        if isinstance(row.error, BackendError):
             # With -v the backend's authors see the traceback.
-            logging.getLogger("moereg").info("the layer did not run", exc_info=failure.__cause__)
-        elif failure is not None:
-            raise failure
-        elif not run.measured.damage:
-            run.permute_ms = comparison.permute_ms[winner]
-            run.weights_bytes = num_bytes(built.weights.tensors())
-            reference = comparison.reference(winner, num_tokens)
-            if subject.checkpoint is None:
-                run.scheme_loss = _scheme_loss(problem, seed, device, calls[0], reference)
-            if not run.measured.passed:
-                # This second call may fail although the first did not; the verdict stands.
-                with phase("looking for the cause"), contextlib.suppress(Exception):
-                    out = comparison.output(winner, num_tokens)
-                    run.causes = diagnose(problem, built.weights, *calls[0], out, reference, computes=winner.computes)
-    return run.result(flags.verbose)
-
-
-def _scheme_loss(
-    problem: MoEProblem, seed: int, device: torch.device, call: Call, reference: torch.Tensor
-) -> float | None:
-    """The error of a scheme's reference against fp32 on unquantized random weights, if they are not too large."""
-    rows = problem.activation.num_halves + 1
-    numel = problem.num_local_experts * rows * problem.intermediate_size * problem.hidden_size
-    if problem.quant.weight is None or numel * problem.torch_dtype.itemsize > _LARGEST_UNQUANTIZED:
-        return None
-    plain = dataclasses.replace(problem, quant=get_scheme("unquantized"))
-    # Loaded only now, so that they take no memory while the layer runs.
-    with phase("building unquantized weights") as advance:
-        weights = random_layer(plain, seed, device, advance).weights
-    with phase("computing the unquantized reference"):
-        return relative_error(reference, reference_experts(plain, weights, *call))
+            logging.getLogger("moereg").info("the layer did not run", exc_info=row.error.__cause__)
+        elif row.error is not None:
+            raise row.error
+        causes: tuple[str, ...] = ()
+        if not (row.passed or row.failure or row.damage):
+            # This second call may fail although the first did not; the verdict stands.
+            with phase("looking for the cause"), contextlib.suppress(Exception):
+                out, reference = comparison.output(winner, num_tokens), comparison.reference(winner, num_tokens)
+                causes = diagnose(problem, built.weights, *calls[0], out, reference, computes=winner.computes)
+    permute_ms, weights_bytes = comparison.permute_ms.get(winner), num_bytes(built.weights.tensors())
+    return result_of_run(name, selection, num_tokens, row, permute_ms, weights_bytes, causes, flags.verbose)
 
 
 def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Bytes of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-@dataclasses.dataclass
-class Run:
-    """A run of a layer.
+def result_of_run(
+    subject: str,
+    selection: Selection,
+    num_tokens: int,
+    row: Measurement | None = None,
+    permute_ms: float | None = None,
+    weights_bytes: int = 0,
+    causes: Sequence[str] = (),
+    all_reasons: bool = False,
+) -> Result:
+    """The result of a run, without a row if nothing fits; `causes` are usual mistakes that explain wrong numbers."""
+    winner, passed = selection.winner, None if row is None else row.passed
+    compared = None if row is None or row.failure or row.damage else row
+    values = {
+        "schema": SCHEMA,
+        "backend": selection.backend,
+        "platform": str(selection.platform),
+        "problem": selection.problem.to_dict(),
+        "tokens": num_tokens,
+        "relative_error": compared and compared.relative_error,
+        "tolerance": compared and compared.tolerance,
+        "passed": passed,
+        "causes": list(causes),
+        "failure": (row and row.failure) or None,
+        "damage": (row and row.damage) or None,
+        "time_us": compared and compared.time_us,
+        "permute_ms": compared and permute_ms,
+        "selection": selection.to_dict(),
+    }
 
-    Attributes:
-        subject: The model's or checkpoint's name to show.
-        measured: What was measured; None if nothing fitted.
-        scheme_loss: The scheme's own error against fp32, if it is known.
-        permute_ms: Time to permute the weights once, and like the next one None if the layer did not run.
-        weights_bytes: Bytes of the canonical weights.
-        causes: Usual mistakes that explain wrong numbers.
-    """
-
-    subject: str
-    selection: Selection
-    num_tokens: int
-    measured: Measurement | None = None
-    scheme_loss: float | None = None
-    permute_ms: float | None = None
-    weights_bytes: int = 0
-    causes: tuple[str, ...] = ()
-
-    def result(self, all_reasons: bool) -> Result:
-        """The command's result."""
-        selection, row = self.selection, self.measured
-        compared = row if self.permute_ms is not None else None
-        passed = None if row is None else row.passed
-        values = {
-            "schema": SCHEMA,
-            "backend": selection.backend,
-            "platform": str(selection.platform),
-            "problem": selection.problem.to_dict(),
-            "tokens": self.num_tokens,
-            "relative_error": compared and compared.relative_error,
-            "tolerance": compared and compared.tolerance,
-            "passed": passed,
-            "causes": list(self.causes),
-            "failure": (row and row.failure) or None,
-            "damage": (row and row.damage) or None,
-            "time_us": compared and compared.time_us,
-            "permute_ms": self.permute_ms,
-            "selection": selection.to_dict(),
-        }
-        return Result(values, functools.partial(self._show, all_reasons), code_of_verdict(passed))
-
-    def _show(self, all_reasons: bool) -> None:
-        """Prints the result and last whether it is right, or the reasons if nothing fitted; every one if asked."""
-        selection, winner, row = self.selection, self.selection.winner, self.measured
-        if winner is None or row is None or self.permute_ms is None:
-            show_selection(selection, self.subject, all_reasons)
+    def show() -> None:
+        if winner is None or compared is None or permute_ms is None:
+            show_selection(selection, subject, all_reasons)
             if winner is not None and row is not None:
                 damage = f"WRONG: {winner.backend} of {winner.provider}: {row.damage}"
                 say(bad(f"FAILED: {row.failure}" if row.failure else damage))
             return
-        verdict = good("right") if row.passed else bad("WRONG")
-        verdict.append(f": error {row.relative_error:.2e}, {'' if row.passed else 'not '}within the tolerance ")
-        verdict.append(f"{row.tolerance:.1e} of the reference")
+        verdict = good("right") if passed else bad("WRONG")
+        verdict.append(f": error {compared.relative_error:.2e}, {'' if passed else 'not '}within the tolerance ")
+        verdict.append(f"{compared.tolerance:.1e} of the reference")
         tier = "" if winner.tier == "kernel" else f", {winner.tier}: right numbers, not the speed of the scheme"
-        time = f"{format_us(row.time_us)} a call of {self.num_tokens} tokens"
+        time = f"{format_us(compared.time_us)} a call of {num_tokens} tokens"
         rows = {
-            "layer": f"{self.subject}: {selection.problem}",
+            "layer": f"{subject}: {selection.problem}",
             "platform": machine(selection.platform),
             "backend": f"{winner.backend} ({winner.experts}){of_wheel(winner)}, {source_of(selection)}{tier}",
             "computed as": winner.computes,
-            "weights": f"{format_bytes(self.weights_bytes)}, permuted in {format_us(1e3 * self.permute_ms)}",
-            "time": time if row.timing else "none, since the numbers are wrong",
+            "weights": f"{format_bytes(weights_bytes)}, permuted in {format_us(1e3 * permute_ms)}",
+            "time": time if compared.timing else "none, since the numbers are wrong",
         }
-        if self.scheme_loss is not None:
-            rows["loss"] = f"{self.scheme_loss:.2e} against fp32, of {winner.computes} itself"
-        if self.causes:
-            rows["likely cause"] = ", or ".join(self.causes)
+        if causes:
+            rows["likely cause"] = ", or ".join(causes)
         table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
         for cells in rows.items():
             table.add_row(*cells)
@@ -367,6 +310,8 @@ class Run:
         print_notices(notice for notice in selection.notices if notice not in selection.request.notices)
         say(verdict)
 
+    return Result(values, show, code_of_verdict(passed))
+
 
 _TIE: Final = 1.03
 """Times closer than this are equal, as processes differ by as much."""
@@ -376,7 +321,6 @@ _CPU_TOKENS: Final = (1, 4, 16, 64, 256)
 
 
 def parse_counts(text: str, option: str = "--tokens 1,16,64") -> tuple[int, ...]:
-    """Parses an option's numbers, ascending."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isdecimal() and int(word) for word in words):
         name, _, example = option.partition(" ")
@@ -385,21 +329,16 @@ def parse_counts(text: str, option: str = "--tokens 1,16,64") -> tuple[int, ...]
 
 
 def check_routing(routing: str) -> None:
-    """Checks the name given to `--routing`."""
     if routing not in ROUTINGS:
         raise UnknownNameError(unknown_name_message("routing", routing, ROUTINGS))
 
 
 def bench_layer(
-    flags: ProblemFlags,
-    token_counts: Sequence[int] | None,
-    routing: str,
-    rounds: int,
-    seed: int,
+    flags: ProblemFlags, token_counts: Sequence[int] | None, routing: str, rounds: int, seed: int
 ) -> Result:
     """Makes one layer for every backend that fits, checks each against the reference and times it.
 
-    Takes the options' values by name; `token_counts` ascend. The result has no rows if nothing fits.
+    `token_counts` ascend. The result has no rows if nothing fits.
     """
     platform = platform_at_hand("bench", flags.platform)
     if token_counts is None:
@@ -440,16 +379,9 @@ def result_of_bench(
     rows: Sequence[Measurement] = (),
     all_reasons: bool = False,
 ) -> Result:
-    """The result of a bench.
+    """The result of a bench, whose rows are by number of tokens, candidates in the selection's order.
 
-    Args:
-        subject: The model's name to show.
-        selection: The candidates.
-        routing: The routing's name.
-        measured_on: `device`, `versions`, `commit` and `date`, among others.
-        ceilings: The device's roofline ceilings; None if nothing ran.
-        rows: Measurements by number of tokens, candidates in the selection's order.
-        all_reasons: Whether to show every reason of those that do not fit.
+    `measured_on` has `device`, `versions`, `commit` and `date`; `ceilings` is None if nothing ran.
     """
     known = dict.fromkeys(field.name for field in dataclasses.fields(Ceilings))
     values = {

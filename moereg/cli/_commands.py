@@ -57,8 +57,7 @@ _ALSO_CALLED: Final = {
 """Other words for commands, with the commands that they may mean."""
 
 
-def known_routings() -> Iterable[str]:
-    """All routings, for the tab key."""
+def _known_routings() -> Iterable[str]:
     from moereg.bench.inputs import ROUTINGS
 
     return ROUTINGS
@@ -272,7 +271,7 @@ def bench(
         option("Numbers of tokens, e.g. 1,16,64; 1 to 4096 on a GPU and 1 to 256 on a CPU if left out."),
     ] = None,
     routing: Annotated[
-        str, option("uniform, zipf (popularity 1 / rank) or one_set (all to one set).", tab=known_routings)
+        str, option("uniform, zipf (popularity 1 / rank) or one_set (all to one set).", words=_known_routings)
     ] = "uniform",
     rounds: Annotated[
         int | None, option("Timed calls of each backend, 48 if left out; fewer where they take a second.", min=1)
@@ -452,7 +451,7 @@ def verify(
 ) -> Result:
     """Run the conformance kit on one backend."""
     from moereg.cli._quarantine import lift_quarantine, quarantine_failures
-    from moereg.cli._verify import Subject, check_ledger, record_verified, show_verify, verify_backend
+    from moereg.cli._verify import check_ledger, record_verified, show_verify, subject_of, verify_backend
     from moereg.evidence.quarantine import QUARANTINE
     from moereg.testing.suite import run_again
 
@@ -463,11 +462,12 @@ def verify(
         return Result({"schema": SCHEMA, "quarantine": lifted.to_dict()}, lambda: print(lifted))
     if quarantine:
         QUARANTINE.change()  # Refuses an unwritable file before anything runs.
-    subject = Subject(name, module or [])
+    backend, modules = subject_of(name, module or [])
     if ledger is not None:
         check_ledger(ledger, check or [])
-    report = verify_backend(subject, platform, isolate, seconds, check_seconds, seed, check or [])
-    recorded = () if ledger is None else record_verified(report, ledger, subject)
+    options = {"seed": seed, "only": check or [], "check_seconds": check_seconds}
+    report = verify_backend(backend, modules, platform, isolate, seconds, **options)
+    recorded = () if ledger is None else record_verified(report, ledger, modules)
     change = None
     if quarantine:
         change = quarantine_failures(report, not check, lambda found: run_again(found, isolate, check_seconds))

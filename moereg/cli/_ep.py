@@ -82,10 +82,9 @@ def bench_group(
     batches: Sequence[int] = (1,),
     compares: bool = False,
 ) -> Result | None:
-    """Compares token dispatchers on random weights, over ranks of this machine or torchrun's.
+    """Compares token dispatchers on random weights, over ranks here or torchrun's, whose rank 0 has a result.
 
-    Takes the options' values by name. If it `compares`, rank 0 also runs the whole layer alone. Under torchrun rank 0
-    alone has a result.
+    If it `compares`, rank 0 also runs the whole layer alone.
     """
     if flags.require or flags.prefer or flags.deny:
         raise UsageError("--ep takes no --require, --prefer or --deny; set MOEREG_REQUIRE, which every rank reads")
@@ -225,11 +224,7 @@ def _torchrun_rank(size: int) -> int | None:
 
 
 def _rows_of_ranks(job: Any, rank: int | None) -> tuple[list[dict[str, Any]], str]:
-    """Runs a `Job` as this torchrun rank, or starts a process per rank if None.
-
-    Returns:
-        The rows, including those before a failure, and the failure; under torchrun only rank 0 has rows.
-    """
+    """The rows of a `Job`, run as this torchrun rank or by a process per rank, and how one of these failed, if so."""
     with tempfile.TemporaryDirectory(prefix="moereg-ep-") as folder:
         out = Path(folder) / "rows"
         job = dataclasses.replace(job, out=str(out), store=None if rank is not None else str(Path(folder) / "store"))

@@ -76,7 +76,6 @@ def group_facts(size: int, platform: Platform) -> GroupFacts:
 
 
 def explain_model_dir(flags: ProblemFlags, path: Path) -> Result:
-    """Selects for every layer of a directory's model."""
     from moereg.integrations.transformers import explain_model, grouped
 
     flags.check_no_checkpoint_facts("--model-dir")

@@ -116,7 +116,7 @@ def _backend(cells: Sequence[BackendCell], platform: Platform, quarantine: Quara
 def _entry(
     first: BackendCell | MovementCell, shown: list[dict[str, Any]], by_cell: Iterable[Sequence[Reason]]
 ) -> dict[str, Any]:
-    """The entry of a backend or token dispatcher, which runs here if one of its cells does."""
+    """A backend or token dispatcher, which runs here if one of its cells does."""
     nearest = sorted(by_cell, key=len)
     # Each reason once, starting with the cell that is nearest to running.
     reasons = dict.fromkeys(reason for reasons in nearest for reason in reasons) if nearest[0] else ()
@@ -190,7 +190,6 @@ def _show_backends(info: Mapping[str, Any]) -> None:
 def _show_cells(
     info: Mapping[str, Any], held: Mapping[BackendCell, Sequence[QuarantineRecord]], platform: Platform
 ) -> None:
-    """Prints every cell with its evidence, and the reasons why some cannot run here."""
     columns = "backend", "experts", "computes", "platforms", ">priority", "tier", "runs here", "verified"
     rows = [
         (
@@ -234,7 +233,7 @@ def _show_reasons(entries: Iterable[Mapping[str, Any]], what: str) -> None:
 
 
 def _show_plugins(plugins: Iterable[Mapping[str, Any]], every: bool) -> None:
-    """Prints a table of plugins that did not load, or of all, and otherwise a line per distribution."""
+    """A table of plugins that did not load, or of all, and otherwise a line per distribution."""
     names = "name", "group", "distribution", "status", "error"
     rows = [[plugin[name] or "" for name in names] for plugin in plugins if every or plugin["status"] != "loaded"]
     if rows:
@@ -289,12 +288,10 @@ def _verified(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def list_models() -> dict[str, Any]:
-    """The object that `moereg models --json` prints."""
     return {"schema": SCHEMA, "models": [dataclasses.asdict(shape) for shape in MODEL_SHAPES.values()]}
 
 
 def show_models() -> None:
-    """Prints one line per model."""
     rows = []
     for shape in MODEL_SHAPES.values():
         sizes = (shape.num_experts, shape.hidden_size, shape.intermediate_size, shape.top_k)
@@ -308,11 +305,7 @@ def show_models() -> None:
 
 
 def list_schemes(name: str | None) -> tuple[dict[str, Any], Platform]:
-    """The object that `moereg schemes --json` prints, and the platform.
-
-    Args:
-        name: The value of `--platform`; None means this machine.
-    """
+    """The object that `moereg schemes --json` prints, and the platform that `--platform` names, or this machine."""
     registry = load_backends()
     platform = current_platform() if name is None else Platform.from_name(name)
     known = {scheme.name: scheme for cell in registry.cells for scheme in cell.schemes}
@@ -323,13 +316,12 @@ def list_schemes(name: str | None) -> tuple[dict[str, Any], Platform]:
         "schema": SCHEMA,
         "platform": str(platform),
         "platform_source": "probed" if platform.probed else "named",
-        "schemes": [{**dataclasses.asdict(scheme), **_served_by(scheme, cells)} for scheme in schemes.values()],
+        "schemes": [_scheme(scheme, cells) for scheme in schemes.values()],
         "notices": [] if product is None else [f"--platform {name} is {product}"],
     }, platform
 
 
 def show_schemes(found: dict[str, Any], platform: Platform) -> None:
-    """Prints one line per scheme."""
     rows = []
     for row in found["schemes"]:
         names = [*row["backends"], *(f"{name} (emulated)" for name in row["emulated_by"])]
@@ -340,11 +332,11 @@ def show_schemes(found: dict[str, Any], platform: Platform) -> None:
     print_notices(found["notices"])
 
 
-def _served_by(checkpoint: QuantScheme, cells: list[BackendCell]) -> dict[str, list[str]]:
-    """Names of backends that run such weights, native ones separate from emulations."""
+def _scheme(checkpoint: QuantScheme, cells: list[BackendCell]) -> dict[str, Any]:
     serving = [cell for cell in cells if any(scheme.serves(checkpoint) for scheme in cell.schemes)]
-    kernels = sorted({cell.name for cell in serving if cell.tier == "kernel"})
-    return {"backends": kernels, "emulated_by": sorted({cell.name for cell in serving} - {*kernels})}
+    kernels = {cell.name for cell in serving if cell.tier == "kernel"}
+    emulated = {cell.name for cell in serving} - kernels
+    return {**dataclasses.asdict(checkpoint), "backends": sorted(kernels), "emulated_by": sorted(emulated)}
 
 
 def _format(values: dict[str, Any] | None, line: str) -> str:

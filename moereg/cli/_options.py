@@ -31,16 +31,12 @@ class UsageError(MoeregError, ValueError):
 Names = Iterable[str] | Callable[[], Iterable[str]]
 
 
-def option(help: str, *names: str, tab: Names | None = None, **facts: Any) -> Any:
-    """Declares an option.
+def option(help: str, *names: str, words: Names | None = None, **others: Any) -> Any:
+    """Declares an option that the tab key completes with some words; `others` are arguments of typer.
 
-    Args:
-        help: Its help.
-        names: Its names; needed where an option can only be set, since typer otherwise adds `--no-NAME`.
-        tab: What the tab key completes it with.
-        facts: Other arguments of typer.
+    It needs `names` where it can only be set, since typer otherwise adds `--no-NAME`.
     """
-    return typer.Option(*names, help=help, autocompletion=None if tab is None else completing(tab), **facts)
+    return typer.Option(*names, help=help, autocompletion=completing(words) if words else None, **others)
 
 
 def completing(names: Names) -> Callable[[str], list[str]]:
@@ -61,9 +57,9 @@ def known_backends() -> Iterable[str]:
 
 
 # Schemes are without plugins', which would have to be imported.
-scheme_of = functools.partial(option, tab=QUANT_SCHEMES)
-platform_of = functools.partial(option, tab=("cpu", *dict.fromkeys(PRODUCTS.values()), *PRODUCTS))
-backends_of = functools.partial(option, tab=known_backends)
+scheme_of = functools.partial(option, words=QUANT_SCHEMES)
+platform_of = functools.partial(option, words=("cpu", *dict.fromkeys(PRODUCTS.values()), *PRODUCTS))
+backends_of = functools.partial(option, words=known_backends)
 seed_of = functools.partial(option, min=0, max=2**63 - 2)
 
 Platform = Annotated[str | None, platform_of("A platform such as cuda:sm90 or h100; this machine's if left out.")]
@@ -75,14 +71,14 @@ Deny = Annotated[list[str] | None, backends_of("Use none of these backends.")]
 class ProblemFlags:
     """The options that describe a layer and a request, and how much to show; None if not given."""
 
-    model: Annotated[str | None, option("A known model's layer, e.g. qwen3-30b-a3b.", tab=MODEL_SHAPES)] = None
+    model: Annotated[str | None, option("A known model's layer, e.g. qwen3-30b-a3b.", words=MODEL_SHAPES)] = None
     experts: Annotated[int | None, option("Experts of the layer.")] = None
     hidden: Annotated[int | None, option("Hidden size.")] = None
     intermediate: Annotated[int | None, option("Intermediate size of one expert.")] = None
     top_k: Annotated[int | None, option("Experts a token.")] = None
     quant: Annotated[str | None, scheme_of("Scheme of the checkpoint's weights.")] = None
-    dtype: Annotated[str | None, option("bfloat16, float16 or float32.", tab=DTYPES)] = None
-    activation: Annotated[str | None, option("silu, gelu, gelu_tanh, swigluoai or relu2.", tab=ACTIVATIONS)] = None
+    dtype: Annotated[str | None, option("bfloat16, float16 or float32.", words=DTYPES)] = None
+    activation: Annotated[str | None, option("silu, gelu, gelu_tanh, swigluoai or relu2.", words=ACTIVATIONS)] = None
     swiglu_limit: Annotated[float | None, option("Clamp of gate and up.")] = None
     bias: Annotated[bool | None, option("Both matmuls have a bias.")] = None
     activation_format: Annotated[str | None, option("standard or batched.")] = None
@@ -184,7 +180,6 @@ def _flag(field: str) -> str:
 
 
 def import_named(files: Sequence[str], modules: Sequence[str]) -> None:
-    """Imports what a command line names beside what is installed."""
     check_files(files, modules)
     if not files and not modules:
         return
@@ -209,13 +204,7 @@ def check_files(files: Sequence[str], modules: Sequence[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A layer and its name.
-
-    Attributes:
-        name: The model's or checkpoint's name; None if only sizes were given.
-        checkpoint, layer: The checkpoint's directory and the layer's index, if it has one.
-        notices: Unexpected effects of the options, one line each.
-    """
+    """A layer and its name, a model's or checkpoint's, with unexpected effects of the options, one line each."""
 
     name: str | None
     problem: MoEProblem
@@ -245,7 +234,6 @@ def find_subject(flags: ProblemFlags) -> Subject:
 
 
 def first_layer(checkpoint: Path) -> int:
-    """The first layer of a checkpoint with experts."""
     from moereg.checkpoints import moe_layers
 
     with_experts = moe_layers(checkpoint)

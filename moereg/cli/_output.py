@@ -49,13 +49,7 @@ def code_of_verdict(passed: bool | None) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A command's result.
-
-    Attributes:
-        values: The object that `--json` prints.
-        show: Prints the same as text.
-        code: The exit code.
-    """
+    """A command's result: the object that `--json` prints, what prints the same as text, and the exit code."""
 
     values: Mapping[str, Any]
     show: Callable[[], object]
@@ -135,8 +129,7 @@ class _Strays(io.TextIOWrapper):
 def only_results_on_stdout(is_verbose: bool = False) -> Iterator[None]:
     """Sends what others print while a command works to standard error, C libraries and child processes included.
 
-    Args:
-        is_verbose: Whether to show moereg's log.
+    Verbose, it shows moereg's log there.
     """
     logger = logging.getLogger("moereg")
     handler, level = logging.StreamHandler(sys.stderr), logger.level

@@ -31,14 +31,7 @@ EVERY_SECONDS: Final = 15.0
 
 @contextlib.contextmanager
 def phase(description: str) -> Iterator[Advance]:
-    """Shows a phase of work.
-
-    Args:
-        description: The work, such as `permuting weights`.
-
-    Yields:
-        A callback for (steps done, all steps); without steps the phase only shows that it runs.
-    """
+    """Shows a phase of work, such as `permuting weights`; yields a callback for (steps done, all steps), if any."""
     stream = sys.stderr
     if stream.isatty():
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

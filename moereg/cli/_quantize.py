@@ -27,7 +27,6 @@ from moereg.dispatch import explain_backends
 from moereg.errors import TooLargeError, one_line, shown
 from moereg.evidence.provenance import provenance
 from moereg.numerics.reference import calibrate_activation_scales, reference_experts, relative_error
-from moereg.numerics.tolerances import layer_tolerance
 from moereg.quantize import dequantize_weights, quantize_weights
 from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.selection.loader import find_scheme
@@ -93,8 +92,7 @@ def compare_schemes(
 ) -> Result:
     """Loads a layer, quantizes it to each scheme in turn, and runs its backend.
 
-    Takes the options' values by name; `token_counts` ascend, and `inputs` are real inputs [T,H] by layer. The result
-    has no rows if nothing fits.
+    `token_counts` ascend, and `inputs` are real inputs [T,H] by layer. The result has no rows if nothing fits.
     """
     layer = first_layer(checkpoint) if layer is None else layer
     problem = read_problem(checkpoint, layer, **dataclasses.replace(flags, tokens=max(token_counts)).wishes())
@@ -148,7 +146,12 @@ def compare_schemes(
             nearest = answers(selection)[0]
             why.setdefault(f"{nearest.backend}: {nearest.reasons[0].text}", []).append(name)
         say(*(f"not on this machine: {', '.join(names)} ({reason})" for reason, names in why.items()))
-        _show_faults(values)
+        for row in (values["original"], *values["rows"]) if values["original"] else ():
+            for time in row["times"]:
+                if not time["passed"]:
+                    error = f"WRONG: {time['relative_error']:.1e} > {time['tolerance']:.1e} from its own reference"
+                    label = f"{row['quant']} on {row['backend']} at {time['tokens']} tokens"
+                    say(bad(f"{label}: {time['failure'] or time['damage'] or error}"))
         if not values["rows"]:
             what = "nothing here computes the original, which the others are compared with"
             say(bad(what if fitting else "nothing fits"))
@@ -183,7 +186,6 @@ class _Work:
     def __init__(
         self, layer: CheckpointLayer, token_counts: Sequence[int], given: torch.Tensor | None, seed: int
     ) -> None:
-        """Makes the inputs, real ones if any are given, and the original's output."""
         problem, device = layer.problem, layer.weights.w13.device
         self._layer = self._plain = layer
         if problem.quant.weight is not None:
@@ -218,21 +220,20 @@ class _Work:
         self._original: Comparison | None = None
 
     def row(self, selection: Selection, is_original: bool = False) -> dict[str, Any]:
-        """Compares and times the layer in a scheme, alongside the original, which comes first and is kept.
-
-        Returns:
-            A row of `--json`.
-        """
+        """Compares and times the layer in a scheme, alongside the original, which comes first; a row of `--json`."""
         winner = selection.winner
         assert winner is not None
         weights = self._layer.weights if is_original else self._quantized(selection.problem.quant)
         found = reference_experts(selection.problem, weights, *self._sample, computes=winner.scheme)
         alone = dataclasses.replace(selection, decisions=(winner,))
-        comparison = Comparison(alone, lambda: weights, self._calls, layer_tolerance)
+        comparison = Comparison(alone, lambda: weights, self._calls)
         times = []
         for count in self._calls:
-            # Again for each scheme: a machine's speed drifts, so a ratio needs both times from the same minute.
-            original_us = self._original_us(count)
+            original_us = math.nan  # Where it was wrong or failed.
+            if self._original is not None:
+                # Again for each scheme: a machine's speed drifts, so a ratio needs both times from the same minute.
+                (timing,) = self._original.time_again(count, _ROUNDS, _SECONDS).values()
+                original_us = timing.median_us
             (row,) = comparison.measure(count, None, _ROUNDS, _SECONDS)
             original_us = row.time_us if is_original else original_us
             times.append(
@@ -269,13 +270,6 @@ class _Work:
             a13_scale, a2_scale = calibrate_activation_scales(plain.problem, plain.weights, *self._sample, scheme)
         return quantize_weights(plain.weights, scheme, a13_scale=a13_scale, a2_scale=a2_scale)
 
-    def _original_us(self, count: int) -> float:
-        """The original's current time; NaN if it was wrong or failed."""
-        if self._original is None:
-            return math.nan
-        (timing,) = self._original.time_again(count, _ROUNDS, _SECONDS).values()
-        return timing.median_us
-
 
 def _weights_error(weights: ExpertWeights, plain: ExpertWeights) -> float:
     """Relative error of the dequantized weights, expert by expert to avoid a copy of all."""
@@ -307,7 +301,6 @@ def _unbeaten(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _show_rows(values: Mapping[str, Any]) -> None:
-    """Prints the table of schemes, and what its marks mean."""
     original, rows = values["original"], values["rows"]
     if original is None:
         return
@@ -349,12 +342,3 @@ def _beside(original: Mapping[str, Any], place: int, rows: Sequence[Mapping[str,
     times = [row["times"][place]["original_us"] for row in rows if original["passed"]] or [own]
     low, high = min(times), max(times)
     return format_us(high) if format_us(low) == format_us(high) else format_us_range(low, high)
-
-
-def _show_faults(values: Mapping[str, Any]) -> None:
-    for row in (values["original"], *values["rows"]) if values["original"] else ():
-        for time in row["times"]:
-            if not time["passed"]:
-                error = f"WRONG: {time['relative_error']:.1e} > {time['tolerance']:.1e} from its own reference"
-                label = f"{row['quant']} on {row['backend']} at {time['tokens']} tokens"
-                say(bad(f"{label}: {time['failure'] or time['damage'] or error}"))

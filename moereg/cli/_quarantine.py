@@ -22,13 +22,9 @@ _SHOWN: Final = "backend", "experts", "rule", "scheme", "trains", "failure", "da
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Changes made by a command.
+    """Records added and lifted by a command, and failed cells that were left, with the reason.
 
-    Attributes:
-        added: Records added.
-        lifted: Records removed.
-        left: Failed cells that were not quarantined, with the reason.
-        lifts: The backend whose records should be lifted; empty if a report caused the change.
+    `lifts` is the backend whose records should be lifted; empty if a report caused the change.
     """
 
     added: tuple[QuarantineRecord, ...] = ()
@@ -37,7 +33,6 @@ class Change:
     lifts: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
         return {
             "file": str(QUARANTINE.path()),
             "added": [picked(record, *_SHOWN) for record in self.added],
@@ -64,11 +59,9 @@ def quarantine_failures(
 
     What failed in checks of gradients alone is quarantined for problems with gradients alone.
 
-    Args:
-        report: The kit's report.
-        is_whole: Whether all checks ran; otherwise nothing is lifted.
-        again: Reruns a check that timed out or crashed, alone and with more time, since one time limit says little on a
-            busy machine, and another check may have damaged the process. If None, such checks quarantine nothing.
+    Unless all checks ran (`is_whole`), nothing is lifted. `again` reruns a check that timed out or crashed, alone and
+    with more time, since one time limit says little on a busy machine, and another check may have damaged the process;
+    without it such checks quarantine nothing.
     """
     at_import = [result.outcome for result in report.failures if result.check.cell.experts == IMPORT]
     if at_import:
@@ -93,7 +86,11 @@ def quarantine_failures(
             schemes = [scheme for scheme in _schemes(result, cell) if not found.record(cell, scheme, here, trains)]
             outcome = result.outcome
             if schemes and outcome.status in ("timed_out", "crashed"):
-                outcome = Outcome("passed") if again is None else again(_of_one_layer(result))
+                # Where it draws some, the very layer that failed: a search would draw no further than its time.
+                layer = outcome.layer
+                argument = check.argument if layer is None else json.dumps({"layer": layer.to_dict()})
+                alone = dataclasses.replace(check, argument=argument)
+                outcome = Outcome("passed") if again is None else again(alone)
             if schemes and not outcome.is_failure:
                 left[str(name)] = f"{check.id} {result.outcome.status.replace('_', ' ')} once, and passes alone"
                 continue
@@ -105,12 +102,6 @@ def quarantine_failures(
     keys = {key for cell in passed for key in record_keys(cell, here)}
     lifted = QUARANTINE.change(added.values(), lambda record: record.key in keys)
     return Change(tuple(added.values()), lifted, left)
-
-
-def _of_one_layer(result: Result) -> Check:
-    """The check that failed, of the very layer where it draws some: a search would draw no further than its time."""
-    check, layer = result.check, result.outcome.layer
-    return check if layer is None else dataclasses.replace(check, argument=json.dumps({"layer": layer.to_dict()}))
 
 
 def _schemes(result: Result, cell: BackendCell) -> tuple[QuantScheme, ...]:

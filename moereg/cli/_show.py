@@ -28,6 +28,8 @@ _SOURCES: Final = {
     "priority": "chosen by priority",
 }
 
+_MARKS: Final = {True: Text("fits", style="green"), False: Text("rejected", style="red")}
+
 _UNITS: Final = (("us", 1.0), ("ms", 1e3), ("s", 1e6))
 
 
@@ -38,12 +40,10 @@ def say(*lines: RenderableType) -> None:
 
 
 def good(text: str) -> Text:
-    """The text of a good end."""
     return Text(text, style="bold green")
 
 
 def bad(text: str) -> Text:
-    """The text of a bad end."""
     return Text(text, style="bold red")
 
 
@@ -53,12 +53,9 @@ def is_wide() -> bool:
 
 
 def new_table(*columns: str, rows: Iterable[Sequence[str | Text] | None] = (), keep: Sequence[str] = ()) -> Table:
-    """A table.
+    """A table: `>` before a head aligns its column to the right, a row of None begins another section.
 
-    Args:
-        columns: Their heads; `>` before one aligns its column to the right.
-        rows: Its cells by row; None begins another section.
-        keep: Heads of columns that are never folded.
+    Columns to `keep` are never folded.
     """
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
@@ -73,10 +70,7 @@ def new_table(*columns: str, rows: Iterable[Sequence[str | Text] | None] = (), k
 def show_selection(selection: Selection, subject: str | None = None, all_reasons: bool = False) -> None:
     """Prints the decision table of what fits, why the others do not, and last what was chosen.
 
-    Args:
-        selection: The selection.
-        subject: The model's or checkpoint's name.
-        all_reasons: Whether rejected backends are in the table too, with every reason of each.
+    With `all_reasons` rejected backends are in the table too, with every reason of each.
     """
     platform, winner = selection.platform, selection.winner
     say(f"{subject}: {selection.problem}" if subject else str(selection.problem), f"on {named_machine(platform)}")
@@ -106,20 +100,14 @@ def answers(selection: Selection) -> list[Decision]:
 
 
 def print_rejected(label: str, selection: Selection, all_reasons: bool = False) -> None:
-    """Prints why candidates were rejected: on one line those that share a reason.
+    """Prints why candidates were rejected: on one line those that share a reason; each with all of them if asked.
 
     Where nothing fits, those that `answers` names come first with every reason, and alone if they were required.
-
-    Args:
-        label: What the lines begin with.
-        selection: Whose candidates.
-        all_reasons: Whether each has lines of its own, with every reason.
     """
     rejected = [one for one in nearest_by_backend(selection.decisions) if not one.accepted]
     apart = rejected if all_reasons else [] if selection.winner else answers(selection)
     for decision in apart:
-        reasons = [vars(reason) for reason in decision.reasons]
-        print_reasons(f"{named(decision)} does not fit:", reasons)
+        print_reasons(f"{named(decision)} does not fit:", map(vars, decision.reasons))
     if selection.winner is None and selection.request.require and not all_reasons:
         return
     others = {
@@ -151,7 +139,7 @@ def _decision_table(decisions: Sequence[Decision], winner: Decision | None, plat
     for decision in decisions:
         is_one_of_many = not wide and backends.count(decision.backend) > 1
         table.add_row(
-            _mark(decision, winner),
+            _MARKS[decision.accepted] if decision is not winner else good("chosen"),
             decision.backend + (f"\n({decision.experts.removesuffix('Experts')})" if is_one_of_many else ""),
             *([decision.provider] if has_origin else []),
             *([decision.experts] if wide else []),
@@ -218,7 +206,6 @@ def of_wheel(decision: Decision) -> str:
 
 
 def named(decision: Decision) -> str:
-    """A candidate's backend, and the plugin that it comes from."""
     return f"{decision.backend}{of_wheel(decision)}"
 
 
@@ -228,17 +215,14 @@ def versions_of(measured_on: Mapping[str, Any]) -> str:
 
 
 def print_notices(notices: Iterable[str]) -> None:
-    """Prints one line per notice."""
     say(*(f"note: {notice}" for notice in notices))
 
 
 def source_of(selection: Selection) -> str:
-    """The rule that decided."""
     return _SOURCES.get(selection.source or "", str(selection.source))
 
 
 def machine(platform: Platform) -> str:
-    """A machine and its known details."""
     facts = [platform.device_name] if platform.device_name else []
     if platform.memory_bytes:
         facts.append(format_bytes(platform.memory_bytes))
@@ -251,14 +235,7 @@ def named_machine(platform: Platform) -> str:
     return machine(platform) if platform.probed else f"{platform} (named, not this machine)"
 
 
-def _mark(decision: Decision, winner: Decision | None) -> Text:
-    if decision is winner:
-        return good("chosen")
-    return Text("fits", style="green") if decision.accepted else Text("rejected", style="red")
-
-
 def yes_no(value: bool) -> Text:
-    """`yes` or `no` in its color."""
     return Text("yes", style="green") if value else Text("no", style="red")
 
 

@@ -120,15 +120,10 @@ def tune_layer(
     calls: Mapping[int, int] | None = None,
     start: Callable[[], Worker] = start_worker,
 ) -> Result:
-    """Measures a layer into the user's pack.
+    """Measures a layer into the user's pack, of whose times `refresh` forgets the layer's first.
 
-    Args:
-        question: What to measure; without `counts` all powers of two up to a number that suits the device.
-        seconds: Time for everything.
-        refresh: Whether to forget the layer's times first.
-        dry_run: Whether to measure nothing.
-        calls: Numbers of calls by number of tokens, which weigh the choice; without, decades count alike.
-        start: Starts a process that measures.
+    Without `counts` the question is about all powers of two up to a number that suits the device; without `calls` by
+    number of tokens, which weigh the choice, decades count alike. `start` starts a process that measures.
     """
     began = time.monotonic()
     platform = platform_at_hand("tune", question.flags.platform)

@@ -22,14 +22,7 @@ from moereg.selection.result import Decision, Selection
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A layer, and where to measure it.
-
-    Attributes:
-        flags: The layer, as options name it.
-        counts: Numbers of tokens of the grid, ascending.
-        routings: Routings that are asked.
-        seed: Of weights and inputs.
-    """
+    """A layer as options name it, and where to measure it: numbers of tokens, ascending, in each of the routings."""
 
     flags: ProblemFlags
     counts: tuple[int, ...] = ()
@@ -46,12 +39,9 @@ class Failure(NamedTuple):
 
 
 class AtPoint(NamedTuple):
-    """The measurements at one point.
+    """The measurements at one point: values of a pack's row, candidates that are not measured further, and an end.
 
-    Attributes:
-        rows: Values of a pack's row, by candidate.
-        failures: Candidates that are not measured further.
-        stopped: Why the process cannot go on; empty if it can.
+    `stopped` says why the process cannot go on; it is empty if it can.
     """
 
     rows: dict[Key, dict[str, Any]]

@@ -61,7 +61,6 @@ class Tuner:
         deadline: float = math.inf,
         advance: Advance = lambda done, total: None,
     ) -> None:
-        """Takes what to measure and how: a process at a time, until the deadline of `time.monotonic`."""
         self._question: Final = question
         self._platform: Final = platform
         self._record: Final = record
@@ -71,13 +70,7 @@ class Tuner:
         self._unexplained = 0
 
     def run(self) -> None:
-        """Measures both sessions.
-
-        Raises:
-            Unfinished: The time is over, or the device's clock did not hold still.
-            BackendError: Processes end, and no candidate's code ran alone.
-            TooLargeError: The layer does not fit.
-        """
+        """Measures both sessions; Unfinished if the time is over, or the device's clock did not hold still."""
         for place in range(NUM_SESSIONS):
             for attempt in range(_ATTEMPTS):
                 drift = self._session(place)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.table import Table
 from rich.text import Text
@@ -39,44 +39,21 @@ _COLUMNS: Final = {
 """The table's columns, with the kinds of checks that each counts."""
 
 
-class Subject:
-    """The subject of a verification: a backend's name, or the modules that register it.
-
-    Attributes:
-        name: The backend's name; empty for all of the modules' backends.
-        modules: Modules or files to import.
-    """
-
-    def __init__(self, name: str | None, modules: Sequence[str]) -> None:
-        """Parses the argument and the options.
-
-        Raises:
-            UsageError: Nothing is named, or a file does not exist.
-        """
-        files = [name] if name is not None and is_file_name(name) else []
-        self.name = "" if files or name is None else name
-        self.modules = (*files, *modules)
-        if not self.name and not self.modules:
-            raise UsageError(
-                "say what to verify: a backend's name as in moereg info, or the file or --module that registers it"
-            )
-        check_files((), self.modules)
+def subject_of(name: str | None, modules: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """A backend's name, empty for all that modules or files register, and these, which are to be imported."""
+    files = [name] if name is not None and is_file_name(name) else []
+    if name is None and not modules:
+        raise UsageError(
+            "say what to verify: a backend's name as in moereg info, or the file or --module that registers it"
+        )
+    check_files((), (*files, *modules))
+    return "" if files or name is None else name, (*files, *modules)
 
 
 def verify_backend(
-    subject: Subject,
-    platform: str | None,
-    isolate: bool,
-    seconds: float | None,
-    check_seconds: float | None,
-    seed: int,
-    only: Sequence[str],
+    name: str, modules: Sequence[str], platform: str | None, isolate: bool, seconds: float | None, **options: Any
 ) -> Report:
-    """Runs the kit and shows progress and failures on standard error.
-
-    Raises:
-        MoeregError: Anything that the user can fix.
-    """
+    """Runs the kit and shows progress and failures on standard error; takes the arguments of `verify`."""
     last = time.monotonic()
     num_failed = num_printed = 0
     printed: set[str] = set()
@@ -99,25 +76,11 @@ def verify_backend(
                 last = time.monotonic()
                 print_aside(f"{done} of {total} checks, {num_failed} failed")
 
-        return verify(
-            subject.name,
-            platform,
-            isolate,
-            seconds,
-            seed=seed,
-            modules=subject.modules,
-            only=only,
-            check_seconds=check_seconds,
-            progress=progress,
-        )
+        return verify(name, platform, isolate, seconds, modules=modules, progress=progress, **options)
 
 
 def check_ledger(path: Path, only: Sequence[str]) -> None:
-    """Checks before running that a file can become a ledger.
-
-    Raises:
-        UsageError: It is not a ledger, its folder does not exist, or not all checks are to run.
-    """
+    """Checks before running that a file can become a ledger."""
     if only:
         raise UsageError("--ledger records cells that passed everything; leave --check out")
     try:
@@ -129,20 +92,13 @@ def check_ledger(path: Path, only: Sequence[str]) -> None:
         raise UsageError(f"--ledger must name a ledger or a new file, got {one_line(str(path))!r}: {error}") from None
 
 
-def record_verified(report: Report, path: Path, subject: Subject) -> tuple[CellName, ...]:
-    """Records each cell that ran natively, passed everything and skipped nothing.
-
-    Returns:
-        The recorded cells.
-
-    Raises:
-        UsageError: The file cannot be written.
-    """
+def record_verified(report: Report, path: Path, modules: Sequence[str]) -> tuple[CellName, ...]:
+    """Records each cell that ran natively, passed everything and skipped nothing; returns them."""
     cells = report.verified_cells
     if not cells:
         return ()
     # Code that passed may be imported here.
-    import_modules(subject.modules)
+    import_modules(modules)
     platform = chosen_machine(report.platform)
     assert platform is not None
     try:
@@ -153,7 +109,6 @@ def record_verified(report: Report, path: Path, subject: Subject) -> tuple[CellN
 
 
 def show_verify(report: Report) -> None:
-    """Prints a table of the cells, each failure with the command that reruns it, and the verdict."""
     target = console(sys.stdout)
     device = f" ({one_line(report.device)})" if report.device else ""
     versions = "".join(f", {name} {version}" for name, version in report.versions.items())
@@ -165,11 +120,11 @@ def show_verify(report: Report) -> None:
         table.add_row(*_row(report, cell))
     if table.row_count:
         target.print(table)
-    alike = _by_cause(report.failures)
-    for place, results in enumerate(alike[:_MOST_SHOWN]):
-        _show_first(report, results) if place == 0 else _show_more(results)
-    if len(alike) > _MOST_SHOWN:
-        target.print(f"and {len(alike) - _MOST_SHOWN} more kinds of failures; --json has all of them")
+    by_cause = _by_cause(report.failures)
+    for place, results in enumerate(by_cause[:_MOST_SHOWN]):
+        _show_failures(report, results, in_full=place == 0)
+    if len(by_cause) > _MOST_SHOWN:
+        target.print(f"and {len(by_cause) - _MOST_SHOWN} more kinds of failures; --json has all of them")
     for cell, reason in report.idle.items():
         target.print(f"{cell} cannot run here: {reason}")
     if report.unchecked:
@@ -218,13 +173,17 @@ def _by_cause(failures: Sequence[Result]) -> list[list[Result]]:
     return groups
 
 
-def _show_first(report: Report, results: Sequence[Result]) -> None:
-    """The first of failures that say the same of one cell in full, and how many they are."""
+def _show_failures(report: Report, results: Sequence[Result], in_full: bool) -> None:
+    """The first of failures that say the same of one cell, in full or on a line, and how many they are."""
     target = console(sys.stdout)
     first, *others = results
     check, (text, causes) = first.check, split_message(first.outcome.message)
-    status = first.outcome.status.upper().replace("_", " ")
-    target.print(Text(f"{status}: {check.id}", style="bold red"), soft_wrap=True)
+    heading = f"{first.outcome.status.upper().replace('_', ' ')}: {check.id}"
+    if not in_full:
+        count = f" (and {len(others)} more)" if others else ""
+        line = f"{heading}{count}: {', or '.join(causes) or text}"
+        return target.print(Text(line, style="red"), soft_wrap=True)
+    target.print(Text(heading, style="bold red"), soft_wrap=True)
     layer = first.outcome.layer
     lines = [f"layer: {layer.problem}, T={layer.num_tokens} {layer.routing}"] if layer is not None else []
     lines += [text, *(f"likely cause: {cause}" for cause in causes)]
@@ -233,16 +192,6 @@ def _show_first(report: Report, results: Sequence[Result]) -> None:
         lines.append(f"and so {rest} of {check.cell.experts}")
     for line in (*lines, f"again: {report.rerun_line(first)}"):
         target.print(f"  {line}", soft_wrap=True)
-
-
-def _show_more(results: Sequence[Result]) -> None:
-    """A line for failures that say the same of one cell."""
-    first, *others = results
-    text, causes = split_message(first.outcome.message)
-    status = first.outcome.status.upper().replace("_", " ")
-    count = f" (and {len(others)} more)" if others else ""
-    line = f"{status}: {first.check.id}{count}: {', or '.join(causes) or text}"
-    console(sys.stdout).print(Text(line, style="red"), soft_wrap=True)
 
 
 def _verdict(report: Report) -> Text:

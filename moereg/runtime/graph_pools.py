@@ -39,15 +39,8 @@ def outside_pools(function: Callable[[], T], device: torch.device) -> T:
     """Runs a function whose tensors outlive the current call.
 
     Pools belong to threads, so within compiled code on a GPU it runs in a new thread, with the caller's stream, grad
-    mode and inference mode. Otherwise it is just called.
-
-    Args:
-        function: Allocates on `device`. It has the caller's context variables, but neither its locks nor other
-            thread-local state, such as autocast and torch's default device.
-        device: The device.
-
-    Returns:
-        The function's result.
+    mode and inference mode. Otherwise it is just called. It has the caller's context variables, but neither its locks
+    nor other thread-local state, such as autocast and torch's default device.
     """
     if not _HERE.num_ops or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return function()

@@ -47,16 +47,10 @@ _WORDS: Final = {
 
 
 def decode(content: bytes | str, kind: Any, what: str, cure: str = "") -> Any:
-    """Reads a text of JSON.
-
-    Args:
-        content: The text.
-        kind: The value's type, as msgspec reads it.
-        what: What an error calls the whole.
-        cure: The end of an error about a text that is no JSON.
+    """Reads a text of JSON as a type that msgspec knows; errors call the whole `what`.
 
     Raises:
-        ArgumentError: It is no JSON, which the cause says, or no value of that type; as `convert`.
+        ArgumentError: It is no JSON, which the cause says and `cure` ends, or no value of that type; as `convert`.
     """
     try:
         return msgspec.json.decode(content, type=kind)

@@ -38,15 +38,9 @@ def waits_shown_by(show: _Show) -> Iterator[None]:
 
 @contextlib.contextmanager
 def long_wait(what: str, seconds: float | None, avoid: str) -> Iterator[Advance]:
-    """Announces a wait and shows its progress.
+    """Announces a wait, such as `compiling 2 kernels`, of some seconds if they are known; shows its progress.
 
-    Args:
-        what: The work, such as `compiling 2 kernels of flashinfer_cutlass`.
-        seconds: Estimated time, or None.
-        avoid: How to avoid it the next time, as a clause.
-
-    Yields:
-        A callback for finished steps, if any.
+    `avoid` is a clause on how to avoid it the next time. Yields a callback for finished steps, if any.
     """
     time = "some time" if seconds is None else f"about {duration(seconds)}"
     level = logging.WARNING if seconds is None or seconds >= _WARNED_SECONDS else logging.INFO

@@ -19,10 +19,6 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
     `python -m` would put the current folder first; only Python 3.11 and later have an option against that. An empty
     entry of `sys.path`, which means that folder, is omitted.
-
-    Args:
-        module: Dotted name.
-        *arguments: Its `sys.argv[1:]`.
     """
     # Without pathlib, which would be imported before the current folder is removed.
     root = os.path.abspath(os.path.join(__file__, *[os.pardir] * 3))

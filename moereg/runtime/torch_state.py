@@ -52,15 +52,7 @@ def in_plain_torch(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class AmbientState(NamedTuple):
-    """torch state that a backend's code may change for code that runs later.
-
-    Attributes:
-        default_dtype, default_device: Defaults for new tensors.
-        num_threads: Threads per CPU operation.
-        is_deterministic: Whether only deterministic algorithms are allowed.
-        is_deterministic_warn_only: Whether others are still allowed, with a warning.
-        is_grad_enabled: This thread's grad mode.
-    """
+    """torch state that a backend's code may change for code that runs later; the grad mode is this thread's."""
 
     default_dtype: torch.dtype
     default_device: torch.device
@@ -82,11 +74,7 @@ class AmbientState(NamedTuple):
         )
 
     def restore(self) -> tuple[str, ...]:
-        """Restores this state.
-
-        Returns:
-            The differences, in words with the values found.
-        """
+        """Restores this state; returns the differences, in words with the values found."""
         found = AmbientState.now()
         if found == self:
             return ()

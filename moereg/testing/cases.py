@@ -38,8 +38,7 @@ def machine() -> Platform:
 def running_as(platform: Platform | None) -> Iterator[None]:
     """Within this context cases run as on that platform: a GPU machine's CPU, or one that experts classes imitate.
 
-    Args:
-        platform: Probed if it is this machine; None changes nothing.
+    It is probed if it is this machine; None changes nothing.
     """
     token = _MACHINE.set(platform)
     try:
@@ -129,13 +128,7 @@ def is_imitated(cell: BackendCell) -> bool:
 
 
 def first_case(cell: BackendCell, scheme: QuantScheme | None = None, has_bias: bool = False) -> Case:
-    """The first case of a cell, or of one of its schemes.
-
-    Args:
-        cell: A cell that runs here.
-        scheme: Scheme of the weights; None takes the first that the cell serves.
-        has_bias: Whether to prefer a case with biases.
-    """
+    """The first case of a cell that runs here, or of a scheme that it serves, with biases if there is one."""
     platform = runnable_platform(cell)
     assert platform is not None
     problems = [problem for problem in accepted_problems(cell, platform) if scheme is None or problem.quant == scheme]
@@ -200,11 +193,7 @@ def build(case: Case, weights: ExpertWeights | None = None) -> MoEKernel:
 
 
 def default_device() -> torch.device:
-    """The machine's device, on which cases run.
-
-    Raises:
-        UnknownPlatformError: This torch has no such device.
-    """
+    """The machine's device, on which cases run; UnknownPlatformError if this torch has none."""
     return torch_device(_physical(), touch=False)
 
 

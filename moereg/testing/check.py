@@ -30,13 +30,9 @@ from moereg.testing.guards import poisoned_empty
 
 @dataclasses.dataclass(frozen=True)
 class CellName:
-    """The identity of a cell across processes.
+    """The identity of a cell across processes: names of its backend, class, schemes and platform rules.
 
-    Attributes:
-        backend, experts: Names of the backend and the experts class.
-        schemes: Names of the schemes that it computes.
-        rules: Its platform rules.
-        number: Index among cells that are equal in all that and differ in narrowed facts.
+    `number` is its index among cells that are equal in all that and differ in narrowed facts.
     """
 
     backend: str
@@ -58,11 +54,7 @@ class CellName:
         return found
 
     def find(self) -> BackendCell:
-        """Finds the cell in this process's registry.
-
-        Raises:
-            ArgumentError: It is not registered.
-        """
+        """Finds the cell in this process's registry; ArgumentError if it is not there."""
         cell = self.of_all(load_backends().cells).get(self)
         if cell is None:
             raise ArgumentError(f"no cell {self} is registered here; import the module that registers it")
@@ -105,17 +97,14 @@ class Check:
         """Unique within a backend's suite and equal in each run: `numbers/SomeExperts/cpu/unquantized/...`."""
         number = [str(self.cell.number)] if self.cell.number else []
         parts = [self.kind, self.cell.experts, "+".join(self.cell.rules), self.cell.schemes[0], *number]
-        return "/".join([*parts, *self._subject()]).replace(" ", "-")
-
-    def _subject(self) -> list[str]:
         argument = json.loads(self.argument)
         if self.kind == "drawn":
-            return ["given" if "layer" in argument else f"seed{argument['seed']}"]
-        if argument is None:
-            return []
-        if "problem" in argument:
-            return [str(MoEProblem.from_dict(argument["problem"])).replace(",", "")]
-        return [str(argument["name"])]
+            parts.append("given" if "layer" in argument else f"seed{argument['seed']}")
+        elif argument is not None:
+            is_layer = "problem" in argument
+            name = MoEProblem.from_dict(argument["problem"]) if is_layer else argument["name"]
+            parts.append(str(name).replace(",", "") if is_layer else str(name))
+        return "/".join(parts).replace(" ", "-")
 
     def run(self, tell: Callable[[tuple[int, DrawnLayer]], object] = lambda told: None) -> None:
         """Runs the check in this process; calls `tell` with each drawn layer, and its number, before it is checked.
@@ -140,11 +129,7 @@ class Check:
 
 
 def chosen_machine(name: str) -> Platform | None:
-    """The named platform for this machine: itself, its CPU, or another that experts classes may imitate here.
-
-    Raises:
-        ArgumentError: The name is another machine's with the same kind of device, which cannot be imitated.
-    """
+    """The named platform for this machine: itself, its CPU, or one of another device, which classes may imitate."""
     if not name:
         return None
     here, named = current_platform(), Platform.from_name(name)

@@ -13,9 +13,10 @@ import importlib.metadata
 import itertools
 import re
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Final
 
 import torch
@@ -27,13 +28,11 @@ from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.factory import make_unchecked_kernel
 from moereg.numerics.reference import LayerCall, reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
-from moereg.platforms import Platform
 from moereg.prepare_finalize import local_prepare_finalize
 from moereg.registry import BackendCell
 from moereg.runtime.gc_pause import collecting_later
 from moereg.selection.loader import list_cells
 from moereg.selection.request import Request
-from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing.cases import (
     Case,
@@ -173,10 +172,7 @@ class GuardedLayer:
 
 @dataclasses.dataclass
 class ImportWatch:
-    """Records imports of top-level packages, each with the modules on the stack.
-
-    A module finder that finds nothing.
-    """
+    """A module finder that finds nothing, and records imports of top-level packages with the modules on the stack."""
 
     importers: dict[str, frozenset[str]] = dataclasses.field(default_factory=dict)
 
@@ -185,12 +181,9 @@ class ImportWatch:
     ) -> ModuleSpec | None:
         """Records the importers of a package, and leaves finding it to other finders."""
         if "." not in name:
-            waiting = set()
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None:
-                waiting.add(str(frame.f_globals.get("__name__", "")))
-                frame = frame.f_back
-            self.importers.setdefault(name, frozenset(waiting))
+            frames = traceback.walk_stack(sys._getframe(1))
+            waiting = frozenset(str(frame.f_globals.get("__name__", "")) for frame, _ in frames)
+            self.importers.setdefault(name, waiting)
         return None
 
     def imported_by(self, package: str) -> set[str]:
@@ -233,14 +226,11 @@ def kernel_libraries(cell: BackendCell) -> frozenset[str]:
 def check_deciding(cell: BackendCell, watch: ImportWatch) -> None:
     """The predicate answers every problem on every claimed platform with well-formed reasons, and imports nothing.
 
-    Args:
-        cell: The cell.
-        watch: Has watched imports since before the backend was imported, if this process imported it.
-
-    Raises:
-        AssertionError: It raised, gave a reason that is not a lowercase clause, or imported a kernel library.
+    `watch` has watched imports since before the backend was imported, if this process imported it.
     """
-    for problem, platform in _questions(cell):
+    named = [rule.instance for rule in cell.rules if rule.instance is not None]
+    problems = [*claimed_problems(cell), *(problem for _, problem in rejected_problems(cell))]
+    for platform, problem in itertools.product(dict.fromkeys([machine(), *named]), problems):
         decision = evaluate(cell, problem, platform, Request(require=(cell.name,)))
         for reason in decision.reasons:
             where = f"for {problem} on {platform}"
@@ -254,24 +244,8 @@ def check_deciding(cell: BackendCell, watch: ImportWatch) -> None:
     )
 
 
-def _questions(cell: BackendCell) -> Iterator[tuple[MoEProblem, Platform]]:
-    named = [rule.instance for rule in cell.rules if rule.instance is not None]
-    problems = [*claimed_problems(cell), *(problem for _, problem in rejected_problems(cell))]
-    for platform in dict.fromkeys([machine(), *named]):
-        yield from ((problem, platform) for problem in problems)
-
-
 def check_case(case: Case, layer: DrawnLayer, num_calls: int = 1) -> None:
-    """Runs a drawn layer under guard bands and compares it with the reference.
-
-    Args:
-        case: The cell and platform that run it.
-        layer: The call.
-        num_calls: How often to repeat it, each time at other addresses.
-
-    Raises:
-        AssertionError: Wrong numbers, or bytes changed that must not.
-    """
+    """Runs a drawn layer under guard bands, each time at other addresses, and compares it with the reference."""
     problem, device = case.problem, case.device
     inputs = make_inputs(problem, layer.num_tokens, layer.routing, device, layer.seed)
     if layer.wide_ids:
@@ -289,12 +263,7 @@ def check_case(case: Case, layer: DrawnLayer, num_calls: int = 1) -> None:
 
 
 def check_numbers(case: Case, is_first: bool = False) -> None:
-    """A case's results agree with the reference for the calls of `calls_of`, under guard bands.
-
-    Args:
-        case: The case to run.
-        is_first: Whether it is the first of its class, which gets more calls.
-    """
+    """A case's results agree with the reference for the calls of `calls_of`, under guard bands."""
     named = {
         f"T={num_tokens} {routing}": make_inputs(case.problem, num_tokens, routing, case.device, seed=num_tokens)
         for num_tokens, routing in calls_of(case, is_first)
@@ -479,16 +448,25 @@ def check_graph_replay(cell: BackendCell) -> None:
     inputs = make_inputs(case.problem, 63, "uniform", case.device)
     kernel(*inputs.call)
     torch.cuda.synchronize()
+    others = [make_inputs(case.problem, 63, "skewed", case.device, seed) for seed in (3, 4)]
+    check_capture(lambda: (kernel(*inputs.call),), inputs, others, "another result")
+
+
+def check_capture(
+    step: Callable[[], Sequence[torch.Tensor]], inputs: Inputs, others: Sequence[Inputs], wrong: str
+) -> None:
+    """A captured step, replayed, reads the current contents of its inputs: those of others in turn."""
     graph = torch.cuda.CUDAGraph()
     with collecting_later(), torch.cuda.graph(graph):
-        out = kernel(*inputs.call)
-    for seed in (3, 4):
-        fresh = make_inputs(case.problem, 63, "skewed", case.device, seed)
-        for tensor, other in zip(inputs.call, fresh.call, strict=True):
-            tensor.copy_(other)
-        out.fill_(float("nan"))
+        captured = step()
+    for other in others:
+        with torch.no_grad():
+            for tensor, source in zip(inputs.call, other.call, strict=True):
+                tensor.copy_(source)
+            for tensor in captured:
+                tensor.fill_(torch.nan)
         graph.replay()
-        assert torch.equal(out, kernel(*fresh.call)), "a replayed graph gave another result than eager code"
+        assert all(map(torch.equal, captured, step())), f"a replayed graph gave {wrong} than eager code"
 
 
 def check_no_synchronization(cell: BackendCell) -> None:
@@ -498,9 +476,16 @@ def check_no_synchronization(cell: BackendCell) -> None:
     call = make_inputs(case.problem, 63, "uniform", case.device).call
     kernel(*call)
     torch.cuda.synchronize()
+    with no_waiting():
+        kernel(*call)
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Within this context a call that waits for the device raises."""
     torch.cuda.set_sync_debug_mode("error")
     try:
-        kernel(*call)
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -102,10 +102,7 @@ def split_message(message: str) -> tuple[str, tuple[str, ...]]:
 
 
 def causes_in(message: str) -> tuple[str, ...]:
-    """The causes that a message ends with, without their numbers; the message itself if it names none.
-
-    Of an error above its bound, without the call that it is of.
-    """
+    """The causes that a message ends with, without their numbers; if it names none, what it says of the error."""
     text, causes = split_message(message)
     _, found, rest = text.partition("error ")
     return tuple(_NUMBER.sub("N", cause) for cause in causes or (f"{found}{rest}" if found else text,))
@@ -114,7 +111,7 @@ def causes_in(message: str) -> tuple[str, ...]:
 def _matching(call: _MistakenCall, out: torch.Tensor, truth: torch.Tensor) -> tuple[str, ...]:
     error, bound = relative_error(out, truth), layer_tolerance(call.problem, len(out), call.scheme)
     errors = {}
-    for name, mistaken in _mistakes(call):
+    for name, mistaken in (pair for kind in _MISTAKES for pair in kind(call)):
         wrong = mistaken.output()
         if relative_error(wrong, truth) > bound:
             errors[name] = relative_error(out, wrong)
@@ -196,16 +193,6 @@ class _MistakenCall(LayerCall):
 
     def _edited(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return self.edits[name](tensor) if name in self.edits else tensor
-
-
-def _mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
-    """Yields every usual mistake that the call can have."""
-    yield from _matrix_mistakes(call)
-    yield from _routing_mistakes(call)
-    yield from _activation_mistakes(call)
-    yield from _bias_mistakes(call)
-    yield from _scale_mistakes(call)
-    yield from _missing_columns(call)
 
 
 def _matrix_mistakes(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]:
@@ -293,6 +280,16 @@ def _missing_columns(call: _MistakenCall) -> Iterator[tuple[str, _MistakenCall]]
         missing = {1, *(size % tile or tile for tile in _TILES)}
         for count in sorted(one for one in missing if one < size):
             yield f"the last {count} of {size} {text} left out", call.with_edits(**{name: _without_last(count)})
+
+
+_MISTAKES: Final = (
+    _matrix_mistakes,
+    _routing_mistakes,
+    _activation_mistakes,
+    _bias_mistakes,
+    _scale_mistakes,
+    _missing_columns,
+)
 
 
 def _rounded_through_8_bits(call: _MistakenCall, out: torch.Tensor, error: float) -> tuple[str, ...]:

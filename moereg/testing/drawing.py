@@ -55,7 +55,7 @@ _TOP_K: Final = (1, 2, 3, 4, 5, 8)
 # hypothesis draws 100 and more from the constants of loaded modules too, which are not the same in each run.
 _MOST_CHOICES: Final = 100
 
-_ALIKE_ON_A_GPU: Final = 8
+_LAYERS_A_KERNEL: Final = 8  # On a GPU, where compiling takes most of the time.
 _SHRINK_SECONDS: Final = 30.0
 
 
@@ -100,11 +100,7 @@ class DrawnLayer:
 
     @classmethod
     def from_json(cls, text: str) -> DrawnLayer:
-        """Inverse of `str`.
-
-        Raises:
-            ArgumentError: The text is no layer.
-        """
+        """Inverse of `str`; ArgumentError if the text is no layer."""
         try:
             return cls.from_dict(json.loads(text))
         except ArgumentError:
@@ -131,13 +127,7 @@ class DrawnLayer:
 
 
 def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
-    """Draws a layer that the cell claims.
-
-    Args:
-        cell: The cell to run it.
-        choose: Makes every choice, such as `random.Random(seed).choice`.
-        limits: Largest sizes.
-    """
+    """Draws a layer that the cell claims; `choose` makes every choice, such as `random.Random(seed).choice`."""
     facts = cell.facts
     scheme = choose(served_schemes(cell))
     computes = cell.scheme_for(scheme)
@@ -180,7 +170,7 @@ def draw_layer(cell: BackendCell, choose: Choose, limits: Limits) -> DrawnLayer:
     )
 
 
-def redraw(layer: DrawnLayer, choose: Choose, limits: Limits) -> DrawnLayer:
+def vary_sizes(layer: DrawnLayer, choose: Choose, limits: Limits) -> DrawnLayer:
     """Varies a layer's sizes and tensors such that, as far as moereg knows, no kernel is compiled again.
 
     Sizes keep their remainder modulo 128, since Triton specializes on multiples of 16. Tokens stay between the
@@ -188,7 +178,7 @@ def redraw(layer: DrawnLayer, choose: Choose, limits: Limits) -> DrawnLayer:
     """
     problem = layer.problem
     sizes = {
-        field: choose(range(_least_alike(size), max(limits.size, size) + 1, 128))
+        field: choose(range(_smallest_congruent(size), max(limits.size, size) + 1, 128))
         for field, size in (("hidden_size", problem.hidden_size), ("intermediate_size", problem.intermediate_size))
     }
     tokens = next(kind for kind in _TOKENS_OF_A_KIND if layer.num_tokens in kind)
@@ -203,7 +193,7 @@ def _draw_tensors(choose: Choose) -> dict[str, Any]:
     return {name: choose(values) for name, values in choices.items()}
 
 
-def _least_alike(size: int) -> int:
+def _smallest_congruent(size: int) -> int:
     """The smallest size equal modulo 128 that is not tiny, since errors do not average out over few elements."""
     return size % 128 if size % 128 >= 15 else min(size, size % 128 + 128)
 
@@ -241,7 +231,7 @@ def claimed_activations(cell: BackendCell) -> list[Activation]:
     return found
 
 
-def drawn_layers(cell: BackendCell, num_alike: int = 1) -> st.SearchStrategy[list[DrawnLayer]]:
+def drawn_layers(cell: BackendCell, layers_a_kernel: int = 1) -> st.SearchStrategy[list[DrawnLayer]]:
     """Layers that a cell accepts here, in lists of some that share compiled kernels."""
     from hypothesis import assume
     from hypothesis import strategies as st
@@ -250,19 +240,19 @@ def drawn_layers(cell: BackendCell, num_alike: int = 1) -> st.SearchStrategy[lis
     assert platform is not None
 
     @st.composite
-    def draw_alike(draw: st.DrawFn) -> list[DrawnLayer]:
+    def draw_layers(draw: st.DrawFn) -> list[DrawnLayer]:
         def choose(values: Sequence[Any]) -> Any:
             return draw(st.sampled_from(values))
 
         found = [draw_layer(cell, choose, limits)]
-        found += [redraw(found[0], choose, limits) for _ in range(1, num_alike)]
+        found += [vary_sizes(found[0], choose, limits) for _ in range(1, layers_a_kernel)]
         for place, layer in enumerate(found):
             problem = accepted_neighbor(cell, layer.problem, platform)
             assume(problem is not None)
             found[place] = dataclasses.replace(layer, problem=problem or layer.problem)
         return found
 
-    return draw_alike()
+    return draw_layers()
 
 
 def check_drawn(
@@ -273,14 +263,13 @@ def check_drawn(
     seconds: float | None,
     tell: Callable[[tuple[int, DrawnLayer]], object],
 ) -> None:
-    """Checks layers that hypothesis draws, until one fails, which it then makes simpler.
+    """Checks layers that hypothesis draws, the simplest first, until one fails, which it then makes simpler.
 
     Args:
         cell: A cell that runs here.
         check: Raises if a layer is wrong.
         seed: Equal seeds draw equal layers.
-        num_layers: How many to draw, the simplest first; None for as many as the time allows.
-        seconds: Time for all, if it is limited.
+        num_layers, seconds: How many to draw, and the time for all; None if that is not limited.
         tell: Called with each layer and its number before it is checked; if one failed, last with the simplest.
     """
     from hypothesis import Phase, configuration, errors, find, settings
@@ -308,12 +297,15 @@ def check_drawn(
                 return True
         return False
 
-    num_alike = _ALIKE_ON_A_GPU if default_device().type == "cuda" and not is_imitated(cell) else 1
-    most = 1 << 30 if num_layers is None else -(-num_layers // num_alike)
+    layers_a_kernel = _LAYERS_A_KERNEL if default_device().type == "cuda" and not is_imitated(cell) else 1
+    most = 1 << 30 if num_layers is None else -(-num_layers // layers_a_kernel)
     options = settings(max_examples=most, deadline=None, database=None, phases=(Phase.generate, Phase.shrink))
+    # Equal in every process, unlike the cell's own text: sets have an order of their own there.
+    names = (*(scheme.name for scheme in cell.schemes), *(rule.text for rule in cell.rules))
+    text = "/".join((str(seed), cell.name, cell.class_name, *names))
     configuration.set_hypothesis_home_dir(os.devnull)  # It would write to the current folder.
     try:
-        find(drawn_layers(cell, num_alike), fails, settings=options, random=random.Random(_seed_text(cell, seed)))
+        find(drawn_layers(cell, layers_a_kernel), fails, settings=options, random=random.Random(text))
     except (_TimeIsUp, errors.NoSuchExample, errors.Unsatisfiable, errors.Flaky):
         pass
     finally:
@@ -325,12 +317,6 @@ def check_drawn(
 
 class _TimeIsUp(BaseException):
     """Ends hypothesis' search, which takes an `Exception` for a failure."""
-
-
-def _seed_text(cell: BackendCell, seed: int) -> str:
-    """Equal in every process, unlike the cell's own text: sets have an order of their own there."""
-    names = (*(scheme.name for scheme in cell.schemes), *(rule.text for rule in cell.rules))
-    return "/".join((str(seed), cell.name, cell.class_name, *names))
 
 
 def _causes(error: BaseException) -> set[str]:

@@ -25,11 +25,11 @@ from moereg.numerics.gradients import reference_gradients
 from moereg.numerics.reference import relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import BackendCell
-from moereg.runtime.gc_pause import collecting_later
 from moereg.runtime.torch_state import plain_torch
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import Case, calls_of, is_imitated, runnable_platform, select_cell
+from moereg.testing.checks import check_capture, no_waiting
 from moereg.testing.diagnosis import worded
 from moereg.testing.drawing import DrawnLayer, claimed_activations
 from moereg.testing.faults import BackwardPass, plant_gradient_faults
@@ -68,9 +68,7 @@ def with_gradients(case: Case, adapter_rank: int) -> Case | None:
 def gradient_cases(cell: BackendCell) -> list[Case]:
     """A layer of every claimed combination of dtype, activation, clamp and bias, and of other experts and placements.
 
-    Those of a class that has adapters differ in rank; some have none.
-
-    An imitated class gets each value once only.
+    Ranks of adapters differ, if the class has some. An imitated class gets each value once only.
     """
     platform, facts = runnable_platform(cell), cell.facts
     assert platform is not None
@@ -115,7 +113,6 @@ class Expected:
         expert_map: torch.Tensor | None,
         adapters: ExpertAdapters | None,
     ) -> None:
-        """Computes them; arguments as in `reference_gradients`."""
 
         def run(weights: ExpertWeights, inputs: Inputs, adapters: ExpertAdapters | None) -> dict[str, torch.Tensor]:
             return reference_gradients(problem, weights, *inputs.call, grad_out, expert_map, adapters).tensors
@@ -157,7 +154,6 @@ class GuardedTraining:
         ep_rank: int = 0,
         form: str = "contiguous",
     ) -> None:
-        """Permutes the weights; other arguments as in `moereg.testing.checks.GuardedLayer`."""
         self.case = case
         self._memory, self._scratch = GuardedMemory(case.device), GuardedMemory(case.device)
         self._workspaces = GuardedWorkspaces(self._scratch)
@@ -197,19 +193,16 @@ class GuardedTraining:
         names: Collection[str] | None = None,
         before: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Runs copies of the inputs forward and backward, into memory filled with NaN.
+        """Runs copies of a call with at least one token forward and backward, into memory filled with NaN.
 
         Args:
-            inputs, grad_out: One call with at least one token, and [T,H].
+            inputs, grad_out: The call, and [T,H].
             fill: Contents of the workspaces, one of `moereg.testing.guards.FILLS`.
             names: Gradients to ask for; all if None.
             before: What those of weights and adapters are added to; they are overwritten if None.
 
         Returns:
             The output, and the gradients by name.
-
-        Raises:
-            AssertionError: The class wrote outside of its memory, or to what it may only read.
         """
         problem, experts, num_tokens = self.case.problem, self._experts, len(grad_out)
         memory, written = GuardedMemory(self.case.device), GuardedMemory(self.case.device)
@@ -345,7 +338,7 @@ def check_training(cell: BackendCell) -> None:
             leaves[name].requires_grad_()
         followed = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         must_not_wait = call == "after a step" and torch.cuda.is_available()  # The first call may compile.
-        with _no_waiting() if must_not_wait else contextlib.nullcontext(), torch.enable_grad():
+        with no_waiting() if must_not_wait else contextlib.nullcontext(), torch.enable_grad():
             out = kernel(*inputs.call, adapters=adapters)
             found = torch.autograd.grad(out, list(followed.values()), grad_out)
         with _prefixed(call):
@@ -353,28 +346,13 @@ def check_training(cell: BackendCell) -> None:
     # A leaf's node in a graph belongs to a stream, and one of another stream cannot be captured.
     del out, found
     if cell.facts.graph_capture and case.device.type == "cuda":
-        leaves_of_step = list(followed.values())
-        _check_capture(
-            lambda: torch.autograd.grad(kernel(*inputs.call, adapters=adapters), leaves_of_step, grad_out),
-            inputs,
-            make_inputs(problem, len(grad_out), "skewed", case.device, seed=1),
-        )
 
+        def step() -> tuple[torch.Tensor, ...]:
+            with torch.enable_grad():
+                return torch.autograd.grad(kernel(*inputs.call, adapters=adapters), list(followed.values()), grad_out)
 
-def _check_capture(step: Callable[[], tuple[torch.Tensor, ...]], inputs: Inputs, others: Inputs) -> None:
-    """A captured forward and backward pass, replayed, reads the current contents of its inputs."""
-    graph = torch.cuda.CUDAGraph()
-    with collecting_later(), torch.cuda.graph(graph), torch.enable_grad():
-        captured = step()
-    with torch.no_grad():
-        for tensor, other in zip(inputs.call, others.call, strict=True):
-            tensor.copy_(other)
-        for tensor in captured:
-            tensor.fill_(torch.nan)
-    graph.replay()
-    with torch.enable_grad():
-        eager = step()
-    assert all(map(torch.equal, captured, eager)), "a replayed graph gave other gradients than eager code"
+        others = [make_inputs(problem, len(grad_out), "skewed", case.device, seed=1)]
+        check_capture(step, inputs, others, "other gradients")
 
 
 def _check_parts(training: GuardedTraining) -> None:
@@ -407,15 +385,6 @@ def _check_neighbors(training: GuardedTraining) -> None:
         tensor[place] = expected.truth.tensors[name][place].to(tensor.dtype)
     with _prefixed(f"token {_SPOILED} is NaN, and another token or expert is wrong"):
         expected.check(found)
-
-
-@contextlib.contextmanager
-def _no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @contextlib.contextmanager

@@ -75,13 +75,10 @@ class GuardedMemory:
         alignment: int | None = None,
         offset: int = 0,
     ) -> torch.Tensor:
-        """Allocates a tensor of 0xFF bytes.
+        """Allocates a tensor of 0xFF bytes; errors call it by its name.
 
         Args:
-            name: Name for errors.
-            shape: Shape of the tensor.
-            dtype: Dtype of the tensor.
-            stride: Stride of the tensor; None means contiguous.
+            name, shape, dtype, stride: Of the tensor; contiguous without a stride.
             alignment: Exact alignment in bytes of its first byte; None means that of torch's allocator.
             offset: Elements between such an aligned address and the first byte.
         """
@@ -109,14 +106,7 @@ class GuardedMemory:
     def copy(
         self, name: str, tensor: torch.Tensor, *, stride: tuple[int, ...] | None = None, offset: int = 0
     ) -> torch.Tensor:
-        """Copies a tensor; gaps between elements are 0xFF too.
-
-        Args:
-            name: Name for errors.
-            tensor: The tensor to copy.
-            stride: Stride of the copy; None keeps the tensor's.
-            offset: As in `allocate`.
-        """
+        """Copies a tensor, with its stride unless another is given; gaps between elements are 0xFF too."""
         stride = tensor.stride() if stride is None else stride
         copied = self.allocate(name, tuple(tensor.shape), tensor.dtype, stride, offset=offset)
         # Elements of an expanded tensor share memory, so write each address once.
@@ -134,11 +124,7 @@ class GuardedMemory:
                 block.frozen, block.version = block.raw.clone(), block.tensor._version
 
     def check(self) -> None:
-        """Synchronizes and compares every byte that must not have changed.
-
-        Raises:
-            AssertionError: A byte changed; says in which tensor and where.
-        """
+        """Synchronizes; AssertionError if a byte changed that must not, in which tensor and where."""
         # One comparison for all bands, since each one synchronizes.
         wrong = [
             (block.raw[: block.start] != _BYTE).any() | (block.raw[block.end :] != _BYTE).any()
@@ -212,11 +198,7 @@ class LateWrites:
         self._kept.append((out, out.clone()))
 
     def check(self) -> None:
-        """Waits a little for new threads to end, then compares.
-
-        Raises:
-            AssertionError: A tensor has changed.
-        """
+        """Waits a little for new threads to end; AssertionError if a tensor has changed."""
         deadline = time.monotonic() + _THREADS_SECONDS
         for thread in set(threading.enumerate()) - self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -25,11 +25,9 @@ _DRAWN_IMITATED: Final = 3
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """A backend's checks on a machine.
+    """A backend's checks on a machine, except drawn layers, in running order.
 
     Attributes:
-        platform, device, versions: The machine.
-        checks: All checks except drawn layers, in running order.
         idle: Cells that cannot run here, with their reasons; some of their checks can.
         imitated: Cells that run by imitating another platform.
         unchecked: What cells that run here promise and this machine cannot check.
@@ -61,17 +59,9 @@ class Suite:
 
 
 def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Suite:
-    """Lists the checks of a backend; of its code runs only the predicates.
-
-    Args:
-        name: Name of a backend; empty for all backends that the modules register.
-        platform: The platform to run as; if empty, each cell's own choice for this machine.
-        modules: Modules or files to import first.
+    """Lists the checks of a backend, as `moereg.testing.checks_of`; of its code runs only the predicates.
 
     Raises:
-        UnknownNameError: No backend or platform has that name.
-        PluginError: The backend's plugin did not load.
-        ArgumentError: A module cannot be imported, or registers nothing.
         UnknownPlatformError: This torch lacks the machine's device, which is no backend's fault.
     """
     import_modules(modules)
@@ -87,7 +77,11 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
         roots = {module.partition(".")[0] for module in modules if not is_file_name(module)}
         wanted = {key: cell for key, cell in names.items() if cell.experts.__module__.partition(".")[0] in roots}
     if not wanted:
-        _refuse(name, registry.names, modules)
+        if (error := missing_backend(name)) is not None:
+            raise error
+        if not name:
+            raise ArgumentError(f"{', '.join(modules)} must register a backend, got none; decorate a class there")
+        raise UnknownBackendError(unknown_name_message("backend", name, registry.names))
     found: list[Check] = []
     idle, imitated, seen = {}, set(), set()
     unchecked: dict[str, None] = {}
@@ -114,14 +108,14 @@ def list_suite(name: str, platform: str = "", modules: Sequence[str] = ()) -> Su
         # This device imitates another platform; the CPU next to a GPU has no device name here.
         device=here.device_name if here.probed else f"imitated by {physical.device_name}",
         versions={name: versions[name] for name in sorted(required) if name in versions},
-        checks=_in_turn(found),
+        checks=_interleaved(found),
         idle=idle,
         imitated=frozenset(imitated),
         unchecked=tuple(unchecked),
     )
 
 
-def _in_turn(checks: Sequence[Check]) -> tuple[Check, ...]:
+def _interleaved(checks: Sequence[Check]) -> tuple[Check, ...]:
     """Orders checks by kind and alternates cells within a kind, so that a short run covers every cell."""
     counts: collections.Counter[tuple[CellName, str]] = collections.Counter()
     keys, order = {}, list(KINDS)
@@ -131,21 +125,10 @@ def _in_turn(checks: Sequence[Check]) -> tuple[Check, ...]:
     return tuple(sorted(checks, key=keys.__getitem__))
 
 
-def _refuse(name: str, known: Sequence[str], modules: Sequence[str]) -> None:
-    if (error := missing_backend(name)) is not None:
-        raise error
-    if not name:
-        raise ArgumentError(f"{', '.join(modules)} must register a backend, got none; decorate a class there")
-    raise UnknownBackendError(unknown_name_message("backend", name, known))
-
-
 def _promises(cell: BackendCell, is_idle: bool, is_known: bool) -> Iterator[tuple[str, object]]:
-    """Kinds and arguments of a cell's checks.
+    """Kinds and arguments of a cell's checks; of one that cannot run here (`is_idle`) only selection can be checked.
 
-    Args:
-        cell: The cell.
-        is_idle: Whether it cannot run here, so that only selection can be checked.
-        is_known: Whether an earlier cell has the same class.
+    An earlier cell may have the same class (`is_known`).
     """
     yield "deciding", None
     if is_idle:

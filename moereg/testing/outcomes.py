@@ -22,8 +22,6 @@ IMPORT: Final = "(import)"
 NO_TIME: Final = "no time left; give it more --seconds"
 """The message of a check that was skipped because the report's time was over."""
 
-_FAILURES: Final = ("failed", "crashed", "timed_out")
-
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
@@ -50,7 +48,7 @@ class Outcome:
     @property
     def is_failure(self) -> bool:
         """Whether the cell broke its promise."""
-        return self.status in _FAILURES
+        return self.status in ("failed", "crashed", "timed_out")
 
 
 @dataclasses.dataclass(frozen=True)

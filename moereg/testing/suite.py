@@ -22,7 +22,7 @@ from moereg.testing.check import CellName, Check
 from moereg.testing.drawing import DrawnLayer
 from moereg.testing.listing import Suite, list_suite
 from moereg.testing.outcomes import IMPORT, NO_TIME, Outcome, Report, Result
-from moereg.testing.worker import CHECK_SECONDS, GPU_CHECK_SECONDS, Worker, shared_worker
+from moereg.testing.worker import CHECK_SECONDS, GPU_CHECK_SECONDS, SHARED_WORKER, Worker
 
 __all__ = ["CHECK_SECONDS", "DRAWN", "Check", "Outcome", "Report", "Result", "checks_of", "run_check", "verify"]
 
@@ -105,7 +105,7 @@ def run_here(tell: Callable[[Any], object], check: Check) -> Outcome:
 
 
 def _worker(isolate: bool) -> Worker:
-    return shared_worker() if isolate else Worker(is_isolated=False)
+    return SHARED_WORKER if isolate else Worker(is_isolated=False)
 
 
 def _check_seconds(seconds: float | None) -> float:

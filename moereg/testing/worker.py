@@ -53,12 +53,9 @@ _SHARE_OF_MEMORY: Final = 0.6
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer to a call.
+    """The answer to a call: what the function returned, and the step that it told last.
 
-    Attributes:
-        value: What the function returned.
-        outcome: How the call ended if it did not return, or what it returned if that is an outcome.
-        step: What the function told last.
+    `outcome` is how the call ended if it did not return, or what it returned if that is an outcome.
     """
 
     value: Any = None
@@ -78,12 +75,9 @@ class Worker:
     """
 
     def __init__(self, memory_bytes: int | None = None, interprets: bool = True, is_isolated: bool = True) -> None:
-        """Starts nothing yet.
+        """Starts nothing yet; the child's memory limit is a share of what is free if None.
 
-        Args:
-            memory_bytes: The child's memory limit; None means a share of what is free.
-            interprets: Whether Triton kernels run in its interpreter if there is no GPU.
-            is_isolated: As the attribute.
+        It `interprets` Triton kernels if there is no GPU.
         """
         self.is_isolated: Final = is_isolated
         self.has_run = False
@@ -207,7 +201,7 @@ class Worker:
                     end = self._end(code, limit, seconds)
         except (EOFError, ConnectionError):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_DUMP_SECONDS)
+                process.wait(_ORPHAN_SECONDS)  # It is ending; a busy machine may take long to dump its core.
             end = self._end(process.poll(), math.inf, seconds) or "the process closed its pipe"
         printed, written = _read(self._stdout), _read(self._stderr)
         outcome = value if isinstance(value, Outcome) else None
@@ -342,9 +336,5 @@ if __name__ == "__main__":
     os._exit(0)  # Taking torch down takes a while.
 
 
-_SHARED: Final = Worker()
-
-
-def shared_worker() -> Worker:
-    """The worker of `run_check`, which lives until this process ends."""
-    return _SHARED
+SHARED_WORKER: Final = Worker()
+"""The worker of `run_check`, which lives until this process ends."""

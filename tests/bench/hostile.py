@@ -13,7 +13,6 @@ from moereg.bench.compare import Comparison, Measurement
 from moereg.bench.inputs import random_calls, random_weights
 from moereg.bench.roofline import Ceilings
 from moereg.dispatch import explain_backends
-from moereg.numerics.tolerances import layer_tolerance
 from moereg.registry import register_moe_backend
 from moereg.spec.problem import MoEProblem
 from tests.support.fakes import FakeExperts
@@ -92,7 +91,7 @@ def measure(
     is_given = make_weights is not None
     make_weights = make_weights or functools.partial(layer_weights, PROBLEM)
     inputs = {num_tokens: random_calls(PROBLEM, num_tokens, "uniform", 0, CPU)[:3]}
-    comparison = Comparison(selection, make_weights, inputs, layer_tolerance)
+    comparison = Comparison(selection, make_weights, inputs)
     found = {row.decision.experts: row for row in comparison.measure(num_tokens, CEILINGS, rounds)}
     pristine = {} if is_given else make_weights().tensors()
     assert is_given or all(torch.equal(tensor, pristine[name]) for name, tensor in comparison.weights.tensors().items())

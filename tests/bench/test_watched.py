@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from moereg.bench.watched import WatchedTensors
+from moereg.bench.compare import WatchedTensors
 from moereg.weights import versions
 from moereg.weights.unpermute import same_bits
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import pathlib
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from benches.board import __main__ as command
-from benches.board import measure, variants
+from benches.board import measure
 from benches.board.layers import BoardLayer, Point
 from benches.board.measure import Limits, Lost, Marker, Wanted, measure_board
 from benches.board.store import Board, OtherRunError
@@ -21,7 +20,7 @@ from moereg.bench.inputs import random_weights
 from moereg.bench.roofline import Ceilings
 from moereg.experts import ExpertInputs
 from moereg.platforms import probe_cpu
-from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
+from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import PermutedWeights
 from tests.support.fakes import FakeExperts, WrongExperts
@@ -109,29 +108,6 @@ def run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, isolated_regist
     return measured
 
 
-def test_what_was_compiled_ahead_has_no_first_call_and_clocks_are_read_around_a_row(
-    run: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    readings = iter(range(100))
-    monkeypatch.setattr(measure, "clocks", lambda _: {"clocks": {"sm_mhz": next(readings)}})
-    compiled: list[object] = []
-    monkeypatch.setattr(measure, "_precompile", lambda *_: compiled.append(1))
-    Board(tmp_path / "board.json", {**MEASURED_ON, "compiled_ahead": ["fake_right"]}).save()
-    monkeypatch.setitem(MEASURED_ON, "compiled_ahead", ["fake_right"])
-    for row in run().document["rows"]:
-        first = {one["backend"]: one.get("first_ms") for one in row["results"]}
-        assert first["fake_right"] is None
-        assert first["torch"] > 0
-        before, after = row["clocks"]
-        assert before["sm_mhz"] < after["sm_mhz"]
-    assert compiled
-    (tmp_path / "board.json").unlink()
-    compiled.clear()
-    monkeypatch.setitem(MEASURED_ON, "compiled_ahead", [])
-    assert all(one.get("first_ms") for one in run().document["rows"][0]["results"] if one["failure"] is None)
-    assert not compiled
-
-
 def test_every_backend_is_in_its_row(run: Any, tmp_path: pathlib.Path) -> None:
     board = run()
     rows = board.document["rows"]
@@ -152,20 +128,6 @@ def test_every_backend_is_in_its_row(run: Any, tmp_path: pathlib.Path) -> None:
     assert json.loads((tmp_path / "running").read_text())["layer"] == "tiny:unquantized"
     before = board.document["rows"]
     assert run().document["rows"] == before, "nothing was missing, so nothing was measured again"
-
-
-def test_a_class_that_lacks_a_library_is_named_where_another_of_its_backend_runs(
-    run: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lacking = type("BetterExperts", (FakeExperts,), {})
-    register_moe_backend("fake_right", 2, ("unquantized",), ("*",), requires=("no-such-library",))(lacking)
-    unfit = type("OtherExperts", (FakeExperts,), {})
-    register_moe_backend("fake_right", 2, ("unquantized",), ("cuda",), requires=("no-such-library",))(unfit)
-    skipped = run().document["layers"]["tiny:unquantized"]["skipped"]
-    assert skipped["fake_right (Better)"] == "requires no-such-library, which is not installed"
-    assert "fake_right (Other)" not in skipped
-    text = "tiny:unquantized: without fake_right (Better), which requires no-such-library, which is not installed"
-    assert text in capsys.readouterr().out
 
 
 def test_experts_share_a_static_scale_of_the_intermediate() -> None:
@@ -203,16 +165,10 @@ def test_what_does_not_fit_beside_the_others_is_left_out(run: Any, monkeypatch: 
 
 def test_a_lost_device_ends_the_process_and_names_the_backend(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
-    monkeypatch.setattr("moereg.bench.compare.Culprits._is_lost", lambda self: True)
+    monkeypatch.setattr("moereg.bench.compare.Comparison._is_lost", lambda self: True)
     with pytest.raises(Lost, match="fake_raising"):
         run(only=("torch", "fake_raising"))
     monkeypatch.undo()
-
-
-def test_time_is_shared_and_rows_that_are_late_are_listed(run: Any) -> None:
-    board = run(seconds=1e-9)
-    assert board.document["rows"] == []
-    assert [row["left_out"] for row in board.document["left_out"]] == ["no time was left"] * 2
 
 
 def test_what_ended_a_process_is_left_out_of_the_next(tmp_path: pathlib.Path) -> None:
@@ -249,39 +205,3 @@ def test_a_stuck_process_is_killed(tmp_path: pathlib.Path) -> None:
     assert command.run_child(sleeping, tmp_path / "running", patience=0.2) == 128 + 9
     leaving = [sys.executable, "-S", "-E", "-c", "raise SystemExit(75)"]
     assert command.run_child(leaving, tmp_path / "running", patience=600) == 75
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--layers", "mixtral"], "--layers takes names of --list, got mixtral"),
-        (["--tokens", "7"], "--tokens and --routings keep no row"),
-    ],
-    ids=["layer", "tokens"],
-)
-def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(arguments) == 2
-    assert message in capsys.readouterr().err
-
-
-class _Implementation:
-    has_tactics = True
-
-
-class TunedExperts(FakeExperts):
-    def _load(self) -> Any:
-        return _Implementation()
-
-
-def test_the_untuned_variant_is_another_backend_that_a_request_names(isolated_registry: BackendRegistry) -> None:
-    REGISTRY.restore(cell for cell in REGISTRY.cells if "flashinfer" not in cell.name)
-    register_moe_backend("flashinfer_cutlass", 55, ("unquantized",), ("cuda:sm90",))(TunedExperts)
-    variants.register()
-    variants.register()
-    (tuned,), (untuned,) = (REGISTRY.by_name(f"flashinfer_cutlass{suffix}") for suffix in ("", "_untuned"))
-    assert untuned.opt_in
-    assert untuned.class_name == "UntunedTunedExperts"
-    assert dataclasses.replace(untuned, name=tuned.name, experts=tuned.experts, opt_in=False) == tuned
-    fresh: Any = untuned.experts.__new__(untuned.experts)
-    assert not fresh._load().has_tactics
-    assert _Implementation.has_tactics

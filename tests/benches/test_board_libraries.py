@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import pathlib
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benches.board import __main__ as command
-from benches.board import build_libraries, libraries
+from benches.board import libraries
 from benches.board.layers import GPU_LAYERS
-from benches.board.libraries import HpcOpsTensorExperts, interleaved
+from benches.board.libraries import interleaved
 from benches.board.padded_routes import padded_on_host, padded_routes
 from moereg.bench.session import entrants, timed_cell
 from moereg.registry import BackendRegistry
 from moereg.selection.loader import read_platform
-from moereg.spec.problem import MoEProblem
 
 NAMES = ("hpc_ops", "alpha_moe")
 
@@ -29,12 +26,6 @@ def test_nothing_registers_where_nothing_was_built(tmp_path: pathlib.Path, isola
     (tmp_path / "hpc_ops.so").write_bytes(b"not a library")
     with pytest.raises(OSError, match=r"hpc_ops\.so"):
         libraries.register(tmp_path)
-
-
-def test_a_folder_without_libraries_is_an_error(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    board = str(tmp_path / "board.json")
-    assert command.main(["--json", board, "--libraries", str(tmp_path / "gone")]) == 2
-    assert "gone/versions.json" in capsys.readouterr().err
 
 
 def test_what_was_built_takes_part_where_it_fits(
@@ -79,23 +70,3 @@ def test_routes_are_padded_to_tiles() -> None:
     assert set(found.routes[6:].tolist()) <= {6}
     assert found.experts[:3].tolist() == experts
     assert found.num_rows.tolist() == [6]
-
-
-def test_sources_are_changed_where_they_are_known() -> None:
-    line = "auto *td_y = td_xy + igroup * 2 + 1;"
-    fence = " if constexpr (kTaskLoopPolicy != 0) tma_descriptor_fence_acquire(td_y);"
-    assert build_libraries.fenced(f"a {line} b", times=1) == f"a {line}{fence} b"
-    with pytest.raises(SystemExit, match="in this source 1 times, expected 4"):
-        build_libraries.fenced(line)
-    cases = "  case 8: dispatch_bn_wn<8>(x);\n  case 16: dispatch_bn_wn<16>(x);\n"
-    assert build_libraries.of_one_height(cases, 8) == "  case 8: dispatch_bn_wn<8>(x);\n"
-
-
-def test_the_rank_of_a_library_is_that_of_its_map() -> None:
-    problem = MoEProblem(num_experts=8, num_local_experts=2, hidden_size=128, intermediate_size=64, top_k=1)
-    expert_map = torch.tensor([-1, -1, -1, -1, 0, 1, -1, -1], dtype=torch.int32)
-    ranks = [
-        HpcOpsTensorExperts(problem, read_platform("cuda:sm90")).rank_of(SimpleNamespace(expert_map=one))
-        for one in (None, expert_map)
-    ]
-    assert ranks == [0, 2]

@@ -180,11 +180,3 @@ def test_the_shipped_pack_is_that_of_the_stored_boards(tmp_path: Path) -> None:
     stored = [str(RESULTS / f"{name}.json") for name in ("board_h200", "session_h200", "board_h200_3")]
     assert command.main(["--pack", str(tmp_path / "pack.json"), *stored]) == 0
     assert (tmp_path / "pack.json").read_text() == measured._SHIPPED.read_text()
-
-
-def test_a_stored_board_of_before_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stored = str(RESULTS / "board_cpu.json")
-    assert command.main(["--pack", str(tmp_path / "pack.json"), stored, str(RESULTS / "board_h200.json")]) == 2
-    error = capsys.readouterr().err
-    assert f"{stored} lacks machine, process, cells, log_ratio" in error
-    assert "measure it again: python -m benches.board --json FILE" in error

@@ -83,24 +83,6 @@ def test_a_slower_class_of_the_default_is_no_rival(stored: Any) -> None:
     ]
 
 
-def test_ceilings_that_a_row_exceeds_are_none(stored: Any) -> None:
-    beyond = {**result("other", 50.0), "share": 1.3}
-    kinds = ("unquantized", "bfloat16"), ("fp8_block128", "float8_e4m3fn")
-    head = {
-        "layers": {f"big:{scheme}": {"problem": {"dtype": "bfloat16"}} for scheme, _ in kinds},
-        "ceilings": {dtype: HEAD["ceilings"]["bfloat16"] for _, dtype in kinds},
-    }
-    other = {**row(64, result("own", 100.0)), "scheme": "fp8_block128"}
-    stored(row(1, result("own", 100.0), beyond), row(16, result("own", 100.0)), other, **head)
-    *found, where = lines("rows")
-    assert "| uniform | 1 | 100.0 | **50.0** | 100.0% |" in found
-    assert "| uniform | 16 | **100.0** | - | - |" in found
-    assert "| uniform | 64 | **100.0 (50%)** | - |" in found, "it has another ceiling"
-    assert "A row beats the ceiling of bfloat16, so that was measured too low" in where
-    stored(row(1, result("own", 100.0), {**beyond, "share": 1.02}))
-    assert "(102%)" in lines("rows")[3]
-
-
 def test_another_process_has_its_own_default_and_its_own_table(stored: Any) -> None:
     stored(row(1, result("own", 100.0)), row(16, result("own", 100.0)))
     assert lines("apart") == ["No backend has rows of a process of its own."]

@@ -6,7 +6,6 @@ import csv
 
 import pytest
 
-from benches.board.rows import rows_of
 from benches.h200 import counters
 
 ROW = {
@@ -59,16 +58,3 @@ def test_the_kernels_between_two_marks_are_a_row_s() -> None:
 def test_a_call_that_ncu_did_not_see_is_an_error() -> None:
     with pytest.raises(ValueError, match="ncu saw 1 calls of 2 rows"):
         counters.by_row(printed(("erfinv", 900.0, 0)), [ROW, ROW])
-
-
-def test_rows_far_from_their_ceilings_are_the_board_s() -> None:
-    rows = counters.far_rows(0.8)
-    assert rows
-    lost = {one.place for one in rows_of("h200") if one.outcome == "lost" and one.tokens >= counters.LEAST_TOKENS}
-    places = [" | ".join(str(row[key]) for key in ("layer", "scheme", "routing", "tokens")) for row in rows]
-    assert lost
-    assert lost <= set(places)
-    assert all(place in lost or row["share"] < 0.8 for place, row in zip(places, rows, strict=True))
-    assert all(row["tokens"] >= counters.LEAST_TOKENS for row in rows)
-    assert all(counters._layer_of(row).layer == row["layer"] for row in rows)
-    assert len(counters.far_rows(0.5)) < len(rows)

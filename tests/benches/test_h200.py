@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -17,16 +12,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from benches.h200 import ep, one_token, quant, quant_configs, shapes, sweep
+from benches.h200 import ep, one_token, quant, shapes, sweep
 from benches.h200.leave_one_out import by_tokens, choose, leave_one_out
 from benches.h200.table import check, roofline_us
-from moereg.backends._triton import quantized
 from moereg.bench.inputs import random_call, random_weights
 from moereg.bench.roofline import Ceilings
-from moereg.kernels.gemm import rules
-from moereg.kernels.hopper import config as hopper_config
 from moereg.layer.factory import make_kernel
-from moereg.platforms import Platform
 from moereg.spec.problem import MoEProblem
 
 
@@ -55,14 +46,6 @@ def test_a_choice_does_not_look_at_the_row_it_is_for() -> None:
     assert by_tokens(leave_one_out(ROWS[:1]))[0]["ratio_worst"] is None
 
 
-def test_the_sweep_fails_by_its_worst_row(capsys: pytest.CaptureFixture[str]) -> None:
-    good = [row("x", a=1.0, b=1.1), row("y", a=1.0, b=1.1), row("z", a=1.1, b=1.0)]
-    assert sweep.report(good, [{"model": "w", "tokens": 1, "left_out": "out of time"}], 1.0) == 0
-    assert sweep.report([*good, row("v", a=1.2, b=1.0)], [], 1.0) == 1
-    assert sweep.report([*good[:2], {**row("z", a=1.0, b=1.0), "wrong": ["b"]}], [], 1.0) == 1
-    assert "v T 4: ratio 1.200 (best b, chosen a)" in capsys.readouterr().out
-
-
 def test_plans_have_every_row_once() -> None:
     rows = [(layer.name, *point) for layer, points in shapes.all_rows() for point in points]
     assert len(set(rows)) == len(rows) > 0
@@ -77,21 +60,6 @@ def test_plans_have_every_row_once() -> None:
             candidates = sweep.row_candidates(problem, tokens, 227 * 1024)
             assert candidates[0] == sweep.shipped(problem, tokens, 227 * 1024)
             assert 8 <= len({candidate.name for candidate in candidates}) == len(candidates) <= 15
-
-
-def test_a_candidate_replaces_the_rules_and_only_inside() -> None:
-    modules: tuple[Any, ...] = (rules, hopper_config, quantized)
-    before = [getattr(module, "select_config", None) for module in modules], quantized.select_quantized_config
-    for tokens, rows in ((1, 1), (64, 4), (4096, 256)):
-        candidate = sweep.candidates_of(tokens, rows)[-1]
-        with sweep.selecting(candidate):
-            module = modules[sweep.uses_hopper(tokens, rows)]
-            assert module.select_config(tokens, rows) is candidate.configs
-    pair = quant_configs.candidates_of(1, 0.06)[-1]
-    with quant_configs.selecting(pair):
-        assert quantized.select_quantized_config(1, 0.06, 2, None) is pair
-    after = [getattr(module, "select_config", None) for module in modules], quantized.select_quantized_config
-    assert after == before
 
 
 @pytest.mark.parametrize(("scheme", "tflops"), [("fp8_block128", 1300.0), ("int8_w8a8", 900.0), ("int8_w8a16", 700.0)])
@@ -123,51 +91,3 @@ def test_a_row_is_checked_and_compared_with_its_roofline() -> None:
     assert roofline_us(problem, calls, slow_to_read) == pytest.approx(sum(moved) / 2 / 1e3)
     slow_to_multiply = {"matmul_tflops": 1e-3, "read_tbps": 1e6}
     assert roofline_us(problem, calls, slow_to_multiply) == pytest.approx(2 * 4 * 2 * 3 * 64 * 32 / 1e3)
-
-
-def test_an_item_that_ends_its_ranks_is_told_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Ranks that are stand-ins: the second item ends its process, the third writes its row in a new one."""
-    script = (
-        "import json, sys, time; from pathlib import Path; folder = Path(sys.argv[1])\n"
-        "def write(name, value):\n"
-        "    with (folder / name).open('a') as file: file.write(json.dumps(value) + '\\n')\n"
-        "for place, item in enumerate(json.loads((folder / 'left').read_text())):\n"
-        "    write('progress', {'begin': place, 'time': time.time()})\n"
-        "    if item[2] == 1024: sys.exit(3)\n"
-        "    write('rows', {'layer': item[1], 'tokens': item[2]})\n"
-        "    write('progress', {'end': place, 'time': time.time()})\n"
-    )
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        ep.subprocess,
-        "Popen",
-        lambda command, **keywords: popen([sys.executable, "-c", script, command[6]], **keywords),
-    )
-    left = [ep.Item("more", "qwen3", tokens, "uniform", ("all_gather",)) for tokens in (64, 1024, 1)]
-    rows, (lost,) = ep.measure(left, 1, time.time() + 100, tmp_path / "log")
-    assert [row["tokens"] for row in rows] == [64, 1]
-    assert "tokens=1024" in lost
-    assert lost.endswith("a rank ended")
-    assert ep.measure(left, 1, time.time(), tmp_path / "log")[1] == [f"{item}: no time left" for item in left]
-    row = {"layer": "qwen3", "way": "all_gather", "tokens": 64, "routing": "uniform", "wire": "bfloat16"}
-    document = json.loads(json.dumps(ep.document_of([{**row, "time_us": 1.0}], ["lost"], 2)))
-    (bench,) = (bench for bench in document["benches"] if bench["rows"])
-    assert (bench["model"], bench["problem"]["quant"], bench["ranks"]) == ("qwen3-30b-a3b", "unquantized", 2)
-
-
-def test_what_does_not_fit_or_comes_too_late_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**40))
-    (found,) = shapes.measure(shapes.ModelLayer("kimi-k2"), [(4, "uniform")], {}, time.monotonic() + 60)
-    assert found["left_out"].startswith("needs up to")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**40, 2**40))
-    (found,) = shapes.measure(shapes.ModelLayer("kimi-k2"), [(4, "zipf")], {}, time.monotonic() - 1)
-    assert found["left_out"] == "out of time"
-
-
-@pytest.mark.parametrize("bench", [shapes, sweep])
-def test_a_machine_without_a_hopper_gpu_is_told(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["bench"])
-    monkeypatch.setattr(bench, "probe_platform", lambda: Platform.from_name("cpu"))
-    assert bench.main() == 3

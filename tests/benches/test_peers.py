@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pathlib
 import re
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from benches import pictures, report, results_page
+from benches import pictures, report
 from benches.board import peers, rows
 from benches.board.compare import Comparison, Place, Timed
 from tests.support.pictures import labels_that_meet
@@ -141,31 +140,6 @@ def test_the_headline_counts_ties_and_names_what_the_rows_lack(folder: pathlib.P
     assert re.search(r"\d+ of its \d+ planned rows are missing", text)
     assert "`builder` in 3 rows (unquantized; its kernels were not built)" in text
     assert "`other` in 1 row (unquantized; not in that process)" in text
-
-
-def test_no_stored_ratio_of_another_run_is_on_a_page() -> None:
-    for path in report.pages():
-        text = path.read_text(encoding="utf-8")
-        assert "best_peer" not in text
-        assert path.name != "README.md" or "another H200" not in text
-
-
-def test_no_table_takes_times_of_two_processes_but_the_one_of_our_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables of `peers` refuse such ratios themselves."""
-    real, loaded = results_page._load, set[str]()
-    monkeypatch.setattr(results_page, "_load", lambda name: loaded.add(name) or real(name))
-    two = {}
-    for table, fill in results_page.TABLES.items():
-        loaded.clear()
-        with contextlib.suppress(FileNotFoundError):
-            fill()
-        if len(loaded) > 1:
-            two[table] = {*loaded}
-    assert two == {"second_gpu": {"h200_table_bf16.json", "h200_table_bf16_second_gpu.json"}}
-    (page,) = [text for text in map(pathlib.Path.read_text, report.pages()) if "<!-- table second_gpu -->" in text]
-    before, _, _ = page.partition("<!-- table second_gpu -->")
-    assert "The last column divides times of two processes" in " ".join(before[-600:].split())
-    assert "peer" not in results_page.second_gpu_table()
 
 
 def test_the_picture_is_the_one_of_the_stored_rows(tmp_path: pathlib.Path) -> None:

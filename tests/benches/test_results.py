@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benches import report, results_page, stored
+from benches import report, results_page
 from benches.stored import load, quant_rows
 
 MEASURED = {
@@ -50,14 +50,6 @@ def test_stored_results_say_where_they_are_from() -> None:
             assert has_clocks or "clocks" in document["note"], path
 
 
-def table(monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path, name: str, file: str, **document: Any) -> list[str]:
-    """The lines of a table made from a file of these contents."""
-    (folder / file).write_text(json.dumps({**MEASURED, **document}), encoding="utf-8")
-    monkeypatch.setattr(results_page, "RESULTS", folder)
-    page = report.render(f"<!-- table {name} --><!-- end -->")
-    return [line for line in page.splitlines() if line and not line.startswith("<!--")]
-
-
 def test_a_table_without_its_file_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setattr(results_page, "RESULTS", tmp_path)
     for name in results_page.TABLES:
@@ -65,21 +57,6 @@ def test_a_table_without_its_file_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
         expected = f"before <!-- table {name} -->\n\nNot measured yet.\n\n<!-- end --> behind"
         assert report.render(page) == expected
         assert report.render(expected) == expected
-
-
-def test_shares_of_ceilings_that_a_row_beats_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    common = {"model": "big", "tokens": 16, "relative_error": 0.003, "wrong": False, "ours_us": 40.0, "roof_us": 20.0}
-    rows = [
-        {**common, "scheme": scheme, "share": share} for scheme, share in (("int8", 0.5), ("int8", 1.2), ("fp8", 0.5))
-    ]
-    shares = {"share T 1-64": 0.8, "time over fp8 worst": 1.0}
-    document = {"ceilings": {"read_tbps": 4.4}, "rows": rows, "summary": {"int8": shares, "fp8": shares}}
-    lines = table(monkeypatch, tmp_path, "quant", "h200_quant.json", **document)
-    assert [line.split(" | ")[4:6] for line in lines[2:5]] == [["-", "-"], ["-", "-"], ["20.0", "50%"]]
-    assert lines[5:7] == [
-        "- `int8`: time over fp8 worst 1.000.",
-        "- `fp8`: share T 1-64 0.800; time over fp8 worst 1.000.",
-    ]
 
 
 def test_rows_of_a_scheme_are_those_of_the_newest_file_that_has_them(
@@ -107,13 +84,3 @@ def test_rows_of_a_scheme_are_those_of_the_newest_file_that_has_them(
     assert page.count("Rows from an earlier commit") == 2
     assert re.findall(r"- `int4`: (.*)\.", page) == ["share_mean 10.000"]
     assert re.findall(r"Left out: (.*)\.", page) == ["int8 big T 1", "int8 big T 1", "int8 big T 16"]
-
-
-def test_the_instruction_set_is_what_libraries_may_use(monkeypatch: pytest.MonkeyPatch, cpu_features: Any) -> None:
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    cpu_features(onednn=True, bf16=True, fp16=False, int8=True, amx=False)
-    assert stored.instruction_set() == "AVX512 with bf16, int8"
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    cpu_features(onednn=True, bf16=False, fp16=False, int8=False, amx=False)
-    assert stored.instruction_set() == "AVX512, oneDNN limited to AVX2"

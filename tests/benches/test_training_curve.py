@@ -1,36 +1,14 @@
-"""The bench of a loss curve: its text, what it calls wrong, a rehearsal on a CPU, and the page."""
+"""The bench of a loss curve: its text, and what it calls wrong."""
 
 from __future__ import annotations
 
-import json
-import pathlib
 import re
-from typing import Any
 
 import pytest
-
-from benches import training_page
 
 pytest.importorskip("transformers")
 
 from benches.h200 import training_curve
-
-OPTIONS = [
-    "--model",
-    "tiny",
-    "--device",
-    "cpu",
-    "--steps",
-    "8",
-    "--sequences",
-    "2",
-    "--length",
-    "32",
-    "--warmup",
-    "2",
-    "--lr",
-    "3e-3",
-]
 
 
 def test_the_text_is_the_same_each_time_and_its_sums_are_right() -> None:
@@ -75,37 +53,3 @@ def test_what_is_wrong_is_named(again: list[float] | None, digest: str, moereg: 
     assert wrong == said
     assert ends[1] == 0.0
     assert equal["parameters"] is (digest == "a")
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """All runs of a tiny model, in this process."""
-    options = training_curve._parser().parse_args(OPTIONS)
-    found = [training_curve.train(name, seed, options) for name, seed in training_curve.runs_of(2)]
-    monkeypatch.setattr(training_curve, "_in_processes", lambda given, num_texts: found)
-    return found
-
-
-def test_a_tiny_model_trains_as_with_eager_and_twice_to_the_same_bits(
-    runs: list[dict[str, Any]], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / training_page.CURVE
-    assert training_curve.main([*OPTIONS, "--json", str(file)]) == 0
-    record = json.loads(file.read_text(encoding="utf-8"))
-    assert record["equal_bits"] == {"losses": True, "parameters": True}
-    losses = {run["name"]: run["losses"] for run in record["runs"] if run["text"] == 0}
-    assert losses["eager"][-1] < 0.95 * losses["eager"][0]
-    # Rounding differs, or both ran the same code.
-    assert record["runs"][0]["digest"] != record["runs"][2]["digest"]
-    assert [run["backend"] for run in record["runs"]] == [None, None, "torch", "torch", None, "torch"]
-    assert record["runs"][1]["losses"] != record["runs"][4]["losses"]
-    assert len(record["ends"]) == 2
-    shown = capsys.readouterr().out
-    assert "| moereg again |" in shown
-    assert "losses of all 8 steps are equal bit for bit" in " ".join(shown.split())
-    training_page.draw_training_curve(tmp_path / "curve.svg", record)
-    drawn = (tmp_path / "curve.svg").read_text(encoding="utf-8")
-    assert drawn.count("<path") > 10
-    assert training_page.load_curve(tmp_path) == record
-    runs[3]["digest"] = "another"
-    assert training_curve.main(OPTIONS) == 1

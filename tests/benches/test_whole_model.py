@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from benches.whole_model import __main__ as whole_model
 from benches.whole_model import page
-from benches.whole_model.measure import QUANTIZED, WholeModel
+from benches.whole_model.measure import WholeModel
 from benches.whole_model.models import MODELS, Case, cases_of
 from moereg.integrations._experts import serving
 
@@ -51,25 +51,6 @@ def test_a_tiny_model_is_measured_once_its_logits_are_right(
     code, late = run(tmp_path, "--seconds", "0")
     assert (code, late["rows"]) == (0, [])
     assert {"phase": "decode", "batch": 2, "why": "out of time"}.items() <= late["left_out"][-1].items()
-
-
-def test_quantized_weights_stand_for_the_same_model(tmp_path: pathlib.Path) -> None:
-    code, record = run(tmp_path, model="tiny-gpt-oss-20b")
-    assert code == 0
-    assert record["checks"][QUANTIZED]["passed"]
-    assert record["quantized"]["scheme"] == "mxfp4_w4a16"
-    assert {row["implementation"] for row in record["rows"] if "ms" in row} >= {"eager", "moereg", QUANTIZED}
-
-
-@pytest.mark.parametrize("name", ["tiny-olmoe-1b-7b", "tiny-mixtral-8x7b"])
-def test_other_models_have_the_same_logits(name: str) -> None:
-    record: dict[str, Any] = {}
-    with torch.no_grad():
-        whole = WholeModel(MODELS[name], CPU, record, deadline=float("inf"))
-        whole.prepare()
-        whole.check()
-    assert all(check["passed"] for check in record["checks"].values() if "outcome" not in check)
-    assert {parameter.dtype for parameter in whole.model.parameters()} == {torch.bfloat16}
 
 
 def test_what_is_wrong_or_fails_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
 from benches.h200 import whole_training
 from benches.training_page import whole_training_table
-from benches.whole_model.models import MODELS
 
 OPTIONS = [
     "--model",
@@ -67,18 +65,6 @@ def test_a_side_with_the_same_weights_has_a_bound(shift: float, quantizes: bool,
     assert whole_training.compare([lacking, first_step({"side": "first"})], options) == []
 
 
-class Calls(TorchDispatchMode):
-    """Operators that were called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.made.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.finetune
 class TestSides:
     """All of them on a CPU."""
@@ -109,61 +95,6 @@ class TestSides:
         assert all(0 < each < 0.5 * whole_training.BOUND for each in rows["moereg"]["difference"]["gradients"].values())
         assert len(rows["moereg"]["difference"]["gradients"]) == 12
         assert "| moereg, 4-bit experts, layers recomputed |" in capsys.readouterr().out
-
-    @pytest.mark.parametrize(
-        ("implementation", "product", "a_layer"),
-        [
-            ("grouped_mm", torch.ops.aten._grouped_mm.default, 2),
-            ("moereg", torch.ops.moereg.moe_train.default, 1),
-            ("moereg_4bit", torch.ops.moereg.moe_train.default, 1),
-        ],
-    )
-    def test_selective_sides_compute_each_product_once(self, implementation: str, product: Any, a_layer: int) -> None:
-        options = whole_training._parser().parse_args(OPTIONS)
-        options.sides = [""]  # The reference also computes the control.
-        found = {}
-        for name, side in whole_training.SIDES.items():
-            if name.partition("-")[0] == implementation:
-                with Calls() as calls:
-                    whole_training.measure(name, options)
-                found[side.recomputes] = calls.made.count(product)
-        num_layers = MODELS["tiny"].config["num_hidden_layers"]
-        assert found["checkpoint"] == found["selective"] + a_layer * num_layers * options.steps
-        assert found.get("", found["selective"]) == found["selective"] > 0
-
-    def test_a_side_with_other_adapters_fails(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        measure = whole_training.measure
-
-        def other(name: str, options: Any, folder: pathlib.Path) -> dict[str, Any]:
-            with monkeypatch.context() as planted:
-                if name == "moereg":
-                    of = whole_training.factors_of
-                    planted.setattr(
-                        whole_training,
-                        "factors_of",
-                        lambda model, **keywords: {
-                            name: whole_training.Factors(a, b.roll(1, 1) if keywords else b)
-                            for name, (a, b) in of(model, **keywords).items()
-                        },
-                    )
-                return measure(name, options)
-
-        monkeypatch.setattr(whole_training, "_in_process", other)
-        sides = ["--sides", "grouped_mm-checkpoint", "moereg"]
-        assert whole_training.main([*OPTIONS, *sides]) == 1
-        assert "moereg differs by" in capsys.readouterr().err
-
-    def test_a_side_without_memory_is_an_outcome(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        def lacking(*_: Any) -> None:
-            raise torch.OutOfMemoryError("no room")
-
-        monkeypatch.setattr(whole_training, "_train", lacking)
-        assert whole_training.main([*OPTIONS, "--sides", "grouped_mm"]) == 0
-        assert "| PEFT on grouped_mm, nothing recomputed | out of memory |" in capsys.readouterr().out
 
 
 def test_the_page_has_each_sides_speed_and_memory() -> None:

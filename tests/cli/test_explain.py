@@ -183,26 +183,6 @@ def test_sixteen_bits_of_a_model_that_is_released_quantized(call_json: CallJson)
         assert call_json(f"explain {line} --platform cuda:sm90")[1]["notices"] == []
 
 
-def test_every_candidate_says_whether_it_was_verified(call: Call, call_json: CallJson) -> None:
-    line = "explain --model qwen3-30b-a3b --platform cuda:sm80"
-    decisions = {decision["experts"]: decision for decision in call_json(line)[1]["decisions"]}
-    assert decisions["TritonExperts"]["verified_on_platform"] is False
-    said = call(line)[1].splitlines()
-    # Each has run elsewhere; evidence of either may be older than its code.
-    for experts in ("TritonExperts", "TorchDenseExperts"):
-        row = next(row for row in said if experts in row)
-        machine = decisions[experts]["verified_on"]
-        assert ("code changed" in row) is (machine is None)
-        assert machine is None or f" on {machine['device'].removeprefix('NVIDIA ')}, torch 2." in row
-    on_sm90 = call_json(line.replace("sm80", "sm90"))[1]["decisions"]
-    expected = {decision["experts"]: decision["verified_on_platform"] for decision in on_sm90 if decision["accepted"]}
-    shown = call(line.replace("sm80", "sm90"))[1].splitlines()
-    for experts, is_verified in expected.items():
-        row = next(row for row in shown if f" {experts} " in row)
-        # A machine that is only named has no bare "yes"; what ran there before its code changed is not verified.
-        assert (" on H200, torch 2.11" in row) is is_verified
-
-
 def test_explain_says_whether_its_choice_was_verified(
     call: Call, call_json: CallJson, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,7 +211,9 @@ def test_explain_says_whether_its_choice_was_verified(
     assert found["verified"][0]["stale"] is False
     monkeypatch.setattr(ledger, "class_digest", lambda experts: "of other code")
     changed = f"not verified on sm90; verified before its code changed on {machine} (sm90, 2026-11-22)"
-    assert call(line)[1].splitlines()[-2] == f"{changed}; checked at first use there"
+    out = call(line)[1]
+    assert out.splitlines()[-2] == f"{changed}; checked at first use there"
+    assert " code changed" in out
     assert call_json(line)[1]["verification"]["verified_on_platform"] is False
     assert call_json(f"explain {SIZES} --require triton --platform cpu")[1]["verification"] is None
 

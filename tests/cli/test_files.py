@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,6 @@ import pytest
 
 from moereg.errors import ArgumentError
 from moereg.registry import REGISTRY
-from moereg.runtime.python_process import python_command
 from moereg.selection.loader import load_backends
 from moereg.selection.modules import import_modules, own_modules
 from tests.cli.command import SIZES, Call, CallJson, run_module, strict_json
@@ -173,18 +170,3 @@ def test_the_compiling_process_knows_it(file: Path) -> None:
     done = run_module(line, file.parent, TRITON_CACHE_DIR=str(file.parent / "cache"))
     assert done.returncode == 3, done.stderr
     assert "it launches no Triton kernels" in done.stderr
-
-
-@pytest.mark.slow
-def test_the_line_of_a_failure_runs_it_again(file: Path) -> None:
-    file.write_text(SOURCE.replace("weights.w13.mT", "weights.w13.roll(problem.intermediate_size, 1).mT"))
-    done = run_module(f"verify {NAME} --check numbers --check drawn", file.parent)
-    assert done.returncode == 1, done.stderr
-    assert "  likely cause: gate and up swapped\n" in done.stdout
-    assert "not checked on this machine: that a call never waits for the device" in done.stdout
-    (again,) = (line.partition("again: moereg ")[2] for line in done.stdout.splitlines() if "again:" in line)
-    assert again.startswith(f"verify {NAME} --check ")
-    done = subprocess.run(
-        python_command("moereg", *shlex.split(again)), cwd=file.parent, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, "1 failed" in done.stdout) == (1, True), done.stderr

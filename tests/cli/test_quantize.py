@@ -102,7 +102,7 @@ def test_an_original_that_is_quantized(call_json: CallJson, name: str) -> None:
 
 
 def test_a_wrong_backend_is_exit_1(call: Call, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moereg.cli._quantize.layer_tolerance", lambda *arguments: 0.0)
+    monkeypatch.setattr("moereg.bench.compare.layer_tolerance", lambda *arguments: 0.0)
     code, out, _ = call(f"quantize --checkpoint {checkpoint} --quant int8_w8a16 --tokens 2")
     assert code == 1
     assert "int8_w8a16 on torch at 2 tokens: WRONG" in out

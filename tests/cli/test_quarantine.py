@@ -125,13 +125,6 @@ def test_a_drawn_layer_that_crashes_is_run_again_by_itself() -> None:
     assert change.left
 
 
-def test_what_passed_and_what_was_skipped_is_not_quarantined() -> None:
-    checks = [Check.make(name_of(QUANTIZED), kind) for kind in ("permute", "reload")]
-    change = quarantine_failures(report((checks[0], GOOD), (checks[1], Outcome("skipped", "no time left"))))
-    assert held() == set()
-    assert str(change) == "nothing is quarantined or lifted"
-
-
 def test_a_cell_that_passes_everything_is_lifted() -> None:
     first, second = (Check.make(name_of(experts), "permute") for experts in (QUANTIZED, "TorchDenseExperts"))
     quarantine_failures(report((first, BAD), (second, BAD)))

@@ -93,17 +93,6 @@ def test_run_for_people(call: Call) -> None:
     assert re.fullmatch(r"right: error \S+, within the tolerance \S+ of the reference", out.splitlines()[-1])
 
 
-def test_run_of_quantized_weights_says_what_the_scheme_costs(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = f"run {SIZES} --platform cpu --quant int8_w8a16"
-    _, out, _ = call(line)
-    (loss,) = re.findall(r"loss +(\S+) against fp32, of int8_w8a16 itself", out)
-    assert 0.005 < float(loss) < 0.03
-    monkeypatch.setattr("moereg.cli._bench._LARGEST_UNQUANTIZED", 1000)
-    _, out, _ = call(line)
-    assert "loss" not in out
-    assert "right" in out
-
-
 def test_wrong_numbers_are_exit_1(call: Call, call_json: CallJson) -> None:
     register_moe_backend("fake_wrong", 1, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
     code, found = call_json(f"run {SIZES} --require fake_wrong")

@@ -52,12 +52,6 @@ def test_bench_of_a_checkpoint_is_of_its_weights(
     assert call(line)[1].startswith(f"{checkpoint.name}, layer 2: E4")
 
 
-def test_a_checkpoint_is_named(call: Call, checkpoint: Path) -> None:
-    code, out, _ = call(f"run --checkpoint {checkpoint}")
-    assert code == 0
-    assert f"{checkpoint.name}, layer 1" in out
-
-
 def test_nothing_fits_a_checkpoint_and_nothing_is_read(
     call_json: CallJson, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

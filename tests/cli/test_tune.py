@@ -6,16 +6,12 @@ processes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import pickle
 import random
-import signal
-import subprocess
-import sys
+import re
 import textwrap
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +30,7 @@ from moereg.cli._tune_session import Question
 from moereg.dispatch import explain_backends
 from moereg.errors import BackendError, MoeregError
 from moereg.evidence.admission import ADMITTED
-from moereg.evidence.pack import Row, read_pack
+from moereg.evidence.pack import read_pack
 from moereg.evidence.quarantine import QUARANTINE
 from moereg.registry import register_moe_backend
 from moereg.spec.problem import MoEProblem
@@ -221,16 +217,6 @@ def test_where_the_winner_changes_numbers_of_tokens_between_are_measured(world: 
     assert Point(GUARD, 23) not in world.points
 
 
-def test_what_failed_is_no_candidate_the_next_time(world: World) -> None:
-    world.add("fake_default", flat(100))
-    world.add("fake_wrong", flat(10), WrongExperts)
-    assert world.tune(2).code == 1
-    world.asked.clear()
-    again = world.tune(2)
-    assert (again.code, world.asked) == (0, [])
-    assert [one["backend"] for one in again.values["candidates"]] == ["fake_default"]
-
-
 class Killed(BaseException):
     """The command was ended."""
 
@@ -276,6 +262,10 @@ def test_wrong_numbers_are_quarantined_and_not_timed(
     assert record.failure.startswith("moereg tune: wrong numbers: error ")
     rejected = {one.backend: one for one in explain_backends(problem_of(result)).decisions}["fake_wrong"]
     assert [reason.code for reason in rejected.reasons] == ["quarantined"]
+    world.asked.clear()
+    again = world.tune(2)
+    assert (again.code, world.asked) == (0, [])
+    assert [one["backend"] for one in again.values["candidates"]] == ["fake_default"]
 
 
 def test_a_wrong_default_leaves_its_place_to_the_next(world: World, pack: Path) -> None:
@@ -441,105 +431,48 @@ def test_packs_that_are_turned_off_cannot_be_written(call: Call, monkeypatch: py
     assert "MOEREG_TUNING must name a file" in err
 
 
-BACKEND = """
+BACKENDS = """
     import os
-    import sys
 
-    from moereg.author import Experts, Facts, PermutedWeights, register_moe_backend
-    from moereg.numerics.reference import reference_experts
-    from moereg.weights.permuted import ExpertWeights
+    from moereg.author import register_moe_backend
+    from tests.support.fakes import FakeExperts, WrongExperts
 
 
-    class MineExperts(Experts):
-        facts = Facts(
-            activations=frozenset({"silu"}),
-            activation_formats=frozenset({"standard"}),
-            dtypes=frozenset({"bfloat16"}),
-            placements=frozenset({"contiguous"}),
-        )
-        layouts = ("canonical",)
-        factor = 1.0
-
-        def permute_weights(self, weights, problem):
-            return PermutedWeights("canonical", weights.tensors())
-
-        def workspace_shapes(self, problem, num_tokens):
-            return (0,), (0,)
-
-        def apply(self, out, inputs, weights, workspace13, workspace2):
-            canonical = ExpertWeights(**{name: weights[name] for name in weights.per_expert})
-            calls = inputs.hidden_states, inputs.topk_weights, inputs.topk_ids
-            out.copy_(self.factor * reference_experts(self.problem, canonical, *calls))
-
-
-    @register_moe_backend("mine_right", 900, ("unquantized",), ("cpu",))
-    class RightExperts(MineExperts):
-        pass
-
-
-    @register_moe_backend("mine_other", 800, ("unquantized",), ("cpu",))
-    class OtherExperts(MineExperts):
-        pass
-"""
-
-FAULTS = """
-
-    @register_moe_backend("mine_wrong", 700, ("unquantized",), ("cpu",))
-    class WrongExperts(MineExperts):
-        factor = 1.5
-
-
-    @register_moe_backend("mine_crash", 600, ("unquantized",), ("cpu",))
-    class CrashExperts(MineExperts):
-        def apply(self, out, inputs, weights, workspace13, workspace2):
+    class CrashExperts(FakeExperts):
+        def compute(self, out, inputs, weights):
             os.abort()
+
+
+    def register(name, base, priority):
+        kind = type(f"Mine{base.__name__}", (base,), {"__module__": __name__})
+        register_moe_backend(name, priority, ("unquantized",), ("cpu",))(kind)
+
+
+    register("mine_right", FakeExperts, 900)
+    register("mine_other", FakeExperts, 800)
+    register("mine_wrong", WrongExperts, 700)
+    register("mine_crash", CrashExperts, 600)
 """
-
-
-def write_backends(folder: Path, text: str) -> Path:
-    path = folder / "alone" / "mine.py"  # JSON files beside a module count as its code, and so would the pack.
-    path.parent.mkdir()
-    path.write_text(textwrap.dedent(text), encoding="utf-8")
-    return path
 
 
 def test_two_real_sessions_and_what_selection_reads_of_them(tmp_path: Path, pack: Path) -> None:
-    file = write_backends(tmp_path, BACKEND + FAULTS)
-    ran = run_module(f"tune {file} {SIZES} --tokens 1 --require mine_*")
+    file = tmp_path / "alone" / "mine.py"  # JSON files beside a module count as its code, and so would the pack.
+    file.parent.mkdir()
+    file.write_text(textwrap.dedent(BACKENDS), encoding="utf-8")
+    ran = run_module(f"tune {file} {SIZES} --tokens 1 --require mine_*", PYTHONPATH=str(ROOT))
     assert ran.returncode == 1, ran.stderr
     text = " ".join(ran.stdout.split())
-    assert "WRONG: mine_wrong (WrongExperts): wrong numbers: error" in text
-    assert "WRONG: mine_crash (CrashExperts): the process died of SIGABRT in apply" in text
+    assert "WRONG: mine_wrong (MineWrongExperts): wrong numbers: error" in text
+    assert "WRONG: mine_crash (MineCrashExperts): the process died of SIGABRT in " in text
     found = read_pack(pack, is_own=True)
     (layer,) = [layer for layer in found.layers if layer.rows]
     assert {found.cells[row.cell].backend for row in layer.rows} <= {"mine_right", "mine_other"}
     assert len({row.session for row in layer.rows}) == 2
-    explained = run_module(f"explain {file} {SIZES} --require mine_*")
+    explained = run_module(f"explain {file} {SIZES} --require mine_*", PYTHONPATH=str(ROOT))
     assert explained.returncode == 0, explained.stderr
-    assert "measured 2" in explained.stdout or "pack unused: a choice takes two sessions" in explained.stdout
+    # Beside a busy neighbor a session may leave the other one out, and a choice takes both in two sessions.
+    assert re.search(r"measured 2\d{3}|pack unused: ", " ".join(explained.stdout.split()))
     assert "quarantined" in explained.stdout
-
-
-def test_a_killed_command_goes_on(tmp_path: Path, pack: Path) -> None:
-    file = write_backends(tmp_path, BACKEND)
-    line = f"tune {file} {SIZES} --tokens 2 --require mine_*"
-    command = [sys.executable, "-m", "moereg", *line.split()]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    before: tuple[Row, ...] = ()
-    while not before and process.poll() is None:
-        with contextlib.suppress(ValueError):
-            before = tuple(row for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
-        time.sleep(0.02)  # Two processes measure meanwhile.
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert before, "it was killed before its end"
-    # Whatever the killed one still wrote; its own session's process ends by itself when it answers.
-    before = tuple(row for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
-    ran = run_module(line)
-    assert ran.returncode == 0, ran.stderr
-    after = tuple(row for layer in read_pack(pack, is_own=True).layers for row in layer.rows)
-    assert after[: len(before)] == before
-    assert {row.session for row in after} == {1, 2}
 
 
 @pytest.mark.slow

@@ -106,11 +106,3 @@ def test_what_passed_everything_is_recorded(call: Call, tmp_path: pathlib.Path) 
     code, out, _ = call(f"verify writes_behind {MODULE} --ledger {path}")
     assert code == 1
     assert "0 of 1 cells are recorded" in out
-
-
-@pytest.mark.slow
-def test_built_in_backends_pass_in_a_worker_process(call: Call) -> None:
-    code, out, _ = call("verify torch --json --check TorchDenseExperts --check rounding")
-    report = strict_json(out)
-    assert (code, report["passed"]) == (0, True), report
-    assert {result["kind"] for result in report["results"]} >= {"numbers", "faults", "rounding", "drawn", "compile"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import sys
 import time
@@ -10,61 +11,24 @@ from typing import Any
 
 import torch
 
-from moereg.author import (
-    ExpertInputs,
-    Experts,
-    ExpertWeights,
-    Facts,
-    MoEProblem,
-    PermutedWeights,
-    Platform,
-    reference_experts,
-    register_moe_backend,
-)
+from moereg.author import ExpertInputs, ExpertWeights, MoEProblem, PermutedWeights, Platform, register_moe_backend
+from tests.support.fakes import LITTLE, FakeExperts
 
 
-class GoodExperts(Experts):
+class GoodExperts(FakeExperts):
     """Runs the reference on the CPU; claims little, so that it has few checks."""
 
-    facts = Facts(
-        activations=frozenset({"silu"}),
-        activation_formats=frozenset({"standard"}),
-        dtypes=frozenset({"float32"}),
-        placements=frozenset({"contiguous"}),
-        deterministic=True,
-    )
-    layouts = ("canonical",)
+    facts = dataclasses.replace(LITTLE, deterministic=True)
 
-    def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
-        return PermutedWeights("canonical", weights.tensors())
+    @classmethod
+    def device_types(cls, platform: Platform) -> tuple[str, ...]:
+        return (platform.device_type,)
 
-    def workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> Any:
-        return (num_tokens, problem.intermediate_size), (num_tokens, problem.hidden_size)
+    def compute(self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights) -> None:
+        super().compute(out, inputs, weights)
+        self.spoil(out)
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        canonical = ExpertWeights(w13=weights["w13"], w2=weights["w2"])
-        out.copy_(
-            reference_experts(
-                self.problem,
-                canonical,
-                inputs.hidden_states,
-                inputs.topk_weights,
-                inputs.topk_ids,
-                inputs.expert_map,
-            )
-        )
-        self.spoil(out, inputs, weights, workspace13)
-
-    def spoil(
-        self, out: torch.Tensor, inputs: ExpertInputs, weights: PermutedWeights, workspace13: torch.Tensor
-    ) -> None:
+    def spoil(self, out: torch.Tensor) -> None:
         """Breaks the promise."""
 
 
@@ -79,20 +43,20 @@ bad("good")(GoodExperts)
 
 @bad("segfault")
 class SegfaultExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor, *others: Any) -> None:
+    def spoil(self, out: torch.Tensor) -> None:
         if len(out) == 17:
             ctypes.string_at(0)
 
 
 @bad("exits")
 class ExitExperts(GoodExperts):
-    def spoil(self, *tensors: Any) -> None:
+    def spoil(self, out: torch.Tensor) -> None:
         os._exit(3)
 
 
 @bad("raises_exit")
 class SystemExitExperts(GoodExperts):
-    def spoil(self, *tensors: Any) -> None:
+    def spoil(self, out: torch.Tensor) -> None:
         sys.exit("no")
 
 
@@ -105,7 +69,7 @@ class HangExperts(GoodExperts):
 
 @bad("hoards")
 class HoardExperts(GoodExperts):
-    def spoil(self, *tensors: Any) -> None:
+    def spoil(self, out: torch.Tensor) -> None:
         hoard = []
         while True:
             hoard.append(bytearray(b"x" * (8 << 20)))
@@ -113,26 +77,26 @@ class HoardExperts(GoodExperts):
 
 @bad("prints")
 class PrintExperts(GoodExperts):
-    def spoil(self, *tensors: Any) -> None:
+    def spoil(self, out: torch.Tensor) -> None:
         print("compiling\nkernel")
 
 
 @bad("floods")
 class FloodExperts(GoodExperts):
-    def spoil(self, *tensors: Any) -> None:
+    def spoil(self, out: torch.Tensor) -> None:
         while True:
             os.write(1, b"x" * (1 << 20))
 
 
 @bad("uninitialized")
 class UninitializedExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor, *others: Any) -> None:
+    def spoil(self, out: torch.Tensor) -> None:
         out.add_(torch.empty(1) * 0)
 
 
 @bad("writes_behind")
 class BehindExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor, *others: Any) -> None:
+    def spoil(self, out: torch.Tensor) -> None:
         out.as_strided((1,), (1,), out.storage_offset() + out.numel()).fill_(1)
 
 
@@ -145,7 +109,7 @@ class WeightsExperts(GoodExperts):
 
 @bad("nan")
 class NanExperts(GoodExperts):
-    def spoil(self, out: torch.Tensor, *others: Any) -> None:
+    def spoil(self, out: torch.Tensor) -> None:
         out[-1:] = float("nan")
 
 

@@ -17,7 +17,7 @@ from moereg.spec.activations import ACTIVATIONS
 from moereg.testing import cases, checks, drawing, listing
 from moereg.testing.cases import GPU_TOKENS, TOKENS, Case, calls_of, fault_schemes, fault_tokens, first_case
 from moereg.testing.checks import ImportWatch
-from moereg.testing.drawing import INTERPRETED, NATIVE, DrawnLayer, draw_layer, limits_of, redraw
+from moereg.testing.drawing import INTERPRETED, NATIVE, DrawnLayer, draw_layer, limits_of, vary_sizes
 from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
 from moereg.testing.problems import accepted_neighbor, accepted_problems, claimed_problems, rejected_problems
@@ -204,7 +204,7 @@ def test_drawn_layers_keep_to_sizes_that_are_claimed() -> None:
     for layer in drawn_of(cell_of(facts), 60):
         assert layer.problem.num_experts <= 5
         assert (layer.problem.hidden_size % 8, layer.problem.intermediate_size % 16) == (0, 0)
-        other = redraw(layer, random.Random(layer.seed).choice, NATIVE)
+        other = vary_sizes(layer, random.Random(layer.seed).choice, NATIVE)
         assert other.problem.num_experts >= layer.problem.top_k
 
 

@@ -259,10 +259,3 @@ def test_kernels_of_a_cpu_and_of_triton_void_none_of_each_others_records() -> No
         ("moereg.backends.torch_moe", ("kernels/gemm/grouped.py", "backends/_triton/plain.py", "kernels/sizes.py")),
     ):
         assert not [other for other in others if other.startswith(found[module])]
-
-
-def test_it_needs_nothing_but_the_standard_library() -> None:
-    tree = ast.parse(pathlib.Path(digest.__file__).read_text())
-    found = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    found |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert {(name or "").partition(".")[0] for name in found} <= {*sys.stdlib_module_names, "__future__"}

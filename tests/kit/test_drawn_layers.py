@@ -18,7 +18,7 @@ import pytest
 
 from moereg.registry import BackendCell
 from moereg.testing import cases
-from moereg.testing.drawing import GPU, DrawnLayer, check_drawn, draw_layer, drawn_layers, limits_of, redraw
+from moereg.testing.drawing import GPU, DrawnLayer, check_drawn, draw_layer, drawn_layers, limits_of, vary_sizes
 from moereg.testing.interpreter import patch_interpreter
 from tests.cli.command import run_code
 from tests.support.kit import check_layer, runnable_cells
@@ -80,7 +80,7 @@ def test_drawn_layers_on_a_gpu(cell: BackendCell) -> None:
             except AssertionError as error:
                 num_ran += 1
                 failures.append(str(error))
-            layer = redraw(first, choose, GPU)
+            layer = vary_sizes(first, choose, GPU)
     print(f"{name_of(cell)}: {num_ran} layers, {len(failures)} failures, seed {SEED}")
     assert num_ran == num_layers
     assert not failures, "\n".join(failures[:10])
@@ -96,7 +96,7 @@ def test_a_drawn_layer_is_one_that_its_cell_claims(cell: BackendCell) -> None:
     for limits in (limits_of(cell), GPU):
         for _ in range(30):
             layer = draw_layer(cell, rng.choice, limits)
-            other = redraw(layer, rng.choice, limits)
+            other = vary_sizes(layer, rng.choice, limits)
             for drawn in (layer, other):
                 case = drawn.case()
                 assert case.cell == cell
@@ -186,7 +186,7 @@ def test_layers_are_drawn_until_the_time_is_up() -> None:
 @hypothesis.settings(max_examples=5, deadline=None, database=None, derandomize=True)
 @hypothesis.given(st.data())
 def test_layers_that_share_kernels_are_drawn_together(data: st.DataObject) -> None:
-    first, *others = data.draw(drawn_layers(native_cell(), num_alike=3))
+    first, *others = data.draw(drawn_layers(native_cell(), layers_a_kernel=3))
     assert len(others) == 2
     for other in others:
         assert (other.problem.quant, other.problem.activation) == (first.problem.quant, first.problem.activation)

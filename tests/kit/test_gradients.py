@@ -260,24 +260,34 @@ def case_of(experts: type[FakeExperts], **changes: Any) -> Case:
     return Case(cell_of(experts), Platform.from_name("cpu"), problem)
 
 
-class SwappedExperts(TrainingExperts):
-    def write(self, name: str, out: Any, found: torch.Tensor, *others: Any) -> None:
-        if name in ("w13", "w13_bias", "w13_b"):
-            found = torch.cat(found.chunk(2, dim=1)[::-1], dim=1)
-        super().write(name, out, found, *others)
+def writing_other(change: Callable[[str, torch.Tensor], torch.Tensor]) -> type[TrainingExperts]:
+    """A class whose gradients are changed, by their names, before they are written."""
+
+    class OtherExperts(TrainingExperts):
+        def write(self, name: str, out: Any, found: torch.Tensor, *others: Any) -> None:
+            super().write(name, out, change(name, found), *others)
+
+    return OtherExperts
 
 
-class RotatedExperts(TrainingExperts):
-    def write(self, name: str, out: Any, found: torch.Tensor, *others: Any) -> None:
-        super().write(name, out, found.roll(1, 0) if name.startswith("w") else found, *others)
+def adding_where(adds: Callable[[str, bool], bool]) -> type[TrainingExperts]:
+    """A class that adds to a gradient of a name where it should not, or the other way round."""
+
+    class AddingExperts(TrainingExperts):
+        def write(self, name: str, out: Any, found: torch.Tensor, accumulates: bool, inputs: ExpertInputs) -> None:
+            super().write(name, out, found, adds(name, accumulates), inputs)
+
+    return AddingExperts
 
 
-class DroppedRoutingExperts(TrainingExperts):
-    def routing_gradient(self, grad_act: torch.Tensor, act: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(len(act))
-
-    def write(self, name: str, out: Any, found: torch.Tensor, *others: Any) -> None:
-        super().write(name, out, torch.zeros_like(found) if name == "topk_weights" else found, *others)
+SwappedExperts = writing_other(
+    lambda name, found: torch.cat(found.chunk(2, 1)[::-1], 1) if name in ("w13", "w13_bias", "w13_b") else found
+)
+RotatedExperts = writing_other(lambda name, found: found.roll(1, 0) if name.startswith("w") else found)
+DroppedRoutingExperts = writing_other(lambda name, found: found * (name != "topk_weights"))
+OverwritingExperts = adding_where(lambda name, accumulates: False)
+AddingExperts = adding_where(lambda name, accumulates: accumulates or name == "hidden_states")
+OverwritingAdaptersExperts = adding_where(lambda name, accumulates: accumulates and name != "w2_a")
 
 
 class UnscaledExperts(TrainingExperts):
@@ -324,18 +334,6 @@ class StaleExperts(TrainingExperts):
 class CopyingExperts(TrainingExperts):
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
         return PermutedWeights("canonical", {name: tensor.clone() for name, tensor in weights.tensors().items()})
-
-
-class OverwritingExperts(TrainingExperts):
-    def write(self, name: str, out: Any, found: torch.Tensor, accumulates: bool, inputs: ExpertInputs) -> None:
-        super().write(name, out, found, False, inputs)
-
-
-class AddingExperts(TrainingExperts):
-    """Adds the gradients of its inputs too."""
-
-    def write(self, name: str, out: Any, found: torch.Tensor, accumulates: bool, inputs: ExpertInputs) -> None:
-        super().write(name, out, found, accumulates or name == "hidden_states", inputs)
 
 
 class AllExperts(TrainingExperts):
@@ -445,11 +443,6 @@ class StaleAdaptersExperts(TrainingExperts):
 class UnwrittenAdaptersExperts(UnwrittenExperts):
     def write(self, name: str, *others: Any) -> None:
         (super() if name in ADAPTER_TENSORS else super(UnwrittenExperts, self)).write(name, *others)
-
-
-class OverwritingAdaptersExperts(TrainingExperts):
-    def write(self, name: str, out: Any, found: torch.Tensor, accumulates: bool, inputs: ExpertInputs) -> None:
-        super().write(name, out, found, accumulates and name != "w2_a", inputs)
 
 
 class BaseForwardExperts(TrainingExperts):

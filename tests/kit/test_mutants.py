@@ -5,14 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import random
-from pathlib import Path
 
 import pytest
 
 from tests.mutants.generate import faults_in
-from tests.mutants.mutant import ROOT, Mutant, read_table
+from tests.mutants.mutant import ROOT, read_table
 from tests.mutants.reach import modules
-from tests.mutants.run import BROKEN, CAUGHT, SURVIVED, TIMEOUT, copy_tree, judge_one
 
 OF_EXPRESSIONS = {
     "a and b and c": {"(b and c)", "(a and c)", "(a and b)"},
@@ -97,33 +95,3 @@ def test_faults_that_only_a_gpu_shows_can_be_planted_and_name_tests_that_are_the
             function = name.partition("[")[0].rpartition("::")[2]
             assert not name or function in _functions(path), f"{mutant.name!r} names {test}"
         assert mutant.tests, mutant.name
-
-
-SUM = "def add(a, b):\n    return a + b\n"
-TEST = "import time\nfrom numbers_ import add\n\ndef test_add():\n    assert add(2, 3) == 5\n    {more}\n"
-
-
-@pytest.mark.parametrize(
-    ("outcome", "new", "test", "more"),
-    [
-        (CAUGHT, "a - b", "test_add", ""),
-        (SURVIVED, "b + a", "test_add", ""),
-        (TIMEOUT, "b + a", "test_add", "time.sleep(100)"),
-        # A test that does not exist fails in a way that says nothing about the mutant.
-        (BROKEN, "a - b", "test_sub", ""),
-    ],
-    ids=["caught", "survived", "timeout", "no such test"],
-)
-def test_what_becomes_of_a_mutant(tmp_path: Path, outcome: str, new: str, test: str, more: str) -> None:
-    tree = tmp_path / "tree"
-    (tree / ".git").mkdir(parents=True)
-    (tree / "numbers_.py").write_text(SUM)
-    (tree / "test_numbers_.py").write_text(TEST.format(more=more))
-    copy = copy_tree(tree, tmp_path / "copy")
-    assert not (copy / ".git").exists()
-    mutant = Mutant("a fault", "numbers_.py", 2, SUM.index("a + b"), "a + b", new, (f"test_numbers_.py::{test}",))
-    verdict = judge_one(copy, mutant, limit_s=5.0 if outcome == TIMEOUT else 60.0)
-    assert verdict.outcome == outcome, verdict
-    if outcome == CAUGHT:
-        assert verdict.detail == "test_numbers_.py::test_add"
-    assert (copy / "numbers_.py").read_text() == (tree / "numbers_.py").read_text() == SUM

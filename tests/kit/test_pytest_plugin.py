@@ -56,7 +56,7 @@ def run_pytest(
     (tmp_path / "test_own.py").write_text("def test_own():\n    assert True\n")
 
     def run(*options: str) -> tuple[int, str]:
-        named = ("moereg.pytest_plugin", "no:cacheprovider", "no:randomly")
+        named = ("moereg.testing.pytest_plugin", "no:cacheprovider", "no:randomly")
         arguments = [*(f"-p{name}" for name in named), "-rA", *options, str(tmp_path)]
         code = pytest.main([*arguments, f"--rootdir={tmp_path}", "-c", str(tmp_path / "pytest.ini")])
         return int(code), capsys.readouterr().out
@@ -111,10 +111,10 @@ def test_a_backend_that_is_not_there_is_one_line_of_an_error(run_pytest: RunPyte
 def test_it_costs_nothing_when_it_is_not_used() -> None:
     # pytest imports plugins in every project, so this one must import neither torch nor anything else of moereg.
     script = (
-        "import sys, pytest; before = set(sys.modules); import moereg.pytest_plugin; "
+        "import sys, pytest; before = set(sys.modules); import moereg.testing.pytest_plugin; "
         "print(sorted(name for name in set(sys.modules) - before if name not in sys.stdlib_module_names))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     loaded = {name.strip("' ") for name in done.stdout.strip().strip("[]").split(",")}
-    assert "moereg.pytest_plugin" in loaded
-    assert loaded <= {"moereg", "moereg._version", "moereg.pytest_plugin"}
+    assert "moereg.testing.pytest_plugin" in loaded
+    assert loaded <= {"moereg", "moereg._version", "moereg.testing", "moereg.testing.pytest_plugin"}

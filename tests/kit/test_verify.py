@@ -28,10 +28,10 @@ from moereg.selection.loader import load_backends
 from moereg.selection.modules import import_modules
 from moereg.testing.check import KINDS, CellName, Check
 from moereg.testing.checks import watched_imports
-from moereg.testing.listing import Suite, _in_turn, list_suite
+from moereg.testing.listing import Suite, _interleaved, list_suite
 from moereg.testing.outcomes import NO_TIME, STATUSES, Outcome, Report, Result
 from moereg.testing.suite import checks_of, run_check, run_here, verify
-from moereg.testing.worker import Answer, Worker, _place, shared_worker
+from moereg.testing.worker import SHARED_WORKER, Answer, Worker, _place
 from tests.support.fakes import FakeExperts
 
 FILE = str(pathlib.Path(__file__).with_name("bad_backends.py"))
@@ -44,7 +44,7 @@ def _bad_backends() -> Iterator[None]:
     before = REGISTRY.snapshot()
     import_modules([FILE])
     yield
-    shared_worker().stop()
+    SHARED_WORKER.stop()
     REGISTRY.restore(before)
     del sys.modules["bad_backends"]
 
@@ -89,7 +89,7 @@ def worker() -> Iterator[Worker]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_promise_is_an_outcome_of_one_line(name: str, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moereg.testing.suite.shared_worker", lambda: worker)
+    monkeypatch.setattr("moereg.testing.suite.SHARED_WORKER", worker)
     kind, status, message = BROKEN[name]
     outcome = run_check(checks(name, kind)[0])
     assert outcome.status == status, outcome
@@ -208,7 +208,7 @@ def test_a_crash_and_a_hang_are_outcomes_and_the_next_check_runs() -> None:
     assert run_check(checks("good", "permute")[0]).status == "passed"
     # What is imported by kernels that ran is no import by choosing.
     assert run_check(checks("good", "deciding")[0]).status == "passed"
-    assert not shared_worker().has_run
+    assert not SHARED_WORKER.has_run
     outcome = run_check(checks("exits", "drawn")[0])
     assert (outcome.status, outcome.layer.num_tokens) == ("crashed", 1)
 
@@ -220,7 +220,7 @@ def hang_in(tell: Callable[[object], None], steps: list[str]) -> None:
 
 
 def test_a_function_in_steps_has_a_time_limit_for_each() -> None:
-    worker = shared_worker()
+    worker = SHARED_WORKER
     answer = worker.ask(hang_in, ["first", "last"], seconds=3, in_steps=True)
     assert answer.outcome is not None
     assert (answer.outcome.status, answer.step) == ("timed_out", "last")
@@ -340,12 +340,6 @@ def test_a_module_may_register_a_class_of_another_module_of_its_package(
     monkeypatch.syspath_prepend(str(tmp_path))
     suite = list_suite("", modules=("two_modules.backend",))
     assert {cell.experts for cell in suite.running} == {"OwnExperts"}
-
-
-def test_without_isolation_wrong_writes_are_seen() -> None:
-    report = verify("writes_weights", modules=[FILE], isolate=False, only=["permute"])
-    assert report.passed is False
-    assert "w13 was written to" in report.failures[0].outcome.message
 
 
 def test_unknown_names_are_refused() -> None:
@@ -495,7 +489,7 @@ def test_checks_come_kind_after_kind_and_cell_after_cell() -> None:
     asked = [
         Check.make(cell, kind, number) for cell in (ONE, OTHER) for kind in ("reload", "numbers") for number in (1, 2)
     ]
-    found = [(check.kind, check.cell.experts, check.argument) for check in _in_turn(asked)]
+    found = [(check.kind, check.cell.experts, check.argument) for check in _interleaved(asked)]
     assert found == [
         (kind, experts, number)
         for kind in ("numbers", "reload")

@@ -15,7 +15,7 @@ from moereg.numerics.tolerances import LARGEST_BOUND, layer_tolerance, tolerance
 from moereg.quantize import activation_scale, dequantize_weights, quantize_dequantize_activations, spans_tokens
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantFormat, QuantScheme
-from moereg.testing.drawing import draw_layer, limits_of, redraw
+from moereg.testing.drawing import draw_layer, limits_of, vary_sizes
 from moereg.testing.inputs import Inputs, make_inputs, make_weights
 from moereg.weights.permuted import ExpertWeights
 from tests.support.kit import runnable_cells
@@ -259,5 +259,5 @@ def test_drawn_layers_have_enough_elements() -> None:
         choose = random.Random(0).choice
         for _ in range(10):
             layer = draw_layer(cell, choose, limits_of(cell))
-            for drawn in (layer, redraw(layer, choose, limits_of(cell))):
+            for drawn in (layer, vary_sizes(layer, choose, limits_of(cell))):
                 assert min(drawn.problem.hidden_size, drawn.problem.intermediate_size) >= 15, drawn

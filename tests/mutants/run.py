@@ -95,7 +95,8 @@ def run_tests(copy: Path, tests: tuple[str, ...], *, limit_s: float, options: tu
     start = time.perf_counter()
     log = copy / "pytest.log"
     # The plugin of the moereg that is installed would be imported before the copy's.
-    arguments = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:moereg.pytest_plugin", *options, *tests]
+    without = ("-p", "no:cacheprovider", "-p", "no:moereg.testing.pytest_plugin")
+    arguments = ["-x", "-q", "--tb=no", *without, *options, *tests]
     process = _FORKS.Process(target=_run_pytest, args=(ROOT, copy, arguments, log))
     process.start()
     process.join(limit_s)

@@ -17,7 +17,7 @@ import typer.main
 
 from moereg.bench.over_ranks import NO_ROW
 from moereg.cli import _ep
-from moereg.cli._bench import Run, result_of_bench
+from moereg.cli._bench import result_of_bench, result_of_run
 from moereg.cli._commands import app
 from moereg.cli._explain import selection_with_evidence
 from moereg.cli._info import collect_info, list_models, list_schemes
@@ -175,7 +175,7 @@ def test_fields_of_the_json_are_those_that_are_printed(tmp_path: Path, monkeypat
     printed = {
         "explain": selection_with_evidence(selection),
         "info": info,
-        "run": Run("", selection, 1).result(False).values,
+        "run": result_of_run("", selection, 1).values,
         "bench": result_of_bench("", selection, "uniform", where).values,
         "bench --ep` and `run --ep": ranks.values,
         "a row over ranks": dict.fromkeys(("way", "batches", "tokens", *NO_ROW)),

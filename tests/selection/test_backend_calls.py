@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from moereg import cli
+from moereg.cli import _output
 from moereg.dispatch import Selection, select_backend
 from moereg.errors import BackendError, is_lack_of_memory, stops_the_process
 from moereg.layer.backend_calls import make_experts
@@ -152,7 +153,7 @@ def test_what_torch_says_of_the_cpus_memory_is_lack_of_memory(
     assert is_lack_of_memory(raised.value)
     assert not is_lack_of_memory(_Hostile())
     _raising("apply", raised.value)
-    assert cli.main(RUN.split()) == cli.BAD_INPUT
+    assert cli.main(RUN.split()) == _output.BAD_INPUT
     assert "moereg: not enough memory: " in capsys.readouterr().err
 
 
