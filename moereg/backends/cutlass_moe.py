@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from moereg.backends._cutlass.package import REQUIRES, cache_can_be_written, can_be_imported
-from moereg.backends._loaded import Implementation, LoadedExperts
+from moereg.backends._loaded import LoadedExperts
 from moereg.experts import Experts, Facts
 from moereg.registry import register_moe_backend
 
@@ -80,11 +80,7 @@ class QuackExperts(LoadedExperts):
 
     facts = _QUACK_FACTS
     layouts = ("quack_gate_up_interleaved",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._cutlass import interleaved
-
-        return interleaved.Interleaved(self)
+    implemented_by = "moereg.backends._cutlass.interleaved:Interleaved"
 
 
 # As for unquantized weights. On an H200 1.3 to 1.4 times the time of `triton` (docs/board.md).
@@ -99,11 +95,7 @@ class QuackCodesExperts(LoadedExperts):
 
     facts = _QUACK_FACTS
     layouts = ("quack_codes_gate_up_interleaved",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._cutlass import interleaved
-
-        return interleaved.InterleavedCodes(self)
+    implemented_by = "moereg.backends._cutlass.interleaved:InterleavedCodes"
 
 
 # Below fused kernels, since it writes and reads every intermediate, and above the dense loop. On an H200 with torch
@@ -118,11 +110,7 @@ class TorchGroupedExperts(LoadedExperts):
 
     facts = _TORCH_FACTS
     layouts = shared_layouts = ("canonical",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._torch import plain
-
-        return plain.Grouped(self)
+    implemented_by = "moereg.backends._torch.plain:Grouped"
 
 
 # As for unquantized weights: 3.9 to 5.1 times `triton`'s time on an H200 (docs/board.md). torch has these on Hopper.
@@ -137,8 +125,4 @@ class TorchScaledGroupedExperts(LoadedExperts):
 
     facts = dataclasses.replace(_TORCH_FACTS, requires_multiple={"hidden_size": 16, "intermediate_size": 16})
     layouts = ("codes_row_scales",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._cutlass import torch_scaled
-
-        return torch_scaled.ScaledGrouped(self)
+    implemented_by = "moereg.backends._cutlass.torch_scaled:ScaledGrouped"

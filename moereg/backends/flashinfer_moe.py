@@ -18,7 +18,7 @@ from typing import Final
 from moereg.backends._flashinfer import claims
 from moereg.backends._flashinfer.loading import has_built_kernels
 from moereg.backends._flashinfer.package import REQUIRES, can_be_imported, can_compile_at_run_time
-from moereg.backends._loaded import Implementation, LoadedExperts
+from moereg.backends._loaded import LoadedExperts
 from moereg.experts import Experts, Facts
 from moereg.platforms import Platform
 from moereg.registry import register_moe_backend
@@ -146,11 +146,7 @@ class FlashInferCutlassExperts(_CutlassExperts):
 
     facts = _CUTLASS
     layouts = ("flashinfer_up_gate_pad8",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutlass
-
-        return cutlass.Plain(self)
+    implemented_by = "moereg.backends._flashinfer.cutlass:Plain"
 
 
 @_cutlass("fp8_tensor_static", "cuda:sm90", priority=48)
@@ -160,11 +156,7 @@ class FlashInferCutlassFp8Experts(_CutlassExperts):
 
     facts = _CUTLASS
     layouts = ("flashinfer_up_gate_pad16_scaled",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutlass_quantized
-
-        return cutlass_quantized.Fp8Tensor(self)
+    implemented_by = "moereg.backends._flashinfer.cutlass_quantized:Fp8Tensor"
 
 
 # On an H200 with Qwen3-30B's sizes: 132 us at T 16, 280 at 256, 1,133 at 4,096.
@@ -179,11 +171,7 @@ class FlashInferCutlassBlockExperts(_CutlassExperts):
         requires_multiple={"intermediate_size": 128},
     )
     layouts = ("flashinfer_up_gate_block128",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutlass_blocks
-
-        return cutlass_blocks.Fp8Block(self)
+    implemented_by = "moereg.backends._flashinfer.cutlass_blocks:Fp8Block"
 
 
 @_cutlass("mxfp4_w4a16", "cuda:sm90", priority=48, dtypes=("bfloat16",))
@@ -192,11 +180,7 @@ class FlashInferCutlassPackedExperts(_CutlassExperts):
 
     facts = dataclasses.replace(_CUTLASS, dtypes=_BFLOAT16)
     layouts = ("flashinfer_hopper_fp4_up_gate_pad128",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutlass_quantized
-
-        return cutlass_quantized.Mxfp4W4A16(self)
+    implemented_by = "moereg.backends._flashinfer.cutlass_quantized:Mxfp4W4A16"
 
 
 # After kernels with 16-bit activations until a machine has measured it.
@@ -210,6 +194,7 @@ class FlashInferCutlassInt4Experts(_CutlassExperts):
         dtypes=_BFLOAT16,  # Clamp and beta make swigluoai.
     )
     layouts = ("flashinfer_hopper_int4_up_gate_pad128",)
+    implemented_by = "moereg.backends._flashinfer.cutlass_int4:Int4W4A8"
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
@@ -219,11 +204,6 @@ class FlashInferCutlassInt4Experts(_CutlassExperts):
             return []
         return [f"requires no clamp and beta=0, since scales of the intermediate go into up rows, got {activation}"]
 
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutlass_int4
-
-        return cutlass_int4.Int4W4A8(self)
-
 
 @_blackwell("mxfp4_mxfp8", "cuda:sm100f", "cuda:sm120f")
 @_blackwell("mxfp8", "cuda:sm100f")
@@ -232,11 +212,7 @@ class FlashInferCutlassMxfp8Experts(_CutlassExperts):
 
     facts = _CUTLASS
     layouts = ("flashinfer_swizzled_up_gate_pad128",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutlass_quantized
-
-        return cutlass_quantized.Mxfp8Activations(self)
+    implemented_by = "moereg.backends._flashinfer.cutlass_quantized:Mxfp8Activations"
 
 
 @_blackwell("nvfp4", "cuda:sm100f", "cuda:sm120f")
@@ -245,11 +221,7 @@ class FlashInferCutlassNvfp4Experts(_CutlassExperts):
 
     facts = _CUTLASS
     layouts = ("flashinfer_swizzled_nvfp4_up_gate_pad128",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutlass_quantized
-
-        return cutlass_quantized.Nvfp4(self)
+    implemented_by = "moereg.backends._flashinfer.cutlass_quantized:Nvfp4"
 
 
 # The other families. Priorities again follow vLLM's order: on Blackwell, where none has run, before `triton` (110).
@@ -271,11 +243,7 @@ class FlashInferTrtLlmExperts(_TrtLlmExperts):
 
     facts = claims.TRTLLM_BFLOAT16_FACTS
     layouts = ("flashinfer_trtllm_blocks",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import trtllm
-
-        return trtllm.Bfloat16(self)
+    implemented_by = "moereg.backends._flashinfer.trtllm:Bfloat16"
 
 
 @claims.trtllm("fp8_block128")
@@ -283,11 +251,7 @@ class FlashInferTrtLlmFloat8BlockExperts(_TrtLlmExperts):
     """8-bit floats in blocks of 128 x 128."""
 
     layouts = ("flashinfer_up_gate",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import trtllm
-
-        return trtllm.Float8Blocks(self)
+    implemented_by = "moereg.backends._flashinfer.trtllm:Float8Blocks"
 
 
 @claims.trtllm("mxfp8")
@@ -296,11 +260,7 @@ class FlashInferTrtLlmFloat8GroupExperts(_TrtLlmExperts):
 
     facts = claims.TRTLLM_RELU2_FACTS
     layouts = ("flashinfer_trtllm_mxfp8",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import trtllm
-
-        return trtllm.Float8Groups(self)
+    implemented_by = "moereg.backends._flashinfer.trtllm:Float8Groups"
 
 
 @claims.trtllm("fp8_tensor_static")
@@ -309,11 +269,7 @@ class FlashInferTrtLlmFloat8TensorExperts(_TrtLlmExperts):
 
     facts = claims.TRTLLM_PLAIN_FACTS
     layouts = ("flashinfer_trtllm_fp8_tensor",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import trtllm
-
-        return trtllm.Float8Tensor(self)
+    implemented_by = "moereg.backends._flashinfer.trtllm:Float8Tensor"
 
 
 # FlashInfer's tests expect 16-bit activations to fail on sm103.
@@ -325,11 +281,7 @@ class FlashInferTrtLlmFloat4Experts(_TrtLlmExperts):
 
     facts = claims.TRTLLM_BIAS_FACTS
     layouts = ("flashinfer_trtllm_float4",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import trtllm
-
-        return trtllm.Float4(self)
+    implemented_by = "moereg.backends._flashinfer.trtllm:Float4"
 
 
 @claims.trtllm("int4_w4a16_g32")
@@ -338,11 +290,7 @@ class FlashInferTrtLlmInteger4Experts(_TrtLlmExperts):
 
     facts = claims.TRTLLM_INTEGER_FACTS
     layouts = ("flashinfer_trtllm_mxint4",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import trtllm
-
-        return trtllm.Integer4(self)
+    implemented_by = "moereg.backends._flashinfer.trtllm:Integer4"
 
 
 @claims.cutedsl(117, "nvfp4_w4a16")
@@ -352,11 +300,7 @@ class FlashInferCuTeDslExperts(_TrtLlmExperts):
 
     facts = claims.CUTEDSL_FACTS
     layouts = ("flashinfer_cutedsl_interleaved",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutedsl
-
-        return cutedsl.Standard(self)
+    implemented_by = "moereg.backends._flashinfer.cutedsl:Standard"
 
 
 @claims.cutedsl(116, "nvfp4", probes=claims.CUTEDSL_BATCHED_PROBES)
@@ -366,11 +310,7 @@ class FlashInferCuTeDslBatchedExperts(LoadedExperts):
     facts = claims.CUTEDSL_BATCHED_FACTS
     output_form = "per_expert"
     layouts = ("flashinfer_cutedsl_gate_up",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutedsl
-
-        return cutedsl.Batched(self)
+    implemented_by = "moereg.backends._flashinfer.cutedsl:Batched"
 
 
 # Opt-in, as in vLLM: atomic additions give other bits in each run, and later calls free what a graph captured.
@@ -388,8 +328,4 @@ class FlashInferB12xExperts(LoadedExperts):
 
     facts = claims.B12X_FACTS
     layouts = ("flashinfer_b12x_packed",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import b12x
-
-        return b12x.Standard(self)
+    implemented_by = "moereg.backends._flashinfer.b12x:Standard"
