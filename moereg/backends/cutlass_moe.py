@@ -17,7 +17,7 @@ from moereg.registry import register_moe_backend
 
 CODE: Final = (
     *("backends/cutlass_moe", "backends/_cutlass", "backends/_torch", "backends/_loaded", "weights/layouts"),
-    *("backends/_flashinfer/package", "backends/_triton/workspace", "kernels/sizes"),
+    *("backends/_flashinfer/package", "backends/_triton/workspace", "backends/_workspace", "kernels/sizes"),
     *(f"kernels/{name}/" for name in ("launch", "plain", "quack", "quantized", "rows")),
 )
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final
 
 from moereg.backends._flashinfer import claims
-from moereg.backends._flashinfer.loading import has_built_kernels
+from moereg.backends._flashinfer.loading import built_kernels
 from moereg.backends._flashinfer.package import REQUIRES, can_be_imported, can_compile_at_run_time
 from moereg.backends._loaded import LoadedExperts
 from moereg.experts import Experts, Facts
@@ -44,14 +44,14 @@ __all__ = [
 ]
 
 CODE: Final = (
-    *("backends/flashinfer_moe", "backends/_flashinfer", "backends/_loaded", "weights/layouts", "kernels/sizes"),
+    *("backends/flashinfer_moe", "backends/_flashinfer", "backends/_loaded", "backends/_triton/workspace"),
+    *("backends/_workspace", "weights/layouts", "kernels/sizes"),
     *(f"kernels/{name}/" for name in ("launch", "plain", "quantized", "rows")),
 )
 
 # Needed by every cell; kernels that have to be installed or downloaded have further probes.
 _REQUIRES: Final = (REQUIRES,)
 _PROBES: Final = (can_be_imported,)
-_CUTLASS_PROBES: Final = (*_PROBES, has_built_kernels)
 
 # flashinfer_cutlass. Priorities follow the order in which vLLM tries its kernels, not measurements: on Hopper after
 # Triton, on Blackwell before it, everywhere before other CUTLASS kernels. On Hopper, where others were measured, a cell
@@ -90,7 +90,7 @@ def _cutlass(
         quant_schemes=(scheme,),
         platforms=platforms,
         requires=_REQUIRES,
-        probes=(*_CUTLASS_PROBES, *nvcc),
+        probes=(*_PROBES, built_kernels(scheme), *nvcc),
         opt_in=opt_in,
         dtypes=dtypes,
     )
@@ -110,7 +110,7 @@ def _blackwell(
         quant_schemes=(scheme,),
         platforms=platforms,
         requires=_REQUIRES,
-        probes=_CUTLASS_PROBES,
+        probes=(*_PROBES, built_kernels(scheme)),
         dtypes=dtypes,
         activations=activations,
     )

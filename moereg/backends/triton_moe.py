@@ -20,7 +20,8 @@ from moereg.weights.layouts import round_up
 E = TypeVar("E", bound=type[Experts])
 
 CODE: Final = (
-    *("backends/triton_moe", "backends/_triton", "backends/_loaded", "weights/layouts", "kernels/sizes"),
+    *("backends/triton_moe", "backends/_triton", "backends/_loaded", "backends/_workspace"),
+    *("weights/layouts", "kernels/sizes"),
     *(f"kernels/{name}/" for name in ("backward", "gemm", "hopper", "launch", "packed", "quantized", "rows")),
 )
 

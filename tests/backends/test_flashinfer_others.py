@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from moereg.backends import flashinfer_moe as page
-from moereg.backends._flashinfer import claims, downloads, first_call
-from moereg.backends._flashinfer.scratch import aligned_result
+from moereg.backends._flashinfer import calls, claims, package
 from moereg.platforms import Platform
 from moereg.spec.problem import MoEProblem
 from tests.support.tensors import unaligned
@@ -48,26 +47,26 @@ def test_who_can_be_captured() -> None:
 
 def test_a_result_that_begins_anywhere_is_written_through_one_that_does_not() -> None:
     out = unaligned(3, 5)
-    with aligned_result(out) as written:
+    with calls.aligned_result(out) as written:
         assert written.data_ptr() % 16 == 0
         written.fill_(2.0)
     assert bool((out == 2.0).all())
     whole = torch.empty(3, 5)
-    with aligned_result(whole) as written:
+    with calls.aligned_result(whole) as written:
         assert written is whole
 
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """The log, in a process that has called nothing yet."""
-    monkeypatch.setattr(first_call, "_DONE", set())
+    monkeypatch.setattr(calls, "_DONE", set())
     with caplog.at_level(logging.INFO, logger="moereg"):
         yield caplog
 
 
 def _call(backend: str = "some", on: torch.Tensor | None = None) -> None:
     given = torch.empty(3, 8) if on is None else on
-    with first_call.first_call(backend, PROBLEM, 20.0, "they are kept", on=given):
+    with calls.first_call(backend, PROBLEM, 20.0, "they are kept", given):
         pass
 
 
@@ -81,7 +80,7 @@ def test_each_backend_is_announced_once(waits: pytest.LogCaptureFixture) -> None
 def test_a_call_that_failed_is_announced_again(waits: pytest.LogCaptureFixture) -> None:
     with (
         pytest.raises(RuntimeError, match="no network"),
-        first_call.first_call("some", PROBLEM, 20.0, "they are kept", on=torch.empty(3, 8)),
+        calls.first_call("some", PROBLEM, 20.0, "they are kept", torch.empty(3, 8)),
     ):
         raise RuntimeError("no network")
     _call()
@@ -108,8 +107,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (site / "artifacts.py").write_text(
         f'class ArtifactPath:\n    TRTLLM_GEN_BMM: str = (\n        "{FOLDER}/"\n    )\n'
     )
-    monkeypatch.setattr(downloads, "package_folder", lambda: site)
-    monkeypatch.setattr(downloads, "installed_version", lambda: "0.7.2")
+    monkeypatch.setattr(package, "package_folder", lambda: site)
+    monkeypatch.setattr(package, "installed_version", lambda: "0.7.2")
     monkeypatch.setattr(claims, "built_module", lambda module, target: None)
     monkeypatch.setattr(claims, "has_compiler", lambda platform: None)
     folder = tmp_path / "downloads"
@@ -144,11 +143,11 @@ def test_rows_of_each_expert_need_a_module_of_their_own_and_no_download(
 def test_downloads_are_looked_for_where_flashinfer_looks(
     machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert downloads.download_folder() == machine
+    assert package.download_folder() == machine
     monkeypatch.delenv("FLASHINFER_CUBIN_DIR")
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     cache = tmp_path / ".cache" / "flashinfer" / "cubins"
-    assert downloads.download_folder() == cache
+    assert package.download_folder() == cache
     for version, is_taken in (("0.6.13", False), ("0.7.2", True)):
         wheel = tmp_path / version
         (wheel / "flashinfer_cubin").mkdir(parents=True)
@@ -157,11 +156,11 @@ def test_downloads_are_looked_for_where_flashinfer_looks(
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flashinfer-cubin\nVersion: {version}\n")
         monkeypatch.syspath_prepend(str(wheel))
-        assert downloads.download_folder() == (wheel / "flashinfer_cubin" / "cubins" if is_taken else cache)
+        assert package.download_folder() == (wheel / "flashinfer_cubin" / "cubins" if is_taken else cache)
 
 
 def test_a_package_that_does_not_say_what_it_downloads_is_no_reason(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(downloads, "package_folder", lambda: machine)
-    assert downloads.has_generated_headers() is None
+    monkeypatch.setattr(package, "package_folder", lambda: machine)
+    assert package.has_generated_headers() is None

@@ -18,11 +18,12 @@ import torch
 
 from moereg.backends._cutlass.scales import row_scales
 from moereg.backends._loaded import Call, Implementation
-from moereg.backends._triton.workspace import Piece, bytes_of, cut, plan_bytes, row_pieces
+from moereg.backends._triton.workspace import plan_bytes, row_format, row_pieces
+from moereg.backends._workspace import Piece, bytes_of, cut
 from moereg.experts import Experts
 from moereg.kernels.quack.epilogues import GateUp, down_epilogue, gate_up_epilogue
 from moereg.kernels.quack.products import GemmConfig, cache_folder, grouped_product, select_config
-from moereg.kernels.quantized.operands import QuantizedRows, Quantizer, RowFormat
+from moereg.kernels.quantized.operands import QuantizedRows, Quantizer
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.rows.reduce import reduce_sorted_rows
@@ -30,9 +31,7 @@ from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.rows.sorted_inputs import SortedInputs, sorted_inputs
 from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD
 from moereg.platforms import PlatformRule
-from moereg.quantize import element_of
 from moereg.runtime.progress import long_wait
-from moereg.spec.quant_schemes import WHOLE
 from moereg.weights.layouts import ALIGNMENT, aligned, interleave_gate_up, pad_columns, round_up
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
@@ -226,14 +225,7 @@ class InterleavedCodes(Interleaved):
         fmt = self.computes.activation
         assert fmt is not None
         self._format = fmt
-        element = element_of(fmt)
-        self._row_format = RowFormat(
-            dtype=fmt.storage_dtype,
-            min_code=element.min_value,
-            max_code=element.max_value,
-            spans_rows=fmt.group[0] == WHOLE and not fmt.static,
-            static=fmt.static,
-        )
+        self._row_format = row_format(fmt)
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         """As for 16 bits, with the reduced dimensions padded to multiples of 128 and a scale per row.

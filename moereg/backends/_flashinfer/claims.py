@@ -6,8 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from moereg.backends._flashinfer.downloads import has_generated_headers, has_generated_kernels
-from moereg.backends._flashinfer.package import REQUIRES, built_module, can_be_imported, has_compiler
+from moereg.backends._flashinfer.package import (
+    REQUIRES,
+    built_module,
+    can_be_imported,
+    has_compiler,
+    has_generated_headers,
+    has_generated_kernels,
+)
 from moereg.experts import Experts
 from moereg.platforms import Platform
 from moereg.registry import Probe, register_moe_backend

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import abc
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
 from moereg.backends._flashinfer import loading, tactics
-from moereg.backends._flashinfer.cutlass_layouts import arrange
+from moereg.backends._flashinfer.layouts import arrange
 from moereg.backends._flashinfer.timing import CallTimer, layer_key
 from moereg.backends._loaded import Call, Implementation
+from moereg.backends._workspace import Piece, bytes_of, cut
 from moereg.experts import Experts
 from moereg.kernels.plain.device import local_expert_ids
 from moereg.spec.activations import Activation
 from moereg.weights.layouts import ALIGNMENT, aligned, round_up
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
-__all__ = ["Cutlass", "Pieces", "Plain", "Rows", "cut_from"]
-
-_PIECE_ALIGNMENT: Final = 256
+__all__ = ["Cutlass", "Plain", "Rows", "cut_rows"]
 
 # FlashInfer's names. SwiGLU's clamp, alpha and beta are passed as tensors.
 _ACTIVATIONS: Final = {
@@ -36,10 +34,6 @@ _ACTIVATIONS: Final = {
     "gelu_tanh": "GegluTanh",
     "relu2": "Relu2",
 }
-
-
-Pieces = list[tuple[tuple[int, ...], torch.dtype]]
-"""Shapes and dtypes of tensors that share one buffer."""
 
 
 class Rows(NamedTuple):
@@ -140,7 +134,7 @@ class Cutlass(Implementation):
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """FlashInfer's own workspace and, flat, its input and output rows."""
         itemsize = self.problem.torch_dtype.itemsize
-        own = sum(_padded_bytes(shape, dtype) for shape, dtype in self.pieces(num_tokens))
+        own = bytes_of(self.pieces(num_tokens))
         return (-(-self._library_bytes(num_tokens) // itemsize),), (own // itemsize,)
 
     def _library_bytes(self, num_tokens: int) -> int:
@@ -172,11 +166,11 @@ class Cutlass(Implementation):
         dtype = self.problem.torch_dtype
         return {"x_dtype": dtype, "weight_dtype": dtype, "output_dtype": dtype}
 
-    def pieces(self, num_tokens: int) -> Pieces:
-        """Shapes and dtypes of the rows that `make_rows` cuts from the second workspace."""
+    def pieces(self, num_tokens: int) -> list[Piece]:
+        """The rows that `make_rows` cuts from the second workspace."""
         if self.hidden == self.problem.hidden_size:
             return []
-        return [((num_tokens, self.hidden), self.problem.torch_dtype)] * 2
+        return [Piece((num_tokens, self.hidden), self.problem.torch_dtype)] * 2
 
     def make_rows(self, call: Call) -> Rows:
         """The rows of a call: tokens as they are, or padded."""
@@ -186,7 +180,7 @@ class Cutlass(Implementation):
             # FlashInfer loads and stores aligned vectors.
             out = call.out if call.out.data_ptr() % ALIGNMENT == 0 else torch.empty_like(call.out)
             return Rows(aligned(inputs.hidden_states), ids, scales, out)
-        x, out = self.cut(call)
+        x, out = cut_rows(call, self.pieces(len(inputs.hidden_states)))
         x[:, :hidden_size].copy_(inputs.hidden_states)
         x[:, hidden_size:].zero_()
         return Rows(x, ids, scales, out)
@@ -195,10 +189,6 @@ class Cutlass(Implementation):
         """Copies FlashInfer's output into `out` if it is elsewhere."""
         if rows.out is not call.out:
             call.out.copy_(rows.out[:, : self.problem.hidden_size])
-
-    def cut(self, call: Call) -> list[torch.Tensor]:
-        """The pieces, cut from the second workspace."""
-        return cut_from(call.workspace2, self.pieces(call.inputs.hidden_states.shape[0]))
 
     def local_ids(self, call: Call) -> torch.Tensor:
         """[T,K] int32 of local experts; others are negative or too large, and FlashInfer skips them."""
@@ -347,26 +337,17 @@ def drawn_rows(rows: Rows, num_experts: int) -> Rows:
     )
 
 
+def cut_rows(call: Call, pieces: list[Piece]) -> list[torch.Tensor]:
+    """The pieces of a call's second workspace."""
+    return cut(call.workspace2.view(-1).view(torch.uint8), *pieces)
+
+
 def _fits(runner: Any, tactic: int) -> bool:
     """Whether the device can run a tactic; FlashInfer raises if the shared object lacks its kernels."""
     try:
         return bool(runner.get_tactic_occupancy(tactic) > 0)
     except RuntimeError:
         return False
-
-
-def cut_from(memory: torch.Tensor, pieces: Pieces) -> list[torch.Tensor]:
-    """Consecutive tensors in contiguous memory."""
-    storage, start, cut = memory.view(-1).view(torch.uint8), 0, []
-    for shape, dtype in pieces:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        cut.append(storage[start : start + num_bytes].view(dtype).view(shape))
-        start += _padded_bytes(shape, dtype)
-    return cut
-
-
-def _padded_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return round_up(math.prod(shape) * dtype.itemsize, _PIECE_ALIGNMENT)
 
 
 class Plain(Cutlass):

@@ -9,7 +9,7 @@ import torch
 
 from moereg.backends._flashinfer import package
 from moereg.backends._flashinfer.cutlass import Cutlass
-from moereg.backends._flashinfer.cutlass_layouts import arrange
+from moereg.backends._flashinfer.layouts import arrange
 from moereg.backends._loaded import Call
 from moereg.runtime.progress import long_wait
 from moereg.weights.permuted import ExpertWeights, PermutedWeights

@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from moereg.backends._flashinfer.cutlass import Cutlass, Pieces, Rows, cut_from
-from moereg.backends._flashinfer.cutlass_layouts import arrange, fold_scales, interleave_fp4, swizzle_scales
+from moereg.backends._flashinfer.cutlass import Cutlass, Rows, cut_rows
+from moereg.backends._flashinfer.layouts import arrange, fold_scales, interleave_fp4, swizzled_rows
 from moereg.backends._loaded import Call
+from moereg.backends._workspace import Piece
 from moereg.experts import Experts
 from moereg.quantize import quantize_activations
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
@@ -32,9 +33,6 @@ def up_share(weights: ExpertWeights, activation: Any) -> tuple[torch.Tensor, tor
         weights: Weights with per-tensor (or global) scales; halves with a scale of 0 must have gone through
             `without_zero_scales`.
         activation: The activation between the GEMMs.
-
-    Returns:
-        fp32 [E], and up / gate as fp32 [E] or None if there is one scale.
 
     Returns:
         fp32 [E], and up / gate as fp32 [E] or None if there is one scale.
@@ -175,12 +173,12 @@ class Fp8Tensor(_OneScaleForHalves):
             return of_tokens
         return max(of_tokens, self.bytes_for(num_tokens * self.problem.top_k, 1))
 
-    def pieces(self, num_tokens: int) -> Pieces:
+    def pieces(self, num_tokens: int) -> list[Piece]:
         return self._pieces_of(num_tokens if self._has_own_inputs is False else num_tokens * self.problem.top_k)
 
-    def _pieces_of(self, num_rows: int) -> Pieces:
+    def _pieces_of(self, num_rows: int) -> list[Piece]:
         shape = (num_rows, self.hidden)
-        return [(shape, torch.float8_e4m3fn), (shape, self.problem.torch_dtype)]
+        return [Piece(shape, torch.float8_e4m3fn), Piece(shape, self.problem.torch_dtype)]
 
     @property
     def choices(self) -> int:
@@ -200,7 +198,7 @@ class Fp8Tensor(_OneScaleForHalves):
             ids, topk_weights = ids.view(-1, 1), topk_weights.reshape(-1, 1)
         hidden_size = self.problem.hidden_size
         self._choices = ids.shape[1]
-        codes, out = cut_from(call.workspace2, self._pieces_of(ids.shape[0]))
+        codes, out = cut_rows(call, self._pieces_of(ids.shape[0]))
         codes[:, :hidden_size] = (source.float() / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(codes.dtype)
         codes[:, hidden_size:].view(torch.uint8).zero_()
         return Rows(codes, ids, topk_weights, out)
@@ -257,7 +255,7 @@ class _ScaledByHardware(_OneScaleForHalves):
             ),
             "w2_scale": arrange(weights.w2_scale.view(torch.uint8), self.hidden, self.intermediate // self.group),
         }
-        return {name: swizzle_scales(scale).view(torch.int32) for name, scale in arranged.items()}
+        return {name: swizzled_rows(scale).view(torch.int32) for name, scale in arranged.items()}
 
 
 class Mxfp8Activations(_ScaledByHardware):
@@ -288,17 +286,17 @@ class Mxfp8Activations(_ScaledByHardware):
         weight = torch.int64 if self._is_packed else e4m3
         return {"x_dtype": e4m3, "weight_dtype": weight, "output_dtype": self.problem.torch_dtype}
 
-    def pieces(self, num_tokens: int) -> Pieces:
+    def pieces(self, num_tokens: int) -> list[Piece]:
         return [
-            ((num_tokens, self.hidden), torch.float8_e4m3fn),
-            ((num_tokens, self.hidden // 32), torch.uint8),
-            ((num_tokens, self.hidden), self.problem.torch_dtype),
+            Piece((num_tokens, self.hidden), torch.float8_e4m3fn),
+            Piece((num_tokens, self.hidden // 32), torch.uint8),
+            Piece((num_tokens, self.hidden), self.problem.torch_dtype),
         ]
 
     def make_rows(self, call: Call) -> Rows:
         """Quantizes the tokens."""
         hidden_size = self.problem.hidden_size
-        codes, scales, out = self.cut(call)
+        codes, scales, out = cut_rows(call, self.pieces(len(call.inputs.hidden_states)))
         for piece in (codes.view(torch.uint8), scales):
             piece.zero_()
         quantized = quantize_activations(call.inputs.hidden_states, self.computes)

@@ -19,9 +19,10 @@ from typing import Any, Final, NamedTuple
 
 from moereg.backends._flashinfer import package
 from moereg.platforms import Platform
+from moereg.registry import Probe
 from moereg.runtime.progress import long_wait
 
-__all__ = ["Library", "has_built_kernels", "load"]
+__all__ = ["Library", "built_kernels", "load"]
 
 _MODULES: Final = {
     "sm90": ("fused_moe_90", "90a"),
@@ -58,20 +59,33 @@ class Library(NamedTuple):
     path: Path
 
 
-def has_built_kernels(platform: Platform) -> str | None:
-    """Probe: why FlashInfer's CUTLASS kernels cannot be loaded here, with the command that installs them; or None."""
-    if platform.arch not in _MODULES:
-        return f"requires an architecture that FlashInfer builds these kernels for, got {platform.arch}"
-    module, target = _MODULES[platform.arch]
-    path = package.built_module(module, target)
-    if path is None:
-        return (
-            f"requires the kernels {module} of FlashInfer, which are not built and take hours to compile; "
-            f"run {_INSTALL_COMMAND}"
-        )
-    if fault := package.foreign_machine(path):
-        return f"requires the kernels {module} of FlashInfer, but {path} {fault}; remove it and run {_INSTALL_COMMAND}"
-    return None
+@functools.cache
+def built_kernels(scheme: str) -> Probe:
+    """The probe of a scheme's CUTLASS kernels: why they cannot be loaded here, with the command that installs them."""
+
+    def has_built_kernels(platform: Platform) -> str | None:
+        if platform.arch not in _MODULES:
+            return f"requires an architecture that FlashInfer builds these kernels for, got {platform.arch}"
+        module, target = _MODULES[platform.arch]
+        path = package.built_module(module, target)
+        if path is None:
+            return (
+                f"requires the kernels {module} of FlashInfer, which are not built and take hours to compile; "
+                f"run {_INSTALL_COMMAND}"
+            )
+        if fault := package.foreign_machine(path):
+            return (
+                f"requires the kernels {module} of FlashInfer, but {path} {fault}; remove it and run {_INSTALL_COMMAND}"
+            )
+        schemes = package.built_schemes(path)
+        if schemes is not None and scheme not in schemes:
+            return (
+                f"requires FlashInfer's kernels of {scheme}, but {path} was built for {', '.join(schemes)} alone; "
+                f"remove it and run {_INSTALL_COMMAND}"
+            )
+        return None
+
+    return has_built_kernels
 
 
 @functools.cache

@@ -9,7 +9,8 @@ import torch
 
 from moereg.backends._loaded import Call
 from moereg.backends._triton import packed, ways
-from moereg.backends._triton.workspace import Piece, batched_rows_per_expert, cut
+from moereg.backends._triton.workspace import batched_rows_per_expert
+from moereg.backends._workspace import Piece, cut
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.quantized.emulate import SmallFloats, requantize_rows

@@ -16,7 +16,8 @@ from moereg.backends._loaded import Call
 from moereg.backends._triton import plain, ways
 from moereg.backends._triton.recorded import Recorded
 from moereg.backends._triton.ways import Hopper, PlainWay, PlainWork
-from moereg.backends._triton.workspace import Piece, cut, group_columns
+from moereg.backends._triton.workspace import group_columns
+from moereg.backends._workspace import Piece, cut
 from moereg.experts import Experts
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.gemm.flagged import both_gemms

@@ -11,22 +11,21 @@ from moereg.backends._loaded import Call
 from moereg.backends._triton import quantized_ways as ways
 from moereg.backends._triton.recorded import Recorded
 from moereg.backends._triton.workspace import (
-    Piece,
     batched_rows_per_expert,
-    bytes_of,
     group_columns,
     intermediate_pieces,
+    row_format,
     row_pieces,
 )
+from moereg.backends._workspace import Piece, bytes_of
 from moereg.experts import Experts
 from moereg.kernels.hopper.config import select_quantized_rule
 from moereg.kernels.launch import device as limits
 from moereg.kernels.quantized.config import MIN_BLOCK_M, select_quantized_config
-from moereg.kernels.quantized.operands import QuantizedMatrices, RowFormat
+from moereg.kernels.quantized.operands import QuantizedMatrices
 from moereg.kernels.sizes import CODE_PAD, GUARD_ROWS
 from moereg.platforms import PlatformRule
-from moereg.quantize import element_of
-from moereg.spec.quant_schemes import WHOLE, QuantFormat
+from moereg.spec.quant_schemes import WHOLE
 from moereg.weights.layouts import aligned, pad_columns, round_up
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
@@ -212,18 +211,3 @@ class Batched(MultipliedCodes):
         rows_per_expert = batched_rows_per_expert(problem, max_tokens)
         halves, shared_bytes = problem.activation.num_halves, limits.max_shared_bytes(call.out.device)
         return ways.Batched(select_quantized_config(math.inf, rows_per_expert, halves, shared_bytes))
-
-
-def row_format(fmt: QuantFormat) -> RowFormat:
-    """The format of activations for the kernels."""
-    element = element_of(fmt)
-    return RowFormat(
-        dtype=fmt.storage_dtype,
-        min_code=element.min_value,
-        max_code=element.max_value,
-        group=group_columns(fmt),
-        e8m0=fmt.scale_dtype == _E8M0,
-        spans_rows=fmt.group[0] == WHOLE and not fmt.static,
-        static=fmt.static,
-        global_scale=fmt.global_scale,
-    )

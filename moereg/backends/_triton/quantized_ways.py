@@ -24,7 +24,8 @@ from typing import Any, TypeAlias
 import torch
 
 from moereg.backends._triton.work import Way, Work
-from moereg.backends._triton.workspace import by_group, cut, intermediate_pieces, row_pieces
+from moereg.backends._triton.workspace import by_group, intermediate_pieces, row_pieces
+from moereg.backends._workspace import cut
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.hopper import quantized_gemm as hopper
 from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M, HopperQuantizedRule

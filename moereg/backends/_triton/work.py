@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from moereg.backends._loaded import Call
-from moereg.backends._triton.workspace import Piece, cut
+from moereg.backends._workspace import Piece, cut
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.rows.block_map import BlockMap, plan_batches
 from moereg.kernels.rows.direct import DirectRoutes

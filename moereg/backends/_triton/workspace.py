@@ -1,39 +1,23 @@
-"""Workspaces of the `triton` backend: plan sizes, and shapes and views of the pieces after the plan."""
+"""Workspaces of layers on moereg's own kernels: plan sizes, and the pieces after the plan."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
+from moereg.backends._workspace import Piece
+from moereg.kernels.quantized.operands import RowFormat
 from moereg.kernels.rows.block_map import batch_workspace_numel
 from moereg.kernels.rows.plan import route_workspace_numel
-from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD, WORKSPACE_ALIGNMENT
+from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD
+from moereg.quantize import element_of
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import WHOLE, QuantFormat
 from moereg.weights.layouts import round_up
 
 # Storage of scales; kernels read power-of-two scales as bytes.
 _SCALE_DTYPES: Final = {"float8_e8m0fnu": torch.uint8, "float8_e4m3fn": torch.float8_e4m3fn}
-
-
-class Piece(NamedTuple):
-    """A piece of a workspace."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes without padding."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def padded_bytes(self) -> int:
-        """Bytes with padding."""
-        return round_up(self.num_bytes, WORKSPACE_ALIGNMENT)
 
 
 def plan_bytes(problem: MoEProblem, num_tokens: int, shortest_tile: int) -> int:
@@ -76,6 +60,21 @@ def intermediate_pieces(problem: MoEProblem, fmt: QuantFormat, rows: int) -> tup
     return (plain, Piece((AMAX_PROGRAMS,), torch.int32), *row_pieces(fmt, rows, size))
 
 
+def row_format(fmt: QuantFormat) -> RowFormat:
+    """The format of activations for the kernels."""
+    element = element_of(fmt)
+    return RowFormat(
+        dtype=fmt.storage_dtype,
+        min_code=element.min_value,
+        max_code=element.max_value,
+        group=group_columns(fmt),
+        e8m0=fmt.scale_dtype == "float8_e8m0fnu",
+        spans_rows=fmt.group[0] == WHOLE and not fmt.static,
+        static=fmt.static,
+        global_scale=fmt.global_scale,
+    )
+
+
 def group_columns(fmt: QuantFormat) -> int:
     """Elements of a row that share a scale; 0 means all."""
     return 0 if fmt.group[1] == WHOLE else fmt.group[1]
@@ -84,18 +83,3 @@ def group_columns(fmt: QuantFormat) -> int:
 def by_group(scales: torch.Tensor) -> torch.Tensor:
     """Column-major view: a group's scales are contiguous."""
     return scales.view(scales.shape[1], scales.shape[0]).T if scales.shape[1] > 1 else scales
-
-
-def bytes_of(pieces: Sequence[Piece]) -> int:
-    """Total bytes of consecutive pieces."""
-    return sum(piece.padded_bytes for piece in pieces)
-
-
-def cut(buffer: torch.Tensor, *pieces: Piece) -> list[torch.Tensor]:
-    """Cuts consecutive views from the front of a uint8 buffer."""
-    views, start = [], 0
-    for piece in pieces:
-        num_bytes = piece.num_bytes
-        views.append(buffer[start : start + num_bytes].view(piece.dtype).view(piece.shape))
-        start += round_up(num_bytes, WORKSPACE_ALIGNMENT)
-    return views
