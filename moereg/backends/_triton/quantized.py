@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 import torch
 
 from moereg.backends._loaded import Call
-from moereg.backends._triton import quantized_ways as ways
+from moereg.backends._triton import quantized_schedules as schedules
 from moereg.backends._triton.recorded import Recorded
 from moereg.backends._triton.workspace import (
     batched_rows_per_expert,
@@ -44,7 +44,7 @@ _ARRIVED: Final = "hidden_scale"
 
 
 class MultipliedCodes(Recorded):
-    """Weight layout for both activation formats; a subclass sizes its workspaces and selects a way.
+    """Weight layout for both activation formats; a subclass sizes its workspaces and selects a schedule.
 
     Attributes:
         activation_format: Format of activations.
@@ -130,8 +130,8 @@ class MultipliedCodes(Recorded):
             call = call._replace(weights=named)
         super().run(call)
 
-    def work(self, call: Call, overlap: bool) -> ways.QuantizedWork:
-        return ways.QuantizedWork(
+    def work(self, call: Call, overlap: bool) -> schedules.QuantizedWork:
+        return schedules.QuantizedWork(
             problem=self.problem,
             call=call,
             plan_bytes=self.plan_bytes(call.inputs.hidden_states.shape[-2]),
@@ -181,16 +181,16 @@ class Standard(MultipliedCodes):
         second = self.plan_bytes(num_tokens) + max(tokens, to_reduce)
         return (first // itemsize,), (second // itemsize,)
 
-    def select(self, call: Call) -> ways.QuantizedWay:
+    def select(self, call: Call) -> schedules.QuantizedSchedule:
         problem, hidden_states = self.problem, call.inputs.hidden_states
         device = hidden_states.device
         rows_per_expert = call.inputs.topk_ids.numel() / problem.num_experts
         if self.has_hopper and device.type != "cpu" and rows_per_expert > _MIN_HOPPER_ROWS:
-            return ways.Hopper(select_quantized_rule(rows_per_expert, self.row_format.group > 0))
+            return schedules.Hopper(select_quantized_rule(rows_per_expert, self.row_format.group > 0))
         configs = select_quantized_config(
             hidden_states.shape[0], rows_per_expert, problem.activation.num_halves, limits.max_shared_bytes(device)
         )
-        return ways.Sorted(configs) if configs.sort_routes else ways.Direct(configs)
+        return schedules.Sorted(configs) if configs.sort_routes else schedules.Direct(configs)
 
 
 class Batched(MultipliedCodes):
@@ -204,10 +204,10 @@ class Batched(MultipliedCodes):
         tokens = bytes_of(row_pieces(self.activation_format, rows, problem.hidden_size))
         return (first // itemsize,), ((self.plan_bytes(num_tokens) + tokens) // itemsize,)
 
-    def select(self, call: Call) -> ways.QuantizedWay:
+    def select(self, call: Call) -> schedules.QuantizedSchedule:
         problem = self.problem
         _, max_tokens, _ = call.inputs.hidden_states.shape
         # An estimate: the counts are on the device.
         rows_per_expert = batched_rows_per_expert(problem, max_tokens)
         halves, shared_bytes = problem.activation.num_halves, limits.max_shared_bytes(call.out.device)
-        return ways.Batched(select_quantized_config(math.inf, rows_per_expert, halves, shared_bytes))
+        return schedules.Batched(select_quantized_config(math.inf, rows_per_expert, halves, shared_bytes))
