@@ -10,8 +10,7 @@ import torch
 
 from moereg.backends import flashinfer_moe
 from moereg.backends._flashinfer import cutlass, cutlass_blocks
-from moereg.backends._flashinfer.tactics import UNTUNED
-from moereg.backends._flashinfer.timing import layer_key
+from moereg.backends._flashinfer.tactics import UNTUNED, layer_key
 from moereg.experts import ExpertInputs
 from moereg.layer.expert_map import resolve_expert_map
 from moereg.numerics.reference import relative_error

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moereg.backends import flashinfer_moe as page
-from moereg.backends._flashinfer import calls, claims, package
+from moereg.backends._flashinfer import calls, package
 from moereg.platforms import Platform
 from moereg.spec.problem import MoEProblem
 from tests.support.tensors import unaligned
@@ -109,8 +109,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     monkeypatch.setattr(package, "package_folder", lambda: site)
     monkeypatch.setattr(package, "installed_version", lambda: "0.7.2")
-    monkeypatch.setattr(claims, "built_module", lambda module, target: None)
-    monkeypatch.setattr(claims, "has_compiler", lambda platform: None)
+    monkeypatch.setattr(page, "built_module", lambda module, target: None)
+    monkeypatch.setattr(page, "has_compiler", lambda platform: None)
     folder = tmp_path / "downloads"
     monkeypatch.setenv("FLASHINFER_CUBIN_DIR", str(folder))
     (folder / FOLDER / "include" / "trtllmGen_bmm_export").mkdir(parents=True)
@@ -120,23 +120,23 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_would_have_to_be_downloaded_is_a_reason(machine: Path) -> None:
     cure = "run flashinfer download-cubin where there is a network, or name a folder that has them in "
     where = f"which FlashInfer downloads, found none in {machine / FOLDER}; {cure}FLASHINFER_CUBIN_DIR"
-    assert claims._has_launcher(B200) == f"requires headers of TensorRT-LLM's kernels, {where}"
-    assert claims._has_sort(B200) == f"requires headers of TensorRT-LLM's kernels, {where}"
+    assert page._has_launcher(B200) == f"requires headers of TensorRT-LLM's kernels, {where}"
+    assert page._has_sort(B200) == f"requires headers of TensorRT-LLM's kernels, {where}"
     (machine / FOLDER / "include" / "trtllmGen_bmm_export" / "Enums.h").touch()
-    assert claims._has_sort(B200) is None
-    assert claims._has_launcher(B200) == f"requires TensorRT-LLM's kernels, {where}"
+    assert page._has_sort(B200) is None
+    assert page._has_launcher(B200) == f"requires TensorRT-LLM's kernels, {where}"
     (machine / FOLDER / "one.cubin").touch()
-    assert claims._has_launcher(B200) is None
+    assert page._has_launcher(B200) is None
 
 
 def test_rows_of_each_expert_need_a_module_of_their_own_and_no_download(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(claims, "has_compiler", lambda platform: "requires nvcc")
-    monkeypatch.setattr(claims, "built_module", lambda module, target: asked.append((module, target)))
-    assert claims._has_quantizer(B200) == "requires nvcc"
-    assert claims._has_launcher(B200) == "requires nvcc"
+    monkeypatch.setattr(page, "has_compiler", lambda platform: "requires nvcc")
+    monkeypatch.setattr(page, "built_module", lambda module, target: asked.append((module, target)))
+    assert page._has_quantizer(B200) == "requires nvcc"
+    assert page._has_launcher(B200) == "requires nvcc"
     assert asked == [("fp4_quantization_100", "100a"), ("fused_moe_trtllm_sm100", "100a")]
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from moereg.backends._flashinfer import tactics
-from moereg.backends._flashinfer.tactics import UNTUNED, TacticStore, Tuner, bucket_of
-from moereg.backends._flashinfer.timing import CallTimer
+from moereg.backends._flashinfer.tactics import UNTUNED, CallTimer, TacticStore, Tuner, bucket_of
 
 _FIRST, _SECOND = range(4), range(4, 9)
 

@@ -15,7 +15,7 @@ import torch
 
 from moereg.backends._flashinfer import loading, tactics
 from moereg.backends._flashinfer.layouts import arrange
-from moereg.backends._flashinfer.timing import CallTimer, layer_key
+from moereg.backends._flashinfer.tactics import CallTimer, layer_key
 from moereg.backends._loaded import Call, Implementation
 from moereg.backends._workspace import Piece, bytes_of, cut
 from moereg.experts import Experts
