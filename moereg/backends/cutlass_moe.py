@@ -39,21 +39,8 @@ _QUACK_FACTS: Final = Facts(
     max_experts=1024,
 )
 
-_TORCH_FACTS: Final = Facts(
-    activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
-    activation_scalars=True,
-    swiglu_limit=True,
-    activation_formats=frozenset({"standard"}),
-    # torch's CUTLASS GEMM writes bfloat16 only.
-    dtypes=frozenset({"bfloat16"}),
-    bias=True,
-    placements=frozenset({"contiguous", "map"}),
-    router_weight_on_input=True,
-    graph_capture=True,
-    deterministic=True,
-    # Rows need 16-byte alignment.
-    requires_multiple={"hidden_size": 8, "intermediate_size": 8},
-)
+# torch's CUTLASS GEMM writes bfloat16 only.
+_TORCH_FACTS: Final = dataclasses.replace(_QUACK_FACTS, dtypes=frozenset({"bfloat16"}), max_experts=None)
 
 
 def _quack(*schemes: str, platform: str, opt_in: bool = True) -> Callable[[type[Experts]], type[Experts]]:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from moereg.backends._cutlass.scales import row_scales
+from moereg.backends._cutlass.torch_scaled import row_scales
 from moereg.backends._loaded import Call, Implementation
 from moereg.backends._triton.workspace import plan_bytes, row_format, row_pieces
 from moereg.backends._workspace import Piece, bytes_of, cut

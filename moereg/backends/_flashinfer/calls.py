@@ -25,8 +25,6 @@ from moereg.runtime.progress import long_wait
 from moereg.spec.problem import MoEProblem
 from moereg.weights.layouts import ALIGNMENT, aligned
 
-__all__ = ["LocalRoutes", "aligned_result", "first_call"]
-
 logger: Final = logging.getLogger("moereg")
 
 _DONE: Final[set[tuple[str, MoEProblem]]] = set()

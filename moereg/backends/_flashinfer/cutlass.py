@@ -24,8 +24,6 @@ from moereg.spec.activations import Activation
 from moereg.weights.layouts import ALIGNMENT, aligned, round_up
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
-__all__ = ["Cutlass", "Plain", "Rows", "cut_rows"]
-
 # FlashInfer's names. SwiGLU's clamp, alpha and beta are passed as tensors.
 _ACTIVATIONS: Final = {
     "silu": "Swiglu",

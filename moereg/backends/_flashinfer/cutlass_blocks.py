@@ -14,8 +14,6 @@ from moereg.backends._loaded import Call
 from moereg.runtime.progress import long_wait
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
-__all__ = ["Fp8Block"]
-
 logger: Final = logging.getLogger("moereg")
 
 # Not measured: two GEMMs at about 10 s of nvcc each. Kernels compiled for other numbers of tokens may serve.

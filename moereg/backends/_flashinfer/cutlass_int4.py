@@ -19,8 +19,6 @@ from moereg.backends._loaded import Call
 from moereg.backends._workspace import Piece
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
-__all__ = ["Int4W4A8", "interleave_int4"]
-
 _GROUP: Final = 128
 # Turns two codes with an offset of 8 into two's complement.
 _SIGN_BITS: Final = 0x88

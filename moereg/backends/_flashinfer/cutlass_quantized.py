@@ -15,8 +15,6 @@ from moereg.experts import Experts
 from moereg.quantize import quantize_activations
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
-__all__ = ["Fp8Tensor", "Mxfp4W4A16", "Mxfp8Activations", "Nvfp4"]
-
 _E4M3_MAX: Final = 448.0
 
 _MOST_STEPS: Final = 5

@@ -19,23 +19,6 @@ from torch.nn.functional import pad
 from moereg.weights.layouts import aligned
 from moereg.weights.permuted import ExpertWeights
 
-__all__ = [
-    "alternated_rows",
-    "arrange",
-    "blocks_of_columns",
-    "each_expert",
-    "fold_scales",
-    "gemm1_rows",
-    "gemm2_rows",
-    "grouped_halves",
-    "interleave_fp4",
-    "mma_scales",
-    "one_for_all",
-    "one_scale",
-    "swizzled_rows",
-    "swizzled_scales",
-]
-
 _SCALE_ROWS: Final = 128
 """Rows of a scale block, as the tensor cores of sm100 and sm120 read them."""
 

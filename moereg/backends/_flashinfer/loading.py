@@ -22,8 +22,6 @@ from moereg.platforms import Platform
 from moereg.registry import Probe
 from moereg.runtime.progress import long_wait
 
-__all__ = ["Library", "built_kernels", "load"]
-
 _MODULES: Final = {
     "sm90": ("fused_moe_90", "90a"),
     "sm100": ("fused_moe_100", "100a"),

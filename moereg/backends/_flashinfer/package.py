@@ -20,28 +20,6 @@ from typing import Final
 
 from moereg.platforms import Platform
 
-__all__ = [
-    "DISTRIBUTION",
-    "JIT_DISABLED",
-    "REQUIRES",
-    "built_module",
-    "built_schemes",
-    "cache_folder",
-    "can_be_imported",
-    "can_compile_at_run_time",
-    "deepgemm_folder",
-    "download_folder",
-    "find_folder",
-    "foreign_machine",
-    "generated_folder",
-    "has_compiler",
-    "has_generated_headers",
-    "has_generated_kernels",
-    "installed_version",
-    "is_importable",
-    "package_folder",
-]
-
 DISTRIBUTION: Final = "flashinfer-python"
 REQUIRES: Final = "flashinfer-python>=0.7.2,<0.8"
 """The calls are written against 0.7.2. 0.8 announces other return values."""
