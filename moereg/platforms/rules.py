@@ -13,21 +13,7 @@ from moereg.platforms.archs import Archs
 from moereg.platforms.kinds import KINDS, PlatformKind, find_kind, unknown_kind
 from moereg.platforms.platform import Platform
 
-
-class Specificity:
-    """How specifically a rule names a platform: if several cells of a class match, the most specific one applies.
-
-    Exclusions do not affect it.
-    """
-
-    ANY: Final = 0
-    KIND: Final = 1
-    AT_LEAST: Final = 2
-    FAMILY: Final = 3
-    EXACT: Final = 4
-
-
-_BY_SUFFIX: Final = {"+": Specificity.AT_LEAST, "f": Specificity.FAMILY, "*": Specificity.FAMILY}
+_SPECIFICITY: Final = {"+": 2, "f": 3, "*": 3, "": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +72,14 @@ class PlatformRule:
 
     @property
     def specificity(self) -> int:
-        """A `Specificity`."""
+        """0 for `*`, 1 for a kind, 2 from an architecture on, 3 for a family or a prefix, 4 for one architecture.
+
+        If several cells of a class match, the most specific one applies. Exclusions do not count.
+        """
         named = self._parts()[0]
         if named is None:
-            return Specificity.ANY
-        if not named.arch:
-            return Specificity.KIND
-        return _BY_SUFFIX.get(named.suffix, Specificity.EXACT)
+            return 0
+        return _SPECIFICITY[named.suffix] if named.arch else 1
 
     @property
     def instance(self) -> Platform | None:

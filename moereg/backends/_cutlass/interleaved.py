@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -42,7 +41,6 @@ _COMPILE_SECONDS: Final = 3.0
 """Seconds for one kernel on one free core; 1.4 to 3.2 were measured."""
 
 _COMPILED: Final[set[tuple[str, str, torch.dtype, str]]] = set()
-_LOCK: Final = threading.Lock()
 
 
 class _Rows(NamedTuple):
@@ -194,23 +192,19 @@ class Interleaved(Implementation):
             (epilogue.semantic_digest, repr(config), dtype, self.problem.dtype)
             for epilogue in (self._gate_up, self._down)
         }
-        with _LOCK:
-            num_new = len(keys - _COMPILED)
-        if not num_new:
-            self._ready.add(config)
-            yield
-            return
-        folder = cache_folder()
-        avoid = (
-            "QUACK_CACHE_ENABLED=0 keeps them from the next process"
-            if folder is None
-            else f"the next process finds them in {folder}, which QUACK_CACHE_DIR names"
-        )
-        kernels = "a kernel" if num_new == 1 else f"{num_new} kernels"
-        with long_wait(f"compiling {kernels} of cutlass", _COMPILE_SECONDS * num_new, avoid):
-            yield
-        with _LOCK:
+        if num_new := len(keys - _COMPILED):
+            folder = cache_folder()
+            avoid = (
+                "QUACK_CACHE_ENABLED=0 keeps them from the next process"
+                if folder is None
+                else f"the next process finds them in {folder}, which QUACK_CACHE_DIR names"
+            )
+            kernels = "a kernel" if num_new == 1 else f"{num_new} kernels"
+            with long_wait(f"compiling {kernels} of cutlass", _COMPILE_SECONDS * num_new, avoid):
+                yield
             _COMPILED.update(keys)
+        else:
+            yield
         self._ready.add(config)
 
 

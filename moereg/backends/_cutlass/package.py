@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from moereg.backends._flashinfer.package import find_folder, foreign_machine, is_importable
+from moereg.backends._flashinfer.package import find_folder, foreign_machine, is_importable, unwritable
 from moereg.platforms import Platform
 
 REQUIRES: Final = ("quack-kernels>=0.6.5,<0.7", "nvidia-cutlass-dsl>=4.8,<5", "triton>=3.6")
@@ -70,14 +70,7 @@ def cache_can_be_written(platform: Platform) -> str | None:
         folder = Path(named) if named is not None else Path(tempfile.gettempdir()) / getpass.getuser() / "quack_cache"
     except (OSError, KeyError):  # In a container the user may have no name.
         return f"requires a cache folder, which QuACK names after the user, found no name of this one; {cure}"
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    try:
-        # Permission bits mean little to root or on a read-only file system, so try an unnamed file.
-        with tempfile.TemporaryFile(dir=existing):
-            return None
-    except OSError as error:
-        why = (error.strerror or type(error).__name__).lower()
-        return f"requires a cache folder that can be written, got {folder} ({why}); {cure}"
+    return unwritable(folder, cure)
 
 
 def _is_installed(path: Path) -> bool:

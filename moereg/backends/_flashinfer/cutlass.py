@@ -14,13 +14,12 @@ from typing import Any, ClassVar, Final, NamedTuple
 import torch
 
 from moereg.backends._flashinfer import loading, tactics
-from moereg.backends._flashinfer.layouts import arrange
+from moereg.backends._flashinfer.layouts import activation_scalars, arrange
 from moereg.backends._flashinfer.tactics import CallTimer, layer_key
 from moereg.backends._loaded import Call, Implementation
 from moereg.backends._workspace import Piece, bytes_of, cut
 from moereg.experts import Experts
 from moereg.kernels.plain.device import local_expert_ids
-from moereg.spec.activations import Activation
 from moereg.weights.layouts import ALIGNMENT, aligned, round_up
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
@@ -32,6 +31,9 @@ _ACTIVATIONS: Final = {
     "gelu_tanh": "GegluTanh",
     "relu2": "Relu2",
 }
+
+
+_SCALARS: Final = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
 
 
 class Rows(NamedTuple):
@@ -50,16 +52,6 @@ class Rows(NamedTuple):
     scales: torch.Tensor
     out: torch.Tensor
     x_scale: torch.Tensor | None = None
-
-
-def _scalars(activation: Activation) -> dict[str, float]:
-    """Scalars that differ from plain SwiGLU's, by FlashInfer's names."""
-    given = {
-        "swiglu_alpha": (activation.alpha, 1.0),
-        "swiglu_beta": (activation.beta, 0.0),
-        "swiglu_limit": (activation.limit, None),
-    }
-    return {name: value for name, (value, standard) in given.items() if value is not None and value != standard}
 
 
 class Cutlass(Implementation):
@@ -102,10 +94,7 @@ class Cutlass(Implementation):
         self._device = weights.w13.device  # The device of workspace queries.
         per_expert, shared = self.permuted(weights)
         per_expert |= self._biases(weights)
-        per_expert |= {
-            name: torch.full((weights.num_experts,), value, dtype=torch.float32, device=weights.w13.device)
-            for name, value in _scalars(self.problem.activation).items()
-        }
+        per_expert |= activation_scalars(weights, self.problem.activation, *_SCALARS)
         return PermutedWeights(self.layouts[0], per_expert, shared)
 
     def _biases(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
@@ -142,7 +131,8 @@ class Cutlass(Implementation):
         """Workspace bytes that FlashInfer needs for rows with `top_k` routes each."""
         problem, library = self.problem, self.library
         name = _ACTIVATIONS[problem.activation.name]
-        has_scalars = bool(_scalars(problem.activation))
+        activation = problem.activation
+        has_scalars = activation.alpha != 1.0 or activation.beta != 0.0 or activation.limit is not None
         num_bytes: int = library.workspace_bytes(
             num_rows,
             self.hidden,
@@ -205,7 +195,7 @@ class Cutlass(Implementation):
             "quant_scales": self.quant_scales(weights),
             "fc1_expert_biases": weights.get("w13_bias"),
             "fc2_expert_biases": weights.get("w2_bias"),
-            **{name: weights.get(name) for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")},
+            **{name: weights.get(name) for name in _SCALARS},
             **self.flags,
             "output": rows.out,
             "activation_type": self._activation(library),

@@ -21,43 +21,6 @@ _MOST_STEPS: Final = 5
 """Powers of two by which float16 values around 1 may be scaled."""
 
 
-def up_share(weights: ExpertWeights, activation: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One w13 scale per expert, as FlashInfer takes it, and the ratio of the up scale to it.
-
-    FlashInfer has one scale for gate and up; if they differ, it gets the gate's. The activation is linear in the up
-    half, so the ratio goes into the scale that quantizes the intermediate.
-
-    Args:
-        weights: Weights with per-tensor (or global) scales; halves with a scale of 0 must have gone through
-            `without_zero_scales`.
-        activation: The activation between the GEMMs.
-
-    Returns:
-        fp32 [E], and up / gate as fp32 [E] or None if there is one scale.
-
-    Raises:
-        ValueError: The scales differ and the activation is not linear in the up half.
-    """
-    scale = weights.w13_scale if weights.w13_scale_2 is None else weights.w13_scale_2
-    assert scale is not None
-    if scale.dim() == 3:  # Group scales alone.
-        return scale.new_ones(weights.num_experts, dtype=torch.float32), None
-    scale = scale.float()
-    if scale.dim() == 1:
-        return scale, None
-    gate, up = scale[:, 0].contiguous(), scale[:, -1]
-    if scale.shape[1] == 1 or torch.equal(gate, up):
-        return gate, None
-    if activation.limit is not None or activation.beta:
-        raise ValueError(
-            "FlashInfer's kernels take one scale for gate and up rows where the activation has a clamp or beta, got "
-            f"w13 scales {list(scale.shape)} that differ with activation {activation}; quantize both halves with one"
-        )
-    # If both are 0, all of w13 is.
-    share = torch.where(gate > 0, up / gate, torch.ones_like(gate))
-    return gate, share
-
-
 def without_zero_scales(weights: ExpertWeights) -> ExpertWeights:
     """Makes gate and up scales both zero or both nonzero, without changing a value.
 
@@ -65,7 +28,7 @@ def without_zero_scales(weights: ExpertWeights) -> ExpertWeights:
     of the two scales is neither 0 nor infinite.
 
     Args:
-        weights: As in `up_share`.
+        weights: With per-tensor or global scales.
     """
     field = "w13_scale" if weights.w13_scale_2 is None else "w13_scale_2"
     scale = getattr(weights, field)
@@ -92,19 +55,48 @@ class _OneScaleForHalves(Cutlass):
         return super().permute_weights(without_zero_scales(weights))
 
     def up_share(self, weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Like the function, but bounds the ratio in float16, whose small range holds the up rows without it.
+        """One w13 scale per expert, as FlashInfer takes it, and the ratio of the up scale to it.
+
+        FlashInfer has one scale for gate and up; if they differ, it gets the gate's. The activation is linear in the up
+        half, so the ratio goes into the scale that quantizes the intermediate. float16 holds the up rows without it,
+        whose range is small.
+
+        Args:
+            weights: Weights with per-tensor (or global) scales that have gone through `without_zero_scales`.
+
+        Returns:
+            fp32 [E], and up / gate as fp32 [E] or None if there is one scale.
 
         Raises:
-            ValueError: As in the function, or a ratio is far from 1 in float16.
+            ValueError: The scales differ and the activation is not linear in the up half, or they differ much in
+                float16.
         """
-        scale, up = up_share(weights, self.problem.activation)
-        if up is not None and self.problem.dtype == "float16" and float(up.log2().abs().max()) > _MOST_STEPS:
+        scale = weights.w13_scale if weights.w13_scale_2 is None else weights.w13_scale_2
+        activation = self.problem.activation
+        assert scale is not None
+        if scale.dim() == 3:  # Group scales alone.
+            return scale.new_ones(weights.num_experts, dtype=torch.float32), None
+        scale = scale.float()
+        if scale.dim() == 1:
+            return scale, None
+        gate, up = scale[:, 0].contiguous(), scale[:, -1]
+        if scale.shape[1] == 1 or torch.equal(gate, up):
+            return gate, None
+        if activation.limit is not None or activation.beta:
+            raise ValueError(
+                "FlashInfer's kernels take one scale for gate and up rows where the activation has a clamp or beta, "
+                f"got w13 scales {list(scale.shape)} that differ with activation {activation}; quantize both halves "
+                "with one"
+            )
+        # If both are 0, all of w13 is.
+        share = torch.where(gate > 0, up / gate, torch.ones_like(gate))
+        if self.problem.dtype == "float16" and float(share.log2().abs().max()) > _MOST_STEPS:
             raise ValueError(
                 f"FlashInfer's kernels take one scale for gate and up rows, which leaves float16 where they differ by "
-                f"more than {2**_MOST_STEPS}, got {float(up.min()):.3g} to {float(up.max()):.3g}; quantize both halves "
-                "with one, use bfloat16, or deny this backend"
+                f"more than {2**_MOST_STEPS}, got {float(share.min()):.3g} to {float(share.max()):.3g}; quantize both "
+                "halves with one, use bfloat16, or deny this backend"
             )
-        return scale, up
+        return gate, share
 
     def _biases(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
         biases = super()._biases(weights)

@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch.nn.functional import pad
 
+from moereg.spec.activations import Activation
 from moereg.weights.layouts import aligned
 from moereg.weights.permuted import ExpertWeights
 
@@ -271,3 +272,13 @@ def one_for_all(weights: ExpertWeights, name: str, largest: bool = True) -> torc
             "the layer"
         )
     return scale.max().reshape(1) if largest else scale.reshape(-1)
+
+
+def activation_scalars(weights: ExpertWeights, activation: Activation, *names: str) -> dict[str, torch.Tensor]:
+    """Alpha, beta and clamp as [E] fp32 under these names, where they differ from plain SwiGLU's."""
+    given = zip(names, (activation.alpha, activation.beta, activation.limit), (1.0, 0.0, None), strict=True)
+    return {
+        name: torch.full((weights.num_experts,), value, dtype=torch.float32, device=weights.w13.device)
+        for name, value, standard in given
+        if value is not None and value != standard
+    }

@@ -115,7 +115,7 @@ def can_be_imported(platform: Platform) -> str | None:
     used = cache_folder() / (installed_version() or "")
     made = [folder for folder in (used, *sorted(used.glob("*"))) if folder.is_dir()]
     for folder in (cache_folder(), *made):
-        if reason := _unwritable(folder, "FLASHINFER_WORKSPACE_BASE"):
+        if reason := unwritable(folder, "set FLASHINFER_WORKSPACE_BASE to a folder that can"):
             return reason
     for log in (folder / "flashinfer_jit.log" for folder in made):
         if log.exists() and not os.access(log, os.W_OK):
@@ -126,9 +126,10 @@ def can_be_imported(platform: Platform) -> str | None:
     return None
 
 
-def _unwritable(folder: Path, variable: str) -> str | None:
-    """Why FlashInfer cannot create or write a folder, with the variable that names another; or None."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+def unwritable(folder: Path, cure: str) -> str | None:
+    """Why a library cannot create or write its cache folder, or None."""
+    absolute = folder.absolute()
+    existing = next(path for path in (absolute, *absolute.parents) if path.exists() or path.is_symlink())
     try:
         # Permission bits mean little to root or on a read-only or full file system, so try an unnamed file.
         with tempfile.TemporaryFile(dir=existing) as file:
@@ -137,10 +138,7 @@ def _unwritable(folder: Path, variable: str) -> str | None:
             return None
     except OSError as error:
         why = error.strerror or type(error).__name__
-        return (
-            f"requires a cache folder that can be written, got {folder} ({why.lower()}); "
-            f"set {variable} to a folder that can"
-        )
+        return f"requires a cache folder that can be written, got {folder} ({why.lower()}); {cure}"
 
 
 def _nvcc() -> Path | None:
@@ -201,7 +199,7 @@ def can_compile_at_run_time(platform: Platform) -> str | None:
             f"requires the headers of these kernels, which are compiled at first use, found no {folder / _DEEPGEMM}; "
             f"reinstall {DISTRIBUTION}"
         )
-    return _unwritable(deepgemm_folder(), "TRTLLM_DG_CACHE_DIR")
+    return unwritable(deepgemm_folder(), "set TRTLLM_DG_CACHE_DIR to a folder that can")
 
 
 def foreign_machine(path: Path) -> str | None:

@@ -26,6 +26,7 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 _COMPILING_SECONDS: Final = 300.0
 """A guess: nvcc compiles the launcher, and FlashInfer downloads kernels."""
 
+_SCALARS: Final = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
 _KEPT: Final = "launcher and downloads are kept in FlashInfer's cache"
 
 
@@ -94,17 +95,8 @@ class TrtLlm(LocalRoutes):
         return self.problem.activation.num_halves
 
     def scalars(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
-        """Alpha, beta and clamp as [E] fp32, where they differ from the plain function's."""
-        activation = self.problem.activation
-        given = {
-            "gemm1_alpha": None if activation.alpha == 1.0 else activation.alpha,
-            "gemm1_beta": activation.beta or None,
-            "gemm1_clamp_limit": activation.limit,
-        }
-        like = weights.w13.new_empty(0, dtype=torch.float32)
-        return {
-            name: like.new_full((weights.num_experts,), value) for name, value in given.items() if value is not None
-        }
+        """As `activation_scalars`."""
+        return layouts.activation_scalars(weights, self.problem.activation, *_SCALARS)
 
     def shuffled(self, tensor: torch.Tensor, matrix: str, blocks: bool = False) -> torch.Tensor:
         """Permutes rows of w13 or w2 into the kernels' order, expert by expert.
@@ -368,7 +360,7 @@ def _scaled(weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
 
 
 def _scalars(weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
-    return {name: weights.get(name) for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")}
+    return {name: weights.get(name) for name in _SCALARS}
 
 
 def _shuffled_groups(layer: TrtLlm, weights: ExpertWeights) -> dict[str, torch.Tensor]:
