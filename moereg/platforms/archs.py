@@ -65,9 +65,7 @@ class Archs:
     def common_is_within(self, other: Archs, excluded: Iterable[Archs]) -> bool:
         """Whether the intersection with another set is certainly excluded.
 
-        Args:
-            other: A set that meets this one, with the same suffix or also a span.
-            excluded: Sets of the same kind.
+        The other one meets this one, and has the same suffix or is also a span.
         """
         excluded = list(excluded)
         if any(not archs.arch for archs in excluded):

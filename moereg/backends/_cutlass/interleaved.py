@@ -44,13 +44,7 @@ _COMPILED: Final[set[tuple[str, str, torch.dtype, str]]] = set()
 
 
 class _Rows(NamedTuple):
-    """Input rows of a GEMM, with the scales of quantized ones.
-
-    Attributes:
-        rows: [S, K].
-        scale: [S] fp32, or None.
-        routes_per_row: K if rows are tokens, 1 if they are routes.
-    """
+    """Input rows [S, K] of a GEMM, `scale` [S] fp32 of quantized ones, and routes per row: K for tokens, else 1."""
 
     rows: torch.Tensor
     scale: torch.Tensor | None

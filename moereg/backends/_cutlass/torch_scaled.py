@@ -113,14 +113,6 @@ class ScaledGrouped(Implementation):
 
 
 def row_scales(scale: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """One scale per matrix row, from per-row, per-tensor or per-half scales.
-
-    Args:
-        scale: fp32; [E, rows, 1], [E], or [E, 2] for the halves of w13.
-        num_rows: Rows of the matrix.
-
-    Returns:
-        [E, rows] fp32, contiguous and in its own storage.
-    """
+    """One scale per row, [E, rows] fp32 in its own storage, of [E, rows, 1], [E], or [E, 2] for w13's halves."""
     flat = scale.flatten(1) if scale.dim() > 1 else scale.unsqueeze(1)
     return flat.repeat_interleave(num_rows // flat.shape[1], dim=1).contiguous()

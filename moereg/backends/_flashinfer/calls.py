@@ -1,4 +1,4 @@
-"""What layers on FlashInfer's entry points other than `cutlass_fused_moe` share.
+"""Layers on the entry points of FlashInfer other than `cutlass_fused_moe`: what they share.
 
 Routes are given as local expert ids and fp32 weights, -1 for a route without a local expert. So the kernels take every
 rank for rank 0, and any placement works. Tokens are quantized by moereg's own kernel, bit for bit as `moereg.quantize`
@@ -91,10 +91,8 @@ def first_call(
     """Yields the result to write, and announces a layer's first call in this process, until one call has succeeded.
 
     Args:
-        backend: The kernels' backend.
-        problem: The layer.
-        seconds: Estimated wait if nothing was compiled before.
-        avoid: As in `long_wait`.
+        backend, problem: The kernels' backend, and the layer.
+        seconds, avoid: As in `long_wait`, if nothing was compiled before.
         out: As in `aligned_result`; if its device is capturing a CUDA graph, a warning says so.
     """
     key = (backend, problem)

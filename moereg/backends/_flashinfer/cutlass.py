@@ -55,12 +55,7 @@ class Rows(NamedTuple):
 
 
 class Cutlass(Implementation):
-    """Shared by all kinds of weights.
-
-    Attributes:
-        hidden, intermediate: Sizes padded to what the kernels take.
-        num_halves: Rows of w13 for each row of the intermediate.
-    """
+    """Shared by all kinds of weights: `hidden` and `intermediate` are padded, `num_halves` is w13's rows per column."""
 
     multiple: ClassVar[int] = 8
     """H and I are padded to multiples of this."""
@@ -301,12 +296,7 @@ def _of_rows(rows: Rows) -> dict[str, Any]:
 
 
 def drawn_rows(rows: Rows, num_experts: int) -> Rows:
-    """Random rows of the same shapes and dtypes that choose experts about evenly; the same `out`.
-
-    Args:
-        rows: A call's rows.
-        num_experts: Experts of all ranks; ids beyond the local ones are skipped.
-    """
+    """Random rows of the same shapes and dtypes, with the same `out`, that choose experts of all ranks about evenly."""
     device = rows.x.device
     generator = torch.Generator(device).manual_seed(0)
     # 8-bit values are scaled into the format's range.

@@ -30,10 +30,7 @@ def interleave_int4(matrix: torch.Tensor) -> torch.Tensor:
     Source: the interleaving kernel of FlashInfer 0.7.2.
 
     Args:
-        matrix: [R, K / 2] uint8, two codes to a byte, low nibble first; R a multiple of 16, K of 64.
-
-    Returns:
-        A new tensor of the same shape.
+        matrix: [R, K / 2] uint8, two codes to a byte, low nibble first; R a multiple of 16, K of 64. Not changed.
     """
     rows, width = matrix.shape
     # Row 16 b + 8 h + r, byte 16 p + 8 n + 2 l + j: a row's 32 codes form two runs; n becomes the row half.

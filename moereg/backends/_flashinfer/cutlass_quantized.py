@@ -22,13 +22,10 @@ _MOST_STEPS: Final = 5
 
 
 def without_zero_scales(weights: ExpertWeights) -> ExpertWeights:
-    """Makes gate and up scales both zero or both nonzero, without changing a value.
+    """Makes per-tensor or global gate and up scales both zero or both nonzero, without changing a value.
 
     A half with a scale of 0 is 0 whatever its codes. It gets codes of 0 and the other half's scale, so that the ratio
     of the two scales is neither 0 nor infinite.
-
-    Args:
-        weights: With per-tensor or global scales.
     """
     field = "w13_scale" if weights.w13_scale_2 is None else "w13_scale_2"
     scale = getattr(weights, field)
@@ -55,21 +52,14 @@ class _OneScaleForHalves(Cutlass):
         return super().permute_weights(without_zero_scales(weights))
 
     def up_share(self, weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One w13 scale per expert, as FlashInfer takes it, and the ratio of the up scale to it.
+        """One w13 scale per expert, as FlashInfer takes it, and the ratio of the up scale to it or None, [E] fp32.
 
         FlashInfer has one scale for gate and up; if they differ, it gets the gate's. The activation is linear in the up
-        half, so the ratio goes into the scale that quantizes the intermediate. float16 holds the up rows without it,
-        whose range is small.
-
-        Args:
-            weights: Weights with per-tensor (or global) scales that have gone through `without_zero_scales`.
-
-        Returns:
-            fp32 [E], and up / gate as fp32 [E] or None if there is one scale.
+        half, so the ratio goes into the scale that quantizes the intermediate. float16, whose range is small, holds the
+        up rows without it. The weights have gone through `without_zero_scales`.
 
         Raises:
-            ValueError: The scales differ and the activation is not linear in the up half, or they differ much in
-                float16.
+            ValueError: The scales differ and the activation is not linear in the up half, or much so in float16.
         """
         scale = weights.w13_scale if weights.w13_scale_2 is None else weights.w13_scale_2
         activation = self.problem.activation

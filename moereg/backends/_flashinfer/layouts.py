@@ -74,13 +74,10 @@ def arrange(w: torch.Tensor, rows: int, columns: int, num_halves: int = 1) -> to
 
 
 def interleave_fp4(matrix: torch.Tensor) -> torch.Tensor:
-    """Reorders one expert's 4-bit floats for Hopper's W4A16 kernels.
+    """A new tensor with one expert's 4-bit floats in the order of Hopper's W4A16 kernels.
 
     Args:
         matrix: [R, K / 2] uint8, two codes to a byte, low nibble first; R a multiple of 16, K of 64.
-
-    Returns:
-        A new tensor of the same shape.
     """
     rows, width = matrix.shape
     # Row 16 b + 8 h + r, byte 32 p + 16 m + 8 n + 4 j + l: a word holds both rows h and both bytes j.
@@ -133,12 +130,7 @@ def shuffled_rows(rows: int) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def gemm1_rows(rows: int, halves: int) -> torch.Tensor:
-    """Source rows [rows] of gate-first w13 for TensorRT-LLM's kernels: alternated if gated, then shuffled.
-
-    Args:
-        rows: `halves * I`, a multiple of 32.
-        halves: 2 if gated, else 1.
-    """
+    """Source rows [halves * I] of gate-first w13 for TensorRT-LLM's kernels: alternated if gated, then shuffled."""
     shuffled = shuffled_rows(rows)
     return alternated_rows(rows)[shuffled] if halves == 2 else shuffled
 
@@ -150,30 +142,14 @@ def gemm2_rows(rows: int) -> torch.Tensor:
 
 
 def grouped_halves(tensor: torch.Tensor, group: int) -> torch.Tensor:
-    """Rearranges gate-first rows into alternating groups of up and gate rows, up first, for CuTe DSL's kernels.
-
-    Args:
-        tensor: [E, 2 * I, ...], I a multiple of `group`.
-        group: Rows per group.
-
-    Returns:
-        A new contiguous tensor of the same shape.
-    """
+    """A new tensor [E, 2 * I, ...] of alternating groups of up and gate, from gate-first rows, for CuTe DSL."""
     source = _bytes(tensor).unflatten(1, (2, -1, group)).flip(1)  # [E, 2, I / group, group, ...], up first
     grouped: torch.Tensor = source.transpose(1, 2).contiguous()
     return grouped.view(tensor.shape).view(tensor.dtype)
 
 
 def blocks_of_columns(matrix: torch.Tensor, block_bytes: int = 128) -> torch.Tensor:
-    """Splits [N, K] into column blocks [blocks, N, columns] of `block_bytes` bytes per row.
-
-    Args:
-        matrix: Contiguous; a row's bytes are a multiple of `block_bytes`.
-        block_bytes: Bytes of a row per block.
-
-    Returns:
-        A view.
-    """
+    """A view of contiguous [N, K] as column blocks [blocks, N, columns] of `block_bytes` bytes per row."""
     parts: torch.Tensor = matrix.unflatten(-1, (-1, block_bytes // matrix.element_size()))  # [N, blocks, columns]
     return parts.movedim(-2, -3)
 
@@ -213,15 +189,12 @@ def mma_scales(swizzled: torch.Tensor) -> torch.Tensor:
 def each_expert(
     tensor: torch.Tensor, permute: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Permutes experts one at a time, so that only one is held twice.
+    """Permutes the experts of [E, ...] one at a time, so that only one is held twice; a new contiguous tensor.
 
     Args:
         tensor: [E, ...].
         permute: Maps one expert to a tensor of any strides, the same shape for all.
         dtype: The result's dtype; None keeps that of `permute`.
-
-    Returns:
-        [E, ...], a new contiguous tensor.
     """
     first = permute(tensor[0])
     result = torch.empty((len(tensor), *first.shape), dtype=dtype or first.dtype, device=tensor.device)
@@ -252,15 +225,10 @@ def one_scale(scale: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def one_for_all(weights: ExpertWeights, name: str, largest: bool = True) -> torch.Tensor:
-    """The largest of the experts' static scales, [1] fp32, or the scales themselves, [1] or [E].
+    """The largest of the experts' static scales `name`, [1] fp32; if not `largest` the scales themselves, [1] or [E].
 
     Tokens are quantized before their experts are known. Floats keep their relative precision under a larger scale than
     necessary.
-
-    Args:
-        weights: The layer's weights.
-        name: `a13_scale` or `a2_scale`.
-        largest: Whether to reduce to one number.
 
     Raises:
         ValueError: The checkpoint has no such scale.

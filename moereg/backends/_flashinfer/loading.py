@@ -40,15 +40,7 @@ _LOCK: Final = threading.Lock()
 
 
 class Library(NamedTuple):
-    """FlashInfer's functions for the layers of one architecture.
-
-    Attributes:
-        fused_moe: `flashinfer.fused_moe.cutlass_fused_moe`.
-        workspace_bytes: `flashinfer.fused_moe.cutlass_fused_moe_workspace_size`.
-        activation_type: The enumeration of activations.
-        runner: The class that lists the tactics for a pair of dtypes.
-        path: The shared object.
-    """
+    """FlashInfer's functions, activations and class of runners for one architecture; `path` is their file."""
 
     fused_moe: Any
     workspace_bytes: Any
@@ -88,10 +80,7 @@ def built_kernels(scheme: str) -> Probe:
 
 @functools.cache
 def load(arch: str) -> Library:
-    """FlashInfer with the kernels of an architecture; imports FlashInfer.
-
-    Args:
-        arch: Such as `sm90`.
+    """FlashInfer with the kernels of an architecture such as `sm90`; imports FlashInfer.
 
     Raises:
         RuntimeError: The kernels are not built or cannot be loaded.

@@ -77,8 +77,7 @@ def built_module(module: str, target: str) -> Path | None:
     """A module's shared object that loads without compiling: built ahead of time, from a wheel, or cached.
 
     Args:
-        module: Such as `fused_moe_90`.
-        target: Compute capability in FlashInfer's spelling, such as `90a`.
+        module, target: Such as `fused_moe_90` and `90a`, the compute capability in FlashInfer's spelling.
     """
     wheels = ("flashinfer_jit_cache", f"flashinfer_jit_cache_sm{target}")
     below = [(package_folder(), "data/aot"), *((find_folder(wheel), "jit_cache") for wheel in wheels)]

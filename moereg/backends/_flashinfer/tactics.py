@@ -140,13 +140,7 @@ class TacticStore:
 
 @dataclasses.dataclass
 class _Best:
-    """Times measured so far.
-
-    Attributes:
-        times: Microseconds by pair, in the order of timing.
-        tried: Number of pairs tried, including those that raised.
-        error: The last error raised.
-    """
+    """Microseconds by pair, in the order of timing; how many pairs were tried; and the last error that one raised."""
 
     times: dict[Pair, float] = dataclasses.field(default_factory=dict)
     tried: int = 0
@@ -171,13 +165,7 @@ class Tuner:
     """Finds one layer's pairs. Thread-safe: a thread that asks while another tunes waits for it."""
 
     def __init__(self, layer: str, store: TacticStore | None = None, clock: Callable[[], float] = time.monotonic):
-        """A tuner of one layer.
-
-        Args:
-            layer: Everything except the tokens that times depend on: device, versions, digest of the kernels, sizes.
-            store: The store of pairs.
-            clock: Returns seconds.
-        """
+        """A tuner of the layer with this key; `clock` returns seconds."""
         self.layer = layer
         self._store = store if store is not None else _default_store()
         self._clock = clock
@@ -195,8 +183,7 @@ class Tuner:
 
         Args:
             num_tokens: T.
-            candidates: Gives the tactics of the first and second GEMM.
-            timer: Makes the call's timer.
+            candidates, timer: Give the tactics of both GEMMs, and the call's timer.
             is_capturing: Whether a CUDA graph is being captured, during which nothing can be timed.
         """
         bucket = bucket_of(num_tokens)
@@ -353,12 +340,7 @@ class CallTimer:
     """
 
     def __init__(self, call: Callable[[Pair], None], out: torch.Tensor) -> None:
-        """Takes a call.
-
-        Args:
-            call: Runs it with a pair of tactics; overwrites `out`.
-            out: Its output.
-        """
+        """Takes a call that runs with a pair of tactics and overwrites `out`."""
         self._call = call
         self._out = out
         self._graphs: dict[Pair, torch.cuda.CUDAGraph] = {}
@@ -411,13 +393,7 @@ class CallTimer:
 
 
 def layer_key(problem: MoEProblem, computes: QuantScheme, platform: Platform, library: Path, choices: int) -> str:
-    """Everything that a layer's times depend on except the number of tokens, as one line.
-
-    Args:
-        problem, computes, platform: The layer's.
-        library: The shared object.
-        choices: Routes per row: `top_k`, or 1 if every route is a row.
-    """
+    """Everything that a layer's times depend on except the number of tokens; `choices` is routes per row."""
     # Under expert parallelism a token chooses few of a rank's experts.
     experts = f"E{problem.num_local_experts}/{problem.num_experts}"
     sizes = f"{experts} H{problem.hidden_size} I{problem.intermediate_size} k{choices}/{problem.top_k}"

@@ -99,12 +99,9 @@ class TrtLlm(LocalRoutes):
         return layouts.activation_scalars(weights, self.problem.activation, *_SCALARS)
 
     def shuffled(self, tensor: torch.Tensor, matrix: str, blocks: bool = False) -> torch.Tensor:
-        """Permutes rows of w13 or w2 into the kernels' order, expert by expert.
+        """Permutes rows of w13 or w2, of scales or of biases [E, N, ...] into the kernels' order, expert by expert.
 
-        Args:
-            tensor: [E, N, ...]: a matrix, its scales, or [E, N, 1] biases.
-            matrix: `w13` or `w2`.
-            blocks: Whether to split rows into column blocks of 128 bytes.
+        With `blocks`, splits rows into column blocks of 128 bytes.
         """
         num_rows = tensor.shape[1]
         order = layouts.gemm1_rows(num_rows, self.halves) if matrix == "w13" else layouts.gemm2_rows(num_rows)

@@ -189,17 +189,7 @@ def pack_float4(codes: torch.Tensor) -> torch.Tensor:
 
 
 def pack_matrices(weights: ExpertWeights, name: str, fmt: QuantFormat, arrange: ArrangeRows) -> dict[str, torch.Tensor]:
-    """Packs one matrix of all experts.
-
-    Args:
-        weights: Canonical weights.
-        name: `w13` or `w2`.
-        fmt: The matrix's format, one that the cells accept.
-        arrange: Reorders its rows.
-
-    Returns:
-        Fields of `PackedMatrix`, keys `<matrix>_<field>`; words under `<matrix>`.
-    """
+    """Packs w13 or w2 of all experts, whose rows `arrange` reorders; fields of `PackedMatrix` as `<matrix>_<field>`."""
     columns = weights.hidden_size if name == "w13" else weights.intermediate_size
     tensors = weights.tensors()
     packed: dict[str, torch.Tensor] = {}

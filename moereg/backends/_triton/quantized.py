@@ -44,13 +44,7 @@ _ARRIVED: Final = "hidden_scale"
 
 
 class MultipliedCodes(Recorded):
-    """Weight layout for both activation formats; a subclass sizes its workspaces and selects a schedule.
-
-    Attributes:
-        activation_format: Format of activations.
-        weight_format: Format of weights.
-        row_format: `activation_format` for the kernels.
-    """
+    """Weight layout for both activation formats; a subclass sizes its workspaces and selects a schedule."""
 
     recorded_weights: ClassVar[tuple[str, ...]] = (
         *("w13", "w2", "w13_scale", "w2_scale", "w13_scale_2", "w2_scale_2", "w13_bias", "w2_bias"),

@@ -44,13 +44,7 @@ from moereg.spec.quant_schemes import QuantFormat
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class QuantizedWork(Work):
-    """A call of a layer with quantized weights and activations.
-
-    Attributes:
-        activation_format: Format of activations.
-        row_format: The same for the kernels.
-        w13, w2: Permuted weights.
-    """
+    """A call of a layer with quantized weights and activations; `row_format` is `activation_format` for the kernels."""
 
     activation_format: QuantFormat
     row_format: RowFormat

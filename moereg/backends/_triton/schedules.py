@@ -58,11 +58,7 @@ if all tokens choose the same experts.
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PlainWork(Work):
-    """A call of a layer whose weights are multiplied in 16 or 32 bits.
-
-    Attributes:
-        w13, w2: Permuted weights.
-    """
+    """A call of a layer whose weights are multiplied in 16 or 32 bits."""
 
     w13: Weights
     w2: Weights

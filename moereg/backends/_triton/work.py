@@ -27,11 +27,8 @@ from moereg.weights.permuted import PermutedWeights
 class Work:
     """The arguments of a schedule: everything that its launches read; a subclass adds the weights.
 
-    Attributes:
-        problem: The layer.
-        call: Tensors and workspaces.
-        plan_bytes: Bytes of the row plan at the front of the second workspace.
-        overlap: Whether a launch may start before the previous one has ended.
+    The row plan is at the front of the second workspace. With `overlap` a launch may start before the previous one
+    ends.
     """
 
     problem: MoEProblem

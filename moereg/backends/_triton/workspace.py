@@ -21,13 +21,7 @@ _SCALE_DTYPES: Final = {"float8_e8m0fnu": torch.uint8, "float8_e4m3fn": torch.fl
 
 
 def plan_bytes(problem: MoEProblem, num_tokens: int, shortest_tile: int) -> int:
-    """Bytes of the route plan, or of the batched format's tile plan, enough for any configuration.
-
-    Args:
-        problem: The layer.
-        num_tokens: T, or max_T in the batched format.
-        shortest_tile: The fewest rows per tile in the shipped configurations.
-    """
+    """Bytes of the plan for T tokens (max_T in the batched format), enough for any tiles from the shortest one on."""
     if problem.activation_format == "batched":
         words = batch_workspace_numel(problem.num_local_experts, num_tokens, shortest_tile)
     else:
