@@ -38,7 +38,7 @@ _HOME: Final = ("experts", "all_to_all", "sum_batches")
 _IN_ROOMS: Final = ("all_to_all", "empty_rooms", "experts", "fill_rooms", "all_to_all", "sum_batches")
 LAUNCHES: Final = {
     "all_gather": _GATHERED,
-    "all_gather_fewer": ("pad_tokens", *_GATHERED, "copy_"),
+    "all_gather_fewer": ("pad_tokens", *_GATHERED),
     "all_gather_replicas": ("all_gather_columns", "keep_own_routes", "experts", "reduce_scatter"),
     "all_gather_deterministic": ("all_gather_columns", "experts", "all_to_all", "sum_of_ranks"),
     "all_gather_batched": (
@@ -47,7 +47,6 @@ LAUNCHES: Final = {
     # The experts of a CPU take no codes, so that these are restored.
     "all_gather_fp8": (
         *("pad_tokens", "quantize_tokens", "all_gather_columns", "restore_tokens", "experts", "reduce_scatter"),
-        "copy_",
     ),
     "all_gather_mxfp8": ("quantize_tokens", "all_gather_columns", "restore_tokens", "experts", "reduce_scatter"),
     "low_latency": ("place_routes", "spread_tokens", *_IN_ROOMS),
@@ -66,10 +65,7 @@ LAUNCHES: Final = {
     "all_to_all_sums": (*_SENT, "split_rows", *_HOME),
     "all_to_all_sums_fp8": (*_SENT_CODED, "split_rows", "restore_tokens", *_HOME),
 }
-"""What a call launches on a GPU with Triton around its experts: kernels, exchanges and operators of torch, in order.
-
-None of them waits for the host: that would be an operator, too. The host waits for the counts of `all_to_all`.
-"""
+"""What a call launches on a GPU with Triton around its experts: kernels and exchanges, in order."""
 CALLS: Final = (
     *("layers_in_other_order", "layers_in_other_order_by_counts", "two_threads", "as_on_a_gpu"),
     "float16_beyond_its_range",

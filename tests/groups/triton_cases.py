@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import moereg
 from moereg.kernels.quantized import rows_moved
@@ -105,39 +104,15 @@ WAYS: Final = {
 }
 """What ranks do with the tokens of a call, in torch and in Triton."""
 
-VIEWS: Final = frozenset(
-    (
-        *("view", "slice", "split", "split_with_sizes", "unsqueeze", "_unsafe_view", "select", "empty", "new_empty"),
-        *("empty_like", "detach", "alias", "as_strided", "t", "transpose", "expand", "reshape", "empty_strided"),
-        "unbind",
-    )
-)
-"""Operators that launch nothing."""
-
-
-class _Operators(TorchDispatchMode):
-    """Notes operators that launch something on a GPU, or wait for it."""
-
-    def __init__(self, seen: list[str]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        if name not in VIEWS:
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
 
 @contextlib.contextmanager
 def noted(seen: list[str]) -> Iterator[None]:
-    """Notes what movement launches on a GPU: kernels by name, exchanges, and torch's operators."""
+    """Notes what movement launches on a GPU: kernels by name, and exchanges."""
 
     def noting(run: Any, name: str | None) -> Any:
         def run_and_note(*given: Any, **options: Any) -> None:
             seen.append(name or (given[0] if isinstance(given[0], str) else _name_of(given[0])))
-            with _disable_current_modes():
-                run(*given, **options)
+            run(*given, **options)
 
         return run_and_note
 
@@ -151,7 +126,6 @@ def noted(seen: list[str]) -> Iterator[None]:
         for exchange in ("all_gather", "all_gather_columns", "all_to_all", "reduce_scatter"):
             method = noting(getattr(Group, exchange), exchange)
             stack.enter_context(mock.patch.object(Group, exchange, method))
-        stack.enter_context(_Operators(seen))
         yield
 
 
