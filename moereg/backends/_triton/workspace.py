@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
 from moereg.backends._workspace import Piece
@@ -15,9 +13,6 @@ from moereg.quantize import element_of
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import WHOLE, QuantFormat
 from moereg.weights.layouts import round_up
-
-# Storage of scales; kernels read power-of-two scales as bytes.
-_SCALE_DTYPES: Final = {"float8_e8m0fnu": torch.uint8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 def plan_bytes(problem: MoEProblem, num_tokens: int, shortest_tile: int) -> int:
@@ -40,10 +35,9 @@ def batched_rows_per_expert(problem: MoEProblem, max_tokens: int) -> float:
 
 def row_pieces(fmt: QuantFormat, rows: int, columns: int) -> tuple[Piece, ...]:
     """Quantized rows and scales, with global scales if the format has them."""
-    depth = round_up(columns, CODE_PAD)
-    groups = 1 if fmt.group[1] == WHOLE else depth // fmt.group[1]
+    depth, own = round_up(columns, CODE_PAD), row_format(fmt)
     codes = Piece((rows, fmt.packed_columns(depth)), fmt.storage_dtype)
-    scales = Piece((rows, groups), _SCALE_DTYPES.get(fmt.scale_dtype, torch.float32))
+    scales = Piece((rows, own.num_groups(depth)), own.scale_dtype)
     return (codes, scales, Piece((rows,), torch.float32)) if fmt.global_scale else (codes, scales)
 
 
