@@ -46,13 +46,12 @@ def test_who_can_be_captured() -> None:
 
 
 def test_a_result_that_begins_anywhere_is_written_through_one_that_does_not() -> None:
-    out = unaligned(3, 5)
-    with calls.aligned_result(out) as written:
+    out, whole = unaligned(3, 5), torch.empty(3, 5)
+    with calls.first_call("some", PROBLEM, 20.0, "they are kept", out) as written:
         assert written.data_ptr() % 16 == 0
         written.fill_(2.0)
     assert bool((out == 2.0).all())
-    whole = torch.empty(3, 5)
-    with calls.aligned_result(whole) as written:
+    with calls.first_call("some", PROBLEM, 20.0, "they are kept", whole) as written:
         assert written is whole
 
 

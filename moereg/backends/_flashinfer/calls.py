@@ -88,12 +88,15 @@ class LocalRoutes(Implementation):
 def first_call(
     backend: str, problem: MoEProblem, seconds: float, avoid: str, out: torch.Tensor
 ) -> Iterator[torch.Tensor]:
-    """Yields the result to write, and announces a layer's first call in this process, until one call has succeeded.
+    """Announces a layer's first call in this process, until one call has succeeded.
 
     Args:
         backend, problem: The kernels' backend, and the layer.
         seconds, avoid: As in `long_wait`, if nothing was compiled before.
-        out: As in `aligned_result`; if its device is capturing a CUDA graph, a warning says so.
+        out: Contiguous; if its device is capturing a CUDA graph, a warning says so.
+
+    Yields:
+        The output to write, for kernels with vector stores: `out`, or aligned memory that is copied to it.
     """
     key = (backend, problem)
     with contextlib.ExitStack() as stack:
@@ -102,16 +105,8 @@ def first_call(
             if out.is_cuda and torch.cuda.is_current_stream_capturing():
                 logger.warning("%s while a CUDA graph is captured, which may fail; call the layer once before", what)
             stack.enter_context(long_wait(what, seconds, avoid))
-        yield stack.enter_context(aligned_result(out))
+        result = out if out.data_ptr() % ALIGNMENT == 0 else torch.empty_like(out)
+        yield result
+        if result is not out:
+            out.copy_(result)
     _DONE.add(key)
-
-
-@contextlib.contextmanager
-def aligned_result(out: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields an output for kernels with vector stores: contiguous `out`, or aligned memory that is copied to it."""
-    if out.data_ptr() % ALIGNMENT == 0:
-        yield out
-        return
-    result = torch.empty_like(out)
-    yield result
-    out.copy_(result)
