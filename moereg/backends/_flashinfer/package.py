@@ -249,13 +249,8 @@ def _wheel_of_downloads() -> Path | None:
 def generated_folder() -> str | None:
     """This release's folder of generated GEMMs below `download_folder()`; None if the release does not name it."""
     folder = package_folder()
-    return None if folder is None else _pinned(folder / "artifacts.py")
-
-
-@functools.lru_cache(maxsize=4)
-def _pinned(file: Path) -> str | None:
     try:
-        found = _PIN.search(file.read_text())
+        found = None if folder is None else _PIN.search((folder / "artifacts.py").read_text())
     except OSError:
         return None
     return None if found is None else found.group(1).strip("/")
