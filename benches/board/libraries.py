@@ -27,7 +27,7 @@ from moereg.author import (
     QuantScheme,
     register_moe_backend,
 )
-from moereg.backends._flashinfer.scales import one_for_all, one_scale
+from moereg.backends._flashinfer.layouts import one_for_all, one_scale
 
 __all__ = ["HpcOpsTensorExperts", "interleaved", "register"]
 

@@ -159,6 +159,7 @@ def build(schemes: Sequence[str], out: Path | None, jobs: int) -> Path:
     temporary = target.with_suffix(".tmp")
     shutil.copyfile(library, temporary)
     temporary.replace(target)
+    target.with_suffix(".schemes").write_text("\n".join(schemes), encoding="utf-8")
     return target
 
 

@@ -43,8 +43,8 @@ from benches.h200.candidates import (
 )
 from benches.h200.precompile import EmptyLayer, compiling_only
 from benches.h200.table import make_call, make_weights
-from moereg.backends._triton import ways
-from moereg.backends._triton.ways import MIN_HOPPER_ROWS
+from moereg.backends._triton import schedules
+from moereg.backends._triton.schedules import MIN_HOPPER_ROWS
 from moereg.dispatch import select_backend
 from moereg.evidence.provenance import clocks, provenance
 from moereg.kernels.gemm import rules as gemm_rules
@@ -192,7 +192,7 @@ def selecting(candidate: Candidate) -> AbstractContextManager[None]:
         return selected(hopper_config, "select_config", candidate.configs)
     stack = contextlib.ExitStack()
     # As it is: without tall tiles, and with its own tile of a short second product.
-    for module, function in ((gemm_rules, "select_config"), (ways, "fit_pair")):
+    for module, function in ((gemm_rules, "select_config"), (schedules, "fit_pair")):
         stack.enter_context(selected(module, function, candidate.configs))
     return stack
 

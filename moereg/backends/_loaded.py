@@ -2,18 +2,14 @@
 
 A public module, `<name>_moe.py`, declares each class: decorators, `facts`, `layouts`, `unsupported_reasons`. Selecting
 imports these modules, so they import no kernels. The code that runs is in a private package, `_<name>/`, as an
-`Implementation`, whose module imports its kernels at the top. The class names it in `_load`:
+`Implementation`, whose module imports its kernels at the top. The class names it:
 
-    class TritonExperts(LoadedExperts):
+    class TritonBatchedExperts(LoadedExperts):
         facts = ...
         layouts = ...
+        implemented_by = "moereg.backends._triton.plain:Batched"
 
-        def _load(self) -> Implementation:
-            from moereg.backends._triton import plain
-
-            return plain.Standard(self)
-
-`_load` runs once per instance, when a layer makes it; deciding makes none.
+It is imported when a layer makes an instance; deciding makes none.
 
 A backend needs none of this: a class may also subclass `moereg.author.Experts` and do its work itself.
 """
@@ -21,8 +17,9 @@ A backend needs none of this: a class may also subclass `moereg.author.Experts` 
 from __future__ import annotations
 
 import abc
+import pkgutil
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -88,15 +85,18 @@ class Implementation(abc.ABC):
 
 
 class LoadedExperts(Experts):
-    """Experts that delegate to an implementation; a subclass declares its facts and loads it."""
+    """Experts that delegate to an implementation; a subclass declares its facts and names it, as `module:Class`."""
+
+    implemented_by: ClassVar[str]
 
     def __init__(self, problem: MoEProblem, platform: Platform, computes: QuantScheme | None = None) -> None:
         super().__init__(problem, platform, computes)
         self.implementation = self._load()
 
-    @abc.abstractmethod
     def _load(self) -> Implementation:
         """Imports the implementation and constructs it from `self`."""
+        implementation: Implementation = pkgutil.resolve_name(self.implemented_by)(self)
+        return implementation
 
     def permute_weights(self, weights: ExpertWeights, problem: MoEProblem) -> PermutedWeights:
         return self.implementation.permute_weights(weights)

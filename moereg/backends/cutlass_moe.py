@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Final
 
 from moereg.backends._cutlass.package import REQUIRES, cache_can_be_written, can_be_imported
-from moereg.backends._loaded import Implementation, LoadedExperts
+from moereg.backends._loaded import LoadedExperts
 from moereg.experts import Experts, Facts
 from moereg.registry import register_moe_backend
 
 CODE: Final = (
     *("backends/cutlass_moe", "backends/_cutlass", "backends/_torch", "backends/_loaded", "weights/layouts"),
-    *("backends/_flashinfer/package", "backends/_triton/workspace", "kernels/sizes"),
+    *("backends/_flashinfer/package", "backends/_triton/workspace", "backends/_workspace", "kernels/sizes"),
     *(f"kernels/{name}/" for name in ("launch", "plain", "quack", "quantized", "rows")),
 )
 
@@ -39,21 +39,8 @@ _QUACK_FACTS: Final = Facts(
     max_experts=1024,
 )
 
-_TORCH_FACTS: Final = Facts(
-    activations=frozenset({"silu", "gelu", "gelu_tanh", "swigluoai", "relu2"}),
-    activation_scalars=True,
-    swiglu_limit=True,
-    activation_formats=frozenset({"standard"}),
-    # torch's CUTLASS GEMM writes bfloat16 only.
-    dtypes=frozenset({"bfloat16"}),
-    bias=True,
-    placements=frozenset({"contiguous", "map"}),
-    router_weight_on_input=True,
-    graph_capture=True,
-    deterministic=True,
-    # Rows need 16-byte alignment.
-    requires_multiple={"hidden_size": 8, "intermediate_size": 8},
-)
+# torch's CUTLASS GEMM writes bfloat16 only.
+_TORCH_FACTS: Final = dataclasses.replace(_QUACK_FACTS, dtypes=frozenset({"bfloat16"}), max_experts=None)
 
 
 def _quack(*schemes: str, platform: str, opt_in: bool = True) -> Callable[[type[Experts]], type[Experts]]:
@@ -80,11 +67,7 @@ class QuackExperts(LoadedExperts):
 
     facts = _QUACK_FACTS
     layouts = ("quack_gate_up_interleaved",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._cutlass import interleaved
-
-        return interleaved.Interleaved(self)
+    implemented_by = "moereg.backends._cutlass.interleaved:Interleaved"
 
 
 # As for unquantized weights. On an H200 1.3 to 1.4 times the time of `triton` (docs/board.md).
@@ -99,11 +82,7 @@ class QuackCodesExperts(LoadedExperts):
 
     facts = _QUACK_FACTS
     layouts = ("quack_codes_gate_up_interleaved",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._cutlass import interleaved
-
-        return interleaved.InterleavedCodes(self)
+    implemented_by = "moereg.backends._cutlass.interleaved:InterleavedCodes"
 
 
 # Below fused kernels, since it writes and reads every intermediate, and above the dense loop. On an H200 with torch
@@ -118,11 +97,7 @@ class TorchGroupedExperts(LoadedExperts):
 
     facts = _TORCH_FACTS
     layouts = shared_layouts = ("canonical",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._torch import plain
-
-        return plain.Grouped(self)
+    implemented_by = "moereg.backends._torch.plain:Grouped"
 
 
 # As for unquantized weights: 3.9 to 5.1 times `triton`'s time on an H200 (docs/board.md). torch has these on Hopper.
@@ -137,8 +112,4 @@ class TorchScaledGroupedExperts(LoadedExperts):
 
     facts = dataclasses.replace(_TORCH_FACTS, requires_multiple={"hidden_size": 16, "intermediate_size": 16})
     layouts = ("codes_row_scales",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._cutlass import torch_scaled
-
-        return torch_scaled.ScaledGrouped(self)
+    implemented_by = "moereg.backends._cutlass.torch_scaled:ScaledGrouped"

@@ -12,17 +12,29 @@ FlashInfer.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from moereg.backends._flashinfer import claims
-from moereg.backends._flashinfer.loading import has_built_kernels
-from moereg.backends._flashinfer.package import REQUIRES, can_be_imported, can_compile_at_run_time
-from moereg.backends._loaded import Implementation, LoadedExperts
+from moereg.backends._flashinfer.loading import built_kernels
+from moereg.backends._flashinfer.package import (
+    REQUIRES,
+    built_module,
+    can_be_imported,
+    can_compile_at_run_time,
+    has_compiler,
+    has_generated_headers,
+    has_generated_kernels,
+)
+from moereg.backends._loaded import LoadedExperts
 from moereg.experts import Experts, Facts
 from moereg.platforms import Platform
-from moereg.registry import register_moe_backend
+from moereg.registry import Probe, register_moe_backend
+from moereg.spec.facts import NarrowedFacts
 from moereg.spec.problem import MoEProblem
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "FlashInferB12xExperts",
@@ -44,14 +56,12 @@ __all__ = [
 ]
 
 CODE: Final = (
-    *("backends/flashinfer_moe", "backends/_flashinfer", "backends/_loaded", "weights/layouts", "kernels/sizes"),
+    *("backends/flashinfer_moe", "backends/_flashinfer", "backends/_loaded", "backends/_triton/workspace"),
+    *("backends/_workspace", "weights/layouts", "kernels/sizes"),
     *(f"kernels/{name}/" for name in ("launch", "plain", "quantized", "rows")),
 )
 
-# Needed by every cell; kernels that have to be installed or downloaded have further probes.
-_REQUIRES: Final = (REQUIRES,)
-_PROBES: Final = (can_be_imported,)
-_CUTLASS_PROBES: Final = (*_PROBES, has_built_kernels)
+Decorator = Callable[[type[Experts]], type[Experts]]
 
 # flashinfer_cutlass. Priorities follow the order in which vLLM tries its kernels, not measurements: on Hopper after
 # Triton, on Blackwell before it, everywhere before other CUTLASS kernels. On Hopper, where others were measured, a cell
@@ -77,43 +87,26 @@ _BFLOAT16: Final = frozenset({"bfloat16"})
 def _cutlass(
     scheme: str,
     *platforms: str,
-    priority: int = 55,
+    priority: int = 48,
     opt_in: bool = True,
-    dtypes: tuple[str, ...] = ("bfloat16", "float16"),
-    runs_nvcc: bool = False,
-) -> Callable[[type[Experts]], type[Experts]]:
+    probes: tuple[Probe, ...] = (),
+    **facts: Unpack[NarrowedFacts],
+) -> Decorator:
     """A cell of `flashinfer_cutlass`, opt-in until it has run on its platforms."""
-    nvcc = (can_compile_at_run_time,) if runs_nvcc else ()
     return register_moe_backend(
         name="flashinfer_cutlass",
         priority=priority,
         quant_schemes=(scheme,),
         platforms=platforms,
-        requires=_REQUIRES,
-        probes=(*_CUTLASS_PROBES, *nvcc),
+        requires=(REQUIRES,),
+        probes=(can_be_imported, built_kernels(scheme), *probes),
         opt_in=opt_in,
-        dtypes=dtypes,
+        **facts,
     )
 
 
-def _blackwell(
-    scheme: str,
-    *platforms: str,
-    priority: int = 115,
-    dtypes: tuple[str, ...] = ("bfloat16", "float16"),
-    activations: frozenset[str] = _CUTLASS.activations,
-) -> Callable[[type[Experts]], type[Experts]]:
-    """A cell on Blackwell: below `flashinfer_trtllm` and `flashinfer_cutedsl`, above `triton` (110)."""
-    return register_moe_backend(
-        name="flashinfer_cutlass",
-        priority=priority,
-        quant_schemes=(scheme,),
-        platforms=platforms,
-        requires=_REQUIRES,
-        probes=_CUTLASS_PROBES,
-        dtypes=dtypes,
-        activations=activations,
-    )
+# On Blackwell: below `flashinfer_trtllm` and `flashinfer_cutedsl`, above `triton` (110).
+_blackwell: Final = functools.partial(_cutlass, priority=115, opt_in=False)
 
 
 class _CutlassExperts(LoadedExperts):
@@ -134,8 +127,8 @@ _SOONER: Final = _CUTLASS.activations - _LATER
 
 
 # After `triton`: benches/results/board_h200.md has the times of both, and those with FlashInfer's own choice of tiles.
-@_cutlass("unquantized", "cuda:sm90", priority=48, dtypes=("bfloat16",), opt_in=False)
-@_cutlass("unquantized", "cuda:sm90", priority=48, dtypes=("float16",))
+@_cutlass("unquantized", "cuda:sm90", dtypes=("bfloat16",), opt_in=False)
+@_cutlass("unquantized", "cuda:sm90", dtypes=("float16",))
 @_blackwell("unquantized", "cuda:sm100f", activations=_SOONER)
 @_blackwell("unquantized", "cuda:sm100f", activations=_LATER, priority=48)
 # Ampere's tiles, the only ones there are.
@@ -146,29 +139,21 @@ class FlashInferCutlassExperts(_CutlassExperts):
 
     facts = _CUTLASS
     layouts = ("flashinfer_up_gate_pad8",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutlass
-
-        return cutlass.Plain(self)
+    implemented_by = "moereg.backends._flashinfer.cutlass:Plain"
 
 
-@_cutlass("fp8_tensor_static", "cuda:sm90", priority=48)
+@_cutlass("fp8_tensor_static", "cuda:sm90")
 @_blackwell("fp8_tensor_static", "cuda:sm100f", "cuda:sm120f")
 class FlashInferCutlassFp8Experts(_CutlassExperts):
     """8-bit floats with per-tensor weight scales and static activation scales, standard format."""
 
     facts = _CUTLASS
     layouts = ("flashinfer_up_gate_pad16_scaled",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutlass_quantized
-
-        return cutlass_quantized.Fp8Tensor(self)
+    implemented_by = "moereg.backends._flashinfer.cutlass_quantized:Fp8Tensor"
 
 
 # On an H200 with Qwen3-30B's sizes: 132 us at T 16, 280 at 256, 1,133 at 4,096.
-@_cutlass("fp8_block128", "cuda:sm90", priority=48, dtypes=("bfloat16",), opt_in=False, runs_nvcc=True)
+@_cutlass("fp8_block128", "cuda:sm90", dtypes=("bfloat16",), opt_in=False, probes=(can_compile_at_run_time,))
 class FlashInferCutlassBlockExperts(_CutlassExperts):
     """8-bit floats in blocks of 128 x 128, standard format; GEMMs are compiled at run time."""
 
@@ -179,28 +164,20 @@ class FlashInferCutlassBlockExperts(_CutlassExperts):
         requires_multiple={"intermediate_size": 128},
     )
     layouts = ("flashinfer_up_gate_block128",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutlass_blocks
-
-        return cutlass_blocks.Fp8Block(self)
+    implemented_by = "moereg.backends._flashinfer.cutlass_blocks:Fp8Block"
 
 
-@_cutlass("mxfp4_w4a16", "cuda:sm90", priority=48, dtypes=("bfloat16",))
+@_cutlass("mxfp4_w4a16", "cuda:sm90", dtypes=("bfloat16",))
 class FlashInferCutlassPackedExperts(_CutlassExperts):
     """4-bit floats and 16-bit activations, standard format."""
 
     facts = dataclasses.replace(_CUTLASS, dtypes=_BFLOAT16)
     layouts = ("flashinfer_hopper_fp4_up_gate_pad128",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutlass_quantized
-
-        return cutlass_quantized.Mxfp4W4A16(self)
+    implemented_by = "moereg.backends._flashinfer.cutlass_quantized:Mxfp4W4A16"
 
 
 # After kernels with 16-bit activations until a machine has measured it.
-@_cutlass("int4_w4a8_g128", "cuda:sm90", priority=48, dtypes=("bfloat16",))
+@_cutlass("int4_w4a8_g128", "cuda:sm90", dtypes=("bfloat16",))
 class FlashInferCutlassInt4Experts(_CutlassExperts):
     """4-bit integers in groups of 128 and static e4m3 activations, standard format. Group scales become bf16."""
 
@@ -210,6 +187,7 @@ class FlashInferCutlassInt4Experts(_CutlassExperts):
         dtypes=_BFLOAT16,  # Clamp and beta make swigluoai.
     )
     layouts = ("flashinfer_hopper_int4_up_gate_pad128",)
+    implemented_by = "moereg.backends._flashinfer.cutlass_int4:Int4W4A8"
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
@@ -219,11 +197,6 @@ class FlashInferCutlassInt4Experts(_CutlassExperts):
             return []
         return [f"requires no clamp and beta=0, since scales of the intermediate go into up rows, got {activation}"]
 
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutlass_int4
-
-        return cutlass_int4.Int4W4A8(self)
-
 
 @_blackwell("mxfp4_mxfp8", "cuda:sm100f", "cuda:sm120f")
 @_blackwell("mxfp8", "cuda:sm100f")
@@ -232,11 +205,7 @@ class FlashInferCutlassMxfp8Experts(_CutlassExperts):
 
     facts = _CUTLASS
     layouts = ("flashinfer_swizzled_up_gate_pad128",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutlass_quantized
-
-        return cutlass_quantized.Mxfp8Activations(self)
+    implemented_by = "moereg.backends._flashinfer.cutlass_quantized:Mxfp8Activations"
 
 
 @_blackwell("nvfp4", "cuda:sm100f", "cuda:sm120f")
@@ -245,132 +214,220 @@ class FlashInferCutlassNvfp4Experts(_CutlassExperts):
 
     facts = _CUTLASS
     layouts = ("flashinfer_swizzled_nvfp4_up_gate_pad128",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutlass_quantized
-
-        return cutlass_quantized.Nvfp4(self)
+    implemented_by = "moereg.backends._flashinfer.cutlass_quantized:Nvfp4"
 
 
 # The other families. Priorities again follow vLLM's order: on Blackwell, where none has run, before `triton` (110).
+
+_OWN_KERNELS: Final = (REQUIRES, "triton>=3.6")
+"""moereg's own Triton kernels prepare the routes and quantize tokens."""
+
+_TRTLLM_FACTS: Final = Facts(
+    activations=frozenset({"silu", "swigluoai"}),
+    activation_scalars=True,
+    swiglu_limit=True,
+    activation_formats=frozenset({"standard"}),
+    dtypes=frozenset({"bfloat16"}),
+    placements=frozenset({"contiguous", "map"}),
+    # FlashInfer's own tuner captures these entry points to time them.
+    graph_capture=True,
+    # FlashInfer checks the intermediate size; block and group scales need both.
+    requires_multiple={"hidden_size": 128, "intermediate_size": 128},
+)
+_TRTLLM_PLAIN_FACTS: Final = dataclasses.replace(
+    # The kernels apply scalars before the scales, which differ between experts.
+    _TRTLLM_FACTS,
+    activations=frozenset({"silu", "relu2"}),
+    activation_scalars=False,
+    swiglu_limit=False,
+)
+
+_BLACKWELL: Final = ("cuda:sm100f",)
+# CuTe DSL's language changes between minor versions.
+_CUTEDSL_REQUIRES: Final = (*_OWN_KERNELS, "nvidia-cutlass-dsl>=4.8,<5")
+
+_MOST_EXPERTS: Final = 2048
+_MOST_CHOICES: Final = 32
+"""Most experts, and most experts per token, that TensorRT-LLM's route-sorting kernels are compiled for."""
+
+_STRICT_LAUNCHER: Final = frozenset({"fp8_block128", "mxfp8"})
+"""Schemes whose launcher enforces its own routing's limits on expert counts, even if routes are given."""
+
+
+def _has_launcher(platform: Platform) -> str | None:
+    """Probe: what is missing for TensorRT-LLM's kernels and their launcher."""
+    return _lacks(platform, "fused_moe_trtllm_sm100") or has_generated_headers() or has_generated_kernels()
+
+
+def _has_sort(platform: Platform) -> str | None:
+    """Probe: what is missing for the route sort, which includes headers of TensorRT-LLM's kernels."""
+    return _lacks(platform, "moe_utils") or has_generated_headers()
+
+
+def _has_quantizer(platform: Platform) -> str | None:
+    """Probe: what is missing to quantize each expert's rows."""
+    return _lacks(platform, f"fp4_quantization_{platform.arch.removeprefix('sm')}")
+
+
+def _lacks(platform: Platform, module: str) -> str | None:
+    """Why a module that was not built before cannot be compiled, or None."""
+    target = f"{platform.arch.removeprefix('sm')}a"
+    return None if built_module(module, target) else has_compiler(platform)
+
+
+def _trtllm_reasons(problem: MoEProblem) -> list[str]:
+    """Sizes that TensorRT-LLM's route sort is not compiled for or a launcher refuses."""
+    reasons = []
+    if problem.quant.name in _STRICT_LAUNCHER:
+        if problem.num_experts % 4:
+            reasons.append(f"requires num_experts % 4 == 0, got {problem.num_experts}")
+        if problem.top_k >= problem.num_experts:
+            reasons.append(f"requires top_k < num_experts, got {problem.top_k} of {problem.num_experts}")
+    if problem.num_experts > _MOST_EXPERTS:
+        reasons.append(f"requires num_experts <= {_MOST_EXPERTS}, got {problem.num_experts}")
+    if problem.top_k > _MOST_CHOICES:
+        reasons.append(f"requires top_k <= {_MOST_CHOICES}, got {problem.top_k}")
+    return reasons
+
+
+def _scalar_reasons(problem: MoEProblem) -> list[str]:
+    """Activation scalars that FlashInfer's kernels cannot take: all but those of silu and swigluoai."""
+    activation = problem.activation
+    if activation.name in ("silu", "swigluoai"):
+        return []
+    reasons = [f"requires beta=0, got {activation}"] if activation.beta else []
+    if activation.limit is not None:
+        reasons.append(f"requires no clamp, got {activation}")
+    return reasons
+
+
+def _trtllm(scheme: str, *platforms: str, **facts: Unpack[NarrowedFacts]) -> Decorator:
+    """A cell of `flashinfer_trtllm`."""
+    return register_moe_backend(
+        name="flashinfer_trtllm",
+        priority=120,
+        quant_schemes=(scheme,),
+        platforms=platforms or _BLACKWELL,
+        requires=_OWN_KERNELS,
+        probes=(can_be_imported, _has_launcher),
+        **facts,
+    )
+
+
+def _cutedsl(priority: int, *schemes: str, probe: Probe = _has_sort) -> Decorator:
+    """A cell of `flashinfer_cutedsl`."""
+    return register_moe_backend(
+        name="flashinfer_cutedsl",
+        priority=priority,
+        quant_schemes=schemes,
+        platforms=_BLACKWELL,
+        requires=_CUTEDSL_REQUIRES,
+        probes=(can_be_imported, probe),
+    )
 
 
 class _TrtLlmExperts(LoadedExperts):
     """TensorRT-LLM's generated kernels, standard format. Route ids are local, so any placement works."""
 
-    facts = claims.TRTLLM_FACTS
+    facts = _TRTLLM_FACTS
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
-        return claims.trtllm_reasons(problem) + claims.scalar_reasons(problem)
+        return _trtllm_reasons(problem) + _scalar_reasons(problem)
 
 
-@claims.trtllm("unquantized")
+@_trtllm("unquantized")
 class FlashInferTrtLlmExperts(_TrtLlmExperts):
     """bfloat16."""
 
-    facts = claims.TRTLLM_BFLOAT16_FACTS
+    facts = dataclasses.replace(_TRTLLM_FACTS, activations=frozenset({"silu", "relu2"}))
     layouts = ("flashinfer_trtllm_blocks",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import trtllm
-
-        return trtllm.Bfloat16(self)
+    implemented_by = "moereg.backends._flashinfer.trtllm:Bfloat16"
 
 
-@claims.trtllm("fp8_block128")
+@_trtllm("fp8_block128")
 class FlashInferTrtLlmFloat8BlockExperts(_TrtLlmExperts):
     """8-bit floats in blocks of 128 x 128."""
 
     layouts = ("flashinfer_up_gate",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import trtllm
-
-        return trtllm.Float8Blocks(self)
+    implemented_by = "moereg.backends._flashinfer.trtllm:Float8Blocks"
 
 
-@claims.trtllm("mxfp8")
+@_trtllm("mxfp8")
 class FlashInferTrtLlmFloat8GroupExperts(_TrtLlmExperts):
     """8-bit floats in groups of 32 columns."""
 
-    facts = claims.TRTLLM_RELU2_FACTS
+    facts = dataclasses.replace(_TRTLLM_FACTS, activations=frozenset({"silu", "swigluoai", "relu2"}))
     layouts = ("flashinfer_trtllm_mxfp8",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import trtllm
-
-        return trtllm.Float8Groups(self)
+    implemented_by = "moereg.backends._flashinfer.trtllm:Float8Groups"
 
 
-@claims.trtllm("fp8_tensor_static")
+@_trtllm("fp8_tensor_static")
 class FlashInferTrtLlmFloat8TensorExperts(_TrtLlmExperts):
     """8-bit floats with static scales; tokens use the largest of the experts' scales."""
 
-    facts = claims.TRTLLM_PLAIN_FACTS
+    facts = _TRTLLM_PLAIN_FACTS
     layouts = ("flashinfer_trtllm_fp8_tensor",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import trtllm
-
-        return trtllm.Float8Tensor(self)
+    implemented_by = "moereg.backends._flashinfer.trtllm:Float8Tensor"
 
 
 # FlashInfer's tests expect 16-bit activations to fail on sm103.
-@claims.trtllm("mxfp4_w4a16", "cuda:sm100")
-@claims.trtllm("mxfp4_mxfp8")
-@claims.trtllm("nvfp4", **claims.UNSCALED)
+@_trtllm("mxfp4_w4a16", "cuda:sm100")
+@_trtllm("mxfp4_mxfp8")
+# These kernels apply scalars and biases before the scales, which differ between experts.
+@_trtllm("nvfp4", activations=("silu",), activation_scalars=False, bias=False)
 class FlashInferTrtLlmFloat4Experts(_TrtLlmExperts):
     """mxfp4 with 16-bit or mxfp8 activations; nvfp4 with static global scales, the experts' largest for tokens."""
 
-    facts = claims.TRTLLM_BIAS_FACTS
+    facts = dataclasses.replace(_TRTLLM_FACTS, bias=True)
     layouts = ("flashinfer_trtllm_float4",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import trtllm
-
-        return trtllm.Float4(self)
+    implemented_by = "moereg.backends._flashinfer.trtllm:Float4"
 
 
-@claims.trtllm("int4_w4a16_g32")
+@_trtllm("int4_w4a16_g32")
 class FlashInferTrtLlmInteger4Experts(_TrtLlmExperts):
     """4-bit integers in groups of 32. Scales (mostly bf16 in checkpoints) and routing weights become bf16."""
 
-    facts = claims.TRTLLM_INTEGER_FACTS
+    facts = dataclasses.replace(_TRTLLM_FACTS, requires_multiple={"hidden_size": 256, "intermediate_size": 256})
     layouts = ("flashinfer_trtllm_mxint4",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import trtllm
-
-        return trtllm.Integer4(self)
+    implemented_by = "moereg.backends._flashinfer.trtllm:Integer4"
 
 
-@claims.cutedsl(117, "nvfp4_w4a16")
-@claims.cutedsl(118, "nvfp4", "mxfp4_mxfp8")
+@_cutedsl(117, "nvfp4_w4a16")
+@_cutedsl(118, "nvfp4", "mxfp4_mxfp8")
 class FlashInferCuTeDslExperts(_TrtLlmExperts):
     """CuTe DSL, standard format: 4-bit floats. nvfp4 tokens use the largest of the experts' scales."""
 
-    facts = claims.CUTEDSL_FACTS
+    facts = dataclasses.replace(
+        _TRTLLM_FACTS,
+        # For capture FlashInfer has another interface, which keeps its buffers.
+        graph_capture=False,
+        # Scalars and a clamp exist here too, but vLLM does not use them and what they mean is unverified.
+        activations=frozenset({"silu", "gelu_tanh", "relu2"}),
+        activation_scalars=False,
+        swiglu_limit=False,
+    )
     layouts = ("flashinfer_cutedsl_interleaved",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutedsl
-
-        return cutedsl.Standard(self)
+    implemented_by = "moereg.backends._flashinfer.cutedsl:Standard"
 
 
-@claims.cutedsl(116, "nvfp4", probes=claims.CUTEDSL_BATCHED_PROBES)
+@_cutedsl(116, "nvfp4", probe=_has_quantizer)
 class FlashInferCuTeDslBatchedExperts(LoadedExperts):
     """CuTe DSL, batched format: nvfp4 with static scales per expert."""
 
-    facts = claims.CUTEDSL_BATCHED_FACTS
+    facts = dataclasses.replace(
+        _TRTLLM_FACTS,
+        # Undocumented and untested.
+        graph_capture=False,
+        # The only activation with a fused quantizing kernel.
+        activations=frozenset({"silu"}),
+        activation_scalars=False,
+        swiglu_limit=False,
+        activation_formats=frozenset({"batched"}),
+    )
     output_form = "per_expert"
     layouts = ("flashinfer_cutedsl_gate_up",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import cutedsl
-
-        return cutedsl.Batched(self)
+    implemented_by = "moereg.backends._flashinfer.cutedsl:Batched"
 
 
 # Opt-in, as in vLLM: atomic additions give other bits in each run, and later calls free what a graph captured.
@@ -379,17 +436,17 @@ class FlashInferCuTeDslBatchedExperts(LoadedExperts):
     priority=34,
     quant_schemes=("nvfp4_w4a16",),
     platforms=("cuda:sm120f",),
-    requires=claims.CUTEDSL_REQUIRES,
-    probes=_PROBES,
+    requires=_CUTEDSL_REQUIRES,
+    probes=(can_be_imported,),
     opt_in=True,
 )
 class FlashInferB12xExperts(LoadedExperts):
     """b12x: nvfp4 weights with 16-bit activations. Sums by atomic additions into process-wide buffers."""
 
-    facts = claims.B12X_FACTS
+    facts = dataclasses.replace(
+        _TRTLLM_PLAIN_FACTS,
+        # A later call with more tokens frees buffers that a graph has captured.
+        graph_capture=False,
+    )
     layouts = ("flashinfer_b12x_packed",)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._flashinfer import b12x
-
-        return b12x.Standard(self)
+    implemented_by = "moereg.backends._flashinfer.b12x:Standard"

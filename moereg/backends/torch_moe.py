@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Final
 
-from moereg.backends._loaded import Implementation, LoadedExperts, scaled_input_reasons
+from moereg.backends._loaded import LoadedExperts, scaled_input_reasons
 from moereg.experts import Facts
 from moereg.platforms import Platform
 from moereg.registry import register_moe_backend
@@ -63,11 +63,7 @@ class TorchPackedExperts(_TorchExperts):
 
     facts = _CPU
     layouts = ("onednn_gate_up_down", "onednn_w13_w2", "canonical")
-
-    def _load(self) -> Implementation:
-        from moereg.backends._torch import plain
-
-        return plain.Host(self)
+    implemented_by = "moereg.backends._torch.plain:Host"
 
 
 @register_moe_backend(name="torch", priority=59, quant_schemes=("unquantized",), platforms=("cpu",))
@@ -77,11 +73,7 @@ class TorchPackedBatchedExperts(_TorchExperts):
     facts = _CPU_BATCHED
     output_form = "per_expert"
     layouts = TorchPackedExperts.layouts
-
-    def _load(self) -> Implementation:
-        from moereg.backends._torch import plain
-
-        return plain.HostBatched(self)
+    implemented_by = "moereg.backends._torch.plain:HostBatched"
 
 
 # Below the packed weights, which serve what computes no gradients.
@@ -90,15 +82,11 @@ class TorchTrainingExperts(_TorchExperts):
     """CPU, standard format, with all gradients: canonical weights, active experts only."""
 
     facts = dataclasses.replace(_CPU, gradients=frozenset(GRADIENTS))
+    implemented_by = "moereg.backends._torch.training:TrainingHost"
 
     @classmethod
     def unsupported_reasons(cls, problem: MoEProblem, platform: Platform) -> list[str]:
         return scaled_input_reasons(problem)
-
-    def _load(self) -> Implementation:
-        from moereg.backends._torch import training
-
-        return training.TrainingHost(self)
 
 
 # The last resort: E/K times the routed work.
@@ -107,11 +95,7 @@ class TorchDenseExperts(_TorchExperts):
     """Any device, standard format: every expert sees every token, unrouted results are dropped."""
 
     facts = _DEVICE
-
-    def _load(self) -> Implementation:
-        from moereg.backends._torch import plain
-
-        return plain.Dense(self)
+    implemented_by = "moereg.backends._torch.plain:Dense"
 
 
 # Batched matmuls over all rows, valid or not (an H200 took 1.0 ms for Qwen3-30B's layer with max_T 64).
@@ -121,11 +105,7 @@ class TorchBatchedExperts(_TorchExperts):
 
     facts = dataclasses.replace(_DEVICE, activation_formats=_BATCHED)
     output_form = "per_expert"
-
-    def _load(self) -> Implementation:
-        from moereg.backends._torch import plain
-
-        return plain.Batched(self)
+    implemented_by = "moereg.backends._torch.plain:Batched"
 
 
 # One thread of an AMD EPYC with AVX2, 16 experts of 2048 x 768, top 4, 16 tokens: 63 ms (int8) to 175 ms (int4 with
@@ -136,11 +116,7 @@ class TorchQuantizedExperts(_TorchExperts):
     """CPU, standard format: any weight and activation format that `moereg.quantize` reads."""
 
     facts = _CPU
-
-    def _load(self) -> Implementation:
-        from moereg.backends._torch import quantized
-
-        return quantized.Restoring(self)
+    implemented_by = "moereg.backends._torch.quantized:Restoring"
 
 
 @register_moe_backend(name="torch", priority=39, quant_schemes=_WEIGHT_ONLY, platforms=("cpu",))
@@ -150,11 +126,7 @@ class TorchQuantizedBatchedExperts(_TorchExperts):
 
     facts = _CPU_BATCHED
     output_form = "per_expert"
-
-    def _load(self) -> Implementation:
-        from moereg.backends._torch import quantized
-
-        return quantized.RestoringBatched(self)
+    implemented_by = "moereg.backends._torch.quantized:RestoringBatched"
 
 
 # Above dequantizing int8 weights to 16 bits, since this skips that step. Not measured: no machine with VNNI.
@@ -166,11 +138,7 @@ class TorchInt8Experts(_TorchExperts):
 
     facts = _CPU
     wide_intermediate = False
-
-    def _load(self) -> Implementation:
-        from moereg.backends._torch import quantized
-
-        return quantized.Int8(self)
+    implemented_by = "moereg.backends._torch.quantized:Int8"
 
 
 @register_moe_backend(
@@ -182,8 +150,4 @@ class TorchInt8BatchedExperts(_TorchExperts):
     facts = _CPU_BATCHED
     output_form = "per_expert"
     wide_intermediate = False
-
-    def _load(self) -> Implementation:
-        from moereg.backends._torch import quantized
-
-        return quantized.Int8Batched(self)
+    implemented_by = "moereg.backends._torch.quantized:Int8Batched"

@@ -20,7 +20,8 @@ from moereg.weights.layouts import round_up
 E = TypeVar("E", bound=type[Experts])
 
 CODE: Final = (
-    *("backends/triton_moe", "backends/_triton", "backends/_loaded", "weights/layouts", "kernels/sizes"),
+    *("backends/triton_moe", "backends/_triton", "backends/_loaded", "backends/_workspace"),
+    *("weights/layouts", "kernels/sizes"),
     *(f"kernels/{name}/" for name in ("backward", "gemm", "hopper", "launch", "packed", "quantized", "rows")),
 )
 
@@ -208,11 +209,7 @@ class TritonBatchedExperts(_PlainExperts):
     output_form = "per_expert"
     wide_output = True
     layouts = TritonExperts.layouts
-
-    def _load(self) -> Implementation:
-        from moereg.backends._triton import plain
-
-        return plain.Batched(self)
+    implemented_by = "moereg.backends._triton.plain:Batched"
 
 
 class _PackedExperts(_PlainExperts):
@@ -234,11 +231,7 @@ class TritonPackedExperts(_PackedExperts):
     """Weight-only schemes, standard format: `TritonExperts` on packed weights."""
 
     facts = _PACKED_FACTS
-
-    def _load(self) -> Implementation:
-        from moereg.backends._triton import packed
-
-        return packed.Standard(self)
+    implemented_by = "moereg.backends._triton.packed:Standard"
 
 
 @_PACKED
@@ -248,11 +241,7 @@ class TritonPackedBatchedExperts(_PackedExperts):
     facts = dataclasses.replace(_PACKED_FACTS, activation_formats=_BATCHED)
     output_form = "per_expert"
     wide_output = True
-
-    def _load(self) -> Implementation:
-        from moereg.backends._triton import packed
-
-        return packed.Batched(self)
+    implemented_by = "moereg.backends._triton.packed:Batched"
 
 
 @_EMULATED
@@ -263,11 +252,7 @@ class TritonEmulatedExperts(_PackedExperts):
     """
 
     facts = _PACKED_FACTS
-
-    def _load(self) -> Implementation:
-        from moereg.backends._triton import emulated
-
-        return emulated.Standard(self)
+    implemented_by = "moereg.backends._triton.emulated:Standard"
 
 
 @_EMULATED
@@ -277,11 +262,7 @@ class TritonEmulatedBatchedExperts(_PackedExperts):
     facts = dataclasses.replace(_PACKED_FACTS, activation_formats=_BATCHED)
     output_form = "per_expert"
     wide_output = True
-
-    def _load(self) -> Implementation:
-        from moereg.backends._triton import emulated
-
-        return emulated.Batched(self)
+    implemented_by = "moereg.backends._triton.emulated:Batched"
 
 
 class _QuantizedExperts(_TritonExperts):
@@ -317,11 +298,7 @@ class TritonQuantizedExperts(_QuantizedExperts):
 
     facts = _FACTS
     input_form = "quantized"
-
-    def _load(self) -> Implementation:
-        from moereg.backends._triton import quantized
-
-        return quantized.Standard(self)
+    implemented_by = "moereg.backends._triton.quantized:Standard"
 
 
 # Not measured yet; the standard format's priorities.
@@ -336,8 +313,4 @@ class TritonQuantizedBatchedExperts(_QuantizedExperts):
     facts = dataclasses.replace(_FACTS, activation_formats=_BATCHED)
     output_form = "per_expert"
     wide_output = True
-
-    def _load(self) -> Implementation:
-        from moereg.backends._triton import quantized
-
-        return quantized.Batched(self)
+    implemented_by = "moereg.backends._triton.quantized:Batched"

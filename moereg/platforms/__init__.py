@@ -9,7 +9,7 @@ from moereg.platforms.nvml import gpu_clocks
 from moereg.platforms.platform import Platform
 from moereg.platforms.probe import installed_versions, probe_cpu, probe_platform, probe_settings
 from moereg.platforms.products import PRODUCTS, platform_of_product
-from moereg.platforms.rules import PlatformRule, Specificity
+from moereg.platforms.rules import PlatformRule
 
 __all__ = [
     "KINDS",
@@ -17,7 +17,6 @@ __all__ = [
     "Platform",
     "PlatformKind",
     "PlatformRule",
-    "Specificity",
     "gpu_clocks",
     "installed_versions",
     "is_device_type",

@@ -148,13 +148,9 @@ _BRINGING: contextvars.ContextVar[tuple[str, dict[str, str]] | None] = contextva
 
 @contextlib.contextmanager
 def kinds_of_plugin(origin: str, own: str) -> Iterator[None]:
-    """Attributes kinds registered within the context to a distribution.
+    """Attributes kinds registered within the context to a distribution, whose entry point names the module `own`.
 
     If the plugin fails, drops the kinds of failed modules. Those of another distribution's loaded module stay.
-
-    Args:
-        origin: The distribution.
-        own: The module that its entry point names.
     """
     modules: dict[str, str] = {}
     token = _BRINGING.set((origin, modules))
@@ -237,13 +233,9 @@ def find_kind(name: str) -> PlatformKind | None:
 
 
 def unknown_kind(what: str, name: str, known: Iterable[str], kind: str | None = None) -> str:
-    """The error message for an unknown kind, with plugins that failed to load.
+    """The error message for an unknown `platform kind` or `platform`, with plugins that failed to load.
 
-    Args:
-        what: `platform kind` or `platform`.
-        name: The unknown name.
-        known: Names that would have been accepted.
-        kind: The kind in it, if that is not all of it.
+    `kind` is the kind in the name, if that is not all of it.
     """
     message = unknown_name_message(what, name, known)
     # Blame the plugin of that name; without one, any of them may have had the kind.

@@ -96,14 +96,14 @@ def sum_routes(
     topk_weights: torch.Tensor | None,
     in_triton: bool,
 ) -> None:
-    """`weighted_sum` of rows at any positions.
+    """`weighted_sum` of rows at any positions, in torch or in one launch of Triton.
 
     Args:
         out: [T,H], overwritten.
         rows: [groups, rows, H].
         row_of_route: [T,K], row among those of all groups, -1 for none.
         topk_weights: As in `weighted_sum`.
-        in_triton: Whether to run it in Triton, in one launch.
+        in_triton: Whether to run it in Triton.
     """
     if not in_triton:
         flat = rows.flatten(0, 1)

@@ -82,12 +82,7 @@ class BatchedPrepareFinalize(PrepareFinalize):
 
 
 def calls_kernels(in_triton: bool | None, device_type: str, dtype: torch.dtype | None = None) -> bool:
-    """Whether Triton kernels move a call's tokens, or torch does.
-
-    Args:
-        in_triton: As requested; None: what the device runs.
-        device_type: Device type of the call's tensors.
-        dtype: Dtype of codes that the kernels make or restore, if any.
+    """Whether Triton kernels move a call's tokens, or torch does; None: what the device runs for that dtype.
 
     Raises:
         ArgumentError: Triton was requested on a device that it does not know.

@@ -142,10 +142,7 @@ def _make_room(
 ) -> int:
     """Frees a place on a full rank for an expert that every rank with room has, by moving one of its experts there.
 
-    There always is one: the rank with room has fewer experts, and one of them is this one.
-
-    Returns:
-        The rank that now has room.
+    Returns the rank. There always is one: the rank with room has fewer experts, and one of them is this one.
     """
     moves = [
         (sums[free] - each[other][0], rank, place)

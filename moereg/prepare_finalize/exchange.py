@@ -137,40 +137,31 @@ def pack_tokens(
     return sent, home_row
 
 
+def split_rows(
+    received: torch.Tensor, layout: RowLayout
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]:
+    """Splits rows [rows, bytes of a row] uint8 of tokens that arrived.
+
+    Returns:
+        Columns, [rows,bytes] uint8 each; ids, [rows,K] int32, -1 for routes to other ranks; weights, [rows,K] fp32, if
+        they travelled.
+    """
+    top_k = layout.top_k
+    head = received[:, : layout.starts[0]].contiguous().view(torch.int32)
+    spans = zip(layout.starts, layout.widths, strict=True)
+    columns = tuple(received[:, start : start + width].contiguous() for start, width in spans)
+    weights = head[:, top_k + 1 : 2 * top_k + 1].contiguous().view(torch.float32) if layout.has_weights else None
+    return columns, head[:, :top_k].contiguous(), weights
+
+
 def unpack_tokens(
     received: torch.Tensor, layout: RowLayout
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]:
-    """Makes one token of each route that arrived in rows [rows, bytes of a row] uint8; waits for the device.
-
-    Returns:
-        Columns, [routes,bytes] uint8 each; ids, [routes,1] int32; weights, [routes,1] fp32, if they travelled.
-    """
-    top_k = layout.top_k
-    head = received[:, : layout.starts[0]].contiguous().view(torch.int32)
-    ids = head[:, :top_k]
+    """As `split_rows`, with one row for each route that arrived and K of 1; waits for the device."""
+    columns, ids, weights = split_rows(received, layout)
     token, choice = (ids >= 0).nonzero(as_tuple=True)
-    columns = tuple(
-        received[:, start : start + width][token] for start, width in zip(layout.starts, layout.widths, strict=True)
-    )
-    weights = head[:, top_k + 1 :][token, choice].view(torch.float32).unsqueeze(1) if layout.has_weights else None
-    return columns, ids[token, choice].unsqueeze(1), weights
-
-
-def split_rows(
-    received: torch.Tensor, layout: RowLayout
-) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor]:
-    """Splits rows [rows, bytes of a row] uint8 of tokens that arrived with their weights.
-
-    Returns:
-        Columns, [rows,bytes] uint8 each; ids, [rows,K] int32, -1 for routes to other ranks; weights, [rows,K] fp32.
-    """
-    top_k = layout.top_k
-    head = received[:, : layout.starts[0]].contiguous().view(torch.int32)
-    columns = tuple(
-        received[:, start : start + width].contiguous()
-        for start, width in zip(layout.starts, layout.widths, strict=True)
-    )
-    return columns, head[:, :top_k].contiguous(), head[:, top_k + 1 : 2 * top_k + 1].contiguous().view(torch.float32)
+    of_routes = None if weights is None else weights[token, choice].unsqueeze(1)
+    return tuple(column[token] for column in columns), ids[token, choice].unsqueeze(1), of_routes
 
 
 def first_rows(tensor: torch.Tensor, count: int) -> torch.Tensor:

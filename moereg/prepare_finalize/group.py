@@ -141,13 +141,11 @@ class Group:
 
     @contextlib.contextmanager
     def alone(self, doing: str) -> Iterator[None]:
-        """Keeps out other threads of this process, whose exchanges other ranks would take for this one's.
-
-        Args:
-            doing: What is done inside, such as `make the kernel`.
+        """Keeps out other threads of this process while it is `doing` something, such as `make the kernel`.
 
         Raises:
-            GroupError: Another thread is inside; nothing was exchanged.
+            GroupError: Another thread is inside, whose exchanges other ranks would take for this one's; nothing was
+                exchanged.
         """
         use = self._use
         if not use.lock.acquire(blocking=False):

@@ -80,11 +80,6 @@ class GroupPrepareFinalize(PrepareFinalize):
         other.layer_number, other.has_met = self.group.copy_layer(self.layer_number), False
         return other
 
-    @property
-    def calling(self) -> str:
-        """A call of the layer, in the words of an error."""
-        return f"call {self.group.named_layer(self.layer_number)}"
-
     @classmethod
     def experts_problem_of(cls, problem: MoEProblem, group: GroupFacts, activation_format: str) -> MoEProblem:
         """The layer as the experts of one rank see it.

@@ -14,12 +14,7 @@ _NO_LAYER: Final = 0
 
 
 class Together(NamedTuple):
-    """A step that ranks take together, as an error words it.
-
-    Attributes:
-        act: What all of them must do: `make the kernel`.
-        alike: What must be equal: `run the same layer`.
-    """
+    """A step that ranks take together, in an error's words: what all must do, and what must be equal."""
 
     act: str
     alike: str

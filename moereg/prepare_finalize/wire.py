@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 
 class Received(NamedTuple):
-    """Tokens that arrived.
-
-    Attributes:
-        hidden_states: [n,H] in the layer's dtype, or codes.
-        hidden_scale: Scales of the codes; None if they were restored or never made.
-    """
+    """Tokens [n,H] that arrived, in the layer's dtype or as codes; only codes that were kept have `hidden_scale`."""
 
     hidden_states: torch.Tensor
     hidden_scale: torch.Tensor | None = None
@@ -112,13 +107,7 @@ class CodedWire(Wire):
     """
 
     def __init__(self, problem: MoEProblem, scheme: QuantScheme, keeps_codes: bool = False) -> None:
-        """Reads sizes.
-
-        Args:
-            problem: The layer.
-            scheme: The experts' scheme.
-            keeps_codes: Whether `decode` returns codes and scales, for experts whose `input_form` is `quantized`.
-        """
+        """For experts of a scheme; with `keeps_codes`, `decode` returns codes and scales, for those that take them."""
         fmt = scheme.activation
         assert fmt is not None
         assert wire_scheme(scheme, problem) is not None

@@ -59,8 +59,16 @@ def test_a_folder_by_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert package.can_be_imported(HOPPER) is None
 
 
-def test_releases_without_what_the_epilogues_use(site: Path) -> None:
-    quack = site / "quack"
+def test_parts_that_are_missing(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quack, runtime = site / "quack", site / "nvidia_cutlass_dsl" / "cu12" / "lib" / "libcute_dsl_runtime.so"
+    assert package.can_be_imported(HOPPER) is None
+    runtime.write_bytes(elf(ARM))
+    assert f"but {runtime} was built for aarch64" in str(package.can_be_imported(HOPPER))
+    runtime.unlink()
+    assert str(package.can_be_imported(HOPPER)).startswith("requires CuTe DSL's runtime library, found none in")
+    monkeypatch.setattr(package, "_IMPORTED", ("json", "no_such_module"))
+    text = package.can_be_imported(HOPPER)
+    assert text == "requires the packages that QuACK imports, found no no_such_module; install them"
     (quack / "activation.py").write_text("def _maxnumf(x, c): ...\n")
     assert package.can_be_imported(HOPPER) == (
         f"requires QuACK's epilogues, found no quack.activation._minnumf in {quack}; install quack-kernels==0.6.5"
@@ -80,19 +88,6 @@ def test_a_folder_whose_pth_files_nobody_reads(site: Path, monkeypatch: pytest.M
         f"requires that `import cutlass` means CuTe DSL, found {site / 'elsewhere' / 'cutlass'}; install into a folder "
         f"whose .pth files Python reads, or add {site / 'nvidia_cutlass_dsl' / 'dsl_packages'} to PYTHONPATH"
     )
-
-
-def test_a_dependency_that_is_missing(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package, "_IMPORTED", ("json", "no_such_module"))
-    text = package.can_be_imported(HOPPER)
-    assert text == "requires the packages that QuACK imports, found no no_such_module; install them"
-
-
-def test_a_runtime_library_that_is_missing(site: Path) -> None:
-    runtime = site / "nvidia_cutlass_dsl" / "cu12" / "lib" / "libcute_dsl_runtime.so"
-    runtime.unlink()
-    text = package.can_be_imported(HOPPER)
-    assert text.startswith("requires CuTe DSL's runtime library, found none in")
 
 
 def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

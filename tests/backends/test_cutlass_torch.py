@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moereg.backends._cutlass.scales import row_scales
+from moereg.backends._cutlass.torch_scaled import row_scales
 from moereg.backends.cutlass_moe import TorchGroupedExperts, TorchScaledGroupedExperts
 from moereg.kernels.plain import device
 from moereg.numerics.tolerances import layer_tolerance

@@ -10,8 +10,7 @@ import torch
 
 from moereg.backends import flashinfer_moe
 from moereg.backends._flashinfer import cutlass, cutlass_blocks
-from moereg.backends._flashinfer.tactics import UNTUNED
-from moereg.backends._flashinfer.timing import layer_key
+from moereg.backends._flashinfer.tactics import UNTUNED, layer_key
 from moereg.experts import ExpertInputs
 from moereg.layer.expert_map import resolve_expert_map
 from moereg.numerics.reference import relative_error
@@ -155,35 +154,16 @@ def test_compiling_in_a_capture_is_warned_of(compiled, monkeypatch, caplog):
     assert "while a CUDA graph is captured, which may fail; call the layer with 6 tokens once before" in caplog.text
 
 
-def _tiles(num_tokens, rows, num_experts, num_processors, threshold):
-    """What FlashInfer compiles a kernel of blocks for, from the number of tokens: its tile, in words of one's own.
-
-    The fewest waves win, then the fullest last wave, then the smaller tile.
-    """
-    is_swapped = num_tokens < threshold
-    width = rows if not is_swapped else num_tokens
-    height = num_tokens if not is_swapped else rows
-    tall = 64 if height <= 64 else 128
-
-    def rank(wide):
-        tiles = -(-height // tall) * -(-width // wide) * num_experts
-        return -(-tiles // num_processors), -(tiles % num_processors or num_processors), wide
-
-    return is_swapped, tall, min(range(16, 129, 8), key=rank), num_tokens >= 1024
-
-
-@pytest.mark.parametrize(("num_processors", "threshold"), [(132, 32), (78, 64)], ids=["h200", "h20"])
-def test_tokens_that_share_their_kernels(num_processors, threshold):
+def test_tokens_that_share_their_kernels():
+    """FlashInfer's tiles have 16 to 128 tokens in steps of 8, then 128 rows, and change at 32, 64 and 1,024 tokens."""
     ranges = [cutlass_blocks.tokens_of_tiles(tokens) for tokens in range(1, 1300)]
     for tokens, (least, most) in enumerate(ranges, start=1):
         assert least <= tokens <= most
-        assert most - least < (8 if tokens <= 64 else 128)
-        for rows, num_experts in ((1536, 128), (2048, 128), (4096, 8), (512, 3)):
-            taken = [_tiles(each, rows, num_experts, num_processors, threshold) for each in (tokens, least, most)]
-            assert taken[0] == taken[1] == taken[2], (tokens, least, most)
-    assert [ranges[tokens - 1] for tokens in (16, 24, 31, 32, 65, 200)] == [
-        (9, 16), (17, 24), (25, 31), (32, 32), (65, 128), (129, 256),
-    ]  # fmt: skip
+        assert ranges[least - 1] == ranges[most - 1 if most < 1300 else tokens - 1] == (least, most)
+    assert [ranges[tokens - 1] for tokens in (16, 24, 31, 32, 63, 64, 65, 200, 1023, 1024, 1025)] == [
+        *[(9, 16), (17, 24), (25, 31), (32, 32), (57, 63), (64, 64), (65, 128), (129, 256), (897, 1023)],
+        *[(1024, 1024), (1025, 1152)],
+    ]
 
 
 def test_few_tokens_after_many_of_any_layer():
@@ -244,22 +224,7 @@ def test_biases_of_layers_without_a_gate_stay_as_they_are():
 
 @pytest.mark.parametrize("quant", ["fp8_tensor_static", "int4_w4a8_g128"])
 def test_workspaces_hold_the_rows_that_the_weights_need(quant):
-    problem = _problem(quant)
-    experts = CLASSES[quant](problem, Platform.from_name("cuda:sm90"))
-    experts.implementation.library = Imitation().library
-    unknown = experts.workspace_shapes(problem, 8)
-    experts.permute_weights(_fp8_weights(problem).contiguous(), problem)
-    of_tokens = experts.workspace_shapes(problem, 8)
-    experts.permute_weights(_fp8_weights(problem, a13_scale=torch.tensor([0.01, 0.02, 0.03])).contiguous(), problem)
-    of_routes = experts.workspace_shapes(problem, 8)
-    assert unknown == of_routes
-    row_bytes = 128 * (3 if quant == "fp8_tensor_static" else 5)
-    assert (of_tokens[1][0], of_routes[1][0]) == (8 * row_bytes // 2, 16 * row_bytes // 2)
-
-
-@pytest.mark.parametrize("quant", ["fp8_tensor_static", "int4_w4a8_g128"])
-def test_workspaces_serve_rows_of_tokens_and_of_routes(quant):
-    """Before the weights say which: whichever of the two needs more."""
+    """Before the weights say which, rows of tokens or of routes: whichever of the two needs more."""
     problem = _problem(quant)
     library = Imitation().library
     for key in (lambda rows, top_k: 256 * rows, lambda rows, top_k: 4096 * top_k):
@@ -267,7 +232,15 @@ def test_workspaces_serve_rows_of_tokens_and_of_routes(quant):
         experts.implementation.library = library._replace(
             workspace_bytes=lambda rows, hidden, inner, experts, top_k, key=key, **flags: key(rows, top_k)
         )
-        assert experts.workspace_shapes(problem, 8)[0][0] * 2 >= max(key(8, 2), key(16, 1))
+        unknown = experts.workspace_shapes(problem, 8)
+        assert unknown[0][0] * 2 >= max(key(8, 2), key(16, 1))
+    experts.permute_weights(_fp8_weights(problem).contiguous(), problem)
+    of_tokens = experts.workspace_shapes(problem, 8)
+    experts.permute_weights(_fp8_weights(problem, a13_scale=torch.tensor([0.01, 0.02, 0.03])).contiguous(), problem)
+    of_routes = experts.workspace_shapes(problem, 8)
+    assert unknown == of_routes
+    row_bytes = 128 * (3 if quant == "fp8_tensor_static" else 5)
+    assert (of_tokens[1][0], of_routes[1][0]) == (8 * row_bytes // 2, 16 * row_bytes // 2)
 
 
 @pytest.mark.parametrize(("factor", "fits"), [(0.1, True), (1e-4, False), (1e4, False)], ids=["near", "less", "more"])

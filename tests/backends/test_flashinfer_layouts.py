@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from moereg.backends._flashinfer import shuffles
+from moereg.backends._flashinfer import layouts
 from moereg.backends._flashinfer.cutlass_int4 import interleave_int4
-from moereg.backends._flashinfer.cutlass_layouts import arrange, fold_scales, interleave_fp4, swizzle_scales
-from moereg.backends._flashinfer.scratch import Piece, carved, num_bytes
+from moereg.backends._flashinfer.layouts import arrange, fold_scales, interleave_fp4, swizzled_rows
+from moereg.backends._workspace import Piece, bytes_of, cut
 
 # Where the bits of a word of 8 floats come from and go to: mask, and shift to the left.
 _MOVES = [
@@ -69,6 +69,8 @@ def test_up_rows_come_first_and_halves_are_padded_apart():
     assert found.tolist() == [
         [[7, 8, 9, 0], [10, 11, 12, 0], [0, 0, 0, 0], [1, 2, 3, 0], [4, 5, 6, 0], [0, 0, 0, 0]],
     ]
+    assert arrange(w13, 2, 3, num_halves=2).tolist() == [[[7, 8, 9], [10, 11, 12], [1, 2, 3], [4, 5, 6]]]
+    assert arrange(w13, 4, 3).data_ptr() == w13.data_ptr()
 
 
 def test_scales_of_64_rows_and_128_columns_lie_together():
@@ -79,17 +81,6 @@ def test_scales_of_64_rows_and_128_columns_lie_together():
         block = found[0, row // 64, group // 4]
         inside = row % 64
         assert block[inside % 16, inside // 16 * 4 + group % 4] == scales[0, row, group]
-
-
-def test_scales_of_blackwell_are_tiles_of_128_rows_and_4_groups():
-    scales = _codes(2, 130, 5)
-    found = swizzle_scales(scales)
-    assert found.shape == (2, 256, 8)
-    flat = found.flatten(1)
-    for row, group in [(0, 0), (31, 3), (32, 0), (127, 4), (128, 1), (129, 2)]:
-        tile = (row // 128 * 2 + group // 4) * 512
-        assert flat[1, tile + row % 32 * 16 + row % 128 // 32 * 4 + group % 4] == scales[1, row, group]
-    assert int(found.view(torch.uint8).long().sum()) == int(scales.long().sum())
 
 
 @pytest.mark.peers
@@ -112,13 +103,13 @@ def _numbered(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "permute",
     [
-        lambda x: shuffles.swapped_halves(x, 2),
-        lambda x: shuffles.grouped_halves(x, 64),
-        lambda x: x[:, shuffles.gemm1_rows(256, 2)],
-        lambda x: x[:, shuffles.gemm1_rows(256, 1)],
-        lambda x: x[:, shuffles.gemm2_rows(256)],
-        shuffles.swizzled_scales,
-        lambda x: shuffles.each_expert(x, shuffles.blocks_of_columns),
+        lambda x: layouts.arrange(x, 128, 128, 2),
+        lambda x: layouts.grouped_halves(x, 64),
+        lambda x: x[:, layouts.gemm1_rows(256, 2)],
+        lambda x: x[:, layouts.gemm1_rows(256, 1)],
+        lambda x: x[:, layouts.gemm2_rows(256)],
+        layouts.swizzled_scales,
+        lambda x: layouts.each_expert(x, layouts.blocks_of_columns),
     ],
     ids=["halves", "groups", "gated", "plain", "w2", "scales", "blocks"],
 )
@@ -130,51 +121,51 @@ def test_every_number_stays_once_and_in_its_expert(permute: Callable[[torch.Tens
     assert not torch.equal(after.flatten(), before.flatten())
 
 
-def test_up_rows_come_first_or_alternate() -> None:
+def test_up_rows_alternate() -> None:
     gate_up = _numbered(2, 8, 1)
-    assert shuffles.swapped_halves(gate_up, 2)[0].flatten().tolist() == [4, 5, 6, 7, 0, 1, 2, 3]
-    assert shuffles.swapped_halves(gate_up, 1) is gate_up
-    assert shuffles.alternated_rows(8).tolist() == [4, 0, 5, 1, 6, 2, 7, 3]
-    assert shuffles.grouped_halves(gate_up, 2)[0].flatten().tolist() == [4, 5, 0, 1, 6, 7, 2, 3]
+    assert layouts.alternated_rows(8).tolist() == [4, 0, 5, 1, 6, 2, 7, 3]
+    assert layouts.grouped_halves(gate_up, 2)[0].flatten().tolist() == [4, 5, 0, 1, 6, 7, 2, 3]
 
 
 def test_shuffled_rows_go_in_steps_of_four() -> None:
-    order = shuffles.gemm2_rows(64)
+    order = layouts.gemm2_rows(64)
     assert order[:10].tolist() == [0, 4, 8, 12, 16, 20, 24, 28, 1, 5]
     assert order[32:].tolist() == [row + 32 for row in order[:32].tolist()]
     # Alternated first: rows 0 and 4 of the alternated matrix are up rows 0 and 2.
-    assert shuffles.gemm1_rows(64, 2)[:3].tolist() == [32, 34, 36]
+    assert layouts.gemm1_rows(64, 2)[:3].tolist() == [32, 34, 36]
 
 
 def test_scales_lie_in_blocks() -> None:
     """Scale (r, g) of a block is at 16 * (r % 32) + 4 * (r // 32) + g; what is missing is zero."""
     scales = (_numbered(1, 130, 6) % 251 + 1).to(torch.uint8)
-    blocks = shuffles.swizzled_scales(scales)
+    blocks = layouts.swizzled_scales(scales)
     assert blocks.shape == (1, 2, 2, 32, 4, 4)
     flat = blocks.flatten(3)
     for row, group in ((0, 0), (33, 3), (127, 5), (129, 4)):
         place = 16 * (row % 32) + 4 * (row % 128 // 32) + group % 4
         assert flat[0, row // 128, group // 4, place] == scales[0, row, group]
     assert int((blocks == 0).sum()) == blocks.numel() - scales.numel()
-    assert shuffles.mma_scales(blocks)[1, 0, 1, 0, 1, 0] == scales[0, 129, 4]
+    assert layouts.mma_scales(blocks)[1, 0, 1, 0, 1, 0] == scales[0, 129, 4]
+    assert torch.equal(swizzled_rows(scales).flatten(), blocks.flatten())
+    assert swizzled_rows(scales).shape == (1, 256, 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_every_dtype_is_moved_bit_for_bit(dtype: torch.dtype) -> None:
     source = torch.randint(0, 255, (2, 128, 8 * dtype.itemsize), dtype=torch.uint8).view(dtype)
-    swapped = shuffles.swapped_halves(source, 2)
-    assert torch.equal(shuffles.swapped_halves(swapped, 2).view(torch.uint8), source.view(torch.uint8))
-    turned = shuffles.each_expert(source, torch.t)
+    swapped = layouts.arrange(source, 64, 8, 2)
+    assert torch.equal(layouts.arrange(swapped, 64, 8, 2).view(torch.uint8), source.view(torch.uint8))
+    turned = layouts.each_expert(source, torch.t)
     assert torch.equal(turned.transpose(1, 2).contiguous().view(torch.uint8), source.view(torch.uint8))
-    assert shuffles.swizzled_scales(source).dtype == dtype
+    assert layouts.swizzled_scales(source).dtype == dtype
 
 
 def test_scratch_memory_is_cut_into_pieces_that_do_not_overlap() -> None:
-    pieces = {"a": Piece((3, 5), torch.bfloat16), "none": Piece((0,), torch.int32), "b": Piece((7,), torch.float32)}
-    memory = torch.zeros(num_bytes(pieces) // 2, dtype=torch.bfloat16)
-    tensors = carved(memory, pieces)
-    tensors["a"].fill_(1.0)
-    tensors["b"].fill_(2.0)
-    assert bool((tensors["a"] == 1).all())
-    assert tensors["none"].numel() == 0
-    assert tensors["b"].data_ptr() - memory.data_ptr() == 256
+    pieces = (Piece((3, 5), torch.bfloat16), Piece((0,), torch.int32), Piece((7,), torch.float32))
+    memory = torch.zeros(bytes_of(pieces), dtype=torch.uint8)
+    first, none, second = cut(memory, *pieces)
+    first.fill_(1.0)
+    second.fill_(2.0)
+    assert bool((first == 1).all())
+    assert none.numel() == 0
+    assert second.data_ptr() - memory.data_ptr() == 256

@@ -23,14 +23,36 @@ def built(tmp_path, monkeypatch):
     return path
 
 
+def _reason(platform=_HOPPER, scheme="unquantized"):
+    return loading.built_kernels(scheme)(platform)
+
+
 def test_kernels_that_are_there_or_not(built):
-    assert loading.has_built_kernels(_HOPPER) is None
-    assert loading.has_built_kernels(Platform.from_name("cuda:sm107")).endswith("builds these kernels for, got sm107")
+    assert _reason() is None
+    assert _reason(Platform.from_name("cuda:sm107")).endswith("builds these kernels for, got sm107")
+    built.write_bytes(b"half a file")
+    assert _reason() == (
+        f"requires the kernels fused_moe_90 of FlashInfer, but {built} is no shared object; remove it and run "
+        "flashinfer install-jit-cache-wheel"
+    )
     built.unlink()
-    assert loading.has_built_kernels(_HOPPER) == (
+    assert _reason() == (
         "requires the kernels fused_moe_90 of FlashInfer, which are not built and take hours to compile; "
         "run flashinfer install-jit-cache-wheel"
     )
+
+
+def test_kernels_that_were_built_for_other_schemes(built):
+    note = built.with_suffix(".schemes")
+    note.write_text("fp8_block128\nunquantized")
+    assert [_reason(scheme=scheme) for scheme in ("fp8_block128", "unquantized")] == [None, None]
+    assert _reason(scheme="mxfp4_w4a16") == (
+        f"requires FlashInfer's kernels of mxfp4_w4a16, but {built} was built for fp8_block128, unquantized alone; "
+        "remove it and run flashinfer install-jit-cache-wheel"
+    )
+    # The file was replaced, such as by a whole build, which knows nothing of the note.
+    os.utime(note, ns=(0, built.stat().st_mtime_ns - 1_000_000))
+    assert _reason(scheme="mxfp4_w4a16") is None
 
 
 def test_a_file_that_the_loader_refuses_says_why(built, monkeypatch, caplog):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from moereg.backends import flashinfer_moe as page
-from moereg.backends._flashinfer import claims, downloads, first_call
-from moereg.backends._flashinfer.scratch import aligned_result
+from moereg.backends._flashinfer import calls, package
 from moereg.platforms import Platform
 from moereg.spec.problem import MoEProblem
 from tests.support.tensors import unaligned
@@ -28,16 +26,17 @@ def _reasons(quant: str, num_experts: int, top_k: int) -> list[str]:
     return page.FlashInferTrtLlmFloat8BlockExperts.unsupported_reasons(problem, B200)
 
 
-@pytest.mark.parametrize("quant", ["fp8_block128", "mxfp8"])
-def test_one_launcher_wants_four_experts_at_a_time_and_more_than_are_chosen(quant: str) -> None:
+@pytest.mark.parametrize(
+    ("quant", "is_strict"),
+    [
+        *(("fp8_block128", True), ("mxfp8", True), ("unquantized", False), ("fp8_tensor_static", False)),
+        *(("nvfp4", False), ("int4_w4a16_g32", False)),
+    ],
+)
+def test_one_launcher_wants_four_experts_at_a_time_and_more_than_are_chosen(quant: str, is_strict: bool) -> None:
     assert _reasons(quant, 8, 2) == []
-    assert _reasons(quant, 6, 2) == ["requires num_experts % 4 == 0, got 6"]
-    assert _reasons(quant, 4, 4) == ["requires top_k < num_experts, got 4 of 4"]
-
-
-@pytest.mark.parametrize("quant", ["unquantized", "fp8_tensor_static", "nvfp4", "int4_w4a16_g32"])
-def test_the_other_launchers_do_not(quant: str) -> None:
-    assert _reasons(quant, 6, 6) == []
+    assert _reasons(quant, 6, 2) == (["requires num_experts % 4 == 0, got 6"] if is_strict else [])
+    assert _reasons(quant, 4, 4) == (["requires top_k < num_experts, got 4 of 4"] if is_strict else [])
 
 
 def test_who_can_be_captured() -> None:
@@ -47,57 +46,40 @@ def test_who_can_be_captured() -> None:
 
 
 def test_a_result_that_begins_anywhere_is_written_through_one_that_does_not() -> None:
-    out = unaligned(3, 5)
-    with aligned_result(out) as written:
+    out, whole = unaligned(3, 5), torch.empty(3, 5)
+    with calls.first_call("some", PROBLEM, 20.0, "they are kept", out) as written:
         assert written.data_ptr() % 16 == 0
         written.fill_(2.0)
     assert bool((out == 2.0).all())
-    whole = torch.empty(3, 5)
-    with aligned_result(whole) as written:
+    with calls.first_call("some", PROBLEM, 20.0, "they are kept", whole) as written:
         assert written is whole
 
 
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """The log, in a process that has called nothing yet."""
-    monkeypatch.setattr(first_call, "_DONE", set())
-    with caplog.at_level(logging.INFO, logger="moereg"):
-        yield caplog
-
-
-def _call(backend: str = "some", on: torch.Tensor | None = None) -> None:
-    given = torch.empty(3, 8) if on is None else on
-    with first_call.first_call(backend, PROBLEM, 20.0, "they are kept", on=given):
-        pass
-
-
-def test_each_backend_is_announced_once(waits: pytest.LogCaptureFixture) -> None:
-    for backend in ("some", "some", "other", "some"):
-        _call(backend)
-    assert len(waits.messages) == 2
-    assert waits.messages[0].endswith(" takes about 20 s; they are kept")
-
-
-def test_a_call_that_failed_is_announced_again(waits: pytest.LogCaptureFixture) -> None:
-    with (
-        pytest.raises(RuntimeError, match="no network"),
-        first_call.first_call("some", PROBLEM, 20.0, "they are kept", on=torch.empty(3, 8)),
-    ):
-        raise RuntimeError("no network")
-    _call()
-    _call()
-    assert len(waits.messages) == 2
-
-
-def test_compiling_in_a_graph_is_warned_of(waits: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_backend_is_announced_until_a_call_has_succeeded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     class OnDevice(torch.Tensor):
         is_cuda = True  # type: ignore[assignment]
 
+    def call(backend: str, out: torch.Tensor, error: type[Exception] | None = None) -> None:
+        with calls.first_call(backend, PROBLEM, 20.0, "they are kept", out) as written:
+            assert written.data_ptr() % 16 == 0
+            if error is not None:
+                raise error("no network")
+
+    monkeypatch.setattr(calls, "_DONE", set())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    caplog.set_level(logging.INFO, logger="moereg")
+    with pytest.raises(RuntimeError, match="no network"):
+        call("some", torch.empty(3, 8), RuntimeError)
+    for backend in ("some", "some", "other", "some"):
+        call(backend, torch.empty(3, 8))
+    assert [text.endswith(" takes about 20 s; they are kept") for text in caplog.messages] == [True] * 3
+    caplog.clear()
     for _ in range(2):
-        _call(on=torch.empty(3, 8).as_subclass(OnDevice))
-    assert len(waits.messages) == 2
-    assert waits.messages[0].endswith(" while a CUDA graph is captured, which may fail; call the layer once before")
+        call("captured", torch.empty(3, 8).as_subclass(OnDevice))
+    assert len(caplog.messages) == 2
+    assert caplog.messages[0].endswith(" while a CUDA graph is captured, which may fail; call the layer once before")
 
 
 @pytest.fixture
@@ -108,47 +90,51 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (site / "artifacts.py").write_text(
         f'class ArtifactPath:\n    TRTLLM_GEN_BMM: str = (\n        "{FOLDER}/"\n    )\n'
     )
-    monkeypatch.setattr(downloads, "package_folder", lambda: site)
-    monkeypatch.setattr(downloads, "installed_version", lambda: "0.7.2")
-    monkeypatch.setattr(claims, "built_module", lambda module, target: None)
-    monkeypatch.setattr(claims, "has_compiler", lambda platform: None)
+    monkeypatch.setattr(package, "package_folder", lambda: site)
+    monkeypatch.setattr(package, "installed_version", lambda: "0.7.2")
+    monkeypatch.setattr(page, "built_module", lambda module, target: None)
+    monkeypatch.setattr(page, "has_compiler", lambda platform: None)
     folder = tmp_path / "downloads"
     monkeypatch.setenv("FLASHINFER_CUBIN_DIR", str(folder))
     (folder / FOLDER / "include" / "trtllmGen_bmm_export").mkdir(parents=True)
     return folder
 
 
-def test_what_would_have_to_be_downloaded_is_a_reason(machine: Path) -> None:
+def test_what_would_have_to_be_downloaded_is_a_reason(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cure = "run flashinfer download-cubin where there is a network, or name a folder that has them in "
     where = f"which FlashInfer downloads, found none in {machine / FOLDER}; {cure}FLASHINFER_CUBIN_DIR"
-    assert claims._has_launcher(B200) == f"requires headers of TensorRT-LLM's kernels, {where}"
-    assert claims._has_sort(B200) == f"requires headers of TensorRT-LLM's kernels, {where}"
+    assert page._has_launcher(B200) == f"requires headers of TensorRT-LLM's kernels, {where}"
+    assert page._has_sort(B200) == f"requires headers of TensorRT-LLM's kernels, {where}"
     (machine / FOLDER / "include" / "trtllmGen_bmm_export" / "Enums.h").touch()
-    assert claims._has_sort(B200) is None
-    assert claims._has_launcher(B200) == f"requires TensorRT-LLM's kernels, {where}"
+    assert page._has_sort(B200) is None
+    assert page._has_launcher(B200) == f"requires TensorRT-LLM's kernels, {where}"
     (machine / FOLDER / "one.cubin").touch()
-    assert claims._has_launcher(B200) is None
+    assert page._has_launcher(B200) is None
+    # A package that does not say what it downloads is no reason.
+    (machine / FOLDER / "one.cubin").unlink()
+    monkeypatch.setattr(package, "package_folder", lambda: machine)
+    assert page._has_launcher(B200) is None
 
 
 def test_rows_of_each_expert_need_a_module_of_their_own_and_no_download(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(claims, "has_compiler", lambda platform: "requires nvcc")
-    monkeypatch.setattr(claims, "built_module", lambda module, target: asked.append((module, target)))
-    assert claims._has_quantizer(B200) == "requires nvcc"
-    assert claims._has_launcher(B200) == "requires nvcc"
+    monkeypatch.setattr(page, "has_compiler", lambda platform: "requires nvcc")
+    monkeypatch.setattr(page, "built_module", lambda module, target: asked.append((module, target)))
+    assert page._has_quantizer(B200) == "requires nvcc"
+    assert page._has_launcher(B200) == "requires nvcc"
     assert asked == [("fp4_quantization_100", "100a"), ("fused_moe_trtllm_sm100", "100a")]
 
 
 def test_downloads_are_looked_for_where_flashinfer_looks(
     machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert downloads.download_folder() == machine
+    assert package.download_folder() == machine
     monkeypatch.delenv("FLASHINFER_CUBIN_DIR")
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     cache = tmp_path / ".cache" / "flashinfer" / "cubins"
-    assert downloads.download_folder() == cache
+    assert package.download_folder() == cache
     for version, is_taken in (("0.6.13", False), ("0.7.2", True)):
         wheel = tmp_path / version
         (wheel / "flashinfer_cubin").mkdir(parents=True)
@@ -157,11 +143,4 @@ def test_downloads_are_looked_for_where_flashinfer_looks(
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flashinfer-cubin\nVersion: {version}\n")
         monkeypatch.syspath_prepend(str(wheel))
-        assert downloads.download_folder() == (wheel / "flashinfer_cubin" / "cubins" if is_taken else cache)
-
-
-def test_a_package_that_does_not_say_what_it_downloads_is_no_reason(
-    machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(downloads, "package_folder", lambda: machine)
-    assert downloads.has_generated_headers() is None
+        assert package.download_folder() == (wheel / "flashinfer_cubin" / "cubins" if is_taken else cache)

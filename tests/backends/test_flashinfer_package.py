@@ -30,10 +30,16 @@ def installed(tmp_path, monkeypatch):
     package.package_folder.cache_clear()
 
 
-def test_dependency_that_is_missing(installed, monkeypatch):
+def test_packages_that_are_missing(installed, tmp_path, monkeypatch):
+    assert package.can_be_imported(_HOPPER) is None
+    assert not (tmp_path / "home").exists()
     monkeypatch.setattr(package, "_IMPORTED", ("json", "no_such_module"))
     text = package.can_be_imported(_HOPPER)
     assert text == "requires the packages that flashinfer imports, found no no_such_module; install them"
+    with monkeypatch.context() as patched:
+        patched.setattr(package, "package_folder", lambda: None)
+        text = package.can_be_imported(_HOPPER)
+    assert text == "requires the package flashinfer, found its distribution alone; reinstall flashinfer-python"
 
 
 def test_folders_of_another_user_below_the_cache_folder(installed, tmp_path, monkeypatch):
@@ -60,18 +66,12 @@ def test_a_cache_folder_that_leads_nowhere(installed, tmp_path):
     )
 
 
-@pytest.fixture
-def compiling(installed, tmp_path, monkeypatch):
-    """What the part that compiles at run time asks for."""
+def test_kernels_that_are_compiled_at_run_time(installed, tmp_path, monkeypatch):
     (installed / package._DEEPGEMM).mkdir(parents=True)
     monkeypatch.setattr(package.shutil, "which", lambda name: str(name))
     for name in ("TRTLLM_DG_CACHE_DIR", "TRTLLM_DG_NVCC_COMPILER", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    return installed
-
-
-def test_kernels_that_are_compiled_at_run_time(compiling, tmp_path, monkeypatch):
     assert package.deepgemm_folder() == tmp_path / ".tensorrt_llm"
     assert package.can_compile_at_run_time(_HOPPER) is None
     (tmp_path / ".tensorrt_llm").write_text("")
@@ -79,35 +79,21 @@ def test_kernels_that_are_compiled_at_run_time(compiling, tmp_path, monkeypatch)
         f"requires a cache folder that can be written, got {tmp_path}/.tensorrt_llm (not a directory); "
         "set TRTLLM_DG_CACHE_DIR to a folder that can"
     )
+    monkeypatch.delenv("HOME")
+    assert package.deepgemm_folder() == Path(tempfile.gettempdir()) / "tensorrt_llm"
     monkeypatch.setenv("TRTLLM_DG_CACHE_DIR", str(tmp_path / "elsewhere"))
     assert package.deepgemm_folder() == tmp_path / "elsewhere"
     assert package.can_compile_at_run_time(_HOPPER) is None
-    (compiling / package._DEEPGEMM).rmdir()
+    (installed / package._DEEPGEMM).rmdir()
     assert package.can_compile_at_run_time(_HOPPER) == (
         f"requires the headers of these kernels, which are compiled at first use, found no "
-        f"{compiling / package._DEEPGEMM}; reinstall flashinfer-python"
+        f"{installed / package._DEEPGEMM}; reinstall flashinfer-python"
     )
     monkeypatch.setattr(package.shutil, "which", lambda name: None)
     assert package.can_compile_at_run_time(_HOPPER) == (
         "requires nvcc, which compiles these kernels at first use, found no nvcc; install the CUDA toolkit, and name "
         "it in CUDA_HOME"
     )
-
-
-def test_kernels_that_are_compiled_at_run_time_without_a_home(compiling, monkeypatch):
-    monkeypatch.delenv("HOME")
-    assert package.deepgemm_folder() == Path(tempfile.gettempdir()) / "tensorrt_llm"
-
-
-def test_probing_leaves_nothing_in_the_cache_folder(installed, tmp_path):
-    package.can_be_imported(_HOPPER)
-    assert not (tmp_path / "home").exists()
-
-
-def test_no_package_at_all(monkeypatch):
-    monkeypatch.setattr(package, "package_folder", lambda: None)
-    text = package.can_be_imported(_HOPPER)
-    assert text == "requires the package flashinfer, found its distribution alone; reinstall flashinfer-python"
 
 
 def test_built_modules_are_found_in_the_order_in_which_flashinfer_looks(installed, tmp_path, monkeypatch):

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from moereg.backends._flashinfer import tactics
-from moereg.backends._flashinfer.tactics import UNTUNED, TacticStore, Tuner, bucket_of
-from moereg.backends._flashinfer.timing import CallTimer
+from moereg.backends._flashinfer.tactics import UNTUNED, CallTimer, TacticStore, Tuner, bucket_of
 
 _FIRST, _SECOND = range(4), range(4, 9)
 
@@ -64,10 +63,15 @@ def _tuner(layer, store):
     return Tuner("a layer", store, clock=lambda: layer.seconds)
 
 
-def test_the_fastest_tactic_of_each_product_is_taken(store):
+def test_the_fastest_tactic_of_each_product_is_taken(store, caplog):
     layer = _Layer({2: 10.0, 7: 12.0})
-    assert layer.pair(_tuner(layer, store)) == (2, 7)
+    with caplog.at_level(logging.INFO, "moereg"):
+        assert layer.pair(_tuner(layer, store)) == (2, 7)
     assert sorted(layer.tried) == sorted({*((first, 4) for first in _FIRST), *((2, second) for second in _SECOND)})
+    assert caplog.messages[0] == (
+        "timing 9 tactics of flashinfer_cutlass for 16 to 31 tokens takes about 1 s; once for each layer shape, kept "
+        f"in {store.path}"
+    )
 
 
 def test_tactics_that_raise_or_give_other_numbers_are_not_taken(store, caplog):
@@ -85,14 +89,9 @@ def test_a_bucket_is_tuned_once_and_kept_for_other_processes(store):
     later = _Layer({})
     assert later.pair(_tuner(later, TacticStore(store.path)), 20) == (2, 7)
     assert later.num_tunings == 0
-    assert list(json.loads(store.path.read_text())["pairs"]) == ["a layer|T16"]
-
-
-def test_another_layer_is_tuned_by_itself(store):
-    layer = _Layer({2: 10.0})
-    layer.pair(_tuner(layer, store))
     other = _Layer({3: 10.0})
     assert other.pair(Tuner("another layer", store, clock=lambda: other.seconds))[0] == 3
+    assert list(json.loads(store.path.read_text())["pairs"]) == ["a layer|T16", "another layer|T16"]
 
 
 def test_tuning_ends_when_its_time_is_over(store, caplog):
@@ -159,16 +158,6 @@ def test_tactics_that_nearly_all_raise_are_a_fault_and_not_a_result(store, caplo
         assert layer.pair(_tuner(layer, store)) == (0, 4)
     assert "7 raised, the last: this tile needs more shared memory" in caplog.text
     assert not store.path.exists()
-
-
-def test_it_is_announced_before_it_starts(store, caplog):
-    layer = _Layer({})
-    with caplog.at_level(logging.INFO, "moereg"):
-        layer.pair(_tuner(layer, store))
-    assert caplog.messages[0] == (
-        "timing 9 tactics of flashinfer_cutlass for 16 to 31 tokens takes about 1 s; once for each layer shape, kept "
-        f"in {store.path}"
-    )
 
 
 def test_nothing_is_timed_while_a_graph_is_captured(store, caplog):

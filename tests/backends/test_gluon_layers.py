@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from moereg.backends._loaded import Call
 from moereg.backends._triton.packed import HopperPacked
-from moereg.backends._triton.quantized_ways import Hopper
+from moereg.backends._triton.quantized_schedules import Hopper
 from moereg.bench.inputs import random_call
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs
@@ -117,9 +117,9 @@ def test_layers(case: tuple[str, int, int, int, int, int, str, dict[str, Any], i
     call = random_call(problem, tokens, "uniform", torch.Generator("cuda").manual_seed(tokens))
     inputs = ExpertInputs(call.hidden_states, call.topk_weights, call.topk_ids)
     nothing = torch.empty(0, device="cuda")
-    way = kernel.experts.implementation.select(Call(nothing, inputs, kernel.weights, nothing, nothing))  # type: ignore[attr-defined]
-    assert isinstance(way, Hopper if rule is None else HopperPacked), "the case is not for these kernels"
-    assert rule is None or way.config is PACKED_RULES[rule]
+    schedule = kernel.experts.implementation.select(Call(nothing, inputs, kernel.weights, nothing, nothing))  # type: ignore[attr-defined]
+    assert isinstance(schedule, Hopper if rule is None else HopperPacked), "the case is not for these kernels"
+    assert rule is None or schedule.config is PACKED_RULES[rule]
     outs = []
     for _ in range(3):
         WORKSPACES.release()  # The next one is poisoned again.

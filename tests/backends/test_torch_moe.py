@@ -178,23 +178,17 @@ def test_buckets_are_few_and_small() -> None:
     assert len({host.bucket_rows(rows) for rows in range(1, host.MAX_BLOCK_ROWS + 1)}) <= 112
 
 
-def test_canonical_layout_is_read_too() -> None:
-    """A layer whose weights were not packed, as on CPUs where packing does not pay."""
-    problem = make_problem()
+@pytest.mark.parametrize(("dtype", "name"), [("bfloat16", ""), ("float32", "Intel(R) Xeon(R)")])
+def test_canonical_layout_is_read_too(dtype: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where packing does not pay, as in fp32 on Intel's CPUs."""
+    monkeypatch.setattr(mlp, "_PACKED_ELEMENTS", 0 if dtype == "float32" else 2**62)
+    problem = make_problem(dtype=dtype)
     weights, inputs = make_weights(problem, CPU), make_inputs(problem, 63, "uniform", CPU)
-    permuted = PermutedWeights("canonical", weights.tensors())
-    out = run(TorchPackedExperts, problem, inputs, weights, permuted=permuted)
-    assert relative_error(out, truth_of(problem, weights, inputs)) < ROUNDING_BOUNDS["bfloat16"]
-
-
-def test_fp32_stays_canonical_on_intel() -> None:
-    problem = make_problem(dtype="float32")
-    weights = make_weights(problem, CPU)
-    permuted = TorchPackedExperts(problem, Platform("cpu", device_name="Intel(R) Xeon(R)")).permute_weights(
-        weights, problem
-    )
+    permuted = TorchPackedExperts(problem, Platform("cpu", device_name=name)).permute_weights(weights, problem)
     assert permuted["w13"] is weights.w13
     assert permuted.layout == "canonical"
+    out = run(TorchPackedExperts, problem, inputs, weights, permuted=permuted)
+    assert relative_error(out, truth_of(problem, weights, inputs)) < ROUNDING_BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("experts_class", [TorchGroupedExperts, TorchDenseExperts, TorchBatchedExperts])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moereg.backends._loaded import Call
-from moereg.backends._triton import quantized_ways
+from moereg.backends._triton import quantized_schedules
 from moereg.backends._triton.recorded import Recorded
 from moereg.backends.triton_moe import TritonQuantizedExperts
 from moereg.experts import ExpertInputs
@@ -55,13 +55,13 @@ def test_codes_give_the_bits_of_tokens_that_are_rounded_again(
     inputs = make_inputs(problem, num_tokens, "uniform", DEVICE)
     hidden_states, weights, ids = inputs.call
     rounded: list[int] = []
-    quantize = quantized_ways.quantize_rows
+    quantize = quantized_schedules.quantize_rows
 
     def counted(out: Any, x: torch.Tensor, *rest: Any, **keywords: Any) -> None:
         rounded.append(x.shape[1])
         quantize(out, x, *rest, **keywords)
 
-    monkeypatch.setattr(quantized_ways, "quantize_rows", counted)
+    monkeypatch.setattr(quantized_schedules, "quantize_rows", counted)
     found = []
     received = [(hidden_states, None), *(arrived(problem, hidden_states, keeps_codes) for keeps_codes in (False, True))]
     for rows, scales in received:

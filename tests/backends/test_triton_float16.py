@@ -83,6 +83,6 @@ def test_every_class(scheme: str, activation_format: str) -> None:
 @pytest.mark.parametrize("activation_format", ["standard", "batched"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_way_of_every_scheme(scheme: str, activation_format: str) -> None:
-    """One token, few without and with a sort, and so many an expert that Hopper has ways of its own."""
+    """One token, few without and with a sort, and so many an expert that Hopper has schedules of its own."""
     for routing_scale in (1e-8, 1e-6, 1e5):
         check(scheme, activation_format, routing_scale, 128, (1, 12, 40, 600))

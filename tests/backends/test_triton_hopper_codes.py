@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from moereg.backends._triton import quantized, quantized_ways
+from moereg.backends._triton import quantized, quantized_schedules
 from moereg.backends.triton_moe import TritonQuantizedExperts
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs
@@ -125,16 +125,16 @@ class Products:
 
 
 def run(problem: MoEProblem, weights: ExpertWeights, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float, Products]:
-    """Error of a poisoned call of the Hopper way, the bound, and the products."""
+    """Error of a poisoned call of the Hopper schedule, the bound, and the products."""
     layer = TritonQuantizedExperts(problem, SM90)
     implementation = layer.implementation
     assert isinstance(implementation, quantized.Standard)
     assert implementation.has_hopper
     products = Products(problem)
-    monkeypatch.setattr(quantized_ways.hopper, "quantized_gate_up_gemm", products.gate_up)
-    monkeypatch.setattr(quantized_ways.hopper, "quantized_down_gemm", products.down)
-    way = quantized_ways.Hopper(select_quantized_rule(64, False))
-    monkeypatch.setattr(quantized.Standard, "select", lambda self, call: way)
+    monkeypatch.setattr(quantized_schedules.hopper, "quantized_gate_up_gemm", products.gate_up)
+    monkeypatch.setattr(quantized_schedules.hopper, "quantized_down_gemm", products.down)
+    schedule = quantized_schedules.Hopper(select_quantized_rule(64, False))
+    monkeypatch.setattr(quantized.Standard, "select", lambda self, call: schedule)
     inputs = make_inputs(problem, 23, "uniform", DEVICE)
     ids, x = inputs.topk_ids.clone(), inputs.hidden_states.clone()
     expert_map = make_expert_map(problem, DEVICE) if problem.placement == "map" else None

@@ -305,20 +305,3 @@ def test_layer_large(num_tokens: int, sizes: tuple[int, ...], keywords: dict[str
         "unquantized", activation_format=activation_format, **dict(zip(names, sizes, strict=True)), **keywords
     )
     check(problem, SM90, num_tokens, "unmapped" if num_tokens > 1 else "uniform")
-
-
-@pytest.mark.gpu
-@on_gpu
-@pytest.mark.parametrize("kind", ["uneven", "one_expert", "full"])
-@pytest.mark.parametrize("max_tokens", [1, 64, 700])
-@each(*EVERY)
-def test_large_batches(scheme: str, platform: Platform, max_tokens: int, kind: str) -> None:
-    counts = {
-        "uneven": [max_tokens * (expert % 5) // 4 for expert in range(32)],
-        "one_expert": [0] * 7 + [max_tokens] + [0] * 24,
-        "full": [max_tokens] * 32,
-    }[kind]
-    sizes = {"num_experts": 32, "top_k": 4, "hidden_size": 2048, "intermediate_size": 768}
-    layer = batches(scheme, counts, max_tokens, platform, **sizes)
-    layer.check()
-    assert torch.equal(layer.run(), layer.run())

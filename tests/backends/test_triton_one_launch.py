@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moereg.backends._loaded import Call
-from moereg.backends._triton import packed, ways
+from moereg.backends._triton import packed, schedules
 from moereg.backends._triton.packed import Flagged
 from moereg.backends.triton_moe import TritonPackedBatchedExperts, TritonPackedExperts
 from moereg.bench.inputs import random_call, random_weights
@@ -90,8 +90,8 @@ def run(experts: TritonPackedExperts, permuted: PermutedWeights, inputs: ExpertI
     return out
 
 
-def select_way(problem: MoEProblem, num_tokens: int, platform: Platform = SM90) -> Any:
-    """The way of a call of tokens that are not there."""
+def select_schedule(problem: MoEProblem, num_tokens: int, platform: Platform = SM90) -> Any:
+    """The schedule of a call of tokens that are not there."""
     batched = problem.activation_format == "batched"
     rows = torch.empty(*([problem.num_experts] * batched), num_tokens, problem.hidden_size, dtype=problem.torch_dtype)
     ids = torch.zeros(num_tokens, problem.top_k, dtype=torch.int32)
@@ -181,37 +181,37 @@ def test_only_what_comes_behind_the_sort_starts_early(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("model", "num_tokens", "way", "columns"),
+    ("model", "num_tokens", "schedule", "columns"),
     [
-        ("gpt-oss-120b", 1, ways.Single, 32),
-        ("gpt-oss-120b", 2, ways.Direct, 64),
-        ("gpt-oss-120b", 3, ways.Direct, 128),
-        ("gpt-oss-120b", 8, ways.Direct, 128),
+        ("gpt-oss-120b", 1, schedules.Single, 32),
+        ("gpt-oss-120b", 2, schedules.Direct, 64),
+        ("gpt-oss-120b", 3, schedules.Direct, 128),
+        ("gpt-oss-120b", 8, schedules.Direct, 128),
         ("gpt-oss-120b", 9, Flagged, 128),
         ("gpt-oss-120b", 16, Flagged, 128),
-        ("gpt-oss-120b", 17, ways.Sorted, 128),
-        ("qwen3-30b-a3b", 8, ways.Direct, 128),
+        ("gpt-oss-120b", 17, schedules.Sorted, 128),
+        ("qwen3-30b-a3b", 8, schedules.Direct, 128),
         ("qwen3-30b-a3b", 16, Flagged, 128),
-        ("mixtral-8x7b", 2, ways.Direct, 64),
-        ("mixtral-8x7b", 4, ways.Direct, 128),
+        ("mixtral-8x7b", 2, schedules.Direct, 64),
+        ("mixtral-8x7b", 4, schedules.Direct, 128),
         ("mixtral-8x7b", 16, Flagged, 128),
     ],
 )
 @pytest.mark.parametrize("scheme", ["mxfp4_w4a16", "int8_w8a16"])
-def test_which_calls_share_a_launch(scheme: str, model: str, num_tokens: int, way: type, columns: int) -> None:
+def test_which_calls_share_a_launch(scheme: str, model: str, num_tokens: int, schedule: type, columns: int) -> None:
     """Those that an H200 runs faster: weights of 4 bits."""
     problem = MoEProblem(**(get_shape(model).problem_keywords() | {"quant": scheme}))
-    chosen = select_way(problem, num_tokens)
+    chosen = select_schedule(problem, num_tokens)
     if scheme == "int8_w8a16":
         columns = 32 if num_tokens == 1 else 128
-        way = ways.Sorted if way is Flagged else way
-    assert type(chosen) is way
+        schedule = schedules.Sorted if schedule is Flagged else schedule
+    assert type(chosen) is schedule
     assert chosen.configs.gate_up.block_n == columns
-    if way is Flagged:
+    if schedule is Flagged:
         assert chosen.configs.gate_up.tall is None
         with in_two_launches():
-            alone = select_way(problem, num_tokens)
-        assert type(alone) is ways.Sorted
+            alone = select_schedule(problem, num_tokens)
+        assert type(alone) is schedules.Sorted
         assert alone.configs == chosen.configs
 
 
@@ -230,13 +230,13 @@ def test_which_calls_share_a_launch(scheme: str, model: str, num_tokens: int, wa
 )
 def test_others_take_two_launches(changes: dict[str, Any], platform: str) -> None:
     problem = dataclasses.replace(small_problem("mxfp4_w4a16"), num_local_experts=12)
-    assert type(select_way(problem, 16)) is Flagged
+    assert type(select_schedule(problem, 16)) is Flagged
     changed = dataclasses.replace(problem, **changes)
-    assert type(select_way(changed, 16, Platform.from_name(platform))) is not Flagged
+    assert type(select_schedule(changed, 16, Platform.from_name(platform))) is not Flagged
 
 
 def test_flags_take_no_scratch_of_their_own() -> None:
-    """They lie in the guard, which this way does without."""
+    """They lie in the guard, which this schedule does without."""
     problem = small_problem("mxfp4_w4a16")
     experts = TritonPackedExperts(problem, SM90)
     rest = TritonPackedExperts(problem, Platform.from_name("cuda:sm100"))
@@ -303,7 +303,7 @@ class TestOnHopper:
     pytestmark = on_hopper
 
     def test_these_calls_share_a_launch(self) -> None:
-        assert all(type(select_way(LARGE, num_tokens)) is Flagged for num_tokens in range(9, 17))
+        assert all(type(select_schedule(LARGE, num_tokens)) is Flagged for num_tokens in range(9, 17))
 
     def test_a_first_call_that_is_captured_and_200_replays(self, twins: Twins) -> None:
         kernel, held = twins.fresh(), calls(1)[0]
@@ -322,41 +322,11 @@ class TestOnHopper:
             assert torch.equal(out, expected), number
             assert torch.equal(eager, expected), number
 
-    def test_replays_behind_each_other_without_a_pause(self, twins: Twins) -> None:
-        """Every call's sort clears flags in scratch that the one before has just used."""
-        every = calls(24, seed=3)
-        outs = [torch.empty_like(call[0]) for call in every]
-        graph = torch.cuda.CUDAGraph()
-        kernel = twins.fresh()
-        with torch.cuda.graph(graph):
-            for call, out in zip(every, outs, strict=True):
-                kernel(*call, out=out)
-        expected = [twins.alone(*call) for call in every]
-        for _ in range(50):
-            for out in outs:
-                out.fill_(torch.nan)
-            graph.replay()
-            graph.replay()
-            assert_equal(outs, expected)
-
-    @pytest.mark.parametrize("is_fresh", [True, False])
-    def test_copies_on_two_streams_at_once(self, twins: Twins, is_fresh: bool) -> None:
-        one = twins.fresh() if is_fresh else twins.shared
-        kernels = (one, copy.deepcopy(one))
-        every = [calls(100, 16, seed=5 + n) for n in range(len(kernels))]
-        expected = [[twins.alone(*call) for call in own] for own in every]
-        outs = [[torch.empty_like(call[0]) for call in own] for own in every]
-        streams = [torch.cuda.Stream() for _ in kernels]
-        torch.cuda.synchronize()
-        for number in range(100):
-            for kernel, stream, own, into in zip(kernels, streams, every, outs, strict=True):
-                with torch.cuda.stream(stream):
-                    kernel(*own[number], out=into[number])
-        for own_expected, own_outs in zip(expected, outs, strict=True):
-            assert_equal(own_outs, own_expected)
-
     def test_graphs_on_two_streams_at_once(self, twins: Twins) -> None:
-        """Replays of captured calls of two copies, which nothing orders."""
+        """Replays of captured calls of two copies, which nothing orders.
+
+        Every call's sort clears flags in scratch that the one before has just used.
+        """
         every = [calls(8, seed=7 + n) for n in range(2)]
         expected = [[twins.alone(*call) for call in own] for own in every]
         outs = [[torch.empty_like(call[0]) for call in own] for own in every]

@@ -79,25 +79,21 @@ class Run:
         return grads
 
 
-def test_many_rows() -> None:
-    """Beyond 96 rows an expert tiles are taller; and several tiles of columns add to a routing weight's gradient."""
-    run = Run(problem_of(num_experts=1, top_k=1, hidden_size=40, intermediate_size=130), 97)
+@pytest.mark.parametrize(
+    ("sizes", "rank", "num_tokens", "guard"),
+    [
+        # Beyond 96 rows an expert tiles are taller; and several tiles of columns add to a routing weight's gradient.
+        ({"hidden_size": 40, "intermediate_size": 130}, 5, 97, 0),
+        # Sizes that Hopper's tensor maps cannot describe, in a call of so many rows that they would be asked; and
+        # low-rank rows that take more room than the plan of a call that infers.
+        ({"hidden_size": 36, "intermediate_size": 20}, 64, GUARD_ROWS, GUARD_ROWS),
+    ],
+)
+def test_many_rows(sizes: dict[str, int], rank: int, num_tokens: int, guard: int) -> None:
+    run = Run(problem_of(num_experts=1, top_k=1, adapter_rank=rank, **sizes), num_tokens)
     _, saved = run.forward()
-    truth = reference_gradients(run.problem, run.weights, *run.call.call, run.grad_out, None, run.adapters)
-    for comparison in truth.compare(run.backward(saved)):
-        assert comparison.error <= comparison.bound, comparison
-
-
-def test_rows_behind_a_guard() -> None:
-    """Sizes that Hopper's tensor maps cannot describe, in a call of so many rows that they would be asked.
-
-    And low-rank rows that take more room than the plan of a call that infers.
-    """
-    sizes = {"num_experts": 1, "top_k": 1, "hidden_size": 36, "intermediate_size": 20}
-    run = Run(problem_of(**sizes, adapter_rank=64), GUARD_ROWS)
-    _, saved = run.forward()
-    assert len(saved["pre"]) == 2 * GUARD_ROWS
-    assert saved["pre"][:GUARD_ROWS].isnan().all()
+    assert len(saved["pre"]) == guard + num_tokens
+    assert saved["pre"][:guard].isnan().all()
     truth = reference_gradients(run.problem, run.weights, *run.call.call, run.grad_out, None, run.adapters)
     for comparison in truth.compare(run.backward(saved)):
         assert comparison.error <= comparison.bound, comparison

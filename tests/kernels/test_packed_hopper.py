@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from moereg.backends._loaded import Call
 from moereg.backends._triton.packed import HopperPacked, interleave_and_pad, pack_matrices
-from moereg.backends._triton.ways import Hopper, PlainWay, Sorted
+from moereg.backends._triton.schedules import Hopper, PlainSchedule, Sorted
 from moereg.backends.triton_moe import TritonExperts, TritonPackedBatchedExperts, TritonPackedExperts
 from moereg.experts import ExpertInputs
 from moereg.kernels.hopper import packed_restore
@@ -227,8 +227,8 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moereg.kernels.launch.device.least_block_m", lambda _device: 1)
 
 
-def select_way(problem: MoEProblem, num_tokens: int, **more: Any) -> PlainWay:
-    """The way of a call on tensors without memory."""
+def select_schedule(problem: MoEProblem, num_tokens: int, **more: Any) -> PlainSchedule:
+    """The schedule of a call on tensors without memory."""
     batched = problem.activation_format == "batched"
     packed = TritonPackedBatchedExperts if batched else TritonPackedExperts
     experts = (packed if problem.quant.weight else TritonExperts)(problem, Platform.from_name("cuda:sm90"))
@@ -239,8 +239,8 @@ def select_way(problem: MoEProblem, num_tokens: int, **more: Any) -> PlainWay:
     inputs = ExpertInputs(hidden_states, topk_ids.float(), topk_ids)
     weights = PermutedWeights("none", more.get("weights", {}))
     call = Call(hidden_states, inputs, weights, hidden_states, hidden_states)
-    way: PlainWay = experts.implementation.select(call)  # type: ignore[attr-defined]
-    return way
+    schedule: PlainSchedule = experts.implementation.select(call)  # type: ignore[attr-defined]
+    return schedule
 
 
 def layer(scheme: str = "mxfp4_w4a16", **facts: Any) -> MoEProblem:
@@ -268,13 +268,13 @@ def layer(scheme: str = "mxfp4_w4a16", **facts: Any) -> MoEProblem:
 def test_rows_an_expert_choose_the_rule(
     scheme: str, num_tokens: int, tile: tuple[int, int, int] | None, copies_rows: bool | None
 ) -> None:
-    way = select_way(layer(scheme), num_tokens)
+    schedule = select_schedule(layer(scheme), num_tokens)
     if tile is None:
-        assert isinstance(way, Sorted)
+        assert isinstance(schedule, Sorted)
         return
-    assert isinstance(way, HopperPacked)
-    assert way.config.copies_rows is copies_rows
-    for config in (way.config.gate_up, way.config.down):
+    assert isinstance(schedule, HopperPacked)
+    assert schedule.config.copies_rows is copies_rows
+    for config in (schedule.config.gate_up, schedule.config.down):
         assert (config.block_m, config.block_n, config.slack) == tile
 
 
@@ -294,19 +294,19 @@ def test_rows_an_expert_choose_the_rule(
     ids=["zero_points", "small_groups", "float16", "weight_on_input", "few_steps", "few_steps_down", "odd_rows"],
 )
 def test_what_the_kernels_lack_takes_the_triton_tiles(problem: MoEProblem) -> None:
-    assert isinstance(select_way(problem, 1600), Sorted)
+    assert isinstance(select_schedule(problem, 1600), Sorted)
 
 
 @pytest.mark.usefixtures("h200")
 def test_the_batched_format_takes_the_triton_tiles() -> None:
-    assert not isinstance(select_way(layer(activation_format="batched"), 1600), HopperPacked)
+    assert not isinstance(select_schedule(layer(activation_format="batched"), 1600), HopperPacked)
 
 
 @pytest.mark.usefixtures("h200")
 def test_tokens_beyond_32_bit_offsets_take_the_triton_tiles() -> None:
     far = torch.empty_strided((1600, 256), (2**31 // 1600 // 8 * 8 + 8, 1), dtype=torch.bfloat16, device="meta")
-    assert isinstance(select_way(layer(), 1600, hidden_states=far), Sorted)
-    assert isinstance(select_way(layer(), 1600, hidden_states=far[:, :256].contiguous()), HopperPacked)
+    assert isinstance(select_schedule(layer(), 1600, hidden_states=far), Sorted)
+    assert isinstance(select_schedule(layer(), 1600, hidden_states=far[:, :256].contiguous()), HopperPacked)
 
 
 @pytest.mark.usefixtures("h200")
@@ -317,7 +317,7 @@ def test_weights_that_no_tensor_map_describes_take_the_triton_tiles(inter: int, 
         name: torch.empty(math.prod(shape) + offset, dtype=torch.bfloat16)[offset:].view(shape)
         for name, shape in shapes.items()
     }
-    assert type(select_way(layer("unquantized", intermediate_size=inter), 1600, weights=weights)) is found
+    assert type(select_schedule(layer("unquantized", intermediate_size=inter), 1600, weights=weights)) is found
 
 
 @pytest.mark.parametrize(

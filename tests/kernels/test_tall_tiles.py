@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moereg.backends._triton import ways
+from moereg.backends._triton import schedules
 from moereg.backends.triton_moe import TritonExperts, TritonPackedExperts
 from moereg.bench.inputs import random_weights
 from moereg.experts import ExpertInputs
@@ -239,9 +239,9 @@ class Layer:
         """The output against the reference."""
         problem, inputs = self.problem, self.inputs
         bits = None if problem.quant.weight is None else problem.quant.weight.bits
-        way = ways.select(problem, inputs.hidden_states, inputs.topk_ids.numel() / problem.num_experts, bits)
-        assert isinstance(way, ways.Sorted)
-        assert way.configs.tall
+        schedule = schedules.select(problem, inputs.hidden_states, inputs.topk_ids.numel() / problem.num_experts, bits)
+        assert isinstance(schedule, schedules.Sorted)
+        assert schedule.configs.tall
         rows = inputs.hidden_states, inputs.topk_weights, inputs.topk_ids
         error = relative_error(self.run(inputs), reference_experts(problem, self.weights, *rows))
         assert error < bound(problem.torch_dtype, 3), error

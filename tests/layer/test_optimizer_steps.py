@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.backends._torch.calls import CANONICAL
-from moereg.backends._torch.plain import Host
+from moereg.backends._torch.plain import CANONICAL, Host
 from moereg.errors import OldWeightsWarning
 from moereg.integrations.transformers import prepare, refresh
 from moereg.layer.factory import make_kernel

@@ -110,10 +110,10 @@ def test_what_is_compiled_at_run_time_is_in_the_package(core):
 _FOLDERS = """
 from flashinfer.artifacts import ArtifactPath
 from flashinfer.jit.env import FLASHINFER_CUBIN_DIR
-from moereg.backends._flashinfer import downloads
+from moereg.backends._flashinfer import package
 
-assert downloads.generated_folder() == ArtifactPath.TRTLLM_GEN_BMM.strip("/")
-assert downloads.download_folder() == FLASHINFER_CUBIN_DIR, (downloads.download_folder(), FLASHINFER_CUBIN_DIR)
+assert package.generated_folder() == ArtifactPath.TRTLLM_GEN_BMM.strip("/")
+assert package.download_folder() == FLASHINFER_CUBIN_DIR, (package.download_folder(), FLASHINFER_CUBIN_DIR)
 print(FLASHINFER_CUBIN_DIR)
 """
 

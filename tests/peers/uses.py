@@ -48,20 +48,16 @@ def foreign_uses(path: Path, libraries: Iterable[str] = FOREIGN) -> Iterator[Pas
 
     Yields:
         Each longest dotted name once a place: `from quack import gemm_interface` and `gemm_interface.gemm(a, b)` give
-        `quack.gemm_interface.gemm` with its call. Names that are kept as attributes of `self` are followed within the
-        file. An import at the top whose name is never used counts as read.
+        `quack.gemm_interface.gemm` with its call. An import at the top whose name is never used counts as read.
     """
     tree = _Loaded().visit(ast.parse(path.read_text()))
     roots = frozenset(libraries)
     functions, outside = _scopes(tree)
     shared = _bindings(outside, roots, {})
     own = {id(function): _bindings(list(ast.walk(function)), roots, shared) for function in functions}
-    kept: dict[str, str] = {}
-    for function in functions:
-        kept |= _kept_on_self(function, shared | own[id(function)])
     used: set[str] = set()
     for nodes, bound in [(outside, shared), *((list(ast.walk(one)), shared | own[id(one)]) for one in functions)]:
-        for name, use in _uses(nodes, bound | kept, path.name):
+        for name, use in _uses(nodes, bound, path.name):
             used.add(name)
             yield use
     for name, target in sorted(shared.items()):
@@ -134,17 +130,6 @@ def _bindings(nodes: Iterable[ast.AST], roots: frozenset[str], outer: dict[str, 
     return bound
 
 
-def _kept_on_self(function: ast.AST, bound: dict[str, str]) -> dict[str, str]:
-    """Attributes of `self` that a function binds to foreign names."""
-    kept: dict[str, str] = {}
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and (name := ast.unparse(node.targets[0])).startswith("self."):
-            value, _, attributes = ast.unparse(node.value).partition(".")
-            if value in bound and re.fullmatch(r"[\w.]*", attributes):
-                kept[name] = f"{bound[value]}.{attributes}".rstrip(".")
-    return kept
-
-
 def _uses(nodes: list[ast.AST], bound: dict[str, str], file: str) -> Iterator[tuple[str, Passed]]:
     """Uses of bound names, each with that name."""
     calls: dict[int, ast.Call] = {}
@@ -165,8 +150,7 @@ def _uses(nodes: list[ast.AST], bound: dict[str, str], file: str) -> Iterator[tu
         if not isinstance(node, (ast.Name, ast.Attribute)) or id(node) in inner or isinstance(node.ctx, ast.Store):
             continue
         text = ast.unparse(node)
-        of_self = re.match(r"self\.\w+", text)
-        name = of_self[0] if of_self else text.partition(".")[0]
+        name = text.partition(".")[0]
         attributes = text.removeprefix(name).removeprefix(".")
         if (name in bound or name in LOADED) and re.fullmatch(r"[\w.]*", attributes):
             target = f"{bound.get(name, name)}.{attributes}".rstrip(".")

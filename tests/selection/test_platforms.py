@@ -24,7 +24,6 @@ from moereg.platforms import (
     Platform,
     PlatformKind,
     PlatformRule,
-    Specificity,
     gpu_clocks,
     installed_versions,
     probe_cpu,
@@ -91,8 +90,7 @@ def test_a_platform_without_arch_matches_its_kind_only() -> None:
 
 def test_specificity_orders_rules() -> None:
     rules = ("*", "cuda", "cuda:sm90+", "cuda:sm90f", "cuda:sm90")
-    kinds = [Specificity.ANY, Specificity.KIND, Specificity.AT_LEAST, Specificity.FAMILY, Specificity.EXACT]
-    assert [PlatformRule(rule).specificity for rule in rules] == kinds == sorted(set(kinds))
+    assert [PlatformRule(rule).specificity for rule in rules] == [0, 1, 2, 3, 4]
 
 
 OVERLAPS = {
@@ -238,7 +236,7 @@ def test_a_plugin_orders_its_own_archs() -> None:
     assert PlatformRule("quux:q7+").matches(Platform("quux", "q12"))
     assert not PlatformRule("quux:q7+").matches(Platform("quux", "q3"))
     # The kind has no families, so the letter belongs to the arch; nor did the failure above leave anything behind.
-    assert PlatformRule("quux:q7f").specificity == Specificity.EXACT
+    assert PlatformRule("quux:q7f").specificity == 4
     assert PlatformRule("quux:q7f").matches(Platform("quux", "q7f"))
     assert Platform("quux", "q12").device_type == "privateuseone"
     assert Platform("quux", "q12").device_type != Platform("cuda", "sm90").device_type

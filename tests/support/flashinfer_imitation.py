@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from moereg.backends import flashinfer_moe
-from moereg.backends._flashinfer.cutlass_layouts import interleave_fp4
+from moereg.backends._flashinfer.layouts import interleave_fp4
 from moereg.backends._flashinfer.loading import Library
 from moereg.quantize import unpack_nibbles
 from tests.peers.contract import stand_in

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
 
-from moereg.backends._cutlass.scales import row_scales
+from moereg.backends._cutlass.torch_scaled import row_scales
 from moereg.backends._loaded import Call, Implementation
-from moereg.backends._triton.workspace import Piece, bytes_of, cut, plan_bytes, row_pieces
+from moereg.backends._triton.workspace import plan_bytes, row_format, row_pieces
+from moereg.backends._workspace import Piece, bytes_of, cut
 from moereg.experts import Experts
 from moereg.kernels.quack.epilogues import GateUp, down_epilogue, gate_up_epilogue
 from moereg.kernels.quack.products import GemmConfig, cache_folder, grouped_product, select_config
-from moereg.kernels.quantized.operands import QuantizedRows, Quantizer, RowFormat
+from moereg.kernels.quantized.operands import QuantizedRows, Quantizer
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.rows.reduce import reduce_sorted_rows
@@ -30,9 +30,7 @@ from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.rows.sorted_inputs import SortedInputs, sorted_inputs
 from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD
 from moereg.platforms import PlatformRule
-from moereg.quantize import element_of
 from moereg.runtime.progress import long_wait
-from moereg.spec.quant_schemes import WHOLE
 from moereg.weights.layouts import ALIGNMENT, aligned, interleave_gate_up, pad_columns, round_up
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
@@ -43,17 +41,10 @@ _COMPILE_SECONDS: Final = 3.0
 """Seconds for one kernel on one free core; 1.4 to 3.2 were measured."""
 
 _COMPILED: Final[set[tuple[str, str, torch.dtype, str]]] = set()
-_LOCK: Final = threading.Lock()
 
 
 class _Rows(NamedTuple):
-    """Input rows of a GEMM, with the scales of quantized ones.
-
-    Attributes:
-        rows: [S, K].
-        scale: [S] fp32, or None.
-        routes_per_row: K if rows are tokens, 1 if they are routes.
-    """
+    """Input rows [S, K] of a GEMM, `scale` [S] fp32 of quantized ones, and routes per row: K for tokens, else 1."""
 
     rows: torch.Tensor
     scale: torch.Tensor | None
@@ -195,23 +186,19 @@ class Interleaved(Implementation):
             (epilogue.semantic_digest, repr(config), dtype, self.problem.dtype)
             for epilogue in (self._gate_up, self._down)
         }
-        with _LOCK:
-            num_new = len(keys - _COMPILED)
-        if not num_new:
-            self._ready.add(config)
-            yield
-            return
-        folder = cache_folder()
-        avoid = (
-            "QUACK_CACHE_ENABLED=0 keeps them from the next process"
-            if folder is None
-            else f"the next process finds them in {folder}, which QUACK_CACHE_DIR names"
-        )
-        kernels = "a kernel" if num_new == 1 else f"{num_new} kernels"
-        with long_wait(f"compiling {kernels} of cutlass", _COMPILE_SECONDS * num_new, avoid):
-            yield
-        with _LOCK:
+        if num_new := len(keys - _COMPILED):
+            folder = cache_folder()
+            avoid = (
+                "QUACK_CACHE_ENABLED=0 keeps them from the next process"
+                if folder is None
+                else f"the next process finds them in {folder}, which QUACK_CACHE_DIR names"
+            )
+            kernels = "a kernel" if num_new == 1 else f"{num_new} kernels"
+            with long_wait(f"compiling {kernels} of cutlass", _COMPILE_SECONDS * num_new, avoid):
+                yield
             _COMPILED.update(keys)
+        else:
+            yield
         self._ready.add(config)
 
 
@@ -226,14 +213,7 @@ class InterleavedCodes(Interleaved):
         fmt = self.computes.activation
         assert fmt is not None
         self._format = fmt
-        element = element_of(fmt)
-        self._row_format = RowFormat(
-            dtype=fmt.storage_dtype,
-            min_code=element.min_value,
-            max_code=element.max_value,
-            spans_rows=fmt.group[0] == WHOLE and not fmt.static,
-            static=fmt.static,
-        )
+        self._row_format = row_format(fmt)
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         """As for 16 bits, with the reduced dimensions padded to multiples of 128 and a scale per row.

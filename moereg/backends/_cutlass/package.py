@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import getpass
-import importlib.util
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Final
 
-from moereg.backends._flashinfer.package import foreign_machine
+from moereg.backends._flashinfer.package import find_folder, foreign_machine, is_importable, unwritable
 from moereg.platforms import Platform
 
 REQUIRES: Final = ("quack-kernels>=0.6.5,<0.7", "nvidia-cutlass-dsl>=4.8,<5", "triton>=3.6")
@@ -27,15 +25,15 @@ _RUNTIMES: Final = ("cu12/lib/libcute_dsl_runtime.so", "cu13/lib/libcute_dsl_run
 
 def can_be_imported(platform: Platform) -> str | None:
     """Probe: why `import quack` would fail here, or None."""
-    quack = _folder("quack")
+    quack = find_folder("quack")
     if quack is None:
         return "requires the package quack, found its distribution alone; reinstall quack-kernels"
     if lacks := _lacks(quack):
         return f"requires QuACK's epilogues, found no {lacks} in {quack}; install quack-kernels==0.6.5"
-    dsl = _folder(_DSL)
+    dsl = find_folder(_DSL)
     if dsl is None:
         return "requires CuTe DSL, found its distribution alone; reinstall nvidia-cutlass-dsl"
-    language = _folder("cutlass")
+    language = find_folder("cutlass")
     if language is None or not language.is_relative_to(dsl):
         return (
             f"requires that `import cutlass` means CuTe DSL, found {language or 'nothing'}; install into a folder "
@@ -48,7 +46,7 @@ def can_be_imported(platform: Platform) -> str | None:
             f"requires CuTe DSL in a folder site-packages, as QuACK does, found {language}; install both into an "
             "environment, or --target DIR/site-packages"
         )
-    lacking = [name for name in _IMPORTED if not _is_importable(name)]
+    lacking = [name for name in _IMPORTED if not is_importable(name)]
     if lacking:
         return f"requires the packages that QuACK imports, found no {', '.join(lacking)}; install them"
     runtimes = [dsl / name for name in _RUNTIMES if (dsl / name).is_file()]
@@ -72,24 +70,7 @@ def cache_can_be_written(platform: Platform) -> str | None:
         folder = Path(named) if named is not None else Path(tempfile.gettempdir()) / getpass.getuser() / "quack_cache"
     except (OSError, KeyError):  # In a container the user may have no name.
         return f"requires a cache folder, which QuACK names after the user, found no name of this one; {cure}"
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    try:
-        # Permission bits mean little to root or on a read-only file system, so try an unnamed file.
-        with tempfile.TemporaryFile(dir=existing):
-            return None
-    except OSError as error:
-        why = (error.strerror or type(error).__name__).lower()
-        return f"requires a cache folder that can be written, got {folder} ({why}); {cure}"
-
-
-def _folder(name: str) -> Path | None:
-    """The folder of a package, or None."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # The module is half imported or no package.
-        return None
-    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return Path(locations[0]) if locations else None
+    return unwritable(folder, cure)
 
 
 def _is_installed(path: Path) -> bool:
@@ -105,10 +86,3 @@ def _lacks(quack: Path) -> str | None:
     except OSError:
         return "quack.activation"
     return next((f"quack.activation.{name}" for name in _PRIVATE if f"def {name}(" not in text), None)
-
-
-def _is_importable(name: str) -> bool:
-    try:
-        return name in sys.modules or importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False

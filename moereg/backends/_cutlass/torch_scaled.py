@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from moereg.backends._cutlass.scales import row_scales
 from moereg.backends._loaded import Call, Implementation
 from moereg.kernels.plain.device import device_chunk_tokens, local_expert_ids
 from moereg.quantize import quantize_activations
@@ -111,3 +110,9 @@ class ScaledGrouped(Implementation):
         if bias is not None:
             result += bias.index_select(0, rows.expert)
         return result
+
+
+def row_scales(scale: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """One scale per row, [E, rows] fp32 in its own storage, of [E, rows, 1], [E], or [E, 2] for w13's halves."""
+    flat = scale.flatten(1) if scale.dim() > 1 else scale.unsqueeze(1)
+    return flat.repeat_interleave(num_rows // flat.shape[1], dim=1).contiguous()

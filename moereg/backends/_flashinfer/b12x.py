@@ -1,23 +1,17 @@
 """FlashInfer's b12x kernels: 4-bit floats with 16-bit activations on sm120. No such machine has run this yet.
 
 FlashInfer's own entry point repacks weights at the first call and caches the result by address, so it would miss new
-weights in the same memory. Here `permute_weights` repacks them.
-
-T tokens, K experts per token, E local experts.
+weights in the same memory. Here `permute_weights` repacks them. FlashInfer keeps the kernels' buffers, one set per
+process.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-import torch
-
-from moereg.backends._flashinfer import shuffles
-from moereg.backends._flashinfer.first_call import first_call
-from moereg.backends._flashinfer.scales import one_scale
-from moereg.backends._flashinfer.scratch import Piece, aligned_result, carved, num_bytes
-from moereg.backends._loaded import Call, Implementation
-from moereg.kernels.rows.local import local_routes
+from moereg.backends._flashinfer.calls import LocalRoutes, first_call
+from moereg.backends._flashinfer.layouts import one_scale, swizzled_rows
+from moereg.backends._loaded import Call
 from moereg.weights.layouts import aligned
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
@@ -27,13 +21,8 @@ _COUNTERS: Final = "workspace"
 """Field of FlashInfer's weights that holds device counters and belongs to no expert."""
 
 
-class Standard(Implementation):
+class Standard(LocalRoutes):
     """nvfp4 weights, 16-bit activations: one call for the whole layer."""
-
-    @property
-    def activation(self) -> str:
-        """FlashInfer's name."""
-        return self.problem.activation.name
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         """Lets FlashInfer repack all experts at once.
@@ -49,43 +38,29 @@ class Standard(Implementation):
         assert weights.w2_scale is not None and weights.w2_scale_2 is not None
         prepared = prepare_w4a16_modelopt_nvfp4_weights(
             w13_fp4=aligned(weights.w13),
-            w13_blockscale=_padded_scales(weights.w13_scale),
+            w13_blockscale=swizzled_rows(weights.w13_scale),
             w13_global_scale=one_scale(weights.w13_scale_2, "w13_scale_2"),
             w2_fp4=aligned(weights.w2),
-            w2_blockscale=_padded_scales(weights.w2_scale),
+            w2_blockscale=swizzled_rows(weights.w2_scale),
             w2_global_scale=weights.w2_scale_2,
-            activation=self.activation,
+            activation=self.problem.activation.name,
             params_dtype=self.problem.torch_dtype,
             w13_layout="gate_up",
         )
         tensors = {name: getattr(prepared, name) for name in _PACKED}
         return PermutedWeights(self.layouts[0], tensors, {_COUNTERS: prepared.workspace})
 
-    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Routes. FlashInfer keeps the kernels' own buffers, one set per process."""
-        return (0,), (num_bytes(self._pieces(num_tokens)) // self.problem.torch_dtype.itemsize,)
-
     def run(self, call: Call) -> None:
         from flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_dispatch import launch_sm120_moe
         from flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_w4a16_prepare import W4A16PackedWeights
 
-        problem, inputs, weights = self.problem, call.inputs, call.weights
+        problem, weights = self.problem, call.weights
         experts = problem.num_local_experts
-        scratch = carved(call.workspace2, self._pieces(len(inputs.hidden_states)))
-        local_routes(
-            scratch["topk_ids"],
-            scratch["topk_weights"],
-            inputs.topk_ids,
-            inputs.topk_weights,
-            inputs.expert_map,
-            experts if inputs.expert_map is None else len(inputs.expert_map),
-            experts,
-        )
+        scratch = self.place_routes(call)
         packed = {name: weights[name] for name in (*_PACKED, _COUNTERS)}
-        waiting = first_call("flashinfer_b12x", problem, 60.0, _KEPT, on=call.out)
-        with waiting, aligned_result(call.out) as out:
+        with first_call("flashinfer_b12x", problem, 60.0, _KEPT, call.out) as out:
             launch_sm120_moe(
-                a=aligned(inputs.hidden_states),
+                a=aligned(call.inputs.hidden_states),
                 topk_ids=scratch["topk_ids"],
                 topk_weights=scratch["topk_weights"],
                 w1_weight=packed["w13"],
@@ -98,7 +73,7 @@ class Standard(Implementation):
                 top_k=problem.top_k,
                 num_local_experts=experts,
                 scatter_output=out,
-                activation=self.activation,
+                activation=problem.activation.name,
                 quant_mode="w4a16",
                 _prepared_weights=W4A16PackedWeights(
                     **packed,
@@ -110,13 +85,3 @@ class Standard(Implementation):
                     w13_layout="w31",
                 ),
             )
-
-    def _pieces(self, num_tokens: int) -> dict[str, Piece]:
-        shape = (num_tokens, self.problem.top_k)
-        return {"topk_ids": Piece(shape, torch.int32), "topk_weights": Piece(shape, torch.float32)}
-
-
-def _padded_scales(scale: torch.Tensor) -> torch.Tensor:
-    """Scales [E, N, G] in blocks, with N and G padded to whole blocks."""
-    blocks = shuffles.each_expert(scale, shuffles.swizzled_scales)
-    return blocks.view(len(scale), blocks.shape[1] * shuffles.SCALE_ROWS, blocks.shape[2] * shuffles.SCALE_COLUMNS)

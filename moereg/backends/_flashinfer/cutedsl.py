@@ -1,9 +1,8 @@
 """FlashInfer's CuTe DSL kernels for 4-bit floats: sm100 and its family. No such machine has run this yet.
 
 CuTe DSL compiles GEMMs at their first use; FlashInfer compiles its route sort with nvcc and headers that it downloads.
-Ids are local, -1 for a route without a local expert, so the kernels take every rank for rank 0.
 
-T tokens, K experts per token, E local experts, H hidden, I intermediate.
+E local experts, H hidden, I intermediate.
 """
 
 from __future__ import annotations
@@ -12,14 +11,10 @@ from typing import Final
 
 import torch
 
-from moereg.backends._flashinfer import shuffles
-from moereg.backends._flashinfer.coded import CodedTokens
-from moereg.backends._flashinfer.first_call import first_call
-from moereg.backends._flashinfer.scales import one_for_all, one_scale
-from moereg.backends._flashinfer.scratch import Piece, aligned_result, carved, num_bytes
+from moereg.backends._flashinfer import layouts
+from moereg.backends._flashinfer.calls import LocalRoutes, first_call
+from moereg.backends._flashinfer.layouts import one_for_all, one_scale
 from moereg.backends._loaded import Call, Implementation
-from moereg.experts import Experts
-from moereg.kernels.rows.local import local_routes
 from moereg.weights.layouts import aligned
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
@@ -45,24 +40,19 @@ def _scale_blocks(weights: ExpertWeights, matrix: str, halves: int) -> torch.Ten
     if scale.dtype == torch.float8_e8m0fnu:
         # FlashInfer takes power-of-two scales as bytes and refuses torch's dtype for them.
         scale = scale.view(torch.uint8)
-    grouped = shuffles.grouped_halves(scale, _HALVES) if halves == 2 else scale
-    return shuffles.each_expert(grouped, shuffles.swizzled_scales)
+    grouped = layouts.grouped_halves(scale, _HALVES) if halves == 2 else scale
+    return layouts.each_expert(grouped, layouts.swizzled_scales)
 
 
-class Standard(Implementation):
+class Standard(LocalRoutes):
     """One call for the whole layer: nvfp4 with static global scales or 16-bit activations, or mxfp4 with mxfp8."""
-
-    def __init__(self, experts: Experts) -> None:
-        super().__init__(experts)
-        activation = self.computes.activation
-        self.coded = None if activation is None else CodedTokens(activation, self.problem.hidden_size)
 
     @property
     def mode(self) -> str:
         """FlashInfer's name of the operand formats."""
         if self.coded is None:
             return "w4a16"
-        return "w4a4" if self.coded.fmt.global_scale else "w4a8"
+        return "w4a4" if self.coded.global_scale else "w4a8"
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         """`w13` in groups of 64 rows of up and of gate; scales in blocks; combined global scales.
@@ -71,7 +61,7 @@ class Standard(Implementation):
             ValueError: Gate and up have different global scales, or nvfp4 has no static activation scales.
         """
         halves = self.problem.activation.num_halves
-        w13 = shuffles.grouped_halves(weights.w13, _HALVES) if halves == 2 else aligned(weights.w13)
+        w13 = layouts.grouped_halves(weights.w13, _HALVES) if halves == 2 else aligned(weights.w13)
         tensors = {"w13": w13, "w2": aligned(weights.w2)}
         tensors["w13_scale"] = _scale_blocks(weights, "w13", halves)
         tensors["w2_scale"] = _scale_blocks(weights, "w2", 1)
@@ -86,44 +76,28 @@ class Standard(Implementation):
         tensors |= {"w13_alpha": aligned(first), "w2_alpha": aligned(second)}
         return PermutedWeights(self.layouts[0], tensors, shared)
 
-    def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Routes and quantized tokens. The kernels' own buffers come from torch's allocator."""
-        return (0,), (num_bytes(self._pieces(num_tokens)) // self.problem.torch_dtype.itemsize,)
-
     def run(self, call: Call) -> None:
-        problem, inputs, weights = self.problem, call.inputs, call.weights
-        scratch = carved(call.workspace2, self._pieces(len(inputs.hidden_states)))
-        local_routes(
-            scratch["topk_ids"],
-            scratch["topk_weights"],
-            inputs.topk_ids,
-            inputs.topk_weights,
-            inputs.expert_map,
-            problem.num_local_experts if inputs.expert_map is None else len(inputs.expert_map),
-            problem.num_local_experts,
-        )
-        tokens, scales = aligned(inputs.hidden_states), None
-        if self.coded is not None:
-            tokens, scales = self.coded.run(
-                scratch, tokens, weights.get("a13_scale"), scratch["topk_ids"], problem.num_local_experts
-            )
-            if self.mode == "w4a4":
-                scales = scales.unsqueeze(-1)
         from flashinfer.fused_moe import cute_dsl_fused_moe
 
-        waiting = first_call("flashinfer_cutedsl", problem, _COMPILING_SECONDS, _KEPT, on=call.out)
-        with waiting, aligned_result(call.out) as out:
+        problem, weights = self.problem, call.weights
+        scratch = self.place_routes(call)
+        tokens, scales = aligned(call.inputs.hidden_states), None
+        if self.coded is not None:
+            tokens, scales = self.quantize_tokens(call, scratch)
+            if self.mode == "w4a4":
+                scales = scales.unsqueeze(-1)
+        with first_call("flashinfer_cutedsl", problem, _COMPILING_SECONDS, _KEPT, call.out) as out:
             cute_dsl_fused_moe(
                 x=tokens,
                 x_sf=scales,
                 token_selected_experts=scratch["topk_ids"],
                 token_final_scales=scratch["topk_weights"],
                 w1_weight=weights["w13"],
-                w1_weight_sf=shuffles.mma_scales(weights["w13_scale"]),
+                w1_weight_sf=layouts.mma_scales(weights["w13_scale"]),
                 w1_alpha=weights["w13_alpha"],
                 fc2_input_scale=weights.get("fc2_input_scale"),
                 w2_weight=weights["w2"],
-                w2_weight_sf=shuffles.mma_scales(weights["w2_scale"]),
+                w2_weight_sf=layouts.mma_scales(weights["w2_scale"]),
                 w2_alpha=weights["w2_alpha"],
                 num_experts=problem.num_experts,
                 top_k=problem.top_k,
@@ -136,11 +110,6 @@ class Standard(Implementation):
                 activation_type=_activation_type(problem.activation.name),
                 quant_mode=self.mode,
             )
-
-    def _pieces(self, num_tokens: int) -> dict[str, Piece]:
-        shape = (num_tokens, self.problem.top_k)
-        pieces = {"topk_ids": Piece(shape, torch.int32), "topk_weights": Piece(shape, torch.float32)}
-        return pieces if self.coded is None else pieces | self.coded.pieces(num_tokens)
 
 
 class Batched(Implementation):
@@ -178,8 +147,7 @@ class Batched(Implementation):
         inputs, weights = call.inputs, call.weights
         counts = inputs.expert_num_tokens
         assert counts is not None
-        waiting = first_call("flashinfer_cutedsl", self.problem, _COMPILING_SECONDS, _KEPT, on=call.out)
-        with waiting, aligned_result(call.out) as out:
+        with first_call("flashinfer_cutedsl", self.problem, _COMPILING_SECONDS, _KEPT, call.out) as out:
             codes = scaled_fp4_grouped_quantize(aligned(inputs.hidden_states), counts, weights["a13_inverse"])
             gemm1 = call.workspace13.view(len(counts), -1, 2 * self.problem.intermediate_size)
             _masked_product(gemm1, codes, weights, "w13", counts)
@@ -199,7 +167,7 @@ def _masked_product(
 
     grouped_gemm_nt_masked(
         lhs=codes,
-        rhs=(weights[name].permute(1, 2, 0), shuffles.mma_scales(weights[f"{name}_scale"])),
+        rhs=(weights[name].permute(1, 2, 0), layouts.mma_scales(weights[f"{name}_scale"])),
         out=out.permute(1, 2, 0),
         masked_m=counts,
         ab_dtype="float4_e2m1fn",

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import abc
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
 from moereg.backends._flashinfer import loading, tactics
-from moereg.backends._flashinfer.cutlass_layouts import arrange
-from moereg.backends._flashinfer.timing import CallTimer, layer_key
+from moereg.backends._flashinfer.layouts import activation_scalars, arrange
+from moereg.backends._flashinfer.tactics import CallTimer, layer_key
 from moereg.backends._loaded import Call, Implementation
+from moereg.backends._workspace import Piece, bytes_of, cut
 from moereg.experts import Experts
 from moereg.kernels.plain.device import local_expert_ids
-from moereg.spec.activations import Activation
 from moereg.weights.layouts import ALIGNMENT, aligned, round_up
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
-
-__all__ = ["Cutlass", "Pieces", "Plain", "Rows", "cut_from"]
-
-_PIECE_ALIGNMENT: Final = 256
 
 # FlashInfer's names. SwiGLU's clamp, alpha and beta are passed as tensors.
 _ACTIVATIONS: Final = {
@@ -38,8 +33,7 @@ _ACTIVATIONS: Final = {
 }
 
 
-Pieces = list[tuple[tuple[int, ...], torch.dtype]]
-"""Shapes and dtypes of tensors that share one buffer."""
+_SCALARS: Final = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
 
 
 class Rows(NamedTuple):
@@ -60,23 +54,8 @@ class Rows(NamedTuple):
     x_scale: torch.Tensor | None = None
 
 
-def _scalars(activation: Activation) -> dict[str, float]:
-    """Scalars that differ from plain SwiGLU's, by FlashInfer's names."""
-    given = {
-        "swiglu_alpha": (activation.alpha, 1.0),
-        "swiglu_beta": (activation.beta, 0.0),
-        "swiglu_limit": (activation.limit, None),
-    }
-    return {name: value for name, (value, standard) in given.items() if value is not None and value != standard}
-
-
 class Cutlass(Implementation):
-    """Shared by all kinds of weights.
-
-    Attributes:
-        hidden, intermediate: Sizes padded to what the kernels take.
-        num_halves: Rows of w13 for each row of the intermediate.
-    """
+    """Shared by all kinds of weights: `hidden` and `intermediate` are padded, `num_halves` is w13's rows per column."""
 
     multiple: ClassVar[int] = 8
     """H and I are padded to multiples of this."""
@@ -110,10 +89,7 @@ class Cutlass(Implementation):
         self._device = weights.w13.device  # The device of workspace queries.
         per_expert, shared = self.permuted(weights)
         per_expert |= self._biases(weights)
-        per_expert |= {
-            name: torch.full((weights.num_experts,), value, dtype=torch.float32, device=weights.w13.device)
-            for name, value in _scalars(self.problem.activation).items()
-        }
+        per_expert |= activation_scalars(weights, self.problem.activation, *_SCALARS)
         return PermutedWeights(self.layouts[0], per_expert, shared)
 
     def _biases(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
@@ -140,7 +116,7 @@ class Cutlass(Implementation):
     def workspace_shapes(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """FlashInfer's own workspace and, flat, its input and output rows."""
         itemsize = self.problem.torch_dtype.itemsize
-        own = sum(_padded_bytes(shape, dtype) for shape, dtype in self.pieces(num_tokens))
+        own = bytes_of(self.pieces(num_tokens))
         return (-(-self._library_bytes(num_tokens) // itemsize),), (own // itemsize,)
 
     def _library_bytes(self, num_tokens: int) -> int:
@@ -150,7 +126,8 @@ class Cutlass(Implementation):
         """Workspace bytes that FlashInfer needs for rows with `top_k` routes each."""
         problem, library = self.problem, self.library
         name = _ACTIVATIONS[problem.activation.name]
-        has_scalars = bool(_scalars(problem.activation))
+        activation = problem.activation
+        has_scalars = activation.alpha != 1.0 or activation.beta != 0.0 or activation.limit is not None
         num_bytes: int = library.workspace_bytes(
             num_rows,
             self.hidden,
@@ -172,11 +149,11 @@ class Cutlass(Implementation):
         dtype = self.problem.torch_dtype
         return {"x_dtype": dtype, "weight_dtype": dtype, "output_dtype": dtype}
 
-    def pieces(self, num_tokens: int) -> Pieces:
-        """Shapes and dtypes of the rows that `make_rows` cuts from the second workspace."""
+    def pieces(self, num_tokens: int) -> list[Piece]:
+        """The rows that `make_rows` cuts from the second workspace."""
         if self.hidden == self.problem.hidden_size:
             return []
-        return [((num_tokens, self.hidden), self.problem.torch_dtype)] * 2
+        return [Piece((num_tokens, self.hidden), self.problem.torch_dtype)] * 2
 
     def make_rows(self, call: Call) -> Rows:
         """The rows of a call: tokens as they are, or padded."""
@@ -186,7 +163,7 @@ class Cutlass(Implementation):
             # FlashInfer loads and stores aligned vectors.
             out = call.out if call.out.data_ptr() % ALIGNMENT == 0 else torch.empty_like(call.out)
             return Rows(aligned(inputs.hidden_states), ids, scales, out)
-        x, out = self.cut(call)
+        x, out = cut_rows(call, self.pieces(len(inputs.hidden_states)))
         x[:, :hidden_size].copy_(inputs.hidden_states)
         x[:, hidden_size:].zero_()
         return Rows(x, ids, scales, out)
@@ -195,10 +172,6 @@ class Cutlass(Implementation):
         """Copies FlashInfer's output into `out` if it is elsewhere."""
         if rows.out is not call.out:
             call.out.copy_(rows.out[:, : self.problem.hidden_size])
-
-    def cut(self, call: Call) -> list[torch.Tensor]:
-        """The pieces, cut from the second workspace."""
-        return cut_from(call.workspace2, self.pieces(call.inputs.hidden_states.shape[0]))
 
     def local_ids(self, call: Call) -> torch.Tensor:
         """[T,K] int32 of local experts; others are negative or too large, and FlashInfer skips them."""
@@ -217,7 +190,7 @@ class Cutlass(Implementation):
             "quant_scales": self.quant_scales(weights),
             "fc1_expert_biases": weights.get("w13_bias"),
             "fc2_expert_biases": weights.get("w2_bias"),
-            **{name: weights.get(name) for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit")},
+            **{name: weights.get(name) for name in _SCALARS},
             **self.flags,
             "output": rows.out,
             "activation_type": self._activation(library),
@@ -323,12 +296,7 @@ def _of_rows(rows: Rows) -> dict[str, Any]:
 
 
 def drawn_rows(rows: Rows, num_experts: int) -> Rows:
-    """Random rows of the same shapes and dtypes that choose experts about evenly; the same `out`.
-
-    Args:
-        rows: A call's rows.
-        num_experts: Experts of all ranks; ids beyond the local ones are skipped.
-    """
+    """Random rows of the same shapes and dtypes, with the same `out`, that choose experts of all ranks about evenly."""
     device = rows.x.device
     generator = torch.Generator(device).manual_seed(0)
     # 8-bit values are scaled into the format's range.
@@ -347,26 +315,17 @@ def drawn_rows(rows: Rows, num_experts: int) -> Rows:
     )
 
 
+def cut_rows(call: Call, pieces: list[Piece]) -> list[torch.Tensor]:
+    """The pieces of a call's second workspace."""
+    return cut(call.workspace2.view(-1).view(torch.uint8), *pieces)
+
+
 def _fits(runner: Any, tactic: int) -> bool:
     """Whether the device can run a tactic; FlashInfer raises if the shared object lacks its kernels."""
     try:
         return bool(runner.get_tactic_occupancy(tactic) > 0)
     except RuntimeError:
         return False
-
-
-def cut_from(memory: torch.Tensor, pieces: Pieces) -> list[torch.Tensor]:
-    """Consecutive tensors in contiguous memory."""
-    storage, start, cut = memory.view(-1).view(torch.uint8), 0, []
-    for shape, dtype in pieces:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        cut.append(storage[start : start + num_bytes].view(dtype).view(shape))
-        start += _padded_bytes(shape, dtype)
-    return cut
-
-
-def _padded_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return round_up(math.prod(shape) * dtype.itemsize, _PIECE_ALIGNMENT)
 
 
 class Plain(Cutlass):

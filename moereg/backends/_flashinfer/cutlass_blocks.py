@@ -9,12 +9,10 @@ import torch
 
 from moereg.backends._flashinfer import package
 from moereg.backends._flashinfer.cutlass import Cutlass
-from moereg.backends._flashinfer.cutlass_layouts import arrange
+from moereg.backends._flashinfer.layouts import arrange
 from moereg.backends._loaded import Call
 from moereg.runtime.progress import long_wait
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
-
-__all__ = ["Fp8Block"]
 
 logger: Final = logging.getLogger("moereg")
 
@@ -33,17 +31,11 @@ _CALLED: Final[set[tuple[object, ...]]] = set()
 
 
 def tokens_of_tiles(num_tokens: int) -> tuple[int, int]:
-    """The range of token counts that share their kernels with this one.
+    """The smallest and the largest number of tokens that share their kernels with this one.
 
     The kernel depends on the number of tiles. Below 32 tokens (64 on a device with 78 multiprocessors) tokens are the
     tile's columns, 16 to 128 in steps of 8; above, they are its rows, 64 up to 64 tokens and 128 for more. From 1,024
     on, two multiprocessors share the loads of an expert's tiles.
-
-    Args:
-        num_tokens: T.
-
-    Returns:
-        The smallest and the largest count.
     """
     step = 8 if num_tokens <= 64 else 128
     first = (num_tokens - 1) // step * step + 1
@@ -59,14 +51,11 @@ def lifted(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torc
 
     Scale and codes move by the same power of two, so values stay the same, except that codes below the format's range
     are rounded, by at most 2e-13 of a weight. Other blocks keep their codes. Raising the scales alone would turn some
-    weights of 1e-22 into 1e-9.
+    weights of 1e-22 into 1e-9. Returns the given tensors if no scale is that small.
 
     Args:
         codes: [E,R,C] e4m3.
         scale: [E,R / 128,C / 128] fp32, rounded up.
-
-    Returns:
-        The given tensors if no scale is that small.
     """
     is_small = scale < _SMALLEST_SCALE
     if not is_small.any():

@@ -12,13 +12,12 @@ from typing import ClassVar, Final
 
 import torch
 
-from moereg.backends._flashinfer.cutlass import Pieces, Rows, cut_from
-from moereg.backends._flashinfer.cutlass_layouts import arrange, fold_scales
+from moereg.backends._flashinfer.cutlass import Rows, cut_rows
 from moereg.backends._flashinfer.cutlass_quantized import Fp8Tensor
+from moereg.backends._flashinfer.layouts import arrange, fold_scales
 from moereg.backends._loaded import Call
+from moereg.backends._workspace import Piece
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
-
-__all__ = ["Int4W4A8", "interleave_int4"]
 
 _GROUP: Final = 128
 # Turns two codes with an offset of 8 into two's complement.
@@ -31,10 +30,7 @@ def interleave_int4(matrix: torch.Tensor) -> torch.Tensor:
     Source: the interleaving kernel of FlashInfer 0.7.2.
 
     Args:
-        matrix: [R, K / 2] uint8, two codes to a byte, low nibble first; R a multiple of 16, K of 64.
-
-    Returns:
-        A new tensor of the same shape.
+        matrix: [R, K / 2] uint8, two codes to a byte, low nibble first; R a multiple of 16, K of 64. Not changed.
     """
     rows, width = matrix.shape
     # Row 16 b + 8 h + r, byte 16 p + 8 n + 2 l + j: a row's 32 codes form two runs; n becomes the row half.
@@ -126,7 +122,7 @@ class Int4W4A8(Fp8Tensor):
         dtype = self.problem.torch_dtype
         return {"x_dtype": dtype, "weight_dtype": torch.uint8, "output_dtype": dtype}
 
-    def pieces(self, num_tokens: int) -> Pieces:
+    def pieces(self, num_tokens: int) -> list[Piece]:
         codes, out = super().pieces(num_tokens)
         return [codes, out, out]
 
@@ -134,5 +130,5 @@ class Int4W4A8(Fp8Tensor):
         """The e4m3 values that `Fp8Tensor` makes, in bfloat16, which holds them exactly."""
         rows = super().make_rows(call)
         codes, out = self._pieces_of(rows.x.shape[0])
-        numbers = cut_from(call.workspace2, [codes, out, out])[2]
+        numbers = cut_rows(call, [codes, out, out])[2]
         return rows._replace(x=numbers.copy_(rows.x))

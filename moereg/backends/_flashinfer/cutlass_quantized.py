@@ -7,14 +7,13 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from moereg.backends._flashinfer.cutlass import Cutlass, Pieces, Rows, cut_from
-from moereg.backends._flashinfer.cutlass_layouts import arrange, fold_scales, interleave_fp4, swizzle_scales
+from moereg.backends._flashinfer.cutlass import Cutlass, Rows, cut_rows
+from moereg.backends._flashinfer.layouts import arrange, fold_scales, interleave_fp4, swizzled_rows
 from moereg.backends._loaded import Call
+from moereg.backends._workspace import Piece
 from moereg.experts import Experts
 from moereg.quantize import quantize_activations
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
-
-__all__ = ["Fp8Tensor", "Mxfp4W4A16", "Mxfp8Activations", "Nvfp4"]
 
 _E4M3_MAX: Final = 448.0
 
@@ -22,54 +21,11 @@ _MOST_STEPS: Final = 5
 """Powers of two by which float16 values around 1 may be scaled."""
 
 
-def up_share(weights: ExpertWeights, activation: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One w13 scale per expert, as FlashInfer takes it, and the ratio of the up scale to it.
-
-    FlashInfer has one scale for gate and up; if they differ, it gets the gate's. The activation is linear in the up
-    half, so the ratio goes into the scale that quantizes the intermediate.
-
-    Args:
-        weights: Weights with per-tensor (or global) scales; halves with a scale of 0 must have gone through
-            `without_zero_scales`.
-        activation: The activation between the GEMMs.
-
-    Returns:
-        fp32 [E], and up / gate as fp32 [E] or None if there is one scale.
-
-    Returns:
-        fp32 [E], and up / gate as fp32 [E] or None if there is one scale.
-
-    Raises:
-        ValueError: The scales differ and the activation is not linear in the up half.
-    """
-    scale = weights.w13_scale if weights.w13_scale_2 is None else weights.w13_scale_2
-    assert scale is not None
-    if scale.dim() == 3:  # Group scales alone.
-        return scale.new_ones(weights.num_experts, dtype=torch.float32), None
-    scale = scale.float()
-    if scale.dim() == 1:
-        return scale, None
-    gate, up = scale[:, 0].contiguous(), scale[:, -1]
-    if scale.shape[1] == 1 or torch.equal(gate, up):
-        return gate, None
-    if activation.limit is not None or activation.beta:
-        raise ValueError(
-            "FlashInfer's kernels take one scale for gate and up rows where the activation has a clamp or beta, got "
-            f"w13 scales {list(scale.shape)} that differ with activation {activation}; quantize both halves with one"
-        )
-    # If both are 0, all of w13 is.
-    share = torch.where(gate > 0, up / gate, torch.ones_like(gate))
-    return gate, share
-
-
 def without_zero_scales(weights: ExpertWeights) -> ExpertWeights:
-    """Makes gate and up scales both zero or both nonzero, without changing a value.
+    """Makes per-tensor or global gate and up scales both zero or both nonzero, without changing a value.
 
     A half with a scale of 0 is 0 whatever its codes. It gets codes of 0 and the other half's scale, so that the ratio
     of the two scales is neither 0 nor infinite.
-
-    Args:
-        weights: As in `up_share`.
     """
     field = "w13_scale" if weights.w13_scale_2 is None else "w13_scale_2"
     scale = getattr(weights, field)
@@ -96,19 +52,41 @@ class _OneScaleForHalves(Cutlass):
         return super().permute_weights(without_zero_scales(weights))
 
     def up_share(self, weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Like the function, but bounds the ratio in float16, whose small range holds the up rows without it.
+        """One w13 scale per expert, as FlashInfer takes it, and the ratio of the up scale to it or None, [E] fp32.
+
+        FlashInfer has one scale for gate and up; if they differ, it gets the gate's. The activation is linear in the up
+        half, so the ratio goes into the scale that quantizes the intermediate. float16, whose range is small, holds the
+        up rows without it. The weights have gone through `without_zero_scales`.
 
         Raises:
-            ValueError: As in the function, or a ratio is far from 1 in float16.
+            ValueError: The scales differ and the activation is not linear in the up half, or much so in float16.
         """
-        scale, up = up_share(weights, self.problem.activation)
-        if up is not None and self.problem.dtype == "float16" and float(up.log2().abs().max()) > _MOST_STEPS:
+        scale = weights.w13_scale if weights.w13_scale_2 is None else weights.w13_scale_2
+        activation = self.problem.activation
+        assert scale is not None
+        if scale.dim() == 3:  # Group scales alone.
+            return scale.new_ones(weights.num_experts, dtype=torch.float32), None
+        scale = scale.float()
+        if scale.dim() == 1:
+            return scale, None
+        gate, up = scale[:, 0].contiguous(), scale[:, -1]
+        if scale.shape[1] == 1 or torch.equal(gate, up):
+            return gate, None
+        if activation.limit is not None or activation.beta:
+            raise ValueError(
+                "FlashInfer's kernels take one scale for gate and up rows where the activation has a clamp or beta, "
+                f"got w13 scales {list(scale.shape)} that differ with activation {activation}; quantize both halves "
+                "with one"
+            )
+        # If both are 0, all of w13 is.
+        share = torch.where(gate > 0, up / gate, torch.ones_like(gate))
+        if self.problem.dtype == "float16" and float(share.log2().abs().max()) > _MOST_STEPS:
             raise ValueError(
                 f"FlashInfer's kernels take one scale for gate and up rows, which leaves float16 where they differ by "
-                f"more than {2**_MOST_STEPS}, got {float(up.min()):.3g} to {float(up.max()):.3g}; quantize both halves "
-                "with one, use bfloat16, or deny this backend"
+                f"more than {2**_MOST_STEPS}, got {float(share.min()):.3g} to {float(share.max()):.3g}; quantize both "
+                "halves with one, use bfloat16, or deny this backend"
             )
-        return scale, up
+        return gate, share
 
     def _biases(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
         biases = super()._biases(weights)
@@ -175,12 +153,12 @@ class Fp8Tensor(_OneScaleForHalves):
             return of_tokens
         return max(of_tokens, self.bytes_for(num_tokens * self.problem.top_k, 1))
 
-    def pieces(self, num_tokens: int) -> Pieces:
+    def pieces(self, num_tokens: int) -> list[Piece]:
         return self._pieces_of(num_tokens if self._has_own_inputs is False else num_tokens * self.problem.top_k)
 
-    def _pieces_of(self, num_rows: int) -> Pieces:
+    def _pieces_of(self, num_rows: int) -> list[Piece]:
         shape = (num_rows, self.hidden)
-        return [(shape, torch.float8_e4m3fn), (shape, self.problem.torch_dtype)]
+        return [Piece(shape, torch.float8_e4m3fn), Piece(shape, self.problem.torch_dtype)]
 
     @property
     def choices(self) -> int:
@@ -200,7 +178,7 @@ class Fp8Tensor(_OneScaleForHalves):
             ids, topk_weights = ids.view(-1, 1), topk_weights.reshape(-1, 1)
         hidden_size = self.problem.hidden_size
         self._choices = ids.shape[1]
-        codes, out = cut_from(call.workspace2, self._pieces_of(ids.shape[0]))
+        codes, out = cut_rows(call, self._pieces_of(ids.shape[0]))
         codes[:, :hidden_size] = (source.float() / scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(codes.dtype)
         codes[:, hidden_size:].view(torch.uint8).zero_()
         return Rows(codes, ids, topk_weights, out)
@@ -257,7 +235,7 @@ class _ScaledByHardware(_OneScaleForHalves):
             ),
             "w2_scale": arrange(weights.w2_scale.view(torch.uint8), self.hidden, self.intermediate // self.group),
         }
-        return {name: swizzle_scales(scale).view(torch.int32) for name, scale in arranged.items()}
+        return {name: swizzled_rows(scale).view(torch.int32) for name, scale in arranged.items()}
 
 
 class Mxfp8Activations(_ScaledByHardware):
@@ -288,17 +266,17 @@ class Mxfp8Activations(_ScaledByHardware):
         weight = torch.int64 if self._is_packed else e4m3
         return {"x_dtype": e4m3, "weight_dtype": weight, "output_dtype": self.problem.torch_dtype}
 
-    def pieces(self, num_tokens: int) -> Pieces:
+    def pieces(self, num_tokens: int) -> list[Piece]:
         return [
-            ((num_tokens, self.hidden), torch.float8_e4m3fn),
-            ((num_tokens, self.hidden // 32), torch.uint8),
-            ((num_tokens, self.hidden), self.problem.torch_dtype),
+            Piece((num_tokens, self.hidden), torch.float8_e4m3fn),
+            Piece((num_tokens, self.hidden // 32), torch.uint8),
+            Piece((num_tokens, self.hidden), self.problem.torch_dtype),
         ]
 
     def make_rows(self, call: Call) -> Rows:
         """Quantizes the tokens."""
         hidden_size = self.problem.hidden_size
-        codes, scales, out = self.cut(call)
+        codes, scales, out = cut_rows(call, self.pieces(len(call.inputs.hidden_states)))
         for piece in (codes.view(torch.uint8), scales):
             piece.zero_()
         quantized = quantize_activations(call.inputs.hidden_states, self.computes)

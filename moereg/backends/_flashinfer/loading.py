@@ -19,9 +19,8 @@ from typing import Any, Final, NamedTuple
 
 from moereg.backends._flashinfer import package
 from moereg.platforms import Platform
+from moereg.registry import Probe
 from moereg.runtime.progress import long_wait
-
-__all__ = ["Library", "has_built_kernels", "load"]
 
 _MODULES: Final = {
     "sm90": ("fused_moe_90", "90a"),
@@ -41,15 +40,7 @@ _LOCK: Final = threading.Lock()
 
 
 class Library(NamedTuple):
-    """FlashInfer's functions for the layers of one architecture.
-
-    Attributes:
-        fused_moe: `flashinfer.fused_moe.cutlass_fused_moe`.
-        workspace_bytes: `flashinfer.fused_moe.cutlass_fused_moe_workspace_size`.
-        activation_type: The enumeration of activations.
-        runner: The class that lists the tactics for a pair of dtypes.
-        path: The shared object.
-    """
+    """FlashInfer's functions, activations and class of runners for one architecture; `path` is their file."""
 
     fused_moe: Any
     workspace_bytes: Any
@@ -58,28 +49,38 @@ class Library(NamedTuple):
     path: Path
 
 
-def has_built_kernels(platform: Platform) -> str | None:
-    """Probe: why FlashInfer's CUTLASS kernels cannot be loaded here, with the command that installs them; or None."""
-    if platform.arch not in _MODULES:
-        return f"requires an architecture that FlashInfer builds these kernels for, got {platform.arch}"
-    module, target = _MODULES[platform.arch]
-    path = package.built_module(module, target)
-    if path is None:
-        return (
-            f"requires the kernels {module} of FlashInfer, which are not built and take hours to compile; "
-            f"run {_INSTALL_COMMAND}"
-        )
-    if fault := package.foreign_machine(path):
-        return f"requires the kernels {module} of FlashInfer, but {path} {fault}; remove it and run {_INSTALL_COMMAND}"
-    return None
+@functools.cache
+def built_kernels(scheme: str) -> Probe:
+    """The probe of a scheme's CUTLASS kernels: why they cannot be loaded here, with the command that installs them."""
+
+    def has_built_kernels(platform: Platform) -> str | None:
+        if platform.arch not in _MODULES:
+            return f"requires an architecture that FlashInfer builds these kernels for, got {platform.arch}"
+        module, target = _MODULES[platform.arch]
+        path = package.built_module(module, target)
+        if path is None:
+            return (
+                f"requires the kernels {module} of FlashInfer, which are not built and take hours to compile; "
+                f"run {_INSTALL_COMMAND}"
+            )
+        if fault := package.foreign_machine(path):
+            return (
+                f"requires the kernels {module} of FlashInfer, but {path} {fault}; remove it and run {_INSTALL_COMMAND}"
+            )
+        schemes = package.built_schemes(path)
+        if schemes is not None and scheme not in schemes:
+            return (
+                f"requires FlashInfer's kernels of {scheme}, but {path} was built for {', '.join(schemes)} alone; "
+                f"remove it and run {_INSTALL_COMMAND}"
+            )
+        return None
+
+    return has_built_kernels
 
 
 @functools.cache
 def load(arch: str) -> Library:
-    """FlashInfer with the kernels of an architecture; imports FlashInfer.
-
-    Args:
-        arch: Such as `sm90`.
+    """FlashInfer with the kernels of an architecture such as `sm90`; imports FlashInfer.
 
     Raises:
         RuntimeError: The kernels are not built or cannot be loaded.

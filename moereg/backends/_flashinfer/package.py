@@ -11,30 +11,14 @@ import importlib.metadata
 import importlib.util
 import os
 import platform as python_platform
+import re
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Final
 
 from moereg.platforms import Platform
-
-__all__ = [
-    "DISTRIBUTION",
-    "JIT_DISABLED",
-    "REQUIRES",
-    "built_module",
-    "cache_folder",
-    "can_be_imported",
-    "can_compile_at_run_time",
-    "cuda_home",
-    "deepgemm_folder",
-    "foreign_machine",
-    "has_compiler",
-    "installed_version",
-    "lacking_compiler",
-    "nvcc_path",
-    "package_folder",
-]
 
 DISTRIBUTION: Final = "flashinfer-python"
 REQUIRES: Final = "flashinfer-python>=0.7.2,<0.8"
@@ -52,15 +36,28 @@ _FILES: Final = ("__init__.py", "fused_moe/__init__.py", "fused_moe/core.py", "j
 _ELF_MACHINES: Final = {0x3E: "x86_64", 0xB7: "aarch64"}
 
 
-@functools.cache
-def package_folder() -> Path | None:
-    """The folder that `import flashinfer` would load, or None."""
+def find_folder(name: str) -> Path | None:
+    """The folder that a package would be imported from, or None."""
     try:
-        spec = importlib.util.find_spec("flashinfer")
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):  # The module is half imported or no package.
         return None
     locations = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(locations[0]) if locations else None
+
+
+def is_importable(name: str) -> bool:
+    """Whether a module is imported or would be found."""
+    try:
+        return sys.modules.get(name) is not None or importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+@functools.cache
+def package_folder() -> Path | None:
+    """FlashInfer's folder, or None."""
+    return find_folder("flashinfer")
 
 
 def installed_version() -> str | None:
@@ -80,30 +77,26 @@ def built_module(module: str, target: str) -> Path | None:
     """A module's shared object that loads without compiling: built ahead of time, from a wheel, or cached.
 
     Args:
-        module: Such as `fused_moe_90`.
-        target: Compute capability in FlashInfer's spelling, such as `90a`.
+        module, target: Such as `fused_moe_90` and `90a`, the compute capability in FlashInfer's spelling.
     """
-    folder = package_folder()
-    ahead = None if folder is None else folder / "data" / "aot" / module / f"{module}.so"
-    if ahead is not None and ahead.is_file():
-        return ahead
-    for package in ("flashinfer_jit_cache", f"flashinfer_jit_cache_sm{target}"):
-        if found := _in_wheel(package, module):
-            return found
-    cached = cache_folder() / (installed_version() or "") / target / "cached_ops" / module / f"{module}.so"
-    return cached if cached.is_file() else None
+    wheels = ("flashinfer_jit_cache", f"flashinfer_jit_cache_sm{target}")
+    below = [(package_folder(), "data/aot"), *((find_folder(wheel), "jit_cache") for wheel in wheels)]
+    cached = cache_folder() / (installed_version() or "") / target
+    folders = [folder / part for folder, part in below if folder is not None] + [cached / "cached_ops"]
+    paths = (folder / module / f"{module}.so" for folder in folders)
+    return next((path for path in paths if path.is_file()), None)
 
 
-def _in_wheel(package: str, module: str) -> Path | None:
+def built_schemes(path: Path) -> list[str] | None:
+    """The schemes that alone have kernels in a shared object, by a note beside it; None without one.
+
+    A note that is older than the file is another file's.
+    """
+    note = path.with_suffix(".schemes")
     try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
+        return note.read_text().split() if note.stat().st_mtime >= path.stat().st_mtime else None
+    except OSError:
         return None
-    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
-        path = Path(location) / "jit_cache" / module / f"{module}.so"
-        if path.is_file():
-            return path
-    return None
 
 
 def can_be_imported(platform: Platform) -> str | None:
@@ -114,14 +107,14 @@ def can_be_imported(platform: Platform) -> str | None:
     missing = [file for file in _FILES if not (folder / file).is_file()]
     if missing:
         return f"requires a whole flashinfer package, found no {missing[0]} in {folder}; reinstall {DISTRIBUTION}"
-    lacking = [name for name in _IMPORTED if not _is_importable(name)]
+    lacking = [name for name in _IMPORTED if not is_importable(name)]
     if lacking:
         return f"requires the packages that flashinfer imports, found no {', '.join(lacking)}; install them"
     # It has folders per FlashInfer version and device target, with a log. Another user may have made them.
     used = cache_folder() / (installed_version() or "")
     made = [folder for folder in (used, *sorted(used.glob("*"))) if folder.is_dir()]
     for folder in (cache_folder(), *made):
-        if reason := _unwritable(folder, "FLASHINFER_WORKSPACE_BASE"):
+        if reason := unwritable(folder, "set FLASHINFER_WORKSPACE_BASE to a folder that can"):
             return reason
     for log in (folder / "flashinfer_jit.log" for folder in made):
         if log.exists() and not os.access(log, os.W_OK):
@@ -132,16 +125,10 @@ def can_be_imported(platform: Platform) -> str | None:
     return None
 
 
-def _is_importable(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def _unwritable(folder: Path, variable: str) -> str | None:
-    """Why FlashInfer cannot create or write a folder, with the variable that names another; or None."""
-    existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+def unwritable(folder: Path, cure: str) -> str | None:
+    """Why a library cannot create or write its cache folder, or None."""
+    absolute = folder.absolute()
+    existing = next(path for path in (absolute, *absolute.parents) if path.exists() or path.is_symlink())
     try:
         # Permission bits mean little to root or on a read-only or full file system, so try an unnamed file.
         with tempfile.TemporaryFile(dir=existing) as file:
@@ -150,50 +137,32 @@ def _unwritable(folder: Path, variable: str) -> str | None:
             return None
     except OSError as error:
         why = error.strerror or type(error).__name__
-        return (
-            f"requires a cache folder that can be written, got {folder} ({why.lower()}); "
-            f"set {variable} to a folder that can"
-        )
+        return f"requires a cache folder that can be written, got {folder} ({why.lower()}); {cure}"
 
 
-def cuda_home() -> Path | None:
-    """The CUDA toolkit that FlashInfer would compile with, or None.
+def _nvcc() -> Path | None:
+    """The `nvcc` that FlashInfer would run, or None.
 
-    FlashInfer takes the folder above the `nvcc` on the path. If that is a wrapper script, the folder has no headers,
+    FlashInfer takes the toolkit above the `nvcc` on the path. If that is a wrapper script, the folder has no headers,
     and CUDA_HOME has to name the toolkit.
     """
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        if named := os.environ.get(variable):
-            return Path(named)
-    found = shutil.which("nvcc")
-    default = Path("/usr/local/cuda")
-    if found is not None:
-        return Path(found).parent.parent
-    return default if default.exists() else None
-
-
-def nvcc_path() -> Path | None:
-    """The `nvcc` that FlashInfer would run, or None."""
-    named = os.environ.get("FLASHINFER_NVCC")
-    if named is not None:
+    if (named := os.environ.get("FLASHINFER_NVCC")) is not None:
         found = shutil.which(named)
         return None if found is None else Path(found)
-    home = cuda_home()
-    nvcc = None if home is None else home / "bin" / "nvcc"
-    return nvcc if nvcc is not None and os.access(nvcc, os.X_OK) else None
-
-
-def lacking_compiler() -> list[str]:
-    """Missing tools that FlashInfer needs to compile; empty if it can."""
-    tools = [] if nvcc_path() is not None else ["nvcc"]
-    return tools + [tool for tool in ("ninja", os.environ.get("CXX", "c++")) if shutil.which(tool) is None]
+    home: str | Path | None = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or None
+    if home is None and (found := shutil.which("nvcc")) is not None:
+        home = Path(found).parent.parent
+    nvcc = Path(home or "/usr/local/cuda") / "bin" / "nvcc"
+    return nvcc if os.access(nvcc, os.X_OK) else None
 
 
 def has_compiler(platform: Platform) -> str | None:
     """Probe: why FlashInfer cannot compile kernels at first use here, or None."""
     if os.environ.get(JIT_DISABLED):
         return f"requires that FlashInfer may compile kernels, got {JIT_DISABLED}={os.environ[JIT_DISABLED]}; unset it"
-    if lacking := lacking_compiler():
+    lacking = [] if _nvcc() is not None else ["nvcc"]
+    lacking += [tool for tool in ("ninja", os.environ.get("CXX", "c++")) if shutil.which(tool) is None]
+    if lacking:
         return (
             f"requires nvcc, ninja and a C++ compiler, since FlashInfer compiles these kernels at first use, found no "
             f"{' and no '.join(lacking)}; install the CUDA toolkit, and name it in CUDA_HOME"
@@ -229,7 +198,7 @@ def can_compile_at_run_time(platform: Platform) -> str | None:
             f"requires the headers of these kernels, which are compiled at first use, found no {folder / _DEEPGEMM}; "
             f"reinstall {DISTRIBUTION}"
         )
-    return _unwritable(deepgemm_folder(), "TRTLLM_DG_CACHE_DIR")
+    return unwritable(deepgemm_folder(), "set TRTLLM_DG_CACHE_DIR to a folder that can")
 
 
 def foreign_machine(path: Path) -> str | None:
@@ -248,3 +217,60 @@ def foreign_machine(path: Path) -> str | None:
     machine = _ELF_MACHINES.get(int.from_bytes(header[18:20], "little"), "another processor")
     here = python_platform.machine()
     return None if machine == here else f"was built for {machine}, and this machine is {here}"
+
+
+# Downloads at first use: TensorRT-LLM's generated kernels, and headers that other modules include. Without a network
+# the first call fails after a minute of retries.
+
+_CUBINS: Final = "flashinfer_cubin"
+_PIN: Final = re.compile(r'TRTLLM_GEN_BMM\s*:\s*str\s*=\s*\(?\s*"([^"]+)"')
+_DOWNLOAD: Final = "run flashinfer download-cubin where there is a network, or name a folder that has them in "
+_CUBIN_DIR: Final = "FLASHINFER_CUBIN_DIR"
+
+
+def download_folder() -> Path:
+    """The folder of FlashInfer's downloads: a named one, a wheel of the same version, or its cache."""
+    if named := os.environ.get(_CUBIN_DIR):
+        return Path(named)
+    return _wheel_of_downloads() or cache_folder() / "cubins"
+
+
+def _wheel_of_downloads() -> Path | None:
+    try:
+        version = importlib.metadata.version(_CUBINS.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if version != installed_version() and not os.environ.get("FLASHINFER_DISABLE_VERSION_CHECK"):
+        return None
+    folder = find_folder(_CUBINS)
+    return None if folder is None else folder / "cubins"
+
+
+def generated_folder() -> str | None:
+    """This release's folder of generated GEMMs below `download_folder()`; None if the release does not name it."""
+    folder = package_folder()
+    try:
+        found = None if folder is None else _PIN.search((folder / "artifacts.py").read_text())
+    except OSError:
+        return None
+    return None if found is None else found.group(1).strip("/")
+
+
+def has_generated_headers() -> str | None:
+    """Why FlashInfer would have to download headers of the generated GEMMs, or None."""
+    return _lacking("headers of TensorRT-LLM's kernels", "include/trtllmGen_bmm_export/*.h")
+
+
+def has_generated_kernels() -> str | None:
+    """Why FlashInfer would have to download the generated GEMMs themselves, or None."""
+    return _lacking("TensorRT-LLM's kernels", "*.cubin")
+
+
+def _lacking(what: str, pattern: str) -> str | None:
+    generated = generated_folder()
+    if generated is None:
+        return None
+    folder = download_folder() / generated
+    if any(folder.glob(pattern)):
+        return None
+    return f"requires {what}, which FlashInfer downloads, found none in {folder}; {_DOWNLOAD}{_CUBIN_DIR}"

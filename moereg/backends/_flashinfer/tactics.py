@@ -9,6 +9,8 @@ folder.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import json
 import logging
 import os
@@ -16,14 +18,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import filelock
 import platformdirs
+import torch
 
+from moereg.backends._flashinfer import package
+from moereg.platforms import Platform, probe_platform
+from moereg.runtime.gc_pause import collecting_later
 from moereg.runtime.progress import long_wait
-
-__all__ = ["UNTUNED", "Pair", "TacticStore", "Timer", "Tuner", "bucket_of"]
+from moereg.spec.problem import MoEProblem
+from moereg.spec.quant_schemes import QuantScheme
 
 logger: Final = logging.getLogger("moereg")
 
@@ -49,16 +55,6 @@ _SAME: Final = 0.05
 # The best of this many tactics of a GEMM is good enough to be saved for other processes.
 _ENOUGH: Final = 8
 _SCHEMA: Final = 1
-
-
-class Timer(Protocol):
-    """Times a call with a pair of tactics."""
-
-    def microseconds(self, pair: Pair) -> float:
-        """Time of one run of the call; synchronizes."""
-
-    def difference(self, pair: Pair, reference: Pair) -> float | None:
-        """Relative difference between two pairs' outputs; None if the reference has no finite row."""
 
 
 def bucket_of(num_tokens: int) -> int:
@@ -144,13 +140,7 @@ class TacticStore:
 
 @dataclasses.dataclass
 class _Best:
-    """Times measured so far.
-
-    Attributes:
-        times: Microseconds by pair, in the order of timing.
-        tried: Number of pairs tried, including those that raised.
-        error: The last error raised.
-    """
+    """Microseconds by pair, in the order of timing; how many pairs were tried; and the last error that one raised."""
 
     times: dict[Pair, float] = dataclasses.field(default_factory=dict)
     tried: int = 0
@@ -175,13 +165,7 @@ class Tuner:
     """Finds one layer's pairs. Thread-safe: a thread that asks while another tunes waits for it."""
 
     def __init__(self, layer: str, store: TacticStore | None = None, clock: Callable[[], float] = time.monotonic):
-        """A tuner of one layer.
-
-        Args:
-            layer: Everything except the tokens that times depend on: device, versions, digest of the kernels, sizes.
-            store: The store of pairs.
-            clock: Returns seconds.
-        """
+        """A tuner of the layer with this key; `clock` returns seconds."""
         self.layer = layer
         self._store = store if store is not None else _default_store()
         self._clock = clock
@@ -192,15 +176,14 @@ class Tuner:
         self,
         num_tokens: int,
         candidates: Callable[[], tuple[Sequence[int], Sequence[int]]],
-        timer: Callable[[], Timer],
+        timer: Callable[[], CallTimer],
         is_capturing: Callable[[], bool],
     ) -> Pair:
         """The pair for a call; times tactics if its bucket has none. It stays the same in this process.
 
         Args:
             num_tokens: T.
-            candidates: Gives the tactics of the first and second GEMM.
-            timer: Makes the call's timer.
+            candidates, timer: Give the tactics of both GEMMs, and the call's timer.
             is_capturing: Whether a CUDA graph is being captured, during which nothing can be timed.
         """
         bucket = bucket_of(num_tokens)
@@ -244,7 +227,9 @@ class Tuner:
         self._warn(why, "flashinfer_cutlass takes the tactics that it found for %d tokens (%s)", nearest, why)
         return self._found[nearest]
 
-    def _tune(self, bucket: int, candidates: tuple[Sequence[int], Sequence[int]], timer: Timer) -> tuple[Pair, bool]:
+    def _tune(
+        self, bucket: int, candidates: tuple[Sequence[int], Sequence[int]], timer: CallTimer
+    ) -> tuple[Pair, bool]:
         """The best pair, and whether the search was thorough enough to save it for other processes."""
         first, second = ([*_spread(ids)] or [-1] for ids in candidates)
         total = len(first) + len(second)
@@ -289,7 +274,7 @@ class Tuner:
         return pair, is_checked and is_long_enough
 
     def _try(
-        self, pairs: Iterable[Pair], timer: Timer, best: _Best, until: float, progress: Callable[[], None]
+        self, pairs: Iterable[Pair], timer: CallTimer, best: _Best, until: float, progress: Callable[[], None]
     ) -> bool:
         """Times pairs until time is up and one has run; returns whether all were tried."""
         known = len(best.times)
@@ -310,7 +295,7 @@ class Tuner:
                 best.times[pair] = min(times)
         return True
 
-    def _verified(self, best: _Best, timer: Timer) -> tuple[Pair, bool]:
+    def _verified(self, best: _Best, timer: CallTimer) -> tuple[Pair, bool]:
         """The fastest pair that agrees up to rounding with the first one that ran.
 
         Returns:
@@ -346,3 +331,83 @@ _STORES: Final[dict[Path, TacticStore]] = {}
 def _default_store() -> TacticStore:
     path = Path(platformdirs.user_cache_dir("moereg", appauthor=False)) / "flashinfer_cutlass_tactics.json"
     return _STORES.setdefault(path, TacticStore(path))
+
+
+class CallTimer:
+    """Times one call on the current stream of the current device, which must be the call's.
+
+    Only device time counts, however long Python takes.
+    """
+
+    def __init__(self, call: Callable[[Pair], None], out: torch.Tensor) -> None:
+        """Takes a call that runs with a pair of tactics and overwrites `out`."""
+        self._call = call
+        self._out = out
+        self._graphs: dict[Pair, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()  # Shared by successive graphs.
+        self._expected: torch.Tensor | None = None
+
+    def microseconds(self, pair: Pair) -> float:
+        """Time of one run; a pair's first run loads its kernels and captures them for later runs."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if pair not in self._graphs:
+            self._call(pair)
+            torch.cuda.synchronize()
+            # One graph is needed at a time, but the old one is dropped only after the next exists: torch refuses to
+            # capture into a pool whose graphs are all gone.
+            self._graphs = {pair: self._captured(pair)}
+        start.record()
+        self._graphs[pair].replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3
+
+    def _captured(self, pair: Pair) -> torch.cuda.CUDAGraph:
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), collecting_later():
+            # Other threads may keep allocating.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._call(pair)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(side)
+        return graph
+
+    def difference(self, pair: Pair, reference: Pair) -> float | None:
+        """Relative difference between two pairs' outputs, in rows where the reference is finite.
+
+        None if no row is. A row where only `pair` is not finite makes it 1.
+        """
+        if self._expected is None:
+            self._call(reference)
+            self._expected = self._out.to(torch.float32, copy=True)
+        rows = self._expected.isfinite().all(1)
+        expected = self._expected[rows]
+        if not expected.numel():
+            return None
+        self._call(pair)
+        norm = float((self._out.float()[rows] - expected).norm() / expected.norm().clamp(min=1e-30))
+        return norm if norm == norm else 1.0
+
+
+def layer_key(problem: MoEProblem, computes: QuantScheme, platform: Platform, library: Path, choices: int) -> str:
+    """Everything that a layer's times depend on except the number of tokens; `choices` is routes per row."""
+    # Under expert parallelism a token chooses few of a rank's experts.
+    experts = f"E{problem.num_local_experts}/{problem.num_experts}"
+    sizes = f"{experts} H{problem.hidden_size} I{problem.intermediate_size} k{choices}/{problem.top_k}"
+    parts = (
+        platform.device_name or probe_platform().device_name,
+        f"flashinfer {package.installed_version()}",
+        f"cuda {torch.version.cuda}",
+        digest_of(library),
+        f"{sizes} {problem.dtype} {computes.name} {problem.activation} bias={problem.has_bias}",
+    )
+    return "|".join(parts)
+
+
+@functools.cache
+def digest_of(path: Path) -> str:
+    """Digest of a shared object; another build has other times."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

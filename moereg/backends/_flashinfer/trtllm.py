@@ -1,19 +1,123 @@
-"""TensorRT-LLM's generated kernels through FlashInfer: one entry point per kind of weights."""
+"""TensorRT-LLM's generated kernels through FlashInfer: sm100 and its family. No such machine has run this yet.
+
+There is an entry point for each kind of weights. The kernels' own routing only sorts, since routes are given.
+
+FlashInfer downloads the GEMMs as binaries at first use, some MiB per kind of weights.
+"""
 
 from __future__ import annotations
 
+import abc
+import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from moereg.backends._flashinfer import shuffles
-from moereg.backends._flashinfer.scales import one_for_all, one_scale
-from moereg.backends._flashinfer.scratch import Piece
-from moereg.backends._flashinfer.trtllm_call import TrtLlm
+from moereg.backends._flashinfer import layouts
+from moereg.backends._flashinfer.calls import LocalRoutes, first_call
+from moereg.backends._flashinfer.layouts import one_for_all, one_scale
+from moereg.backends._loaded import Call
+from moereg.backends._workspace import Piece
 from moereg.spec.quant_schemes import QuantFormat
 from moereg.weights.layouts import aligned
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
+
+_COMPILING_SECONDS: Final = 300.0
+"""A guess: nvcc compiles the launcher, and FlashInfer downloads kernels."""
+
+_SCALARS: Final = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
+_KEPT: Final = "launcher and downloads are kept in FlashInfer's cache"
+
+
+class TrtLlm(LocalRoutes):
+    """One entry point: prepares routes, quantizes tokens if it wants that, and calls it."""
+
+    def run(self, call: Call) -> None:
+        problem, weights = self.problem, call.weights
+        scratch = self.place_routes(call)
+        if self.coded is None:
+            tokens = {"hidden_states": aligned(call.inputs.hidden_states)}
+        else:
+            tokens = self.coded_arguments(scratch, *self.quantize_tokens(call, scratch))
+        entry, options = self._call
+        with first_call("flashinfer_trtllm", problem, _COMPILING_SECONDS, _KEPT, call.out) as out:
+            entry(
+                topk_ids=self.routes(scratch),
+                **tokens,
+                **self.weight_arguments(weights),
+                num_experts=problem.num_experts,
+                top_k=problem.top_k,
+                n_group=None,
+                topk_group=None,
+                intermediate_size=problem.intermediate_size,
+                local_expert_offset=0,
+                local_num_experts=problem.num_local_experts,
+                routed_scaling_factor=None,
+                do_finalize=True,
+                output=out,
+                **options,
+            )
+
+    @functools.cached_property
+    def _call(self) -> tuple[Any, dict[str, Any]]:
+        return self.entry(), self.options()
+
+    @abc.abstractmethod
+    def entry(self) -> Any:
+        """Imports FlashInfer's function."""
+
+    def routes(self, scratch: Mapping[str, torch.Tensor]) -> Any:
+        """Ids and weights, or both packed in one tensor."""
+        return scratch["topk_ids"], scratch["topk_weights"]
+
+    def coded_arguments(
+        self, scratch: Mapping[str, torch.Tensor], codes: torch.Tensor, scales: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Quantized tokens and scales as arguments of the entry point."""
+        return {"hidden_states": codes, "hidden_states_scale": scales}
+
+    @abc.abstractmethod
+    def weight_arguments(self, weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
+        """Permuted weights as arguments of the entry point."""
+
+    def options(self) -> dict[str, Any]:
+        """Further arguments."""
+        from flashinfer.tllm_enums import ActivationType, RoutingMethodType
+
+        activation = ActivationType.Swiglu if self.problem.activation.gated else ActivationType.Relu2
+        # Routes are given. This routing method is compiled for the most experts and choices.
+        return {"activation_type": activation.value, "routing_method_type": RoutingMethodType.Renormalize.value}
+
+    @property
+    def halves(self) -> int:
+        """2 if gated, else 1."""
+        return self.problem.activation.num_halves
+
+    def scalars(self, weights: ExpertWeights) -> dict[str, torch.Tensor]:
+        """As `activation_scalars`."""
+        return layouts.activation_scalars(weights, self.problem.activation, *_SCALARS)
+
+    def shuffled(self, tensor: torch.Tensor, matrix: str, blocks: bool = False) -> torch.Tensor:
+        """Permutes rows of w13 or w2, of scales or of biases [E, N, ...] into the kernels' order, expert by expert.
+
+        With `blocks`, splits rows into column blocks of 128 bytes.
+        """
+        num_rows = tensor.shape[1]
+        order = layouts.gemm1_rows(num_rows, self.halves) if matrix == "w13" else layouts.gemm2_rows(num_rows)
+        rows = order.to(tensor.device)
+
+        def permute(expert: torch.Tensor) -> torch.Tensor:
+            data = expert.view(torch.uint8) if expert.element_size() == 1 else expert
+            data = data.index_select(0, rows)
+            return layouts.blocks_of_columns(data) if blocks else data
+
+        return layouts.each_expert(tensor, permute, tensor.dtype)
+
+    def shuffled_scales(self, scale: torch.Tensor, matrix: str) -> torch.Tensor:
+        """Scales [E, N, G] in their matrix's row order and blocks of 128 x 4; the shape stays."""
+        shuffled = self.shuffled(scale, matrix)
+        return layouts.each_expert(shuffled, layouts.swizzled_scales).view(scale.shape)
 
 
 class Bfloat16(TrtLlm):
@@ -43,26 +147,37 @@ class Bfloat16(TrtLlm):
         }
 
 
-class Float8Blocks(TrtLlm):
-    """8-bit floats with scales of 128 x 128, as DeepSeek stores them."""
+class _Float8(TrtLlm):
+    """8-bit floats with scales of groups."""
 
     def entry(self) -> Any:
         from flashinfer.fused_moe import trtllm_fp8_block_scale_routed_moe
 
         return trtllm_fp8_block_scale_routed_moe
 
+    def weight_arguments(self, weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
+        return {"routing_bias": None, **_scaled(weights), **_scalars(weights)}
+
+    def options(self) -> dict[str, Any]:
+        from flashinfer.tllm_enums import WeightLayout
+
+        return {**super().options(), "weight_layout": WeightLayout.MajorK.value}
+
+
+class Float8Blocks(_Float8):
+    """Scales of 128 x 128, as DeepSeek stores them."""
+
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         """Puts up rows and their scales first; keeps w2 and its scales as given."""
         tensors = {name: aligned(tensor) for name, tensor in weights.tensors("weight", "scale").items()}
         for name in ("w13", "w13_scale"):
-            tensors[name] = shuffles.swapped_halves(tensors[name], self.halves)
+            rows, columns = tensors[name].shape[1:]
+            tensors[name] = layouts.arrange(tensors[name], rows // self.halves, columns, self.halves)
         return PermutedWeights(self.layouts[0], {**tensors, **self.scalars(weights)})
 
-    def weight_arguments(self, weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
-        return {"routing_bias": None, **_scaled(weights), **_scalars(weights)}
-
-    def further_pieces(self, num_tokens: int) -> dict[str, Piece]:
-        return {"turned_scales": Piece((self.problem.hidden_size // 128, num_tokens), torch.float32)}
+    def pieces(self, num_tokens: int) -> dict[str, Piece]:
+        turned = Piece((self.problem.hidden_size // 128, num_tokens), torch.float32)
+        return {**super().pieces(num_tokens), "turned_scales": turned}
 
     def coded_arguments(
         self, scratch: Mapping[str, torch.Tensor], codes: torch.Tensor, scales: torch.Tensor
@@ -72,18 +187,14 @@ class Float8Blocks(TrtLlm):
         return super().coded_arguments(scratch, codes, turned)
 
     def options(self) -> dict[str, Any]:
-        from flashinfer.tllm_enums import Fp8QuantizationType, WeightLayout
+        from flashinfer.tllm_enums import Fp8QuantizationType
 
-        return {
-            **super().options(),
-            "use_shuffled_weight": False,
-            "weight_layout": WeightLayout.MajorK.value,
-            "fp8_quantization_type": Fp8QuantizationType.DeepSeekFp8,
-        }
+        kind = Fp8QuantizationType.DeepSeekFp8
+        return {**super().options(), "use_shuffled_weight": False, "fp8_quantization_type": kind}
 
 
-class Float8Groups(Float8Blocks):
-    """mxfp8: 8-bit floats with power-of-two scales per 32 columns."""
+class Float8Groups(_Float8):
+    """mxfp8: power-of-two scales per 32 columns."""
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
         """Rows shuffled, up and gate alternating; scales as bytes, in blocks."""
@@ -91,22 +202,10 @@ class Float8Groups(Float8Blocks):
         scales = {name: tensors[name].view(torch.uint8) for name in ("w13_scale", "w2_scale")}
         return PermutedWeights(self.layouts[0], {**tensors, **scales, **self.scalars(weights)})
 
-    def further_pieces(self, num_tokens: int) -> dict[str, Piece]:
-        return {}
-
-    def coded_arguments(
-        self, scratch: Mapping[str, torch.Tensor], codes: torch.Tensor, scales: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        return {"hidden_states": codes, "hidden_states_scale": scales}
-
     def options(self) -> dict[str, Any]:
         from flashinfer.tllm_enums import Fp8QuantizationType
 
-        return {
-            **super().options(),
-            "use_shuffled_weight": True,
-            "fp8_quantization_type": Fp8QuantizationType.MxFp8,
-        }
+        return {**super().options(), "use_shuffled_weight": True, "fp8_quantization_type": Fp8QuantizationType.MxFp8}
 
 
 class Float8Tensor(TrtLlm):
@@ -229,7 +328,7 @@ class Integer4(TrtLlm):
         permuted: dict[str, torch.Tensor] = {}
         for name in ("w13", "w2"):
             # q - 8 in two's complement is q with its highest bit flipped.
-            codes = shuffles.each_expert(tensors[name], lambda expert: expert ^ 0x88)
+            codes = layouts.each_expert(tensors[name], lambda expert: expert ^ 0x88)
             permuted[name] = self.shuffled(codes, name, blocks=True)
             permuted[f"{name}_scale"] = self.shuffled_scales(tensors[f"{name}_scale"].bfloat16(), name)
         return PermutedWeights(self.layouts[0], {**permuted, **self.scalars(weights)})
@@ -258,7 +357,7 @@ def _scaled(weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
 
 
 def _scalars(weights: PermutedWeights) -> dict[str, torch.Tensor | None]:
-    return {name: weights.get(name) for name in ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")}
+    return {name: weights.get(name) for name in _SCALARS}
 
 
 def _shuffled_groups(layer: TrtLlm, weights: ExpertWeights) -> dict[str, torch.Tensor]:

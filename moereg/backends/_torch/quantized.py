@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from moereg.backends._loaded import Call
-from moereg.backends._torch.calls import CANONICAL, HostBatchedImplementation, HostImplementation
+from moereg.backends._torch.plain import CANONICAL, HostBatchedImplementation, HostImplementation
 from moereg.experts import ExpertInputs
 from moereg.kernels.plain import host, quantized_mlp
 from moereg.kernels.plain.mlp import ExpertMlp, RepeatingMlp, dtype_is_emulated, has_large_weights

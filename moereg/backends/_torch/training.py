@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 from moereg.backends._loaded import Call
-from moereg.backends._torch.calls import CANONICAL
-from moereg.backends._torch.plain import Host
+from moereg.backends._torch.plain import CANONICAL, Host
 from moereg.experts import ExpertInputs, Gradients, SavedShapes
 from moereg.kernels.plain.host import SortedRoutes, sort_on_host
 from moereg.kernels.plain.mlp import dtype_is_emulated

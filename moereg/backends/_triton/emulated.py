@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Final
 import torch
 
 from moereg.backends._loaded import Call
-from moereg.backends._triton import packed, ways
-from moereg.backends._triton.workspace import Piece, batched_rows_per_expert, cut
+from moereg.backends._triton import packed, schedules
+from moereg.backends._triton.workspace import batched_rows_per_expert
+from moereg.backends._workspace import Piece, cut
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.quantized.emulate import SmallFloats, requantize_rows
@@ -53,13 +54,13 @@ class Emulated(packed.Packed):
             element.mantissa_bits, _SMALLEST_NORMAL[fmt.dtype], element.max_value, fmt.group[1], fmt.global_scale
         )
 
-    def select(self, call: Call) -> ways.PlainWay:
+    def select(self, call: Call) -> schedules.PlainSchedule:
         inputs, hidden_states = call.inputs, call.inputs.hidden_states
         rows_per_expert = inputs.topk_ids.numel() / self.problem.num_experts
         if hidden_states.dim() == 3:
             rows_per_expert = batched_rows_per_expert(self.problem, hidden_states.shape[1])
         # For one token too, since a launch between the GEMMs rounds its rows.
-        configs = ways.select_configs(hidden_states, rows_per_expert, self.packed_bits)
+        configs = schedules.select_configs(hidden_states, rows_per_expert, self.packed_bits)
         assert isinstance(configs, GemmPair)
         return Rounded(configs, self.grid())
 
@@ -92,8 +93,8 @@ class Batched(Emulated, packed.Batched):
 
 
 @dataclass(frozen=True, slots=True)
-class Rounded(ways.PlainWay):
-    """Like `ways.Sorted` and `ways.Batched`, with a launch that rounds rows before each GEMM.
+class Rounded(schedules.PlainSchedule):
+    """Like `schedules.Sorted` and `schedules.Batched`, with a launch that rounds rows before each GEMM.
 
     If the format has global scales, the GEMMs multiply by each row's.
     """
@@ -101,7 +102,7 @@ class Rounded(ways.PlainWay):
     configs: GemmPair
     grid: SmallFloats
 
-    def run(self, work: ways.PlainWork) -> None:
+    def run(self, work: schedules.PlainWork) -> None:
         call, grid, overlap = work.call, self.grid, work.overlap
         plan = work.plan(self.configs.gate_up.block_m)
         a13_scale, a2_scale = call.weights.get("a13_scale"), call.weights.get("a2_scale")

@@ -1,6 +1,6 @@
 """Weight-only schemes: weights stay packed and are dequantized tile by tile, in registers.
 
-The layer, its weight layout, and the ways that only packed weights have on Hopper; see `ways` for the others.
+The layer, its weight layout, and the schedules that only packed weights have on Hopper; `schedules` has the others.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 from torch.nn.functional import pad
 
 from moereg.backends._loaded import Call
-from moereg.backends._triton import plain, ways
+from moereg.backends._triton import plain, schedules
 from moereg.backends._triton.recorded import Recorded
-from moereg.backends._triton.ways import Hopper, PlainWay, PlainWork
-from moereg.backends._triton.workspace import Piece, cut, group_columns
+from moereg.backends._triton.schedules import Hopper, PlainSchedule, PlainWork
+from moereg.backends._triton.workspace import group_columns
+from moereg.backends._workspace import Piece, cut
 from moereg.experts import Experts
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.gemm.flagged import both_gemms
@@ -75,7 +76,7 @@ class Packed(plain.Canonical):
         }
         return PermutedWeights(self.layouts[0], per_expert)
 
-    def matrices(self, weights: PermutedWeights) -> tuple[ways.Weights, ways.Weights]:
+    def matrices(self, weights: PermutedWeights) -> tuple[schedules.Weights, schedules.Weights]:
         return self._matrix(weights, "w13"), self._matrix(weights, "w2")
 
     def _matrix(self, weights: PermutedWeights, name: str) -> PackedMatrix:
@@ -109,21 +110,21 @@ class Standard(Packed, plain.Standard):
             and not problem.apply_router_weight_on_input
         )
 
-    def select(self, call: Call) -> ways.PlainWay:
+    def select(self, call: Call) -> schedules.PlainSchedule:
         hidden_states = call.inputs.hidden_states
         rows_per_expert = call.inputs.topk_ids.numel() / self.problem.num_experts
         if (
             self.has_packed_hopper
-            and ways.fits_hopper(hidden_states, rows_per_expert, MIN_PACKED_HOPPER_ROWS)
+            and schedules.fits_hopper(hidden_states, rows_per_expert, MIN_PACKED_HOPPER_ROWS)
             # Tokens are copied with 32-bit offsets.
             and hidden_states.shape[0] * hidden_states.stride(0) < 2**31
         ):
             return HopperPacked(select_packed_config(rows_per_expert))
-        way = super().select(call)
-        if isinstance(way, ways.Sorted) and self._shares_launch(call, rows_per_expert):
-            assert isinstance(way.configs, GemmPair)
-            return Flagged(way.configs)
-        return way
+        schedule = super().select(call)
+        if isinstance(schedule, schedules.Sorted) and self._shares_launch(call, rows_per_expert):
+            assert isinstance(schedule.configs, GemmPair)
+            return Flagged(schedule.configs)
+        return schedule
 
     def _shares_launch(self, call: Call, rows_per_expert: float) -> bool:
         num_tokens, num_routes = call.inputs.hidden_states.shape[0], call.inputs.topk_ids.numel()
@@ -188,17 +189,7 @@ def pack_float4(codes: torch.Tensor) -> torch.Tensor:
 
 
 def pack_matrices(weights: ExpertWeights, name: str, fmt: QuantFormat, arrange: ArrangeRows) -> dict[str, torch.Tensor]:
-    """Packs one matrix of all experts.
-
-    Args:
-        weights: Canonical weights.
-        name: `w13` or `w2`.
-        fmt: The matrix's format, one that the cells accept.
-        arrange: Reorders its rows.
-
-    Returns:
-        Fields of `PackedMatrix`, keys `<matrix>_<field>`; words under `<matrix>`.
-    """
+    """Packs w13 or w2 of all experts, whose rows `arrange` reorders; fields of `PackedMatrix` as `<matrix>_<field>`."""
     columns = weights.hidden_size if name == "w13" else weights.intermediate_size
     tensors = weights.tensors()
     packed: dict[str, torch.Tensor] = {}
@@ -290,7 +281,7 @@ def _of_rows(scale: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 class HopperPacked(Hopper):
-    """Like `ways.Hopper`, with weights that stay packed until they reach a consumer's registers."""
+    """Like `schedules.Hopper`, with weights that stay packed until they reach a consumer's registers."""
 
     gate_up = staticmethod(gate_up_packed)
     down = staticmethod(down_packed)
@@ -298,8 +289,8 @@ class HopperPacked(Hopper):
 
 
 @dataclass(frozen=True, slots=True)
-class Flagged(PlainWay):
-    """Like `ways.Sorted`, with both GEMMs in one launch.
+class Flagged(PlainSchedule):
+    """Like `schedules.Sorted`, with both GEMMs in one launch.
 
     Flags are in the call's own scratch memory; the launch that sorts its routes clears them. So other streams, copies
     of the layer and captured graphs use their own.

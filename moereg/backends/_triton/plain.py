@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from moereg.backends._loaded import Call
-from moereg.backends._triton import ways
+from moereg.backends._triton import schedules
 from moereg.backends._triton.recorded import Recorded
 from moereg.backends._triton.workspace import batched_rows_per_expert
 from moereg.experts import Experts
@@ -22,7 +22,7 @@ from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
 class Canonical(Recorded):
-    """Weight layout for both activation formats; a subclass sizes its workspaces and selects a way."""
+    """Weight layout for both activation formats; a subclass sizes its workspaces and selects a schedule."""
 
     recorded_weights: ClassVar[tuple[str, ...]] = ("w13", "w2", "w13_bias", "w2_bias")
     shortest_tile: ClassVar[int] = MIN_BLOCK_M
@@ -50,12 +50,14 @@ class Canonical(Recorded):
             return self.layer_key
         return self.layer_key, w13_bias.dtype, w2_bias.dtype
 
-    def work(self, call: Call, overlap: bool) -> ways.PlainWork:
+    def work(self, call: Call, overlap: bool) -> schedules.PlainWork:
         w13, w2 = self.matrices(call.weights)
         plan_bytes = self.plan_bytes(call.inputs.hidden_states.shape[-2])
-        return ways.PlainWork(problem=self.problem, call=call, plan_bytes=plan_bytes, overlap=overlap, w13=w13, w2=w2)
+        return schedules.PlainWork(
+            problem=self.problem, call=call, plan_bytes=plan_bytes, overlap=overlap, w13=w13, w2=w2
+        )
 
-    def matrices(self, weights: PermutedWeights) -> tuple[ways.Weights, ways.Weights]:
+    def matrices(self, weights: PermutedWeights) -> tuple[schedules.Weights, schedules.Weights]:
         """w13 and w2 in the kernels' form."""
         return weights["w13"], weights["w2"]
 
@@ -63,7 +65,7 @@ class Canonical(Recorded):
         """Whether Hopper's kernels can read a call's rows and weights and have enough rows per expert to pay."""
         return (
             self.has_hopper
-            and ways.fits_hopper(call.inputs.hidden_states, rows_per_expert)
+            and schedules.fits_hopper(call.inputs.hidden_states, rows_per_expert)
             # Tensor maps begin at multiples of 16 bytes, as do their rows.
             and self.problem.intermediate_size % 8 == 0
             and all(call.weights[name].data_ptr() % ALIGNMENT == 0 for name in ("w13", "w2"))
@@ -83,7 +85,7 @@ class Standard(Canonical):
         plan_numel = self.plan_bytes(num_tokens) // problem.torch_dtype.itemsize
         return ((rows, round_up(problem.intermediate_size, WEIGHT_PAD)), (plan_numel + rows * problem.hidden_size,))
 
-    def select(self, call: Call) -> ways.PlainWay:
+    def select(self, call: Call) -> schedules.PlainSchedule:
         problem, hidden_states = self.problem, call.inputs.hidden_states
         rows_per_expert = call.inputs.topk_ids.numel() / problem.num_experts
         if (
@@ -94,8 +96,10 @@ class Standard(Canonical):
         ):
             num_columns = problem.activation.num_halves * round_up(problem.intermediate_size, WEIGHT_PAD)
             fewest = hopper.count_fewest_tiles(call.inputs.topk_ids.numel(), problem.hidden_size)
-            return ways.Hopper(hopper.select_config(rows_per_expert, num_columns, problem.num_local_experts, fewest))
-        return ways.select(problem, hidden_states, rows_per_expert, self.packed_bits)
+            return schedules.Hopper(
+                hopper.select_config(rows_per_expert, num_columns, problem.num_local_experts, fewest)
+            )
+        return schedules.select(problem, hidden_states, rows_per_expert, self.packed_bits)
 
 
 class Batched(Canonical):
@@ -108,11 +112,11 @@ class Batched(Canonical):
         intermediate = (problem.num_local_experts, num_tokens, columns)
         return intermediate, (self.plan_bytes(num_tokens) // problem.torch_dtype.itemsize,)
 
-    def select(self, call: Call) -> ways.PlainWay:
+    def select(self, call: Call) -> schedules.PlainSchedule:
         problem, hidden_states = self.problem, call.inputs.hidden_states
         rows_per_expert = batched_rows_per_expert(problem, hidden_states.shape[1])
         # A float16 layer's `out` is fp32, being unweighted. Hopper's kernels store boxes in the weights' dtype.
         if call.out.dtype == hidden_states.dtype and self.fits_hopper(call, rows_per_expert):
             # Rows are already grouped by expert, so none are copied.
-            return ways.Hopper(hopper.select_config(rows_per_expert, math.inf, problem.num_local_experts))
-        return ways.select(problem, hidden_states, rows_per_expert, self.packed_bits)
+            return schedules.Hopper(hopper.select_config(rows_per_expert, math.inf, problem.num_local_experts))
+        return schedules.select(problem, hidden_states, rows_per_expert, self.packed_bits)

@@ -8,25 +8,24 @@ from typing import ClassVar, Final
 import torch
 
 from moereg.backends._loaded import Call
-from moereg.backends._triton import quantized_ways as ways
+from moereg.backends._triton import quantized_schedules as schedules
 from moereg.backends._triton.recorded import Recorded
 from moereg.backends._triton.workspace import (
-    Piece,
     batched_rows_per_expert,
-    bytes_of,
     group_columns,
     intermediate_pieces,
+    row_format,
     row_pieces,
 )
+from moereg.backends._workspace import Piece, bytes_of
 from moereg.experts import Experts
 from moereg.kernels.hopper.config import select_quantized_rule
 from moereg.kernels.launch import device as limits
 from moereg.kernels.quantized.config import MIN_BLOCK_M, select_quantized_config
-from moereg.kernels.quantized.operands import QuantizedMatrices, RowFormat
+from moereg.kernels.quantized.operands import QuantizedMatrices
 from moereg.kernels.sizes import CODE_PAD, GUARD_ROWS
 from moereg.platforms import PlatformRule
-from moereg.quantize import element_of
-from moereg.spec.quant_schemes import WHOLE, QuantFormat
+from moereg.spec.quant_schemes import WHOLE
 from moereg.weights.layouts import aligned, pad_columns, round_up
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
@@ -45,13 +44,7 @@ _ARRIVED: Final = "hidden_scale"
 
 
 class MultipliedCodes(Recorded):
-    """Weight layout for both activation formats; a subclass sizes its workspaces and selects a way.
-
-    Attributes:
-        activation_format: Format of activations.
-        weight_format: Format of weights.
-        row_format: `activation_format` for the kernels.
-    """
+    """Weight layout for both activation formats; a subclass sizes its workspaces and selects a schedule."""
 
     recorded_weights: ClassVar[tuple[str, ...]] = (
         *("w13", "w2", "w13_scale", "w2_scale", "w13_scale_2", "w2_scale_2", "w13_bias", "w2_bias"),
@@ -131,8 +124,8 @@ class MultipliedCodes(Recorded):
             call = call._replace(weights=named)
         super().run(call)
 
-    def work(self, call: Call, overlap: bool) -> ways.QuantizedWork:
-        return ways.QuantizedWork(
+    def work(self, call: Call, overlap: bool) -> schedules.QuantizedWork:
+        return schedules.QuantizedWork(
             problem=self.problem,
             call=call,
             plan_bytes=self.plan_bytes(call.inputs.hidden_states.shape[-2]),
@@ -182,16 +175,16 @@ class Standard(MultipliedCodes):
         second = self.plan_bytes(num_tokens) + max(tokens, to_reduce)
         return (first // itemsize,), (second // itemsize,)
 
-    def select(self, call: Call) -> ways.QuantizedWay:
+    def select(self, call: Call) -> schedules.QuantizedSchedule:
         problem, hidden_states = self.problem, call.inputs.hidden_states
         device = hidden_states.device
         rows_per_expert = call.inputs.topk_ids.numel() / problem.num_experts
         if self.has_hopper and device.type != "cpu" and rows_per_expert > _MIN_HOPPER_ROWS:
-            return ways.Hopper(select_quantized_rule(rows_per_expert, self.row_format.group > 0))
+            return schedules.Hopper(select_quantized_rule(rows_per_expert, self.row_format.group > 0))
         configs = select_quantized_config(
             hidden_states.shape[0], rows_per_expert, problem.activation.num_halves, limits.max_shared_bytes(device)
         )
-        return ways.Sorted(configs) if configs.sort_routes else ways.Direct(configs)
+        return schedules.Sorted(configs) if configs.sort_routes else schedules.Direct(configs)
 
 
 class Batched(MultipliedCodes):
@@ -205,25 +198,10 @@ class Batched(MultipliedCodes):
         tokens = bytes_of(row_pieces(self.activation_format, rows, problem.hidden_size))
         return (first // itemsize,), ((self.plan_bytes(num_tokens) + tokens) // itemsize,)
 
-    def select(self, call: Call) -> ways.QuantizedWay:
+    def select(self, call: Call) -> schedules.QuantizedSchedule:
         problem = self.problem
         _, max_tokens, _ = call.inputs.hidden_states.shape
         # An estimate: the counts are on the device.
         rows_per_expert = batched_rows_per_expert(problem, max_tokens)
         halves, shared_bytes = problem.activation.num_halves, limits.max_shared_bytes(call.out.device)
-        return ways.Batched(select_quantized_config(math.inf, rows_per_expert, halves, shared_bytes))
-
-
-def row_format(fmt: QuantFormat) -> RowFormat:
-    """The format of activations for the kernels."""
-    element = element_of(fmt)
-    return RowFormat(
-        dtype=fmt.storage_dtype,
-        min_code=element.min_value,
-        max_code=element.max_value,
-        group=group_columns(fmt),
-        e8m0=fmt.scale_dtype == _E8M0,
-        spans_rows=fmt.group[0] == WHOLE and not fmt.static,
-        static=fmt.static,
-        global_scale=fmt.global_scale,
-    )
+        return schedules.Batched(select_quantized_config(math.inf, rows_per_expert, halves, shared_bytes))

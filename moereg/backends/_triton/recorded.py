@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from moereg.backends._loaded import Call, Implementation
-from moereg.backends._triton.work import Way
+from moereg.backends._triton.work import Schedule
 from moereg.backends._triton.workspace import plan_bytes
 from moereg.experts import Experts
 from moereg.kernels.launch.device import can_overlap
@@ -26,7 +26,7 @@ def shape_of_layer(*_facts: Hashable) -> object:
 
 
 class Recorded(Implementation):
-    """Records and replays launches; a subclass names the weights that its kernels take, and selects the way.
+    """Records and replays launches; a subclass names the weights that its kernels take, and selects the schedule.
 
     Layers of one shape share recordings: a model's first layer records a number of tokens that the model has not seen
     yet, and the others replay it.
@@ -64,11 +64,11 @@ class Recorded(Implementation):
 
     @abc.abstractmethod
     def work(self, call: Call, overlap: bool) -> Any:
-        """The arguments of the call's way."""
+        """The arguments of the call's schedule."""
 
     @abc.abstractmethod
-    def select(self, call: Call) -> Way[Any]:
-        """Selects the call's way."""
+    def select(self, call: Call) -> Schedule[Any]:
+        """Selects the call's schedule."""
 
     def launch(self, call: Call) -> None:
         """Runs without a recording."""

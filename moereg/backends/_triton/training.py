@@ -23,7 +23,7 @@ from moereg.backends._triton.training_products import (
     max_partials,
 )
 from moereg.backends._triton.work import gate_up_epilogue
-from moereg.backends._triton.workspace import Piece, bytes_of, cut
+from moereg.backends._workspace import Piece, bytes_of, cut
 from moereg.experts import Gradients, SavedShapes
 from moereg.kernels.backward.config import (
     MIN_DOWN_INPUT_BLOCK_N,

@@ -1,4 +1,4 @@
-"""The interface of a way through a layer, and its arguments for any kind of weights.
+"""The interface of a schedule, and its arguments for any kind of weights.
 
 Sizes: T tokens, K experts per token, N = T * K routes, H hidden size, R = E * max_T rows of the batched format.
 """
@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from moereg.backends._loaded import Call
-from moereg.backends._triton.workspace import Piece, cut
+from moereg.backends._workspace import Piece, cut
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.rows.block_map import BlockMap, plan_batches
 from moereg.kernels.rows.direct import DirectRoutes
@@ -25,13 +25,10 @@ from moereg.weights.permuted import PermutedWeights
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Work:
-    """The arguments of a way: everything that its launches read; a subclass adds the weights.
+    """The arguments of a schedule: everything that its launches read; a subclass adds the weights.
 
-    Attributes:
-        problem: The layer.
-        call: Tensors and workspaces.
-        plan_bytes: Bytes of the row plan at the front of the second workspace.
-        overlap: Whether a launch may start before the previous one has ended.
+    The row plan is at the front of the second workspace. With `overlap` a launch may start before the previous one
+    ends.
     """
 
     problem: MoEProblem
@@ -174,8 +171,8 @@ def gate_up_epilogue(problem: MoEProblem, weights: PermutedWeights) -> GateUpEpi
 AnyWork = TypeVar("AnyWork", bound=Work, contravariant=True)
 
 
-class Way(abc.ABC, Generic[AnyWork]):
-    """One way through a layer, selected for a call with its configurations."""
+class Schedule(abc.ABC, Generic[AnyWork]):
+    """The launches of a call, selected with their configurations."""
 
     @abc.abstractmethod
     def run(self, work: AnyWork) -> None:

@@ -1,49 +1,22 @@
-"""Workspaces of the `triton` backend: plan sizes, and shapes and views of the pieces after the plan."""
+"""Workspaces of layers on moereg's own kernels: plan sizes, and the pieces after the plan."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Final, NamedTuple
-
 import torch
 
+from moereg.backends._workspace import Piece
+from moereg.kernels.quantized.operands import RowFormat
 from moereg.kernels.rows.block_map import batch_workspace_numel
 from moereg.kernels.rows.plan import route_workspace_numel
-from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD, WORKSPACE_ALIGNMENT
+from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD
+from moereg.quantize import element_of
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import WHOLE, QuantFormat
 from moereg.weights.layouts import round_up
 
-# Storage of scales; kernels read power-of-two scales as bytes.
-_SCALE_DTYPES: Final = {"float8_e8m0fnu": torch.uint8, "float8_e4m3fn": torch.float8_e4m3fn}
-
-
-class Piece(NamedTuple):
-    """A piece of a workspace."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes without padding."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def padded_bytes(self) -> int:
-        """Bytes with padding."""
-        return round_up(self.num_bytes, WORKSPACE_ALIGNMENT)
-
 
 def plan_bytes(problem: MoEProblem, num_tokens: int, shortest_tile: int) -> int:
-    """Bytes of the route plan, or of the batched format's tile plan, enough for any configuration.
-
-    Args:
-        problem: The layer.
-        num_tokens: T, or max_T in the batched format.
-        shortest_tile: The fewest rows per tile in the shipped configurations.
-    """
+    """Bytes of the plan for T tokens (max_T in the batched format), enough for any tiles from the shortest one on."""
     if problem.activation_format == "batched":
         words = batch_workspace_numel(problem.num_local_experts, num_tokens, shortest_tile)
     else:
@@ -62,10 +35,9 @@ def batched_rows_per_expert(problem: MoEProblem, max_tokens: int) -> float:
 
 def row_pieces(fmt: QuantFormat, rows: int, columns: int) -> tuple[Piece, ...]:
     """Quantized rows and scales, with global scales if the format has them."""
-    depth = round_up(columns, CODE_PAD)
-    groups = 1 if fmt.group[1] == WHOLE else depth // fmt.group[1]
+    depth, own = round_up(columns, CODE_PAD), row_format(fmt)
     codes = Piece((rows, fmt.packed_columns(depth)), fmt.storage_dtype)
-    scales = Piece((rows, groups), _SCALE_DTYPES.get(fmt.scale_dtype, torch.float32))
+    scales = Piece((rows, own.num_groups(depth)), own.scale_dtype)
     return (codes, scales, Piece((rows,), torch.float32)) if fmt.global_scale else (codes, scales)
 
 
@@ -76,6 +48,21 @@ def intermediate_pieces(problem: MoEProblem, fmt: QuantFormat, rows: int) -> tup
     return (plain, Piece((AMAX_PROGRAMS,), torch.int32), *row_pieces(fmt, rows, size))
 
 
+def row_format(fmt: QuantFormat) -> RowFormat:
+    """The format of activations for the kernels."""
+    element = element_of(fmt)
+    return RowFormat(
+        dtype=fmt.storage_dtype,
+        min_code=element.min_value,
+        max_code=element.max_value,
+        group=group_columns(fmt),
+        e8m0=fmt.scale_dtype == "float8_e8m0fnu",
+        spans_rows=fmt.group[0] == WHOLE and not fmt.static,
+        static=fmt.static,
+        global_scale=fmt.global_scale,
+    )
+
+
 def group_columns(fmt: QuantFormat) -> int:
     """Elements of a row that share a scale; 0 means all."""
     return 0 if fmt.group[1] == WHOLE else fmt.group[1]
@@ -84,18 +71,3 @@ def group_columns(fmt: QuantFormat) -> int:
 def by_group(scales: torch.Tensor) -> torch.Tensor:
     """Column-major view: a group's scales are contiguous."""
     return scales.view(scales.shape[1], scales.shape[0]).T if scales.shape[1] > 1 else scales
-
-
-def bytes_of(pieces: Sequence[Piece]) -> int:
-    """Total bytes of consecutive pieces."""
-    return sum(piece.padded_bytes for piece in pieces)
-
-
-def cut(buffer: torch.Tensor, *pieces: Piece) -> list[torch.Tensor]:
-    """Cuts consecutive views from the front of a uint8 buffer."""
-    views, start = [], 0
-    for piece in pieces:
-        num_bytes = piece.num_bytes
-        views.append(buffer[start : start + num_bytes].view(piece.dtype).view(piece.shape))
-        start += round_up(num_bytes, WORKSPACE_ALIGNMENT)
-    return views

@@ -1,6 +1,6 @@
-"""The ways through a layer of quantized weights and activations; a rule selects one per call.
+"""Schedules of layers with quantized weights and activations; a rule selects one per call.
 
-| way | rows | launches |
+| schedule | rows | launches |
 |---|---|---|
 | `Direct` | up to 16 tokens | quantize tokens, tiles whose rows are the tokens themselves, and a reduction |
 | `Sorted` | more | a sort, alongside it quantize tokens, tiles of sorted routes, and a reduction |
@@ -23,8 +23,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from moereg.backends._triton.work import Way, Work
-from moereg.backends._triton.workspace import by_group, cut, intermediate_pieces, row_pieces
+from moereg.backends._triton.work import Schedule, Work
+from moereg.backends._triton.workspace import by_group, intermediate_pieces, row_pieces
+from moereg.backends._workspace import cut
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.hopper import quantized_gemm as hopper
 from moereg.kernels.hopper.config import QUANTIZED_BLOCK_M, HopperQuantizedRule
@@ -43,13 +44,7 @@ from moereg.spec.quant_schemes import QuantFormat
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class QuantizedWork(Work):
-    """A call of a layer with quantized weights and activations.
-
-    Attributes:
-        activation_format: Format of activations.
-        row_format: The same for the kernels.
-        w13, w2: Permuted weights.
-    """
+    """A call of a layer with quantized weights and activations; `row_format` is `activation_format` for the kernels."""
 
     activation_format: QuantFormat
     row_format: RowFormat
@@ -77,11 +72,11 @@ class QuantizedWork(Work):
         return RouteIds(inputs.topk_ids, inputs.expert_map, problem.num_experts, problem.num_local_experts)
 
 
-QuantizedWay: TypeAlias = Way[QuantizedWork]
+QuantizedSchedule: TypeAlias = Schedule[QuantizedWork]
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles(QuantizedWay):
+class Tiles(QuantizedSchedule):
     """A plan, quantized tokens, both GEMMs over tiles of rows, then the sum over each token's routes."""
 
     configs: GemmPair
@@ -153,7 +148,7 @@ class Batched(Tiles):
 
 
 @dataclass(frozen=True, slots=True)
-class Hopper(QuantizedWay):
+class Hopper(QuantizedSchedule):
     """Sorted routes, tiled by persistent warp-specialized programs; both buffers have guard rows."""
 
     rule: HopperQuantizedRule

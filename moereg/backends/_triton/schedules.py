@@ -1,6 +1,6 @@
-"""The ways through a layer; a rule selects one per call, with its configurations.
+"""Schedules of a layer: which kernels run over which rows. A rule selects one per call, with its configurations.
 
-| way | rows | launches |
+| schedule | rows | launches |
 |---|---|---|
 | `Gemv` | one token | a vector times each chosen expert's matrices, twice; the second adds up the routes |
 | `Single` | one token, packed weights | a tile for each route, then a GEMM that adds up the routes |
@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 
-from moereg.backends._triton.work import Way, Work
+from moereg.backends._triton.work import Schedule, Work
 from moereg.kernels.gemm import rules
 from moereg.kernels.gemm.config import GemmPair, GemvPair, SinglePair
 from moereg.kernels.gemm.fit import CallShape, fit_pair
@@ -58,21 +58,17 @@ if all tokens choose the same experts.
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PlainWork(Work):
-    """A call of a layer whose weights are multiplied in 16 or 32 bits.
-
-    Attributes:
-        w13, w2: Permuted weights.
-    """
+    """A call of a layer whose weights are multiplied in 16 or 32 bits."""
 
     w13: Weights
     w2: Weights
 
 
-PlainWay: TypeAlias = Way[PlainWork]
+PlainSchedule: TypeAlias = Schedule[PlainWork]
 
 
 def select(problem: MoEProblem, hidden_states: torch.Tensor, rows_per_expert: float, packed_bits: int | None) -> Tiles:
-    """Selects a call's way through the Triton kernels.
+    """Selects a call's schedule.
 
     Args:
         problem: The layer.
@@ -132,7 +128,7 @@ def fits_hopper(
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles(PlainWay):
+class Tiles(PlainSchedule):
     """A plan, both GEMMs over its tiles of rows, and the sum over each token's routes.
 
     Attributes:
@@ -202,7 +198,7 @@ class Batched(Sorted):
 
 
 @dataclass(frozen=True, slots=True)
-class Hopper(PlainWay):
+class Hopper(PlainSchedule):
     """Sorted routes, tiled by persistent warp-specialized programs; both buffers have guard rows.
 
     In the batched format tiles cover the valid rows in place.
