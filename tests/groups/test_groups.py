@@ -34,15 +34,15 @@ ONE_FAILS: Final = {
 _GATHERED: Final = ("all_gather_columns", "experts", "reduce_scatter")
 _SENT: Final = ("place_routes", "all_to_all", "pack_tokens", "all_to_all")
 _SENT_CODED: Final = ("place_routes", "all_to_all", "quantize_tokens", "pack_tokens", "all_to_all")
-_HOME: Final = ("experts", "all_to_all", "sum_batches")
-_IN_ROOMS: Final = ("all_to_all", "empty_rooms", "experts", "fill_rooms", "all_to_all", "sum_batches")
+_HOME: Final = ("experts", "all_to_all", "reduce_sorted_rows")
+_IN_ROOMS: Final = ("all_to_all", "empty_rooms", "experts", "fill_rooms", "all_to_all", "reduce_sorted_rows")
 LAUNCHES: Final = {
     "all_gather": _GATHERED,
     "all_gather_fewer": ("pad_tokens", *_GATHERED, "copy_"),
     "all_gather_replicas": ("all_gather_columns", "keep_own_routes", "experts", "reduce_scatter"),
     "all_gather_deterministic": ("all_gather_columns", "experts", "all_to_all", "sum_of_ranks"),
     "all_gather_batched": (
-        *("all_gather_columns", "place_tokens", "spread_tokens", "experts", "sum_batches", "reduce_scatter"),
+        *("all_gather_columns", "place_tokens", "copy_rows", "experts", "reduce_sorted_rows", "reduce_scatter"),
     ),
     # The experts of a CPU take no codes, so that these are restored.
     "all_gather_fp8": (
@@ -58,8 +58,8 @@ LAUNCHES: Final = {
     "low_latency_int8": ("place_routes", "quantize_tokens", *_IN_ROOMS),
     "all_to_all": (*_SENT, "unpack_tokens", *_HOME),
     "all_to_all_batched": (
-        *(*_SENT, "unpack_tokens", "place_tokens", "spread_tokens", "experts", "sum_batches"),
-        *("all_to_all", "sum_batches"),
+        *(*_SENT, "unpack_tokens", "place_tokens", "copy_rows", "experts", "reduce_sorted_rows"),
+        *("all_to_all", "reduce_sorted_rows"),
     ),
     "all_to_all_on_input": (*_SENT, "unpack_tokens", *_HOME),
     "all_to_all_fp8": (*_SENT_CODED, "unpack_tokens", "restore_tokens", *_HOME),

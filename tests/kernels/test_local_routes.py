@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moereg.kernels.plain.device import local_expert_ids
-from moereg.kernels.rows.local import local_routes
+from moereg.kernels.rows.direct import local_routes
 from moereg.testing.interpreter import patch_interpreter
 
 NUM_IDS, NUM_LOCAL = 6, 3

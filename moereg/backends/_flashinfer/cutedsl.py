@@ -19,7 +19,7 @@ from moereg.backends._flashinfer.scales import one_for_all, one_scale
 from moereg.backends._flashinfer.scratch import Piece, aligned_result, carved, num_bytes
 from moereg.backends._loaded import Call, Implementation
 from moereg.experts import Experts
-from moereg.kernels.rows.local import local_routes
+from moereg.kernels.rows.direct import local_routes
 from moereg.weights.layouts import aligned
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 

@@ -20,10 +20,11 @@ COLUMNS: Final = 1024
 
 
 @triton.jit
-def _copy_rows_kernel(
+def copy_rows_kernel(
     out,
     hidden_states,
     route_row,
+    topk_weights,
     hidden_size,
     stride_out,
     stride_hidden,
@@ -31,6 +32,10 @@ def _copy_rows_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Copies tokens, times their weights if there are any, to the rows at `route_row`; see `copy_rows`.
+
+    Rows of `out` are contiguous where `stride_out` is None.
+    """
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
     # A program copies a token, not a row, so that each token is read once.
@@ -38,9 +43,13 @@ def _copy_rows_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     mask = columns < hidden_size
     x = tl.load(hidden_states + token * stride_hidden + columns, mask=mask)
+    row_stride = hidden_size if stride_out is None else stride_out
     for k in tl.static_range(TOP_K):
         row = tl.load(route_row + token * TOP_K + k).to(tl.int64)
-        tl.store(out + row * stride_out + columns, x, mask=mask & (row >= 0))
+        scaled = x
+        if topk_weights is not None:
+            scaled = (x.to(tl.float32) * tl.load(topk_weights + token * TOP_K + k)).to(x.dtype)
+        tl.store(out + row * row_stride + columns, scaled, mask=mask & (row >= 0))
 
 
 def copy_rows(
@@ -65,9 +74,9 @@ def copy_rows(
     assert out.stride(1) == hidden_states.stride(1) == 1
     block = min(columns, triton.next_power_of_2(hidden_size))
     launch(
-        _copy_rows_kernel,
+        copy_rows_kernel,
         (num_tokens, triton.cdiv(hidden_size, block)),
-        *(out, hidden_states, route_row),
+        *(out, hidden_states, route_row, None),
         *(hidden_size, out.stride(0), hidden_states.stride(0)),
         TOP_K=route_row.numel() // num_tokens,
         BLOCK=block,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.launch.remembered import launch_again
-from moereg.kernels.rows.holders import rank_of_routes
+from moereg.kernels.rows.replicas import rank_of_routes
 
 _IDS: Final = 1024
 _COLUMNS: Final = 1024
