@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from moereg.dispatch import select_backend
-from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
 from moereg.kernels.hopper.config import CONFIG_RULES, FIVE_BODIES, THREE_BODIES, TWO_BODIES
 from moereg.kernels.rows.block_map import batch_workspace_numel, plan_batches
 from moereg.kernels.rows.plan import RoutePlan, route_workspace_numel
@@ -139,7 +139,7 @@ def test_layer_of_kernels(
     weights = torch.rand(tokens, top_k, device="cuda")
     # Low enough that many numbers are clamped.
     clamps = {"alpha": 1.702, "beta": 1.0, "limit": 1.5} if activation == "swigluoai" else {}
-    epilogue = GateUpEpilogue(activation, gated, **clamps, bias=b13)
+    epilogue = GateUpEpilogue(ActivationConstant(activation, gated, **clamps), b13)
     rows = tokens_in
     if copied:
         rows = nans(routes, hidden, dtype=dtype)
@@ -204,7 +204,7 @@ def test_tiles_of_every_body(rule: int, bodies: int, copied: bool) -> None:
     w2 = normal(experts, hidden, inter, std=inter**-0.5, dtype=torch.bfloat16)
     mid = nans(GUARD_ROWS + routes, inter, dtype=torch.bfloat16)
     out = nans(GUARD_ROWS + routes, hidden, dtype=torch.bfloat16)
-    epilogue = GateUpEpilogue("silu", gated=True)
+    epilogue = GateUpEpilogue(ActivationConstant("silu", gated=True))
     gate_up_gemm(mid, rows, w13, plan, gate_up, epilogue, top_k=None if copied else 1)
     down_gemm(out, mid, w2, plan, down)
     first = gate_up_reference(tokens, w13, plan, epilogue, top_k=1)
@@ -297,7 +297,7 @@ def test_batched_kernels(
     b2 = torch.randn(experts, hidden, device="cuda").to(dtype) if has_bias else None
     # Low enough that many numbers are clamped.
     clamps = {"alpha": 1.702, "beta": 1.0, "limit": 1.5} if activation == "swigluoai" else {}
-    epilogue = GateUpEpilogue(activation, gated, **clamps, bias=b13)
+    epilogue = GateUpEpilogue(ActivationConstant(activation, gated, **clamps), b13)
 
     runs = []
     for _ in range(3):
@@ -340,7 +340,7 @@ def test_no_local_expert_is_chosen(by_token: bool) -> None:
     w2 = normal(experts, hidden, inter, std=1.0, dtype=torch.bfloat16)
     mid = nans(GUARD_ROWS + routes, inter, dtype=torch.bfloat16)
     out = nans(GUARD_ROWS + routes, hidden, dtype=torch.bfloat16)
-    epilogue = GateUpEpilogue("silu", gated=True)
+    epilogue = GateUpEpilogue(ActivationConstant("silu", gated=True))
     gate_up_gemm(mid, rows, w13, plan, gate_up, epilogue, top_k=top_k if by_token else None)
     down_gemm(out, mid, w2, plan, down)
     torch.cuda.synchronize()

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.gemm.config import GemmPair, GemvConfig, GemvPair, GroupedGemmConfig
-from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.rules import CONFIG_RULES, select_config
@@ -146,7 +146,7 @@ def check_stages(case: StageCase, way: str) -> None:
     topk_weights = random(tokens, top_k, dtype=FP32).abs()
     ids = route(case.kind, tokens, top_k, experts)
     plan = make_plan(ids, None, experts, experts, case.config.block_m)
-    epilogue = GateUpEpilogue(case.activation, gated, **case.scalars, bias=w13_bias)
+    epilogue = GateUpEpilogue(ActivationConstant(case.activation, gated, **case.scalars), w13_bias)
     first: dict[str, Any] = {"top_k": top_k, "route_factors": topk_weights if case.weights else None}
     second: dict[str, Any] = {"bias": w2_bias, "topk_weights": None if case.weights else topk_weights}
     valid = plan.route_expert >= 0
@@ -262,7 +262,8 @@ def test_order_within_an_expert_does_not_change_bits() -> None:
             if flip:
                 plan.sorted_routes[row:end] = plan.sorted_routes[row:end].flip(0)
         intermediate, rows = (Guarded(66, 64, dtype=BF16).tensor for _ in range(2))
-        gate_up_gemm(intermediate, hidden_states, w13, plan, WIDE, GateUpEpilogue("silu", True), top_k=2)
+        epilogue = GateUpEpilogue(ActivationConstant("silu", True))
+        gate_up_gemm(intermediate, hidden_states, w13, plan, WIDE, epilogue, top_k=2)
         down_gemm(rows, intermediate, w2, plan, WIDE)
         results.append(rows)
     assert torch.equal(*results)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moereg.kernels.gemm.config import GroupedGemmConfig
-from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
 from moereg.kernels.gemm.grouped import gate_up_gemm
 from moereg.kernels.rows.plan import route_workspace_numel
 from moereg.kernels.rows.reduce import copy_rows, reduce_routes, reduce_sorted_rows
@@ -103,7 +103,7 @@ def test_rows_may_lie_2_to_the_31_elements_apart() -> None:
     hidden_states, w13 = random(3, 64, dtype=BF16), random(1, 64, 64, dtype=BF16)
     expected = torch.full((3, 64), math.nan, dtype=BF16)
     for each in (expected, out):
-        gate_up_gemm(each, hidden_states, w13, plan, config, GateUpEpilogue("relu2", False), top_k=1)
+        gate_up_gemm(each, hidden_states, w13, plan, config, GateUpEpilogue(ActivationConstant("relu2")), top_k=1)
     assert torch.equal(out[2], expected[2])
     assert torch.equal(out, expected)
     del out, buffer

@@ -68,10 +68,10 @@ class Products:
         named: dict[str, Any] = {"top_k": top_k, "bias": epilogue.bias, "low_rank": low_rank}
         given = hidden_states, w13, self.plan
         if self.counters is not None:
-            training_gemm.gate_up(act, pre, *given, self.counters[:1], epilogue.constant, **named)
+            training_gemm.gate_up(act, pre, *given, self.counters[:1], epilogue.activation, **named)
         else:
             act, pre = self.rows_of(act), self.rows_of(pre)
-            products.saving_gate_up(act, pre, *given, self.configs.rows, epilogue.constant, **named)
+            products.saving_gate_up(act, pre, *given, self.configs.rows, epilogue.activation, **named)
 
     def down(
         self,

@@ -212,7 +212,7 @@ def both_gemms(
         last.strides,
         0 if bias is None else bias.stride(0),
         ROUTES=RouteShape(True, False, top_k, 1),
-        ACTIVATION=epilogue.constant,
+        ACTIVATION=epilogue.activation,
         UP_FORMAT=up.format,
         UP_TILE=up_shape,
         DOWN_FORMAT=last.format,

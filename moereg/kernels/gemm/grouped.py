@@ -330,7 +330,7 @@ def gate_up_gemm(
         overlap=overlap,
         # Without a plan it is the layer's first kernel.
         is_behind=isinstance(plan, BlockMap),
-        ACTIVATION=epilogue.constant,
+        ACTIVATION=epilogue.activation,
     )
 
 

@@ -124,7 +124,7 @@ def _launch(
         num_columns=num_columns,
         group_m=config.group_m or select_group_m(num_columns * depth * weight.element_size()),
         top_k=top_k,
-        activation=None if epilogue is None else epilogue.constant,
+        activation=None if epilogue is None else epilogue.activation,
         bias=bias,
         overlap=overlap,
         tile={"bodies": config.bodies, "stages": config.num_stages},
