@@ -15,7 +15,7 @@ from moereg.kernels.backward.config import TrainingConfigs
 from moereg.kernels.backward.products import LowRank
 from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
 from moereg.kernels.hopper import training_gemm, training_weights
-from moereg.kernels.hopper.training_config import MIN_ROWS_PER_EXPERT, TRAINED
+from moereg.kernels.hopper.config import MIN_TRAINED_ROWS, TRAINED
 from moereg.kernels.launch.remembered import POINTER_ALIGNMENT
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import GUARD_ROWS
@@ -149,7 +149,7 @@ def max_partials(width: int, block_n: int, on_hopper: bool) -> int:
 
 def hopper_guard(num_routes: int, rows_per_expert: float, dtype: torch.dtype) -> int:
     """Rows in front of sorted rows for Hopper's products, or 0 where a call has too few rows for these to pay."""
-    fits = dtype.itemsize == 2 and rows_per_expert > MIN_ROWS_PER_EXPERT and num_routes >= GUARD_ROWS
+    fits = dtype.itemsize == 2 and rows_per_expert > MIN_TRAINED_ROWS and num_routes >= GUARD_ROWS
     return GUARD_ROWS if fits else 0
 
 

@@ -16,11 +16,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moereg.kernels.backward.products import LowRank
 from moereg.kernels.gemm.epilogue import ActivationConstant
 from moereg.kernels.hopper.arguments import clipped_map, tensor_map, weight_map
-from moereg.kernels.hopper.config import select_group_m
+from moereg.kernels.hopper.config import TRAINED, select_group_m
 from moereg.kernels.hopper.kernel import launch_product
 from moereg.kernels.hopper.producer import SAVED_ROWS
 from moereg.kernels.hopper.ring import BLOCK_K
-from moereg.kernels.hopper.training_config import TRAINED
 from moereg.kernels.hopper.training_consumer import NUM_WARPS
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.plan import RoutePlan

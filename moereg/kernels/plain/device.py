@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from moereg.kernels.plain.cpu import mixes_rows
 from moereg.kernels.plain.mlp import ActivationFn
 
-__all__ = ["batched_experts", "dense_experts", "device_chunk_tokens", "grouped_experts", "local_expert_ids"]
-
 # Bounds the temporaries of a call; weights are read again for each chunk of tokens.
 DEVICE_CHUNK_BYTES: Final = 256 << 20
 

@@ -18,8 +18,6 @@ from typing import Any, Final, Protocol
 
 import torch
 
-__all__ = ["are_even", "run_tasks"]
-
 Task = Callable[[], None]
 
 MAX_THREADS: Final = 2

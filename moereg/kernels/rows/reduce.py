@@ -15,8 +15,8 @@ from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_pr
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.direct import load_local_expert
 
-COLUMNS: Final = 1024
-"""Columns of a row that a program copies or sums."""
+# Columns of a row that a program copies or sums.
+_COLUMNS: Final = 1024
 
 
 @triton.jit
@@ -53,12 +53,7 @@ def copy_rows_kernel(
 
 
 def copy_rows(
-    out: torch.Tensor,
-    hidden_states: torch.Tensor,
-    route_row: torch.Tensor,
-    *,
-    overlap: bool = False,
-    columns: int = COLUMNS,
+    out: torch.Tensor, hidden_states: torch.Tensor, route_row: torch.Tensor, *, overlap: bool = False
 ) -> None:
     """Writes each token to the sorted rows of its routes.
 
@@ -67,12 +62,11 @@ def copy_rows(
         hidden_states: [T, H], rows contiguous.
         route_row: [T * K] int32, each route's row, negative if it adds nothing.
         overlap: whether to start while the kernel that writes `route_row` still runs, and to let the next start early.
-        columns: columns per program; a power of two.
     """
     num_tokens, hidden_size = hidden_states.shape
     assert out.shape == (route_row.numel(), hidden_size) and route_row.numel() % num_tokens == 0
     assert out.stride(1) == hidden_states.stride(1) == 1
-    block = min(columns, triton.next_power_of_2(hidden_size))
+    block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
     launch(
         copy_rows_kernel,
         (num_tokens, triton.cdiv(hidden_size, block)),
@@ -124,7 +118,6 @@ def reduce_routes(
     num_experts: int | None = None,
     num_local_experts: int | None = None,
     overlap: bool = False,
-    columns: int = COLUMNS,
 ) -> None:
     """Writes the sum of each token's valid routes, added in fp32 from choice 0 to K - 1.
 
@@ -138,12 +131,11 @@ def reduce_routes(
         num_experts: ids at or above it add nothing; None: `route_expert` has local experts.
         num_local_experts: mapped experts at or above it add nothing; given with `num_experts`.
         overlap: whether to start while the kernel that writes `route_rows` still runs.
-        columns: columns per program; a power of two.
     """
     num_tokens, hidden_size = out.shape
     assert route_rows.shape[0] == route_expert.numel() and route_expert.numel() % num_tokens == 0
     assert out.stride(1) == route_rows.stride(1) == 1 and route_rows.shape[1] == hidden_size
-    block = min(columns, triton.next_power_of_2(hidden_size))
+    block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
     launch(
         _reduce_routes_kernel,
         (num_tokens, triton.cdiv(hidden_size, block)),
@@ -207,7 +199,6 @@ def reduce_sorted_rows(
     *,
     early: bool = False,
     overlap: bool = False,
-    columns: int = COLUMNS,
 ) -> None:
     """Writes the weighted sum of each token's valid routes, added in fp32 from choice 0 to K - 1.
 
@@ -220,13 +211,12 @@ def reduce_sorted_rows(
         early: whether the rows' places and weights are read before the previous kernel has ended. That kernel must then
             have waited itself before it released this one, since older kernels wrote the places.
         overlap: whether to start while the kernel that writes `sorted_rows` still runs.
-        columns: as for `reduce_routes`.
     """
     num_tokens, hidden_size = out.shape
     assert sorted_rows.shape[0] == route_row.numel() and route_row.numel() % num_tokens == 0
     top_k = route_row.numel() // num_tokens
     assert out.stride(1) == sorted_rows.stride(1) == 1 and sorted_rows.shape[1] == hidden_size
-    block = min(columns, triton.next_power_of_2(hidden_size))
+    block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
     launch(
         reduce_sorted_rows_kernel,
         (num_tokens, triton.cdiv(hidden_size, block)),
