@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -46,53 +47,44 @@ def test_few_routes_are_sorted_as_many_are(
         assert torch.equal(own, other)
 
 
-class Experts:
-    """Expert e adds e to each number; what it was given is kept."""
+@pytest.mark.parametrize(
+    ("ids", "weights", "changes", "expected"),
+    [
+        ([2, 0], [0.5, 2.0], {}, 3.5),
+        ([-1, 3], [7.0, 0.25], {}, 1.0),
+        ([4, 3], [7.0, 0.25], {}, 1.0),
+        ([0, 1, 2], [1.0, 2.0, 4.0], {"expert_map": [-1, 3, 0]}, 12.0),
+        ([0, 5], [1.0, 2.0], {"expert_map": [1, 0]}, 2.0),  # 5 is not in the map.
+        ([-1, -1], [7.0, 8.0], {}, 0.0),
+        # A weight of no local expert counts nowhere, not even as infinity times 0.
+        ([-1, 1], [float("inf"), 1.0], {}, 2.0),
+        ([0, 1, 2, 3], [1.0] * 4, {"num_local_experts": 2}, 3.0),
+        ([3], [0.5], {"apply_router_weight_on_input": True}, 3.5),
+    ],
+)
+def test_one_token(ids: list[int], weights: list[float], changes: dict[str, Any], expected: float) -> None:
+    out, seen = torch.full((1, HIDDEN), torch.nan), []
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, list[list[float]]]] = []
-
-    def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        self.seen.append((expert, x.tolist()))
+    def add_number(x: torch.Tensor, expert: int) -> torch.Tensor:
+        seen.append((expert, x.tolist()))
         return x + expert
 
-
-def run(
-    ids: list[int], weights: list[float], num_experts: int = 4, table: list[int] | None = None, on_input: bool = False
-) -> tuple[torch.Tensor, Experts]:
-    out, experts = torch.full((1, HIDDEN), torch.nan), Experts()
+    named = {"num_local_experts": 4, **changes}
+    if "expert_map" in named:
+        named["expert_map"] = torch.tensor(named["expert_map"], dtype=torch.int32)
     host.host_experts(
         out,
         torch.ones(1, HIDDEN),
         torch.tensor([weights]),
         torch.tensor([ids], dtype=torch.int32),
-        experts,
-        num_local_experts=num_experts,
+        add_number,
         w13_rows=2 * HIDDEN,
         workspace=torch.full((len(ids) + 1, HIDDEN), torch.nan),
-        expert_map=None if table is None else torch.tensor(table, dtype=torch.int32),
-        apply_router_weight_on_input=on_input,
+        **named,
     )
-    return out, experts
-
-
-@pytest.mark.parametrize(
-    ("ids", "weights", "table", "expected"),
-    [
-        ([2, 0], [0.5, 2.0], None, 3.5),
-        ([-1, 3], [7.0, 0.25], None, 1.0),
-        ([4, 3], [7.0, 0.25], None, 1.0),
-        ([0, 1, 2], [1.0, 2.0, 4.0], [-1, 3, 0], 12.0),
-        ([0, 5], [1.0, 2.0], [1, 0], 2.0),  # 5 is not in the map.
-        ([-1, -1], [7.0, 8.0], None, 0.0),
-        # A weight of no local expert counts nowhere, not even as infinity times 0.
-        ([-1, 1], [float("inf"), 1.0], None, 2.0),
-    ],
-)
-def test_one_token(ids: list[int], weights: list[float], table: list[int] | None, expected: float) -> None:
-    out, experts = run(ids, weights, table=table)
     assert torch.equal(out, torch.full((1, HIDDEN), expected))
-    assert all(x == [[1.0] * HIDDEN] for _, x in experts.seen)
+    given = weights[0] if "apply_router_weight_on_input" in named else 1.0
+    assert all(expert < named["num_local_experts"] and x == [[given] * HIDDEN] for expert, x in seen)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
@@ -110,18 +102,6 @@ def test_rows_are_rounded_however_many_tokens_there_are(num_tokens: int) -> None
         workspace=torch.empty(2 * num_tokens + 1, HIDDEN, dtype=torch.bfloat16),
     )
     assert torch.equal(out, torch.zeros_like(out))
-
-
-def test_one_token_with_the_weight_on_its_input() -> None:
-    out, experts = run([3], [0.5], on_input=True)
-    assert experts.seen == [(3, [[0.5] * HIDDEN])]
-    assert torch.equal(out, torch.full((1, HIDDEN), 3.5))
-
-
-def test_one_token_of_a_slice_of_experts_leaves_the_others_out() -> None:
-    out, experts = run([0, 1, 2, 3], [1.0] * 4, num_experts=2)
-    assert sorted(expert for expert, _ in experts.seen) == [0, 1]
-    assert torch.equal(out, torch.full((1, HIDDEN), 3.0))
 
 
 def mixing(x: torch.Tensor, expert: int) -> torch.Tensor:
