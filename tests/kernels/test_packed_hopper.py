@@ -6,6 +6,7 @@ which numbers an operand consists of is this file's.
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 from typing import Any
@@ -48,24 +49,6 @@ class Words:
         value = other.data if isinstance(other, Words) else other
         return Words(getattr(self.data, operation)(value) & 0xFFFFFFFF)
 
-    def __and__(self, other: Any) -> Words:
-        return self._bits(other, "__and__")
-
-    def __or__(self, other: Any) -> Words:
-        return self._bits(other, "__or__")
-
-    def __lshift__(self, other: Any) -> Words:
-        return self._bits(other, "__lshift__")
-
-    def __rshift__(self, other: Any) -> Words:
-        return self._bits(other, "__rshift__")
-
-    def __add__(self, other: Any) -> Words:
-        return self._bits(other, "__add__")
-
-    def __mul__(self, other: Any) -> Words:
-        return self._bits(other, "__mul__")
-
     def to(self, dtype: str, bitcast: bool = False) -> Words:
         if dtype == "bfloat16" and bitcast:
             return Words(as_bfloat16(self.data).double(), dtype)
@@ -73,6 +56,10 @@ class Words:
             return Words(signed(self.data, 32).int().view(torch.float32), dtype)
         assert dtype in ("uint32", "uint16"), dtype
         return Words(self.data, dtype)
+
+
+for _name in ("__and__", "__or__", "__lshift__", "__rshift__", "__add__", "__mul__"):
+    setattr(Words, _name, functools.partialmethod(Words._bits, operation=_name))
 
 
 def signed(bits: torch.Tensor, width: int) -> torch.Tensor:

@@ -143,7 +143,7 @@ MIN_TRAINING_BLOCK_M: Final = min(configs.block_m for configs in TRAINING_CONFIG
 """Sizes a plan before the configuration is known."""
 
 MIN_DOWN_INPUT_BLOCK_N: Final = min(configs.down_input.block_n for configs in TRAINING_CONFIGS)
-"""Likewise sizes the sums over the columns of tiles."""
+"""Sizes the sums over the columns of tiles before the configuration is known."""
 
 
 def select_training_configs(

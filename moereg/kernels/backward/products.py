@@ -330,7 +330,6 @@ def saving_gate_up(
         pre: [N, P]; None: not saved.
         hidden_states: [T, H].
         w13: [E, P, H], gates first.
-        top_k: K.
         bias: [E, P].
     """
     width, halves = act.shape[1], 2 if activation.gated else 1

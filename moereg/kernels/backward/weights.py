@@ -179,7 +179,6 @@ def weight_gradients(
             an expert without rows; or added to.
         left: [N, R] bf16, fp16 or fp32, rows contiguous, or [T, R] if it `gathers`.
         right: [N, C], same dtype, rows contiguous, or [T, C] if it `gathers`.
-        top_k: K.
         gathers: the side, `left` or `right`, that has a row for each token; None: neither.
         accumulate: whether to add to what `grad` holds.
     """

@@ -54,7 +54,6 @@ def gate_up(
         w13: [E, P, H], same dtype, contiguous, gates first.
         plan: from `sort_routes` with `TRAINED.block_m` and no slack.
         counter: [1] int32, zero; used up.
-        top_k: K.
         bias: [E, P], any float dtype, contiguous; None: no bias.
         low_rank: an adapter's part, from `expanding`, of contiguous matrices; None: no adapter.
     """

@@ -323,7 +323,6 @@ def weight_gradients(
         right: [GUARD_ROWS + N, C], likewise, or [T, C] if it `gathers`.
         plan: from `sort_routes`; tiles are not read.
         counter: [1] int32, zero; used up.
-        top_k: K.
         gathers: the side, `left` or `right`, that has a row for each token.
     """
     num_experts, num_rows, num_columns = grad.shape

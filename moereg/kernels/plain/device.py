@@ -197,7 +197,6 @@ def device_chunk_tokens(num_tokens: int, rows_per_token: int, hidden_size: int, 
     Args:
         num_tokens: T, or max_T in the batched format.
         rows_per_token: K where sorted, 1 where dense, E where batched.
-        hidden_size: H.
         w13_rows: 2I, or I where not gated.
     """
     # fp32 copies of the first matmul's output (itself, its activation, one spare) and of the second's dominate.

@@ -94,7 +94,6 @@ def sort_on_host(topk_ids: torch.Tensor, num_local_experts: int, expert_map: tor
 
     Args:
         topk_ids: [T,K] integers, CPU; global experts; out-of-range or unmapped ones are left out.
-        num_local_experts: E.
         expert_map: [num_experts] int32 or None; local expert or -1.
     """
     if topk_ids.numel() <= FEW_ROUTES:
@@ -183,7 +182,6 @@ def host_experts(
         topk_weights: [T,K] fp32; routing weights.
         topk_ids: [T,K] int32; global experts.
         mlp: The experts.
-        num_local_experts: E.
         w13_rows: 2I, or I where not gated.
         workspace: At least `routed_rows(...)` * H elements of `rows_dtype(out.dtype)`; contents undefined before and
             after.

@@ -304,7 +304,6 @@ def find_amax(
         amax: [AMAX_PROGRAMS] int32, overwritten: bits of fp32 magnitudes.
         x: [R, K] bf16, fp16 or fp32, rows contiguous.
         routes: as for `quantize_rows`.
-        num_rows: R.
         topk_weights: as for `quantize_rows`.
         overlap: whether to start while the previous kernel still runs.
     """

@@ -144,7 +144,6 @@ def place_routes(
         topk_ids: [T, K] int32.
         num_holders: [num_experts] int32, ranks that hold each expert.
         holders: [num_experts, R] int32, the ranks. Token t takes number (t + home_rank) % num_holders of them.
-        home_rank: This rank.
         counts: [R, 2] int64, contiguous: overwritten, and aliased by the result.
         stamp: [1] int64, added to the token counts: a multiple of 2**32.
     """
@@ -368,7 +367,6 @@ def unpack_tokens(
         received: [rows, bytes of a row] uint8, contiguous: what arrived, by rank, then undefined rows.
         counts: [R, 2] int64, tokens, stamped or not, and routes from each rank.
         num_rows: Rows of the result, at least as many as routes.
-        top_k: K.
         has_weights: Whether weights travelled.
         words: The layout of a row.
 
@@ -465,7 +463,6 @@ def split_rows(
     Args:
         received: [rows, bytes of a row] uint8, contiguous: what arrived, by rank, then undefined rows.
         counts: [R, 2] int64, tokens, stamped or not, and routes from each rank.
-        top_k: K.
         words: The layout of a row, which has weights.
 
     Returns:

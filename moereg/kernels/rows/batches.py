@@ -87,7 +87,6 @@ def lay_out_batches(
         topk_ids: [T, K] int32: ids that are not in the map, or without a map outside [0, E), add nothing.
         expert_map: [num_experts] int32 to local experts, where values outside [0, E) mean not local; several ids may
             map to one expert. None: identity.
-        num_local_experts: E.
         topk_weights: [T, K] fp32 that scale the rows, K = 1; None if they scale results instead.
 
     Returns:

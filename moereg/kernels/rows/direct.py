@@ -135,7 +135,6 @@ def local_routes(
         topk_weights: [T, K] fp32, contiguous.
         expert_map: [num_experts] int32, local expert or -1; None: identity.
         num_experts: number of ids.
-        num_local_experts: E.
     """
     num_routes = topk_ids.numel()
     tensors = out_ids, out_weights, topk_ids, topk_weights, expert_map

@@ -76,7 +76,6 @@ def place_routes(
         row_of_route: [T, K] int32, contiguous: overwritten with rows of [R * M * C], -1 where a route has none.
         topk_ids: [T, K] int32, contiguous.
         holders: Assigns routes to ranks.
-        room: C.
     """
     num_ranks, rooms_per_rank = counts.shape
     assert counts.stride(1) == 1 and row_of_route.is_contiguous() and topk_ids.is_contiguous()

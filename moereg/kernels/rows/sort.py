@@ -213,7 +213,6 @@ def sort_routes(
         topk_ids: [T, K] int32, contiguous, T >= 1: ids outside [0, num_experts) belong to no expert.
         expert_map: [num_experts] int32 to local experts, where values outside [0, E) mean not local; None: identity.
         num_experts: number of ids.
-        num_local_experts: E.
         block_m: rows per tile.
         workspace: [>= route_workspace_numel(...)] int32, contiguous, 16-byte aligned; overwritten, and aliased by the
             plan.
