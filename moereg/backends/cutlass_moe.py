@@ -18,7 +18,8 @@ from moereg.registry import register_moe_backend
 CODE: Final = (
     *("backends/cutlass_moe", "backends/_cutlass", "backends/_torch", "backends/_loaded", "weights/layouts"),
     *("backends/_flashinfer/package", "backends/_triton/workspace", "backends/_workspace", "kernels/sizes"),
-    *(f"kernels/{name}/" for name in ("launch", "plain", "quack", "quantized", "rows")),
+    *("kernels/gemm/epilogue", "kernels/quack"),
+    *(f"kernels/{name}/" for name in ("launch", "plain", "quantized", "rows")),
 )
 
 _QUACK_FACTS: Final = Facts(

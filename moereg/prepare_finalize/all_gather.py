@@ -69,7 +69,7 @@ class AllGather(GroupPrepareFinalize):
         if not in_triton:
             turns = torch.cat([token_turns(most, rank, ids.device) for rank in range(self.group.size)])
             return torch.where(self.tables.ranks_of(ids, turns) == self.group.rank, ids, -1)
-        from moereg.kernels.rows.gathered import keep_own_routes  # Loads Triton, which may not be there.
+        from moereg.kernels.rows.all_gather import keep_own_routes  # Loads Triton, which may not be there.
 
         with torch.cuda.device_of(ids):
             keep_own_routes(ids, self.tables.num_holders, self.tables.holders, self.group.rank)
@@ -88,7 +88,7 @@ class AllGather(GroupPrepareFinalize):
         parts = torch.empty_like(sums)
         self.group.all_to_all(as_bytes(parts), as_bytes(sums), "results")
         if self.wire.calls_kernels(out) and out.stride(1) == 1:
-            from moereg.kernels.rows.gathered import sum_of_ranks
+            from moereg.kernels.rows.all_gather import sum_of_ranks
 
             with torch.cuda.device_of(out):
                 sum_of_ranks(out, parts.view(self.group.size, most, -1))
@@ -108,7 +108,7 @@ def _padded(
         behind = (0, 0, 0, most - len(hidden_states))
         pad = torch.nn.functional.pad
         return pad(hidden_states, behind), pad(topk_weights, behind), pad(topk_ids, behind, value=-1)
-    from moereg.kernels.rows.gathered import pad_tokens
+    from moereg.kernels.rows.all_gather import pad_tokens
 
     with torch.cuda.device_of(hidden_states):
         return pad_tokens(hidden_states, topk_weights, topk_ids, most)

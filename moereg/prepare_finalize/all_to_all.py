@@ -122,7 +122,7 @@ class AllToAll(GroupPrepareFinalize):
             leaving, arriving = counts.unbind()
             placed: tuple[torch.Tensor, torch.Tensor]
             if self.in_triton:
-                from moereg.kernels.rows.exchanged import place_routes as place_in_triton  # Loads Triton.
+                from moereg.kernels.rows.all_to_all import place_routes as place_in_triton  # Loads Triton.
 
                 holders = self.tables.num_holders, self.tables.holders, self.tables.rank
                 placed = place_in_triton(topk_ids, *holders, leaving, self._stamp)
@@ -134,7 +134,7 @@ class AllToAll(GroupPrepareFinalize):
             # Tokens are packed while the device counts and the host waits for it.
             columns = self.wire.encode(hidden_states)
             if self.in_triton:
-                from moereg.kernels.rows.exchanged import pack_tokens as pack_in_triton
+                from moereg.kernels.rows.all_to_all import pack_tokens as pack_in_triton
 
                 sent, home_row = pack_in_triton(placed, topk_ids, weights_out, columns, layout.words, self.sums)
             else:
@@ -176,13 +176,13 @@ class AllToAll(GroupPrepareFinalize):
         if not self.in_triton:
             parts, ids, weights = (split_rows if self.sums else unpack_tokens)(rows, layout)
         else:
-            from moereg.kernels.rows import arrived  # Loads Triton, which may not be there.
+            from moereg.kernels.rows import all_to_all as kernels  # Loads Triton, which may not be there.
 
             if self.sums:
-                parts, ids, weights = arrived.split_rows(rows, arriving, layout.top_k, layout.words)
+                parts, ids, weights = kernels.split_rows(rows, arriving, layout.top_k, layout.words)
             else:
                 num_rows = rounded_rows(num_routes, problem.max_num_tokens)
-                parts, ids, weights = arrived.unpack_tokens(
+                parts, ids, weights = kernels.unpack_tokens(
                     rows, arriving, num_rows, layout.top_k, layout.has_weights, layout.words
                 )
         return self.wire.decode(parts), self._ones_of(len(ids)) if weights is None else weights, ids

@@ -1,6 +1,6 @@
 """Rows that travel between ranks: their layout, and writing and reading them in torch.
 
-`moereg.kernels.rows.exchanged` does the same in Triton, bit for bit. Sizes: T tokens, K choices per token, R ranks.
+`moereg.kernels.rows.all_to_all` does the same in Triton, bit for bit. Sizes: T tokens, K choices per token, R ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moereg.prepare_finalize.wire import as_bytes
 from moereg.weights.layouts import ALIGNMENT, round_up
 
 if TYPE_CHECKING:
-    from moereg.kernels.rows.exchanged import RowWords
+    from moereg.kernels.rows.all_to_all import RowWords
 
 STAMP: Final = 2**32
 """Factor of the layer's number, which a rank adds to its token counts; these are smaller."""
@@ -60,7 +60,7 @@ class RowLayout:
     @functools.cached_property
     def words(self) -> RowWords:
         """The layout for kernels, in the widest words that all columns are multiples of."""
-        from moereg.kernels.rows.exchanged import RowWords  # Loads Triton, which may not be there.
+        from moereg.kernels.rows.all_to_all import RowWords  # Loads Triton, which may not be there.
 
         word = math.gcd(_WORD, *self.widths)
         starts, widths = (tuple(each // word for each in values) for values in (self.starts, self.widths))

@@ -162,8 +162,8 @@ class LowLatency(GroupPrepareFinalize):
     def _fill_in_triton(
         self, rooms: _Rooms, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        from moereg.kernels.rows.holders import Holders  # Loads Triton, which may not be there.
-        from moereg.kernels.rows.rooms import place_routes, spread_tokens
+        from moereg.kernels.rows.low_latency import place_routes, spread_tokens
+        from moereg.kernels.rows.replicas import Holders  # Loads Triton, which may not be there.
 
         tables = self.tables
         holders = Holders(tables.num_holders, tables.holders, tables.expert_maps, self.group.rank)
@@ -196,7 +196,7 @@ class LowLatency(GroupPrepareFinalize):
         return hidden.view(*source.shape, -1), end[-1].to(torch.int32), counts
 
     def _empty_in_triton(self, rooms: _Rooms) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        from moereg.kernels.rows.rooms import FilledRooms, empty_rooms
+        from moereg.kernels.rows.low_latency import FilledRooms, empty_rooms
 
         size, num_local, tokens = self.group.size, self.problem.num_local_experts, rooms.columns[0]
         hidden = torch.empty(
@@ -217,7 +217,7 @@ class LowLatency(GroupPrepareFinalize):
         results = expert_out.new_empty((self.group.size, rows, expert_out.shape[-1]))
         in_triton = self.wire.calls_kernels(expert_out) and out.stride(1) == 1
         if in_triton:
-            from moereg.kernels.rows.rooms import fill_rooms
+            from moereg.kernels.rows.low_latency import fill_rooms
 
             with torch.cuda.device_of(expert_out):
                 fill_rooms(results, expert_out.contiguous(), prepared.counts)

@@ -92,7 +92,7 @@ class PlainWire(Wire):
     def spread(
         self, columns: tuple[torch.Tensor, ...], hidden_states: torch.Tensor, row_of_route: torch.Tensor
     ) -> None:
-        from moereg.kernels.rows.rooms import spread_tokens  # Loads Triton, which may not be there.
+        from moereg.kernels.rows.low_latency import spread_tokens  # Loads Triton, which may not be there.
 
         with torch.cuda.device_of(hidden_states):
             spread_tokens(columns[0], hidden_states, row_of_route)

@@ -103,7 +103,7 @@ def test_epilogues_match_the_reference(activation: Activation) -> None:
 
 def test_names_tell_epilogues_apart() -> None:
     """Of functions of installed packages QuACK looks at the names alone."""
-    epilogues = importlib.import_module("moereg.kernels.quack.epilogues")
+    epilogues = importlib.import_module("moereg.kernels.quack")
     functions = [
         ("silu", True, 1.0, 0.0, None),
         ("silu", True, 1.0, 0.0, 7.0),
@@ -114,7 +114,7 @@ def test_names_tell_epilogues_apart() -> None:
         ("relu2", False, 1.0, 0.0, None),
     ]
     # Operands are in QuACK's key beside the name.
-    made = [epilogues.gate_up_epilogue(epilogues.GateUp(*facts), False, False) for facts in functions]
+    made = [epilogues.gate_up_epilogue(epilogues.ActivationConstant(*facts), False, False) for facts in functions]
     names = {epilogue.fn.__qualname__ for epilogue in (*made, epilogues.down_epilogue(False, False))}
     assert len(names) == len(functions) + 1
     # Code that changes changes them too.
@@ -151,7 +151,7 @@ def test_permuted_weights_can_be_put_back() -> None:
 
 
 def test_few_rows_take_short_tiles_and_equal_tiles_are_one_object() -> None:
-    products = importlib.import_module("moereg.kernels.quack.products")
+    products = importlib.import_module("moereg.kernels.quack")
     for capability, has_codes in itertools.product((9, 10), (False, True)):
         few, many = (products.select_config(capability, rows, has_codes) for rows in (64, 65))
         assert few.tile_m < many.tile_m

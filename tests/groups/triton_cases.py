@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import moereg
 from moereg.kernels.quantized import rows_moved
-from moereg.kernels.rows import arrived, batches, exchanged, gathered, rooms
+from moereg.kernels.rows import all_gather, all_to_all, batches, low_latency
 from moereg.layer.factory import make_kernel
 from moereg.numerics.reference import relative_error
 from moereg.prepare_finalize import BatchedPrepareFinalize, Group, GroupFacts, GroupPrepareFinalize
@@ -138,11 +138,10 @@ def noted(seen: list[str]) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(batches, "launch", noting(batches.launch, None)))
-        for module in (rooms, gathered, rows_moved, batches, exchanged):
+        for module in (low_latency, all_gather, rows_moved, batches, all_to_all):
             stack.enter_context(mock.patch.object(module, "launch_again", noting(module.launch_again, None)))
-        for module in (exchanged, arrived):
-            launch = noting(module.launch_remembered, None)
-            stack.enter_context(mock.patch.object(module, "launch_remembered", launch))
+        launch = noting(all_to_all.launch_remembered, None)
+        stack.enter_context(mock.patch.object(all_to_all, "launch_remembered", launch))
         for exchange in ("all_gather", "all_gather_columns", "all_to_all", "reduce_scatter"):
             method = noting(getattr(Group, exchange), exchange)
             stack.enter_context(mock.patch.object(Group, exchange, method))

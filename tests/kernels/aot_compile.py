@@ -35,14 +35,14 @@ from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.quantized.operands import RowFormat
 from moereg.kernels.quantized.rows_moved import quantize_tokens, restore_tokens
 from moereg.kernels.read import READ_CONFIGS, num_read_programs, read_words
-from moereg.kernels.rows import arrived, exchanged
+from moereg.kernels.rows import all_to_all
+from moereg.kernels.rows.all_gather import keep_own_routes, pad_tokens, sum_of_ranks
 from moereg.kernels.rows.batches import lay_out_batches, sum_batches
 from moereg.kernels.rows.block_map import batch_workspace_numel, plan_batches
-from moereg.kernels.rows.gathered import keep_own_routes, pad_tokens, sum_of_ranks
-from moereg.kernels.rows.holders import Holders
+from moereg.kernels.rows.low_latency import FilledRooms, empty_rooms, fill_rooms, place_routes, spread_tokens
 from moereg.kernels.rows.plan import SortConfig, route_workspace_numel
 from moereg.kernels.rows.reduce import copy_rows, reduce_routes, reduce_sorted_rows
-from moereg.kernels.rows.rooms import FilledRooms, empty_rooms, fill_rooms, place_routes, spread_tokens
+from moereg.kernels.rows.replicas import Holders
 from moereg.kernels.rows.sort import sort_routes
 from moereg.layer.warm_up.dummy import DummyLayer, empty_weights
 from moereg.platforms import Platform
@@ -249,13 +249,13 @@ def launch_exchange(shared_bytes: int) -> None:
         ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
         counts = ids.new_empty((ranks, 2), dtype=torch.int64)
         holders, stamp = ids.new_empty((128, ranks)), counts.new_empty(1)
-        placed = exchanged.place_routes(ids, ids.new_empty(128), holders, 0, counts, stamp)
+        placed = all_to_all.place_routes(ids, ids.new_empty(128), holders, 0, counts, stamp)
         columns = tuple(ids.new_empty((tokens, width), dtype=torch.uint8) for width in widths)
         weights = ids.new_empty(ids.shape, dtype=torch.float32) if has_weights else None
-        sent, _ = exchanged.pack_tokens(placed, ids, weights, columns, layout.words)
-        arrived.unpack_tokens(sent, counts, 8 * len(sent), 8, has_weights, layout.words)
+        sent, _ = all_to_all.pack_tokens(placed, ids, weights, columns, layout.words)
+        all_to_all.unpack_tokens(sent, counts, 8 * len(sent), 8, has_weights, layout.words)
         if has_weights:
-            arrived.split_rows(sent, counts, 8, layout.words)
+            all_to_all.split_rows(sent, counts, 8, layout.words)
 
 
 def launch_reads(shared_bytes: int) -> None:

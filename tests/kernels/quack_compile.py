@@ -31,18 +31,18 @@ import torch
 import triton
 
 from moereg.backends.cutlass_moe import QuackExperts
-from moereg.kernels.quack.epilogues import GateUp, down_epilogue, gate_up_epilogue
-from moereg.kernels.quack.products import grouped_product, select_config
+from moereg.kernels.gemm.epilogue import ActivationConstant
+from moereg.kernels.quack import down_epilogue, gate_up_epilogue, grouped_product, select_config
 from moereg.platforms import Platform
 from moereg.spec.problem import MoEProblem
 
 ARCH, DUMP = sys.argv[1], Path(os.environ["CUTE_DSL_DUMP_DIR"])
 CODES, HALF = torch.float8_e4m3fn, torch.bfloat16
-GATED = GateUp("silu", gated=True, alpha=1.0, beta=0.0, limit=None)
-GELU = GateUp("gelu", gated=True, alpha=1.0, beta=0.0, limit=None)
-GELU_TANH = GateUp("gelu_tanh", gated=True, alpha=1.0, beta=0.0, limit=None)
-RELU2 = GateUp("relu2", gated=False, alpha=1.0, beta=0.0, limit=None)
-CLAMPED = GateUp("swigluoai", gated=True, alpha=1.702, beta=1.0, limit=7.0)
+GATED = ActivationConstant("silu", gated=True)
+GELU = ActivationConstant("gelu", gated=True)
+GELU_TANH = ActivationConstant("gelu_tanh", gated=True)
+RELU2 = ActivationConstant("relu2")
+CLAMPED = ActivationConstant("swigluoai", gated=True, alpha=1.702, beta=1.0, limit=7.0)
 
 NUM_TOKENS, NUM_ROUTES, NUM_EXPERTS, HIDDEN, INTERMEDIATE = 32, 128, 8, 256, 128
 

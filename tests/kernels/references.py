@@ -119,7 +119,8 @@ def gate_up_reference(
     """The result of `gate_up_gemm`, expert by expert: [valid routes, I] fp32 in sorted order, not rounded."""
     offsets = plan.expert_offsets.tolist()
     num_columns = w13.shape[1]
-    gated, activation, alpha, limit = epilogue.gated, epilogue.activation, epilogue.alpha, epilogue.limit
+    activation, gated, alpha, beta, limit = epilogue.activation
+    assert activation is not None
     out = hidden_states.new_empty(offsets[-1], num_columns // (2 if gated else 1), dtype=torch.float32)
     for expert, (row, end) in enumerate(itertools.pairwise(offsets)):
         routes = plan.sorted_routes[row:end].long()
@@ -132,7 +133,7 @@ def gate_up_reference(
             gate, up = x.chunk(2, dim=1)
             if limit is not None:
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            out[row:end] = activate_reference(gate, activation, alpha) * (up + epilogue.beta)
+            out[row:end] = activate_reference(gate, activation, alpha) * (up + beta)
         else:
             out[row:end] = activate_reference(x, activation, alpha)
     return out

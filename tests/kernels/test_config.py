@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import math
 import os
@@ -30,15 +29,13 @@ PLAIN_MODULES = (
 )
 
 
-@pytest.mark.parametrize("module", PLAIN_MODULES)
-def test_importing_needs_no_triton(module: str) -> None:
-    code = f"import sys; sys.modules['triton'] = None; import {module}"
+def test_importing_needs_no_triton() -> None:
+    code = f"import sys; sys.modules['triton'] = None; import {', '.join(PLAIN_MODULES)}"
     environment = {**os.environ, "PYTHONPATH": str(Path(moereg.__file__).parent.parent)}
     process = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert process.returncode == 0, process.stderr
-    assert importlib.import_module(module).__doc__
 
 
 def test_both_products_of_a_rule_take_tiles_of_as_many_rows() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,10 @@ import torch
 pytest.importorskip("triton")
 
 from moereg.dispatch import select_backend
-from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
 from moereg.kernels.hopper.config import CONFIG_RULES, FIVE_BODIES, THREE_BODIES, TWO_BODIES
 from moereg.kernels.rows.block_map import batch_workspace_numel, plan_batches
-from moereg.kernels.rows.plan import RoutePlan, route_workspace_numel
 from moereg.kernels.rows.reduce import copy_rows, reduce_sorted_rows
-from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import GUARD_ROWS
 from moereg.layer.factory import make_kernel
 from moereg.numerics.reference import relative_error
@@ -34,6 +33,7 @@ from tests.kernels.references import (
     reduce_routes_reference,
     sort_routes_reference,
 )
+from tests.kernels.triton_cases import assert_plans_equal, make_plan
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
@@ -81,39 +81,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    (
-        "rule",
-        "copied",
-        "tokens",
-        "experts",
-        "local",
-        "top_k",
-        "hidden",
-        "inter",
-        "dtype",
-        "activation",
-        "gated",
-        "skew",
-        "has_bias",
-    ),
-    CASES,
-)
-def test_layer_of_kernels(
-    rule: int,
-    copied: bool,
-    tokens: int,
-    experts: int,
-    local: int,
-    top_k: int,
-    hidden: int,
-    inter: int,
-    dtype: torch.dtype,
-    activation: str,
-    gated: bool,
-    skew: float,
-    has_bias: bool,
-) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layer_of_kernels(case: tuple[Any, ...]) -> None:
+    rule, copied, tokens, experts, local, top_k, hidden, inter, dtype, activation, gated, skew, has_bias = case
     torch.manual_seed(tokens + rule)
     gate_up, down, heavy_first = CONFIG_RULES[rule].gate_up, CONFIG_RULES[rule].down, CONFIG_RULES[rule].heavy_first
     ids = route(tokens, experts, top_k, skew)
@@ -121,14 +91,11 @@ def test_layer_of_kernels(
     if local < experts:
         expert_map = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
         expert_map[5 : 5 + local] = torch.arange(local, dtype=torch.int32, device="cuda")
-    workspace = torch.empty(route_workspace_numel(tokens, top_k, local, 16), dtype=torch.int32, device="cuda")
-    plan = sort_routes(
-        ids, expert_map, experts, local, gate_up.block_m, workspace, slack=gate_up.slack, heavy_first=heavy_first
-    )
-    valid = assert_equal_plans(
-        plan,
-        sort_routes_reference(ids, expert_map, experts, local, gate_up.block_m, gate_up.slack, heavy_first=heavy_first),
-    )
+    given = ids, expert_map, experts, local, gate_up.block_m
+    plan = make_plan(*given, slack=gate_up.slack, heavy_first=heavy_first)
+    reference = sort_routes_reference(*given, gate_up.slack, heavy_first=heavy_first)
+    assert_plans_equal(plan, reference)
+    valid = reference.sorted_routes.numel()
 
     routes, halves = tokens * top_k, 2 if gated else 1
     tokens_in = torch.randn(tokens, hidden, device="cuda").to(dtype)
@@ -139,7 +106,7 @@ def test_layer_of_kernels(
     weights = torch.rand(tokens, top_k, device="cuda")
     # Low enough that many numbers are clamped.
     clamps = {"alpha": 1.702, "beta": 1.0, "limit": 1.5} if activation == "swigluoai" else {}
-    epilogue = GateUpEpilogue(activation, gated, **clamps, bias=b13)
+    epilogue = GateUpEpilogue(ActivationConstant(activation, gated, **clamps), b13)
     rows = tokens_in
     if copied:
         rows = nans(routes, hidden, dtype=dtype)
@@ -193,18 +160,16 @@ def test_tiles_of_every_body(rule: int, bodies: int, copied: bool) -> None:
     experts, routes = len(counts), int(counts.sum())
     torch.manual_seed(rule)
     ids = torch.arange(experts).repeat_interleave(counts)[torch.randperm(routes)][:, None].int().cuda()
-    workspace = torch.empty(route_workspace_numel(routes, 1, experts, 16), dtype=torch.int32, device="cuda")
-    plan = sort_routes(ids, None, experts, experts, gate_up.block_m, workspace, slack=slack, heavy_first=True)
-    assert_equal_plans(
-        plan, sort_routes_reference(ids, None, experts, experts, gate_up.block_m, slack, heavy_first=True)
-    )
+    given = ids, None, experts, experts, gate_up.block_m
+    plan = make_plan(*given, slack=slack, heavy_first=True)
+    assert_plans_equal(plan, sort_routes_reference(*given, slack, heavy_first=True))
     tokens = torch.randn(routes, hidden, device="cuda").bfloat16()
     rows = tokens[plan.sorted_routes.long()] if copied else tokens
     w13 = normal(experts, 2 * inter, hidden, std=2 * hidden**-0.5, dtype=torch.bfloat16)
     w2 = normal(experts, hidden, inter, std=inter**-0.5, dtype=torch.bfloat16)
     mid = nans(GUARD_ROWS + routes, inter, dtype=torch.bfloat16)
     out = nans(GUARD_ROWS + routes, hidden, dtype=torch.bfloat16)
-    epilogue = GateUpEpilogue("silu", gated=True)
+    epilogue = GateUpEpilogue(ActivationConstant("silu", gated=True))
     gate_up_gemm(mid, rows, w13, plan, gate_up, epilogue, top_k=None if copied else 1)
     down_gemm(out, mid, w2, plan, down)
     first = gate_up_reference(tokens, w13, plan, epilogue, top_k=1)
@@ -229,8 +194,7 @@ def test_rows_are_weighted_before_they_are_stored(rule: int, has_bias: bool) -> 
     routes = valid + 7
     ids = torch.arange(experts + 1).repeat_interleave(torch.cat([counts, torch.tensor([7])]))
     ids = ids[torch.randperm(routes)][:, None].int().cuda()
-    workspace = torch.empty(route_workspace_numel(routes, 1, experts, 16), dtype=torch.int32, device="cuda")
-    plan = sort_routes(ids, None, experts, experts, down.block_m, workspace, slack=down.slack)
+    plan = make_plan(ids, None, experts, experts, down.block_m, slack=down.slack)
     scale = torch.where(torch.arange(experts + 1, device="cuda") % 2 == 0, 1e5, 1e-5)
     weights = (torch.rand(routes, 1, device="cuda") + 0.5) / scale[ids.long()]
     weights[ids == experts] = math.nan
@@ -264,20 +228,9 @@ BATCHED_CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("rule", "experts", "max_tokens", "hidden", "inter", "dtype", "activation", "gated", "has_bias"), BATCHED_CASES
-)
-def test_batched_kernels(
-    rule: int,
-    experts: int,
-    max_tokens: int,
-    hidden: int,
-    inter: int,
-    dtype: torch.dtype,
-    activation: str,
-    gated: bool,
-    has_bias: bool,
-) -> None:
+@pytest.mark.parametrize("case", BATCHED_CASES, ids=str)
+def test_batched_kernels(case: tuple[Any, ...]) -> None:
+    rule, experts, max_tokens, hidden, inter, dtype, activation, gated, has_bias = case
     torch.manual_seed(max_tokens + rule)
     gate_up, down = CONFIG_RULES[rule].gate_up, CONFIG_RULES[rule].down
     counts = torch.randint(0, max_tokens + 1, (experts,), dtype=torch.int32, device="cuda")
@@ -297,7 +250,7 @@ def test_batched_kernels(
     b2 = torch.randn(experts, hidden, device="cuda").to(dtype) if has_bias else None
     # Low enough that many numbers are clamped.
     clamps = {"alpha": 1.702, "beta": 1.0, "limit": 1.5} if activation == "swigluoai" else {}
-    epilogue = GateUpEpilogue(activation, gated, **clamps, bias=b13)
+    epilogue = GateUpEpilogue(ActivationConstant(activation, gated, **clamps), b13)
 
     runs = []
     for _ in range(3):
@@ -327,12 +280,10 @@ def test_no_local_expert_is_chosen(by_token: bool) -> None:
     tokens, experts, top_k, hidden, inter = 400, 8, 4, 256, 128
     gate_up, down = CONFIG_RULES[3].gate_up, CONFIG_RULES[3].down
     expert_map = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
-    # Numbers that as offsets would reach far outside of every tensor.
-    workspace = torch.full(
-        (route_workspace_numel(tokens, top_k, experts, 16),), 0x7FC07FC0, dtype=torch.int32, device="cuda"
+    # Its workspace holds numbers that as offsets would reach far outside of every tensor.
+    plan = make_plan(
+        route(tokens, experts, top_k, 0.0), expert_map, experts, experts, gate_up.block_m, slack=gate_up.slack
     )
-    ids = route(tokens, experts, top_k, 0.0)
-    plan = sort_routes(ids, expert_map, experts, experts, gate_up.block_m, workspace, slack=gate_up.slack)
     assert int(plan.num_blocks) == 0
     routes = tokens * top_k
     rows = torch.randn(tokens if by_token else routes, hidden, device="cuda").bfloat16()
@@ -340,22 +291,12 @@ def test_no_local_expert_is_chosen(by_token: bool) -> None:
     w2 = normal(experts, hidden, inter, std=1.0, dtype=torch.bfloat16)
     mid = nans(GUARD_ROWS + routes, inter, dtype=torch.bfloat16)
     out = nans(GUARD_ROWS + routes, hidden, dtype=torch.bfloat16)
-    epilogue = GateUpEpilogue("silu", gated=True)
+    epilogue = GateUpEpilogue(ActivationConstant("silu", gated=True))
     gate_up_gemm(mid, rows, w13, plan, gate_up, epilogue, top_k=top_k if by_token else None)
     down_gemm(out, mid, w2, plan, down)
     torch.cuda.synchronize()
     assert mid.isnan().all()
     assert out.isnan().all()
-
-
-def assert_equal_plans(plan: RoutePlan, reference: RoutePlan) -> int:
-    """Returns the number of valid routes."""
-    blocks = int(reference.num_blocks)
-    assert int(plan.num_blocks) == blocks
-    for name in ("block_expert", "block_row", "block_end"):
-        assert torch.equal(getattr(plan, name)[:blocks], getattr(reference, name))
-    assert torch.equal(plan.route_row, reference.route_row)
-    return reference.sorted_routes.numel()
 
 
 @pytest.mark.parametrize("activation_format", ["standard", "batched"])

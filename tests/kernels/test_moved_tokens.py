@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.launch import remembered
-from moereg.kernels.rows import gathered, rooms
+from moereg.kernels.rows import all_gather, low_latency
 from moereg.prepare_finalize import GroupFacts, LowLatency
 from moereg.prepare_finalize.all_gather import _padded
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
@@ -58,7 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_rooms_hold_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks; experts on both; ids that are none; tokens that name an expert twice, until its room is full."""
-    monkeypatch.setattr(rooms, "_COLUMNS", 32)
+    monkeypatch.setattr(low_latency, "_COLUMNS", 32)
     problem = problem_of(**CASES[name])
     wire = PlainWire(problem) if problem.quant.activation is None else CodedWire(problem, problem.quant)
     seen = LowLatency.experts_problem_of(problem, GroupFacts(2, "gloo", "cpu"), "batched")
@@ -94,7 +94,7 @@ def test_rooms_hold_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         results = torch.zeros(2, 2, 9, problem.hidden_size, dtype=problem.torch_dtype, device=DEVICE)
         expected[~valid] = torch.nan
         moves._send_back(results[0], expected, counts)
-        rooms.fill_rooms(results[1], expected, counts)
+        low_latency.fill_rooms(results[1], expected, counts)
         filled = torch.arange(3, device=DEVICE) < counts.unsqueeze(2)
         assert torch.equal(*(each.unflatten(1, (3, 3))[filled] for each in results))
 
@@ -102,7 +102,7 @@ def test_rooms_hold_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 @triton.jit
 def _restored_kernel(out, codes, scales):
     lanes = tl.arange(0, 256)
-    tl.store(out + lanes, rooms.restored(tl.load(codes + lanes), tl.load(scales + lanes)))
+    tl.store(out + lanes, low_latency.restored(tl.load(codes + lanes), tl.load(scales + lanes)))
 
 
 def test_every_exponent_is_the_scale_that_torch_reads() -> None:
@@ -114,7 +114,7 @@ def test_every_exponent_is_the_scale_that_torch_reads() -> None:
 
 @pytest.mark.parametrize("ids_at_once", [16, 2048])
 def test_places_go_on_from_one_piece_to_the_next(ids_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rooms, "_IDS", ids_at_once)
+    monkeypatch.setattr(low_latency, "_IDS", ids_at_once)
     problem = problem_of(max_num_tokens=12)
     tables = PlacementTables(PLACEMENT, 1, DEVICE)
     wire = PlainWire(problem)
@@ -156,7 +156,7 @@ def test_codes_are_those_of_quantize(quant: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("num_tokens", [0, 2])
 def test_tokens_are_filled_up(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered, "_COLUMNS", 16)
+    monkeypatch.setattr(all_gather, "_COLUMNS", 16)
     problem = problem_of()
     ids = ids_of([0, 1, 2], [2, 3, -1])[:num_tokens]
     given = tokens_of(problem, num_tokens, 0), torch.rand(num_tokens, 3, device=DEVICE), ids
@@ -165,10 +165,10 @@ def test_tokens_are_filled_up(num_tokens: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ranks_are_added_in_order_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered, "_COLUMNS", 16)
+    monkeypatch.setattr(all_gather, "_COLUMNS", 16)
     parts = torch.randn(3, 4, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
     out = torch.full((6, 24), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    gathered.sum_of_ranks(out[::2], parts)
+    all_gather.sum_of_ranks(out[::2], parts)
     first, second, third = parts[:, :3].float()
     assert torch.equal(out[::2], (first + second + third).bfloat16())
     assert out[1::2].isnan().all()

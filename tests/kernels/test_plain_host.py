@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -46,53 +47,44 @@ def test_few_routes_are_sorted_as_many_are(
         assert torch.equal(own, other)
 
 
-class Experts:
-    """Expert e adds e to each number; what it was given is kept."""
+@pytest.mark.parametrize(
+    ("ids", "weights", "changes", "expected"),
+    [
+        ([2, 0], [0.5, 2.0], {}, 3.5),
+        ([-1, 3], [7.0, 0.25], {}, 1.0),
+        ([4, 3], [7.0, 0.25], {}, 1.0),
+        ([0, 1, 2], [1.0, 2.0, 4.0], {"expert_map": [-1, 3, 0]}, 12.0),
+        ([0, 5], [1.0, 2.0], {"expert_map": [1, 0]}, 2.0),  # 5 is not in the map.
+        ([-1, -1], [7.0, 8.0], {}, 0.0),
+        # A weight of no local expert counts nowhere, not even as infinity times 0.
+        ([-1, 1], [float("inf"), 1.0], {}, 2.0),
+        ([0, 1, 2, 3], [1.0] * 4, {"num_local_experts": 2}, 3.0),
+        ([3], [0.5], {"apply_router_weight_on_input": True}, 3.5),
+    ],
+)
+def test_one_token(ids: list[int], weights: list[float], changes: dict[str, Any], expected: float) -> None:
+    out, seen = torch.full((1, HIDDEN), torch.nan), []
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, list[list[float]]]] = []
-
-    def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        self.seen.append((expert, x.tolist()))
+    def add_number(x: torch.Tensor, expert: int) -> torch.Tensor:
+        seen.append((expert, x.tolist()))
         return x + expert
 
-
-def run(
-    ids: list[int], weights: list[float], num_experts: int = 4, table: list[int] | None = None, on_input: bool = False
-) -> tuple[torch.Tensor, Experts]:
-    out, experts = torch.full((1, HIDDEN), torch.nan), Experts()
+    named = {"num_local_experts": 4, **changes}
+    if "expert_map" in named:
+        named["expert_map"] = torch.tensor(named["expert_map"], dtype=torch.int32)
     host.host_experts(
         out,
         torch.ones(1, HIDDEN),
         torch.tensor([weights]),
         torch.tensor([ids], dtype=torch.int32),
-        experts,
-        num_local_experts=num_experts,
+        add_number,
         w13_rows=2 * HIDDEN,
         workspace=torch.full((len(ids) + 1, HIDDEN), torch.nan),
-        expert_map=None if table is None else torch.tensor(table, dtype=torch.int32),
-        apply_router_weight_on_input=on_input,
+        **named,
     )
-    return out, experts
-
-
-@pytest.mark.parametrize(
-    ("ids", "weights", "table", "expected"),
-    [
-        ([2, 0], [0.5, 2.0], None, 3.5),
-        ([-1, 3], [7.0, 0.25], None, 1.0),
-        ([4, 3], [7.0, 0.25], None, 1.0),
-        ([0, 1, 2], [1.0, 2.0, 4.0], [-1, 3, 0], 12.0),
-        ([0, 5], [1.0, 2.0], [1, 0], 2.0),  # 5 is not in the map.
-        ([-1, -1], [7.0, 8.0], None, 0.0),
-        # A weight of no local expert counts nowhere, not even as infinity times 0.
-        ([-1, 1], [float("inf"), 1.0], None, 2.0),
-    ],
-)
-def test_one_token(ids: list[int], weights: list[float], table: list[int] | None, expected: float) -> None:
-    out, experts = run(ids, weights, table=table)
     assert torch.equal(out, torch.full((1, HIDDEN), expected))
-    assert all(x == [[1.0] * HIDDEN] for _, x in experts.seen)
+    given = weights[0] if "apply_router_weight_on_input" in named else 1.0
+    assert all(expert < named["num_local_experts"] and x == [[given] * HIDDEN] for expert, x in seen)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2])
@@ -110,18 +102,6 @@ def test_rows_are_rounded_however_many_tokens_there_are(num_tokens: int) -> None
         workspace=torch.empty(2 * num_tokens + 1, HIDDEN, dtype=torch.bfloat16),
     )
     assert torch.equal(out, torch.zeros_like(out))
-
-
-def test_one_token_with_the_weight_on_its_input() -> None:
-    out, experts = run([3], [0.5], on_input=True)
-    assert experts.seen == [(3, [[0.5] * HIDDEN])]
-    assert torch.equal(out, torch.full((1, HIDDEN), 3.5))
-
-
-def test_one_token_of_a_slice_of_experts_leaves_the_others_out() -> None:
-    out, experts = run([0, 1, 2, 3], [1.0] * 4, num_experts=2)
-    assert sorted(expert for expert, _ in experts.seen) == [0, 1]
-    assert torch.equal(out, torch.full((1, HIDDEN), 3.0))
 
 
 def mixing(x: torch.Tensor, expert: int) -> torch.Tensor:
@@ -186,12 +166,22 @@ def test_plain_experts(monkeypatch: pytest.MonkeyPatch, rows: int, dtype: torch.
 def test_experts_of_few_rows(parts: list[tuple[int, int]], dtype: torch.dtype, has_bias: bool) -> None:
     """In one grouped product or in turn, each expert multiplies its own rows."""
     plain = plain_mlp(dtype, has_bias)
-    x = torch.randn(sum(count for _, count in parts), 48, generator=torch.Generator().manual_seed(7)).to(dtype)
-    found = plain.together(x, [(expert, 0, count) for expert, count in parts])
-    own = x.split([count for _, count in parts])
-    expected = [in_fp32(plain, rows, expert) for rows, (expert, _) in zip(own, parts, strict=True)]
+    check_parts(plain, plain.together, parts)
+    # Rows that a grouped product cannot align.
+    odd = dataclasses.replace(plain, w13=plain.w13[:, :, :47].contiguous(), w2=plain.w2[:, :47].contiguous())
+    if not has_bias:
+        check_parts(odd, odd.together, parts)
+
+
+def check_parts(plain: mlp.PlainMlp, product: Callable[..., torch.Tensor], parts: list[tuple[int, int]]) -> None:
+    """A product of several experts, each with a number of rows, against each by itself."""
+    dtype, counts = plain.w13.dtype, [count for _, count in parts]
+    x = torch.randn(sum(counts), plain.w13.shape[2], generator=torch.Generator().manual_seed(7)).to(dtype)
+    found = product(x, [(expert, 0, count) for expert, count in parts])
+    own = zip(x.split(counts), parts, strict=True)
+    expected = torch.cat([in_fp32(plain, rows, expert) for rows, (expert, _) in own])
     assert found.dtype == dtype
-    torch.testing.assert_close(found.float(), torch.cat(expected), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    torch.testing.assert_close(found.float(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32])
@@ -243,23 +233,10 @@ def test_rows_with_copies_of_their_experts(
 ) -> None:
     """Without biases, in 16 bits that the CPU multiplies; a token may repeat an expert, in any order."""
     plain = dataclasses.replace(plain_mlp(dtype, has_bias), is_emulated=is_emulated)
-    x = torch.randn(4, 48, generator=torch.Generator().manual_seed(7)).to(dtype)
     made, bmm = [0], torch.bmm
     monkeypatch.setattr(torch, "bmm", lambda matrices, x: made.append(len(matrices)) or bmm(matrices, x))
-    found = plain.in_turn(x, [(expert, 0, count) for expert, count in parts])
+    check_parts(plain, plain.in_turn, parts)
     assert max(made) == num_copied
-    own = zip(x.split([count for _, count in parts]), parts, strict=True)
-    expected = torch.cat([in_fp32(plain, rows, expert) for rows, (expert, _) in own])
-    torch.testing.assert_close(found.float(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
-
-
-def test_rows_that_a_grouped_product_cannot_align_are_multiplied_in_turn() -> None:
-    plain = plain_mlp(torch.bfloat16, False)
-    odd = dataclasses.replace(plain, w13=plain.w13[:, :, :47].contiguous(), w2=plain.w2[:, :47].contiguous())
-    x = torch.randn(3, 47, generator=torch.Generator().manual_seed(7)).bfloat16()
-    found = odd.together(x, [(0, 0, 2), (3, 2, 1)])
-    expected = torch.cat([in_fp32(odd, x[:2], 0), in_fp32(odd, x[2:], 3)])
-    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
 
 
 def plain_mlp(dtype: torch.dtype, has_bias: bool, bias: torch.dtype | None = None) -> mlp.PlainMlp:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -157,14 +158,13 @@ def test_tall_tiles_leave_as_many_programs(number: int, depth: int, shared_bytes
                 assert shared // (needed + 1024) >= shared // (own + 1024)
 
 
-def test_both_products_have_tall_tiles_or_none() -> None:
+@pytest.mark.parametrize("bits", [None, 4])
+def test_both_products_have_tall_tiles_or_none(bits: int | None) -> None:
     """They share a plan."""
-    for bits in (None, 4):
-        for tokens in (17, 64, 300, 3000):
-            for experts in (1, 8, 60, 512):
-                pair = fitted(tokens, experts, 8, 2048, 768, packed_bits=bits)
-                talls = [0 if one.tall is None else one.tall.block_m for one in (pair.gate_up, pair.down)]
-                assert talls == [pair.tall] * 2
+    for tokens, experts in itertools.product((17, 64, 300, 3000), (1, 8, 60, 512)):
+        pair = fitted(tokens, experts, 8, 2048, 768, packed_bits=bits)
+        talls = [0 if one.tall is None else one.tall.block_m for one in (pair.gate_up, pair.down)]
+        assert talls == [pair.tall] * 2
 
 
 LOW = GroupedGemmConfig(block_m=16, block_n=64, block_k=64, group_m=1, num_warps=4, num_stages=2)

@@ -73,8 +73,7 @@ SLOW_ROUNDED_CASES = {
 MAX_REGISTERS_SM90: Final[dict[str, dict[str, int] | tuple[int, int]]] = {
     "routing": {
         **{"sort_routes": 157, "count_chunks": 40, "scan_chunks": 72, "place_routes": 56, "reduce_routes": 32},
-        **{"reduce_sorted_rows": 39, "copy_rows": 20, "plan_batches": 96, "place_tokens": 64, "spread_tokens": 20},
-        "sum_batches": 39,
+        **{"reduce_sorted_rows": 39, "copy_rows": 20, "plan_batches": 96, "place_tokens": 64},
     },
     "short_routing": {"count_chunks": 31, "place_routes": 128, "reduce_sorted_rows": 48},
     "read": {"xor_words": 64},

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +41,7 @@ from tests.kernels.triton_cases import (
     FP32,
     Guarded,
     bound,
+    far_apart,
     make_plan,
     random,
     route,
@@ -390,13 +390,7 @@ def test_equal_inputs_give_equal_bits_of_weights_in_any_tile() -> None:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU memory is there when it is allocated: this would take 8 GiB")
 def test_experts_may_lie_2_to_the_31_elements_apart() -> None:
-    """Addresses alone: of the 8 GiB only the pages of three experts are ever there."""
-    numel = 2**32 + 64 * 64
-    # MAP_NORESERVE, which Python names from 3.13 on, so that a machine with less memory gives the addresses too.
-    pages = mmap.mmap(-1, 2 * numel, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
-    buffer = torch.frombuffer(pages, dtype=BF16)
-    # In the middle: an offset that wrapped around would be 2^32 elements less, and still in the buffer.
-    apart = buffer[2**31 :].as_strided((3, 64, 64), (2**30, 64, 1))
+    apart = far_apart(3, 64, 64)
     weight = random(3, 64, 64, dtype=BF16)
     apart.copy_(weight)
     x, rows, ones = random(3, 64, dtype=BF16), random(3, 64, dtype=BF16), torch.ones(3, 1)
@@ -415,7 +409,6 @@ def test_experts_may_lie_2_to_the_31_elements_apart() -> None:
     for one in (grad, apart):
         weight_gradients(one, rows, x, plan, config, top_k=1, gathers="right", accumulate=False)
     assert torch.equal(grad, apart)
-    del apart, buffer
 
 
 @pytest.mark.parametrize("shared_bytes", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])

@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.gemm.config import GemmPair, GemvConfig, GemvPair, GroupedGemmConfig
-from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
 from moereg.kernels.gemm.gemv import down_gemv, gate_up_gemv
 from moereg.kernels.gemm.grouped import down_gemm, gate_up_gemm
 from moereg.kernels.gemm.rules import CONFIG_RULES, select_config
+from moereg.kernels.rows import reduce
 from moereg.kernels.rows.direct import DirectRoutes
-from moereg.kernels.rows.reduce import reduce_routes, reduce_sorted_rows
+from moereg.kernels.rows.reduce import reduce_routes
 from moereg.kernels.rows.tiles import tile_of_number
 from moereg.numerics.reference import relative_error
 from moereg.testing.interpreter import patch_interpreter
@@ -146,7 +147,7 @@ def check_stages(case: StageCase, way: str) -> None:
     topk_weights = random(tokens, top_k, dtype=FP32).abs()
     ids = route(case.kind, tokens, top_k, experts)
     plan = make_plan(ids, None, experts, experts, case.config.block_m)
-    epilogue = GateUpEpilogue(case.activation, gated, **case.scalars, bias=w13_bias)
+    epilogue = GateUpEpilogue(ActivationConstant(case.activation, gated, **case.scalars), w13_bias)
     first: dict[str, Any] = {"top_k": top_k, "route_factors": topk_weights if case.weights else None}
     second: dict[str, Any] = {"bias": w2_bias, "topk_weights": None if case.weights else topk_weights}
     valid = plan.route_expert >= 0
@@ -221,32 +222,22 @@ def test_down_gemm_writes_another_dtype() -> None:
     ("num_tokens", "top_k", "hidden_size", "dtype"),
     [(1, 1, 64, BF16), (5, 8, 130, FP32), (63, 2, 255, BF16), (2, 3, 72, FP16)],
 )
-def test_reduce_routes(num_tokens: int, top_k: int, hidden_size: int, dtype: torch.dtype) -> None:
+def test_reduce_routes(
+    num_tokens: int, top_k: int, hidden_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reduce, "_COLUMNS", 256 if num_tokens > 5 else 64)
     route_expert = route("out_of_range", num_tokens, top_k, 8).flatten()
     route_expert[0] = -1
     rows = random(num_tokens * top_k, hidden_size, dtype=dtype)
     rows[route_expert < 0] = math.nan
     out = Guarded(num_tokens, hidden_size, dtype=dtype)
-    reduce_routes(out.tensor, rows, route_expert, columns=256 if num_tokens > 5 else 64)
+    reduce_routes(out.tensor, rows, route_expert)
     out.check()
     reference = reduce_routes_reference(rows, route_expert, num_tokens)
     if reference.norm() == 0:
         assert (out.tensor == 0).all()
     else:
         assert relative_error(out.tensor, reference) < bound(dtype, 1)
-
-
-def test_a_sorted_route_that_adds_nothing_may_have_any_weight() -> None:
-    """No row of it exists, and routers leave any number beside an id that names no expert."""
-    route_row = torch.tensor([2, -1, 0, 1, -1, -1], dtype=torch.int32, device=DEVICE)
-    weights = torch.tensor([[0.5, math.nan], [2.0, 1.0], [math.inf, math.nan]], device=DEVICE)
-    rows = random(6, 72, dtype=BF16)
-    rows[3:] = math.nan
-    out = Guarded(3, 72, dtype=BF16)
-    reduce_sorted_rows(out.tensor, rows, route_row, weights)
-    out.check()
-    expected = torch.stack([0.5 * rows[2].float(), 2 * rows[0].float() + rows[1].float(), rows.new_zeros(72).float()])
-    assert torch.equal(out.tensor, expected.to(BF16))
 
 
 def test_order_within_an_expert_does_not_change_bits() -> None:
@@ -262,7 +253,8 @@ def test_order_within_an_expert_does_not_change_bits() -> None:
             if flip:
                 plan.sorted_routes[row:end] = plan.sorted_routes[row:end].flip(0)
         intermediate, rows = (Guarded(66, 64, dtype=BF16).tensor for _ in range(2))
-        gate_up_gemm(intermediate, hidden_states, w13, plan, WIDE, GateUpEpilogue("silu", True), top_k=2)
+        epilogue = GateUpEpilogue(ActivationConstant("silu", True))
+        gate_up_gemm(intermediate, hidden_states, w13, plan, WIDE, epilogue, top_k=2)
         down_gemm(rows, intermediate, w2, plan, WIDE)
         results.append(rows)
     assert torch.equal(*results)

@@ -172,41 +172,28 @@ def test_a_replay_launches_the_same_with_other_pointers(driver: FakeDriver) -> N
     assert mixed == driver.take()
 
 
-class Nested(NamedTuple):
-    out: torch.Tensor
-    inner: tuple[torch.Tensor, None, int]
-
-
-def test_pointers_in_nested_tuples_are_put_in_anew(driver: FakeDriver) -> None:
-    """Kernels are given what belongs together as one tuple, which may hold another."""
-    kernel = FakeKernel(driver, {"gemm": ("*i32", ("*i32", "constexpr", "i32")), "count": "i32"})
-    out, x, other_out, other_x = tensor(), tensor(), tensor(), tensor()
-
-    def launch_nested(out: torch.Tensor, x: torch.Tensor) -> None:
-        launch(kernel, (5,), Nested(out, (x[16:], None, 4)), 4, num_warps=4)
-
-    with recording([out, x]) as record:
-        launch_nested(out, x)
-    assert record.complete
-    driver.take()
-    launch_nested(other_out, other_x)
-    expected = driver.take()
-    record.replay([other_out.data_ptr(), other_x.data_ptr()])
-    assert driver.take() == expected
-
-
 class Shape(NamedTuple):
     rows: int
     masked: bool
 
 
-def test_a_constant_with_fields_is_no_tensor_of_a_replay(driver: FakeDriver) -> None:
-    """Kernels are given constants that belong together as one tuple, in which no pointer is looked for."""
-    kernel = FakeKernel(driver, PLAIN)
+class Nested(NamedTuple):
+    out: torch.Tensor
+    inner: tuple[torch.Tensor, None, int]
+
+
+@pytest.mark.parametrize("is_constant", [False, True])
+def test_what_belongs_together_is_one_tuple(driver: FakeDriver, is_constant: bool) -> None:
+    """Pointers in nested tuples are put in anew, and none is looked for in a constant with fields."""
+    nested = {"gemm": ("*i32", ("*i32", "constexpr", "i32")), "count": "i32"}
+    kernel = FakeKernel(driver, PLAIN if is_constant else nested)
     out, x, other_out, other_x = tensor(), tensor(), tensor(), tensor()
 
     def launch_tuple(out: torch.Tensor, x: torch.Tensor) -> None:
-        launch(kernel, (5, 2), out, x[16:], None, 4, BLOCK=Shape(16, True), num_warps=4)
+        if is_constant:
+            launch(kernel, (5, 2), out, x[16:], None, 4, BLOCK=Shape(16, True), num_warps=4)
+        else:
+            launch(kernel, (5,), Nested(out, (x[16:], None, 4)), 4, num_warps=4)
 
     with recording([out, None, x]) as record:
         launch_tuple(out, x)
@@ -249,31 +236,21 @@ def test_a_replay_encodes_only_maps_whose_tensor_moved(driver: FakeDriver) -> No
     assert driver.encoded == before, "no map's tensor moved"
 
 
-def test_a_recording_keeps_no_tensor(driver: FakeDriver) -> None:
+def test_a_recording_keeps_its_kernels_loaded_but_no_tensor(driver: FakeDriver) -> None:
     kernel = FakeKernel(driver, BOXES)
     tensors = [tensor(4096) for _ in range(3)]
     with recording(tensors) as record:
         launch_boxes(kernel, *tensors)
     assert record.complete
     driver.take()
-    references = [weakref.ref(one) for one in tensors]
-    del tensors
+    references, compiled = [weakref.ref(one) for one in tensors], weakref.ref(kernel.compiled)
+    del tensors, kernel
     gc.collect()
     assert [reference() for reference in references] == [None, None, None]
-
-
-def test_a_recording_keeps_its_kernels_loaded(driver: FakeDriver) -> None:
-    kernel = FakeKernel(driver, PLAIN)
-    out, x = tensor(), tensor()
-    with recording([out, x]) as record:
-        launch_plain(kernel, out, x)
-    reference = weakref.ref(kernel.compiled)
-    del kernel
-    gc.collect()
-    assert reference() is not None
+    assert compiled() is not None
     del record
     gc.collect()
-    assert reference() is None
+    assert compiled() is None
 
 
 @pytest.mark.parametrize(
@@ -290,20 +267,18 @@ def test_what_allocates_or_waits_at_each_launch_is_not_recorded(
     assert not record.complete
 
 
-def test_an_unknown_triton_is_not_recorded(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, x = tensor(), tensor()
-    monkeypatch.setattr(triton, "__version__", "4.0.0")
-    with recording([out, x]) as record:
-        launch_plain(FakeKernel(driver, PLAIN), out, x)
-    assert len(driver.take()) == 1
-    assert not record.complete
-
-
-def test_a_launcher_that_wraps_otherwise_is_not_recorded(driver: FakeDriver) -> None:
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_launchers_that_are_not_known_are_not_recorded(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, is_wrapped: bool
+) -> None:
+    """Of another Triton, and one that wraps the C function otherwise."""
     out, x, rows = tensor(4096), tensor(4096), tensor(4096)
     kernel = FakeKernel(driver, BOXES)
-    wrapped = kernel.compiled.run.launch
-    kernel.compiled.run.launch = lambda *arguments: wrapped(*arguments)
+    if is_wrapped:
+        wrapped = kernel.compiled.run.launch
+        kernel.compiled.run.launch = lambda *arguments: wrapped(*arguments)
+    else:
+        monkeypatch.setattr(triton, "__version__", "4.0.0")
     with recording([out, x, rows]) as record:
         launch_boxes(kernel, out, x, rows)
     assert len(driver.take()) == 1

@@ -1,4 +1,4 @@
-"""Codes of sorted rows equal those of `moereg.quantize` bit for bit; interpreted without a GPU."""
+"""Codes of sorted rows, made or copied, equal those of `moereg.quantize` bit for bit; interpreted without a GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 pytest.importorskip("triton")
 
+from moereg.backends._triton.quantized import row_format
 from moereg.kernels.quantized.operands import QuantizedRows, Quantizer, RowFormat
 from moereg.kernels.quantized.rows import RouteIds, find_amax, quantize_rows
-from moereg.kernels.quantized.rows_sorted import quantize_to_sorted_rows
+from moereg.kernels.quantized.rows_sorted import copy_coded_rows, quantize_to_sorted_rows
 from moereg.kernels.sizes import AMAX_PROGRAMS
 from moereg.quantize import quantize_activations
 from moereg.spec.quant_schemes import QUANT_SCHEMES
@@ -45,11 +46,9 @@ def untouched(fmt: RowFormat, rows: int, columns: int, by_group: bool) -> Quanti
     """Codes of 77 and scales of 0.5."""
     padded = -(-columns // 128) * 128
     q = torch.full((rows, padded), 77, dtype=torch.uint8, device=DEVICE).view(fmt.dtype)
-    groups = fmt.num_groups(padded)
-    scale = (
-        torch.full((groups, rows), 0.5, device=DEVICE).T if by_group else torch.full((rows, groups), 0.5, device=DEVICE)
-    )
-    return QuantizedRows(q, scale, fmt.group)
+    shape = fmt.num_groups(padded), rows
+    scale = torch.full(shape if by_group else shape[::-1], 0.5, device=DEVICE).to(fmt.scale_dtype)
+    return QuantizedRows(q, scale.T if by_group else scale, fmt.group)
 
 
 def raw(codes: torch.Tensor) -> torch.Tensor:
@@ -172,3 +171,36 @@ def test_a_token_without_a_local_expert_is_not_told_by_the_next_ones_choices() -
     amax = torch.full((AMAX_PROGRAMS,), 77, dtype=torch.int32, device=DEVICE)
     find_amax(amax, x, RouteIds(ids, None, 4, 3), 2)
     assert amax.view(torch.float32).max() == x[1].abs().max()
+
+
+@pytest.mark.parametrize("name", ["fp8_block128", "fp8_channel_token", "mxfp8", "int8_w8a8"])
+@pytest.mark.parametrize("columns", [384, 1288, 64])
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_codes_and_scales_arrive_as_they_are(name: str, columns: int, is_sorted: bool) -> None:
+    scheme, num_tokens, top_k = QUANT_SCHEMES[name], 7, 3 if is_sorted else 1
+    assert scheme.activation is not None
+    fmt = row_format(scheme.activation)
+    made = quantize_activations(tokens(num_tokens, columns, torch.bfloat16), scheme, None)
+    groups = made.scale.reshape(num_tokens, -1).view(fmt.scale_dtype)
+    rows = QuantizedRows(made.q, groups, fmt.group)
+    num_rows = num_tokens * top_k
+    out = untouched(fmt, num_rows, columns, by_group=is_sorted)
+    route_row = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).int()
+    if is_sorted:
+        # Rows of no local expert stay untouched.
+        route_row[route_row >= num_rows - 3] = -1
+        copy_coded_rows(out, rows, route_row.to(DEVICE))
+    else:
+        route_row = torch.arange(num_rows)
+        copy_coded_rows(out, rows)
+    for route, row in enumerate(route_row.tolist()):
+        if row >= 0:
+            token = route // top_k
+            assert torch.equal(raw(out.q[row, :columns]), raw(rows.q[token]))
+            assert not raw(out.q[row, columns:]).any()
+            assert torch.equal(out.scale[row, : groups.shape[1]], groups[token])
+            # One: what fills the row up stays zero, and no NaN.
+            assert (out.scale[row, groups.shape[1] :] == (127 if fmt.e8m0 else 1)).all()
+    if is_sorted:
+        assert (raw(out.q[-3:]) == 77).all()
+        assert (out.scale[-3:] == untouched(fmt, 1, columns, True).scale).all()

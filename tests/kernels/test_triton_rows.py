@@ -1,27 +1,26 @@
-"""The kernels that only move or add up rows, which layers use where the products are Gluon's: interpreted here."""
+"""The kernels that move or add up rows or mark routes, for products of Gluon and of libraries: interpreted here."""
 
 from __future__ import annotations
 
 import math
-import mmap
 
 import pytest
 import torch
 
 from moereg.kernels.gemm.config import GroupedGemmConfig
-from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
 from moereg.kernels.gemm.grouped import gate_up_gemm
-from moereg.kernels.rows.plan import route_workspace_numel
+from moereg.kernels.plain.device import local_expert_ids
+from moereg.kernels.rows import reduce
+from moereg.kernels.rows.direct import local_routes
 from moereg.kernels.rows.reduce import copy_rows, reduce_routes, reduce_sorted_rows
-from moereg.kernels.rows.sort import sort_routes
 from tests.kernels.references import copy_rows_reference
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+from tests.kernels.triton_cases import BF16, DEVICE, FP16, FP32, far_apart, make_plan, random
 
 
-def random(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+@pytest.fixture(autouse=True)
+def _programs_of_few_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reduce, "_COLUMNS", 64)
 
 
 def rows_of_routes(num_tokens: int, top_k: int, num_valid: int) -> torch.Tensor:
@@ -42,7 +41,7 @@ def test_tokens_are_copied_to_the_rows_of_all_their_routes(
     tokens = random(num_tokens, hidden_size, dtype=dtype)
     route_row = rows_of_routes(num_tokens, top_k, num_valid)
     rows = torch.full((num_tokens * top_k, hidden_size), math.nan, dtype=dtype, device=DEVICE)
-    copy_rows(rows, tokens, route_row, columns=64)
+    copy_rows(rows, tokens, route_row)
     assert torch.equal(rows[:num_valid], copy_rows_reference(tokens, route_row))
     assert rows[num_valid:].isnan().all()
 
@@ -57,14 +56,14 @@ def test_sorted_rows_are_added_with_the_weights_of_their_routes(
     num_tokens: int, top_k: int, hidden_size: int, num_valid: int, early: bool, weighted: bool
 ) -> None:
     route_row = rows_of_routes(num_tokens, top_k, num_valid)
-    rows = random(num_tokens * top_k, hidden_size)
+    rows = random(num_tokens * top_k, hidden_size, dtype=FP32)
     rows[num_valid:] = math.nan
-    weights = random(num_tokens, top_k) if weighted else None
+    weights = random(num_tokens, top_k, dtype=FP32) if weighted else None
     if weights is not None:
         # Of routes that add nothing.
         weights[(route_row < 0).view_as(weights)] = math.nan
     out = torch.full((num_tokens, hidden_size), math.nan, device=DEVICE)
-    reduce_sorted_rows(out, rows, route_row, weights, early=early, columns=64)
+    reduce_sorted_rows(out, rows, route_row, weights, early=early)
     expected = torch.zeros_like(out)
     for route, row in enumerate(route_row.tolist()):
         if row >= 0:
@@ -89,21 +88,27 @@ def test_routes_are_added_from_the_first_choice_to_the_last(sorted_rows: bool) -
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU memory is there when it is allocated: this would take 8 GiB")
 def test_rows_may_lie_2_to_the_31_elements_apart() -> None:
-    """Addresses alone: of the 8 GiB only the pages of three rows are ever there."""
-    stride, numel = 2**30, 2**32 + 64
-    # MAP_NORESERVE, which Python names from 3.13 on, so that a machine with less memory gives the addresses too.
-    pages = mmap.mmap(-1, 2 * numel, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
-    buffer = torch.frombuffer(pages, dtype=BF16)
-    # In the middle: an offset that wrapped around would be 2^32 elements less, and still in the buffer.
-    out = buffer[2**31 :].as_strided((3, 64), (stride, 1))
+    out = far_apart(3, 64)
     config = GroupedGemmConfig(block_m=16, block_n=64, block_k=64, group_m=1, num_warps=4, num_stages=2)
-    ids = torch.zeros(3, 1, dtype=torch.int32)
-    workspace = torch.empty(route_workspace_numel(3, 1, 1, 16), dtype=torch.int32)
-    plan = sort_routes(ids, None, 1, 1, 16, workspace)
+    plan = make_plan(torch.zeros(3, 1, dtype=torch.int32), None, 1, 1, 16)
     hidden_states, w13 = random(3, 64, dtype=BF16), random(1, 64, 64, dtype=BF16)
     expected = torch.full((3, 64), math.nan, dtype=BF16)
     for each in (expected, out):
-        gate_up_gemm(each, hidden_states, w13, plan, config, GateUpEpilogue("relu2", False), top_k=1)
+        gate_up_gemm(each, hidden_states, w13, plan, config, GateUpEpilogue(ActivationConstant("relu2")), top_k=1)
     assert torch.equal(out[2], expected[2])
     assert torch.equal(out, expected)
-    del out, buffer
+
+
+@pytest.mark.parametrize("expert_map", [None, [-1, 2, -1, 0, 1, -1]], ids=["all", "map"])
+def test_routes_become_local(expert_map: list[int] | None) -> None:
+    # Token 1 has no local expert, token 2 one that is no id and one of another rank, token 3 the smallest id beyond.
+    ids = torch.tensor([[1, 3, 4], [0, 2, 5], [-1, 4, 0], [6, 3, -7]], dtype=torch.int32, device=DEVICE)
+    mapping = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32, device=DEVICE)
+    weights = random(4, 3, dtype=FP32)
+    # The weight of a route without expert may be anything.
+    weights[3, 0] = math.nan
+    found, scaled = torch.empty_like(ids), torch.empty_like(weights)
+    local_routes(found, scaled, ids, weights, mapping, 3 if expert_map is None else 6, 3)
+    expected = local_expert_ids(ids, 3, mapping)
+    assert torch.equal(found.long(), expected)
+    assert torch.equal(scaled, torch.where(expected < 0, 0.0, weights))

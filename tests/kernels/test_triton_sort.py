@@ -63,13 +63,6 @@ def test_more_chunks_than_a_scan_adds_up_at_a_time(monkeypatch: pytest.MonkeyPat
     assert_plans_equal(plan, sort_routes_reference(ids, None, 8, 8, 16))
 
 
-def test_sort_routes_refuses_map_entries_out_of_range() -> None:
-    ids = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32, device=DEVICE)
-    expert_map = torch.tensor([1, 2, -7, 0], dtype=torch.int32, device=DEVICE)
-    plan = make_plan(ids, expert_map, 4, 2, 16)
-    assert plan.route_expert.tolist() == [1, -1, -1, 0]
-
-
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_sort_routes_is_a_stable_partition_of_valid_routes(data: st.DataObject) -> None:
@@ -83,7 +76,7 @@ def test_sort_routes_is_a_stable_partition_of_valid_routes(data: st.DataObject) 
         "ids",
     )
     locals_ = data.draw(
-        st.none() | st.lists(st.integers(-1, num_local), min_size=num_experts, max_size=num_experts), "map"
+        st.none() | st.lists(st.integers(-7, num_local), min_size=num_experts, max_size=num_experts), "map"
     )
     config = data.draw(st.sampled_from([ONE_LAUNCH, THREE_LAUNCHES, TWO_LAUNCHES]), "config")
     expert_map = None if locals_ is None else torch.tensor(locals_, dtype=torch.int32, device=DEVICE)
@@ -155,12 +148,6 @@ def test_tall_tiles_come_first(kind: str, config: SortConfig) -> None:
     topk_ids = torch.tensor(ids, dtype=torch.int32)[order].unsqueeze(1).to(DEVICE)
     plan = make_plan(topk_ids, expert_map, num_local + 1, num_local, 16, config, tall=64)
     assert_plans_equal(plan, sort_routes_reference(topk_ids, expert_map, num_local + 1, num_local, 16, tall=64))
-    starts = [sum(counts[:e]) for e in range(num_local)]
-    tall = [(e, starts[e] + i) for e, count in enumerate(counts) if count > 16 for i in range(0, count, 64)]
-    low = [(e, starts[e]) for e, count in enumerate(counts) if 0 < count <= 16]
-    used = int(plan.num_blocks)
-    assert int(plan.num_tall) == len(tall)
-    assert list(zip(plan.block_expert[:used].tolist(), plan.block_row[:used].tolist(), strict=True)) == tall + low
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import mmap
 from typing import Any
 
 import pytest
@@ -54,6 +55,15 @@ class Guarded:
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator(DEVICE).manual_seed(hash((shape, seed)) % 2**31)
     return torch.randn(shape, generator=generator, device=DEVICE).mul_(scale).to(dtype)
+
+
+def far_apart(*shape: int) -> torch.Tensor:
+    """[3, ...] bf16 on a CPU, 2**30 elements apart: addresses alone, of 8 GiB only three pages are ever there."""
+    # MAP_NORESERVE, which Python names from 3.13 on, so that a machine with less memory gives the addresses too.
+    pages = mmap.mmap(-1, 2 * (2**32 + 64 * 64), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)
+    # In the middle: an offset that wrapped around would be 2^32 elements less, and still in the buffer.
+    last = torch.empty(shape[1:], device="meta").stride()
+    return torch.frombuffer(pages, dtype=BF16)[2**31 :].as_strided(shape, (2**30, *last))
 
 
 def rows_with_gaps(num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -88,7 +88,7 @@ def test_after_compiling_ahead_nothing_compiles(
     assert code == 0, err
     names = [kernel["name"] for kernel in made["kernels"]]
     assert sorted(name.rpartition(":")[2] for name in names if name.startswith(MOVING_KERNELS)) == [
-        "_place_tokens_kernel", "_spread_tokens_kernel", "_sum_batches_kernel"
+        "_place_tokens_kernel", "copy_rows_kernel", "reduce_sorted_rows_kernel"
     ]  # fmt: skip
     found = _launched(_problem(activation_format="batched"), moved, counts)
     assert found["compiled"] == 0

@@ -20,8 +20,15 @@ from moereg.backends._loaded import Call, Implementation
 from moereg.backends._triton.workspace import plan_bytes, row_format, row_pieces
 from moereg.backends._workspace import Piece, bytes_of, cut
 from moereg.experts import Experts
-from moereg.kernels.quack.epilogues import GateUp, down_epilogue, gate_up_epilogue
-from moereg.kernels.quack.products import GemmConfig, cache_folder, grouped_product, select_config
+from moereg.kernels.gemm.epilogue import ActivationConstant
+from moereg.kernels.quack import (
+    GemmConfig,
+    cache_folder,
+    down_epilogue,
+    gate_up_epilogue,
+    grouped_product,
+    select_config,
+)
 from moereg.kernels.quantized.operands import QuantizedRows, Quantizer
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows
 from moereg.kernels.rows.plan import RoutePlan
@@ -58,12 +65,8 @@ class Interleaved(Implementation):
         super().__init__(experts)
         activation = self.problem.activation
         self._has_codes = self.computes.activation is not None
-        function = GateUp(
-            activation=activation.name,
-            gated=activation.gated,
-            alpha=activation.alpha,
-            beta=activation.beta,
-            limit=activation.limit,
+        function = ActivationConstant(
+            activation.name, activation.gated, activation.alpha, activation.beta, activation.limit
         )
         self._gate_up = gate_up_epilogue(function, self.problem.has_bias, self._has_codes)
         self._down = down_epilogue(self.problem.has_bias, self._has_codes)

@@ -20,7 +20,7 @@ from moereg.backends._workspace import Piece, bytes_of, cut
 from moereg.experts import Experts
 from moereg.kernels.quantized.operands import QuantizedRows, Quantizer
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows
-from moereg.kernels.rows.local import local_routes
+from moereg.kernels.rows.direct import local_routes
 from moereg.runtime.progress import long_wait
 from moereg.spec.problem import MoEProblem
 from moereg.weights.layouts import ALIGNMENT, aligned

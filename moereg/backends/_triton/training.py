@@ -151,7 +151,7 @@ class Training(plain.Standard):
                 weights["w2"],
                 saved["pre"],
                 inputs.topk_weights,
-                gate_up_epilogue(problem, weights).constant,
+                gate_up_epilogue(problem, weights).activation,
                 w2_part,
             )
         if grads.topk_weights is not None:

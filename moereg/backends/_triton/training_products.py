@@ -15,7 +15,7 @@ from moereg.kernels.backward.config import TrainingConfigs
 from moereg.kernels.backward.products import LowRank
 from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
 from moereg.kernels.hopper import training_gemm, training_weights
-from moereg.kernels.hopper.training_config import MIN_ROWS_PER_EXPERT, TRAINED
+from moereg.kernels.hopper.config import MIN_TRAINED_ROWS, TRAINED
 from moereg.kernels.launch.remembered import POINTER_ALIGNMENT
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import GUARD_ROWS
@@ -68,10 +68,10 @@ class Products:
         named: dict[str, Any] = {"top_k": top_k, "bias": epilogue.bias, "low_rank": low_rank}
         given = hidden_states, w13, self.plan
         if self.counters is not None:
-            training_gemm.gate_up(act, pre, *given, self.counters[:1], epilogue.constant, **named)
+            training_gemm.gate_up(act, pre, *given, self.counters[:1], epilogue.activation, **named)
         else:
             act, pre = self.rows_of(act), self.rows_of(pre)
-            products.saving_gate_up(act, pre, *given, self.configs.rows, epilogue.constant, **named)
+            products.saving_gate_up(act, pre, *given, self.configs.rows, epilogue.activation, **named)
 
     def down(
         self,
@@ -149,7 +149,7 @@ def max_partials(width: int, block_n: int, on_hopper: bool) -> int:
 
 def hopper_guard(num_routes: int, rows_per_expert: float, dtype: torch.dtype) -> int:
     """Rows in front of sorted rows for Hopper's products, or 0 where a call has too few rows for these to pay."""
-    fits = dtype.itemsize == 2 and rows_per_expert > MIN_ROWS_PER_EXPERT and num_routes >= GUARD_ROWS
+    fits = dtype.itemsize == 2 and rows_per_expert > MIN_TRAINED_ROWS and num_routes >= GUARD_ROWS
     return GUARD_ROWS if fits else 0
 
 

@@ -13,7 +13,7 @@ import torch
 
 from moereg.backends._loaded import Call
 from moereg.backends._workspace import Piece, cut
-from moereg.kernels.gemm.epilogue import GateUpEpilogue
+from moereg.kernels.gemm.epilogue import ActivationConstant, GateUpEpilogue
 from moereg.kernels.rows.block_map import BlockMap, plan_batches
 from moereg.kernels.rows.direct import DirectRoutes
 from moereg.kernels.rows.plan import RoutePlan
@@ -158,14 +158,10 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 def gate_up_epilogue(problem: MoEProblem, weights: PermutedWeights) -> GateUpEpilogue:
     """The epilogue of a layer's first GEMM."""
     activation = problem.activation
-    return GateUpEpilogue(
-        activation=activation.name,
-        gated=activation.gated,
-        alpha=activation.alpha,
-        beta=activation.beta,
-        limit=activation.limit,
-        bias=weights.get("w13_bias"),
+    constant = ActivationConstant(
+        activation.name, activation.gated, activation.alpha, activation.beta, activation.limit
     )
+    return GateUpEpilogue(constant, weights.get("w13_bias"))
 
 
 AnyWork = TypeVar("AnyWork", bound=Work, contravariant=True)

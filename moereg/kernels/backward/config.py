@@ -97,7 +97,6 @@ def low_rank_block(rank: int) -> int:
 
 
 _LOW_RANK_WEIGHTS: Final = _tile(m=64, n=128, k=64, group=4, warps=4, stages=4)
-_LOW_RANK_WEIGHTS_FP32: Final = _tile(m=64, n=64, k=32, group=4, warps=4, stages=2)
 
 # The first whose limits hold.
 TRAINING_CONFIGS: Final = (
@@ -135,7 +134,7 @@ TRAINING_CONFIGS: Final = (
         down_input=_tile(m=64, n=64, k=32, group=8, warps=8, stages=2),
         weights=_tile(m=64, n=64, k=32, group=4, warps=8, stages=2),
         low_rank=_tile(m=64, n=64, k=32, group=1, warps=4, stages=2),
-        low_rank_weights=_LOW_RANK_WEIGHTS_FP32,
+        low_rank_weights=_tile(m=64, n=64, k=32, group=4, warps=4, stages=2),
     ),
 )
 
@@ -143,7 +142,7 @@ MIN_TRAINING_BLOCK_M: Final = min(configs.block_m for configs in TRAINING_CONFIG
 """Sizes a plan before the configuration is known."""
 
 MIN_DOWN_INPUT_BLOCK_N: Final = min(configs.down_input.block_n for configs in TRAINING_CONFIGS)
-"""Likewise sizes the sums over the columns of tiles."""
+"""Sizes the sums over the columns of tiles before the configuration is known."""
 
 
 def select_training_configs(

@@ -7,6 +7,10 @@ around.
 
 An adapter of rank R adds two thin products to each: rows become low-rank rows [N, R], scaled once there, and these are
 expanded by one more step of the full product's reduction.
+
+All functions take a plan from `sort_routes` with `config.block_m`, matrices of one dtype, bf16, fp16 or fp32, with
+contiguous rows and fewer than 2**31 elements per expert, biases of any float dtype, or None, and as `low_rank` an
+adapter's part, from `expanding`, or None. They overwrite results up to the last valid row.
 """
 
 from __future__ import annotations
@@ -90,16 +94,14 @@ class LowRank(NamedTuple):
 
 @triton.jit
 def _expand(x, low_rank, rows, expert, columns, column_mask, LOW_K: tl.constexpr):
-    """[BLOCK_M, BLOCK_N] fp32: x and the adapter's part.
+    """x, the product [BLOCK_M, BLOCK_N] fp32 without adapter, and the adapter's part; LOW_K elements a step.
 
     Args:
-        x: [BLOCK_M, BLOCK_N] fp32, the product without adapter.
         low_rank: `LowRank`.
         rows: [BLOCK_M] valid rows.
         expert: int64.
-        columns: [BLOCK_N] columns of the product.
-        column_mask: [BLOCK_N] columns within the matrix.
-        LOW_K: elements of the reduction per step.
+        columns: this and the next as for `_accumulate`.
+        column_mask: read in any case.
     """
     a_rows = low_rank.rows + rows.to(tl.int64)[:, None] * low_rank.stride_rows
     b_columns = low_rank.matrix + expert * low_rank.stride_expert + columns[None, :] * low_rank.stride_n
@@ -324,14 +326,11 @@ def saving_gate_up(
     The activation is that of the product before it is rounded to be saved.
 
     Args:
-        act: [N, I] bf16, fp16 or fp32, rows contiguous: overwritten up to the last valid row.
-        pre: [N, P], likewise; None: not saved.
-        hidden_states: [T, H], same dtype, rows contiguous.
-        w13: [E, P, H], same dtype, rows contiguous, gates first; fewer than 2**31 elements per expert.
-        plan: from `sort_routes` with `config.block_m`.
-        top_k: K.
-        bias: [E, P], any float dtype, rows contiguous; None: no bias.
-        low_rank: an adapter's part, from `expanding`; None: no adapter.
+        act: [N, I].
+        pre: [N, P]; None: not saved.
+        hidden_states: [T, H].
+        w13: [E, P, H], gates first.
+        bias: [E, P].
     """
     width, halves = act.shape[1], 2 if activation.gated else 1
     assert w13.shape[1:] == (halves * width, hidden_states.shape[1])
@@ -364,13 +363,11 @@ def down_rows(
     """Writes `(act @ w2[expert].T + bias) * topk_weight` for every sorted row.
 
     Args:
-        out: [N, H], rows contiguous: overwritten up to the last valid row.
-        act: [N, I] bf16, fp16 or fp32, rows contiguous.
-        w2: [E, H, I], same dtype, rows contiguous; fewer than 2**31 elements per expert.
-        plan: from `sort_routes` with `config.block_m`.
+        out: [N, H].
+        act: [N, I].
+        w2: [E, H, I].
         topk_weights: [T, K] fp32, contiguous.
-        bias: [E, H], any float dtype, rows contiguous; None: no bias.
-        low_rank: an adapter's part, from `expanding`; None: no adapter.
+        bias: [E, H].
     """
     assert w2.shape[1:] == (out.shape[1], act.shape[1]) and topk_weights.is_contiguous()
     _multiply_rows((out, act, w2, bias, topk_weights, low_rank), plan, config, (w2.stride(0), 1, w2.stride(1)))
@@ -389,10 +386,9 @@ def low_rank_rows(
     """Writes `scaling * rows @ matrix[expert]` for every sorted row: rows of an adapter's rank.
 
     Args:
-        out: [N, R], rows contiguous: overwritten up to the last valid row.
-        rows: [N, D] bf16, fp16 or fp32, sorted, rows contiguous; or [T, D], gathered by token, with `top_k`.
-        matrix: [E, D, R], same dtype, any strides; fewer than 2**31 elements per expert.
-        plan: from `sort_routes` with `config.block_m`.
+        out: [N, R].
+        rows: [N, D], sorted; or [T, D], gathered by token, with `top_k`.
+        matrix: [E, D, R], any strides.
         scaling: of the adapter.
         top_k: K, where rows are those of tokens.
     """
@@ -405,8 +401,8 @@ def expanding(rows: torch.Tensor, matrix: torch.Tensor) -> LowRank:
     """An adapter's part of a product.
 
     Args:
-        rows: [N, R] from `low_rank_rows`, rows contiguous.
-        matrix: [E, R, columns], same dtype, any strides; fewer than 2**31 elements per expert.
+        rows: [N, R] from `low_rank_rows`.
+        matrix: [E, R, columns], any strides.
     """
     assert matrix.shape[1] == rows.shape[1] and rows.stride(1) == 1
     return LowRank(rows, matrix, rows.shape[1], rows.stride(0), *matrix.stride())
@@ -421,15 +417,7 @@ def gate_up_input_gradients(
     *,
     low_rank: LowRank | None = None,
 ) -> None:
-    """Writes each sorted row's gradient of its token, `pre_grad @ w13[expert]`.
-
-    Args:
-        out: [N, H], rows contiguous: overwritten up to the last valid row.
-        pre_grad: [N, P] bf16, fp16 or fp32, rows contiguous.
-        w13: [E, P, H], same dtype, rows contiguous; fewer than 2**31 elements per expert.
-        plan: from `sort_routes` with `config.block_m`.
-        low_rank: an adapter's part, from `expanding`; None: no adapter.
-    """
+    """Writes each sorted row's gradient of its token, `pre_grad @ w13[expert]`: [N, H] from [N, P] and [E, P, H]."""
     assert w13.shape[1:] == (pre_grad.shape[1], out.shape[1])
     _multiply_rows((out, pre_grad, w13, None, None, low_rank), plan, config, (w13.stride(0), w13.stride(1), 1))
 
@@ -451,16 +439,13 @@ def down_input_gradients(
     """Writes for every sorted row what follows from `x = grad_out[token] @ w2[expert]`; a result of None is left out.
 
     Args:
-        pre_grad: [N, P] bf16, fp16 or fp32, rows contiguous: gradient of the pre-activation, topk_weight * x times the
-            activation's derivative; overwritten up to the last valid row, as are the next two.
-        act: [N, I], same dtype, rows contiguous: topk_weight * activation, a factor of the gradient of w2.
+        pre_grad: [N, P]: gradient of the pre-activation, topk_weight * x times the activation's derivative.
+        act: [N, I]: topk_weight * activation, a factor of the gradient of w2.
         partials: [tiles, N] fp32, contiguous: sums of x * activation over the columns of each of `num_partials` tiles.
-        grad_out: [T, H], same dtype, rows contiguous.
-        w2: [E, H, I], same dtype, rows contiguous; fewer than 2**31 elements per expert.
-        pre: [N, P], same dtype, rows contiguous, from `saving_gate_up`.
+        grad_out: [T, H].
+        w2: [E, H, I].
+        pre: [N, P], from `saving_gate_up`.
         topk_weights: [T, K] fp32, contiguous.
-        plan: from `sort_routes` with `config.block_m`.
-        low_rank: an adapter's part of x, from `expanding`; None: no adapter.
     """
     width, num_routes = w2.shape[2], topk_weights.numel()
     assert w2.shape[1] == grad_out.shape[1] and pre.shape[1] == (2 if activation.gated else 1) * width

@@ -1,7 +1,7 @@
 """Gradients of weights and biases, products as deep as an expert has routes, and of routing weights, in Triton.
 
 Sizes as in `products`, and of a weight R rows and C columns. A program adds up all rows of its expert in order, so
-equal inputs give equal bits; an expert without rows gets zeros.
+equal inputs give equal bits; an expert without rows gets zeros. Plans are from `sort_routes`; tiles are not read.
 """
 
 from __future__ import annotations
@@ -179,8 +179,6 @@ def weight_gradients(
             an expert without rows; or added to.
         left: [N, R] bf16, fp16 or fp32, rows contiguous, or [T, R] if it `gathers`.
         right: [N, C], same dtype, rows contiguous, or [T, C] if it `gathers`.
-        plan: from `sort_routes`; tiles are not read.
-        top_k: K.
         gathers: the side, `left` or `right`, that has a row for each token; None: neither.
         accumulate: whether to add to what `grad` holds.
     """
@@ -216,7 +214,6 @@ def bias_gradients(
     Args:
         grad: [E, C], any float dtype, rows contiguous: overwritten, zeros for an expert without rows; or added to.
         rows: [N, C] sorted rows; with `topk_weights` [T, C], gathered by token. Rows contiguous.
-        plan: from `sort_routes`; tiles are not read.
         topk_weights: [T, K] fp32, contiguous: multiplies the rows; None: no weight.
         accumulate: whether to add to what `grad` holds.
     """
@@ -250,7 +247,6 @@ def routing_gradients(
         grad: [T, K] fp32, contiguous: overwritten; zero for routes that add nothing.
         partials: [sums, N] fp32, contiguous, from `down_input_gradients` or Hopper's; added in order.
         grad_out: [T, H] bf16, fp16 or fp32, rows contiguous.
-        plan: the sorted routes.
         bias: of the second product, [E, H], any float dtype, rows contiguous; None: no bias.
     """
     num_routes = grad.numel()

@@ -95,7 +95,11 @@ def fit_pair(configs: GemmPair, shape: CallShape) -> GemmPair:
     elif is_deep and not (configs.sort_routes or shape.is_packed):
         down = _fitting(dataclasses.replace(down, block_n=64, block_k=256, num_stages=3), shape)
     if configs.sort_routes and shape.most_rows > gate_up.block_m:
-        down_columns = 64 if is_short else _tall_down_columns(shape)
+        down_columns = _tall_columns(shape, shape.down_columns, _FULL_PROGRAMS)
+        if is_short:
+            down_columns = 64
+        elif _row_tiles(shape) * -(-shape.down_columns // down_columns) <= _ONE_EACH:
+            down_columns = 32
         columns = _tall_columns(shape, shape.gate_up_columns, _WIDE_PROGRAMS)
         tall_gate_up = _tall(gate_up, columns, shape)
         tall_down = _tall(down, down_columns, shape)
@@ -112,11 +116,6 @@ def _row_tiles(shape: CallShape) -> int:
 def _tall_columns(shape: CallShape, num_columns: int, enough: int) -> int:
     # The tiles of one set of experts must fill the GPU.
     return 128 if _row_tiles(shape) * -(-num_columns // 128) >= enough else 64
-
-
-def _tall_down_columns(shape: CallShape) -> int:
-    columns = _tall_columns(shape, shape.down_columns, _FULL_PROGRAMS)
-    return 32 if _row_tiles(shape) * -(-shape.down_columns // columns) <= _ONE_EACH else columns
 
 
 def _tall(low: GroupedGemmConfig, block_n: int, shape: CallShape) -> GroupedGemmConfig | None:

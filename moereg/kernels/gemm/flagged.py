@@ -22,7 +22,7 @@ import triton.language as tl
 
 from moereg.kernels.gemm.config import GemmPair
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
-from moereg.kernels.gemm.grouped import Down, GateUp, down_tile, gate_up_tile
+from moereg.kernels.gemm.grouped import Gemm, down_tile, gate_up_tile
 from moereg.kernels.gemm.operand import Strides, operand_of, tile_shape
 from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
@@ -128,7 +128,7 @@ def _both_kernel(
     used_blocks = tl.load(plan.num_blocks)
     if number < used_blocks * up_tiles:
         up = claim_tile(direct, 0, plan, used_blocks, up_tiles, ROUTES, UP_TILE, number)
-        first = GateUp(intermediate, hidden_states, w13, w13_bias, route_factors)
+        first = Gemm(intermediate, hidden_states, w13, w13_bias, route_factors, None)
         strides = Strides(stride_hidden, w13_strides, w13_stride_bias, stride_intermediate)
         # fmt: off
         gate_up_tile(up, first, hidden_size, w13_depth, w13_columns, strides, ROUTES, ACTIVATION, UP_FORMAT, UP_TILE,
@@ -148,7 +148,7 @@ def _both_kernel(
             count = _flag_value(flag)
         # One thread read the flag; the others may load only after it.
         tl.debug_barrier()
-        second = Down(out, intermediate, w2, w2_bias, topk_weights, None)
+        second = Gemm(out, intermediate, w2, w2_bias, topk_weights, None)
         strides = Strides(stride_intermediate, w2_strides, w2_stride_bias, stride_out)
         down_tile(down, second, w2_depth, w2_columns, strides, DOWN_FORMAT, DOWN_TILE)
 
@@ -212,7 +212,7 @@ def both_gemms(
         last.strides,
         0 if bias is None else bias.stride(0),
         ROUTES=RouteShape(True, False, top_k, 1),
-        ACTIVATION=epilogue.constant,
+        ACTIVATION=epilogue.activation,
         UP_FORMAT=up.format,
         UP_TILE=up_shape,
         DOWN_FORMAT=last.format,

@@ -184,7 +184,7 @@ def gate_up_gemv(
         *(routes.num_experts, w13.shape[0], hidden_size, num_columns, num_tiles, hidden_states.stride(0)),
         *(w13.stride(0), w13.stride(1), 0 if bias is None else bias.stride(0), out.stride(0)),
         TOP_K=top_k,
-        ACTIVATION=epilogue.constant,
+        ACTIVATION=epilogue.activation,
         MASK_K=reaches_past(hidden_size, hidden_size, config.block_k),
         UNIT=math.gcd(16, hidden_size, hidden_states.stride(0), w13.stride(0), w13.stride(1)),
         BLOCK_N=config.block_n,

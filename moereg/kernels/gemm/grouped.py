@@ -36,22 +36,24 @@ from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.rows.tiles import claim_tile, plan_arguments, route_shape
 
 
-class GateUp(NamedTuple):
-    """Tensors that the tiles of the product read and write, as one kernel argument; see `gate_up_gemm`.
+class Gemm(NamedTuple):
+    """Tensors that the tiles of a product read and write, as one kernel argument; see `gate_up_gemm` and `down_gemm`.
 
     Attributes:
         out: pointer to the result.
-        hidden_states: pointer to rows of activations.
+        rows: pointer to rows of activations.
         matrices: `Matrices`.
         bias: pointer, or None.
-        route_factors: pointer, or None.
+        route_factors: pointer to what multiplies each route, or None: `topk_weights` in the second product.
+        row_factors: pointer to what multiplies each row of activations in the second product, or None.
     """
 
     out: Any
-    hidden_states: Any
+    rows: Any
     matrices: Matrices
     bias: Any
     route_factors: Any
+    row_factors: Any = None
 
 
 @triton.jit
@@ -68,7 +70,7 @@ def gate_up_tile(
     TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Computes, activates and stores one `Tile` of a `GateUp`."""
+    """Computes, activates and stores one `Tile` of the first product."""
     BLOCK_N: tl.constexpr = TILE.block_n
     columns = tile.column_tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     if TILE.mask_n:
@@ -77,7 +79,7 @@ def gate_up_tile(
     weight_rows = columns
     if FORMAT.element is None:
         weight_rows = canonical_rows(columns, num_columns, ACTIVATION)
-    a_rows = gemm.hidden_states + (tile.routes // ROUTES.top_k).to(tl.int64) * in_units(strides.rows, TILE.unit)
+    a_rows = gemm.rows + (tile.routes // ROUTES.top_k).to(tl.int64) * in_units(strides.rows, TILE.unit)
     expert = tile.expert.to(tl.int64)
     # [BLOCK_M, BLOCK_N] fp32
     # fmt: off
@@ -111,7 +113,7 @@ def gate_up_tile(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gate_up_kernel(
-    gemm,  # GateUp
+    gemm,  # Gemm
     direct,  # RouteArguments
     num_tokens,
     plan,  # PlanArguments
@@ -155,35 +157,15 @@ def _gate_up_kernel(
     gate_up_tile(tile, gemm, hidden_size, depth, num_columns, strides, ROUTES, ACTIVATION, FORMAT, TILE, OVERLAP)
 
 
-class Down(NamedTuple):
-    """Tensors that the tiles of the product read and write, as one kernel argument; see `down_gemm`.
-
-    Attributes:
-        out: pointer to the result.
-        intermediate: pointer to rows of activations.
-        matrices: `Matrices`.
-        bias: pointer, or None.
-        topk_weights: pointer, or None.
-        row_factors: pointer, or None.
-    """
-
-    out: Any
-    intermediate: Any
-    matrices: Matrices
-    bias: Any
-    topk_weights: Any
-    row_factors: Any
-
-
 @triton.jit
 def down_tile(tile, gemm, depth, num_columns, strides, FORMAT: tl.constexpr, TILE: tl.constexpr):
-    """Computes and stores one `Tile` of a `Down`."""
+    """Computes and stores one `Tile` of the second product."""
     BLOCK_N: tl.constexpr = TILE.block_n
     columns = tile.column_tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     loaded_columns = columns
     if TILE.mask_n:
         loaded_columns = tl.minimum(columns, num_columns - 1)
-    a_rows = gemm.intermediate + tile.valid_rows.to(tl.int64) * in_units(strides.rows, TILE.unit)
+    a_rows = gemm.rows + tile.valid_rows.to(tl.int64) * in_units(strides.rows, TILE.unit)
     expert = tile.expert.to(tl.int64)
     # [BLOCK_M, BLOCK_N] fp32
     # fmt: off
@@ -196,8 +178,8 @@ def down_tile(tile, gemm, depth, num_columns, strides, FORMAT: tl.constexpr, TIL
     if gemm.bias is not None:
         bias = tl.load(gemm.bias + tile.expert.to(tl.int64) * strides.bias + loaded_columns)  # [BLOCK_N]
         x += bias.to(tl.float32)[None, :]
-    if gemm.topk_weights is not None:
-        x *= tl.load(gemm.topk_weights + tile.routes)[:, None]
+    if gemm.route_factors is not None:
+        x *= tl.load(gemm.route_factors + tile.routes)[:, None]
     mask = tile.row_mask[:, None]  # [BLOCK_M, 1], or with columns [BLOCK_M, columns]
     if TILE.mask_n:
         mask = mask & (columns < in_units(num_columns, TILE.unit))[None, :]
@@ -208,7 +190,7 @@ def down_tile(tile, gemm, depth, num_columns, strides, FORMAT: tl.constexpr, TIL
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _down_kernel(
-    gemm,  # Down
+    gemm,  # Gemm
     direct,  # RouteArguments
     num_tokens,
     plan,  # PlanArguments
@@ -320,8 +302,7 @@ def gate_up_gemm(
     assert out.shape[1] >= num_columns // (2 if epilogue.gated else 1)
     _launch(
         _gate_up_kernel,
-        GateUp(out, hidden_states, operand.matrices, epilogue.bias, route_factors),
-        hidden_states,
+        Gemm(out, hidden_states, operand.matrices, epilogue.bias, route_factors),
         operand,
         plan,
         config,
@@ -330,7 +311,7 @@ def gate_up_gemm(
         overlap=overlap,
         # Without a plan it is the layer's first kernel.
         is_behind=isinstance(plan, BlockMap),
-        ACTIVATION=epilogue.constant,
+        ACTIVATION=epilogue.activation,
     )
 
 
@@ -368,15 +349,14 @@ def down_gemm(
     top_k = plan.topk_ids.shape[1] if isinstance(plan, DirectRoutes) else 1
     assert intermediate.shape[1] >= depth
     assert intermediate.stride(1) == out.stride(1) == 1
-    gemm = Down(out, intermediate, operand.matrices, bias, topk_weights, row_factors)
+    gemm = Gemm(out, intermediate, operand.matrices, bias, topk_weights, row_factors)
     given = operand, plan, config, (depth,)
-    _launch(_down_kernel, gemm, intermediate, *given, top_k=top_k, overlap=overlap, is_behind=True)
+    _launch(_down_kernel, gemm, *given, top_k=top_k, overlap=overlap, is_behind=True)
 
 
 def _launch(
     kernel: Any,
-    gemm: GateUp | Down,
-    rows: torch.Tensor,
+    gemm: Gemm,
     operand: WeightOperand,
     plan: BlockMap | DirectRoutes,
     config: GroupedGemmConfig,
@@ -392,7 +372,7 @@ def _launch(
     `depths` are the row lengths of the activations, if the kernel takes that, and of the weights.
     """
     num_columns, depth, depth_a = operand.num_columns, operand.depth, depths[0]
-    strides = rows.stride(0), gemm.out.stride(0), *operand.strides
+    strides = gemm.rows.stride(0), gemm.out.stride(0), *operand.strides
     unit = 16 if operand.format.element else math.gcd(16, *strides, *depths, num_columns)
     stride_bias = 0 if gemm.bias is None else gemm.bias.shape[1]
     assert config.block_m == plan.block_m and (gemm.bias is None or gemm.bias.is_contiguous())
@@ -402,7 +382,7 @@ def _launch(
         gemm,
         *(*plan_arguments(plan, operand.num_experts), *depths, num_columns),
         triton.cdiv(num_columns, config.block_n),
-        Strides(rows.stride(0), operand.strides, stride_bias, gemm.out.stride(0)),
+        Strides(gemm.rows.stride(0), operand.strides, stride_bias, gemm.out.stride(0)),
         ROUTES=route_shape(plan, top_k),
         FORMAT=operand.format,
         TILE=tile_shape(config, num_columns, depth_a, depth, config.block_k * config.slices, config.mask_rows, unit),

@@ -101,16 +101,7 @@ def reaches_past(size: int, depth: int, step: int) -> bool:
 def tile_shape(
     config: GroupedGemmConfig, num_columns: int, depth_a: int, depth: int, step: int, mask_rows: bool, unit: int = 16
 ) -> TileShape:
-    """Returns the `TileShape` of a launch.
-
-    Args:
-        num_columns: rows of an expert's weights.
-        depth_a: elements of a row of activations.
-        depth: elements of a row of weights.
-        step: elements of a row per loop iteration.
-        mask_rows: whether loads of invalid rows are masked.
-        unit: as in `TileShape`.
-    """
+    """Returns the `TileShape` of a launch whose loop takes `step` elements of a row at a time."""
     return TileShape(
         block_m=config.block_m,
         block_n=config.block_n,
@@ -191,18 +182,14 @@ def product(
 ):
     """[BLOCK_M, BLOCK_N] fp32: rows of activations times rows of one expert's weights, packed or not.
 
+    Arguments as for `accumulate` and `accumulate_packed`.
+
     Args:
         a_rows: [BLOCK_M] first elements of the rows of activations.
         matrices: `Matrices`.
         strides: `MatrixStrides`.
-        depth: elements of a row of weights.
-        num_columns: rows of an expert's weights, columns of the product.
         expert: local expert, int64.
         columns: [BLOCK_N] rows of the expert's weights.
-        row_mask: [BLOCK_M] valid rows of activations.
-        depth_a: elements of a row of activations.
-        FORMAT: `WeightFormat`.
-        TILE: `TileShape`.
     """
     weights = matrices.weights + expert * in_units(strides.expert, TILE.unit)
     if FORMAT.element is None:

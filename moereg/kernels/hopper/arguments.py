@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moereg.kernels.gemm.epilogue import ActivationConstant
 from moereg.kernels.hopper.config import HopperGemmConfig
 from moereg.kernels.hopper.packed_config import HopperPackedConfig
-from moereg.kernels.hopper.ring import BLOCK_K, PlanPointers, ProductTile
+from moereg.kernels.hopper.ring import BLOCK_K, PlanPointers
 from moereg.kernels.launch.overlap import overlapping
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.plan import RoutePlan
@@ -45,15 +45,6 @@ def product_arguments(
         "num_warps": 4,
         **overlapping(overlap),
     }
-
-
-def tile_of(
-    config: HopperGemmConfig | HopperPackedConfig, rows: torch.Tensor, top_k: int | None, **others: Any
-) -> ProductTile:
-    """Returns the constant of a product with these rows of activations; `others` as in `ProductTile`."""
-    sizes = config.block_m, config.block_n, config.slack
-    mask_k = top_k is not None and rows.shape[1] % BLOCK_K.value != 0
-    return ProductTile(*sizes, top_k=top_k, mask_k=mask_k, **others)
 
 
 def row_arguments(

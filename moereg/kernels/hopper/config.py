@@ -187,6 +187,32 @@ QUANTIZED_RULES: Final = (
     HopperQuantizedRule(),
 )
 
+TRAINED: Final = HopperGemmConfig(block_m=128, block_n=256, slack=0, bodies=0b1011)
+"""Products of sorted rows and canonical weights in training: a quarter of a tile, a half, a tile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightGradientConfig:
+    """Launch configuration of a weight's gradient.
+
+    Attributes:
+        block_m: rows of the weight per tile.
+        block_n: columns.
+        num_stages: slots of the ring, each of 64 routes.
+    """
+
+    block_m: int
+    block_n: int
+    num_stages: int = 4
+
+
+# The side that gathers tokens, 16 bytes at a time, has the shorter half of the tile.
+GATHERS_LEFT: Final = WeightGradientConfig(block_m=128, block_n=256)
+GATHERS_RIGHT: Final = WeightGradientConfig(block_m=256, block_n=128)
+
+MIN_TRAINED_ROWS: Final = 96
+"""Up to this many rows per expert the portable kernels of training take tiles of 64 rows; not measured."""
+
 # The L2 does not keep a larger expert matrix until the expert's next row tile.
 _L2_SHARE_BYTES: Final = 48 * 2**20
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 import triton
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.gemm.epilogue import GateUpEpilogue
 from moereg.kernels.hopper.arguments import clipped_map, tensor_map, weight_map
@@ -47,22 +46,9 @@ def gate_up_gemm(
         top_k: K, or None.
         overlap: whether to start while the previous kernel still runs, and to let the next one start early.
     """
-    halves = 2 if epilogue.gated else 1
-    width = w13.shape[1] // halves
+    width = w13.shape[1] // (2 if epilogue.gated else 1)
     assert rows.shape[1] % 8 == rows.stride(0) % 8 == width % 8 == 0 and out.shape[-1] >= width
-    _launch(
-        out,
-        rows,
-        w13,
-        weight_map(w13, config.block_n, halves),
-        plan,
-        config,
-        out_columns=config.block_n // 2 // halves,
-        bias=epilogue.bias,
-        epilogue=epilogue,
-        top_k=top_k,
-        overlap=overlap,
-    )
+    _launch(out, rows, w13, plan, config, bias=epilogue.bias, epilogue=epilogue, top_k=top_k, overlap=overlap)
 
 
 def down_gemm(
@@ -92,39 +78,38 @@ def down_gemm(
     depth = w2.shape[2]
     assert out.shape[-1] == w2.shape[1] and out.shape[-1] % 8 == depth % 8 == 0
     rows = intermediate[GUARD_ROWS:] if intermediate.dim() == 2 else intermediate.flatten(0, 1)
-    given = out, rows[:, :depth], w2, weight_map(w2, config.block_n, 1), plan, config
-    _launch(*given, out_columns=config.block_n // 2, bias=bias, topk_weights=topk_weights, overlap=overlap)
+    _launch(out, rows[:, :depth], w2, plan, config, bias=bias, topk_weights=topk_weights, overlap=overlap)
 
 
 def _launch(
     out: torch.Tensor,
     rows: torch.Tensor,
     weight: torch.Tensor,
-    weights: TensorDescriptor,
     plan: BlockMap,
     config: HopperGemmConfig,
     *,
-    out_columns: int,
     bias: torch.Tensor | None,
     topk_weights: torch.Tensor | None = None,
     epilogue: GateUpEpilogue | None = None,
     top_k: int | None = None,
     overlap: bool,
 ) -> None:
-    """Launches a product; a step loads a box of `weights`, and each warpgroup stores `out_columns` of a tile."""
+    halves = 2 if epilogue is not None and epilogue.gated else 1
+    # Columns of a tile that each warpgroup stores.
+    out_columns = config.block_n // 2 // halves
     _, num_columns, depth = weight.shape
     assert rows.shape[1] == depth and out.is_contiguous()
     assert topk_weights is None or (isinstance(plan, RoutePlan) and topk_weights.is_contiguous())
     box = (1, config.rows_of_store(out_columns), out_columns)
     launch_product(
         rows,
-        weights,
+        weight_map(weight, config.block_n, halves),
         plan,
         config,
         num_columns=num_columns,
         group_m=config.group_m or select_group_m(num_columns * depth * weight.element_size()),
         top_k=top_k,
-        activation=None if epilogue is None else epilogue.constant,
+        activation=None if epilogue is None else epilogue.activation,
         bias=bias,
         overlap=overlap,
         tile={"bodies": config.bodies, "stages": config.num_stages},

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moereg.kernels.gemm.epilogue import ActivationConstant
-from moereg.kernels.hopper.arguments import product_arguments, row_arguments, tile_of
+from moereg.kernels.hopper.arguments import product_arguments, row_arguments
 from moereg.kernels.hopper.config import BODIES, THREE_BODIES, HopperGemmConfig
 from moereg.kernels.hopper.consumer import Output, RowWeights, consume_plain_tile
 from moereg.kernels.hopper.packed_config import HopperPackedConfig
@@ -28,6 +28,7 @@ from moereg.kernels.hopper.producer import Operands, produce, produce_ahead
 from moereg.kernels.hopper.ring import (
     BLOCK_K,
     NO_TILE,
+    ProductTile,
     Ring,
     TileOrder,
     allocate_barriers,
@@ -306,12 +307,14 @@ def launch_product(
         programs: per multiprocessor.
         others: further arguments of `_grouped_kernel`, and options.
     """
+    sizes = config.block_m, config.block_n, config.slack
+    mask_k = top_k is not None and rows.shape[1] % BLOCK_K.value != 0
     arguments = {
         "weights": weights,
         "num_tiles_n": triton.cdiv(num_columns, config.block_n),
         "group_m": group_m,
         "num_columns": num_columns,
-        "TILE": tile_of(config, rows, top_k, **tile),
+        "TILE": ProductTile(*sizes, top_k=top_k, mask_k=mask_k, **tile),
         **row_arguments(rows, plan, config, top_k),
         **product_arguments(plan, activation, bias, counter=counter, overlap=overlap),
     }

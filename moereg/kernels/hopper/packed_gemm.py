@@ -110,7 +110,7 @@ def _launch(
         num_columns=num_columns,
         group_m=select_group_m(num_columns * weight.depth * words // 16),
         top_k=top_k,
-        activation=None if epilogue is None else epilogue.constant,
+        activation=None if epilogue is None else epilogue.activation,
         bias=bias,
         overlap=overlap,
         tile={

@@ -223,7 +223,7 @@ def _launch(
     num_steps = depth // BLOCK_K.value
     group_m = select_group_m(num_columns * depth)
     out_columns = _CHUNK if out_scale is None else COLUMNS.value
-    given = product_arguments(plan, None if epilogue is None else epilogue.constant, bias, overlap=overlap)
+    given = product_arguments(plan, None if epilogue is None else epilogue.activation, bias, overlap=overlap)
     if topk_weights is None:
         given["plan"] = given["plan"]._replace(sorted_routes=None)
     launch(

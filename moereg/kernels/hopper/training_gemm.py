@@ -16,11 +16,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moereg.kernels.backward.products import LowRank
 from moereg.kernels.gemm.epilogue import ActivationConstant
 from moereg.kernels.hopper.arguments import clipped_map, tensor_map, weight_map
-from moereg.kernels.hopper.config import select_group_m
+from moereg.kernels.hopper.config import TRAINED, select_group_m
 from moereg.kernels.hopper.kernel import launch_product
 from moereg.kernels.hopper.producer import SAVED_ROWS
 from moereg.kernels.hopper.ring import BLOCK_K
-from moereg.kernels.hopper.training_config import TRAINED
 from moereg.kernels.hopper.training_consumer import NUM_WARPS
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.plan import RoutePlan
@@ -55,7 +54,6 @@ def gate_up(
         w13: [E, P, H], same dtype, contiguous, gates first.
         plan: from `sort_routes` with `TRAINED.block_m` and no slack.
         counter: [1] int32, zero; used up.
-        top_k: K.
         bias: [E, P], any float dtype, contiguous; None: no bias.
         low_rank: an adapter's part, from `expanding`, of contiguous matrices; None: no adapter.
     """

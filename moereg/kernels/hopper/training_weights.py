@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moereg.kernels.hopper.arguments import clipped_map, tensor_map
+from moereg.kernels.hopper.config import GATHERS_LEFT, GATHERS_RIGHT
 from moereg.kernels.hopper.consumer import barrier, store_box
 from moereg.kernels.hopper.ring import (
     BLOCK_K,
@@ -40,7 +41,6 @@ from moereg.kernels.hopper.ring import (
     reinterpret,
     take_tile,
 )
-from moereg.kernels.hopper.training_config import GATHERS_LEFT, GATHERS_RIGHT
 from moereg.kernels.launch.device import num_multiprocessors
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.plan import RoutePlan
@@ -323,7 +323,6 @@ def weight_gradients(
         right: [GUARD_ROWS + N, C], likewise, or [T, C] if it `gathers`.
         plan: from `sort_routes`; tiles are not read.
         counter: [1] int32, zero; used up.
-        top_k: K.
         gathers: the side, `left` or `right`, that has a row for each token.
     """
     num_experts, num_rows, num_columns = grad.shape

@@ -85,22 +85,13 @@ class Target:
         return tuple(f"{kind}:{arch}" for kind, arch in _SHARED_BYTES)
 
 
-class _Utilities:
-    """Device properties that Triton asks the driver for."""
-
-    def __init__(self, shared_bytes: int) -> None:
-        self._shared_bytes = shared_bytes
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": self._shared_bytes, "multiprocessor_count": _NUM_MULTIPROCESSORS}
-
-
 class _AbsentDriver(DriverBase):  # type: ignore[misc]
     """Driver of an absent device."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self.utils = _Utilities(target.shared_bytes)
+        facts = {"max_shared_mem": target.shared_bytes, "multiprocessor_count": _NUM_MULTIPROCESSORS}
+        self.utils = types.SimpleNamespace(get_device_properties=lambda device: facts)
 
     @classmethod
     def is_active(cls) -> bool:

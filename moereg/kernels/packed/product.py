@@ -76,18 +76,12 @@ def accumulate_packed(
     A step is BLOCK_K elements of SLICES slices, whose sums are added at the end. Each warp has a slice, or all warps
     share one: with few programs on a multiprocessor, slices leave each warp less work in sequence.
 
+    Arguments as for `accumulate_slices`, of one expert.
+
     Args:
         a_rows: [BLOCK_M] first elements of the rows of activations, bf16 or fp16.
-        words: the expert's first word.
-        group_scale: its first group scale, or None.
-        zero_point: its first word of zero points, or None.
         columns: [BLOCK_N] rows of the weights, all within them.
         row_mask: [BLOCK_M] valid rows of activations.
-        depth_a: elements of a row of activations; memory past them may hold NaN.
-        num_blocks: blocks of a row of weights.
-        num_columns: rows of the weights.
-        FORMAT: `WeightFormat` of packed weights.
-        TILE: `TileShape`.
     """
     SLICES: tl.constexpr = FORMAT.slices
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -102,21 +96,10 @@ def accumulate_packed(
         own_block = tl.arange(0, SLICES * BLOCK_N) // BLOCK_N * (BLOCK_K // 64)
         a_pointers = a_rows[None, None, :] + tl.arange(0, SLICES)[:, None, None] * BLOCK_K
         a_mask = row_mask[None, None, :]
-    accumulator = accumulate_slices(
-        a_pointers,
-        words,
-        group_scale,
-        zero_point,
-        columns,
-        own_block,
-        a_mask,
-        depth_a,
-        num_blocks,
-        num_columns,
-        FORMAT,
-        TILE,
-        SLICES,
-    )
+    # fmt: off
+    accumulator = accumulate_slices(a_pointers, words, group_scale, zero_point, columns, own_block, a_mask, depth_a,
+                                    num_blocks, num_columns, FORMAT, TILE, SLICES)
+    # fmt: on
     if SLICES > 1:
         accumulator = tl.sum(accumulator, 0)
     return tl.trans(accumulator)

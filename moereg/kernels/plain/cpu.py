@@ -8,8 +8,6 @@ from typing import Final
 
 import torch
 
-__all__ = ["CpuFeatures", "features", "mixes_rows"]
-
 _AMX_COLUMNS: Final = 32
 
 

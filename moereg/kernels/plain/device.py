@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from moereg.kernels.plain.cpu import mixes_rows
 from moereg.kernels.plain.mlp import ActivationFn
 
-__all__ = ["batched_experts", "dense_experts", "device_chunk_tokens", "grouped_experts", "local_expert_ids"]
-
 # Bounds the temporaries of a call; weights are read again for each chunk of tokens.
 DEVICE_CHUNK_BYTES: Final = 256 << 20
 
@@ -199,7 +197,6 @@ def device_chunk_tokens(num_tokens: int, rows_per_token: int, hidden_size: int, 
     Args:
         num_tokens: T, or max_T in the batched format.
         rows_per_token: K where sorted, 1 where dense, E where batched.
-        hidden_size: H.
         w13_rows: 2I, or I where not gated.
     """
     # fp32 copies of the first matmul's output (itself, its activation, one spare) and of the second's dominate.

@@ -19,19 +19,6 @@ import torch.nn.functional as F
 from moereg.kernels.plain.mlp import ExpertMlp, PlainMlp
 from moereg.kernels.plain.threads import run_tasks
 
-__all__ = [
-    "batched_rows",
-    "bucket_rows",
-    "host_batched_experts",
-    "host_chunk_tokens",
-    "host_experts",
-    "routed_inputs",
-    "routed_rows",
-    "row_block",
-    "rows_dtype",
-    "sort_on_host",
-]
-
 Part: TypeAlias = tuple[int, int, int]
 """Expert, first row, rows."""
 RunPart: TypeAlias = Callable[[int, int, int], None]
@@ -52,11 +39,7 @@ FEW_SUMMED: Final = 1 << 17
 
 
 def rows_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of routes' results before they are weighted: float16 lacks the range for them, the others have fp32's.
-
-    Args:
-        dtype: The layer's dtype.
-    """
+    """A layer's dtype to that of routes' results, not yet weighted: float16 lacks the range, the others have fp32's."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -111,7 +94,6 @@ def sort_on_host(topk_ids: torch.Tensor, num_local_experts: int, expert_map: tor
 
     Args:
         topk_ids: [T,K] integers, CPU; global experts; out-of-range or unmapped ones are left out.
-        num_local_experts: E.
         expert_map: [num_experts] int32 or None; local expert or -1.
     """
     if topk_ids.numel() <= FEW_ROUTES:
@@ -200,7 +182,6 @@ def host_experts(
         topk_weights: [T,K] fp32; routing weights.
         topk_ids: [T,K] int32; global experts.
         mlp: The experts.
-        num_local_experts: E.
         w13_rows: 2I, or I where not gated.
         workspace: At least `routed_rows(...)` * H elements of `rows_dtype(out.dtype)`; contents undefined before and
             after.
@@ -360,8 +341,6 @@ def _one_token(
         weights: [K] fp32.
         ids: Local expert of each of the K slots, or any other number where it has none.
         slots: The slots that have a local expert.
-        mlp: The experts.
-        min_tasks: As in `run_tasks`.
     """
     if not slots:
         out.zero_()

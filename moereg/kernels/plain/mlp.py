@@ -15,21 +15,6 @@ import torch.nn.functional as F
 
 from moereg.kernels.plain import cpu
 
-__all__ = [
-    "ActivationFn",
-    "ExpertMlp",
-    "IsolatingMlp",
-    "PackedFusedMlp",
-    "PlainMlp",
-    "RepeatingMlp",
-    "dtype_is_emulated",
-    "few_rows",
-    "fused_post_op",
-    "has_large_weights",
-    "pack_experts",
-    "packing_is_faster",
-]
-
 ActivationFn = Callable[[torch.Tensor], torch.Tensor]
 """[...,2I] gate first (or [...,I] where not gated) to [...,I], same dtype."""
 PerExpert: TypeAlias = "torch.Tensor | list[torch.Tensor]"

@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from moereg.kernels.plain import cpu
 from moereg.kernels.plain.mlp import ActivationFn
 
-__all__ = ["Int8Mlp", "RestoredMatrix", "RestoringMlp", "int8_matmul"]
-
 RestoreRows = Callable[[int, slice, torch.dtype], torch.Tensor]
 """Maps an expert, rows and a dtype to those rows of the expert's matrix, [rows, K] in that dtype."""
 

@@ -14,11 +14,9 @@ import heapq
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
-
-__all__ = ["are_even", "run_tasks"]
 
 Task = Callable[[], None]
 
@@ -52,13 +50,31 @@ def run_tasks(tasks: Sequence[Task], rows: Sequence[int], *, min_tasks: int = 2)
             task()
         return
     # The largest first, so that threads end together.
-    order = sorted(range(len(tasks)), key=rows.__getitem__, reverse=True)
-    job = _Job([tasks[place] for place in order])
-    region = _Region(job.help_out)
-    openmp = _openmp()
-    assert openmp is not None
-    openmp.GOMP_parallel(region, None, num_threads, 0)
-    job.finish()
+    waiting = iter([tasks[place] for place in sorted(range(len(tasks)), key=rows.__getitem__, reverse=True)])
+    lock, errors = threading.Lock(), list[BaseException]()
+    is_inference, has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def take() -> Task | None:
+        with lock:
+            return None if errors else next(waiting, None)
+
+    def help_out(_data: int | None = None) -> None:
+        # An interrupt that arrives before the first line is lost: `ctypes` prints it, and the tasks run.
+        try:
+            # These modes are per thread.
+            with torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
+                while (task := take()) is not None:
+                    task()
+        except BaseException as error:
+            errors.append(error)  # OpenMP propagates none.
+
+    _openmp().GOMP_parallel(_Region(help_out), None, num_threads, 0)
+    help_out()  # A runtime may have given no thread at all.
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # They hold this frame, and the frame holds tasks and their tensors.
 
 
 def are_even(rows: Sequence[int], num_threads: int) -> bool:
@@ -75,52 +91,6 @@ def are_even(rows: Sequence[int], num_threads: int) -> bool:
     return bool(costs) and max(loads) * num_threads <= MOST_IDLE * sum(costs)
 
 
-class _Job:
-    """Tasks of one call, which threads take one by one."""
-
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self._tasks = tasks
-        self._next = 0
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._is_inference = torch.is_inference_mode_enabled()
-        self._has_grad = torch.is_grad_enabled()
-
-    def help_out(self, _data: int | None = None) -> None:
-        """Runs tasks until none is left or one has raised; keeps the error, since OpenMP propagates none.
-
-        An interrupt that arrives before the first line is lost: `ctypes` prints it, and the tasks run.
-        """
-        try:
-            # These modes are per thread.
-            with torch.inference_mode(self._is_inference), torch.set_grad_enabled(self._has_grad):
-                while (task := self._take()) is not None:
-                    task()
-        except BaseException as error:
-            if self._error is None:
-                self._error = error
-
-    def _take(self) -> Task | None:
-        with self._lock:
-            if self._next == len(self._tasks) or self._error is not None:
-                return None
-            self._next += 1
-            return self._tasks[self._next - 1]
-
-    def finish(self) -> None:
-        """Call it after the region, when no thread runs a task any more.
-
-        Raises:
-            BaseException: The first error of a task.
-        """
-        self.help_out()  # A runtime may have given no thread at all.
-        try:
-            if self._error is not None:
-                raise self._error
-        finally:
-            self._error = None  # It holds this frame, and the frame holds tasks and their tensors.
-
-
 def _can_run_in_threads() -> bool:
     """Whether there are other threads, and tasks do the same in them, although they lack this thread's modes."""
     has_modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
@@ -128,14 +98,8 @@ def _can_run_in_threads() -> bool:
     return not has_modes and not sys.is_finalizing() and _openmp() is not None
 
 
-class _OpenMP(Protocol):
-    """Functions used of an OpenMP runtime."""
-
-    def GOMP_parallel(self, function: Any, data: None, num_threads: int, flags: int) -> None: ...
-
-
 @functools.cache
-def _openmp() -> _OpenMP | None:
+def _openmp() -> Any:
     """The OpenMP runtime that torch is linked with, or None.
 
     GNU's and LLVM's runtimes for Linux export `GOMP_parallel`: compilers call it for a parallel region.
@@ -149,5 +113,4 @@ def _openmp() -> _OpenMP | None:
         found.GOMP_parallel.restype = None
     except (OSError, AttributeError, TypeError):
         return None
-    runtime: _OpenMP = found
-    return runtime
+    return found

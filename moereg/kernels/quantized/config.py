@@ -40,14 +40,15 @@ def select_quantized_config(
         num_halves: 2 where the first product is of gate and up, else 1.
         shared_bytes: Shared memory that one program may use on the device; shortens pipelines that would not fit.
     """
-    for rule in CONFIG_RULES:
-        if num_tokens <= rule.max_tokens and rows_per_expert <= rule.max_rows_per_expert:
-            configs = rule.configs
-            assert isinstance(configs, GemmPair)
-            gate_up = fit_pipeline(configs.gate_up, _stage_bytes(configs.gate_up, num_halves), shared_bytes)
-            down = fit_pipeline(configs.down, _stage_bytes(configs.down, 1), shared_bytes)
-            return dataclasses.replace(configs, gate_up=gate_up, down=down)
-    raise AssertionError("the last rule has no bounds")
+    configs = next(
+        rule.configs
+        for rule in CONFIG_RULES
+        if num_tokens <= rule.max_tokens and rows_per_expert <= rule.max_rows_per_expert
+    )
+    assert isinstance(configs, GemmPair)
+    gate_up = fit_pipeline(configs.gate_up, _stage_bytes(configs.gate_up, num_halves), shared_bytes)
+    down = fit_pipeline(configs.down, _stage_bytes(configs.down, 1), shared_bytes)
+    return dataclasses.replace(configs, gate_up=gate_up, down=down)
 
 
 def _stage_bytes(config: GroupedGemmConfig, num_halves: int) -> int:

@@ -15,8 +15,7 @@ import triton.language as tl
 
 from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.quantized.codes import load_rows, scale_of_bits
-from moereg.kernels.quantized.small_floats import amax_bits, round_groups, scale_of_group
+from moereg.kernels.quantized.codes import amax_bits, load_rows, round_groups, scale_of_bits, scale_of_group
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import GROUPED_BLOCK
 

@@ -82,8 +82,28 @@ class CodeStrides(NamedTuple):
     scale_row: Any
 
 
+class _Coded:
+    """Codes and scales, as kernels take them."""
+
+    __slots__ = ()
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None
+
+    @property
+    def depth(self) -> int:
+        """K_pad."""
+        return self.q.shape[-1] * (2 if self.q.dtype == torch.uint8 else 1)
+
+    @property
+    def tensors(self) -> CodeTensors:
+        """All of them as one kernel argument."""
+        return CodeTensors(self.q, self.scale, self.global_scale)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantizedRows:
+class QuantizedRows(_Coded):
     """Codes and scales of rows.
 
     Attributes:
@@ -99,19 +119,9 @@ class QuantizedRows:
     group: int
     global_scale: torch.Tensor | None = None
 
-    @property
-    def depth(self) -> int:
-        """K_pad."""
-        return self.q.shape[1] * (2 if self.q.dtype == torch.uint8 else 1)
-
-    @property
-    def tensors(self) -> CodeTensors:
-        """The rows as kernels take them."""
-        return CodeTensors(self.q, self.scale, self.global_scale)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantizedMatrices:
+class QuantizedMatrices(_Coded):
     """Codes and scales of one matrix for each expert.
 
     Attributes:
@@ -129,16 +139,6 @@ class QuantizedMatrices:
     group_rows: int
     group_columns: int
     global_scale: torch.Tensor | None = None
-
-    @property
-    def depth(self) -> int:
-        """K_pad."""
-        return self.q.shape[2] * (2 if self.q.dtype == torch.uint8 else 1)
-
-    @property
-    def tensors(self) -> CodeTensors:
-        """The matrices as kernels take them."""
-        return CodeTensors(self.q, self.scale, self.global_scale)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -534,7 +534,7 @@ def quantized_gate_up_gemm(
         overlap=overlap,
         SOURCE=1 if by_route else top_k,
         OUTPUT=output,
-        ACTIVATION=epilogue.constant,
+        ACTIVATION=epilogue.activation,
     )
 
 

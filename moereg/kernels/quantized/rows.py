@@ -15,9 +15,16 @@ import triton.language as tl
 
 from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.quantized.codes import divide, encode, load_rows, quantize_tile, scale_of_bits
+from moereg.kernels.quantized.codes import (
+    amax_bits,
+    divide,
+    encode,
+    load_rows,
+    quantize_e2m1,
+    quantize_tile,
+    scale_of_bits,
+)
 from moereg.kernels.quantized.operands import QuantizedRows, Quantizer
-from moereg.kernels.quantized.small_floats import amax_bits, quantize_e2m1
 from moereg.kernels.rows.direct import load_local_expert
 from moereg.kernels.rows.plan import RoutePlan
 from moereg.kernels.sizes import AMAX_PROGRAMS
@@ -297,7 +304,6 @@ def find_amax(
         amax: [AMAX_PROGRAMS] int32, overwritten: bits of fp32 magnitudes.
         x: [R, K] bf16, fp16 or fp32, rows contiguous.
         routes: as for `quantize_rows`.
-        num_rows: R.
         topk_weights: as for `quantize_rows`.
         overlap: whether to start while the previous kernel still runs.
     """

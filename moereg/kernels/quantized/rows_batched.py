@@ -14,9 +14,16 @@ import triton.language as tl
 
 from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.quantized.codes import divide, encode, load_rows, quantize_tile, scale_of_bits
+from moereg.kernels.quantized.codes import (
+    amax_bits,
+    divide,
+    encode,
+    load_rows,
+    quantize_e2m1,
+    quantize_tile,
+    scale_of_bits,
+)
 from moereg.kernels.quantized.operands import QuantizedRows, Quantizer
-from moereg.kernels.quantized.small_floats import amax_bits, quantize_e2m1
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.sizes import AMAX_PROGRAMS
 

@@ -14,10 +14,9 @@ import triton.language as tl
 from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.launch.overlap import overlapping, wait_for_previous
 from moereg.kernels.launch.remembered import launch_again
-from moereg.kernels.quantized.codes import divide, encode, load_rows, quantize_tile, scale_of_bits
+from moereg.kernels.quantized.codes import amax_bits, divide, encode, load_rows, quantize_tile, scale_of_bits
 from moereg.kernels.quantized.operands import RowFormat
-from moereg.kernels.quantized.small_floats import amax_bits
-from moereg.kernels.rows.rooms import restored
+from moereg.kernels.rows.low_latency import restored
 from moereg.kernels.sizes import GROUPED_BLOCK
 
 # Numbers per program where there are many tokens; a program then takes several tokens.

@@ -13,9 +13,16 @@ import triton.language as tl
 
 from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.quantized.codes import divide, divide_by_given, encode, load_rows, quantize_tile, scale_of_bits
+from moereg.kernels.quantized.codes import (
+    amax_bits,
+    divide,
+    divide_by_given,
+    encode,
+    load_rows,
+    quantize_tile,
+    scale_of_bits,
+)
 from moereg.kernels.quantized.operands import QuantizedRows, Quantizer
-from moereg.kernels.quantized.small_floats import amax_bits
 from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD, GROUPED_BLOCK
 
 

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.launch.device import can_overlap
-from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
+from moereg.kernels.launch.overlap import overlapping, release_next
 from moereg.kernels.launch.remembered import launch_again, launch_remembered
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.direct import load_local_expert
+from moereg.kernels.rows.reduce import copy_rows_kernel, reduce_sorted_rows_kernel
 
 # Ids that a program reads at a time, 16 a thread, and columns of a row that a program copies or sums.
 _IDS: Final = 2048
@@ -72,60 +73,6 @@ def _place_tokens_kernel(
     tl.store(counts + own, count, mask=own >= 0)
 
 
-@triton.jit
-def _spread_tokens_kernel(
-    rows,
-    hidden_states,
-    row_of_route,
-    topk_weights,
-    hidden_size,
-    stride_hidden,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    wait_for_previous(OVERLAP)
-    release_next(OVERLAP)
-    # A program copies a token, not a row, so that each token is read once.
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    mask = columns < hidden_size
-    x = tl.load(hidden_states + token * stride_hidden + columns, mask=mask)
-    for k in tl.static_range(TOP_K):
-        row = tl.load(row_of_route + token * TOP_K + k).to(tl.int64)
-        scaled = x
-        if topk_weights is not None:
-            scaled = (x.to(tl.float32) * tl.load(topk_weights + token * TOP_K + k)).to(x.dtype)
-        tl.store(rows + row * hidden_size + columns, scaled, mask=mask & (row >= 0))
-
-
-@triton.jit
-def _sum_batches_kernel(
-    out,
-    expert_out,
-    row_of_route,
-    topk_weights,
-    hidden_size,
-    stride_rows,
-    stride_out,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for k in tl.static_range(TOP_K):
-        route = token * TOP_K + k
-        row = tl.load(row_of_route + route).to(tl.int64)
-        # Routes that add nothing have no rows, and their weights may be NaN.
-        mask = (columns < hidden_size) & (row >= 0)
-        value = tl.load(expert_out + row * stride_rows + columns, mask=mask, other=0.0).to(tl.float32)
-        if topk_weights is not None:
-            value *= tl.load(topk_weights + route, mask=row >= 0, other=0.0)
-        total += value
-    tl.store(out + token * stride_out + columns, total.to(out.dtype.element_ty), mask=columns < hidden_size)
-
-
 def lay_out_batches(
     hidden_states: torch.Tensor,
     topk_ids: torch.Tensor,
@@ -140,7 +87,6 @@ def lay_out_batches(
         topk_ids: [T, K] int32: ids that are not in the map, or without a map outside [0, E), add nothing.
         expert_map: [num_experts] int32 to local experts, where values outside [0, E) mean not local; several ids may
             map to one expert. None: identity.
-        num_local_experts: E.
         topk_weights: [T, K] fp32 that scale the rows, K = 1; None if they scale results instead.
 
     Returns:
@@ -175,10 +121,10 @@ def lay_out_batches(
             OVERLAP=overlap,
         )
         launch(
-            _spread_tokens_kernel,
+            copy_rows_kernel,
             (num_tokens, triton.cdiv(hidden_size, block)),
             *(batches.rows, hidden_states, batches.row_of_route, topk_weights),
-            *(hidden_size, hidden_states.stride(0)),
+            *(hidden_size, None, hidden_states.stride(0)),
             TOP_K=top_k,
             BLOCK=block,
             **overlapping(overlap),
@@ -208,10 +154,12 @@ def sum_batches(
     topk_weights = None if topk_weights is None else topk_weights.contiguous()
     block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
     launch_again(
-        _sum_batches_kernel,
+        reduce_sorted_rows_kernel,
         (num_tokens, triton.cdiv(hidden_size, block)),
         *(out, expert_out, row_of_route, topk_weights),
         *(hidden_size, expert_out.stride(1), out.stride(0)),
         TOP_K=top_k,
         BLOCK=block,
+        EARLY=0,
+        OVERLAP=False,
     )

@@ -89,6 +89,11 @@ class BlockMap:
     heavy_first: int = False
     flags: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        tall, rows = self.tall, f"tall tiles of {self.tall} rows, others of {self.block_m} and {self.slack}"
+        assert tall == 0 or (tall > self.block_m and self.slack == 0), rows
+        assert not (tall and self.heavy_first), "tall tiles come first as they are"
+
     @property
     def max_blocks(self) -> int:
         """B: tiles to launch, since only the device knows the number in use."""
@@ -223,7 +228,6 @@ def plan_batches(
     assert expert_num_tokens.dtype == workspace.dtype == torch.int32 and expert_num_tokens.is_contiguous()
     assert 0 < num_experts * max_tokens < 2**31, "rows are counted in 32 bits, and the caller handles max_T = 0"
     pieces = cut_workspace(workspace, _batch_sizes(num_experts, max_tokens, block_m))
-    tall = checked_tall(tall, block_m, slack, heavy_first)
     block_map = BlockMap(**pieces, block_m=block_m, slack=slack, tall=tall, heavy_first=heavy_first)
     launch(
         _plan_batches_kernel,
@@ -238,13 +242,6 @@ def plan_batches(
         num_warps=4,
     )
     return block_map
-
-
-def checked_tall(tall: int, block_m: int, slack: int, heavy_first: int) -> int:
-    """Returns `tall` after checks: tall tiles have more rows than the others, no slack, and an order of their own."""
-    assert tall == 0 or (tall > block_m and slack == 0), f"tall tiles of {tall} rows, others of {block_m} and {slack}"
-    assert not (tall and heavy_first), "tall tiles come first as they are"
-    return tall
 
 
 def aligned(size: int) -> int:

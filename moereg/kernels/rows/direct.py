@@ -1,4 +1,4 @@
-"""Unsorted routes: which experts are local, and which tokens a program serves, in Triton.
+"""Unsorted routes, in Triton: which experts are local, which tokens a program serves, marks for other routes.
 
 A route is one (token, choice) pair, numbered `t * K + k`. Sizes: T tokens, K choices per token, N = T * K routes.
 """
@@ -10,6 +10,11 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+
+from moereg.kernels.launch.replay import launch
+
+# Routes per program of `local_routes`.
+_ROUTES = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,3 +95,48 @@ def direct_rows(
     choice = tl.min(tl.where(same, choices, BLOCK_TOP_K), 1)  # [BLOCK_M]
     mask = choice < BLOCK_TOP_K
     return tl.where(leads, expert, -1), tl.where(mask, tl.arange(0, BLOCK_M) * TOP_K + choice, 0), mask
+
+
+@triton.jit(do_not_specialize=["num_routes"])
+def _local_routes_kernel(
+    out_ids,
+    out_weights,
+    topk_ids,
+    topk_weights,
+    expert_map,
+    num_routes,
+    num_experts,
+    num_local_experts,
+    BLOCK: tl.constexpr,
+):
+    routes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    inside = routes < num_routes
+    expert = load_local_expert(topk_ids, expert_map, routes, num_routes, num_experts, num_local_experts)
+    weight = tl.load(topk_weights + routes, mask=inside & (expert >= 0), other=0.0)
+    tl.store(out_ids + routes, expert, mask=inside)
+    tl.store(out_weights + routes, weight, mask=inside)
+
+
+def local_routes(
+    out_ids: torch.Tensor,
+    out_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    num_experts: int,
+    num_local_experts: int,
+) -> None:
+    """Writes the local expert of every route, or -1 with weight 0 if it has none.
+
+    Args:
+        out_ids: [T, K] int32, contiguous; overwritten.
+        out_weights: [T, K] fp32, contiguous; overwritten.
+        topk_ids: [T, K] int32, contiguous: ids outside [0, num_experts) belong to no expert.
+        topk_weights: [T, K] fp32, contiguous.
+        expert_map: [num_experts] int32, local expert or -1; None: identity.
+        num_experts: number of ids.
+    """
+    num_routes = topk_ids.numel()
+    tensors = out_ids, out_weights, topk_ids, topk_weights, expert_map
+    sizes = num_routes, num_experts, num_local_experts
+    launch(_local_routes_kernel, (triton.cdiv(num_routes, _ROUTES),), *tensors, *sizes, BLOCK=_ROUTES)

@@ -15,15 +15,16 @@ from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_pr
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.direct import load_local_expert
 
-COLUMNS: Final = 1024
-"""Columns of a row that a program copies or sums."""
+# Columns of a row that a program copies or sums.
+_COLUMNS: Final = 1024
 
 
 @triton.jit
-def _copy_rows_kernel(
+def copy_rows_kernel(
     out,
     hidden_states,
     route_row,
+    topk_weights,
     hidden_size,
     stride_out,
     stride_hidden,
@@ -31,6 +32,10 @@ def _copy_rows_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """Copies tokens, times their weights if there are any, to the rows at `route_row`; see `copy_rows`.
+
+    Rows of `out` are contiguous where `stride_out` is None.
+    """
     wait_for_previous(OVERLAP)
     release_next(OVERLAP)
     # A program copies a token, not a row, so that each token is read once.
@@ -38,18 +43,17 @@ def _copy_rows_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     mask = columns < hidden_size
     x = tl.load(hidden_states + token * stride_hidden + columns, mask=mask)
+    row_stride = hidden_size if stride_out is None else stride_out
     for k in tl.static_range(TOP_K):
         row = tl.load(route_row + token * TOP_K + k).to(tl.int64)
-        tl.store(out + row * stride_out + columns, x, mask=mask & (row >= 0))
+        scaled = x
+        if topk_weights is not None:
+            scaled = (x.to(tl.float32) * tl.load(topk_weights + token * TOP_K + k)).to(x.dtype)
+        tl.store(out + row * row_stride + columns, scaled, mask=mask & (row >= 0))
 
 
 def copy_rows(
-    out: torch.Tensor,
-    hidden_states: torch.Tensor,
-    route_row: torch.Tensor,
-    *,
-    overlap: bool = False,
-    columns: int = COLUMNS,
+    out: torch.Tensor, hidden_states: torch.Tensor, route_row: torch.Tensor, *, overlap: bool = False
 ) -> None:
     """Writes each token to the sorted rows of its routes.
 
@@ -58,16 +62,15 @@ def copy_rows(
         hidden_states: [T, H], rows contiguous.
         route_row: [T * K] int32, each route's row, negative if it adds nothing.
         overlap: whether to start while the kernel that writes `route_row` still runs, and to let the next start early.
-        columns: columns per program; a power of two.
     """
     num_tokens, hidden_size = hidden_states.shape
     assert out.shape == (route_row.numel(), hidden_size) and route_row.numel() % num_tokens == 0
     assert out.stride(1) == hidden_states.stride(1) == 1
-    block = min(columns, triton.next_power_of_2(hidden_size))
+    block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
     launch(
-        _copy_rows_kernel,
+        copy_rows_kernel,
         (num_tokens, triton.cdiv(hidden_size, block)),
-        *(out, hidden_states, route_row),
+        *(out, hidden_states, route_row, None),
         *(hidden_size, out.stride(0), hidden_states.stride(0)),
         TOP_K=route_row.numel() // num_tokens,
         BLOCK=block,
@@ -115,7 +118,6 @@ def reduce_routes(
     num_experts: int | None = None,
     num_local_experts: int | None = None,
     overlap: bool = False,
-    columns: int = COLUMNS,
 ) -> None:
     """Writes the sum of each token's valid routes, added in fp32 from choice 0 to K - 1.
 
@@ -129,12 +131,11 @@ def reduce_routes(
         num_experts: ids at or above it add nothing; None: `route_expert` has local experts.
         num_local_experts: mapped experts at or above it add nothing; given with `num_experts`.
         overlap: whether to start while the kernel that writes `route_rows` still runs.
-        columns: columns per program; a power of two.
     """
     num_tokens, hidden_size = out.shape
     assert route_rows.shape[0] == route_expert.numel() and route_expert.numel() % num_tokens == 0
     assert out.stride(1) == route_rows.stride(1) == 1 and route_rows.shape[1] == hidden_size
-    block = min(columns, triton.next_power_of_2(hidden_size))
+    block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
     launch(
         _reduce_routes_kernel,
         (num_tokens, triton.cdiv(hidden_size, block)),
@@ -198,7 +199,6 @@ def reduce_sorted_rows(
     *,
     early: bool = False,
     overlap: bool = False,
-    columns: int = COLUMNS,
 ) -> None:
     """Writes the weighted sum of each token's valid routes, added in fp32 from choice 0 to K - 1.
 
@@ -211,13 +211,12 @@ def reduce_sorted_rows(
         early: whether the rows' places and weights are read before the previous kernel has ended. That kernel must then
             have waited itself before it released this one, since older kernels wrote the places.
         overlap: whether to start while the kernel that writes `sorted_rows` still runs.
-        columns: as for `reduce_routes`.
     """
     num_tokens, hidden_size = out.shape
     assert sorted_rows.shape[0] == route_row.numel() and route_row.numel() % num_tokens == 0
     top_k = route_row.numel() // num_tokens
     assert out.stride(1) == sorted_rows.stride(1) == 1 and sorted_rows.shape[1] == hidden_size
-    block = min(columns, triton.next_power_of_2(hidden_size))
+    block = min(_COLUMNS, triton.next_power_of_2(hidden_size))
     launch(
         reduce_sorted_rows_kernel,
         (num_tokens, triton.cdiv(hidden_size, block)),

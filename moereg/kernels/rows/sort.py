@@ -11,7 +11,7 @@ import triton.language as tl
 
 from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.replay import launch
-from moereg.kernels.rows.block_map import checked_tall, cut_workspace, store_block_map
+from moereg.kernels.rows.block_map import cut_workspace, store_block_map
 from moereg.kernels.rows.direct import load_local_expert
 from moereg.kernels.rows.plan import DEFAULT_SORT_CONFIG, RoutePlan, SortConfig, plan_sizes
 from moereg.kernels.sizes import FLAG_WORDS
@@ -213,7 +213,6 @@ def sort_routes(
         topk_ids: [T, K] int32, contiguous, T >= 1: ids outside [0, num_experts) belong to no expert.
         expert_map: [num_experts] int32 to local experts, where values outside [0, E) mean not local; None: identity.
         num_experts: number of ids.
-        num_local_experts: E.
         block_m: rows per tile.
         workspace: [>= route_workspace_numel(...)] int32, contiguous, 16-byte aligned; overwritten, and aliased by the
             plan.
@@ -234,7 +233,6 @@ def sort_routes(
     assert num_local_experts * config.single_launch_routes < 2**31
     pieces = cut_workspace(workspace, plan_sizes(num_routes, num_local_experts, block_m, config))
     expert_counts, chunk_counts = pieces.pop("expert_counts"), pieces.pop("chunk_counts")
-    tall = checked_tall(tall, block_m, slack, heavy_first)
     plan = RoutePlan(**pieces, block_m=block_m, slack=slack, tall=tall, heavy_first=heavy_first, flags=flags)
     assert flags is None or (flags.shape == (plan.max_blocks, FLAG_WORDS) and flags.is_contiguous())
     # Triton's histogram takes a power of two, on NVIDIA at least 32 bins.

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch.overlap import overlapping, wait_for_previous
 from moereg.kernels.launch.replay import launch
 from moereg.kernels.rows.plan import RoutePlan
 
@@ -47,9 +46,7 @@ def _sorted_inputs_kernel(
     num_routes,
     ROUTES_PER_SOURCE: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     in_use = rows < tl.load(num_rows_in_use)
     route = tl.load(sorted_routes + rows, mask=in_use, other=0)  # [BLOCK]
@@ -71,7 +68,6 @@ def sorted_inputs(
     topk_weights: torch.Tensor | None,
     routes_per_source: int,
     source_scale: torch.Tensor | None = None,
-    overlap: bool = False,
 ) -> None:
     """Writes the inputs of each sorted row.
 
@@ -81,7 +77,6 @@ def sorted_inputs(
         topk_weights: [T, K] fp32, contiguous; None: all weights are 1.
         routes_per_source: K if rows are gathered from tokens, 1 if there is a row for each route.
         source_scale: [S] fp32, contiguous; given with `out.scale`.
-        overlap: Whether to start while the kernel that writes the plan still runs.
     """
     num_routes = out.source.numel()
     assert num_routes == plan.sorted_routes.numel() == out.weight.numel()
@@ -95,5 +90,4 @@ def sorted_inputs(
         ROUTES_PER_SOURCE=routes_per_source,
         BLOCK=_BLOCK,
         num_warps=4,
-        **overlapping(overlap),
     )

@@ -16,8 +16,12 @@ from moereg.spec.problem import MoEProblem
 from moereg.weights.expert_weights import ExpertWeights
 from moereg.weights.permuted import PermutedWeights
 
-MOVING_KERNELS: Final = "moereg.kernels.rows.batches:"
-"""Prefix of the names of kernels that lay out tokens in the batched format."""
+MOVING_KERNELS: Final = (
+    "moereg.kernels.rows.batches:",
+    "moereg.kernels.rows.reduce:copy_rows_kernel",
+    "moereg.kernels.rows.reduce:reduce_sorted_rows_kernel",
+)
+"""How the names begin of kernels that lay out tokens in the batched format and add up what comes back."""
 
 Take = Callable[[tuple[tuple[int, ...], ...], torch.dtype, torch.device], tuple[torch.Tensor, ...]]
 """Makes tensors of some shapes, a dtype and a device, with undefined contents."""

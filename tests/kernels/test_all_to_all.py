@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from moereg.kernels.rows import arrived, exchanged
+from moereg.kernels.rows import all_to_all
 from moereg.prepare_finalize import exchange
 from moereg.prepare_finalize.exchange import RowLayout, rounded_rows
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
@@ -48,13 +48,13 @@ def test_rows_are_those_of_torch(call: tuple[PlacementTables, torch.Tensor, RowL
     weights = torch.rand(ids.shape, generator=generator).to(DEVICE) if layout.has_weights else None
     counts = torch.full((num_ranks, 2), -7, dtype=torch.int64, device=DEVICE)
     stamp = torch.tensor([7 * exchange.STAMP], device=DEVICE)
-    placed = exchanged.place_routes(ids, tables.num_holders, tables.holders, tables.rank, counts, stamp)
+    placed = all_to_all.place_routes(ids, tables.num_holders, tables.holders, tables.rank, counts, stamp)
     expected = exchange.place_routes(ids, tables)
     stamped = expected.counts.clone()
     stamped[:, 0] += stamp
     assert torch.equal(placed.counts, stamped)
     assert torch.equal(placed.parts, expected.parts)
-    rows, home = exchanged.pack_tokens(placed, ids, weights, columns, layout.words)
+    rows, home = all_to_all.pack_tokens(placed, ids, weights, columns, layout.words)
     expected_rows, expected_home = exchange.pack_tokens(expected, ids, weights, columns, layout)
     assert torch.equal(home, expected_home)
     assert len(expected_rows) <= len(rows)
@@ -65,7 +65,7 @@ def test_rows_are_those_of_torch(call: tuple[PlacementTables, torch.Tensor, RowL
     for mine, others in zip(flat(found), flat(exchange.unpack_tokens(expected_rows, layout)), strict=True):
         assert torch.equal(mine, others)
     check_unpacking(expected_rows, placed.counts, layout)
-    by_token = exchanged.pack_tokens(placed, ids, weights, columns, layout.words, True)[1]
+    by_token = all_to_all.pack_tokens(placed, ids, weights, columns, layout.words, True)[1]
     assert torch.equal(by_token, exchange.pack_tokens(expected, ids, weights, columns, layout, True)[1])
 
 
@@ -79,26 +79,26 @@ def check_unpacking(rows: torch.Tensor, counts: torch.Tensor, layout: RowLayout)
     num_routes = int(counts[:, 1].sum())
     room = rounded_rows(num_routes, None) + 3
     padded = torch.cat([rows, rows.new_full((3, layout.row_bytes), 255)])
-    found = arrived.unpack_tokens(padded, counts, room, layout.top_k, layout.has_weights, layout.words)
+    found = all_to_all.unpack_tokens(padded, counts, room, layout.top_k, layout.has_weights, layout.words)
     assert found[1][num_routes:].flatten().tolist() == [-1] * (room - num_routes)
     for mine, others in zip(flat(found), flat(exchange.unpack_tokens(rows, layout)), strict=True):
         assert torch.equal(mine[:num_routes], others)
     if layout.has_weights:
-        whole = arrived.split_rows(padded, counts, layout.top_k, layout.words)
+        whole = all_to_all.split_rows(padded, counts, layout.top_k, layout.words)
         assert (whole[1][len(rows) :] == -1).all()
         for mine, others in zip(flat(whole), flat(exchange.split_rows(rows, layout)), strict=True):
             assert torch.equal(mine[: len(rows)], others)
 
 
 def test_many_tokens_take_several_turns_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchanged, "_FEW_IDS", 4)
-    monkeypatch.setattr(exchanged, "_MANY_IDS", 16)
+    monkeypatch.setattr(all_to_all, "_FEW_IDS", 4)
+    monkeypatch.setattr(all_to_all, "_MANY_IDS", 16)
     placement = ExpertPlacement(6, ((0, 1, 2), (3, 4), (5, 0)))
     tables = PlacementTables(placement, 1, DEVICE)
     ids = torch.randint(-1, 6, (21, 3), generator=torch.Generator().manual_seed(3), dtype=torch.int32).to(DEVICE)
     counts = torch.empty((3, 2), dtype=torch.int64, device=DEVICE)
     stamp = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    placed = exchanged.place_routes(ids, tables.num_holders, tables.holders, 1, counts, stamp)
+    placed = all_to_all.place_routes(ids, tables.num_holders, tables.holders, 1, counts, stamp)
     for mine, others in zip(placed, exchange.place_routes(ids, tables), strict=True):
         assert torch.equal(mine, others)
 
@@ -114,5 +114,5 @@ def test_few_sizes_are_rounded_to() -> None:
 def test_a_row_says_where_its_parts_are() -> None:
     layout = RowLayout(8, True, (4096, 64))
     assert (layout.starts, layout.row_bytes) == ((80, 4176), 4240)
-    assert layout.words == exchanged.RowWords(4, 1060, 1060, (20, 1044), (1024, 16))
-    assert RowLayout(2, False, (18,)).words == exchanged.RowWords(2, 24, 12, (8,), (9,))
+    assert layout.words == all_to_all.RowWords(4, 1060, 1060, (20, 1044), (1024, 16))
+    assert RowLayout(2, False, (18,)).words == all_to_all.RowWords(2, 24, 12, (8,), (9,))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from moereg.kernels.launch.remembered import launch_again
-from moereg.kernels.rows.holders import rank_of_routes
+from moereg.kernels.rows.replicas import rank_of_routes
 
 _IDS: Final = 1024
 _COLUMNS: Final = 1024
@@ -68,7 +68,6 @@ def pad_tokens(
         hidden_states: [T, H].
         topk_weights: [T, K] fp32.
         topk_ids: [T, K] int32.
-        num_rows: M.
     """
     (num_tokens, hidden_size), top_k = hidden_states.shape, topk_ids.shape[1]
     hidden_states = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
@@ -119,7 +118,6 @@ def keep_own_routes(topk_ids: torch.Tensor, num_holders: torch.Tensor, holders: 
         topk_ids: [R * M, K] int32, contiguous, those of rank 0 first: changed in place.
         num_holders: [num_experts] int32, ranks that hold each expert.
         holders: [num_experts, R] int32, the ranks, ascending. Token t of rank r takes holder (t + r) % num_holders.
-        rank: This rank.
     """
     assert topk_ids.is_contiguous() and topk_ids.numel() < 2**31
     num_experts, num_ranks = holders.shape

@@ -16,7 +16,7 @@ import triton.language as tl
 from moereg.kernels.launch.device import can_overlap
 from moereg.kernels.launch.overlap import overlapping, release_next, wait_for_previous
 from moereg.kernels.launch.remembered import launch_again
-from moereg.kernels.rows.holders import Holders, rank_of_routes
+from moereg.kernels.rows.replicas import Holders, rank_of_routes
 
 # Ids that a program reads at a time, 16 a thread, and columns of a row that a program copies.
 _IDS: Final = 2048
@@ -76,7 +76,6 @@ def place_routes(
         row_of_route: [T, K] int32, contiguous: overwritten with rows of [R * M * C], -1 where a route has none.
         topk_ids: [T, K] int32, contiguous.
         holders: Assigns routes to ranks.
-        room: C.
     """
     num_ranks, rooms_per_rank = counts.shape
     assert counts.stride(1) == 1 and row_of_route.is_contiguous() and topk_ids.is_contiguous()
