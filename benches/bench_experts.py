@@ -26,7 +26,7 @@ from moereg.dispatch import explain_backends
 from moereg.errors import TooLargeError
 from moereg.evidence.provenance import clocks, provenance
 from moereg.numerics.tolerances import layer_tolerance
-from moereg.selection.loader import current_platform
+from moereg.platforms import current_platform
 from moereg.selection.result import Decision, Selection
 from moereg.spec.model_shapes import MODEL_SHAPES
 from moereg.spec.problem import MoEProblem

@@ -13,7 +13,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import importlib
 import inspect
 import itertools
 import sys
@@ -219,8 +218,7 @@ class Registry(Generic[C]):
         kind: Class of its cells.
         owner_of: Name and version of the distribution that registers a name in a module, None where it is not known.
         collect: Takes a cell of a plugin that is being imported, until all of the plugin's are known; False where none
-            is.
-        load: Loads all that are installed and returns the cells. The loader of plugins sets all three.
+            is. The loader of plugins sets both.
     """
 
     kind: ClassVar[type[Cell]]
@@ -230,12 +228,6 @@ class Registry(Generic[C]):
         self._lock = threading.Lock()
         self.owner_of: Callable[[str, str], tuple[str, str] | None] = lambda name, module: None
         self.collect: Callable[[C], bool] = lambda cell: False
-        self.load: Callable[[], tuple[C, ...]] = self._load_first
-
-    def _load_first(self) -> tuple[C, ...]:
-        """Imports the loader of plugins, which sets `load` of the registries that it fills."""
-        importlib.import_module("moereg.selection.loader")
-        return self._cells if self.load == self._load_first else self.load()
 
     @property
     def cells(self) -> tuple[C, ...]:

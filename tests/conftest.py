@@ -194,7 +194,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     import pathlib
 
     from moereg.evidence.ledger import Verification, merge_ledger
-    from moereg.selection.loader import current_platform, load_backends
+    from moereg.platforms import current_platform
+    from moereg.selection.loader import load_backends
 
     platform = current_platform()
     records = [

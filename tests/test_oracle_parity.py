@@ -72,7 +72,7 @@ def decided(
         return Reason("probe", f"requires what {row.failing} looks for") if fails else None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moereg.selection.requirements.ask_probe", ask)
+        patch.setattr("moereg.selection.decide.ask_probe", ask)
         return moereg.selection.decide.decide(problem, platform, request, cells)
 
 

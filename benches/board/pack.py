@@ -9,7 +9,7 @@ from typing import Any, Final
 from benches import stored
 from benches.board.variants import UNTUNED
 from moereg.bench.session import drifted
-from moereg.evidence.keys import Machine
+from moereg.evidence.on_machine import Machine
 from moereg.evidence.pack import Pack, Row, Session, TimedCell, write_pack
 from moereg.evidence.significance import NUM_SESSIONS
 from moereg.runtime.json_types import convert

@@ -31,6 +31,7 @@ _ABOUT_CODE: Final = ({"schema", "records"}, {"schema", "machine", "cells", "col
 _NO_MEANING: Final = frozenset({"ctx", "kind", "type_comment"})
 
 
+@functools.lru_cache(maxsize=256)
 def class_digest(experts: type) -> str:
     """A digest of the files that a class runs, read once a process.
 
@@ -40,11 +41,7 @@ def class_digest(experts: type) -> str:
     Returns:
         Hexadecimal, or `UNKNOWN` if files of a prefix are missing or cannot be read.
     """
-    return _module_digest(experts.__module__)
-
-
-@functools.lru_cache(maxsize=256)
-def _module_digest(module: str) -> str:
+    module = experts.__module__
     top = module_file(root_package(module))
     if top is None:
         return UNKNOWN

@@ -24,9 +24,8 @@ from packaging.utils import canonicalize_name
 
 from moereg.errors import RecordFileWarning, shown
 from moereg.evidence.code_digest import module_file
-from moereg.evidence.keys import Machine, key_text, machine_of, problem_key
-from moereg.evidence.on_machine import cell_key, user_data
-from moereg.evidence.pack import VARIABLE, Pack, TimedCell, read_pack
+from moereg.evidence.on_machine import Machine, cell_key, machine_of, user_data
+from moereg.evidence.pack import VARIABLE, Pack, TimedCell, key_text, problem_key, read_pack
 from moereg.evidence.plans import LayerTimes, Ranges, best_for_all, with_ranges
 from moereg.evidence.significance import NUM_SESSIONS, mean_gain, num_shared_sessions
 from moereg.evidence.store import read_once, unusable

@@ -17,8 +17,7 @@ import msgspec
 
 from moereg.arguments import check_text, within
 from moereg.errors import ArgumentError, described, shown
-from moereg.evidence.keys import Machine, key_text, problem_key
-from moereg.evidence.on_machine import CellRecord
+from moereg.evidence.on_machine import CellRecord, Machine
 from moereg.evidence.provenance import minor_version
 from moereg.evidence.store import OlderFileError, change_file, decode_file, read_content
 from moereg.experts import Experts
@@ -32,6 +31,18 @@ SCHEMA: Final = 2
 VARIABLE: Final = "MOEREG_TUNING"
 LARGEST_LOG: Final = 50.0
 """Largest logarithm of a ratio of times that a row may hold: its exponential is a finite number by far."""
+
+
+def problem_key(problem: MoEProblem) -> dict[str, Any]:
+    """A layer as a pack names it: its fields as JSON values, without `max_num_tokens`."""
+    values = problem.to_dict()
+    values.pop("max_num_tokens", None)
+    return values
+
+
+def key_text(key: Mapping[str, Any]) -> str:
+    """A key as one text: equal keys have equal texts."""
+    return json.dumps(key, sort_keys=True)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,10 +13,10 @@ from typing import Any
 
 from moereg.arguments import takes
 from moereg.errors import ArgumentError, UnsupportedProblemError, shown
-from moereg.platforms import Platform
+from moereg.platforms import Platform, read_platform
 from moereg.prepare_finalize import GroupFacts, MovementCell
 from moereg.selection.decide import judge_cell
-from moereg.selection.loader import load_movements, read_platform
+from moereg.selection.loader import load_movements
 from moereg.selection.request import Request, WayNames
 from moereg.selection.result import Choice, Verdict
 from moereg.spec.facts import fact_reasons

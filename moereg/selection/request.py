@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
-from moereg.arguments import check_mapping, check_text
+from moereg.arguments import check_mapping
 from moereg.errors import (
+    ArgumentError,
     MoeregError,
     RequestError,
     UnknownBackendError,
@@ -101,8 +102,8 @@ class Request:
             RequestError: A name is both required and denied, or something is not a name.
             UnknownNameError: A backend or scheme is not known.
         """
-        check_text("scheme of a request", scheme)
-        check_mapping("environ", environ)
+        if not isinstance(scheme, str) or not isinstance(environ, Mapping):
+            raise ArgumentError(f"scheme must be a text and environ a mapping, got {shown(scheme)}, {shown(environ)}")
         required, preferred, denied = _by_word(_read_source, "MOEREG_", environ, require, prefer, deny)
         # Wishes for other schemes are checked too: a misspelled name would go unnoticed until that scheme is loaded.
         notices = [

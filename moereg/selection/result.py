@@ -13,11 +13,12 @@ import msgspec
 
 from moereg.arguments import check_one_of, within
 from moereg.errors import ArgumentError, shown
-from moereg.evidence.admission import ADMITTED_TIER
+from moereg.evidence.on_machine import ADMITTED_TIER
 from moereg.evidence.store import check_schema
 from moereg.platforms import Platform
-from moereg.registry import BUILTIN, HIGHEST_PRIORITY, REGISTRY, TIERS, BackendCell, provider
+from moereg.registry import BUILTIN, HIGHEST_PRIORITY, TIERS, BackendCell, provider
 from moereg.runtime.json_types import Count, Text, Whole, convert, decode
+from moereg.selection.loader import load_backends
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
@@ -378,7 +379,7 @@ class Selection(Choice[Decision]):
         check_schema(convert(values, dict[str, Any], "a selection").get("schema"), SCHEMA)
         found: _Selection = convert(values, _Selection, "a selection")
         # Plugins may bring the kind of machine that the platform's name says.
-        cells = REGISTRY.load() if cells is None else tuple(cells)
+        cells = load_backends().cells if cells is None else tuple(cells)
         platform = within("platform", Platform.from_name, found.platform)
         source = check_one_of("platform_source", found.platform_source, ("probed", "named"))
         device = {name: found.platform_device[name] for name in _DEVICE if name in found.platform_device}

@@ -22,8 +22,8 @@ from moereg.cli._bench import Run, result_of_bench
 from moereg.cli._output import Result
 from moereg.cli._show import format_us, format_us_range
 from moereg.dispatch import Decision, Selection, explain_backends, machine_reasons
+from moereg.platforms import current_platform
 from moereg.registry import BackendRegistry, register_moe_backend
-from moereg.selection.loader import current_platform
 from moereg.spec.problem import MoEProblem
 from tests.support.fakes import FakeExperts
 

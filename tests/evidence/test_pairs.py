@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from moereg.evidence.pairs import paired, student_t
+from moereg.evidence.significance import paired, student_t
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 import moereg
 from moereg.dispatch import select_backend
-from moereg.evidence.admission import ADMITTED
-from moereg.evidence.quarantine import QUARANTINE
+from moereg.evidence.on_machine import ADMITTED, QUARANTINE
 from moereg.experts import ExpertInputs
 from moereg.layer import admission
 from moereg.layer.factory import MoEKernel, make_kernel

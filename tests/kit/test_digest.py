@@ -14,7 +14,7 @@ import pytest
 
 from moereg.evidence import code_digest as digest
 from moereg.evidence.code_digest import LEDGER_NAME, UNKNOWN, class_digest, module_file, root_package
-from moereg.evidence.quarantine import QuarantineRecord
+from moereg.evidence.on_machine import QuarantineRecord
 from moereg.evidence.store import records_text
 from moereg.registry import BUILTIN
 from moereg.selection.loader import load_backends
@@ -139,7 +139,7 @@ def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
 
 def wheel_digest(module: str = "wheel_x.backend") -> str:
     """As of a new process, since each reads files once."""
-    digest._module_digest.cache_clear()
+    digest.class_digest.cache_clear()
     return class_digest(type("First", (), {"__module__": module}))
 
 

@@ -18,9 +18,8 @@ from moereg.backends.torch_moe import TorchTrainingExperts
 from moereg.dispatch import explain_backends, select_backend
 from moereg.errors import AdmissionWarning, BackendError, RecordFileWarning
 from moereg.evidence import on_machine
-from moereg.evidence.admission import ADMITTED, AdmissionRecord
 from moereg.evidence.ledger import Evidence, Verification
-from moereg.evidence.quarantine import QUARANTINE
+from moereg.evidence.on_machine import ADMITTED, QUARANTINE, AdmissionRecord
 from moereg.experts import Experts, Gradients
 from moereg.layer import admission
 from moereg.layer.factory import MoEKernel, make_kernel, make_unchecked_kernel

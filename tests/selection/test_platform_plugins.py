@@ -44,7 +44,7 @@ PRELUDE = """
 import contextlib, io, json, sys, warnings
 import moereg
 from moereg.cli import main
-from moereg.selection.loader import current_platform, plugin_statuses
+from moereg.selection.loader import plugin_statuses
 from moereg.platforms import Platform
 
 problem = moereg.MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)
