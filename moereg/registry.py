@@ -31,19 +31,6 @@ from moereg.platforms import KINDS, Platform, PlatformKind, PlatformRule
 from moereg.spec.facts import Facts, NarrowedFacts, check_facts, disjoint_fact, narrow_facts
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme, get_scheme
 
-__all__ = [
-    "API_VERSION",
-    "BUILTIN",
-    "REGISTRY",
-    "BackendCell",
-    "BackendRegistry",
-    "Cell",
-    "Registry",
-    "provider",
-    "register_moe_backend",
-    "registering_origin",
-]
-
 API_VERSION: Final = "1"
 
 BUILTIN: Final = "builtin"
@@ -138,14 +125,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackendCell(Cell):
-    """One registered rectangle of quant schemes x platforms. Further attributes are those of `Cell`.
-
-    Attributes:
-        experts: Experts class.
-        schemes: What it computes.
-        facts: The class's, narrowed for this rectangle.
-        tier: `kernel` or `emulation`.
-    """
+    """One registered rectangle of quant schemes x platforms. Its facts are the class's, narrowed for it."""
 
     noun: ClassVar[str] = "backend"
     requested_as: ClassVar[str] = "backend"
@@ -259,12 +239,8 @@ class Registry(Generic[C]):
                 stored.append(cell)
             self._cells = tuple(stored)
 
-    def snapshot(self) -> tuple[C, ...]:
-        """The cells, for `restore`."""
-        return self._cells
-
     def restore(self, cells: Iterable[C]) -> None:
-        """Puts back what `snapshot` returned."""
+        """Puts back `cells` as they once were."""
         with self._lock:
             self._cells = tuple(cells)
 
@@ -361,14 +337,9 @@ def registering_origin(origin: str, version: str = "") -> Iterator[None]:
 
 
 class Registration:
-    """The origin of a decorated class, and the way of its cell into a registry.
-
-    Attributes:
-        who: The entry, its class and their origin.
-    """
+    """The origin of a decorated class, and the way of its cell into a `Registry`."""
 
     def __init__(self, registry: Any, name: object, implementation: object) -> None:
-        """Finds the origin of a class, for a `moereg.registry.Registry`."""
         module = str(getattr(implementation, "__module__", "nowhere"))
         self._registry = registry
         origin, version = _ORIGIN.get()
@@ -379,15 +350,15 @@ class Registration:
         self._origin = {"origin": origin, "origin_version": __version__ if origin == BUILTIN else version}
         self._is_owned = owner is not None
         called = getattr(implementation, "__name__", None) or shown(implementation)
-        self.who = f"{registry.kind.noun} {shown(name)} ({called} of {origin})"
+        self._who = f"{registry.kind.noun} {shown(name)} ({called} of {origin})"
 
     @contextlib.contextmanager
     def checking(self) -> Iterator[None]:
-        """Errors of what is checked inside begin with `who`."""
+        """Errors of what is checked inside begin with the entry, its class and their origin."""
         try:
             yield
         except (ArgumentError, UnknownNameError) as error:
-            raise RegistrationError(f"{self.who}: {error}") from error
+            raise RegistrationError(f"{self._who}: {error}") from error
 
     def shared_fields(
         self,

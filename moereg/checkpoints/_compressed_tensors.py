@@ -72,13 +72,8 @@ def compressed_tensors_formats(config: Mapping[str, Any]) -> FormatOf:
 
     `config_groups` name modules by class, by name or, after `re:`, by a regular expression that matches from the start;
     the most specific one counts. `ignore` excludes modules from all of them.
+    A setting that is unknown is a CheckpointError, also of the returned function.
     Source: quantization/quant_config.py and utils/match.py of compressed-tensors 0.20.0.
-
-    Args:
-        config: `quantization_config`.
-
-    Raises:
-        CheckpointError: A setting is unknown; the returned function raises it too.
     """
     if config.get("config_groups") is None:
         raise CheckpointError(
@@ -182,13 +177,9 @@ _NUMBER: Final = ((1,), ())
 
 
 def _tensors(layout: _Layout, scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
-    """The tensors of a layout, and `input_scale` [1] if activations have a static scale.
+    """The tensors of a layout, one of `_LAYOUTS`, and `input_scale` [1] if activations have a static scale.
 
-    Args:
-        layout: A function of `_LAYOUTS`.
-        scheme: Scheme of weights and activations.
-        is_tensor: Whether the whole projection has one scale.
-        projection: The tensors' projection.
+    `is_tensor` says whether the whole projection has one scale.
     """
     assert scheme.weight is not None
     tensors = layout(scheme.weight, is_tensor, projection)

@@ -33,11 +33,7 @@ _OVERRIDES: Final = (
 
 
 def moe_layers(path: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Indices of the layers with experts, ascending. Reads only config.json.
-
-    Raises:
-        CheckpointError: There is no readable config.json of a known model type.
-    """
+    """Indices of the layers with experts, ascending. Reads only config.json; errors as in `load_experts`."""
     with CheckpointFiles(path) as files:
         return moe_layer_indices(files)
 

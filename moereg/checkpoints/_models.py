@@ -1,7 +1,7 @@
 """One row per model type: names and order of its tensors, which layers have experts, and their activation.
 
 To add a model, add a row here and one in `moereg.routing.configs`, with a reader if it routes in a new way.
-`moereg.routing.refused` has the refused types. Rules for layers and activations are made with a model type's defaults,
+That module has the refused types too. Rules for layers and activations are made with a model type's defaults,
 since each type has its own default for an absent entry.
 """
 

@@ -37,11 +37,7 @@ Config = Mapping[str, Any]
 
 
 def quantized_format(files: CheckpointFiles, modules: Sequence[str]) -> StorageFormat | None:
-    """The common format of some modules; None if they are not quantized.
-
-    Args:
-        files: The checkpoint.
-        modules: Names of the experts' projections in the checkpoint.
+    """The common format of the experts' projections, by their names in the checkpoint; None if not quantized.
 
     Raises:
         CheckpointError: The method or one of its settings is unknown, or the modules' formats differ.

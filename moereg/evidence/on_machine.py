@@ -80,9 +80,7 @@ class CellRecord(Record):
     def changes(self, cell: BackendCell, platform: Platform, part: Callable[[str], str] = str) -> tuple[str, ...]:
         """Changes since: versions such as `humming 0.1.19 -> 0.1.20`, then `code`; empty if the record holds.
 
-        Args:
-            cell, platform: Its cell here.
-            part: The part of a version that matters.
+        Of versions only a `part` matters, all by default.
         """
         now = cell_versions(cell, platform)
         names = sorted({*now, *self.versions})
@@ -187,11 +185,7 @@ M = TypeVar("M", bound=MachineRecord)
 
 
 class MachineRecords(Generic[M]):
-    """Records that selection respects. Immutable.
-
-    Attributes:
-        records: In the order of the file.
-    """
+    """Records that selection respects, in the order of the file. Immutable."""
 
     def __init__(self, records: Iterable[M] = ()) -> None:
         self.records = tuple(records)
@@ -253,12 +247,9 @@ class RecordFile(Generic[M]):
             return NO_RECORDS
 
     def change(self, add: Iterable[M] = (), lift: Callable[[M], bool] | None = None) -> tuple[M, ...]:
-        """Lifts records, then adds others, atomically; concurrent writers take turns.
+        """Lifts records and returns them, then adds others, atomically; concurrent writers take turns.
 
         An added record replaces one with the same key.
-
-        Returns:
-            The lifted records.
 
         Raises:
             RecordFileError: The file is turned off, or cannot be read or written.
@@ -293,11 +284,7 @@ def user_data() -> Path:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuarantineRecord(MachineRecord):
-    """One scheme of a cell that failed on one machine.
-
-    Attributes:
-        failure: The failed check and its failure, as one line.
-    """
+    """One scheme of a cell that failed on one machine; `failure` has the check and its failure, as one line."""
 
     failure: Text
 
@@ -332,9 +319,7 @@ ADMITTED_TIER: Final = "admitted"
 class AdmissionRecord(MachineRecord):
     """One scheme of a cell whose numbers were right in a short check on one machine.
 
-    Attributes:
-        error: Largest relative error of the check's calls.
-        bound: The bound of the call with that error.
+    `error` is the largest relative error of the check's calls, and `bound` that call's bound.
     """
 
     error: Size

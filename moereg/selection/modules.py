@@ -60,7 +60,7 @@ def _import_file(path: pathlib.Path) -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    backends, movements = REGISTRY.snapshot(), MOVEMENTS.snapshot()
+    backends, movements = REGISTRY.cells, MOVEMENTS.cells
     try:
         with registering_origin(path.name):
             spec.loader.exec_module(module)

@@ -39,11 +39,10 @@ SOURCES: Final = ("required", "preferred", "measured", "priority")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Verdict on one candidate, a backend or a token dispatcher.
+    """Verdict on one candidate, a backend or a token dispatcher; `priority` and `origin` are its cell's.
 
     Attributes:
         rule: The platform rule that matched, or all of the cell's if none did.
-        priority, origin, origin_version: The cell's.
         reasons: Every reason against it; empty means accepted, exactly one means one change away.
         assumes: For a named platform: requirements that are assumed to be met.
     """
@@ -123,10 +122,8 @@ class Decision(Verdict):
     """The verdict on one backend's candidate. Further attributes are those of `Verdict`.
 
     Attributes:
-        backend: Its name.
-        experts: Name of the experts class.
+        backend, experts, tier: Name of the cell and of its experts class, and the cell's tier.
         computes: Scheme that it would compute.
-        tier: The cell's.
         evidence: `admitted` if it passed its first check on this machine, else empty. Ledgers say what was verified.
         cell: The cell; None if JSON was read on a machine without it.
         scheme: `computes` as a value; None if the cell cannot read the problem's weights.
@@ -156,8 +153,6 @@ class Decision(Verdict):
 
 
 class _Decision(msgspec.Struct):
-    """A decision's fields in JSON."""
-
     backend: Text
     experts: Text
     rule: Text
@@ -195,8 +190,6 @@ class _Range(msgspec.Struct):
 
 
 class _Selection(msgspec.Struct):
-    """A selection's fields in JSON."""
-
     problem: dict[str, Any]
     platform: Text
     platform_source: str
@@ -350,15 +343,7 @@ class Selection(Choice[Decision]):
 
     @classmethod
     def from_json(cls, text: str | bytes, cells: Iterable[BackendCell] | None = None) -> Selection:
-        """Inverse of `to_json`.
-
-        Args:
-            text: The JSON.
-            cells: As in `from_dict`.
-
-        Raises:
-            ArgumentError: The text is no JSON, or `from_dict` refuses it.
-        """
+        """Inverse of `to_json`; `cells` and errors are as in `from_dict`, and text that is no JSON is one too."""
         return cls.from_dict(decode(text, Any, "a selection's JSON", "; write it again"), cells)
 
     @classmethod
@@ -366,11 +351,8 @@ class Selection(Choice[Decision]):
         """Inverse of `to_dict`. A probed platform comes back without versions.
 
         Unknown fields of the selection and of its decisions are ignored; unknown fields of its problem or request are
-        refused. Cells may be left out here, since a user who reads a file back has none at hand.
-
-        Args:
-            values: The fields.
-            cells: Where their cells are looked up; all that are installed where None.
+        refused. Their cells are looked up among `cells`; all that are installed where None, as for a user who reads a
+        file back and has none at hand.
 
         Raises:
             ArgumentError: A field is missing, has another type, or contradicts another; the message has its path.

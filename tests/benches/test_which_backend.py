@@ -8,7 +8,7 @@ import pytest
 
 import moereg
 from benches import which_backend
-from moereg.evidence.ledger import FILE_NAME, Evidence, read_ledger
+from moereg.evidence.ledger import LEDGER_NAME, Evidence, read_ledger
 from moereg.platforms import Platform
 from moereg.registry import REGISTRY
 from moereg.selection.loader import load_backends
@@ -18,9 +18,9 @@ def test_every_wheel_of_the_tree_is_there_and_the_process_is_as_before() -> None
     which_backend.world.cache_clear()
     # Another test may have imported the page of one backend, or a wheel.
     load_backends()
-    before, modules = REGISTRY.snapshot(), set(sys.modules)
+    before, modules = REGISTRY.cells, set(sys.modules)
     found, projects, words = which_backend.world()
-    assert REGISTRY.snapshot() == before
+    assert REGISTRY.cells == before
     assert {"moereg-aiter", "moereg-humming", "moereg-jax", "moereg-sonic", "moereg-vllm"} <= {
         project["name"] for project in projects.values()
     }
@@ -36,7 +36,7 @@ def verified_on_sm90() -> which_backend.World:
     """The page's cells, `triton`'s with a record of sm90 whatever the ledger has."""
     real, _, _ = which_backend.world()
     found = which_backend.World(real.cells)
-    record = next(iter(read_ledger(Path(moereg.__file__).parent / FILE_NAME)))
+    record = next(iter(read_ledger(Path(moereg.__file__).parent / LEDGER_NAME)))
     evidence = Evidence((dataclasses.replace(record, platform="cuda:sm90"),), (), ())
     found.evidence.update(real.evidence)
     found.evidence.update({id(cell): evidence for cell in found.cells if cell.name == "triton"})

@@ -82,7 +82,7 @@ def wheel_cell() -> BackendCell:
 
 
 def write(wheel: pathlib.Path, *records: Verification) -> None:
-    merge_ledger(wheel / ledger.FILE_NAME, records)
+    merge_ledger(wheel / ledger.LEDGER_NAME, records)
 
 
 def edit(wheel: pathlib.Path, content: bytes) -> None:
@@ -274,7 +274,7 @@ MALFORMED = {
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_ledger_is_one_warning_and_no_evidence(wheel: pathlib.Path, name: str) -> None:
     content, expected = MALFORMED[name]
-    path = wheel / ledger.FILE_NAME
+    path = wheel / ledger.LEDGER_NAME
     path.write_bytes(content)
     with pytest.warns(LedgerWarning) as warned:
         assert str(evidence_of(wheel_cell())) == "not verified"
@@ -291,7 +291,7 @@ def test_a_malformed_ledger_is_one_warning_and_no_evidence(wheel: pathlib.Path, 
 
 
 def test_more_than_is_known_is_left_aside(wheel: pathlib.Path) -> None:
-    (wheel / ledger.FILE_NAME).write_bytes(document(digest=class_digest(wheel_cell().experts), seconds=3))
+    (wheel / ledger.LEDGER_NAME).write_bytes(document(digest=class_digest(wheel_cell().experts), seconds=3))
     assert evidence_of(wheel_cell()).on(H200)
 
 
@@ -390,7 +390,7 @@ def test_nothing_of_moereg_starts_a_program() -> None:
 
 
 def test_the_shipped_ledger_is_of_registered_cells_only() -> None:
-    path = pathlib.Path(ledger.__file__).parents[1] / ledger.FILE_NAME
+    path = pathlib.Path(ledger.__file__).parents[1] / ledger.LEDGER_NAME
     for record in read_ledger(path):
         assert [cell for cell in load_backends().cells if record.is_of(cell)], record
 

@@ -54,7 +54,7 @@ def parity_cells() -> tuple[BackendCell, ...]:
 
 def _wheels() -> Iterator[BackendCell]:
     """Cells of the wheels, out of their sources: claims import no kernel library."""
-    before, path, loaded = REGISTRY.snapshot(), list(sys.path), dict(sys.modules)
+    before, path, loaded = REGISTRY.cells, list(sys.path), dict(sys.modules)
     REGISTRY.restore(())
     try:
         for wheel, modules in _WHEELS.items():

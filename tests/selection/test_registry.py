@@ -397,7 +397,7 @@ def test_rule_for_is_the_most_specific() -> None:
 def test_snapshot_and_restore() -> None:
     registry = BackendRegistry()
     register(registry)
-    before = registry.snapshot()
+    before = registry.cells
     register(registry, name="second")
     assert registry.names == ("fake", "second")
     registry.restore(before)

@@ -85,7 +85,7 @@ def fresh_wheels(folder: Path, monkeypatch: pytest.MonkeyPatch, registry: Backen
     """For a fixture: wheels in a folder that is on the path during a test; their modules are gone after it."""
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    before, movements = set(sys.modules), MOVEMENTS.snapshot()
+    before, movements = set(sys.modules), MOVEMENTS.cells
     owners = registry.owner_of, MOVEMENTS.owner_of
     yield Wheels(folder, registry)
     registry.owner_of, MOVEMENTS.owner_of = owners
