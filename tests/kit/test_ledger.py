@@ -327,7 +327,7 @@ def test_a_run_records_what_passed_and_nothing_else(monkeypatch: pytest.MonkeyPa
     """A session of pytest with --ledger on an H200; a process that crashes does not name its cell."""
     for name, empty in (("_PASSED", {}), ("_FAILED", set()), ("_CRASHED", [])):
         monkeypatch.setattr(conftest, name, empty)
-    monkeypatch.setattr("moereg.platforms.claims.current_platform", lambda: H200)
+    monkeypatch.setattr("moereg.platforms.current_platform", lambda: H200)
     dense, grouped = (builtin(name, "unquantized", H200) for name in ("TorchDenseExperts", "TorchGroupedExperts"))
     batched = builtin("TritonBatchedExperts", "unquantized", H200)
     elsewhere = builtin("TorchPackedExperts", "unquantized", EPYC)

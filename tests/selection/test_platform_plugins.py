@@ -44,8 +44,8 @@ PRELUDE = """
 import contextlib, io, json, sys, warnings
 import moereg
 from moereg.cli import main
+from moereg.platforms import Platform, current_platform
 from moereg.selection.loader import plugin_statuses
-from moereg.platforms import Platform
 
 problem = moereg.MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)
 SIZES = "--experts 4 --hidden 16 --intermediate 8 --top-k 2"
