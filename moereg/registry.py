@@ -471,11 +471,10 @@ def _parameters(base: type, method: str) -> Mapping[str, inspect.Parameter]:
 
 
 def _can_be_called(expected: Iterable[inspect.Parameter], found: Iterable[inspect.Parameter]) -> bool:
-    """Whether a method takes the arguments of the base class's.
+    """Whether a method takes the arguments of the base class's: those without a default first, in order.
 
-    Those without a default have to come first, in order. Later ones may be left out: the dispatcher passes only what a
-    method takes, so that an argument that a minor version adds breaks no class. A method may have more of its own, if
-    they have defaults.
+    Later ones may be left out: the dispatcher passes only what a method takes, so that an argument that a minor version
+    adds breaks no class. A method may have more of its own, if they have defaults.
     """
     required = [parameter.name for parameter in expected if parameter.default is parameter.empty]
     named = [parameter.name for parameter in found if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]

@@ -214,8 +214,14 @@ def _packed_integers(fmt: QuantFormat, is_tensor: bool, projection: Projection) 
     """
     rows, columns, num_groups = *projection.shape, projection.num_groups(fmt.group[1])
     shape = (rows, -(-columns * fmt.bits // 32))
-    codes = functools.partial(_int4_codes if fmt.bits == 4 else _int8_codes, columns=columns)
-    zeros = functools.partial(_zero_points, rows=rows)
+
+    def codes(stored: torch.Tensor) -> torch.Tensor:
+        words = word_bytes(stored)
+        return words[:, : -(-columns // 2)] if fmt.bits == 4 else (words[:, :columns] ^ 128).view(torch.int8)
+
+    def zeros(stored: torch.Tensor) -> torch.Tensor:
+        return repacked_zero_points(stored.mT, rows)
+
     zero_point = StoredTensor(".weight_zero_point", ((-(-rows // 8), num_groups),), ("I32",), "zero_point", zeros)
     return (
         StoredTensor(".weight_packed", (shape,), ("I32",), "weight", codes),
@@ -277,10 +283,6 @@ def _inverse(stored: torch.Tensor) -> torch.Tensor:
     return 1 / number
 
 
-def _int4_codes(stored: torch.Tensor, columns: int) -> torch.Tensor:
-    return word_bytes(stored)[:, : -(-columns // 2)]
-
-
 def _packed_codes(stored: torch.Tensor) -> torch.Tensor:
     low, high = (int(extreme) for extreme in stored.aminmax())
     if low < -8 or high > 7:
@@ -288,14 +290,6 @@ def _packed_codes(stored: torch.Tensor) -> torch.Tensor:
             f"4-bit integers must be from -8 to 7, got {low} to {high}; take the file from the model's publisher"
         )
     return pack_nibbles((stored + 8).view(torch.uint8))
-
-
-def _int8_codes(stored: torch.Tensor, columns: int) -> torch.Tensor:
-    return (word_bytes(stored)[:, :columns] ^ 128).view(torch.int8)
-
-
-def _zero_points(stored: torch.Tensor, rows: int) -> torch.Tensor:
-    return repacked_zero_points(stored.mT, rows)
 
 
 def _check_shape(projection: Projection, stored: torch.Tensor) -> torch.Tensor:

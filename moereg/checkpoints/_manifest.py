@@ -428,14 +428,10 @@ def _check_nothing_else(
 
 def _dtype(files: CheckpointFiles, storage: StorageFormat, headers: Mapping[str, TensorHeader], router: str) -> str:
     """The dtype of unquantized weights, or for quantized ones the dtype that the model runs in."""
-    if storage.scheme.weight is None:
-        return _common_dtype(files, headers)
-    # transformers writes `dtype` since version 5, `torch_dtype` before.
-    named = files.config.get("dtype") or files.config.get("torch_dtype")
-    return str(named) if is_one_of(named, _DTYPES.values()) else _DTYPES[files.header(router).dtype]
-
-
-def _common_dtype(files: CheckpointFiles, headers: Mapping[str, TensorHeader]) -> str:
+    if storage.scheme.weight is not None:
+        # transformers writes `dtype` since version 5, `torch_dtype` before.
+        named = files.config.get("dtype") or files.config.get("torch_dtype")
+        return str(named) if is_one_of(named, _DTYPES.values()) else _DTYPES[files.header(router).dtype]
     (first_name, first), *others = headers.items()
     for name, header in others:
         if header.dtype != first.dtype:

@@ -54,17 +54,15 @@ def decide(
 ) -> Selection:
     """Chooses among cells: those of `BackendRegistry.cells`, whichever registry they were registered in.
 
+    The selection has no winner where nothing fits.
+
     Args:
         problem: The layer.
         platform: What it is to run on; probes run only where it is probed.
         request: Resolved for the problem's scheme.
         cells: Candidates.
-        quarantine: What failed the conformance kit or its first check on the machine that `platform` is.
-        admitted: What passed its first check there. It changes no choice, only decisions' evidence.
+        quarantine, admitted: What failed and what passed its first check there; the latter is only decisions' evidence.
         tuning: Packs of what was measured there; they order candidates that the request does not tell apart.
-
-    Returns:
-        The selection, without a winner where nothing fits.
     """
     cells = tuple(cells)
     candidates = _eligible(cells, problem, platform)

@@ -186,14 +186,9 @@ TENSOR_ROLES: Final[Mapping[str, TensorRole]] = {
 
 @dataclasses.dataclass(frozen=True)
 class TensorRow:
-    """One tensor that a scheme needs: its dtype and accepted shapes.
+    """One tensor that a scheme needs, with its role for the matrix `w13` or `w2`.
 
-    Attributes:
-        matrix: `w13` or `w2`.
-        role: The tensor's role for that matrix.
-        dtype: Torch dtype, or None for the problem's.
-        shapes: Accepted shapes, the usual one first.
-        required: False if the tensor may be absent.
+    `dtype` is None for the problem's, and of the accepted `shapes` the usual one is first.
     """
 
     matrix: str
@@ -276,15 +271,7 @@ class QuantScheme:
     def tensor_rows(
         self, num_experts: int, hidden_size: int, intermediate_size: int, num_halves: int, has_bias: bool
     ) -> tuple[TensorRow, ...]:
-        """Tensors of weights in this scheme.
-
-        Args:
-            num_experts: E, experts on this rank.
-            hidden_size: H.
-            intermediate_size: I.
-            num_halves: 2 if the activation is gated, else 1.
-            has_bias: Whether both matmuls have a bias.
-        """
+        """Tensors of the weights of a rank's experts in this scheme; `num_halves` is 2 with a gate, else 1."""
         sizes = {
             "w13": (num_halves * intermediate_size, hidden_size),
             "w2": (hidden_size, intermediate_size),

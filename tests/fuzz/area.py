@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["CORPUS", "Area", "Case", "draw_case", "find_areas", "load_case", "module_names", "run_case", "store_case"]
-
 CORPUS: Final = Path(__file__).parent / "corpus"
 
 Case = Any

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from moereg.errors import UnknownNameError
-from tests.fuzz import command_line, small_checkpoints
+from tests.fuzz import small_checkpoints
 from tests.fuzz.area import CORPUS, Area, draw_case, find_areas, load_case, run_case, store_case
 from tests.fuzz.pool import Worker
 
@@ -121,25 +121,3 @@ def test_the_areas_of_checkpoints_see_broken_promises(error, failure, monkeypatc
     monkeypatch.setattr(small_checkpoints, "load_experts", broken)
     for name in ("checkpoints", "quantization_config"):
         assert run_case(AREAS[name], {"base": "qwen3_moe"}).startswith(failure)
-
-
-@pytest.mark.parametrize(
-    ("code", "out", "err", "failure"),
-    [
-        (0, "text\n", "", None),
-        (2, "", "moereg: no\n", None),
-        (0, '{"a": 1}\n', "", None),
-        (70, "", "internal error\n", "an exit code that no input may have"),
-        (2, "half a table\n", "moereg: no\n", "not one line of an error"),
-        (2, "", "moereg: no\nmore\n", "not one line of an error"),
-        (2, "", "", "not one line of an error"),
-        (2, "", "moereg: \x1b[31m\n", "control characters"),
-        (0, '{"a": NaN}\n', "", "no JSON"),
-        (0, 'warning\n{"a": 1}\n', "", "not one line of JSON"),
-        (3, "", "", "not one line of JSON"),
-    ],
-)
-def test_the_area_of_the_command_line_sees_broken_promises(code, out, err, failure):
-    found = command_line.broken_promise({"--json"} if "{" in out or code == 3 else set(), code, out, err)
-    assert (found is None) is (failure is None)
-    assert found is None or found.startswith(failure)

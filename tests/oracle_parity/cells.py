@@ -13,8 +13,6 @@ from moereg.registry import BUILTIN, REGISTRY, BackendCell, BackendRegistry, reg
 from moereg.selection.loader import load_backends
 from tests.support.fakes import FakeExperts
 
-__all__ = ["OWN", "PACKAGES", "builtin_cells", "parity_cells"]
-
 OWN: Final = ("torch", "triton")
 """Backends whose kernels are moereg's or torch's. Others are foreign."""
 

@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Final
 
-__all__ = ["ORACLES", "Answer", "Layer"]
-
 _BATCHED: Final = "_batched"
 _UNQUANTIZED_NAMES: Final = ("triton", "flashinfer_trtllm", "flashinfer_cutlass", "aiter")
 # The order in which those of FlashInfer are tried where it is forced on, b12x among them.

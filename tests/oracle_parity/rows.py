@@ -12,8 +12,6 @@ from moereg.spec.problem import MoEProblem
 from tests.oracle_parity.cells import PACKAGES
 from tests.oracle_parity.oracles import Layer
 
-__all__ = ["BRANCHES", "DIFFERENCES", "ROWS", "Row"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:

@@ -78,7 +78,7 @@ class Wheels:
 
 def summary(statuses: tuple[PluginStatus, ...]) -> dict[str, str]:
     assert len({(status.group, status.name, status.value) for status in statuses}) == len(statuses), "one loads twice"
-    return {status.name: status.failure.error if status.failure else status.status for status in statuses}
+    return {status.name: status.error or status.status for status in statuses}
 
 
 def fresh_wheels(folder: Path, monkeypatch: pytest.MonkeyPatch, registry: BackendRegistry) -> Iterator[Wheels]:
