@@ -76,8 +76,7 @@ class CheckpointFiles(contextlib.ExitStack):
         self._rows: dict[str, _ShardRows] = {}
 
     @functools.cached_property
-    def full_config(self) -> Mapping[str, Any]:
-        """config.json, unchanged."""
+    def _full_config(self) -> Mapping[str, Any]:
         config_path = self.find("config.json")
         if config_path is None:
             raise CheckpointError(
@@ -89,12 +88,12 @@ class CheckpointFiles(contextlib.ExitStack):
     @property
     def config(self) -> Mapping[str, Any]:
         """The part of config.json that describes the language model; multimodal models nest it."""
-        return language_config(self.full_config)
+        return language_config(self._full_config)
 
     @functools.cached_property
     def quantization(self) -> tuple[Mapping[str, Any], str] | None:
         """The checkpoint's quantization config and the file that holds it; None if no file does."""
-        for config in (self.full_config, self.config):
+        for config in (self._full_config, self.config):
             for key in ("quantization_config", "compression_config"):
                 quantization = config.get(key)
                 if quantization is None or quantization == {}:
@@ -129,7 +128,11 @@ class CheckpointFiles(contextlib.ExitStack):
             return weight_map
         if self.find(SINGLE) is not None:
             return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
-        if pickles := [name for name in self.names() if name.endswith(_PICKLE_SUFFIXES)]:
+        try:
+            names = sorted(os.listdir(self.path))
+        except OSError as error:
+            raise CheckpointError(f"{self.path} must be readable, got: {error.strerror}; correct its rights") from error
+        if pickles := [name for name in names if name.endswith(_PICKLE_SUFFIXES)]:
             raise CheckpointError(
                 f"only safetensors checkpoints are read, got {pickles[0]} and no safetensors in {str(self.path)!r}; "
                 "convert it with transformers: from_pretrained, then save_pretrained"
@@ -161,13 +164,6 @@ class CheckpointFiles(contextlib.ExitStack):
             tensor: torch.Tensor = shard.get_tensor(name)
             return tensor
 
-    def names(self) -> list[str]:
-        """Names of everything in the directory, sorted."""
-        try:
-            return sorted(os.listdir(self.path))
-        except OSError as error:
-            raise CheckpointError(f"{self.path} must be readable, got: {error.strerror}; correct its rights") from error
-
     def find(self, name: str) -> Path | None:
         """A file of the directory, or None; a link must not lead further than the Hub's cache has them."""
         path = self.path / name
@@ -181,18 +177,6 @@ class CheckpointFiles(contextlib.ExitStack):
             )
         return path
 
-    def shard_path(self, file: str) -> Path:
-        """The file of that name in the index."""
-        # An untrusted index must not reach files outside the checkpoint.
-        if Path(file).name != file:
-            raise CheckpointError(f"{INDEX} must name files of its own directory, got {shown(file)}; download it again")
-        found = self.find(file)
-        if found is None:
-            raise CheckpointError(
-                f"{INDEX} names {self.path / file}, which is missing; {self._download or 'download that file'}"
-            )
-        return found
-
     def _file_of(self, name: str) -> str:
         if name not in self.file_of:
             source = INDEX if os.path.isfile(self.path / INDEX) else SINGLE
@@ -205,7 +189,14 @@ class CheckpointFiles(contextlib.ExitStack):
     def _shard(self, file: str) -> Any:
         if file in self._shards:
             return self._shards[file]
-        shard_path = self.shard_path(file)
+        # An untrusted index must not reach files outside the checkpoint.
+        if Path(file).name != file:
+            raise CheckpointError(f"{INDEX} must name files of its own directory, got {shown(file)}; download it again")
+        shard_path = self.find(file)
+        if shard_path is None:
+            raise CheckpointError(
+                f"{INDEX} names {self.path / file}, which is missing; {self._download or 'download that file'}"
+            )
         with _named_errors(shard_path):
             # Not mapped: reading a mapping past the end of a file that another process truncated kills this process.
             shard = self.enter_context(safe_open(shard_path, framework="pt", backend="pread"))

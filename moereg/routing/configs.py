@@ -393,28 +393,23 @@ BY_HAND: Final = (
     "(docs/checkpoints.md shows how)"
 )
 
-_REFUSED: Final[Mapping[str, tuple[str, ...]]] = {
-    "its router reads the residual with a norm of its own, and its experts read another norm of it": (
-        *("diffusion_gemma", "diffusion_gemma_text", "gemma4", "gemma4_text"),
+_REFUSED: Final = {
+    "diffusion_gemma diffusion_gemma_text gemma4 gemma4_text": (
+        "its router reads the residual with a norm of its own, and its experts read another norm of it"
     ),
-    "its experts are single rows that a product of keys retrieves, not matrices": ("doge",),
-    "each layer has two sets of experts, for text and for images, and the kind of a token decides": (
-        *("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
+    "doge": "its experts are single rows that a product of keys retrieves, not matrices",
+    "ernie4_5_vl_moe ernie4_5_vl_moe_text": (
+        "each layer has two sets of experts, for text and for images, and the kind of a token decides"
     ),
-    "its routing weights are normalized together with those of its shared experts": (
-        *("inkling_mm_model", "inkling_text"),
-    ),
-    "its activation caps gate and up with tanh, which no Activation does": ("inkling2", "inkling2_text"),
-    "a bias is added to the sum of its experts, and its attention has experts too": ("jetmoe",),
-    "its router also chooses experts without weights, which return their input": ("longcat_flash",),
-    "its experts are between two projections, and each ends with a norm": ("muse_spark", "muse_spark_text"),
-    "its experts take a limited number of tokens and drop the rest": ("nllb-moe", "switch_transformers"),
-    "its router is an MLP that also reads the router's state of the layer before": ("zaya",),
+    "inkling_mm_model inkling_text": "its routing weights are normalized together with those of its shared experts",
+    "inkling2 inkling2_text": "its activation caps gate and up with tanh, which no Activation does",
+    "jetmoe": "a bias is added to the sum of its experts, and its attention has experts too",
+    "longcat_flash": "its router also chooses experts without weights, which return their input",
+    "muse_spark muse_spark_text": "its experts are between two projections, and each ends with a norm",
+    "nllb-moe switch_transformers": "its experts take a limited number of tokens and drop the rest",
+    "zaya": "its router is an MLP that also reads the router's state of the layer before",
 }
-
-REFUSED_MODEL_TYPES: Final = {
-    model_type: reason for reason, model_types in _REFUSED.items() for model_type in model_types
-}
+REFUSED_MODEL_TYPES: Final = {name: reason for names, reason in _REFUSED.items() for name in names.split()}
 """Model types with routed experts that are refused, each with its reason."""
 
 

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from moereg.errors import UnknownModelError, unknown_name_message
 
-__all__ = ["MODEL_SHAPES", "MoEShape", "get_shape"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEShape:

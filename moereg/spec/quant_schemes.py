@@ -14,20 +14,6 @@ import torch
 from moereg.arguments import check_flag, check_mapping, check_one_of, check_text, within
 from moereg.errors import ArgumentError, UnknownSchemeError, shown, unknown_name_message
 
-__all__ = [
-    "MATRICES",
-    "QUANT_SCHEMES",
-    "SCHEMES_CALLED",
-    "TENSOR_ROLES",
-    "WHOLE",
-    "QuantFormat",
-    "QuantScheme",
-    "TensorRole",
-    "TensorRow",
-    "get_scheme",
-    "tensor_name",
-]
-
 WHOLE: Final = -1
 """Group extent that means the whole dimension."""
 
