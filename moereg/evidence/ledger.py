@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from moereg.errors import ArgumentError, LedgerWarning
 from moereg.evidence.code_digest import LEDGER_NAME, UNKNOWN, class_digest, module_file, root_package
 from moereg.evidence.provenance import minor_version, provenance
-from moereg.evidence.store import Record, read_once, read_records, records_text
+from moereg.evidence.store import read_once, read_records, records_text
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BUILTIN, REGISTRY, BackendCell
 from moereg.runtime.json_types import Count, Date, Text
@@ -28,7 +28,7 @@ _PACKAGE: Final = __name__.partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class Verification(Record):
+class Verification:
     """One cell that passed its conformance cases on one machine.
 
     Attributes:

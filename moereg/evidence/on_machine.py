@@ -27,7 +27,6 @@ from moereg.errors import ArgumentError, RecordFileError, RecordFileWarning, one
 from moereg.evidence.code_digest import class_digest
 from moereg.evidence.store import (
     OlderFileError,
-    Record,
     change_file,
     read_once,
     read_records,
@@ -49,7 +48,7 @@ _Key = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CellRecord(Record):
+class CellRecord:
     """One scheme of a cell, with the code and the versions that it ran with.
 
     Attributes:

@@ -18,27 +18,15 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from typing_extensions import Self
 
 from moereg.errors import ArgumentError, RecordFileError, described, shown
 from moereg.runtime.files import open_regular
-from moereg.runtime.json_types import convert, decode
+from moereg.runtime.json_types import decode
 
 T = TypeVar("T")
-R = TypeVar("R", bound="Record")
+R = TypeVar("R")
 
 _LOCK_SECONDS = 10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """Base class of records, which are dataclasses."""
-
-    @classmethod
-    def from_dict(cls, values: object) -> Self:
-        """Inverse of `dataclasses.asdict`; raises ArgumentError, with the field's path."""
-        record: Self = convert(values, cls, "a record")
-        return record
 
 
 class _File(msgspec.Struct, Generic[R]):

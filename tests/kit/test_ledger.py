@@ -28,6 +28,7 @@ from moereg.evidence.ledger import (
 )
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import REGISTRY, BackendCell, BackendRegistry, register_moe_backend, registering_origin
+from moereg.runtime.json_types import convert
 from moereg.selection.loader import load_backends
 from tests import conftest
 from tests.support.fakes import FakeExperts
@@ -183,7 +184,7 @@ def test_the_evidence_of_a_cell_is_none_for_another_on_its_rule() -> None:
     assert record.facts == "activations=silu"
     assert record.is_of(one)
     assert not record.is_of(other)
-    again = Verification.from_dict({**dataclasses.asdict(record), "schemes": list(record.schemes)})
+    again = convert({**dataclasses.asdict(record), "schemes": list(record.schemes)}, Verification, "a record")
     assert again == record
     assert again.key != Verification.of(other, H200, 32).key
     # Records from before say nothing about it.

@@ -23,6 +23,7 @@ from moereg.evidence import code_digest, store
 from moereg.evidence.on_machine import NO_RECORDS, QUARANTINE, Quarantine, QuarantineRecord
 from moereg.platforms import Platform
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
+from moereg.runtime.json_types import convert
 from moereg.selection.decide import decide
 from moereg.selection.request import Request
 from moereg.selection.result import Selection
@@ -58,7 +59,7 @@ def cells() -> tuple[BackendCell, ...]:
 
 def record(cell: BackendCell, **changes: Any) -> QuarantineRecord:
     made = QuarantineRecord.failed(cell, PLAIN, HERE, "numbers of T 17: off by 0.5\nwhere 0.008 is allowed")
-    return QuarantineRecord.from_dict({**vars(made), **changes})
+    return convert({**vars(made), **changes}, QuarantineRecord, "a record")
 
 
 def choose(cells: tuple[BackendCell, ...], held: Quarantine, platform: Platform = HERE, **facts: Any) -> Selection:
