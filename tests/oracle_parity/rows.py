@@ -133,7 +133,5 @@ def _pairs(text: str) -> dict[str, Any]:
 
 
 ROWS: Final = tuple(_read_rows())
-BRANCHES: Final = frozenset(name for name, _ in _lines("branches.tsv"))
-"""Every branch of the two functions of vLLM that `oracles.py` models whole; the file says what happens in each."""
 DIFFERENCES: Final = {name: text for name, text in _lines("differences.tsv")}
 """Deliberate differences by the name that rows have for each; `docs/selection.md` says them, in these words."""
