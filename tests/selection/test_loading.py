@@ -441,9 +441,6 @@ def test_threads_that_register_at_once_lose_nothing() -> None:
     assert len(registry.cells) == 200
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::moereg.errors.PluginWarning")
-
-
 @pytest.mark.parametrize("name", ["builtin", "moereg", "a" * 101])
 def test_a_backend_has_a_name_of_its_own(isolated_registry: BackendRegistry, name: str) -> None:
     with pytest.raises(RegistrationError):
@@ -451,6 +448,7 @@ def test_a_backend_has_a_name_of_its_own(isolated_registry: BackendRegistry, nam
     assert name not in isolated_registry.names
 
 
+@quiet
 def test_names_are_safe_to_print(wheels: Wheels) -> None:
     wheels.install("red\x1b[31m", {"fine": "fine_wheel"}, {"fine_wheel.py": backend("fine")})
     wheels.install("long", {"n" * 500: "long_wheel"}, {"long_wheel.py": ""})
@@ -462,6 +460,7 @@ def test_names_are_safe_to_print(wheels: Wheels) -> None:
     assert str(status.error).endswith("an entry point's name is at most 100 printable characters; choose another")
 
 
+@quiet
 def test_two_wheels_with_one_module(wheels: Wheels) -> None:
     wheels.install("one", {"aa": "same_wheel"}, {"same_wheel.py": backend("aa")})
     wheels.install("two", {"bb": "same_wheel"}, {"same_wheel.py": backend("aa")})
