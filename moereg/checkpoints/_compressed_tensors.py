@@ -122,7 +122,14 @@ def _matcher(patterns: Patterns, targets: Sequence[str]) -> Callable[[str], int]
 def _format(group: Mapping[str, Any], default: str | None) -> StorageFormat:
     """The format of a group's modules."""
     layout = read_name(group, "format") or default or ""
-    scheme = _scheme(group)
+    weights, activations = _describe(group, "weights"), _describe(group, "input_activations")
+    if (weights, activations) not in _SCHEMES:
+        known = [f"{pair[0]} with {pair[1]} activations" for pair in _SCHEMES]
+        raise CheckpointError(
+            f"compressed-tensors weights and activations must be one of the kinds that moereg knows, got {weights} "
+            f"weights with {activations} activations; use another release of the model (known: {', '.join(known)})"
+        )
+    scheme = get_scheme(_SCHEMES[weights, activations])
     assert scheme.weight is not None
     stored_as = (scheme.weight.dtype, scheme.weight.scale_dtype)
     if (layout, *stored_as) not in _LAYOUTS:
@@ -134,17 +141,6 @@ def _format(group: Mapping[str, Any], default: str | None) -> StorageFormat:
     is_tensor = group["weights"].get("strategy") == "tensor"
     tensors = functools.partial(_tensors, _LAYOUTS[(layout, *stored_as)], scheme, is_tensor)
     return StorageFormat(f"compressed-tensors {layout} {scheme.name}", scheme, tensors)
-
-
-def _scheme(group: Mapping[str, Any]) -> QuantScheme:
-    weights, activations = _describe(group, "weights"), _describe(group, "input_activations")
-    if (weights, activations) not in _SCHEMES:
-        known = ", ".join(f"{pair[0]} with {pair[1]} activations" for pair in _SCHEMES)
-        raise CheckpointError(
-            f"compressed-tensors weights and activations must be one of the kinds that moereg knows, got {weights} "
-            f"weights with {activations} activations; use another release of the model (known: {known})"
-        )
-    return get_scheme(_SCHEMES[weights, activations])
 
 
 def _describe(group: Mapping[str, Any], side: str) -> str:

@@ -97,13 +97,16 @@ def reading_in_place(selection: Selection) -> Selection:
     if decisions[:1] == selection.decisions[:1]:
         is_whole = all(kept[id(one)].accepted for _, one in selection.ranges)
         return dataclasses.replace(selection, decisions=decisions, ranges=selection.ranges if is_whole else ())
-    source = _source(decisions, selection.request)
-    return dataclasses.replace(selection, decisions=decisions, source=source, ranges=(), measured="")
+    return _in_order(selection, decisions)
 
 
 def unmeasured(selection: Selection) -> Selection:
     """The selection by the request and priority alone, whatever was measured."""
-    decisions = rank(selection.decisions, selection.request)
+    return _in_order(selection, rank(selection.decisions, selection.request))
+
+
+def _in_order(selection: Selection, decisions: tuple[Decision, ...]) -> Selection:
+    """The selection with its decisions in another order, which nothing measured made."""
     source = _source(decisions, selection.request)
     return dataclasses.replace(selection, decisions=decisions, source=source, ranges=(), measured="")
 
@@ -145,9 +148,7 @@ def without_winner(selection: Selection, reason: Reason) -> Selection:
     first, *others = selection.decisions
     rejected = dataclasses.replace(first, reasons=(*first.reasons, reason))
     fitting = [each for each in others if each.accepted]
-    decisions = (*fitting, rejected, *(each for each in others if not each.accepted))
-    source = _source(decisions, selection.request)
-    return dataclasses.replace(selection, decisions=decisions, source=source, ranges=(), measured="")
+    return _in_order(selection, (*fitting, rejected, *(each for each in others if not each.accepted)))
 
 
 def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platform) -> Iterator[Candidate]:
