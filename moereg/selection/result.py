@@ -343,7 +343,12 @@ class Selection(Choice[Decision]):
 
     @classmethod
     def from_json(cls, text: str | bytes, cells: Iterable[BackendCell] | None = None) -> Selection:
-        """Inverse of `to_json`; `cells` and errors are as in `from_dict`, and text that is no JSON is one too."""
+        """Inverse of `to_json`.
+
+        Args:
+            text: The JSON; other text is an ArgumentError.
+            cells: As in `from_dict`, whose errors it has.
+        """
         return cls.from_dict(decode(text, Any, "a selection's JSON", "; write it again"), cells)
 
     @classmethod
@@ -351,8 +356,11 @@ class Selection(Choice[Decision]):
         """Inverse of `to_dict`. A probed platform comes back without versions.
 
         Unknown fields of the selection and of its decisions are ignored; unknown fields of its problem or request are
-        refused. Their cells are looked up among `cells`; all that are installed where None, as for a user who reads a
-        file back and has none at hand.
+        refused.
+
+        Args:
+            values: The fields.
+            cells: Where their cells are looked up; all that are installed where None, as for a user who reads a file.
 
         Raises:
             ArgumentError: A field is missing, has another type, or contradicts another; the message has its path.

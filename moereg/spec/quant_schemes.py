@@ -257,7 +257,13 @@ class QuantScheme:
     def tensor_rows(
         self, num_experts: int, hidden_size: int, intermediate_size: int, num_halves: int, has_bias: bool
     ) -> tuple[TensorRow, ...]:
-        """Tensors of the weights of a rank's experts in this scheme; `num_halves` is 2 with a gate, else 1."""
+        """Tensors of weights in this scheme.
+
+        Args:
+            num_experts, hidden_size, intermediate_size: E of this rank, H and I.
+            num_halves: 2 if the activation is gated, else 1.
+            has_bias: Whether both matmuls have a bias.
+        """
         sizes = {
             "w13": (num_halves * intermediate_size, hidden_size),
             "w2": (hidden_size, intermediate_size),
