@@ -41,7 +41,11 @@ def class_digest(experts: type) -> str:
     Returns:
         Hexadecimal, or `UNKNOWN` if files of a prefix are missing or cannot be read.
     """
-    module = experts.__module__
+    return _module_digest(experts.__module__)
+
+
+@functools.lru_cache(maxsize=256)
+def _module_digest(module: str) -> str:
     top = module_file(root_package(module))
     if top is None:
         return UNKNOWN

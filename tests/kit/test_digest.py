@@ -139,7 +139,7 @@ def package(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
 
 def wheel_digest(module: str = "wheel_x.backend") -> str:
     """As of a new process, since each reads files once."""
-    digest.class_digest.cache_clear()
+    digest._module_digest.cache_clear()
     return class_digest(type("First", (), {"__module__": module}))
 
 

@@ -90,6 +90,7 @@ def edit(wheel: pathlib.Path, content: bytes) -> None:
     """Changes code between two processes, each of which reads it once."""
     (wheel / "impl.py").write_bytes(content)
     code_digest.class_digest.cache_clear()
+    code_digest._module_digest.cache_clear()
 
 
 def dated(record: Verification, date: str = "2026-11-22") -> Verification:

@@ -190,6 +190,7 @@ def test_changed_code_is_selected_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert choose(registry.cells, held).backend is None
     (tmp_path / "repaired_x.py").write_text("class Repaired:\n    factor = 1\n")
     code_digest.class_digest.cache_clear()  # A new process would read it anew.
+    code_digest._module_digest.cache_clear()
     assert choose(registry.cells, held).backend == "repaired"
 
 
