@@ -25,7 +25,7 @@ from moereg.cli._bench import check_run_fits
 from moereg.dispatch import explain_backends
 from moereg.errors import TooLargeError
 from moereg.evidence.provenance import clocks, provenance
-from moereg.selection.loader import current_platform
+from moereg.platforms import current_platform
 from moereg.selection.result import Decision, Selection
 from moereg.spec.model_shapes import MODEL_SHAPES
 from moereg.spec.problem import MoEProblem

@@ -11,7 +11,8 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from moereg.bench.timing import wait_for
-from moereg.selection.loader import current_platform, load_backends
+from moereg.platforms import current_platform
+from moereg.selection.loader import load_backends
 from moereg.testing.cases import Case, default_device, runnable_platform
 from moereg.testing.inputs import make_weights
 from moereg.testing.problems import claimed_problems

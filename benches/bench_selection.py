@@ -22,7 +22,7 @@ MOST_SECONDS = 1e-3
 @pytest.fixture
 def forty_cells() -> Iterator[None]:
     """Fakes beside the built-ins until there are 40 cells, each with two rules, a requirement and a probe."""
-    before = load_backends().snapshot()
+    before = load_backends().cells
     for number in range(NUM_CELLS - len(before)):
         experts = type(f"Experts{number}", (FakeExperts,), {})
         register_moe_backend(

@@ -5,17 +5,14 @@ A value that is not as a check's first line says is an `ArgumentError`, an unkno
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
 from moereg.errors import ArgumentError, MoeregError, UnknownNameError, shown, unknown_name_message
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _LARGEST: Final = 2**63 - 1
@@ -77,36 +74,6 @@ def check_instance(name: str, value: object, kind: type[object], cure: str) -> N
         # "An" before a vowel sound.
         article = "an" if kind.__name__[0] in "AEIO" else "a"
         raise ArgumentError(f"{name} must be {article} {kind.__name__}, got {shown(value)}; {cure}")
-
-
-def takes(**kinds: tuple[type[object], str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Checks arguments of a function with `check_instance` before it runs. None passes if it is the default.
-
-    Args:
-        **kinds: For each argument to check, its class and where to get an instance.
-    """
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        parameters = inspect.signature(function).parameters
-        places = {name: place for place, name in enumerate(parameters)}
-        optional = {name for name in kinds if parameters[name].default is None}
-
-        @functools.wraps(function)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            for name, (kind, cure) in kinds.items():
-                if name in kwargs:
-                    value = kwargs[name]
-                elif places[name] < len(args):
-                    value = args[places[name]]
-                else:
-                    continue  # Missing: Python raises, or there is a default.
-                if not (value is None and name in optional):
-                    check_instance(name, value, kind, cure)
-            return function(*args, **kwargs)
-
-        return checked
-
-    return decorate
 
 
 def check_device(name: str, value: object) -> torch.device:

@@ -13,17 +13,14 @@ import warnings
 from collections.abc import Hashable, Iterator
 from typing import Final
 
-from moereg.arguments import takes
-from moereg.errors import EmulationWarning, UnsupportedProblemError
-from moereg.evidence.admission import ADMITTED
+from moereg.errors import ArgumentError, EmulationWarning, UnsupportedProblemError, shown
 from moereg.evidence.measured import read_tuning
-from moereg.evidence.quarantine import QUARANTINE
-from moereg.platforms import Platform
+from moereg.evidence.on_machine import ADMITTED, QUARANTINE
+from moereg.platforms import Platform, read_platform
 from moereg.registry import BackendCell
-from moereg.selection.decide import decide, evaluate, rank
-from moereg.selection.loader import load_backends, missing_backend, platform_of, read_platform
+from moereg.selection.decide import decide, evaluate, lacks, rank
+from moereg.selection.loader import load_backends, missing_backend
 from moereg.selection.request import Names, Request
-from moereg.selection.requirements import lacks
 from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
 from moereg.spec.reasons import Reason
@@ -36,7 +33,6 @@ __all__ = [
     "evaluate",
     "explain_backends",
     "machine_reasons",
-    "platform_of",
     "rank",
     "select_backend",
 ]
@@ -50,7 +46,6 @@ def _times(key: Hashable) -> Iterator[int]:
     return itertools.count()
 
 
-@takes(problem=(MoEProblem, "make one with MoEProblem(...)"))
 def explain_backends(
     problem: MoEProblem,
     platform: Platform | str | None = None,
@@ -71,6 +66,8 @@ def explain_backends(
         >>> [reason.text for reason in selection.decisions[0].reasons]
         ['requires platform in (cuda:sm80+, rocm:gfx942), got cuda:sm70']
     """
+    if not isinstance(problem, MoEProblem):
+        raise ArgumentError(f"problem must be a MoEProblem, got {shown(problem)}; make one with MoEProblem(...)")
     cells = load_backends().cells  # First: plugins may bring the kind of machine that the platform's name says.
     platform = read_platform(platform)
     request = Request.resolve(

@@ -53,12 +53,7 @@ class RanksMeasuredWarning(MoeregWarning):
 
 
 class BackendError(MoeregError, RuntimeError):
-    """A backend's own code raised; `__cause__` is the original exception.
-
-    Attributes:
-        backend: Its name, for `deny`.
-        origin: Its distribution; `builtin` for moereg's own.
-    """
+    """The own code of a `backend`, whose distribution is `origin`, raised; `__cause__` is the original exception."""
 
     def __init__(self, message: str, backend: str = "", origin: str = "") -> None:
         super().__init__(message)
@@ -149,14 +144,9 @@ class UnknownPlatformError(UnknownNameError):
 
 
 class UnsupportedProblemError(MoeregError, NotImplementedError):
-    """No backend fits the problem.
+    """No backend fits the problem; its `selection` has every candidate's reasons."""
 
-    Attributes:
-        selection: The `Selection` with every candidate's reasons. Not typed so, since this module is below
-            `Selection`.
-    """
-
-    def __init__(self, message: str, selection: Any) -> None:
+    def __init__(self, message: str, selection: Any) -> None:  # A `Selection`, which is above this module.
         super().__init__(message)
         self.selection = selection
 
@@ -164,19 +154,10 @@ class UnsupportedProblemError(MoeregError, NotImplementedError):
 def unknown_name_message(
     kind: str, name: object, known: Iterable[str], also_called: Mapping[str, Sequence[str]] = MappingProxyType({})
 ) -> str:
-    """Words an unknown-name error: the rule, the name found, the nearest and all known names.
+    """Words an unknown-name error in one line: the rule, the name found, the nearest and all known names.
 
     The nearest are the known names that begin with the one found, else those that contain it, else the one with the
-    most similar spelling.
-
-    Args:
-        kind: What the name should have been, such as `backend`.
-        name: The name found.
-        known: All names that would have been accepted.
-        also_called: Other names in use, in lower case, with the known names that they mean.
-
-    Returns:
-        One line.
+    most similar spelling. `also_called` has other names in use, in lower case, with the known names that they mean.
     """
     names = sorted(set(known))
     lowered = {known_name.lower(): known_name for known_name in names}

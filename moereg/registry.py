@@ -13,7 +13,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import importlib
 import inspect
 import itertools
 import sys
@@ -31,19 +30,6 @@ from moereg.experts import INPUT_FORMS, OUTPUT_FORMS, Experts
 from moereg.platforms import KINDS, Platform, PlatformKind, PlatformRule
 from moereg.spec.facts import Facts, NarrowedFacts, check_facts, disjoint_fact, narrow_facts
 from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme, get_scheme
-
-__all__ = [
-    "API_VERSION",
-    "BUILTIN",
-    "REGISTRY",
-    "BackendCell",
-    "BackendRegistry",
-    "Cell",
-    "Registry",
-    "provider",
-    "register_moe_backend",
-    "registering_origin",
-]
 
 API_VERSION: Final = "1"
 
@@ -139,14 +125,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackendCell(Cell):
-    """One registered rectangle of quant schemes x platforms. Further attributes are those of `Cell`.
-
-    Attributes:
-        experts: Experts class.
-        schemes: What it computes.
-        facts: The class's, narrowed for this rectangle.
-        tier: `kernel` or `emulation`.
-    """
+    """One registered rectangle of quant schemes x platforms. Its facts are the class's, narrowed for it."""
 
     noun: ClassVar[str] = "backend"
     requested_as: ClassVar[str] = "backend"
@@ -219,8 +198,7 @@ class Registry(Generic[C]):
         kind: Class of its cells.
         owner_of: Name and version of the distribution that registers a name in a module, None where it is not known.
         collect: Takes a cell of a plugin that is being imported, until all of the plugin's are known; False where none
-            is.
-        load: Loads all that are installed and returns the cells. The loader of plugins sets all three.
+            is. The loader of plugins sets both.
     """
 
     kind: ClassVar[type[Cell]]
@@ -230,12 +208,6 @@ class Registry(Generic[C]):
         self._lock = threading.Lock()
         self.owner_of: Callable[[str, str], tuple[str, str] | None] = lambda name, module: None
         self.collect: Callable[[C], bool] = lambda cell: False
-        self.load: Callable[[], tuple[C, ...]] = self._load_first
-
-    def _load_first(self) -> tuple[C, ...]:
-        """Imports the loader of plugins, which sets `load` of the registries that it fills."""
-        importlib.import_module("moereg.selection.loader")
-        return self._cells if self.load == self._load_first else self.load()
 
     @property
     def cells(self) -> tuple[C, ...]:
@@ -267,12 +239,8 @@ class Registry(Generic[C]):
                 stored.append(cell)
             self._cells = tuple(stored)
 
-    def snapshot(self) -> tuple[C, ...]:
-        """The cells, for `restore`."""
-        return self._cells
-
     def restore(self, cells: Iterable[C]) -> None:
-        """Puts back what `snapshot` returned."""
+        """Puts back `cells` as they once were."""
         with self._lock:
             self._cells = tuple(cells)
 
@@ -369,14 +337,9 @@ def registering_origin(origin: str, version: str = "") -> Iterator[None]:
 
 
 class Registration:
-    """The origin of a decorated class, and the way of its cell into a registry.
-
-    Attributes:
-        who: The entry, its class and their origin.
-    """
+    """The origin of a decorated class, and the way of its cell into a `Registry`."""
 
     def __init__(self, registry: Any, name: object, implementation: object) -> None:
-        """Finds the origin of a class, for a `moereg.registry.Registry`."""
         module = str(getattr(implementation, "__module__", "nowhere"))
         self._registry = registry
         origin, version = _ORIGIN.get()
@@ -387,15 +350,15 @@ class Registration:
         self._origin = {"origin": origin, "origin_version": __version__ if origin == BUILTIN else version}
         self._is_owned = owner is not None
         called = getattr(implementation, "__name__", None) or shown(implementation)
-        self.who = f"{registry.kind.noun} {shown(name)} ({called} of {origin})"
+        self._who = f"{registry.kind.noun} {shown(name)} ({called} of {origin})"
 
     @contextlib.contextmanager
     def checking(self) -> Iterator[None]:
-        """Errors of what is checked inside begin with `who`."""
+        """Errors of what is checked inside begin with the entry, its class and their origin."""
         try:
             yield
         except (ArgumentError, UnknownNameError) as error:
-            raise RegistrationError(f"{self.who}: {error}") from error
+            raise RegistrationError(f"{self._who}: {error}") from error
 
     def shared_fields(
         self,
@@ -508,11 +471,10 @@ def _parameters(base: type, method: str) -> Mapping[str, inspect.Parameter]:
 
 
 def _can_be_called(expected: Iterable[inspect.Parameter], found: Iterable[inspect.Parameter]) -> bool:
-    """Whether a method takes the arguments of the base class's.
+    """Whether a method takes the arguments of the base class's: those without a default first, in order.
 
-    Those without a default have to come first, in order. Later ones may be left out: the dispatcher passes only what a
-    method takes, so that an argument that a minor version adds breaks no class. A method may have more of its own, if
-    they have defaults.
+    Later ones may be left out: the dispatcher passes only what a method takes, so that an argument that a minor version
+    adds breaks no class. A method may have more of its own, if they have defaults.
     """
     required = [parameter.name for parameter in expected if parameter.default is parameter.empty]
     named = [parameter.name for parameter in found if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]

@@ -71,13 +71,13 @@ def one_thread() -> Iterator[None]:
 def cpu_features(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Call it with fields of `CpuFeatures` to answer as another CPU would; nothing that was answered so is kept."""
     from moereg.kernels.plain import cpu
-    from moereg.selection import requirements
+    from moereg.selection import decide
 
-    monkeypatch.setattr(requirements, "_ANSWERS", {})
+    monkeypatch.setattr(decide, "_ANSWERS", {})
     here = cpu.features()
 
     def answer(**fields: bool) -> None:
-        requirements._ANSWERS.clear()
+        decide._ANSWERS.clear()
         monkeypatch.setattr(cpu, "features", lambda: dataclasses.replace(here, **fields))
 
     return answer
@@ -90,7 +90,7 @@ def isolated_registry() -> Iterator[BackendRegistry]:
     from moereg.selection.loader import load_backends
 
     load_backends()
-    before, movements = REGISTRY.snapshot(), MOVEMENTS.snapshot()
+    before, movements = REGISTRY.cells, MOVEMENTS.cells
     yield REGISTRY
     REGISTRY.restore(before)
     MOVEMENTS.restore(movements)
@@ -194,7 +194,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     import pathlib
 
     from moereg.evidence.ledger import Verification, merge_ledger
-    from moereg.selection.loader import current_platform, load_backends
+    from moereg.platforms import current_platform
+    from moereg.selection.loader import load_backends
 
     platform = current_platform()
     records = [

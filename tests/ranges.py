@@ -1,7 +1,7 @@
 """Runs tests at the ends of the stated ranges: `python -m tests.ranges`, or `make test-ranges`.
 
 pyproject.toml states the ranges. The lowest torch and Triton run on the lowest Python, the newest ones that pip finds
-on every Python that is here or that pyenv or uv can install. What could not be installed is named as not run.
+on every Python that is here. What could not be installed is named as not run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import glob
 import os
 import re
 import shutil
@@ -38,7 +37,7 @@ _HEADER: Final = (
     "failed",
 )
 _TRIED: Final = 900
-"""Seconds for an installation of a Python."""
+"""Seconds for an installation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,37 +90,12 @@ def rows_of(text: str) -> list[Row]:
 
 def find_python(version: str) -> tuple[str, str]:
     """An interpreter of a version, or, as the second, why there is none."""
-    for tried in range(2):
-        known = [shutil.which(f"python{version}"), *sorted(glob.glob(_pyenv(f"{version}.*/bin/python")), reverse=True)]
-        for python in known:
-            if python and _output([python, "-c", "import ensurepip, sys, venv; print(sys.version_info[:2])"])[0] == 0:
-                return python, ""
-        if not tried and (why := _install_python(version)):
-            return "", why
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    known = [shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python"))[::-1])]
+    for python in known:
+        if python and _output([python, "-c", "import ensurepip, venv"])[0] == 0:
+            return python, ""
     return "", f"no Python {version} is here"
-
-
-def _pyenv(pattern: str) -> str:
-    return str(Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions" / pattern)
-
-
-def _install_python(version: str) -> str:
-    """Installs a Python with pyenv or uv; why not, if it fails."""
-    beside = Path(_pyenv("..")) / "bin" / "pyenv"
-    pyenv = shutil.which("pyenv") or (str(beside) if os.access(beside, os.X_OK) else "")
-    why = []
-    if pyenv:
-        _, latest = _output([pyenv, "latest", "-k", version])
-        code, text = _output([pyenv, "install", "-s", latest.strip() or version])
-        if code == 0:
-            return ""
-        why.append(f"pyenv: {_last_error(text)}")
-    if uv := shutil.which("uv"):
-        code, text = _output([uv, "python", "install", version])
-        if code == 0:
-            return ""
-        why.append(f"uv: {_last_error(text)}")
-    return "; ".join(why) or "it is not here, and neither are pyenv and uv"
 
 
 def _last_error(text: str) -> str:

@@ -42,10 +42,10 @@ from benches.stored import instruction_set
 from moereg.bench.inputs import ROUTINGS
 from moereg.bench.timing import ROUNDS, SECONDS
 from moereg.errors import RecordFileError
-from moereg.evidence.keys import machine_of
+from moereg.evidence.on_machine import machine_of
 from moereg.evidence.provenance import provenance
-from moereg.platforms import Platform
-from moereg.selection.loader import current_platform, load_backends
+from moereg.platforms import Platform, current_platform
+from moereg.selection.loader import load_backends
 
 _LOST: Final = 75
 _FROM_SIGNALS: Final = 128

@@ -9,7 +9,7 @@ from typing import Any, Final
 from benches import stored
 from benches.board.variants import UNTUNED
 from moereg.bench.session import drifted
-from moereg.evidence.keys import Machine
+from moereg.evidence.on_machine import Machine
 from moereg.evidence.pack import Pack, Row, Session, TimedCell, write_pack
 from moereg.evidence.significance import NUM_SESSIONS
 from moereg.runtime.json_types import convert
@@ -86,7 +86,7 @@ def _with_board(pack: Pack, board: Document) -> Pack:
     rows = [(row, [one for one in row["results"] if _is_a_choice(one)]) for row in board["rows"]]
     indices: dict[int, int] = {}
     for cell in sorted({one["cell"] for _, results in rows for one in results}):
-        pack, indices[cell] = pack.with_cell(TimedCell.from_dict(board["cells"][cell]))
+        pack, indices[cell] = pack.with_cell(convert(board["cells"][cell], TimedCell, "a record"))
     problems = {(one["layer"], one["scheme"]): one["problem"] for one in board["layers"].values()}
     for row, results in rows:
         default = next((one for one in results if one["log_ratio"] is not None and _is_default(one, row)), None)

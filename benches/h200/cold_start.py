@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     options = parser.parse_args()
     from moereg.evidence.provenance import provenance
-    from moereg.selection.loader import current_platform
+    from moereg.platforms import current_platform
 
     platform = current_platform()
     rows = []

@@ -237,7 +237,7 @@ def _line(row: dict[str, Any]) -> str:
 def document_of(rows: list[dict[str, Any]], lost: list[str], size: int) -> dict[str, Any]:
     """As `benches/results/h200_ep.json` has it: a bench a layer."""
     from moereg.evidence.provenance import clocks, provenance
-    from moereg.selection.loader import current_platform
+    from moereg.platforms import current_platform
 
     platform = current_platform()
     where = provenance(platform, ("torch", "triton"))

@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from moereg.evidence.provenance import clocks, provenance
 from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.platforms import current_platform
 from moereg.prepare_finalize import GroupPrepareFinalize
 from moereg.routing import softmax_topk
 from moereg.runtime.gc_pause import collecting_later
-from moereg.selection.loader import current_platform
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights
 from moereg.weights.permuted import ExpertWeights

@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from moereg.evidence.ledger import Verification, merge_ledger
-from moereg.selection.loader import current_platform
+from moereg.platforms import current_platform
 from moereg.testing.cases import is_imitated, runnable_platform
 from moereg.testing.check import CellName, Check
 from moereg.testing.outcomes import NO_TIME, Outcome, Report, Result

@@ -47,8 +47,9 @@ from moereg.evidence.pack import Pack, read_pack
 from moereg.evidence.plans import LayerTimes, best_for_all
 from moereg.evidence.provenance import clocks, provenance
 from moereg.evidence.significance import ASKED
+from moereg.platforms import current_platform
 from moereg.selection.decide import candidate_of
-from moereg.selection.loader import current_platform, load_backends
+from moereg.selection.loader import load_backends
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 
@@ -446,7 +447,7 @@ def time_held_out(problem: MoEProblem, tokens: int, plans: Plans, out: pathlib.P
 
     from moereg.bench.inputs import random_weights
     from moereg.bench.session import LayerSession
-    from moereg.evidence.pairs import paired
+    from moereg.evidence.significance import paired
     from moereg.platforms import torch_device
 
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []

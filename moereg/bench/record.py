@@ -11,8 +11,8 @@ from typing import Any, Final
 from moereg.bench.points import Point
 from moereg.bench.session import Key, timed_cell
 from moereg.errors import one_line
-from moereg.evidence.keys import machine_of, problem_key
-from moereg.evidence.pack import Pack, Row, Session, TunedLayer, write_pack
+from moereg.evidence.on_machine import machine_of
+from moereg.evidence.pack import Pack, Row, Session, TunedLayer, problem_key, write_pack
 from moereg.evidence.provenance import provenance
 from moereg.platforms import Platform
 from moereg.selection.result import Decision

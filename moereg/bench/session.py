@@ -20,11 +20,10 @@ from moereg.bench.inputs import Call, random_calls
 from moereg.bench.points import Point
 from moereg.bench.roofline import Ceilings, settled_us
 from moereg.bench.timing import ROUNDS, SECONDS
-from moereg.evidence.on_machine import cell_key
+from moereg.evidence.on_machine import QUARANTINE, cell_key
 from moereg.evidence.pack import TimedCell
-from moereg.evidence.pairs import paired
 from moereg.evidence.provenance import clocks
-from moereg.evidence.quarantine import QUARANTINE
+from moereg.evidence.significance import paired
 from moereg.platforms import Platform
 from moereg.selection.decide import candidate_of, decide, rank
 from moereg.selection.loader import load_backends, missing_backend

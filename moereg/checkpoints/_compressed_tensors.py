@@ -72,13 +72,8 @@ def compressed_tensors_formats(config: Mapping[str, Any]) -> FormatOf:
 
     `config_groups` name modules by class, by name or, after `re:`, by a regular expression that matches from the start;
     the most specific one counts. `ignore` excludes modules from all of them.
+    A setting that is unknown is a CheckpointError, also of the returned function.
     Source: quantization/quant_config.py and utils/match.py of compressed-tensors 0.20.0.
-
-    Args:
-        config: `quantization_config`.
-
-    Raises:
-        CheckpointError: A setting is unknown; the returned function raises it too.
     """
     if config.get("config_groups") is None:
         raise CheckpointError(
@@ -127,7 +122,14 @@ def _matcher(patterns: Patterns, targets: Sequence[str]) -> Callable[[str], int]
 def _format(group: Mapping[str, Any], default: str | None) -> StorageFormat:
     """The format of a group's modules."""
     layout = read_name(group, "format") or default or ""
-    scheme = _scheme(group)
+    weights, activations = _describe(group, "weights"), _describe(group, "input_activations")
+    if (weights, activations) not in _SCHEMES:
+        known = [f"{pair[0]} with {pair[1]} activations" for pair in _SCHEMES]
+        raise CheckpointError(
+            f"compressed-tensors weights and activations must be one of the kinds that moereg knows, got {weights} "
+            f"weights with {activations} activations; use another release of the model (known: {', '.join(known)})"
+        )
+    scheme = get_scheme(_SCHEMES[weights, activations])
     assert scheme.weight is not None
     stored_as = (scheme.weight.dtype, scheme.weight.scale_dtype)
     if (layout, *stored_as) not in _LAYOUTS:
@@ -139,17 +141,6 @@ def _format(group: Mapping[str, Any], default: str | None) -> StorageFormat:
     is_tensor = group["weights"].get("strategy") == "tensor"
     tensors = functools.partial(_tensors, _LAYOUTS[(layout, *stored_as)], scheme, is_tensor)
     return StorageFormat(f"compressed-tensors {layout} {scheme.name}", scheme, tensors)
-
-
-def _scheme(group: Mapping[str, Any]) -> QuantScheme:
-    weights, activations = _describe(group, "weights"), _describe(group, "input_activations")
-    if (weights, activations) not in _SCHEMES:
-        known = ", ".join(f"{pair[0]} with {pair[1]} activations" for pair in _SCHEMES)
-        raise CheckpointError(
-            f"compressed-tensors weights and activations must be one of the kinds that moereg knows, got {weights} "
-            f"weights with {activations} activations; use another release of the model (known: {known})"
-        )
-    return get_scheme(_SCHEMES[weights, activations])
 
 
 def _describe(group: Mapping[str, Any], side: str) -> str:
@@ -182,13 +173,9 @@ _NUMBER: Final = ((1,), ())
 
 
 def _tensors(layout: _Layout, scheme: QuantScheme, is_tensor: bool, projection: Projection) -> Sequence[StoredTensor]:
-    """The tensors of a layout, and `input_scale` [1] if activations have a static scale.
+    """The tensors of a layout, one of `_LAYOUTS`, and `input_scale` [1] if activations have a static scale.
 
-    Args:
-        layout: A function of `_LAYOUTS`.
-        scheme: Scheme of weights and activations.
-        is_tensor: Whether the whole projection has one scale.
-        projection: The tensors' projection.
+    `is_tensor` says whether the whole projection has one scale.
     """
     assert scheme.weight is not None
     tensors = layout(scheme.weight, is_tensor, projection)
@@ -223,8 +210,14 @@ def _packed_integers(fmt: QuantFormat, is_tensor: bool, projection: Projection) 
     """
     rows, columns, num_groups = *projection.shape, projection.num_groups(fmt.group[1])
     shape = (rows, -(-columns * fmt.bits // 32))
-    codes = functools.partial(_int4_codes if fmt.bits == 4 else _int8_codes, columns=columns)
-    zeros = functools.partial(_zero_points, rows=rows)
+
+    def codes(stored: torch.Tensor) -> torch.Tensor:
+        words = word_bytes(stored)
+        return words[:, : -(-columns // 2)] if fmt.bits == 4 else (words[:, :columns] ^ 128).view(torch.int8)
+
+    def zeros(stored: torch.Tensor) -> torch.Tensor:
+        return repacked_zero_points(stored.mT, rows)
+
     zero_point = StoredTensor(".weight_zero_point", ((-(-rows // 8), num_groups),), ("I32",), "zero_point", zeros)
     return (
         StoredTensor(".weight_packed", (shape,), ("I32",), "weight", codes),
@@ -286,10 +279,6 @@ def _inverse(stored: torch.Tensor) -> torch.Tensor:
     return 1 / number
 
 
-def _int4_codes(stored: torch.Tensor, columns: int) -> torch.Tensor:
-    return word_bytes(stored)[:, : -(-columns // 2)]
-
-
 def _packed_codes(stored: torch.Tensor) -> torch.Tensor:
     low, high = (int(extreme) for extreme in stored.aminmax())
     if low < -8 or high > 7:
@@ -297,14 +286,6 @@ def _packed_codes(stored: torch.Tensor) -> torch.Tensor:
             f"4-bit integers must be from -8 to 7, got {low} to {high}; take the file from the model's publisher"
         )
     return pack_nibbles((stored + 8).view(torch.uint8))
-
-
-def _int8_codes(stored: torch.Tensor, columns: int) -> torch.Tensor:
-    return (word_bytes(stored)[:, :columns] ^ 128).view(torch.int8)
-
-
-def _zero_points(stored: torch.Tensor, rows: int) -> torch.Tensor:
-    return repacked_zero_points(stored.mT, rows)
 
 
 def _check_shape(projection: Projection, stored: torch.Tensor) -> torch.Tensor:

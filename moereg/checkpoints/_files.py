@@ -9,6 +9,7 @@ import json
 import math
 import operator
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,12 +17,13 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moereg.checkpoints._hub import download, link_roots, snapshot_of
 from moereg.errors import CheckpointError, shown
 from moereg.routing import language_config
 from moereg.runtime.files import open_regular
 from moereg.runtime.memory import format_bytes
 
+# Names of the Hub are looked up in its local cache; nothing is downloaded.
+_HUB_NAME: Final = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 _MODEL_OPT: Final = "hf_quant_config.json"
@@ -52,16 +54,10 @@ class TensorHeader:
 
 
 class CheckpointFiles(contextlib.ExitStack):
-    """A checkpoint directory. Opens each shard once, when a tensor in it is first needed; closes them on exit.
+    """A checkpoint's directory, or that of a model in the Hub's local cache, by its name.
 
-    Args:
-        path: A directory, or the name of a model that the Hub's local cache holds.
-
-    Attributes:
-        path: The directory.
-
-    Raises:
-        CheckpointError: From every method: a file is missing, corrupt, or of another kind.
+    Opens each shard once, when a tensor in it is first needed; closes them on exit. A file that is missing, corrupt or
+    of another kind is a CheckpointError of every method.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -73,15 +69,14 @@ class CheckpointFiles(contextlib.ExitStack):
                 f"a checkpoint directory must exist, got {shown(str(path))}: {error}; give the directory of a "
                 "checkpoint that is on this machine"
             ) from error
-        snapshot = snapshot_of(given)
+        snapshot = _snapshot_of(given)
         self.path = given if snapshot is None else snapshot
-        self._download = None if snapshot is None else download(given)
+        self._download = None if snapshot is None else f"`hf download {given}`"
         self._shards: dict[str, Any] = {}
         self._rows: dict[str, _ShardRows] = {}
 
     @functools.cached_property
-    def full_config(self) -> Mapping[str, Any]:
-        """config.json, unchanged."""
+    def _full_config(self) -> Mapping[str, Any]:
         config_path = self.find("config.json")
         if config_path is None:
             raise CheckpointError(
@@ -93,12 +88,12 @@ class CheckpointFiles(contextlib.ExitStack):
     @property
     def config(self) -> Mapping[str, Any]:
         """The part of config.json that describes the language model; multimodal models nest it."""
-        return language_config(self.full_config)
+        return language_config(self._full_config)
 
     @functools.cached_property
     def quantization(self) -> tuple[Mapping[str, Any], str] | None:
         """The checkpoint's quantization config and the file that holds it; None if no file does."""
-        for config in (self.full_config, self.config):
+        for config in (self._full_config, self.config):
             for key in ("quantization_config", "compression_config"):
                 quantization = config.get(key)
                 if quantization is None or quantization == {}:
@@ -133,7 +128,11 @@ class CheckpointFiles(contextlib.ExitStack):
             return weight_map
         if self.find(SINGLE) is not None:
             return dict.fromkeys(self._shard(SINGLE).keys(), SINGLE)
-        if pickles := [name for name in self.names() if name.endswith(_PICKLE_SUFFIXES)]:
+        try:
+            names = sorted(os.listdir(self.path))
+        except OSError as error:
+            raise CheckpointError(f"{self.path} must be readable, got: {error.strerror}; correct its rights") from error
+        if pickles := [name for name in names if name.endswith(_PICKLE_SUFFIXES)]:
             raise CheckpointError(
                 f"only safetensors checkpoints are read, got {pickles[0]} and no safetensors in {str(self.path)!r}; "
                 "convert it with transformers: from_pretrained, then save_pretrained"
@@ -165,45 +164,18 @@ class CheckpointFiles(contextlib.ExitStack):
             tensor: torch.Tensor = shard.get_tensor(name)
             return tensor
 
-    def names(self) -> list[str]:
-        """Names of everything in the directory, sorted."""
-        try:
-            return sorted(os.listdir(self.path))
-        except OSError as error:
-            raise CheckpointError(f"{self.path} must be readable, got: {error.strerror}; correct its rights") from error
-
     def find(self, name: str) -> Path | None:
-        """A file of the directory; None if it is not there.
-
-        Raises:
-            CheckpointError: It is a link that leads further than the Hub's cache has them.
-        """
+        """A file of the directory, or None; a link must not lead further than the Hub's cache has them."""
         path = self.path / name
         if not os.path.isfile(path):
             return None
         target = Path(os.path.realpath(path))
-        if not any(target.is_relative_to(root) for root in self._link_roots):
+        if not any(target.is_relative_to(root) for root in _link_roots(Path(os.path.realpath(self.path)))):
             raise CheckpointError(
                 f"files of a checkpoint must be in its directory, got {path}, a link to {target}; copy the file there, "
                 "or give the directory of the Hub's cache that has it (only a snapshot's files may be links)"
             )
         return path
-
-    @functools.cached_property
-    def _link_roots(self) -> tuple[Path, ...]:
-        return link_roots(Path(os.path.realpath(self.path)))
-
-    def shard_path(self, file: str) -> Path:
-        """The file of that name in the index."""
-        # An untrusted index must not reach files outside the checkpoint.
-        if Path(file).name != file:
-            raise CheckpointError(f"{INDEX} must name files of its own directory, got {shown(file)}; download it again")
-        found = self.find(file)
-        if found is None:
-            raise CheckpointError(
-                f"{INDEX} names {self.path / file}, which is missing; {self._download or 'download that file'}"
-            )
-        return found
 
     def _file_of(self, name: str) -> str:
         if name not in self.file_of:
@@ -217,7 +189,14 @@ class CheckpointFiles(contextlib.ExitStack):
     def _shard(self, file: str) -> Any:
         if file in self._shards:
             return self._shards[file]
-        shard_path = self.shard_path(file)
+        # An untrusted index must not reach files outside the checkpoint.
+        if Path(file).name != file:
+            raise CheckpointError(f"{INDEX} must name files of its own directory, got {shown(file)}; download it again")
+        shard_path = self.find(file)
+        if shard_path is None:
+            raise CheckpointError(
+                f"{INDEX} names {self.path / file}, which is missing; {self._download or 'download that file'}"
+            )
         with _named_errors(shard_path):
             # Not mapped: reading a mapping past the end of a file that another process truncated kills this process.
             shard = self.enter_context(safe_open(shard_path, framework="pt", backend="pread"))
@@ -309,3 +288,41 @@ def _read_json_object(path: Path, largest: int) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}; download that file again")
     return value
+
+
+def _snapshot_of(name: Path) -> Path | None:
+    """The directory in the Hub's local cache that holds a model's main branch; None where it cannot be a name.
+
+    A path that exists is no name. huggingface_hub says where the cache is (HF_HUB_CACHE, HF_HOME).
+    """
+    if os.path.lexists(name) or not _HUB_NAME.fullmatch(str(name)):
+        return None
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        missing, cure = "huggingface_hub, which looks for models, is missing", "`pip install huggingface_hub` and "
+    else:
+        missing, cure = "the Hub's local cache has no such model", ""
+        try:
+            config = try_to_load_from_cache(str(name), "config.json")
+        except (ValueError, OSError):  # Not a name by the Hub's rules, or a cache that cannot be read.
+            config = None
+        if isinstance(config, str):
+            return Path(config).parent
+    raise CheckpointError(
+        f"there is no directory {shown(str(name))}, and {missing}; nothing is downloaded, so give the directory of a "
+        f"checkpoint, or run {cure}`hf download {name}`"
+    )
+
+
+def _link_roots(folder: Path) -> tuple[Path, ...]:
+    """Directories that the files of a checkpoint, a folder without links, may be links into: its own, the Hub's blobs.
+
+    In the Hub's cache, `models--ORGANIZATION--NAME/snapshots/COMMIT` links into `blobs` of that model, which may link
+    into those that all models share.
+    Source: file_download.py and utils/_shared_blobs.py of huggingface_hub 2.4.0.
+    """
+    model = folder.parent.parent
+    if folder.parent.name == "snapshots" and model.name.startswith("models--"):
+        return folder, *(Path(os.path.realpath(each / "blobs")) for each in (model, model.parent))
+    return (folder,)

@@ -1,4 +1,7 @@
-"""How checkpoints store an expert's matrix: the results of the readers of `quant_method`."""
+"""How checkpoints store an expert's matrix: the results of the readers of `quant_method`.
+
+Sizes that do not fit a format, and values that contradict it, are a CheckpointError.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,7 @@ class Projection:
         return self.rows, self.columns
 
     def num_groups(self, size: int) -> int:
-        """Number of groups of that many columns per row; `WHOLE` means all columns.
-
-        Raises:
-            CheckpointError: The columns are not a multiple of the group.
-        """
+        """Number of groups of that many columns per row; `WHOLE` means all columns."""
         size = self.columns if size == WHOLE else size
         if self.columns % size:
             raise CheckpointError(
@@ -67,8 +66,7 @@ class StoredTensor:
         shapes: Accepted shapes for one expert.
         dtypes: Accepted dtypes in safetensors' spelling.
         role: Its role for w13 or w2 in `ExpertWeights`; None if the tensor is only checked.
-        convert: Makes canonical rows of that field from the stored tensor. Raises CheckpointError if its values
-            contradict the format.
+        convert: Makes canonical rows of that field from the stored tensor.
         required: Whether the tensor must exist.
     """
 
@@ -87,7 +85,7 @@ class StorageFormat:
     Attributes:
         name: For errors; formats of one name are equal.
         scheme: Scheme of the weights.
-        tensors: Lists the stored tensors of a projection. Raises CheckpointError if its sizes do not fit.
+        tensors: Lists the stored tensors of a projection.
         is_fused: Whether one tensor has all experts, along dim 0.
     """
 
@@ -127,11 +125,7 @@ def exponents(stored: torch.Tensor) -> torch.Tensor:
 
 
 def block_tensors(projection: Projection, scale_name: str) -> Sequence[StoredTensor]:
-    """A projection's e4m3 codes and block scales; `scale_name` follows the module's name.
-
-    Raises:
-        CheckpointError: Gate and up would share a block in w13.
-    """
+    """A projection's e4m3 codes and block scales; `scale_name` follows the module's name."""
     if projection.is_half and projection.rows % FP8_BLOCK:
         raise CheckpointError(
             f"the rows of {projection.module} must be a multiple of {FP8_BLOCK}, or one block of w13 would hold gate "

@@ -1,6 +1,6 @@
 """The manifest of a layer: finds its experts' parts and checks their headers against config.json.
 
-Reads no tensor data.
+Reads no tensor data. What cannot be read as the layer is a CheckpointError that says why.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -45,8 +45,7 @@ _INDEX: Final = re.compile("[0-9]{1,9}")
 _DTYPES: Final = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerSizes:
+class LayerSizes(NamedTuple):
     """The sizes that determine stored shapes: E of the whole layer, H and I."""
 
     num_experts: int
@@ -82,12 +81,7 @@ class ExpertPart:
         return None if self.tensor.role is None else tensor_name(self.matrix, self.tensor.role)
 
     def copy_to(self, fields: Mapping[str, torch.Tensor], expert: int, stored: torch.Tensor) -> None:
-        """Converts a stored tensor and writes it into the expert's slice of the field.
-
-        Args:
-            fields: Canonical tensors, by field of `ExpertWeights`; this part's is written.
-            expert: Index in them.
-            stored: The tensor, or its row, as stored.
+        """Converts a stored tensor, or its row, and writes it into the local expert's slice of its canonical field.
 
         Raises:
             ArgumentError: Its values contradict its format.
@@ -113,14 +107,9 @@ class ExpertPart:
 def _list_projections(
     model: ModelType, sizes: LayerSizes, root: str, expert: int, fused: FusedNames | None
 ) -> Iterator[tuple[str, int | None, Projection]]:
-    """The projections of an expert, each with its matrix and half.
+    """The projections of a (global) expert, each with its matrix and half.
 
-    Args:
-        model: The model's type.
-        sizes: H and I.
-        root: Prefix of the block's names, including the dot.
-        expert: Global index.
-        fused: Names of the tensors with all experts; None if each expert has its own.
+    `root` is the prefix of the block's names, including the dot; `fused` is None if each expert has its own tensors.
     """
     if fused is None:
         assert model.projections is not None
@@ -158,11 +147,7 @@ class LayerManifest:
 
 
 def _find_model(files: CheckpointFiles) -> tuple[str, ModelType]:
-    """The model type's name in config.json, and its row of the table.
-
-    Raises:
-        CheckpointError: It is missing, unknown or refused; the message says why and what to do.
-    """
+    """The model type's name in config.json, and its row of the table."""
     model_type = files.config.get("model_type")
     config_path = files.path / "config.json"
     if not isinstance(model_type, str):
@@ -175,11 +160,7 @@ def _find_model(files: CheckpointFiles) -> tuple[str, ModelType]:
 
 
 def moe_layer_indices(files: CheckpointFiles) -> tuple[int, ...]:
-    """The layers with experts, ascending.
-
-    Raises:
-        CheckpointError: config.json does not say which layers have experts.
-    """
+    """The layers with experts, ascending."""
     _, model = _find_model(files)
     with config_errors(files):
         return tuple(sorted(model.moe_layers(files.config, count_layers(files.config))))
@@ -188,16 +169,9 @@ def moe_layer_indices(files: CheckpointFiles) -> tuple[int, ...]:
 def list_layer(
     files: CheckpointFiles, layer: int, num_local_experts: int | None = None, ep_rank: int = 0
 ) -> LayerManifest:
-    """Finds the tensors of a layer and checks their headers.
-
-    Args:
-        files: The checkpoint.
-        layer: Index in the whole model.
-        num_local_experts: Experts of this rank; None means all. Only their shards are opened.
-        ep_rank: Selects the experts from `ep_rank * num_local_experts` on.
+    """Finds the tensors of a layer, of which only this rank's shards are opened; arguments as in `load_experts`.
 
     Raises:
-        CheckpointError: The layer cannot be read; the message says why.
         ArgumentError: An argument is not an integer, or the rank's experts are not experts of the layer.
     """
     for argument, value in (("layer", layer), ("num_local_experts", num_local_experts), ("ep_rank", ep_rank)):
@@ -263,7 +237,7 @@ def list_layer(
     _check_nothing_else(files, storage, f"{root}experts.", experts, {*headers, *router_shapes})
     with config_errors(files):
         problem = MoEProblem(
-            **dataclasses.asdict(sizes),
+            **sizes._asdict(),
             top_k=router.top_k,
             activation=activation,
             has_bias=model.has_bias,
@@ -357,11 +331,7 @@ def _bias_names(models: Iterable[ModelType], layer_root: str, root: str) -> list
 def _list_parts(
     model: ModelType, sizes: LayerSizes, storage: StorageFormat, root: str, expert: int, fused: FusedNames | None
 ) -> Iterator[ExpertPart]:
-    """Lists the parts of one expert in a storage format; other arguments as for `_list_projections`.
-
-    Raises:
-        CheckpointError: The sizes do not fit the format.
-    """
+    """Lists the parts of one expert in a storage format; other arguments as for `_list_projections`."""
     for matrix, half, projection in _list_projections(model, sizes, root, expert, fused):
         biases = [StoredTensor("_bias", ((projection.rows,),), FLOATS, "bias")] if model.has_bias else []
         for tensor in (*storage.tensors(projection), *biases):
@@ -458,14 +428,10 @@ def _check_nothing_else(
 
 def _dtype(files: CheckpointFiles, storage: StorageFormat, headers: Mapping[str, TensorHeader], router: str) -> str:
     """The dtype of unquantized weights, or for quantized ones the dtype that the model runs in."""
-    if storage.scheme.weight is None:
-        return _common_dtype(files, headers)
-    # transformers writes `dtype` since version 5, `torch_dtype` before.
-    named = files.config.get("dtype") or files.config.get("torch_dtype")
-    return str(named) if is_one_of(named, _DTYPES.values()) else _DTYPES[files.header(router).dtype]
-
-
-def _common_dtype(files: CheckpointFiles, headers: Mapping[str, TensorHeader]) -> str:
+    if storage.scheme.weight is not None:
+        # transformers writes `dtype` since version 5, `torch_dtype` before.
+        named = files.config.get("dtype") or files.config.get("torch_dtype")
+        return str(named) if is_one_of(named, _DTYPES.values()) else _DTYPES[files.header(router).dtype]
     (first_name, first), *others = headers.items()
     for name, header in others:
         if header.dtype != first.dtype:

@@ -1,7 +1,7 @@
 """One row per model type: names and order of its tensors, which layers have experts, and their activation.
 
 To add a model, add a row here and one in `moereg.routing.configs`, with a reader if it routes in a new way.
-`moereg.routing.refused` has the refused types. Rules for layers and activations are made with a model type's defaults,
+That module has the refused types too. Rules for layers and activations are made with a model type's defaults,
 since each type has its own default for an absent entry.
 """
 
@@ -153,16 +153,6 @@ def _layer_kinds(config: Config) -> tuple[str, ...] | None:
 def hidden_act(config: Config) -> Activation:
     """The activation that `hidden_act` names; SiLU if absent."""
     return _named_act(config, "hidden_act", "silu", _HIDDEN_ACTS)
-
-
-def relu2_act(config: Config) -> Activation:
-    """Squared ReLU without a gate, the only allowed `mlp_hidden_act` (Nemotron-H)."""
-    return _named_act(config, "mlp_hidden_act", "relu2", {"relu2": ACTIVATIONS["relu2"]})
-
-
-def dbrx_activation(config: Config) -> Activation:
-    """The activation that `ffn_act_fn` of `ffn_config` names."""
-    return _named_act(read_object(read_object(config, "ffn_config"), "ffn_act_fn"), "name", "silu", _HIDDEN_ACTS)
 
 
 def _named_act(config: Config, entry: str, default: str, known: Mapping[str, Activation]) -> Activation:
@@ -346,7 +336,9 @@ MODEL_TYPES: Final[Mapping[str, ModelType]] = MappingProxyType(
             projections=None,
             fused=(FusedNames(("experts.mlp.w1", "experts.mlp.v1"), "experts.mlp.w2", is_flat=True),),
             intermediate_size="ffn_hidden_size",
-            activation=dbrx_activation,
+            activation=lambda config: _named_act(
+                read_object(read_object(config, "ffn_config"), "ffn_act_fn"), "name", "silu", _HIDDEN_ACTS
+            ),
         ),
         "deepseek_ocr2_text": _ONE_DENSE,
         "deepseek_v2": _DEEPSEEK_V2,
@@ -446,7 +438,7 @@ MODEL_TYPES: Final[Mapping[str, ModelType]] = MappingProxyType(
             projections=("up_proj", "down_proj"),
             fused=(FusedNames(("experts.up_proj",)),),
             moe_layers=nemotron_layers,
-            activation=relu2_act,
+            activation=lambda config: _named_act(config, "mlp_hidden_act", "relu2", {"relu2": ACTIVATIONS["relu2"]}),
             shared_experts=_SHARED,
             unsupported_reason=_nemotron_reason,
         ),

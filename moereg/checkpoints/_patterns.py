@@ -28,13 +28,9 @@ Match = Callable[[str], bool]
 
 
 class Patterns:
-    """Compiles and runs the patterns of one config file.
+    """Compiles and runs the patterns of one config file, in an entry that errors call `field`.
 
-    Args:
-        field: The config's entry with the patterns, for errors.
-
-    Raises:
-        CheckpointError: From every method and the functions they return: a pattern is invalid or takes too long.
+    A pattern that is invalid or takes too long is a CheckpointError of every method and the functions they return.
     """
 
     def __init__(self, field: str) -> None:
@@ -67,12 +63,9 @@ class Patterns:
         return lambda module: _has_name(module, names, 1) or any(match(module) for match in matches)
 
     def expression(self, text: str, expression: str, is_anywhere: bool = False) -> Match:
-        """Makes a test whether a regular expression matches a module.
+        """Makes a test whether the regular expression that the config's text means matches a module.
 
-        Args:
-            text: The config's own text, for errors.
-            expression: The regular expression that the text means.
-            is_anywhere: Whether it may match beyond the start of the module's name.
+        It may match beyond the start of the module's name if `is_anywhere`.
         """
         self._num_compiled += 1
         if self._num_compiled > _MOST or len(expression) > _LONGEST:

@@ -37,11 +37,7 @@ Config = Mapping[str, Any]
 
 
 def quantized_format(files: CheckpointFiles, modules: Sequence[str]) -> StorageFormat | None:
-    """The common format of some modules; None if they are not quantized.
-
-    Args:
-        files: The checkpoint.
-        modules: Names of the experts' projections in the checkpoint.
+    """The common format of the experts' projections, by their names in the checkpoint; None if not quantized.
 
     Raises:
         CheckpointError: The method or one of its settings is unknown, or the modules' formats differ.
@@ -154,10 +150,11 @@ _NUMBER: Final = ((), (1,))
 _INPUT_SCALE: Final = StoredTensor(".input_scale", _NUMBER, ("F32",), "activation_scale", one_number)
 
 
-def _nvfp4(projection: Projection) -> Sequence[StoredTensor]:
+def _nvfp4(projection: Projection, has_activations: bool = True) -> Sequence[StoredTensor]:
     """`weight` [N,K/2] uint8, low nibble the even column, `weight_scale` [N,K/16] e4m3, `weight_scale_2` [] fp32.
 
-    A weight is code * weight_scale * weight_scale_2.
+    A weight is code * weight_scale * weight_scale_2. `input_scale` [] fp32 is the global activation scale,
+    amax / (6 * 448).
     Source: quantization/qtensor/nvfp4_tensor.py of nvidia-modelopt 0.47.0.
     """
     groups = (projection.rows, projection.num_groups(16))
@@ -165,12 +162,8 @@ def _nvfp4(projection: Projection) -> Sequence[StoredTensor]:
         StoredTensor(".weight", ((projection.rows, projection.columns // 2),), ("U8",), "weight"),
         StoredTensor(".weight_scale", (groups,), ("F8_E4M3",), "scale"),
         StoredTensor(".weight_scale_2", _NUMBER, ("F32",), "scale_2", one_number),
+        *((_INPUT_SCALE,) if has_activations else ()),
     )
-
-
-def _nvfp4_with_activations(projection: Projection) -> Sequence[StoredTensor]:
-    """Like `_nvfp4`, with `input_scale` [] fp32, the global activation scale: amax / (6 * 448)."""
-    return (*_nvfp4(projection), _INPUT_SCALE)
 
 
 def _fp8_with_static_scales(projection: Projection) -> Sequence[StoredTensor]:
@@ -185,8 +178,8 @@ def _fp8_with_static_scales(projection: Projection) -> Sequence[StoredTensor]:
 _ALGORITHMS: Final[Mapping[str, tuple[str, Callable[[Projection], Sequence[StoredTensor]]]]] = MappingProxyType(
     {
         "FP8": ("fp8_tensor_static", _fp8_with_static_scales),
-        "NVFP4": ("nvfp4", _nvfp4_with_activations),
-        "W4A16_NVFP4": ("nvfp4_w4a16", _nvfp4),
+        "NVFP4": ("nvfp4", _nvfp4),
+        "W4A16_NVFP4": ("nvfp4_w4a16", functools.partial(_nvfp4, has_activations=False)),
     }
 )
 

@@ -53,12 +53,12 @@ from moereg.errors import (
 )
 from moereg.evidence.provenance import provenance
 from moereg.layer.backend_calls import device_types
-from moereg.platforms import Platform, probe_cpu, torch_device
+from moereg.platforms import Platform, current_platform, probe_cpu, torch_device
 from moereg.registry import BUILTIN
 from moereg.routing import softmax_topk
 from moereg.runtime.memory import format_bytes, free_memory_bytes
 from moereg.runtime.progress import Advance
-from moereg.selection.loader import current_platform, load_backends
+from moereg.selection.loader import load_backends
 from moereg.selection.result import SCHEMA, Decision, Selection, nearest_by_backend
 from moereg.spec.problem import MoEProblem
 from moereg.testing.diagnosis import diagnose

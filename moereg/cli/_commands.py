@@ -452,7 +452,7 @@ def verify(
     """Run the conformance kit on one backend."""
     from moereg.cli._quarantine import lift_quarantine, quarantine_failures
     from moereg.cli._verify import check_ledger, record_verified, show_verify, subject_of, verify_backend
-    from moereg.evidence.quarantine import QUARANTINE
+    from moereg.evidence.on_machine import QUARANTINE
     from moereg.testing.suite import run_again
 
     if unquarantine:

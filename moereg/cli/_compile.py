@@ -8,8 +8,8 @@ from moereg.cli._options import ProblemFlags, Subject, UsageError
 from moereg.cli._output import NOTHING_FITS, OK, Result, print_error
 from moereg.dispatch import explain_backends
 from moereg.layer.warm_up import check_shipped, check_token_counts, compile_ahead
-from moereg.platforms import Platform
-from moereg.selection.loader import current_platform, load_backends
+from moereg.platforms import Platform, current_platform
+from moereg.selection.loader import load_backends
 from moereg.selection.result import SCHEMA
 
 

@@ -13,16 +13,15 @@ from moereg.cli._output import picked
 from moereg.cli._show import is_wide, machine, named_machine, new_table, print_notices, print_reasons, say, yes_no
 from moereg.dispatch import machine_reasons
 from moereg.errors import PluginError
-from moereg.evidence.admission import ADMITTED
 from moereg.evidence.ledger import arch_name, evidence_of
 from moereg.evidence.measured import read_tuning
-from moereg.evidence.quarantine import QUARANTINE, Quarantine, QuarantineRecord
-from moereg.platforms import Platform, platform_of_product, probe_platform
+from moereg.evidence.on_machine import ADMITTED, QUARANTINE, Quarantine, QuarantineRecord
+from moereg.platforms import Platform, current_platform, platform_of_product, probe_platform
 from moereg.prepare_finalize import MovementCell
 from moereg.registry import BUILTIN, BackendCell
-from moereg.selection.loader import current_platform, load_backends, load_movements, plugin_statuses
+from moereg.selection.decide import lacks
+from moereg.selection.loader import load_backends, load_movements, plugin_statuses
 from moereg.selection.plugin_status import MOVEMENT_GROUP, PLATFORM_GROUP
-from moereg.selection.requirements import lacks
 from moereg.selection.result import SCHEMA
 from moereg.spec.model_shapes import MODEL_SHAPES
 from moereg.spec.quant_schemes import QUANT_SCHEMES, WHOLE, QuantFormat, QuantScheme

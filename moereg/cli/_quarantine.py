@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from moereg.cli._output import picked
-from moereg.evidence.on_machine import record_keys
-from moereg.evidence.quarantine import QUARANTINE, Quarantine, QuarantineRecord
+from moereg.evidence.on_machine import QUARANTINE, Quarantine, QuarantineRecord, record_keys
+from moereg.platforms import current_platform
 from moereg.registry import BackendCell
-from moereg.selection.loader import current_platform, list_cells, load_backends
+from moereg.selection.loader import list_cells, load_backends
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
 from moereg.testing.check import GRADIENT_KINDS, CellName, Check

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moereg.cli._output import console
-from moereg.evidence.admission import ADMITTED, AdmissionRecord
 from moereg.evidence.ledger import Evidence, arch_name, evidence_of
+from moereg.evidence.on_machine import ADMITTED, AdmissionRecord
 from moereg.platforms import Platform
 from moereg.registry import BUILTIN
 from moereg.runtime.memory import format_bytes

@@ -33,12 +33,11 @@ from moereg.cli._show import (
 from moereg.cli._tune_session import Question
 from moereg.cli._tuner import Tuner, Unfinished, start_worker
 from moereg.errors import shown
-from moereg.evidence.admission import ADMITTED, AdmissionRecord
 from moereg.evidence.ledger import evidence_of
 from moereg.evidence.measured import Measured, Source, tuning_path
+from moereg.evidence.on_machine import ADMITTED, QUARANTINE, AdmissionRecord
 from moereg.evidence.pack import VARIABLE
 from moereg.evidence.plans import LayerTimes, with_ranges
-from moereg.evidence.quarantine import QUARANTINE
 from moereg.evidence.significance import ASKED, NUM_SESSIONS
 from moereg.evidence.store import read_document
 from moereg.platforms import Platform

@@ -17,8 +17,8 @@ from moereg.bench.session import BEHIND, SCREEN_ROUNDS, Key, drifted
 from moereg.bench.timing import ROUNDS
 from moereg.cli._tune_session import Failure, Question, begin, clocks, measure
 from moereg.errors import BackendError, TooLargeError, WorkerError
+from moereg.evidence.on_machine import QUARANTINE, QuarantineRecord
 from moereg.evidence.plans import LayerTimes
-from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
 from moereg.evidence.significance import NUM_SESSIONS, gains
 from moereg.platforms import Platform
 from moereg.runtime.progress import Advance

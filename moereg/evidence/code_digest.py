@@ -31,6 +31,7 @@ _ABOUT_CODE: Final = ({"schema", "records"}, {"schema", "machine", "cells", "col
 _NO_MEANING: Final = frozenset({"ctx", "kind", "type_comment"})
 
 
+@functools.lru_cache(maxsize=256)
 def class_digest(experts: type) -> str:
     """A digest of the files that a class runs, read once a process.
 

@@ -17,19 +17,18 @@ from packaging.requirements import Requirement
 from moereg.errors import ArgumentError, LedgerWarning
 from moereg.evidence.code_digest import LEDGER_NAME, UNKNOWN, class_digest, module_file, root_package
 from moereg.evidence.provenance import minor_version, provenance
-from moereg.evidence.store import Record, read_once, read_records, records_text
+from moereg.evidence.store import read_once, read_records, records_text
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import BUILTIN, REGISTRY, BackendCell
 from moereg.runtime.json_types import Count, Date, Text
 from moereg.spec.facts import narrowed_text
 
-FILE_NAME: Final = LEDGER_NAME
 SCHEMA: Final = 3
 _PACKAGE: Final = __name__.partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class Verification(Record):
+class Verification:
     """One cell that passed its conformance cases on one machine.
 
     Attributes:
@@ -233,7 +232,7 @@ def _own_records(cell: BackendCell) -> tuple[Verification, ...]:
     file = module_file(root)
     if not is_own or file is None or file.stem != "__init__":
         return ()
-    return read_once(file.parent / FILE_NAME, _records, (), cell.origin)
+    return read_once(file.parent / LEDGER_NAME, _records, (), cell.origin)
 
 
 def _records(path: pathlib.Path, origin: str) -> tuple[Verification, ...]:
@@ -250,20 +249,12 @@ def _records(path: pathlib.Path, origin: str) -> tuple[Verification, ...]:
 
 
 def read_ledger(path: pathlib.Path) -> tuple[Verification, ...]:
-    """Reads the records of a ledger file.
-
-    Raises:
-        ArgumentError: It cannot be read, is not JSON, or does not hold records of this schema.
-    """
+    """Reads the records of a ledger file; errors as in `read_records`."""
     return read_records(path, Verification, SCHEMA)
 
 
 def merge_ledger(path: pathlib.Path, records: Sequence[Verification]) -> None:
-    """Merges records into a ledger file; records of other cells and devices stay.
-
-    Raises:
-        ArgumentError: The file exists and is not a ledger.
-    """
+    """Merges records into a ledger file; records of other cells and devices stay."""
     known = {record.key: record for record in (*(read_ledger(path) if path.exists() else ()), *records)}
     ordered = [known[key] for key in sorted(known)]
     path.write_text(records_text(SCHEMA, ordered), encoding="utf-8")

@@ -24,9 +24,8 @@ from packaging.utils import canonicalize_name
 
 from moereg.errors import RecordFileWarning, shown
 from moereg.evidence.code_digest import module_file
-from moereg.evidence.keys import Machine, key_text, machine_of, problem_key
-from moereg.evidence.on_machine import cell_key, user_data
-from moereg.evidence.pack import VARIABLE, Pack, TimedCell, read_pack
+from moereg.evidence.on_machine import Machine, cell_key, machine_of, user_data
+from moereg.evidence.pack import VARIABLE, Pack, TimedCell, key_text, problem_key, read_pack
 from moereg.evidence.plans import LayerTimes, Ranges, best_for_all, with_ranges
 from moereg.evidence.significance import NUM_SESSIONS, mean_gain, num_shared_sessions
 from moereg.evidence.store import read_once, unusable
@@ -100,12 +99,7 @@ class Source:
         return _first(self._of_layer(place, candidates, own, platform) for place in places)
 
     def unused(self, platform: Platform, cells: Iterable[BackendCell]) -> dict[str, str]:
-        """Why times do not count here: by backend, or under an empty name if none does.
-
-        Args:
-            platform: The machine at hand.
-            cells: All that are registered.
-        """
+        """Why times do not count on the machine at hand: by backend, or under an empty name if none does."""
         if differences := self.pack.machine.differences(machine_of(platform)):
             return {"": f"it is of another machine: {', '.join(differences)}"}
         here = {}
@@ -158,13 +152,9 @@ class Source:
 def measured_order(
     sources: Iterable[Source], problem: MoEProblem, platform: Platform, candidates: Sequence[Candidate]
 ) -> Measured:
-    """Asks packs about a layer.
+    """Asks packs in order about a layer; they have nothing to say of a platform that is only named.
 
-    Args:
-        sources: The packs in force, in order.
-        problem: The layer.
-        platform: The machine; packs have nothing to say of one that is only named.
-        candidates: What fits, in the order of static priority, among which a request has no preference.
+    `candidates` is what fits, in the order of static priority, among which a request has no preference.
     """
     asked = sources if platform.probed and candidates else ()
     return _first(source.order(problem, platform, candidates) for source in asked)
@@ -253,28 +243,22 @@ def tuning_path() -> Path | None:
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(named) if named else None
-    return _users_own()
+    return user_data() / "tuning.json"
 
 
 def read_tuning(platform: Platform | None = None) -> tuple[Source, ...]:
     """The packs in force, in order, read once per process and again when a file has changed.
 
-    A file that cannot be used causes one `RecordFileWarning` and is left out.
-
-    Args:
-        platform: If given, packs of other machines are left empty. One that is only named has none.
+    A file that cannot be used causes one `RecordFileWarning` and is left out. If a platform is given, packs of other
+    machines are left empty; one that is only named has none.
     """
     first = tuning_path()
     if first is None or not (platform is None or platform.probed):
         return ()
     here = None if platform is None else machine_of(platform)
-    files = [(path, "", "own") for path in dict.fromkeys((first, _users_own()))]
+    files = [(path, "", "own") for path in dict.fromkeys((first, user_data() / "tuning.json"))]
     files += [(_SHIPPED, "", ""), *((path, origin, "") for path, origin in _files_of_wheels())]
     return tuple(filter(None, (read_once(path, _believed, None, here, *rest) for path, *rest in files)))
-
-
-def _users_own() -> Path:
-    return user_data() / "tuning.json"
 
 
 _SHIPPED: Final = Path(__file__).parents[1] / "tuning_pack.json"

@@ -1,4 +1,7 @@
-"""Records of what happened to cells on this machine, one scheme each, and the files that keep them.
+"""This machine, and records of what happened to cells on it, one scheme each, with the files that keep them.
+
+Quarantined: a cell that failed the conformance kit or its first check here, which selection therefore rejects.
+Admitted: one without a ledger's record for this platform, but right when a layer was checked here.
 
 A record holds for the code and versions that it was made with: once they change it has no effect. Its file is in the
 user's data directory unless an environment variable names another, or turns it off: `off` or an empty text.
@@ -24,18 +27,18 @@ from moereg.errors import ArgumentError, RecordFileError, RecordFileWarning, one
 from moereg.evidence.code_digest import class_digest
 from moereg.evidence.store import (
     OlderFileError,
-    Record,
     change_file,
     read_once,
     read_records,
     records_text,
     unusable,
 )
-from moereg.platforms import Platform, PlatformRule
+from moereg.platforms import Platform, PlatformRule, probe_settings
 from moereg.registry import BackendCell
-from moereg.runtime.json_types import Date, Text
+from moereg.runtime.json_types import Date, Size, Text, Whole
 from moereg.spec.facts import narrowed_text
 from moereg.spec.quant_schemes import QuantScheme
+from moereg.spec.reasons import Reason
 
 SCHEMA: Final = 2
 _LONGEST_FACTS: Final = 4000
@@ -45,7 +48,7 @@ _Key = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CellRecord(Record):
+class CellRecord:
     """One scheme of a cell, with the code and the versions that it ran with.
 
     Attributes:
@@ -76,9 +79,7 @@ class CellRecord(Record):
     def changes(self, cell: BackendCell, platform: Platform, part: Callable[[str], str] = str) -> tuple[str, ...]:
         """Changes since: versions such as `humming 0.1.19 -> 0.1.20`, then `code`; empty if the record holds.
 
-        Args:
-            cell, platform: Its cell here.
-            part: The part of a version that matters.
+        Of versions only a `part` matters, all by default.
         """
         now = cell_versions(cell, platform)
         names = sorted({*now, *self.versions})
@@ -183,11 +184,7 @@ M = TypeVar("M", bound=MachineRecord)
 
 
 class MachineRecords(Generic[M]):
-    """Records that selection respects. Immutable.
-
-    Attributes:
-        records: In the order of the file.
-    """
+    """Records that selection respects, in the order of the file. Immutable."""
 
     def __init__(self, records: Iterable[M] = ()) -> None:
         self.records = tuple(records)
@@ -205,6 +202,10 @@ class MachineRecords(Generic[M]):
         keys = sorted(record_keys(cell, platform, scheme)) if self._by_key and platform.probed else ()
         found = filter(None, map(self._by_key.get, keys))
         return tuple(record for record in found if not record.changes(cell, platform))
+
+
+NO_RECORDS: Final[MachineRecords[Any]] = MachineRecords()
+"""Nothing quarantined, or nothing admitted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,8 +234,8 @@ class RecordFile(Generic[M]):
 
         If the file cannot be used, issues one `RecordFileWarning`, and there are none.
         """
-        path, nothing = self.path(), MachineRecords[M]()
-        return nothing if path is None else read_once(path, self._believed, nothing)
+        path = self.path()
+        return NO_RECORDS if path is None else read_once(path, self._believed, NO_RECORDS)
 
     def _believed(self, path: Path) -> MachineRecords[M]:
         try:
@@ -242,15 +243,12 @@ class RecordFile(Generic[M]):
         except ValueError as error:
             text = unusable(f"the {self.name}", path, error, self.variable)
             warnings.warn(text, RecordFileWarning, stacklevel=6)
-            return MachineRecords()
+            return NO_RECORDS
 
     def change(self, add: Iterable[M] = (), lift: Callable[[M], bool] | None = None) -> tuple[M, ...]:
-        """Lifts records, then adds others, atomically; concurrent writers take turns.
+        """Lifts records and returns them, then adds others, atomically; concurrent writers take turns.
 
         An added record replaces one with the same key.
-
-        Returns:
-            The lifted records.
 
         Raises:
             RecordFileError: The file is turned off, or cannot be read or written.
@@ -281,3 +279,89 @@ def user_data() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_data_dir("moereg", appauthor=False))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuarantineRecord(MachineRecord):
+    """One scheme of a cell that failed on one machine; `failure` has the check and its failure, as one line."""
+
+    failure: Text
+
+    @classmethod
+    def failed(
+        cls, cell: BackendCell, scheme: QuantScheme, platform: Platform, failure: str, trains: bool = False
+    ) -> QuarantineRecord:
+        """Makes a record of a cell that has just failed on this machine; raises ValueError as `of`."""
+        return cls.of(cell, scheme, platform, failure=one_line(failure, 500), trains=trains)
+
+    def holds_for(self, trains: bool) -> bool:
+        """Whether it keeps the cell from problems with gradients, or from those without."""
+        return trains or not self.trains
+
+    @property
+    def reason(self) -> Reason:
+        """The reason in a decision."""
+        text = "requires that it passes the conformance kit on this machine, got a failure on"
+        return Reason("quarantined", f"{text} {self.date}: {self.failure}")
+
+
+Quarantine = MachineRecords[QuarantineRecord]
+
+QUARANTINE: Final = RecordFile("MOEREG_QUARANTINE", "quarantine", QuarantineRecord)
+
+
+ADMITTED_TIER: Final = "admitted"
+"""The evidence in a decision on an admitted cell."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdmissionRecord(MachineRecord):
+    """One scheme of a cell whose numbers were right in a short check on one machine.
+
+    `error` is the largest relative error of the check's calls, and `bound` that call's bound.
+    """
+
+    error: Size
+    bound: Size
+
+
+Admitted = MachineRecords[AdmissionRecord]
+
+ADMITTED: Final = RecordFile("MOEREG_ADMISSION", "admitted", AdmissionRecord)
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A machine whose times a pack holds.
+
+    Attributes:
+        platform: Such as `cuda:sm90`.
+        device: The driver's name of the device.
+        units: Cores of a GPU as NVML counts them, processors that this process may use on a CPU, else 0.
+        power_limit_w: The enforced power limit of a GPU in W; 0 if there is none.
+        mig: Whether a GPU is divided into instances.
+        driver: Major version of a GPU's driver, else empty.
+    """
+
+    platform: Text
+    device: Text
+    units: Whole
+    power_limit_w: Whole
+    mig: bool
+    driver: Text
+
+    def differences(self, here: Machine) -> tuple[str, ...]:
+        """The fields that differ on this machine, such as `driver 570, here 580`; of another device that alone."""
+        now, then = dataclasses.asdict(here), dataclasses.asdict(self)
+        names = [name for name in then if then[name] != now[name]]
+        names = ["device"] if "device" in names else names
+        return tuple(f"{name} {str(then[name]) or 'none'}, here {str(now[name]) or 'none'}" for name in names)
+
+
+@functools.lru_cache(maxsize=8)
+def machine_of(platform: Platform) -> Machine:
+    """The machine at hand, which a probed platform describes; asked once a process. Does not initialize CUDA."""
+    units, power_limit_w, mig, driver = probe_settings(platform)
+    return Machine(
+        str(platform), one_line(platform.device_name), units, power_limit_w, mig, one_line(driver).partition(".")[0]
+    )

@@ -1,6 +1,6 @@
 """Packs: files of measured times on one machine.
 
-Values are checked when they are read, so that selection can trust them: an error has the path of the field.
+Values are checked when they are read, so that selection can trust them: an ArgumentError has the path of the field.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import msgspec
 
 from moereg.arguments import check_text, within
 from moereg.errors import ArgumentError, described, shown
-from moereg.evidence.keys import Machine, key_text, problem_key
-from moereg.evidence.on_machine import CellRecord
+from moereg.evidence.on_machine import CellRecord, Machine
 from moereg.evidence.provenance import minor_version
 from moereg.evidence.store import OlderFileError, change_file, decode_file, read_content
 from moereg.experts import Experts
@@ -34,6 +33,18 @@ LARGEST_LOG: Final = 50.0
 """Largest logarithm of a ratio of times that a row may hold: its exponential is a finite number by far."""
 
 
+def problem_key(problem: MoEProblem) -> dict[str, Any]:
+    """A layer as a pack names it: its fields as JSON values, without `max_num_tokens`."""
+    values = problem.to_dict()
+    values.pop("max_num_tokens", None)
+    return values
+
+
+def key_text(key: Mapping[str, Any]) -> str:
+    """A key as one text: equal keys have equal texts."""
+    return json.dumps(key, sort_keys=True)
+
+
 @functools.lru_cache(maxsize=1024)
 def state_of(experts: type[Experts]) -> str:
     """The class's `tuning_state()`, asked once a process."""
@@ -42,11 +53,7 @@ def state_of(experts: type[Experts]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimedCell(CellRecord):
-    """A cell that was measured, with the code and versions that it ran with. Further attributes are inherited.
-
-    Attributes:
-        state: `Experts.tuning_state()`.
-    """
+    """A cell that was measured, with the code and versions that it ran with; `state` is `Experts.tuning_state()`."""
 
     state: Text = ""
 
@@ -165,14 +172,7 @@ class TunedLayer:
 
 @dataclasses.dataclass(frozen=True)
 class Pack:
-    """Measured times on one machine. Immutable.
-
-    Attributes:
-        machine: Where they were measured.
-        sessions: By which processes.
-        cells: The cells that rows name by index.
-        layers: One for each layer and default.
-    """
+    """Measured times on one machine; rows name sessions by number and cells by index. Immutable."""
 
     machine: Machine
     sessions: tuple[Session, ...] = ()
@@ -197,11 +197,7 @@ class Pack:
         return max((session.number for session in self.sessions), default=0) + 1
 
     def with_session(self, session: Session) -> Pack:
-        """With a session, in the place of one with the same number.
-
-        Raises:
-            ArgumentError: Its process has another session already.
-        """
+        """With a session, in the place of one with the same number; its process must have no other session."""
         others = (each for each in self.sessions if each.number != session.number)
         return dataclasses.replace(self, sessions=(*others, session))
 
@@ -219,17 +215,9 @@ class Pack:
         wrong: Iterable[tuple[int, str]] = (),
         left_out: Iterable[tuple[int, str]] = (),
     ) -> Pack:
-        """With rows of a layer, each in the place of one with the same `Row.key`.
+        """With rows of a layer, each in the place of one with the same `Row.key`; arguments as in `TunedLayer`.
 
-        Args:
-            problem: The layer.
-            default: Index of the cell that the rows are beside. Rows beside another cell are kept apart.
-            rows: Their sessions and cells are in the pack.
-            wrong: Indices of cells that failed, with the reasons.
-            left_out: Indices of cells that were not measured further, with the reasons.
-
-        Raises:
-            ArgumentError: A value is not what a pack may hold.
+        Rows beside another default are kept apart. Their sessions and cells are in the pack.
         """
         layer = TunedLayer(problem_key(problem), default)
         keys = [each.key for each in self.layers]
@@ -246,14 +234,9 @@ class Pack:
 
     @classmethod
     def from_json(cls, content: bytes | str, here: Machine | None = None) -> Pack:
-        """Inverse of `text`.
-
-        Args:
-            content: The JSON.
-            here: If given, a pack of another machine is left empty, and its times are not read.
+        """Inverse of `text`. If `here` is given, a pack of another machine is left empty, and its times are not read.
 
         Raises:
-            ArgumentError: A field is missing, has another type or contradicts another; the message has its path.
             UnknownNameError: A layer's scheme, activation or another name is not known here.
         """
         head: _Head = decode_file(content, _Head, SCHEMA)
@@ -305,30 +288,14 @@ def _check_unlike(name: str, keys: Sequence[object], field: str = "") -> None:
 
 
 def read_pack(path: Path, is_own: bool, here: Machine | None = None) -> Pack:
-    """Reads a pack.
-
-    Args:
-        path: The file.
-        is_own: Whether only this user or root may have write access.
-        here: As in `Pack.from_json`.
-
-    Raises:
-        ArgumentError: It cannot be read, others may write to it, or it is no pack; one line.
-    """
+    """Reads a pack, as `read_content` and `Pack.from_json`."""
     return Pack.from_json(read_content(path, is_own), here)
 
 
 def write_pack(path: Path, machine: Machine, change: Callable[[Pack], Pack], is_new: bool = False) -> Pack:
-    """Changes a pack's file atomically; concurrent writers take turns. An interrupted write leaves the former pack.
+    """Changes a pack's file atomically and returns the new pack; concurrent writers take turns.
 
-    Args:
-        path: The file; a missing one is an empty pack.
-        machine: The machine at hand.
-        change: Takes the pack as it is now and returns the new one.
-        is_new: Whether to begin with an empty pack, whatever the file holds.
-
-    Returns:
-        The new pack.
+    A missing file is an empty pack, and so is any if `is_new`. An interrupted write leaves the former pack.
 
     Raises:
         RecordFileError: The file cannot be read or written, or holds times of another machine.

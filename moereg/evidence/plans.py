@@ -19,18 +19,10 @@ from moereg.evidence.significance import ASKED, Ratio, Ratios, beats
 Ranges = tuple[tuple[int | None, int], ...]
 """(most tokens, cell) in ascending order; the last one is open."""
 
-_NOT_MEASURED: Ratios = {}
-
 
 @dataclasses.dataclass(frozen=True)
 class LayerTimes:
-    """A layer's rows for comparing cells.
-
-    Attributes:
-        rows: The rows; ratios are to the time of `default`.
-        default: The cell that was measured beside each.
-        calls: As in `TunedLayer`.
-    """
+    """A layer's rows for comparing cells; fields as in `TunedLayer`, ratios to the time of `default`."""
 
     rows: tuple[Row, ...]
     default: int
@@ -62,7 +54,7 @@ class LayerTimes:
 
     def at(self, cell: int, tokens: int) -> Ratios:
         """A cell's ratios at a number of tokens, of sessions that measured it in all of their routings."""
-        return self._ratios.get((cell, tokens), _NOT_MEASURED)
+        return self._ratios.get((cell, tokens), {})
 
     def over_all(self, cell: int, default: int) -> Ratios:
         """A cell's ratios to the time of `default` over all numbers of tokens, weighted by `shares`.
@@ -113,9 +105,7 @@ def _equal_decades(tokens: Sequence[int]) -> list[float]:
 def best_for_all(times: LayerTimes, order: Sequence[int]) -> int:
     """Plan A: the cell with the least time over all numbers of tokens.
 
-    Args:
-        times: The layer's times.
-        order: Cells in the order of static priority; a later one has to beat the best before it.
+    `order` has cells in the order of static priority; a later one has to beat the best before it.
     """
     default = best = order[0]
     costs = {cell: times.over_all(cell, default) for cell in order}
@@ -129,13 +119,7 @@ def with_ranges(times: LayerTimes, order: Sequence[int], base: int, others: Coll
     """Plan B: `base` for all, and other cells where they win.
 
     A cell has the range from the first to the last measured number of tokens of a run that it wins, so nothing is
-    assumed of larger, smaller or disputed ones.
-
-    Args:
-        times: The layer's times.
-        order: Cells in the order of static priority, with `base`.
-        base: The cell of plan A.
-        others: Cells that may run too, since they read the layout of `base`.
+    assumed of larger, smaller or disputed ones. `others` may run too, since they read the layout of `base`.
     """
     winners = [(at, _winner_at(times, at, order, base, others)) for at in times.tokens]
     ranges: list[tuple[int | None, int]] = []

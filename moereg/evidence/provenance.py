@@ -18,16 +18,10 @@ _ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
 
 
 def provenance(platform: Platform, distributions: Iterable[str]) -> dict[str, Any]:
-    """The provenance of a stored result.
+    """`device`, `platform`, `versions` of some distributions, `commit` and `date` of a stored result.
 
-    Args:
-        platform: The probed machine.
-        distributions: Packages whose versions matter.
-
-    Returns:
-        `device`, `platform`, `versions`, `commit` and `date`. The commit is that of moereg's own checkout, whatever the
-        current directory; MOEREG_COMMIT names it if there is no history, and it is empty if unknown. It does not show
-        uncommitted changes; code digests do.
+    The commit is that of moereg's own checkout, whatever the current directory; MOEREG_COMMIT names it if there is no
+    history, and it is empty if unknown. It does not show uncommitted changes; code digests do.
     """
     return {
         "device": platform.device_name,
@@ -47,14 +41,7 @@ def minor_version(text: str) -> str:
 
 
 def clocks(platform: Platform) -> dict[str, dict[str, int]]:
-    """The GPU's clocks, for results that are times. Call it right after measuring.
-
-    Args:
-        platform: The probed machine.
-
-    Returns:
-        `clocks` from `gpu_clocks`, or an empty dictionary.
-    """
+    """`clocks` of the GPU, for results that are times, or an empty dictionary. Call it right after measuring."""
     found = gpu_clocks() if platform.kind == "cuda" else {}
     return {"clocks": found} if found else {}
 

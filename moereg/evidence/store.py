@@ -1,4 +1,7 @@
-"""Files of records: JSON of one schema, cached until they change."""
+"""Files of records: JSON of one schema, cached until they change.
+
+What cannot be read is an ArgumentError; where `is_own`, only this user or root may have write access.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,15 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from typing_extensions import Self
 
 from moereg.errors import ArgumentError, RecordFileError, described, shown
 from moereg.runtime.files import open_regular
-from moereg.runtime.json_types import convert, decode
+from moereg.runtime.json_types import decode
 
 T = TypeVar("T")
-R = TypeVar("R", bound="Record")
+R = TypeVar("R")
 
 _LOCK_SECONDS = 10.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    """Base class of records, which are dataclasses."""
-
-    @classmethod
-    def from_dict(cls, values: object) -> Self:
-        """Inverse of `dataclasses.asdict`; raises ArgumentError, with the field's path."""
-        record: Self = convert(values, cls, "a record")
-        return record
 
 
 class _File(msgspec.Struct, Generic[R]):
@@ -43,11 +34,7 @@ class _File(msgspec.Struct, Generic[R]):
 
 
 def read_once(path: Path, read: Callable[..., T], nothing: T, *arguments: object) -> T:
-    """Caches `read(path, ...)` until the file changes.
-
-    Returns:
-        `nothing` if there is no file.
-    """
+    """Caches `read(path, ...)` until the file changes; `nothing` if there is no file."""
     stamp: tuple[int, ...] = ()
     try:
         status = os.stat(path)
@@ -66,17 +53,7 @@ def _read_once(path: Path, read: Callable[..., Any], arguments: tuple[object, ..
 
 
 def read_records(path: Path, kind: type[R], schema: int, is_own: bool = False) -> tuple[R, ...]:
-    """Reads the records of a file.
-
-    Args:
-        path: The file.
-        kind: The records' class.
-        schema: The required schema.
-        is_own: Whether only this user or root may have write access.
-
-    Raises:
-        ArgumentError: It cannot be read, others may write to it, or it does not hold records of this schema.
-    """
+    """Reads the records of a class from a file of that schema."""
     file: _File[R] = decode_file(read_content(path, is_own), _File[kind], schema)  # type: ignore[valid-type]
     return file.records
 
@@ -90,23 +67,13 @@ class _Schema(msgspec.Struct):
 
 
 def decode_file(content: bytes | str, kind: Any, schema: int) -> Any:
-    """Reads the JSON of a file that names its schema.
-
-    Raises:
-        OlderFileError: The schema is an older one.
-        ArgumentError: It is no schema of this moereg, or the text is no JSON of that type.
-    """
+    """Reads the JSON of a file that names its schema; an older one is an OlderFileError."""
     check_schema(decode(content, _Schema, "it").schema, schema)
     return decode(content, kind, "it")
 
 
 def check_schema(found: object, schema: int) -> None:
-    """Checks the schema of a file.
-
-    Raises:
-        OlderFileError: It is an older one.
-        ArgumentError: It is no schema of this moereg.
-    """
+    """Checks the schema of a file; an older one is an OlderFileError."""
     if type(found) is int and 0 < found < schema:
         raise OlderFileError(f"it was made by an older moereg (schema {found}, now {schema}) and is ignored")
     if type(found) is not int or found != schema:
@@ -114,15 +81,7 @@ def check_schema(found: object, schema: int) -> None:
 
 
 def read_content(path: Path, is_own: bool = False) -> bytes:
-    """Reads a file.
-
-    Args:
-        path: The file.
-        is_own: Whether only this user or root may have write access.
-
-    Raises:
-        ArgumentError: It cannot be read, or others may write to it.
-    """
+    """Reads a file."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             status = os.fstat(file.fileno())
@@ -135,22 +94,14 @@ def read_content(path: Path, is_own: bool = False) -> bytes:
 
 
 def read_document(path: Path) -> Any:
-    """Reads a file of JSON.
-
-    Raises:
-        ArgumentError: It cannot be read, or is no JSON.
-    """
+    """Reads a file of JSON."""
     return decode(read_content(path), Any, "it")
 
 
 def unusable(what: str, path: Path, error: Exception, variable: str) -> str:
     """Words an error about a file of this machine, with a cure that loses nothing but what cannot be read anyway.
 
-    Args:
-        what: Its name.
-        path: Where it is.
-        error: From reading or changing it.
-        variable: The environment variable that names another file.
+    `variable` is the environment variable that names another file.
     """
     cause = error.__cause__ or error
     number = getattr(cause, "errno", None)
@@ -175,12 +126,7 @@ def records_text(schema: int, records: Iterable[Any]) -> str:
 
 
 def change_file(named: Path, changed: Callable[[Path], str], what: str, variable: str) -> None:
-    """Replaces a file of the user's atomically by `changed(path)`; concurrent writers take turns.
-
-    Args:
-        named: The file.
-        changed: Gets its path without links, and returns its new text.
-        what, variable: As in `unusable`.
+    """Replaces a file of the user's atomically by `changed(path)`, its path without links; writers take turns.
 
     Raises:
         RecordFileError: It cannot be read, or it or its lock cannot be written.

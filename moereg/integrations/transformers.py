@@ -24,14 +24,14 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from moereg.arguments import check_flag, check_text
-from moereg.dispatch import Names, explain_backends, platform_of, select_backend
+from moereg.dispatch import Names, explain_backends, select_backend
 from moereg.errors import ArgumentError, one_line, shown
 from moereg.integrations._experts import memory, serving, training
 from moereg.integrations._experts.blocks import FoundExperts, find_experts, patch
 from moereg.integrations._experts.calls import call
 from moereg.layer.one_expert import keeping_moves
 from moereg.layer.warm_up import WarmUp, check_token_counts
-from moereg.platforms import Platform
+from moereg.platforms import Platform, platform_of
 from moereg.runtime.memory import format_bytes
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem

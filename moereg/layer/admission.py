@@ -28,10 +28,15 @@ from moereg.errors import (
     described,
     is_lack_of_memory,
 )
-from moereg.evidence.admission import ADMITTED, ADMITTED_TIER, AdmissionRecord
 from moereg.evidence.ledger import evidence_of
-from moereg.evidence.on_machine import MachineRecord
-from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
+from moereg.evidence.on_machine import (
+    ADMITTED,
+    ADMITTED_TIER,
+    QUARANTINE,
+    AdmissionRecord,
+    MachineRecord,
+    QuarantineRecord,
+)
 from moereg.layer.kernel import MoEKernel
 from moereg.layer.ranges import alone
 from moereg.layer.train_op import CallTensors, most_saved_bytes

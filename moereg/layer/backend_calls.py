@@ -24,9 +24,8 @@ from moereg.errors import (
 from moereg.experts import Experts, SavedShapes
 from moereg.layer.in_place import check_aligned
 from moereg.layer.restored import RestoredExperts
-from moereg.platforms import KINDS, is_device_type
+from moereg.platforms import KINDS, current_platform, is_device_type
 from moereg.runtime.torch_state import plain_torch
-from moereg.selection.loader import current_platform
 from moereg.selection.result import Decision, Selection
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moereg.arguments import check_count, check_flag, takes
+from moereg.arguments import check_count, check_flag, check_instance
 from moereg.dispatch import Selection, select_backend
 from moereg.errors import ArgumentError
 from moereg.layer import backend_calls
@@ -34,11 +34,6 @@ from moereg.weights.versions import CopiedFrom
 __all__ = ["MoEKernel", "make_kernel", "make_unchecked_kernel"]
 
 
-@takes(
-    problem=(MoEProblem, "make one with MoEProblem(...)"),
-    weights=(ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)"),
-    selection=(Selection, "make one with select_backend(problem)"),
-)
 def make_kernel(
     problem: MoEProblem,
     weights: ExpertWeights,
@@ -105,6 +100,10 @@ def make_kernel(
         >>> kernel(torch.randn(5, 64), topk_weights, topk_ids).shape
         torch.Size([5, 64])
     """
+    check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
+    check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
+    if selection is not None:
+        check_instance("selection", selection, Selection, "make one with select_backend(problem)")
     check_flag("own_weights", own_weights)
     check_count("num_batches", num_batches)
     check_count("ep_rank", ep_rank, minimum=-sys.maxsize)  # `resolve_expert_map` checks its range.

@@ -11,12 +11,12 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
-from moereg.arguments import takes
+from moereg.arguments import check_instance
 from moereg.errors import ArgumentError, UnsupportedProblemError, shown
-from moereg.platforms import Platform
+from moereg.platforms import Platform, read_platform
 from moereg.prepare_finalize import GroupFacts, MovementCell
 from moereg.selection.decide import judge_cell
-from moereg.selection.loader import load_movements, read_platform
+from moereg.selection.loader import load_movements
 from moereg.selection.request import Request, WayNames
 from moereg.selection.result import Choice, Verdict
 from moereg.spec.facts import fact_reasons
@@ -154,7 +154,6 @@ def _judge(
         )
 
 
-@takes(problem=(MoEProblem, "make one with MoEProblem(...)"))
 def explain_movements(
     problem: MoEProblem,
     group: GroupFacts,
@@ -177,6 +176,7 @@ def explain_movements(
         >>> selection.winner.name, selection.problem.num_local_experts
         ('all_to_all', 32)
     """
+    check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
     cells = load_movements().cells
     if not isinstance(group, GroupFacts):
         raise ArgumentError(f"group must be GroupFacts, such as GroupFacts(8), got {shown(group)}")

@@ -11,11 +11,12 @@ import torch
 
 from moereg._version import __version__
 from moereg.arguments import check_instance
-from moereg.dispatch import platform_of, select_backend
+from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError, RanksMeasuredWarning, UnsupportedProblemError
 from moereg.evidence.code_digest import class_digest
 from moereg.layer.expert_map import resolve_expert_map
 from moereg.layer.movement import MovementDecision, MovementSelection, problem_of_rank, select_movement
+from moereg.platforms import platform_of
 from moereg.prepare_finalize import Group, GroupPrepareFinalize, PrepareFinalize, resolve_prepare_finalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
 from moereg.prepare_finalize.ranks_agree import agree, differences

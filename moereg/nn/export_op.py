@@ -10,10 +10,11 @@ from typing import Any, Final
 
 import torch
 
-from moereg.dispatch import platform_of, select_backend
+from moereg.dispatch import select_backend
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.in_place import ReadInPlace
 from moereg.layer.ranges import Reads
+from moereg.platforms import platform_of
 from moereg.runtime.graph_pools import in_compiled_code
 from moereg.runtime.torch_op import detached
 from moereg.selection.decide import reading_in_place

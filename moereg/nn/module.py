@@ -11,7 +11,7 @@ import torch
 
 from moereg.arguments import check_count, check_device, check_flag, check_instance
 from moereg.checkpoints import CheckpointLayer, load_experts
-from moereg.dispatch import Names, Selection, platform_of, select_backend
+from moereg.dispatch import Names, Selection, select_backend
 from moereg.errors import ArgumentError
 from moereg.layer.checks import check_call, check_no_transform
 from moereg.layer.expert_map import resolve_expert_map
@@ -22,6 +22,7 @@ from moereg.layer.one_expert import keeping_moves
 from moereg.layer.train_op import run_training, trains
 from moereg.nn.export_op import run_exported
 from moereg.nn.state import CanonicalModule, experts_of, has_shared_experts, router_tensors, zeros_for
+from moereg.platforms import platform_of
 from moereg.routing import RouterSpec
 from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_op import is_exporting, new_handle, run_compiled

@@ -3,6 +3,7 @@
 All other code takes a `Platform`, so a laptop can ask what another machine would choose.
 """
 
+from moereg.platforms.claims import current_platform, platform_of, read_platform
 from moereg.platforms.devices import is_device_type, torch_device
 from moereg.platforms.kinds import KINDS, PlatformKind, register_platform_kind
 from moereg.platforms.nvml import gpu_clocks
@@ -17,13 +18,16 @@ __all__ = [
     "Platform",
     "PlatformKind",
     "PlatformRule",
+    "current_platform",
     "gpu_clocks",
     "installed_versions",
     "is_device_type",
+    "platform_of",
     "platform_of_product",
     "probe_cpu",
     "probe_platform",
     "probe_settings",
+    "read_platform",
     "register_platform_kind",
     "torch_device",
 ]

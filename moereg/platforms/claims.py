@@ -1,16 +1,69 @@
-"""Claims of platform plugins: accepts what entry points name, and decides which one describes this machine."""
+"""The machine at hand: as a platform plugin describes it if one claims it, else as the probe does."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
-from moereg.errors import PluginError, one_line, shown
+from moereg.errors import ArgumentError, PluginError, one_line, shown
 from moereg.platforms.kinds import PlatformKind, register_platform_kind
 from moereg.platforms.platform import Platform
-from moereg.platforms.probe import installed_versions
+from moereg.platforms.probe import installed_versions, probe_cpu, probe_platform
+
+if TYPE_CHECKING:
+    import torch
+
+_ASK_PLUGINS: Final[list[Callable[[], Platform | None]]] = []
+"""The function that asks platform plugins, from a higher layer; at most one."""
+
+
+def ask_plugins_with(ask: Callable[[], Platform | None]) -> None:
+    """Sets the function that returns this machine as a platform plugin describes it, or None."""
+    _ASK_PLUGINS[:] = [ask]
+
+
+def current_platform() -> Platform:
+    """The machine at hand: from a platform plugin, else from the probe.
+
+    Raises:
+        PluginError: Two plugins claim this machine.
+    """
+    claimed = [platform for ask in _ASK_PLUGINS if (platform := ask()) is not None]
+    return claimed[0] if claimed else probe_platform()
+
+
+def read_platform(platform: Platform | str | None) -> Platform:
+    """The platform that a caller names; the machine at hand where None.
+
+    Raises:
+        ArgumentError: It is something else.
+        PluginError: Two plugins claim this machine.
+        UnknownPlatformError: No platform has that name.
+    """
+    if platform is None:
+        return current_platform()
+    if isinstance(platform, str):
+        return Platform.from_name(platform)
+    if not isinstance(platform, Platform):
+        raise ArgumentError(f"platform must be a Platform or a name such as 'cuda:sm90', got {shown(platform)}")
+    return platform
+
+
+def platform_of(device: torch.device) -> Platform:
+    """This machine's platform whose backends read tensors on a device.
+
+    Raises:
+        ArgumentError: It has no such device.
+        PluginError: Two plugins claim this machine.
+    """
+    for probe in (current_platform, probe_cpu):
+        platform = probe()
+        if platform.device_type == device.type:
+            return platform
+    here = current_platform()
+    raise ArgumentError(f"the layer is on {device}, and this machine is {here}; move it to {here.device_type!r}")
 
 
 def accept_plugin(value: str, loaded: object) -> None:

@@ -42,10 +42,11 @@ class PlatformKind:
     name: str
     device_type: str
     arch_pattern: str
-    arch_number: Callable[[str], int] | None = None
+    # Kinds are parts of cache keys, and functions may not be hashable.
+    arch_number: Callable[[str], int] | None = dataclasses.field(default=None, hash=False)
     family_size: int = 0
     example: str = ""
-    probe: Callable[[], Any] | None = None
+    probe: Callable[[], Any] | None = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for field in ("name", "device_type", "arch_pattern", "example"):
@@ -70,10 +71,6 @@ class PlatformKind:
                 f"example of a PlatformKind must match its arch_pattern {shown(self.arch_pattern)}, "
                 f"got {shown(self.example)}"
             )
-
-    def __hash__(self) -> int:
-        # Kinds are parts of cache keys, and their functions may not be hashable.
-        return hash(self.name)
 
     @property
     def has_order(self) -> bool:

@@ -4,8 +4,7 @@ Pure torch, no host synchronization, T = 0 included. Every function returns fp32
 with the best choice first. Models that round the weights to the dtype of their logits differ by that rounding only.
 """
 
-from moereg.routing.configs import language_config
-from moereg.routing.refused import BY_HAND, REFUSED_MODEL_TYPES, unknown_model_message
+from moereg.routing.configs import BY_HAND, REFUSED_MODEL_TYPES, language_config, unknown_model_message
 from moereg.routing.spec import RouterSpec
 from moereg.routing.topk import (
     biased_softmax_topk,

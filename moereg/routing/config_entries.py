@@ -32,14 +32,9 @@ _CURE: Final = "take the file from the model's publisher"
 def read_count(
     config: Mapping[str, Any], *names: str, default: int | None = None, minimum: int = 1, maximum: int = LARGEST_SIZE
 ) -> int:
-    """Reads a whole number.
+    """Reads a whole number, required if it has no default.
 
-    Args:
-        config: The parsed file.
-        *names: Spellings of the entry; releases and re-saved files use different ones.
-        default: Value of an absent entry; None if the entry is required.
-        minimum: Smallest value that makes sense.
-        maximum: Largest value that is accepted.
+    `names` are spellings of the entry: releases and re-saved files use different ones.
     """
     rule = f"be a whole number of at least {minimum}"
     value = _read(config, names, default, lambda found: type(found) is int and found >= minimum, rule)
@@ -62,15 +57,7 @@ def read_flag(config: Mapping[str, Any], name: str, default: bool = False) -> bo
 
 
 def read_choice(config: Mapping[str, Any], name: str, choices: Sequence[Any], default: Any, cure: str = _CURE) -> Any:
-    """Reads an entry that has a closed set of values. They count with their type: 1 is not True.
-
-    Args:
-        config: The parsed file.
-        name: Name of the entry.
-        choices: Accepted values.
-        default: Value of an absent entry.
-        cure: What to do about another value.
-    """
+    """Reads an entry that has a closed set of values. They count with their type: 1 is not True."""
     return _read(config, (name,), default, lambda found: is_one_of(found, choices), f"be in {list(choices)}", cure)
 
 

@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from moereg.arguments import check_mapping
-from moereg.errors import UnknownModelError
+from moereg.errors import UnknownModelError, shown
 from moereg.routing.config_entries import MOST_EXPERTS, read_choice, read_count, read_flag, read_number, read_object
-from moereg.routing.refused import unknown_model_message
 
 _Keywords = dict[str, Any]
 _Reader = Callable[[Mapping[str, Any]], _Keywords]
@@ -92,12 +91,8 @@ def _require_nothing_else(
 ) -> None:
     """Refuses settings of other model types' routers, except values that say what this one does anyway.
 
-    Args:
-        config: The parsed file.
-        scoring: Publishers' name of the scores; None if the reader checks it itself.
-        method: Publishers' name of the selection.
-        renormalizes: Whether chosen weights are divided by their sum; None if the reader checks it itself.
-        reads: Entries that the reader handles.
+    `scoring` and `method` are publishers' names of the scores and the selection; the reader handles itself which entry
+    it `reads`, and what is None.
     """
     if scoring is not None:
         _require_scoring(config, scoring)
@@ -136,12 +131,7 @@ def _alike(config: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]
 
 
 def _read_groups(config: Mapping[str, Any], groups: tuple[int, int] | None) -> _Keywords:
-    """Reads the number of groups and how many of them a token may choose from.
-
-    Args:
-        config: The parsed file.
-        groups: Defaults of both; None if they are required.
-    """
+    """Reads the number of groups and how many of them a token may choose from; `groups` are defaults, None for none."""
     num_groups, topk_groups = (None, None) if groups is None else groups
     return {
         "num_groups": read_count(config, "n_group", "num_expert_group", default=num_groups, maximum=MOST_EXPERTS),
@@ -152,10 +142,7 @@ def _read_groups(config: Mapping[str, Any], groups: tuple[int, int] | None) -> _
 def _softmax_topk(renormalize: bool | None = None, default: bool = False, *, fp32_logits: bool = False) -> _Reader:
     """Reader for softmax over all experts, then the best.
 
-    Args:
-        renormalize: Whether the model type renormalizes; None if `norm_topk_prob` decides.
-        default: Value of an absent `norm_topk_prob`.
-        fp32_logits: Whether the model computes its logits in fp32.
+    If `renormalize` is None, `norm_topk_prob` decides, whose value if absent is the default.
     """
 
     def read(config: Mapping[str, Any]) -> _Keywords:
@@ -184,13 +171,11 @@ def _sigmoid_topk(
     """Reader for sigmoid scores, chosen with a bias, as DeepSeek-V3 introduced them.
 
     Args:
-        scaling: Entry of the scaling factor.
-        scaling_factor: Default of that entry.
-        renormalize: Default of `norm_topk_prob`.
-        reads_renormalize: Whether the model type reads that entry; otherwise the contrary is refused.
+        scaling, scaling_factor: Entry of the scaling factor, and its default.
+        renormalize, reads_renormalize: Default of `norm_topk_prob`, and whether the model type reads that entry;
+            otherwise the contrary is refused.
         groups: Defaults of the group entries; None if the model type has none.
-        epsilon: Added to the sum that weights are divided by.
-        fp32_logits: Whether the model computes its logits in fp32.
+        epsilon, fp32_logits: As in `RouterSpec`.
         scorings: Accepted names of the scores.
     """
 
@@ -226,12 +211,7 @@ def _sigmoid_topk(
 def _router(
     kind: str, *, scoring: str, method: str = "greedy", renormalizes: bool | None = None, **fields: Any
 ) -> _Reader:
-    """Reader for a router that has no other settings.
-
-    Args:
-        kind, **fields: As in `RouterSpec`; a function of the config if the file decides.
-        scoring, method, renormalizes: As `_require_nothing_else` takes them.
-    """
+    """Reader for a router that has no other settings; fields are a function of the config if the file decides."""
 
     def read(config: Mapping[str, Any]) -> _Keywords:
         _require_nothing_else(config, scoring=scoring, method=method, renormalizes=renormalizes)
@@ -406,3 +386,42 @@ _READERS: Final = {model_type: reader for names, reader in _READERS_OF.items() f
 
 ROUTED_MODEL_TYPES: Final = tuple(sorted(_READERS))
 """Model types whose configs are read."""
+
+
+BY_HAND: Final = (
+    "give moereg.make_kernel your own moereg.ExpertWeights, and its kernel the model's routing "
+    "(docs/checkpoints.md shows how)"
+)
+
+_REFUSED: Final = {
+    "diffusion_gemma diffusion_gemma_text gemma4 gemma4_text": (
+        "its router reads the residual with a norm of its own, and its experts read another norm of it"
+    ),
+    "doge": "its experts are single rows that a product of keys retrieves, not matrices",
+    "ernie4_5_vl_moe ernie4_5_vl_moe_text": (
+        "each layer has two sets of experts, for text and for images, and the kind of a token decides"
+    ),
+    "inkling_mm_model inkling_text": "its routing weights are normalized together with those of its shared experts",
+    "inkling2 inkling2_text": "its activation caps gate and up with tanh, which no Activation does",
+    "jetmoe": "a bias is added to the sum of its experts, and its attention has experts too",
+    "longcat_flash": "its router also chooses experts without weights, which return their input",
+    "muse_spark muse_spark_text": "its experts are between two projections, and each ends with a norm",
+    "nllb-moe switch_transformers": "its experts take a limited number of tokens and drop the rest",
+    "zaya": "its router is an MLP that also reads the router's state of the layer before",
+}
+REFUSED_MODEL_TYPES: Final = {name: reason for names, reason in _REFUSED.items() for name in names.split()}
+"""Model types with routed experts that are refused, each with its reason."""
+
+
+def unknown_model_message(model_type: object) -> str:
+    """The error message, one line, for a model type that is not read.
+
+    No other model type is suggested: two that store their experts alike may route or compute otherwise, and reading
+    one as the other gives wrong numbers without an error.
+    """
+    if isinstance(model_type, str) and model_type in REFUSED_MODEL_TYPES:
+        return f"model type {model_type!r} is not read: {REFUSED_MODEL_TYPES[model_type]}; {BY_HAND}"
+    return (
+        f"unknown model type {shown(model_type)}; do not put another type's name into config.json, since it would be "
+        f"read with that type's routing and activation: {BY_HAND}"
+    )

@@ -18,9 +18,7 @@ from moereg.routing.configs import read_router
 class _RouterKind:
     """A routing function, and the options of a `RouterSpec` that it takes by the same name.
 
-    Attributes:
-        scored_experts: Number of experts whose scores add up to a group's; None: as in the spec.
-        check_top_k: Checks requirements on `top_k` beyond the number of experts.
+    Its `scored_experts`, if any, stand for those of the spec.
     """
 
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -28,7 +26,6 @@ class _RouterKind:
     takes_correction_bias: bool = False
     apply_router_weight_on_input: bool = False
     scored_experts: int | None = None
-    check_top_k: Callable[[int], None] | None = None
 
 
 _ROUTER_KINDS: Final[Mapping[str, _RouterKind]] = {
@@ -39,7 +36,7 @@ _ROUTER_KINDS: Final[Mapping[str, _RouterKind]] = {
     "sqrtsoftplus_topk": _RouterKind(
         topk.sqrtsoftplus_topk, ("scaling_factor", "rounds_scores"), takes_correction_bias=True
     ),
-    "sparsemixer": _RouterKind(topk.sparsemixer, ("jitter",), check_top_k=topk.check_two_experts),
+    "sparsemixer": _RouterKind(topk.sparsemixer, ("jitter",)),
     "grouped_sigmoid_topk": _RouterKind(
         topk.grouped_sigmoid_topk,
         ("num_groups", "topk_groups", "renormalize", "scaling_factor", "epsilon", "logit_softcap", "rounds_scores"),
@@ -126,8 +123,8 @@ class RouterSpec:
                     f"router kind {self.kind!r} does not use {field.name}, got {getattr(self, field.name)}; "
                     "leave it out"
                 )
-        if kind.check_top_k is not None:
-            kind.check_top_k(self.top_k)
+        if self.kind == "sparsemixer":
+            topk.check_two_experts(self.top_k)
         if self.has_correction_bias and not kind.takes_correction_bias:
             raise ArgumentError(f"router kind {self.kind!r} takes no correction bias; leave has_correction_bias out")
 
@@ -171,13 +168,7 @@ class RouterSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RouterSpec:
-        """Reads a Hugging Face `config.json`.
-
-        Args:
-            config: The parsed file; its `model_type` decides how the rest is read.
-
-        Returns:
-            The spec of the model's Mixture-of-Experts layers.
+        """Reads a parsed Hugging Face `config.json`, whose `model_type` decides how the rest is read.
 
         Raises:
             UnknownModelError: The model type is missing or not known.

@@ -1,4 +1,14 @@
-"""The top-k functions of published models."""
+"""The top-k functions of published models.
+
+Shared arguments: `router_logits` [T,E] of any floating dtype, computed upon in fp32 unless `rounds_scores` keeps their
+own; `top_k`, the experts for each token; `renormalize`, whether the chosen weights are divided by their sum;
+`correction_bias` [E] or None, added to the scores for the choice alone.
+
+All return topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending by the score that chose, which is the biased one
+where there is a bias, and raise ArgumentError where logits, `top_k`, groups and bias do not fit together.
+
+Sources are functions of transformers 5.23 unless they say otherwise.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +26,11 @@ _DEEPSEEK_V3_EPSILON: Final = 1e-20
 def softmax_topk(
     router_logits: torch.Tensor, top_k: int, renormalize: bool, rounds_scores: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over all experts, then the best `top_k` (Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE).
+    """Softmax over all experts, then the best `top_k` (Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE; DBRX rounds).
 
-    Args:
-        router_logits: [T,E], any floating dtype; the softmax is taken in fp32.
-        top_k: Experts for each token.
-        renormalize: Whether the chosen weights are divided by their sum (`norm_topk_prob`; Mixtral always does).
-        rounds_scores: Whether the softmax is taken in the logits' dtype instead (DBRX).
+    Returns topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending; arguments and errors are as in this module.
 
-    Returns:
-        topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending.
-
-    Raises:
-        ArgumentError: The logits are not [T,E] floating point, or `top_k` is not in 1..E.
-
-    Source: transformers 5.23, `MixtralTopKRouter`, `Qwen3MoeTopKRouter` and their copies.
+    Source: `MixtralTopKRouter`, `Qwen3MoeTopKRouter` and their copies.
     """
     _check_logits(router_logits, top_k)
     check_flag("renormalize", renormalize)
@@ -39,19 +39,9 @@ def softmax_topk(
 
 
 def topk_softmax(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best `top_k` logits, then a softmax over those alone (gpt-oss).
+    """The best `top_k` logits, bias included, then a softmax over those alone (gpt-oss).
 
-    Args:
-        router_logits: [T,E], any floating dtype, the router's bias already added.
-        top_k: Experts for each token.
-
-    Returns:
-        topk_weights [T,K] fp32, each row summing to 1, and topk_ids [T,K] int32, descending.
-
-    Raises:
-        ArgumentError: The logits are not [T,E] floating point, or `top_k` is not in 1..E.
-
-    Source: transformers 5.23, `GptOssTopKRouter`.
+    Source: `GptOssTopKRouter`.
     """
     _check_logits(router_logits, top_k)
     topk_logits, topk_ids = torch.topk(router_logits.float(), top_k, dim=-1)
@@ -72,28 +62,17 @@ def grouped_sigmoid_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sigmoid scores, chosen with a load-balancing bias inside the best groups (DeepSeek-V3, Kimi-K2, GLM, MiniMax).
 
-    A group's score is the sum of its two best biased scores. The bias only decides who is chosen: the weights are the
-    unbiased scores.
+    A group's score is the sum of its two best biased scores. The weights are the unbiased scores, and need not descend.
 
     Args:
-        router_logits: [T,E]; DeepSeek-V3 computes them in fp32.
-        top_k: Experts for each token.
         num_groups: Equal groups of neighboring experts; 1 means no groups.
         topk_groups: Groups that a token may choose from.
-        correction_bias: [E] (`e_score_correction_bias`), or None for no bias.
-        renormalize: Whether the chosen weights are divided by their sum + epsilon.
         scaling_factor: `routed_scaling_factor`, folded into the weights.
         epsilon: Added to the sum: 1e-20 in DeepSeek-V3, 1e-6 in LFM2, 0 in MiniMax-M2.
         logit_softcap: Logits x are taken as `cap * tanh(x / cap)` (Laguna); 0 for no cap.
-        rounds_scores: Whether scores are computed in the logits' dtype, not in fp32 (LFM2).
+        router_logits, top_k, correction_bias, renormalize, rounds_scores: As in the module; LFM2 rounds.
 
-    Returns:
-        topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending by biased score (so the weights need not descend).
-
-    Raises:
-        ArgumentError: Logits, `top_k`, groups or bias do not fit together.
-
-    Source: transformers 5.23, `DeepseekV3TopkRouter`; DeepSeek-V3 report, arXiv 2412.19437, section 2.1.2.
+    Source: `DeepseekV3TopkRouter`; DeepSeek-V3 report, arXiv 2412.19437, section 2.1.2.
     """
     num_experts = _check_logits(router_logits, top_k)
     check_groups(num_experts, top_k, num_groups, topk_groups, scored_experts=2)
@@ -118,26 +97,13 @@ def grouped_softmax_topk(
     scored_experts: int = 1,
     rounds_scores: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over all experts, then the best `top_k` inside the best groups (DeepSeek-V2, Mistral 4).
+    """Softmax over all experts, then the best `top_k` inside the best groups (DeepSeek-V2, Mistral 4, which rounds).
 
-    `greedy` of DeepSeek-V2 has one group, `group_limited_greedy` more.
+    `greedy` of DeepSeek-V2 has one group, `group_limited_greedy` more. Further arguments are as in
+    `grouped_sigmoid_topk`; `scored_experts` is how many of a group's best scores add up to the group's: 1 in
+    DeepSeek-V2, 2 in Mistral 4.
 
-    Args:
-        router_logits: [T,E]; DeepSeek-V2 computes them in fp32.
-        top_k, num_groups, topk_groups, scaling_factor: As in `grouped_sigmoid_topk`.
-        renormalize: Whether the chosen weights are divided by their sum (Mistral 4).
-        scored_experts: Best experts of a group whose scores add up to the group's: 1 in DeepSeek-V2, 2 in Mistral 4.
-        rounds_scores: Whether the softmax is taken in the logits' dtype, not in fp32 (Mistral 4).
-
-    Returns:
-        topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending.
-
-    Raises:
-        ArgumentError: Logits, `top_k` and groups do not fit together.
-
-    Source:
-        transformers 5.23, `DeepseekV2TopkRouter`, `Mistral4TopkRouter`; DeepSeek-V2 report, arXiv 2405.04434, section
-        2.2.2.
+    Source: `DeepseekV2TopkRouter`, `Mistral4TopkRouter`; DeepSeek-V2 report, arXiv 2405.04434, section 2.2.2.
     """
     num_experts = _check_logits(router_logits, top_k)
     check_count("scored_experts", scored_experts)
@@ -150,22 +116,12 @@ def grouped_softmax_topk(
 
 
 def llama4_topk(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best `top_k` logits, each through its own sigmoid (Llama 4).
+    """The best `top_k` logits, 1 in the published models, each through its own sigmoid (Llama 4).
 
     Llama 4 multiplies the expert's input, not its output, by this weight: run it with
     `apply_router_weight_on_input=True`.
 
-    Args:
-        router_logits: [T,E], any floating dtype.
-        top_k: Experts for each token; 1 in the published models.
-
-    Returns:
-        topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending.
-
-    Raises:
-        ArgumentError: The logits are not [T,E] floating point, or `top_k` is not in 1..E.
-
-    Source: transformers 5.23, `Llama4Router` and `Llama4TextMoe`.
+    Source: `Llama4Router` and `Llama4TextMoe`.
     """
     _check_logits(router_logits, top_k)
     topk_logits, topk_ids = torch.topk(router_logits.float(), top_k, dim=-1)
@@ -175,21 +131,9 @@ def llama4_topk(router_logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, 
 def topk_sigmoid(
     router_logits: torch.Tensor, top_k: int, renormalize: bool, correction_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best `top_k` logits, then a sigmoid of each (Cohere2-MoE, Flint, Kolibri).
+    """The best `top_k` logits, then a sigmoid of each (Cohere2-MoE, Flint, and with a bias Kolibri).
 
-    Args:
-        router_logits: [T,E], any floating dtype.
-        top_k: Experts for each token.
-        renormalize: Whether the chosen weights are divided by their sum.
-        correction_bias: [E], added to the logits for the choice alone (Kolibri); None for no bias.
-
-    Returns:
-        topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending by biased logit.
-
-    Raises:
-        ArgumentError: Logits, `top_k` and bias do not fit together.
-
-    Source: transformers 5.23, `Cohere2MoeTopKRouter`, `FlintTopKRouter`, `Kolibri1TopKRouter`.
+    Source: `Cohere2MoeTopKRouter`, `FlintTopKRouter`, `Kolibri1TopKRouter`.
     """
     _check_logits(router_logits, top_k)
     check_flag("renormalize", renormalize)
@@ -203,20 +147,9 @@ def biased_softmax_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over all experts, chosen with a load-balancing bias, then renormalized (Ernie 4.5).
 
-    Args:
-        router_logits: [T,E]; Ernie computes them in fp32.
-        top_k: Experts for each token.
-        correction_bias: [E], added to the softmax for the choice alone; None for no bias.
-        smallest_sum: The chosen weights are divided by their sum, or by this where the sum is smaller
-            (`moe_norm_min`).
+    The chosen weights are divided by their sum, or by `smallest_sum` (`moe_norm_min`) where the sum is smaller.
 
-    Returns:
-        topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending by biased score.
-
-    Raises:
-        ArgumentError: Logits, `top_k` and bias do not fit together.
-
-    Source: transformers 5.23, `Ernie4_5_MoeTopKRouter`.
+    Source: `Ernie4_5_MoeTopKRouter`.
     """
     _check_logits(router_logits, top_k)
     check_number("smallest_sum", smallest_sum)
@@ -233,21 +166,11 @@ def sqrtsoftplus_topk(
     scaling_factor: float,
     rounds_scores: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores sqrt(softplus(x)), chosen with a load-balancing bias, then renormalized (DeepSeek-V4).
+    """Scores sqrt(softplus(x)), chosen with a load-balancing bias, renormalized and scaled (DeepSeek-V4).
 
-    Args:
-        router_logits: [T,E], any floating dtype.
-        top_k, scaling_factor: As in `grouped_sigmoid_topk`.
-        correction_bias: [E], added to the scores for the choice alone; None for no bias.
-        rounds_scores: Whether scores are computed in the logits' dtype, as transformers does.
+    transformers rounds scores.
 
-    Returns:
-        topk_weights [T,K] fp32 and topk_ids [T,K] int32, descending by biased score.
-
-    Raises:
-        ArgumentError: Logits, `top_k` and bias do not fit together.
-
-    Source: transformers 5.23, `DeepseekV4TopKRouter`.
+    Source: `DeepseekV4TopKRouter`.
     """
     _check_logits(router_logits, top_k)
     check_number("scaling_factor", scaling_factor)
@@ -259,21 +182,10 @@ def sqrtsoftplus_topk(
 def sparsemixer(router_logits: torch.Tensor, top_k: int, jitter: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The best logit and then the second best, each with a softmax over the logits near it (Phi-3.5-MoE).
 
-    Near means less than `2 * jitter` below the best, relative to the larger of the two magnitudes. The weights need not
-    sum to 1. Training, which samples instead, is not computed.
+    Near means less than `2 * jitter` (`router_jitter_noise`) below the best, relative to the larger of the two
+    magnitudes. `top_k` is 2, and the weights need not sum to 1. Training, which samples instead, is not computed.
 
-    Args:
-        router_logits: [T,E], any floating dtype.
-        top_k: 2.
-        jitter: `router_jitter_noise`.
-
-    Returns:
-        topk_weights [T,2] fp32 and topk_ids [T,2] int32, descending by logit.
-
-    Raises:
-        ArgumentError: The logits are not [T,E] floating point, or `top_k` is not 2.
-
-    Source: transformers 5.23, `sparsemixer` of Phimoe; SparseMixer, arXiv 2409.12136.
+    Source: `sparsemixer` of Phimoe; SparseMixer, arXiv 2409.12136.
     """
     _check_logits(router_logits, top_k)
     check_number("jitter", jitter)

@@ -17,18 +17,22 @@ looked up. Names no backend, architecture or scheme.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from moereg.errors import described, shown, stops_the_process
-from moereg.evidence.admission import ADMITTED_TIER, NONE_ADMITTED, Admitted
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion
+
+from moereg.errors import described, one_line, shown, stops_the_process
 from moereg.evidence.measured import Source, measured_order
-from moereg.evidence.quarantine import EMPTY, Quarantine
+from moereg.evidence.on_machine import ADMITTED_TIER, NO_RECORDS, Admitted, Quarantine
 from moereg.platforms import Platform, PlatformRule
-from moereg.registry import BUILTIN, BackendCell, Cell
+from moereg.registry import BUILTIN, BackendCell, Cell, Probe
 from moereg.selection.request import Request
-from moereg.selection.requirements import assumptions, clause, lacks
 from moereg.selection.result import Decision, Selection
 from moereg.spec.facts import fact_reasons
 from moereg.spec.problem import MoEProblem
@@ -44,23 +48,21 @@ def decide(
     platform: Platform,
     request: Request,
     cells: Iterable[BackendCell],
-    quarantine: Quarantine = EMPTY,
-    admitted: Admitted = NONE_ADMITTED,
+    quarantine: Quarantine = NO_RECORDS,
+    admitted: Admitted = NO_RECORDS,
     tuning: Sequence[Source] = (),
 ) -> Selection:
     """Chooses among cells: those of `BackendRegistry.cells`, whichever registry they were registered in.
+
+    The selection has no winner where nothing fits.
 
     Args:
         problem: The layer.
         platform: What it is to run on; probes run only where it is probed.
         request: Resolved for the problem's scheme.
         cells: Candidates.
-        quarantine: What failed the conformance kit or its first check on the machine that `platform` is.
-        admitted: What passed its first check there. It changes no choice, only decisions' evidence.
+        quarantine, admitted: What failed and what passed its first check there; the latter is only decisions' evidence.
         tuning: Packs of what was measured there; they order candidates that the request does not tell apart.
-
-    Returns:
-        The selection, without a winner where nothing fits.
     """
     cells = tuple(cells)
     candidates = _eligible(cells, problem, platform)
@@ -95,13 +97,16 @@ def reading_in_place(selection: Selection) -> Selection:
     if decisions[:1] == selection.decisions[:1]:
         is_whole = all(kept[id(one)].accepted for _, one in selection.ranges)
         return dataclasses.replace(selection, decisions=decisions, ranges=selection.ranges if is_whole else ())
-    source = _source(decisions, selection.request)
-    return dataclasses.replace(selection, decisions=decisions, source=source, ranges=(), measured="")
+    return _in_order(selection, decisions)
 
 
 def unmeasured(selection: Selection) -> Selection:
     """The selection by the request and priority alone, whatever was measured."""
-    decisions = rank(selection.decisions, selection.request)
+    return _in_order(selection, rank(selection.decisions, selection.request))
+
+
+def _in_order(selection: Selection, decisions: tuple[Decision, ...]) -> Selection:
+    """The selection with its decisions in another order, which nothing measured made."""
     source = _source(decisions, selection.request)
     return dataclasses.replace(selection, decisions=decisions, source=source, ranges=(), measured="")
 
@@ -135,7 +140,7 @@ def candidate_of(accepted: Decision, platform: Platform) -> tuple[BackendCell, Q
 def evaluate(cell: BackendCell, problem: MoEProblem, platform: Platform, request: Request) -> Decision:
     """Every reason against one cell, whatever other cells there are and whatever is quarantined."""
     scheme, rule = _scheme_for(cell, problem, problem.restored), cell.rule_for(platform)
-    return _judge((cell, scheme, rule), problem, platform, request, EMPTY, NONE_ADMITTED)
+    return _judge((cell, scheme, rule), problem, platform, request, NO_RECORDS, NO_RECORDS)
 
 
 def without_winner(selection: Selection, reason: Reason) -> Selection:
@@ -143,9 +148,7 @@ def without_winner(selection: Selection, reason: Reason) -> Selection:
     first, *others = selection.decisions
     rejected = dataclasses.replace(first, reasons=(*first.reasons, reason))
     fitting = [each for each in others if each.accepted]
-    decisions = (*fitting, rejected, *(each for each in others if not each.accepted))
-    source = _source(decisions, selection.request)
-    return dataclasses.replace(selection, decisions=decisions, source=source, ranges=(), measured="")
+    return _in_order(selection, (*fitting, rejected, *(each for each in others if not each.accepted)))
 
 
 def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platform) -> Iterator[Candidate]:
@@ -166,9 +169,10 @@ def _eligible(cells: Iterable[BackendCell], problem: MoEProblem, platform: Platf
             yield cell, scheme, rule
         else:
             alike.setdefault((cell.name, cell.experts, scheme.name), []).append((cell, scheme, rule))
-    for group in alike.values():
-        most = max(rule.specificity for _, _, rule in group)
-        best = [each for each in group if each[2].specificity == most]
+    for best in alike.values():
+        if len(best) > 1:
+            most = max(rule.specificity for _, _, rule in best)
+            best = [each for each in best if each[2].specificity == most]
         if len(best) > 1:
             best = [each for each in best if not fact_reasons(each[0].facts, problem)] or best
         yield from best
@@ -314,3 +318,82 @@ def rank(decisions: Iterable[Decision], request: Request) -> tuple[Decision, ...
         )
 
     return tuple(sorted(decisions, key=key))
+
+
+def clause(reason: str) -> str:
+    """A backend's reason on one line that can be printed."""
+    return one_line(reason) or "no text"
+
+
+_PROBING: Final = threading.RLock()
+"""Threads that ask at once wait for one. A probe may select in turn."""
+
+_ANSWERS: Final[dict[tuple[Probe, Platform], Reason | None]] = {}
+"""A machine does not change while a process runs, and a probe may take seconds."""
+
+
+def ask_probe(probe: Probe, platform: Platform) -> Reason | None:
+    """The reason by which a probe says that a cell cannot run there, or None; it runs once a platform."""
+    key = (probe, platform)
+    if key not in _ANSWERS:
+        with _PROBING:
+            if key not in _ANSWERS:
+                _ANSWERS[key] = _answer(probe, platform)
+    return _ANSWERS[key]
+
+
+def _answer(probe: Probe, platform: Platform) -> Reason | None:
+    try:
+        text: object = probe(platform)
+    except BaseException as error:  # As with predicates: the bug of one backend must not affect the others.
+        if stops_the_process(error):
+            raise
+        return Reason("predicate_error", f"its {_probe_name(probe)} raised {described(error)}")
+    if text is None:
+        return None
+    # An empty text is no reason, nor does it say that all is well.
+    if not isinstance(text, str) or not text.strip():
+        return Reason("predicate_error", f"its {_probe_name(probe)} has to return a text or None, got {shown(text)}")
+    return Reason("probe", clause(text))
+
+
+def _probe_name(probe: Probe) -> str:
+    return f"probe {getattr(probe, '__name__', type(probe).__name__)}"
+
+
+def lacks(cell: Cell, rule: PlatformRule | None, platform: Platform, is_asked: bool = True) -> list[Reason]:
+    """Why a cell cannot run on a platform for any problem; a named platform is assumed to meet packages and probes.
+
+    Takes the cell's rule for the platform, if any. Its probes run if it `is_asked`.
+    """
+    reasons: list[Reason] = []
+    if rule is None:
+        reasons.append(Reason("platform", f"requires platform in ({cell.rules_text}), got {platform}"))
+    if platform.probed:
+        for text in cell.requires:
+            if reason := _requirement_reason(text, platform.versions.get(_requirement_name(text))):
+                reasons.append(reason)
+        if rule is not None and is_asked and cell.probes:
+            reasons.extend(reason for probe in cell.probes if (reason := ask_probe(probe, platform)))
+    return reasons
+
+
+def assumptions(cell: Cell, platform: Platform) -> tuple[str, ...]:
+    """Requirements that are assumed to be met on a named platform."""
+    return () if platform.probed else (*cell.requires, *map(_probe_name, cell.probes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _requirement_reason(text: str, version: str | None) -> Reason | None:
+    if version is None:
+        return Reason("package", f"requires {text}, which is not installed")
+    try:
+        met = Requirement(text).specifier.contains(version, prereleases=True)
+    except InvalidVersion:
+        met = False
+    return None if met else Reason("package", f"requires {text}, got {version}")
+
+
+@functools.lru_cache(maxsize=256)
+def _requirement_name(text: str) -> str:
+    return canonicalize_name(Requirement(text).name)

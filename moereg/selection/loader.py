@@ -18,10 +18,9 @@ import sys
 import threading
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from moereg.errors import (
-    ArgumentError,
     MoeregError,
     PluginError,
     PluginWarning,
@@ -32,8 +31,8 @@ from moereg.errors import (
     stops_the_process,
     unknown_name_message,
 )
-from moereg.platforms import Platform, probe_cpu, probe_platform
-from moereg.platforms.claims import accept_plugin, claim_of, decide_claims
+from moereg.platforms import Platform
+from moereg.platforms.claims import accept_plugin, ask_plugins_with, claim_of, decide_claims
 from moereg.platforms.kinds import kinds_of_plugin, load_kinds_with, miss_kinds_of
 from moereg.prepare_finalize.cells import MOVEMENTS, MovementRegistry
 from moereg.registry import API_VERSION, REGISTRY, BackendCell, BackendRegistry, Cell, Registry
@@ -50,9 +49,6 @@ from moereg.selection.plugin_status import (
     unusable,
 )
 from moereg.spec.quant_schemes import QUANT_SCHEMES, SCHEMES_CALLED, QuantScheme
-
-if TYPE_CHECKING:
-    import torch
 
 logger: Final = logging.getLogger("moereg")
 
@@ -75,7 +71,7 @@ class _Loader:
         self._pending: list[tuple[PluginStatus | None, Cell]] = []
         self._statuses: tuple[PluginStatus, ...] | None = None
         self._has_platforms = False
-        self._platform: Platform | None = None
+        self._claimed: tuple[Platform | None, ...] = ()
 
     def load(self) -> tuple[PluginStatus, ...]:
         if self._statuses is not None:  # Without the lock: another thread may hold it while a plugin's probe selects.
@@ -228,12 +224,12 @@ class _Loader:
         ]
 
     @property
-    def platform(self) -> Platform:
+    def claimed(self) -> Platform | None:
         # No cached_property: its own lock, up to Python 3.11, would be taken before that of the loader.
-        if self._platform is None:
+        if not self._claimed:
             with self._lock:
-                self._platform = self._platform or decide_claims(self._claims) or probe_platform()
-        return self._platform
+                self._claimed = self._claimed or (decide_claims(self._claims),)
+        return self._claimed[0]
 
     @functools.cached_property
     def _claims(self) -> dict[str, Platform]:
@@ -292,7 +288,7 @@ def _outside() -> int:
 
 _LOADER: Final = _Loader(REGISTRY)
 load_kinds_with(_LOADER.load_platforms)
-REGISTRY.load = lambda: load_backends().cells
+ask_plugins_with(lambda: _LOADER.claimed)
 
 
 def load_backends() -> BackendRegistry:
@@ -356,44 +352,3 @@ def missing_backend(name: str) -> MoeregError | None:
         if (status.group, status.name) == (BACKEND_GROUP, name) and status.status != "loaded":
             return unusable(status)
     return None
-
-
-def current_platform() -> Platform:
-    """The machine at hand: from a platform plugin, else from the probe.
-
-    Raises:
-        PluginError: Two plugins claim this machine.
-    """
-    return _LOADER.platform
-
-
-def read_platform(platform: Platform | str | None) -> Platform:
-    """The platform that a caller names; the machine at hand where None.
-
-    Raises:
-        ArgumentError: It is something else.
-        PluginError: Two plugins claim this machine.
-        UnknownPlatformError: No platform has that name.
-    """
-    if platform is None:
-        return current_platform()
-    if isinstance(platform, str):
-        return Platform.from_name(platform)
-    if not isinstance(platform, Platform):
-        raise ArgumentError(f"platform must be a Platform or a name such as 'cuda:sm90', got {shown(platform)}")
-    return platform
-
-
-def platform_of(device: torch.device) -> Platform:
-    """This machine's platform whose backends read tensors on a device.
-
-    Raises:
-        ArgumentError: It has no such device.
-        PluginError: Two plugins claim this machine.
-    """
-    for probe in (current_platform, probe_cpu):
-        platform = probe()
-        if platform.device_type == device.type:
-            return platform
-    here = current_platform()
-    raise ArgumentError(f"the layer is on {device}, and this machine is {here}; move it to {here.device_type!r}")

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from moereg.errors import ArgumentError, described, stops_the_process
 from moereg.prepare_finalize.cells import MOVEMENTS
@@ -21,12 +21,9 @@ def is_file_name(name: str) -> bool:
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Imports each, after all that is installed, and so registers its backends; what is imported already stays.
+    """Imports modules by name and files by path, after all that is installed; what is imported already stays.
 
     A file is imported alone: its folder does not become a place to import from. Its backends' origin is its name.
-
-    Args:
-        names: Names of modules, or paths of files.
 
     Raises:
         ArgumentError: One cannot be imported.
@@ -60,7 +57,7 @@ def _import_file(path: pathlib.Path) -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    backends, movements = REGISTRY.snapshot(), MOVEMENTS.snapshot()
+    backends, movements = REGISTRY.cells, MOVEMENTS.cells
     try:
         with registering_origin(path.name):
             spec.loader.exec_module(module)
@@ -87,16 +84,14 @@ def registers(module: str, cell: Cell) -> bool:
 def own_modules(name: str = "", is_needed: bool = False) -> tuple[str, ...]:
     """The modules in which this process registered a backend that no distribution brings, as another can import them.
 
-    Args:
-        name: Of the backend; empty for all, and for token dispatchers.
-        is_needed: Whether a class that no other process could import is an error, or is left out.
-
-    Raises:
-        ArgumentError: There is such a class.
+    An empty name stands for all, token dispatchers too. A class that no other process could import is left out, and an
+    ArgumentError if it `is_needed`.
     """
     found: dict[str, None] = {}
-    for cell in _undistributed(name):
+    for cell in (*REGISTRY.cells, *MOVEMENTS.cells) if not name else REGISTRY.by_name(name):
         module = cell.implementation.__module__
+        if cell.origin in (BUILTIN, "") or cell.origin not in (module, f"{module}.py"):
+            continue  # A distribution brings it.
         file = getattr(sys.modules.get(module), "__file__", None)
         if module == "__main__" or file is None:
             if not is_needed:
@@ -107,11 +102,3 @@ def own_modules(name: str = "", is_needed: bool = False) -> tuple[str, ...]:
             )
         found.setdefault(str(file) if pathlib.Path(file).name == f"{module}.py" else module)
     return tuple(found)
-
-
-def _undistributed(name: str) -> Iterator[Cell]:
-    """Cells whose origin is no distribution."""
-    for cell in (*REGISTRY.cells, *MOVEMENTS.cells) if not name else REGISTRY.by_name(name):
-        module = cell.implementation.__module__
-        if cell.origin not in (BUILTIN, "") and cell.origin in (module, f"{module}.py"):
-            yield cell

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -25,19 +26,6 @@ _ADD: Final = "add it there"
 _REPAIR: Final = "repair or uninstall that distribution"
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadFailure:
-    """Why a plugin did not load.
-
-    Attributes:
-        error: One line.
-        exception: The original exception.
-    """
-
-    error: str
-    exception: BaseException
-
-
 class Owner(NamedTuple):
     """A distribution, by its name and version."""
 
@@ -53,7 +41,7 @@ class PluginStatus:
         group, name, value: As the distribution declares them.
         distribution: Its name and version.
         status: `loaded`, `failed` or `skipped` (by MOEREG_PLUGINS).
-        failure: Set where it failed.
+        failure: The exception, where it failed.
         loaded: The object that the entry point names, where it loaded.
         module: The module that the value names; empty where it names none.
         owner: The distribution.
@@ -65,11 +53,16 @@ class PluginStatus:
     value: str
     distribution: str
     status: str
-    failure: LoadFailure | None = None
+    failure: BaseException | None = None
     loaded: Any = dataclasses.field(default=None, repr=False, compare=False)
     module: str = dataclasses.field(default="", repr=False, compare=False)
     owner: Owner = dataclasses.field(default=Owner("", ""), repr=False, compare=False)
     point: importlib_metadata.EntryPoint | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @functools.cached_property
+    def error(self) -> str | None:
+        """Why it did not load, in one line."""
+        return None if self.failure is None else described(self.failure)
 
     @property
     def kind(self) -> str:
@@ -78,13 +71,12 @@ class PluginStatus:
 
     def to_dict(self) -> dict[str, Any]:
         """As `moereg info --json` shows it."""
-        shown_fields = ("group", "name", "value", "distribution", "status")
-        error = self.failure.error if self.failure else None
-        return {**{name: getattr(self, name) for name in shown_fields}, "error": error}
+        shown_fields = ("group", "name", "value", "distribution", "status", "error")
+        return {name: getattr(self, name) for name in shown_fields}
 
     def failed(self, error: BaseException) -> PluginStatus:
         """The same with an error."""
-        return dataclasses.replace(self, status="failed", failure=LoadFailure(described(error), error), loaded=None)
+        return dataclasses.replace(self, status="failed", failure=error, loaded=None)
 
 
 def scan() -> tuple[list[PluginStatus], list[PluginStatus]]:
@@ -143,12 +135,7 @@ def _nobody(value: str) -> Owner:
 
 
 def _read_point(point: importlib_metadata.EntryPoint, owner: Owner) -> PluginStatus:
-    """Checks an entry point before anything of it is imported.
-
-    Raises:
-        ValueError: It names no module.
-        RegistrationError: No table could show its name.
-    """
+    """Checks an entry point before anything of it is imported: it is a ValueError if no module or table takes it."""
     try:
         module = str(point.module)
     except Exception:  # What is raised differs between versions of importlib_metadata.
@@ -222,9 +209,9 @@ def unknown_names(text: str | None, statuses: Sequence[PluginStatus]) -> str | N
     )
 
 
-def _cure(failure: LoadFailure, cure: str = _REPAIR) -> str:
-    """A cure to append; nothing where the error is about another plugin and ends with the cure for that."""
-    return "" if failure.error.endswith((_ADD, _REPAIR)) else f"; {cure}"
+def _cured(status: PluginStatus, cure: str = _REPAIR) -> str:
+    """The error with a cure; it has one already where it is about another plugin and ends with the cure for that."""
+    return f"{status.error}" if str(status.error).endswith((_ADD, _REPAIR)) else f"{status.error}; {cure}"
 
 
 def unusable(status: PluginStatus) -> MoeregError:
@@ -233,13 +220,12 @@ def unusable(status: PluginStatus) -> MoeregError:
     who = f"{kind} {status.name!r} of {status.distribution}"
     if status.failure is None:
         return PluginError(f"{who} is not in MOEREG_PLUGINS; {_ADD}")
-    error = PluginError(f"{who} failed to load: {status.failure.error}{_cure(status.failure)}")
-    error.__cause__ = status.failure.exception
+    error = PluginError(f"{who} failed to load: {_cured(status)}")
+    error.__cause__ = status.failure
     return error
 
 
 def failure_text(status: PluginStatus, fault: str = "did not load") -> str:
     """The text of the warning about a plugin that failed: the distribution, the fault and error, the cure."""
-    assert status.failure is not None
-    cure = _cure(status.failure, f"{_REPAIR}, or leave it out of MOEREG_PLUGINS")
-    return f"{status.kind} {status.name!r} of {status.distribution} {fault}: {status.failure.error}{cure}"
+    text = _cured(status, f"{_REPAIR}, or leave it out of MOEREG_PLUGINS")
+    return f"{status.kind} {status.name!r} of {status.distribution} {fault}: {text}"

@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
-from moereg.arguments import check_mapping, check_text
+from moereg.arguments import check_mapping
 from moereg.errors import (
+    ArgumentError,
     MoeregError,
     RequestError,
     UnknownBackendError,
@@ -101,8 +102,8 @@ class Request:
             RequestError: A name is both required and denied, or something is not a name.
             UnknownNameError: A backend or scheme is not known.
         """
-        check_text("scheme of a request", scheme)
-        check_mapping("environ", environ)
+        if not isinstance(scheme, str) or not isinstance(environ, Mapping):
+            raise ArgumentError(f"scheme must be a text and environ a mapping, got {shown(scheme)}, {shown(environ)}")
         required, preferred, denied = _by_word(_read_source, "MOEREG_", environ, require, prefer, deny)
         # Wishes for other schemes are checked too: a misspelled name would go unnoticed until that scheme is loaded.
         notices = [
@@ -269,23 +270,20 @@ def _check_backends(
             yield wish.notice(error)
 
 
-def _split(names: object, word: str) -> tuple[str, ...]:
+def _split(names: object, word: str, of: str = "backends") -> tuple[str, ...]:
     items = names.split(",") if isinstance(names, str) else names
     if not isinstance(items, (Sequence, Set)) or isinstance(items, (bytes, bytearray)):
         raise RequestError(f"{word} must be a name or a tuple of names, got {shown(names)}")
     for item in items:
         if not isinstance(item, str):
-            raise RequestError(f"{word} must hold names of backends, got {shown(item)}")
+            raise RequestError(f"{word} must hold names of {of}, got {shown(item)}")
     # A set has no order of its own, and ranks must agree on one.
     stripped = (item.strip() for item in (sorted(items) if isinstance(items, Set) else items))
     return tuple(item for item in stripped if item)
 
 
 def _ways(value: object, source: str, known: Sequence[str]) -> tuple[str, ...]:
-    items = value.split(",") if isinstance(value, str) else () if value is None else value
-    if not isinstance(items, (tuple, list)) or not all(isinstance(item, str) for item in items):
-        raise RequestError(f"{source} must be a name of a way or a tuple of names, got {shown(value)}")
-    names = tuple(filter(None, (item.strip() for item in items)))
+    names = _split(() if value is None else value, source, "ways")
     for name in names:
         if not any(_is_among(one, (name,)) for one in known):
             raise UnknownNameError(unknown_name_message(f"way in {source}", name, known))

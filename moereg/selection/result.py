@@ -13,11 +13,12 @@ import msgspec
 
 from moereg.arguments import check_one_of, within
 from moereg.errors import ArgumentError, shown
-from moereg.evidence.admission import ADMITTED_TIER
+from moereg.evidence.on_machine import ADMITTED_TIER
 from moereg.evidence.store import check_schema
 from moereg.platforms import Platform
-from moereg.registry import BUILTIN, HIGHEST_PRIORITY, REGISTRY, TIERS, BackendCell, provider
+from moereg.registry import BUILTIN, HIGHEST_PRIORITY, TIERS, BackendCell, provider
 from moereg.runtime.json_types import Count, Text, Whole, convert, decode
+from moereg.selection.loader import load_backends
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme
@@ -38,11 +39,10 @@ SOURCES: Final = ("required", "preferred", "measured", "priority")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Verdict on one candidate, a backend or a token dispatcher.
+    """Verdict on one candidate, a backend or a token dispatcher; `priority` and `origin` are its cell's.
 
     Attributes:
         rule: The platform rule that matched, or all of the cell's if none did.
-        priority, origin, origin_version: The cell's.
         reasons: Every reason against it; empty means accepted, exactly one means one change away.
         assumes: For a named platform: requirements that are assumed to be met.
     """
@@ -122,10 +122,8 @@ class Decision(Verdict):
     """The verdict on one backend's candidate. Further attributes are those of `Verdict`.
 
     Attributes:
-        backend: Its name.
-        experts: Name of the experts class.
+        backend, experts, tier: Name of the cell and of its experts class, and the cell's tier.
         computes: Scheme that it would compute.
-        tier: The cell's.
         evidence: `admitted` if it passed its first check on this machine, else empty. Ledgers say what was verified.
         cell: The cell; None if JSON was read on a machine without it.
         scheme: `computes` as a value; None if the cell cannot read the problem's weights.
@@ -155,8 +153,6 @@ class Decision(Verdict):
 
 
 class _Decision(msgspec.Struct):
-    """A decision's fields in JSON."""
-
     backend: Text
     experts: Text
     rule: Text
@@ -194,8 +190,6 @@ class _Range(msgspec.Struct):
 
 
 class _Selection(msgspec.Struct):
-    """A selection's fields in JSON."""
-
     problem: dict[str, Any]
     platform: Text
     platform_source: str
@@ -352,11 +346,8 @@ class Selection(Choice[Decision]):
         """Inverse of `to_json`.
 
         Args:
-            text: The JSON.
-            cells: As in `from_dict`.
-
-        Raises:
-            ArgumentError: The text is no JSON, or `from_dict` refuses it.
+            text: The JSON; other text is an ArgumentError.
+            cells: As in `from_dict`, whose errors it has.
         """
         return cls.from_dict(decode(text, Any, "a selection's JSON", "; write it again"), cells)
 
@@ -365,11 +356,11 @@ class Selection(Choice[Decision]):
         """Inverse of `to_dict`. A probed platform comes back without versions.
 
         Unknown fields of the selection and of its decisions are ignored; unknown fields of its problem or request are
-        refused. Cells may be left out here, since a user who reads a file back has none at hand.
+        refused.
 
         Args:
             values: The fields.
-            cells: Where their cells are looked up; all that are installed where None.
+            cells: Where their cells are looked up; all that are installed where None, as for a user who reads a file.
 
         Raises:
             ArgumentError: A field is missing, has another type, or contradicts another; the message has its path.
@@ -378,7 +369,7 @@ class Selection(Choice[Decision]):
         check_schema(convert(values, dict[str, Any], "a selection").get("schema"), SCHEMA)
         found: _Selection = convert(values, _Selection, "a selection")
         # Plugins may bring the kind of machine that the platform's name says.
-        cells = REGISTRY.load() if cells is None else tuple(cells)
+        cells = load_backends().cells if cells is None else tuple(cells)
         platform = within("platform", Platform.from_name, found.platform)
         source = check_one_of("platform_source", found.platform_source, ("probed", "named"))
         device = {name: found.platform_device[name] for name in _DEVICE if name in found.platform_device}

@@ -12,8 +12,6 @@ import torch
 from moereg.arguments import check_flag, check_number, check_one_of
 from moereg.errors import ArgumentError, shown
 
-__all__ = ["ACTIVATIONS", "Activation"]
-
 # The largest scalar that every computed dtype can hold: bfloat16's.
 _LARGEST: Final = (2 - 2**-7) * 2.0**127
 

@@ -59,12 +59,9 @@ class Fact(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class _Names(Fact):
-    """The supported names.
+    """The supported names, among those `known`, if not any is valid.
 
-    Attributes:
-        known: All valid names; None allows any.
-        wanted: The problem's attribute with its name, if not named like the code.
-        rule: Beginning of the reason, if not the code.
+    `wanted` is the problem's attribute with its name, and `rule` begins the reason, each by default as the code is.
     """
 
     known: Collection[str] | None
@@ -365,22 +362,14 @@ class NarrowedMovementFacts(TypedDict, total=False):
 
 
 def check_facts(facts: DeclaredFacts) -> None:
-    """Checks every fact of a class, so that evaluating a cell cannot fail.
-
-    Raises:
-        ArgumentError: A fact has an invalid value.
-    """
+    """Checks every fact of a class, so that evaluating a cell cannot fail."""
     for name, fact in rows(type(facts)):
         if fault := fact.fault(name, getattr(facts, name)):
             raise ArgumentError(fault)
 
 
 def narrow_facts(facts: F, narrowed: Mapping[str, Any]) -> F:
-    """The facts of one cell: the class's, narrowed by the decorator's.
-
-    Raises:
-        ArgumentError: A fact is unknown, has an invalid value, or promises more than the class.
-    """
+    """The facts of one cell: the class's, narrowed by the decorator's, which may not promise more."""
     known = dict(rows(type(facts)))
     changes: dict[str, Any] = {}
     for name, value in narrowed.items():

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from moereg.errors import UnknownModelError, unknown_name_message
 
-__all__ = ["MODEL_SHAPES", "MoEShape", "get_shape"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEShape:
@@ -52,19 +50,12 @@ class MoEShape:
 
 
 def get_shape(name: str) -> MoEShape:
-    """Looks a model up.
-
-    Args:
-        name: A key of `MODEL_SHAPES` or a former one, in any case.
-
-    Returns:
-        The shape.
+    """The shape of a model, by a key of `MODEL_SHAPES` in any case.
 
     Raises:
         UnknownModelError: No such model; the message lists the known ones and the nearest.
     """
-    known = _FORMER_NAMES.get(name.lower(), name.lower()) if isinstance(name, str) else None
-    shape = MODEL_SHAPES.get(known) if known else None
+    shape = MODEL_SHAPES.get(name.lower()) if isinstance(name, str) else None
     if shape is None:
         raise UnknownModelError(unknown_name_message("model", name, MODEL_SHAPES))
     return shape
@@ -164,9 +155,6 @@ _SOURCES: Final[Mapping[str, str]] = {
     "dbrx": "config.json of databricks/dbrx-instruct as quoted in public code; 127e9 routed parameters fit the 132B",
     "sonic-120b": "synthetic: the 120B row of figure 14 in the SonicMoE paper, arXiv 2512.14080",
 }
-
-# Still accepted as names. "sonic-30b" had the sizes of the 120B row.
-_FORMER_NAMES: Final = {"sonic-30b": "sonic-120b"}
 
 MODEL_SHAPES: Final[Mapping[str, MoEShape]] = MappingProxyType(
     {

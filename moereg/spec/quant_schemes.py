@@ -14,20 +14,6 @@ import torch
 from moereg.arguments import check_flag, check_mapping, check_one_of, check_text, within
 from moereg.errors import ArgumentError, UnknownSchemeError, shown, unknown_name_message
 
-__all__ = [
-    "MATRICES",
-    "QUANT_SCHEMES",
-    "SCHEMES_CALLED",
-    "TENSOR_ROLES",
-    "WHOLE",
-    "QuantFormat",
-    "QuantScheme",
-    "TensorRole",
-    "TensorRow",
-    "get_scheme",
-    "tensor_name",
-]
-
 WHOLE: Final = -1
 """Group extent that means the whole dimension."""
 
@@ -186,14 +172,9 @@ TENSOR_ROLES: Final[Mapping[str, TensorRole]] = {
 
 @dataclasses.dataclass(frozen=True)
 class TensorRow:
-    """One tensor that a scheme needs: its dtype and accepted shapes.
+    """One tensor that a scheme needs, with its role for the matrix `w13` or `w2`.
 
-    Attributes:
-        matrix: `w13` or `w2`.
-        role: The tensor's role for that matrix.
-        dtype: Torch dtype, or None for the problem's.
-        shapes: Accepted shapes, the usual one first.
-        required: False if the tensor may be absent.
+    `dtype` is None for the problem's, and of the accepted `shapes` the usual one is first.
     """
 
     matrix: str
@@ -279,9 +260,7 @@ class QuantScheme:
         """Tensors of weights in this scheme.
 
         Args:
-            num_experts: E, experts on this rank.
-            hidden_size: H.
-            intermediate_size: I.
+            num_experts, hidden_size, intermediate_size: E of this rank, H and I.
             num_halves: 2 if the activation is gated, else 1.
             has_bias: Whether both matmuls have a bias.
         """

@@ -13,9 +13,8 @@ import torch
 
 from moereg.dispatch import Decision, Selection, evaluate, machine_reasons
 from moereg.layer.factory import MoEKernel, make_unchecked_kernel
-from moereg.platforms import Platform, torch_device
+from moereg.platforms import Platform, current_platform, torch_device
 from moereg.registry import BackendCell
-from moereg.selection.loader import current_platform
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme

@@ -16,9 +16,9 @@ from typing import Any, Final
 import torch
 
 from moereg.errors import ArgumentError, described, stops_the_process
-from moereg.platforms import Platform
+from moereg.platforms import Platform, current_platform
 from moereg.registry import BackendCell
-from moereg.selection.loader import current_platform, load_backends
+from moereg.selection.loader import load_backends
 from moereg.selection.modules import import_modules
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import QuantScheme

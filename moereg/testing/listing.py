@@ -10,9 +10,9 @@ from typing import Final
 from packaging.requirements import Requirement
 
 from moereg.errors import ArgumentError, UnknownBackendError, unknown_name_message
-from moereg.platforms import torch_device
+from moereg.platforms import current_platform, torch_device
 from moereg.registry import BackendCell
-from moereg.selection.loader import current_platform, load_backends, missing_backend
+from moereg.selection.loader import load_backends, missing_backend
 from moereg.selection.modules import import_modules, is_file_name, registers
 from moereg.testing import cases
 from moereg.testing.cases import is_imitated, runnable_platform, running_as

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from moereg.arguments import check_count, check_device, takes
+from moereg.arguments import check_count, check_device, check_instance
 from moereg.errors import ArgumentError, described
 from moereg.runtime.memory import format_bytes
 from moereg.spec.problem import MoEProblem
@@ -236,13 +236,13 @@ class ExpertWeights:
             object.__setattr__(plain, name, tensor.detach().contiguous().view(-1).view(tensor.shape))
         return plain
 
-    @takes(problem=(MoEProblem, "make one with MoEProblem(...)"))
     def check_against(self, problem: MoEProblem) -> None:
         """Checks that these are the weights of `problem`.
 
         Raises:
             ArgumentError: Sizes, dtype, biases or scheme disagree.
         """
+        check_instance("problem", problem, MoEProblem, "make one with MoEProblem(...)")
         if self.scheme != problem.quant:
             raise ArgumentError(
                 f"the weights are {self.scheme.description} but the problem says {problem.quant.description}; "

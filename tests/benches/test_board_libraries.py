@@ -12,8 +12,8 @@ from benches.board.layers import GPU_LAYERS
 from benches.board.libraries import interleaved
 from benches.board.padded_routes import padded_on_host, padded_routes
 from moereg.bench.session import entrants, timed_cell
+from moereg.platforms import read_platform
 from moereg.registry import BackendRegistry
-from moereg.selection.loader import read_platform
 
 NAMES = ("hpc_ops", "alpha_moe")
 

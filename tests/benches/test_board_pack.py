@@ -22,7 +22,7 @@ from moereg.bench.roofline import Ceilings
 from moereg.bench.session import timed_cell
 from moereg.dispatch import select_backend
 from moereg.evidence import measured
-from moereg.evidence.keys import machine_of
+from moereg.evidence.on_machine import machine_of
 from moereg.evidence.pack import read_pack
 from moereg.evidence.provenance import provenance
 from moereg.platforms import probe_cpu

@@ -11,9 +11,9 @@ def test_every_wheel_of_the_tree_is_there_and_the_process_is_as_before() -> None
     which_backend.world.cache_clear()
     # Another test may have imported the page of one backend, or a wheel.
     load_backends()
-    before, modules = REGISTRY.snapshot(), set(sys.modules)
+    before, modules = REGISTRY.cells, set(sys.modules)
     found, projects, words = which_backend.world()
-    assert REGISTRY.snapshot() == before
+    assert REGISTRY.cells == before
     assert {"moereg-aiter", "moereg-humming", "moereg-jax", "moereg-sonic", "moereg-vllm"} <= {
         project["name"] for project in projects.values()
     }

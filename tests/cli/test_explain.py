@@ -9,10 +9,11 @@ import pytest
 
 from moereg.dispatch import explain_backends
 from moereg.evidence import ledger
-from moereg.evidence.admission import ADMITTED, AdmissionRecord
 from moereg.evidence.ledger import Verification
+from moereg.evidence.on_machine import ADMITTED, AdmissionRecord
+from moereg.platforms import current_platform
 from moereg.registry import register_moe_backend
-from moereg.selection.loader import current_platform, list_cells
+from moereg.selection.loader import list_cells
 from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 from moereg.spec.reasons import REASON_CODES

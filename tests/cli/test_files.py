@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "ceilings")
 def file(tmp_path: Path) -> Iterator[Path]:
     """The page's file; what it registers is gone after the test."""
     load_backends()
-    before, modules = REGISTRY.snapshot(), set(sys.modules)
+    before, modules = REGISTRY.cells, set(sys.modules)
     path = tmp_path / NAME
     path.write_text(SOURCE)
     yield path

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import moereg
-from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
-from moereg.platforms import Platform
+from moereg.evidence.on_machine import QUARANTINE, QuarantineRecord
+from moereg.platforms import Platform, current_platform
 from moereg.registry import BUILTIN, BackendRegistry, register_moe_backend
-from moereg.selection.loader import current_platform, list_cells
+from moereg.selection.loader import list_cells
 from tests.cli.command import Call, CallJson
 from tests.support.fakes import FakeExperts
 

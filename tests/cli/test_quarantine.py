@@ -11,9 +11,10 @@ import pytest
 
 from moereg.cli._quarantine import lift_quarantine, quarantine_failures
 from moereg.errors import UnknownBackendError
-from moereg.evidence.quarantine import QUARANTINE
+from moereg.evidence.on_machine import QUARANTINE
+from moereg.platforms import current_platform
 from moereg.registry import BackendCell, BackendRegistry
-from moereg.selection.loader import current_platform, list_cells, load_backends
+from moereg.selection.loader import list_cells, load_backends
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
 from moereg.testing.check import GRADIENT_KINDS, CellName, Check

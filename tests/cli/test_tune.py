@@ -29,9 +29,8 @@ from moereg.cli._tune import parse_routings, parse_tokens, tune_layer
 from moereg.cli._tune_session import Question
 from moereg.dispatch import explain_backends
 from moereg.errors import BackendError, MoeregError
-from moereg.evidence.admission import ADMITTED
+from moereg.evidence.on_machine import ADMITTED, QUARANTINE
 from moereg.evidence.pack import read_pack
-from moereg.evidence.quarantine import QUARANTINE
 from moereg.registry import register_moe_backend
 from moereg.spec.problem import MoEProblem
 from moereg.testing.outcomes import Outcome

@@ -24,7 +24,7 @@ MODULE = f"--module {FILE} --no-isolate"
 def _bad_backends() -> Iterator[None]:
     """The file's backends are gone after each test."""
     load_backends()
-    before = REGISTRY.snapshot()
+    before = REGISTRY.cells
     yield
     REGISTRY.restore(before)
     sys.modules.pop("bad_backends", None)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moereg.evidence.keys import machine_of
 from moereg.evidence.measured import Source
+from moereg.evidence.on_machine import machine_of
 from moereg.evidence.pack import Pack, Row, Session, TimedCell, write_pack
 from moereg.platforms import Platform
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend

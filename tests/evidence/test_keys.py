@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moereg.evidence.keys import Machine, key_text, machine_of, problem_key
-from moereg.evidence.pack import Pack
+from moereg.evidence.on_machine import Machine, machine_of
+from moereg.evidence.pack import Pack, key_text, problem_key
 from moereg.platforms import Platform, probe
 from moereg.platforms.nvml import GpuSettings
 from moereg.spec.problem import MoEProblem

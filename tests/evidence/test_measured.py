@@ -17,8 +17,8 @@ from moereg.dispatch import explain_backends
 from moereg.errors import RecordFileWarning
 from moereg.evidence import measured
 from moereg.evidence.measured import Source, read_tuning, tuning_path
+from moereg.evidence.on_machine import Quarantine, QuarantineRecord
 from moereg.evidence.pack import Pack
-from moereg.evidence.quarantine import Quarantine, QuarantineRecord
 from moereg.platforms import Platform
 from moereg.registry import BUILTIN, BackendCell, BackendRegistry, register_moe_backend
 from moereg.selection.decide import decide

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from moereg.errors import ArgumentError, MoeregError, RecordFileError
 from moereg.evidence import store
-from moereg.evidence.keys import machine_of
+from moereg.evidence.on_machine import machine_of
 from moereg.evidence.pack import Pack, Row, Session, TimedCell, read_pack, write_pack
 from moereg.spec.problem import MoEProblem
 from tests.evidence.packs import GRID, HERE, PROBLEM, make_cells, pack_of, row, rows_of

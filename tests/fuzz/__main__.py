@@ -9,7 +9,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -39,8 +39,8 @@ def main() -> int:
 
 
 def _run(areas: Mapping[str, Area], num_cases: int, seconds: float, seed: int, corpus: Path) -> int:
-    totals = _totals(areas, num_cases)
-    tasks = _interleave(totals)
+    total = math.ceil(num_cases / len(areas))
+    tasks = ((name, index) for index in range(total) for name in areas)
     lock = threading.Lock()
     deadline = time.monotonic() + seconds
     num_run: collections.Counter[str] = collections.Counter()
@@ -71,22 +71,10 @@ def _run(areas: Mapping[str, Area], num_cases: int, seconds: float, seed: int, c
         for future in [threads.submit(work) for _ in range(_NUM_PROCESSES)]:
             future.result()
     width = max(map(len, areas))
-    for name, total in totals.items():
+    for name in areas:
         cut = "" if num_run[name] == total else f" (of {total}: the time was up)"
         print(f"{name:{width}}  {num_run[name]:6} cases  {num_failed[name]:4} failures  {spent_s[name]:7.1f} s{cut}")
     return int(num_failed.total() > 0)
-
-
-def _totals(areas: Mapping[str, Area], num_cases: int) -> dict[str, int]:
-    """Cases of each area by its share, rounded up."""
-    shares = sum(area.share for area in areas.values())
-    return {name: math.ceil(num_cases * area.share / shares) for name, area in areas.items()}
-
-
-def _interleave(totals: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """(area, index) with the areas in turn, so that a run whose time is up has some of each."""
-    places = sorted(((index + 0.5) / total, name, index) for name, total in totals.items() for index in range(total))
-    return ((name, index) for _, name, index in places)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["CORPUS", "Area", "Case", "draw_case", "find_areas", "load_case", "module_names", "run_case", "store_case"]
-
 CORPUS: Final = Path(__file__).parent / "corpus"
 
 Case = Any
@@ -35,7 +33,6 @@ class Area:
             order, which differs between processes. check: None if the contract holds, else one line that says how it is
             broken. What it raises counts as broken too, and so do a case that takes longer or more memory than it may,
             and one that ends the process.
-        share: How many of a run's cases are this area's, relative to those of the others.
         smoke: Cases that `make test` draws.
         limit_s: CPU seconds of one case.
         memory_mib: What one case may allocate.
@@ -44,7 +41,6 @@ class Area:
     name: str
     draw: Callable[[random.Random], Case]
     check: Callable[[Case], str | None]
-    share: float = 1.0
     smoke: int = 30
     limit_s: float = 5.0
     memory_mib: int = 1024

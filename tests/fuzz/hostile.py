@@ -8,8 +8,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-__all__ = ["Edit", "apply_edits", "draw_edit", "draw_file_name", "draw_pattern", "draw_text", "draw_value", "dumped"]
-
 Edit = list[Any]
 """[path, "set" or "add", value] or [path, "delete"]; a path is a list of keys and indices."""
 

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from tests.fuzz.area import Area, draw_case, find_areas, module_names, run_case
 
-__all__ = ["Worker"]
-
 # Forked from a process that has imported everything and started nothing: quick to replace, and safe to fork.
 _PROCESSES: Final = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload([f"tests.fuzz.{name}" for name in module_names()])

@@ -19,8 +19,6 @@ from moereg.checkpoints import CheckpointLayer, load_experts, moe_layers, read_p
 from moereg.errors import MoeregError
 from tests.fuzz.hostile import apply_edits, dumped
 
-__all__ = ["BASES", "KINDS", "Base", "base", "broken_promise", "checkpoint_directory", "error_failure"]
-
 _STORED: Final = Path(__file__).parents[1] / "checkpoints" / "stored"
 _SIZES: Final = {"num_hidden_layers": 2, "hidden_size": 8, "num_experts_per_tok": 2, "hidden_act": "silu"}
 _DEEPSEEK: Final = {

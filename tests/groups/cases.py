@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 import moereg
 from moereg.dispatch import select_backend
-from moereg.evidence.admission import ADMITTED
-from moereg.evidence.quarantine import QUARANTINE
+from moereg.evidence.on_machine import ADMITTED, QUARANTINE
 from moereg.experts import ExpertInputs
 from moereg.layer import admission
 from moereg.layer.factory import MoEKernel, make_kernel
@@ -169,7 +168,7 @@ class CodedExperts(FakeExperts):
 
 def codes_as_they_come_fp8(rank: int, size: int) -> dict[str, Any]:
     """Experts that say so are given the codes that travelled."""
-    before = load_backends().snapshot()
+    before = load_backends().cells
     register_moe_backend("coded", 10**5, ("fp8_block128",), ("*",))(CodedExperts)
     try:
         problem = problem_of(**FP8)
@@ -303,7 +302,7 @@ def first_checks(rank: int, size: int, quarantine: str, is_known: bool) -> dict[
         quarantine: Name of the file; empty to turn it off.
         is_known: Whether the backend has passed on the other ranks before.
     """
-    before = REGISTRY.snapshot()
+    before = REGISTRY.cells
     register_moe_backend("wrong_on_one", 1001, ("unquantized",), ("cpu",))(WrongOnOneRankExperts)
     register_moe_backend("right", 1000, ("unquantized",), ("cpu",))(type("RightExperts", (FakeExperts,), {}))
     problem, own = problem_of(), share_of(numbers_of(problem_of()), rank, size)

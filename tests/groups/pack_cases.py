@@ -32,7 +32,7 @@ def by_own_packs(rank: int, size: int, logs: tuple[float | None, ...], is_given:
         logs: What each rank's pack says of the second backend's time; None for a rank without one.
         is_given: Whether each rank selects by itself and gives its selection.
     """
-    before = load_backends().snapshot()
+    before = load_backends().cells
     for place, name in enumerate(NAMES):
         kind = type(name.title(), (FakeExperts,), {})
         register_moe_backend(name, 10**5 - place, ("unquantized",), ("cpu",))(kind)

@@ -14,7 +14,7 @@ import pytest
 
 from moereg.evidence import code_digest as digest
 from moereg.evidence.code_digest import LEDGER_NAME, UNKNOWN, class_digest, module_file, root_package
-from moereg.evidence.quarantine import QuarantineRecord
+from moereg.evidence.on_machine import QuarantineRecord
 from moereg.evidence.store import records_text
 from moereg.registry import BUILTIN
 from moereg.selection.loader import load_backends

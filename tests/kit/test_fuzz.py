@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.fuzz import command_line
+from moereg.errors import UnknownNameError
+from tests.fuzz import small_checkpoints
 from tests.fuzz.area import CORPUS, Area, draw_case, find_areas, load_case, run_case
 
 AREAS = find_areas()
@@ -59,22 +60,19 @@ def test_a_broken_contract_is_said_in_one_line(check, failure):
 
 
 @pytest.mark.parametrize(
-    ("code", "out", "err", "failure"),
+    ("error", "failure"),
     [
-        (0, "text\n", "", None),
-        (2, "", "moereg: no\n", None),
-        (0, '{"a": 1}\n', "", None),
-        (70, "", "internal error\n", "an exit code that no input may have"),
-        (2, "half a table\n", "moereg: no\n", "not one line of an error"),
-        (2, "", "moereg: no\nmore\n", "not one line of an error"),
-        (2, "", "", "not one line of an error"),
-        (2, "", "moereg: \x1b[31m\n", "control characters"),
-        (0, '{"a": NaN}\n', "", "no JSON"),
-        (0, 'warning\n{"a": 1}\n', "", "not one line of JSON"),
-        (3, "", "", "not one line of JSON"),
+        (RecursionError("deep"), "raised RecursionError: deep"),
+        (ValueError("not ours"), "load_experts raised a foreign ValueError: not ours"),
+        (UnknownNameError("\x1b[31m"), "load_experts: a message that is not printable"),
+        (UnknownNameError("x" * 5000), "load_experts: a message of 5000 characters"),
     ],
+    ids=["foreign", "value_error", "escape", "page"],
 )
-def test_the_area_of_the_command_line_sees_broken_promises(code, out, err, failure):
-    found = command_line.broken_promise({"--json"} if "{" in out or code == 3 else set(), code, out, err)
-    assert (found is None) is (failure is None)
-    assert found is None or found.startswith(failure)
+def test_the_areas_of_checkpoints_see_broken_promises(error, failure, monkeypatch):
+    def broken(*arguments, **keywords):
+        raise error
+
+    monkeypatch.setattr(small_checkpoints, "load_experts", broken)
+    for name in ("checkpoints", "quantization_config"):
+        assert run_case(AREAS[name], {"base": "qwen3_moe"}).startswith(failure)

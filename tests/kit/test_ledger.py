@@ -28,6 +28,7 @@ from moereg.evidence.ledger import (
 )
 from moereg.platforms import Platform, PlatformRule
 from moereg.registry import REGISTRY, BackendCell, BackendRegistry, register_moe_backend, registering_origin
+from moereg.runtime.json_types import convert
 from moereg.selection.loader import load_backends
 from tests import conftest
 from tests.support.fakes import FakeExperts
@@ -82,12 +83,13 @@ def wheel_cell() -> BackendCell:
 
 
 def write(wheel: pathlib.Path, *records: Verification) -> None:
-    merge_ledger(wheel / ledger.FILE_NAME, records)
+    merge_ledger(wheel / ledger.LEDGER_NAME, records)
 
 
 def edit(wheel: pathlib.Path, content: bytes) -> None:
     """Changes code between two processes, each of which reads it once."""
     (wheel / "impl.py").write_bytes(content)
+    code_digest.class_digest.cache_clear()
     code_digest._module_digest.cache_clear()
 
 
@@ -183,7 +185,7 @@ def test_the_evidence_of_a_cell_is_none_for_another_on_its_rule() -> None:
     assert record.facts == "activations=silu"
     assert record.is_of(one)
     assert not record.is_of(other)
-    again = Verification.from_dict({**dataclasses.asdict(record), "schemes": list(record.schemes)})
+    again = convert({**dataclasses.asdict(record), "schemes": list(record.schemes)}, Verification, "a record")
     assert again == record
     assert again.key != Verification.of(other, H200, 32).key
     # Records from before say nothing about it.
@@ -270,7 +272,7 @@ MALFORMED = {
 @pytest.mark.parametrize("name", MALFORMED)
 def test_a_malformed_ledger_is_one_warning_and_no_evidence(wheel: pathlib.Path, name: str) -> None:
     content, expected = MALFORMED[name]
-    path = wheel / ledger.FILE_NAME
+    path = wheel / ledger.LEDGER_NAME
     path.write_bytes(content)
     with pytest.warns(LedgerWarning) as warned:
         assert str(evidence_of(wheel_cell())) == "not verified"
@@ -287,7 +289,7 @@ def test_a_malformed_ledger_is_one_warning_and_no_evidence(wheel: pathlib.Path, 
 
 
 def test_more_than_is_known_is_left_aside(wheel: pathlib.Path) -> None:
-    (wheel / ledger.FILE_NAME).write_bytes(document(digest=class_digest(wheel_cell().experts), seconds=3))
+    (wheel / ledger.LEDGER_NAME).write_bytes(document(digest=class_digest(wheel_cell().experts), seconds=3))
     assert evidence_of(wheel_cell()).on(H200)
 
 
@@ -323,7 +325,7 @@ def test_a_run_records_what_passed_and_nothing_else(monkeypatch: pytest.MonkeyPa
     """A session of pytest with --ledger on an H200; a process that crashes does not name its cell."""
     for name, empty in (("_PASSED", {}), ("_FAILED", set()), ("_CRASHED", [])):
         monkeypatch.setattr(conftest, name, empty)
-    monkeypatch.setattr("moereg.selection.loader.current_platform", lambda: H200)
+    monkeypatch.setattr("moereg.platforms.current_platform", lambda: H200)
     dense, grouped = (builtin(name, "unquantized", H200) for name in ("TorchDenseExperts", "TorchGroupedExperts"))
     batched = builtin("TritonBatchedExperts", "unquantized", H200)
     elsewhere = builtin("TorchPackedExperts", "unquantized", EPYC)
@@ -386,7 +388,7 @@ def test_nothing_of_moereg_starts_a_program() -> None:
 
 
 def test_the_shipped_ledger_is_of_registered_cells_only() -> None:
-    path = pathlib.Path(ledger.__file__).parents[1] / ledger.FILE_NAME
+    path = pathlib.Path(ledger.__file__).parents[1] / ledger.LEDGER_NAME
     for record in read_ledger(path):
         assert [cell for cell in load_backends().cells if record.is_of(cell)], record
 

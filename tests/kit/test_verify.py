@@ -41,7 +41,7 @@ FILE = str(pathlib.Path(__file__).with_name("bad_backends.py"))
 def _bad_backends() -> Iterator[None]:
     """The file's backends are registered while these tests run."""
     load_backends()
-    before = REGISTRY.snapshot()
+    before = REGISTRY.cells
     import_modules([FILE])
     yield
     SHARED_WORKER.stop()

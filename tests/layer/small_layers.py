@@ -15,7 +15,7 @@ import torch
 from moereg.dispatch import evaluate
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts
-from moereg.selection.loader import current_platform
+from moereg.platforms import current_platform
 from moereg.selection.request import Request
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem

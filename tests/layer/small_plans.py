@@ -9,8 +9,7 @@ import torch
 
 from moereg.dispatch import evaluate
 from moereg.experts import ExpertInputs
-from moereg.platforms import Platform
-from moereg.selection.loader import current_platform
+from moereg.platforms import Platform, current_platform
 from moereg.selection.request import Request
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem

@@ -18,15 +18,15 @@ from moereg.backends.torch_moe import TorchTrainingExperts
 from moereg.dispatch import explain_backends, select_backend
 from moereg.errors import AdmissionWarning, BackendError, RecordFileWarning
 from moereg.evidence import on_machine
-from moereg.evidence.admission import ADMITTED, AdmissionRecord
 from moereg.evidence.ledger import Evidence, Verification
-from moereg.evidence.quarantine import QUARANTINE
+from moereg.evidence.on_machine import ADMITTED, QUARANTINE, AdmissionRecord
 from moereg.experts import Experts, Gradients
 from moereg.layer import admission
 from moereg.layer.factory import MoEKernel, make_kernel, make_unchecked_kernel
 from moereg.nn.module import MoELayer
 from moereg.quantize import activation_scale
 from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.runtime.json_types import convert
 from moereg.selection.result import Selection
 from moereg.spec.problem import GRADIENTS, MoEProblem
 from moereg.testing.inputs import make_weights
@@ -543,10 +543,10 @@ def test_records_say_error_and_bound(register: Register, file: Path) -> None:
     make_kernel(PROBLEM, WEIGHTS)
     document = json.loads(file.read_text())
     (values,) = document["records"]
-    assert AdmissionRecord.from_dict(values) == ADMITTED.read().records[0]
+    assert convert(values, AdmissionRecord, "a record") == ADMITTED.read().records[0]
     for wrong in ("0.1", True, -1.0, math.nan, math.inf, None):
         with pytest.raises(ValueError, match=r"error must be a finite number( [<>]= [^ ]*)?, got"):
-            AdmissionRecord.from_dict({**values, "error": wrong})
+            convert({**values, "error": wrong}, AdmissionRecord, "a record")
 
 
 def test_evidence_goes_through_json(register: Register) -> None:

@@ -15,9 +15,8 @@ from moereg.errors import BackendError, LayoutMismatchError
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import relative_error
 from moereg.numerics.tolerances import tolerance
-from moereg.platforms import Platform
+from moereg.platforms import Platform, current_platform
 from moereg.prepare_finalize import BatchedPrepareFinalize, StandardPrepareFinalize
-from moereg.selection.loader import current_platform
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_weights

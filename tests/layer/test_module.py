@@ -16,13 +16,13 @@ import torch
 from torch.nn.utils import prune
 
 from moereg.checkpoints import load_experts
-from moereg.dispatch import platform_of
 from moereg.errors import ArgumentError, LayoutNotInvertibleError
 from moereg.layer.factory import make_kernel
 from moereg.nn import export_op as exported
 from moereg.nn.module import MoELayer
 from moereg.nn.state import has_shared_experts
 from moereg.numerics.reference import relative_error
+from moereg.platforms import platform_of
 from moereg.routing import RouterSpec
 from moereg.testing.inputs import make_weights
 from moereg.weights.permuted import ExpertWeights

@@ -13,8 +13,6 @@ from moereg.registry import BUILTIN, REGISTRY, BackendCell, BackendRegistry, reg
 from moereg.selection.loader import load_backends
 from tests.support.fakes import FakeExperts
 
-__all__ = ["OWN", "PACKAGES", "builtin_cells", "parity_cells"]
-
 OWN: Final = ("torch", "triton")
 """Backends whose kernels are moereg's or torch's. Others are foreign."""
 
@@ -54,7 +52,7 @@ def parity_cells() -> tuple[BackendCell, ...]:
 
 def _wheels() -> Iterator[BackendCell]:
     """Cells of the wheels, out of their sources: claims import no kernel library."""
-    before, path, loaded = REGISTRY.snapshot(), list(sys.path), dict(sys.modules)
+    before, path, loaded = REGISTRY.cells, list(sys.path), dict(sys.modules)
     REGISTRY.restore(())
     try:
         for wheel, modules in _WHEELS.items():

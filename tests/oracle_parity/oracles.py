@@ -1,4 +1,4 @@
-"""How vLLM chooses, as plain functions of what an engine is told: the answer, and the branches that led to it.
+"""How vLLM chooses, as plain functions of what an engine is told.
 
 Two of its functions are modeled branch by branch, those for unquantized and for nvfp4 layers. For other schemes there
 is the order in which vLLM 0.33 asks its backends. Backends have moereg's names; `triton~` is an emulation.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Final
-
-__all__ = ["ORACLES", "Answer", "Layer"]
 
 _BATCHED: Final = "_batched"
 _UNQUANTIZED_NAMES: Final = ("triton", "flashinfer_trtllm", "flashinfer_cutlass", "aiter")
@@ -79,170 +77,81 @@ class Layer:
         return None if value is None else value == "1"
 
 
-@dataclasses.dataclass
-class Answer:
-    """What an oracle says.
+Order = tuple[str, ...]
+"""All backends that an oracle would accept, best first; the first is its answer, and none means an error."""
 
-    Attributes:
-        order: All that it would accept, best first; the first is its answer, and none means an error.
-        branches: Those that it took.
-    """
 
-    order: tuple[str, ...] = ()
-    branches: set[str] = dataclasses.field(default_factory=set)
-
-    def took(self, branch: str) -> None:
-        """Notes a branch."""
-        self.branches.add(branch)
-
-    def among(self, order: tuple[str, ...], layer: Layer, name: str, nothing: str = "") -> Answer:
-        """The answer out of an order: those that support the layer."""
-        for backend in order:
-            self.took(f"{name}_supported" if layer.supported(backend) else f"{name}_skipped")
-            if layer.supported(backend):
-                break
-        accepted = [backend.removesuffix(_BATCHED) for backend in order if layer.supported(backend)]
-        if not accepted:
-            self.took(nothing or f"{name}_none")
-        self.order = tuple(accepted)
-        return self
-
-    def only(self, backend: str, layer: Layer, name: str) -> Answer:
-        """The answer where nothing else may be taken."""
-        self.took(f"{name}_supported" if layer.supported(backend) else f"{name}_unsupported")
-        self.order = (backend.removesuffix(_BATCHED),) if layer.supported(backend) else ()
-        return self
+def _among(order: Order, layer: Layer) -> Order:
+    """The answer out of an order: those that support the layer."""
+    return tuple(backend.removesuffix(_BATCHED) for backend in order if layer.supported(backend))
 
 
 def _moved_last(order: tuple[str, ...], *names: str) -> tuple[str, ...]:
     return (*(name for name in order if name not in names), *(name for name in order if name in names))
 
 
-def _unquantized_order(layer: Layer, answer: Answer) -> tuple[str, ...]:
+def _unquantized_order(layer: Layer) -> Order:
     if layer.kind == "xpu":
-        answer.took("order_xpu")
         return ("xpu_kernels", "triton")
     if layer.kind == "rocm":
-        answer.took("order_rocm")
         return ("aiter", "triton", "triton_batched")
-    answer.took("order_cuda")
-    order: tuple[str, ...] = ("flashinfer_trtllm", "flashinfer_cutlass", "triton", "triton_batched")
+    order: Order = ("flashinfer_trtllm", "flashinfer_cutlass", "triton", "triton_batched")
     if layer.arch == "sm90":
-        answer.took("order_sm90")
         order = _moved_last(order, "flashinfer_trtllm", "flashinfer_cutlass")
     if layer.num_data_parallel > 1:
-        answer.took("order_data_parallel")
         order = _moved_last(order, "flashinfer_cutlass")
     if layer.is_swigluoai:
-        answer.took("order_swigluoai")
         order = _moved_last(order, "flashinfer_trtllm", "flashinfer_cutlass")
     return order
 
 
-def unquantized(layer: Layer) -> Answer:
+def unquantized(layer: Layer) -> Order:
     """`select_unquantized_moe_backend`."""
-    answer = Answer()
     if layer.kind in ("cpu", "tpu", "npu"):
-        answer.took("out_of_tree" if layer.kind == "npu" else layer.kind)
-        answer.order = ("npu_kernels" if layer.kind == "npu" else "torch",)
-        return answer
-    order = _unquantized_order(layer, answer)
-    answer.took("format_batched" if layer.is_batched else "format_standard")
+        return ("npu_kernels" if layer.kind == "npu" else "torch",)
+    order = _unquantized_order(layer)
     if layer.backend != "auto":
-        answer.took("explicit")
         if layer.backend not in _UNQUANTIZED_NAMES:
-            answer.took("explicit_unknown")
-            return answer
-        is_variant = layer.is_batched and layer.backend == "triton"
-        answer.took("explicit_triton_batched" if is_variant else "explicit_as_named")
-        return answer.only(layer.backend + _BATCHED * is_variant, layer, "explicit")
-    answer.took("auto")
+            return ()
+        return _among((layer.backend + _BATCHED * (layer.is_batched and layer.backend == "triton"),), layer)
     forced = layer.is_on("VLLM_USE_FLASHINFER_MOE_FP16")
-    if forced is None:
-        answer.took("flashinfer_unset")
-    elif not forced:
-        answer.took("flashinfer_off")
-        for name in ("trtllm", "cutlass"):
-            is_there = f"flashinfer_{name}" in order
-            answer.took(f"flashinfer_off_{name}_{'present' if is_there else 'absent'}")
-        order = tuple(name for name in order if not name.startswith("flashinfer_"))
-    elif (value := layer.variables.get("VLLM_FLASHINFER_MOE_BACKEND")) is not None:
-        answer.took("flashinfer_pinned")
+    if forced and (value := layer.variables.get("VLLM_FLASHINFER_MOE_BACKEND")) is not None:
         pinned = _PINNED[value]
-        if pinned not in ("flashinfer_trtllm", "flashinfer_cutlass"):
-            answer.took("flashinfer_pinned_other")
-            return answer
-        answer.took(f"flashinfer_pinned_{pinned.removeprefix('flashinfer_')}")
-        return answer.only(pinned, layer, "flashinfer_pinned")
-    else:
-        answer.took("flashinfer_forced")
-        return answer.among(("flashinfer_trtllm", "flashinfer_cutlass"), layer, "flashinfer_forced")
+        return _among((pinned,), layer) if pinned in ("flashinfer_trtllm", "flashinfer_cutlass") else ()
+    if forced:
+        return _among(("flashinfer_trtllm", "flashinfer_cutlass"), layer)
+    if forced is False:
+        order = tuple(name for name in order if not name.startswith("flashinfer_"))
     switches = [layer.is_on(name) for name in ("VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MOE")]
-    if switches == [None, None]:
-        answer.took("aiter_unset")
-    elif switches[0] and switches[1] is not False:  # The second one is on where it is not set.
-        answer.took("aiter_forced")
-        return answer.only("aiter", layer, "aiter_forced")
-    else:
-        answer.took("aiter_off")
-        answer.took("aiter_off_present" if "aiter" in order else "aiter_off_absent")
+    if switches[0] and switches[1] is not False:  # The second one is on where it is not set.
+        return _among(("aiter",), layer)
+    if switches != [None, None]:
         order = tuple(name for name in order if name != "aiter")
-    return answer.among(order, layer, "loop", nothing="none")
+    return _among(order, layer)
 
 
-def nvfp4(layer: Layer) -> Answer:
+def nvfp4(layer: Layer) -> Order:
     """`select_nvfp4_moe_backend`."""
-    answer = Answer()
-    answer.took("order")
-    order: tuple[str, ...] = _NVFP4_ORDER
-    answer.took("clamp_filters" if layer.has_clamp else "no_clamp")
-    if layer.has_clamp:
-        order = tuple(name for name in order if name in _APPLIES_CLAMP)
-    answer.took("format_batched" if layer.is_batched else "format_standard")
+
+    def applied(order: Order) -> Order:
+        return tuple(name for name in order if not layer.has_clamp or name in _APPLIES_CLAMP)
+
+    order = applied(_NVFP4_ORDER)
     if layer.backend != "auto":
-        return _nvfp4_explicit(layer, answer)
-    answer.took("auto")
+        if layer.backend not in _NVFP4_NAMES:
+            return ()
+        is_variant = layer.is_batched and layer.backend == "flashinfer_cutedsl"
+        return _among(applied((layer.backend + _BATCHED * is_variant,)), layer)
     forced = layer.is_on("VLLM_USE_FLASHINFER_MOE_FP4")
-    if forced is None:
-        answer.took("flashinfer_unset")
-    elif not forced:
-        answer.took("flashinfer_off")
-        for name in _FLASHINFER_FP4:
-            answer.took(f"flashinfer_off_{'present' if name in order else 'absent'}")
+    if forced and (value := layer.variables.get("VLLM_FLASHINFER_MOE_BACKEND")) is not None:
+        return _among(applied((_PINNED[value],)), layer)
+    if forced:
+        return _among(applied(_FLASHINFER_FP4), layer)
+    if forced is False:
         order = tuple(name for name in order if name not in _FLASHINFER_FP4)
-    elif (value := layer.variables.get("VLLM_FLASHINFER_MOE_BACKEND")) is not None:
-        answer.took("flashinfer_pinned")
-        if layer.has_clamp and _PINNED[value] not in _APPLIES_CLAMP:
-            answer.took("flashinfer_pinned_clamp_refused")
-            return answer
-        return answer.only(_PINNED[value], layer, "flashinfer_pinned")
-    else:
-        answer.took("flashinfer_forced")
-        if layer.has_clamp:
-            answer.took("flashinfer_forced_clamp")
-        tried = tuple(name for name in _FLASHINFER_FP4 if not layer.has_clamp or name in _APPLIES_CLAMP)
-        return answer.among(tried, layer, "flashinfer_forced")
     if layer.is_on("VLLM_TEST_FORCE_FP8_MARLIN"):
-        answer.took("marlin_forced")
-        return answer.only("marlin", layer, "marlin_forced")
-    answer.took("marlin_unforced")
-    return answer.among(order, layer, "loop", nothing="none")
-
-
-def _nvfp4_explicit(layer: Layer, answer: Answer) -> Answer:
-    answer.took("explicit")
-    if layer.backend not in _NVFP4_NAMES:
-        answer.took("explicit_unknown")
-        return answer
-    is_variant = layer.is_batched and layer.backend == "flashinfer_cutedsl"
-    answer.took("explicit_cutedsl_batched" if is_variant else "explicit_as_named")
-    name = layer.backend + _BATCHED * is_variant
-    if layer.has_clamp:
-        if name not in _APPLIES_CLAMP:
-            answer.took("explicit_clamp_refused")
-            return answer
-        answer.took("explicit_clamp_applied")
-    return answer.only(name, layer, "explicit")
+        return _among(("marlin",), layer)
+    return _among(order, layer)
 
 
 _FP8: Final = tuple(
@@ -327,17 +236,17 @@ def _int4_w4a8_order(layer: Layer) -> tuple[str, ...]:
     return ()
 
 
-def _of_order(order_of: Callable[[Layer], tuple[str, ...]]) -> Callable[[Layer], Answer]:
-    def oracle(layer: Layer) -> Answer:
-        if layer.backend != "auto":
-            is_variant = layer.is_batched and f"{layer.backend}{_BATCHED}" in order_of(layer)
-            return Answer().only(layer.backend + _BATCHED * is_variant, layer, "explicit")
-        return Answer().among(order_of(layer), layer, "loop")
+def _of_order(order_of: Callable[[Layer], Order]) -> Callable[[Layer], Order]:
+    def oracle(layer: Layer) -> Order:
+        if layer.backend == "auto":
+            return _among(order_of(layer), layer)
+        is_variant = layer.is_batched and f"{layer.backend}{_BATCHED}" in order_of(layer)
+        return _among((layer.backend + _BATCHED * is_variant,), layer)
 
     return oracle
 
 
-ORACLES: Final[dict[str, Callable[[Layer], Answer]]] = {
+ORACLES: Final[dict[str, Callable[[Layer], Order]]] = {
     "unquantized": unquantized,
     **dict.fromkeys(("nvfp4", "nvfp4_w4a16"), nvfp4),
     **dict.fromkeys(

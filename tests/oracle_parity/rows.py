@@ -12,8 +12,6 @@ from moereg.spec.problem import MoEProblem
 from tests.oracle_parity.cells import PACKAGES
 from tests.oracle_parity.oracles import Layer
 
-__all__ = ["BRANCHES", "DIFFERENCES", "ROWS", "Row"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
@@ -135,7 +133,5 @@ def _pairs(text: str) -> dict[str, Any]:
 
 
 ROWS: Final = tuple(_read_rows())
-BRANCHES: Final = frozenset(name for name, _ in _lines("branches.tsv"))
-"""Every branch of the two functions of vLLM that `oracles.py` models whole; the file says what happens in each."""
 DIFFERENCES: Final = {name: text for name, text in _lines("differences.tsv")}
 """Deliberate differences by the name that rows have for each; `docs/selection.md` says them, in these words."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import json
 import os
 import subprocess
 import sys
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,33 +51,31 @@ class Site:
         return self.python("-m", "moereg", *(line.split() if isinstance(line, str) else line), seconds=seconds)
 
 
-def write_wheel(
-    folder: Path,
-    distribution: str,
-    files: Mapping[str, str | bytes],
-    entry_points: Mapping[str, Mapping[str, str]],
-    version: str = "1.0",
-) -> Path:
-    """A wheel as a build tool would write it, in a fraction of the time: its files, and values by name by group."""
-    stem = f"{distribution.replace('-', '_')}-{version}"
-    points = [
-        line
-        for group, named in entry_points.items()
-        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in named.items()))
-    ]
-    everything = {
-        **files,
-        f"{stem}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n",
-        f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: moereg\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{stem}.dist-info/entry_points.txt": "\n".join([*points, ""]),
-    }
-    record = []
-    path = folder / f"{stem}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as wheel:
-        for name, content in everything.items():
-            data = content.encode() if isinstance(content, str) else content
-            wheel.writestr(name, data)
-            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
-            record.append(f"{name},sha256={digest},{len(data)}\n")
-        wheel.writestr(f"{stem}.dist-info/RECORD", "".join([*record, f"{stem}.dist-info/RECORD,,\n"]))
-    return path
+class Answer(NamedTuple):
+    """What a command line answered."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The object on standard output; empty if there is none."""
+        found: dict[str, Any] = json.loads(self.out or "{}")
+        return found
+
+
+def ask(site: Site, lines: Sequence[list[str]], seconds: float = 500) -> list[Answer]:
+    """Answers of command lines of moereg, which one interpreter runs."""
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.plugins.commands"],
+        input=json.dumps(lines),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(site.folder), str(ROOT)))},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        cwd=ROOT,
+    )
+    assert process.returncode == 0, process.stderr
+    return [Answer(*answer) for answer in json.loads(process.stdout.splitlines()[-1])]

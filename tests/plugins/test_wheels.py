@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plugins.broken.family import ask
-from tests.plugins.installing import ROOT, Site
+from tests.plugins.installing import ROOT, Site, ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

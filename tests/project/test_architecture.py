@@ -201,15 +201,3 @@ def test_fields_of_the_json_are_those_that_are_printed(tmp_path: Path, monkeypat
     for name, values in printed.items():
         (fields,) = re.findall(rf"(?:- `{name}`:|{name} is) `([^`]+)`", text)
         assert re.sub(r" \([^)]*\)", "", fields).split(", ") == list(values), name
-
-
-def test_what_does_not_exist_is_found() -> None:
-    text = (
-        "`moereg/nowhere.py`, `moereg.nowhere`, `moereg.layer.factory.nobody`, `moereg undo`, `make nothing`,\n"
-        "`moereg explain --sideways`, [there](nowhere.md), [here](#nowhere), `moereg/errors.py`, `moereg run --json`\n"
-    )
-    assert missing_paths(text) == ["moereg/nowhere.py"]
-    assert missing_modules(text) == ["moereg.layer.factory.nobody", "moereg.nowhere"]
-    assert wrong_commands(text) == ["moereg undo", "make nothing", "moereg explain --sideways"]
-    assert broken_links(text, ROOT) == ["nowhere.md", "#nowhere"]
-    assert page_layers("```layers moereg\ncli    commands\na | b\n```\n", "moereg") == [{"cli"}, {"a", "b"}]

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.project.files_entered import ROOT
 
 MOST_MODULES, MOST_PACKAGES, LONGEST_CHAIN = 8, 18, 12
-MOST_FILES = {"select_backend": 19, "make_kernel": 28}
+MOST_FILES = {"select_backend": 14, "make_kernel": 28}
 
 
 def imports_by_room(package: Path) -> dict[str, set[str]]:
@@ -36,14 +36,6 @@ def longest_chain(rooms: dict[str, set[str]]) -> tuple[str, ...]:
         return (room, *max(map(below, rooms.get(room, ())), key=len, default=()))
 
     return max(map(below, rooms), key=len)
-
-
-def test_chains_are_found(tmp_path: Path) -> None:
-    texts = {"a.py": "def f():\n    import p.b", "b/__init__.py": "", "b/c.py": "from p.d import x", "d.py": ""}
-    for name, text in texts.items():
-        (tmp_path / "p" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "p" / name).write_text(text)
-    assert longest_chain(imports_by_room(tmp_path / "p")) == ("a", "b", "d")
 
 
 def test_rooms() -> None:

@@ -110,23 +110,6 @@ def test_it_is_listed_selected_and_run(folder: Path) -> None:
     assert (elsewhere["backend"], elsewhere["experts"], elsewhere["rule"]) == ("new", "NewExperts", "cuda:sm100f")
 
 
-def test_info_shows_it(folder: Path) -> None:
-    found = run(
-        folder,
-        """
-        from moereg.cli import main
-        sys.argv = ["moereg", "info", "--json"]
-        main()
-        """,
-    )
-    (new,) = (backend for backend in found["backends"] if backend["name"] == "new")
-    assert new["origin"] == "builtin"
-    assert sorted((entry["experts"], entry["priority"], tuple(entry["platforms"])) for entry in new["cells"]) == [
-        ("NewExperts", 1, ("cpu",)),
-        ("NewExperts", 90, ("cuda:sm100f",)),
-    ]
-
-
 def test_no_list_of_backends_is_kept_elsewhere() -> None:
     # Only their own modules in the package name the built-in backends.
     from moereg.registry import BUILTIN

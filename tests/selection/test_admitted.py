@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from moereg.evidence.admission import NONE_ADMITTED, AdmissionRecord, Admitted
-from moereg.evidence.quarantine import Quarantine, QuarantineRecord
+from moereg.evidence.on_machine import NO_RECORDS, AdmissionRecord, Admitted, Quarantine, QuarantineRecord
 from moereg.platforms import Platform
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
 from moereg.selection.decide import decide, without_winner
@@ -57,7 +56,7 @@ def test_evidence_says_what_is_admitted_and_changes_no_choice(case: str) -> None
     found = decide(PROBLEM, platform, Request(), CELLS, admitted=Admitted(records))
     assert [decision.backend for decision in found.decisions] == ["first", "second", "third"]
     assert [decision.evidence for decision in found.decisions] == expected
-    bare = decide(PROBLEM, platform, Request(), CELLS, admitted=NONE_ADMITTED)
+    bare = decide(PROBLEM, platform, Request(), CELLS, admitted=NO_RECORDS)
     assert (found.fingerprint == bare.fingerprint) is (expected[0] == "")
 
 

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moereg import routing
-from moereg.arguments import takes
 from moereg.dispatch import explain_backends, select_backend
 from moereg.errors import ArgumentError, MoeregError, RequestError, UnknownNameError, shown
 from moereg.layer.factory import make_kernel
@@ -345,22 +344,3 @@ def test_what_is_shown_of_a_value_is_short(value: object) -> None:
     assert text.isprintable()
     assert len(text) < 1000
     assert not re.search(r"x{300}", text)
-
-
-def test_arguments_are_checked_at_the_door() -> None:
-    @takes(one=(int, "give one"), other=(str, "give a name"))
-    def function(one: int, other: str | None = None, *, flag: bool = False) -> tuple[object, ...]:
-        """Returns them."""
-        return one, other, flag
-
-    assert function(1) == (1, None, False)
-    assert function(1, None, flag=True) == (1, None, True)
-    assert function(other="a", one=2) == (2, "a", False)
-    assert function.__doc__ == "Returns them."
-    for call in (lambda: function(None), lambda: function(one="1")):  # type: ignore[arg-type]
-        with pytest.raises(ArgumentError, match=r"one must be an? int, got .*; give one"):
-            call()
-    with pytest.raises(ArgumentError, match="other must be a str, got 3; give a name"):
-        function(1, 3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'one'"):
-        function()  # type: ignore[call-arg]

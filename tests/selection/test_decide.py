@@ -14,9 +14,9 @@ from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError, UnknownBackendError, UnknownSchemeError
 from moereg.layer.factory import make_kernel
 from moereg.platforms import Platform
-from moereg.registry import REGISTRY, BackendCell, BackendRegistry, register_moe_backend, registering_origin
+from moereg.registry import BackendCell, BackendRegistry, register_moe_backend, registering_origin
 from moereg.selection import loader as discovery
-from moereg.selection import request
+from moereg.selection import request, result
 from moereg.selection.decide import decide, evaluate
 from moereg.selection.request import Request
 from moereg.selection.result import Selection
@@ -42,7 +42,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> BackendRegistry:
     def lookup(*arguments: object) -> None:
         raise AssertionError("the installed backends were asked for")
 
-    for owner, name in ((discovery, "load_backends"), (dispatch, "load_backends"), (REGISTRY, "load")):
+    for owner, name in ((discovery, "load_backends"), (dispatch, "load_backends"), (result, "load_backends")):
         monkeypatch.setattr(owner, name, lookup)
     return registry
 
@@ -102,7 +102,7 @@ def test_what_is_installed_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, pl
         monkeypatch.setattr(owner, name, count)
 
     counted(dispatch, "load_backends")
-    counted(REGISTRY, "load")
+    counted(result, "load_backends")
     for method in ("scheme_for", "rule_for"):
         counted(BackendCell, method)
     found = select_backend(PROBLEM, platform, prefer="torch", deny=("triton",))

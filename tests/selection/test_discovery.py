@@ -14,6 +14,7 @@ import pytest
 import moereg
 from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError, MoeregError, PluginError
+from moereg.platforms import current_platform
 from moereg.registry import BackendRegistry
 from moereg.selection import loader as discovery
 from moereg.selection.loader import _Loader
@@ -123,7 +124,7 @@ def test_a_platform_plugin_beats_the_probe(wheels: Wheels) -> None:
     claim(wheels, "bad", "raise OSError('broken bus')")
     claim(wheels, "odd", "return 'cuda:sm90'")
     winner = select_backend(PROBLEM).winner
-    platform = discovery.current_platform()
+    platform = current_platform()
     assert winner is not None
     assert (str(platform), platform.device_name, platform.probed) == ("cuda:sm100", "Simulated B200", True)
     assert ("torch" in platform.versions, winner.assumes) == (True, ())
@@ -145,7 +146,7 @@ def test_two_platform_plugins_are_an_error(wheels: Wheels, monkeypatch: pytest.M
     assert select_backend(PROBLEM, platform="cpu").backend == "torch"
     monkeypatch.setenv("MOEREG_PLUGINS", "two")
     monkeypatch.setattr(discovery, "_LOADER", _Loader(wheels.registry))
-    assert str(discovery.current_platform()) == "cuda:sm90"
+    assert str(current_platform()) == "cuda:sm90"
 
 
 def test_nothing_is_loaded_by_importing_moereg(wheels: Wheels) -> None:

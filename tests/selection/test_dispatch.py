@@ -22,7 +22,7 @@ from moereg.errors import (
 )
 from moereg.platforms import Platform
 from moereg.registry import BackendRegistry, register_moe_backend, registering_origin
-from moereg.selection import requirements
+from moereg.selection import decide as deciding
 from moereg.selection.decide import reading_in_place
 from moereg.selection.request import Request
 from moereg.selection.result import Decision, Selection, nearest_by_backend
@@ -41,7 +41,7 @@ H100 = Platform("cuda", "sm90", "NVIDIA H100", versions={"some-library": "2.1"},
 def fakes(isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch) -> Iterator[BackendRegistry]:
     """A registry that a test fills; nothing of other tests is kept."""
     isolated_registry.restore(())
-    requirements._ANSWERS.clear()
+    deciding._ANSWERS.clear()
     dispatch._times.cache_clear()
     return isolated_registry
 

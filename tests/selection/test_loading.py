@@ -7,6 +7,7 @@ import logging
 import re
 import signal
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ import pytest
 from moereg.dispatch import select_backend
 from moereg.errors import MoeregWarning, PluginError, PluginWarning, RegistrationError
 from moereg.prepare_finalize import MOVEMENTS
+from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.selection import loader as discovery
 from moereg.selection.loader import _Loader
-from moereg.selection.plugin_status import BACKEND_GROUP, PluginStatus, unknown_names
+from moereg.selection.plugin_status import BACKEND_GROUP, PluginStatus, scan, unknown_names
 from moereg.spec.problem import MoEProblem
+from tests.support.fakes import FakeExperts
 from tests.support.signals import ctrl_c_handled_by
 from tests.support.wheels import HEAD, Wheels, backend, cell, summary
 
@@ -123,9 +126,7 @@ def test_a_name_belongs_to_the_distribution_that_comes_first(wheels: Wheels) -> 
     statuses = _Loader(wheels.registry).load()
     assert [status.status for status in statuses] == ["loaded", *["failed"] * 4]
     assert [status.value for status in statuses] == [f"wheel_{letter}" for letter in "abcde"]
-    failure = statuses[1].failure
-    assert failure is not None
-    assert failure.error == (
+    assert statuses[1].error == (
         "RegistrationError: backend name 'same' belongs to moereg-a (Mine); Mine of moereg-b needs another name"
     )
     assert wheels.origins("same") == {"same": "moereg-a 1.2"}
@@ -373,3 +374,98 @@ def test_one_module_brings_a_backend_and_a_way(wheels: Wheels) -> None:
     assert wheels.load() == {"both": "loaded"}
     assert wheels.origins("both") == {"both": "both 1.2"}
     assert [cell.provider for cell in MOVEMENTS.by_name("both")] == ["both 1.2"]
+
+
+def test_threads_that_select_at_once_see_the_same(wheels: Wheels, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels.install(
+        "late", {"late": "late_wheel"}, {"late_wheel.py": "import time\ntime.sleep(0.3)\n" + backend("late")}
+    )
+    monkeypatch.setattr(discovery, "_LOADER", _Loader(wheels.registry))
+    barrier, seen = threading.Barrier(12), []
+
+    def select() -> None:
+        barrier.wait()
+        seen.append({decision.backend for decision in select_backend(PROBLEM, require="late").decisions})
+
+    threads = [threading.Thread(target=select) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 12
+    assert all(names == seen[0] and "late" in names for names in seen)
+    assert len(wheels.cells("late")) == 1
+
+
+def test_what_is_registered_while_a_plugin_loads_stays(wheels: Wheels) -> None:
+    wait = "import threading\nentered, go = threading.Event(), threading.Event()\n"
+    slow = wait + backend("slow") + "entered.set()\nassert go.wait(60)\nraise ValueError('late')\n"
+    wheels.install("slow", {"slow": "slow_wheel"}, {"slow_wheel.py": slow})
+    found: list[Any] = []
+
+    def load() -> None:
+        with pytest.warns(MoeregWarning, match="late"):
+            found.append(wheels.load())
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    while not hasattr(module := sys.modules.get("slow_wheel"), "go") and thread.is_alive():
+        pass
+    assert module is not None
+    assert module.entered.wait(60)
+    # Nothing of the plugin shows, and a notebook's class shows at once.
+    assert wheels.origins("slow") == {}
+    register_moe_backend("at_once", 1, ("unquantized",), ("*",))(FakeExperts)
+    assert wheels.origins("at_once") == {"at_once": "tests.support.fakes "}
+    module.go.set()
+    thread.join(60)
+    assert found == [{"slow": "ValueError: late"}]
+    assert wheels.origins("slow", "at_once") == {"at_once": "tests.support.fakes "}
+
+
+def test_threads_that_register_at_once_lose_nothing() -> None:
+    registry = BackendRegistry()
+    barrier = threading.Barrier(8)
+
+    def register(number: int) -> None:
+        barrier.wait()
+        for step in range(25):
+            kind = type(f"Experts{number}", (FakeExperts,), {})
+            register_moe_backend(f"own_{number}", step, ("unquantized",), ("*",), registry=registry)(kind)
+
+    threads = [threading.Thread(target=register, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(registry.cells) == 200
+
+
+@pytest.mark.parametrize("name", ["builtin", "moereg", "a" * 101])
+def test_a_backend_has_a_name_of_its_own(isolated_registry: BackendRegistry, name: str) -> None:
+    with pytest.raises(RegistrationError):
+        register_moe_backend(name, 1, ("unquantized",), ("*",))(FakeExperts)
+    assert name not in isolated_registry.names
+
+
+@quiet
+def test_names_are_safe_to_print(wheels: Wheels) -> None:
+    wheels.install("red\x1b[31m", {"fine": "fine_wheel"}, {"fine_wheel.py": backend("fine")})
+    wheels.install("long", {"n" * 500: "long_wheel"}, {"long_wheel.py": ""})
+    points, broken = scan()
+    (point,) = [point for point in points if point.name == "fine"]
+    assert point.owner.origin == "red\\x1b[31m"
+    (status,) = [status for status in broken if status.distribution == "long 1.2"]
+    assert len(status.name) == 100
+    assert str(status.error).endswith("an entry point's name is at most 100 printable characters; choose another")
+
+
+@quiet
+def test_two_wheels_with_one_module(wheels: Wheels) -> None:
+    wheels.install("one", {"aa": "same_wheel"}, {"same_wheel.py": backend("aa")})
+    wheels.install("two", {"bb": "same_wheel"}, {"same_wheel.py": backend("aa")})
+    assert wheels.load() == {
+        "aa": "loaded",
+        "bb": "RegistrationError: entry point 'bb' must register a backend of that name and no other, got none; "
+        "same_wheel is of one 1.2 too, uninstall one",
+    }

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from moereg.errors import RegistrationError, UnknownPlatformError, described
+from moereg.errors import RegistrationError, UnknownPlatformError
 from moereg.platforms import Platform, kinds
 from moereg.platforms.kinds import miss_kinds_of
 from moereg.registry import BackendRegistry
-from moereg.selection.plugin_status import LoadFailure, PluginStatus, failure_text, unusable
+from moereg.selection.plugin_status import PluginStatus, failure_text, unusable
 from tests.support.wheels import Wheels, backend
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +44,8 @@ PRELUDE = """
 import contextlib, io, json, sys, warnings
 import moereg
 from moereg.cli import main
-from moereg.selection.loader import current_platform, plugin_statuses
-from moereg.platforms import Platform
+from moereg.platforms import Platform, current_platform
+from moereg.selection.loader import plugin_statuses
 
 problem = moereg.MoEProblem(num_experts=4, hidden_size=8, intermediate_size=8, top_k=2)
 SIZES = "--experts 4 --hidden 16 --intermediate 8 --top-k 2"
@@ -230,8 +230,7 @@ def test_a_plugin_that_is_left_out_is_named_too(monkeypatch: pytest.MonkeyPatch)
 def test_one_cure_where_another_plugin_is_missing() -> None:
     other = "platform plugin 'lava' of moereg-lava 1.2 is not in MOEREG_PLUGINS; add it there"
     error = RegistrationError(f"unknown platform kind 'lava'; {other}")
-    failure = LoadFailure(described(error), error)
-    status = PluginStatus("moereg.backends", "x", "x_wheel", "moereg-x 1.2", "failed", failure)
+    status = PluginStatus("moereg.backends", "x", "x_wheel", "moereg-x 1.2", "failed", error)
     for text in (failure_text(status), str(unusable(status))):
         assert text.endswith(other)
         assert "repair" not in text

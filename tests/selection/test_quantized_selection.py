@@ -69,35 +69,6 @@ KERNELS: Final[dict[str, dict[str, str]]] = {
     "cuda:sm100": {**SERVED_ON_GPUS, **{name: name for name in (*FP8, "mxfp8", "mxfp4_mxfp8", "nvfp4")}},
     "cpu": SERVED_ON_GPUS,
 }
-EMULATIONS: Final = {"cuda:sm90": {"mxfp8"}, "cpu": {"mxfp8", *FP8}}
-
-
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("scheme", QUANTIZED)
-def test_standard_format(scheme: str, platform: str) -> None:
-    backend = "torch" if platform == "cpu" else "triton"
-    expected = None
-    if scheme in KERNELS[platform]:
-        expected = (backend, KERNELS[platform][scheme], "kernel")
-    elif scheme in EMULATIONS.get(platform, ()):
-        expected = (backend, scheme, "emulation")
-    assert chosen(explain(scheme, platform)) == expected
-
-
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("scheme", QUANTIZED)
-def test_batched_format_picks_the_batched_cell(scheme: str, platform: str) -> None:
-    selection = explain(scheme, platform, activation_format="batched")
-    winner = selection.winner
-    standard = explain(scheme, platform)
-    assert chosen(selection) == chosen(standard)
-    if winner is None:
-        return
-    assert winner.cell is not None
-    assert winner.cell.facts.activation_formats == {"batched"}
-    assert winner.backend == ("torch" if platform == "cpu" else "triton")
-    assert standard.winner is not None
-    assert (winner.backend, winner.experts) != (standard.winner.backend, standard.winner.experts)
 
 
 @pytest.mark.parametrize("scheme", QUANTIZED)
@@ -175,17 +146,6 @@ def test_every_reason_of_a_refused_scheme() -> None:
     assert str(error.value).startswith("no backend fits E8 H2048 I768 k2 bfloat16 mxfp8 silu, batched on cuda:sm80")
     for text in ("triton (TritonQuantizedBatchedExperts): requires platform in (cuda:sm100+)", "torch ("):
         assert text in str(error.value)
-
-
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("scheme", QUANTIZED)
-def test_a_clamp_leaves_only_backends_that_apply_it(scheme: str, platform: str) -> None:
-    for activation in ("silu(limit=7.0)", "swigluoai"):
-        selection = explain_backends(problem_of(scheme, activation=activation), platform)
-        for decision in selection.decisions:
-            assert decision.cell is not None
-            named = any(reason.code == "swiglu_limit" for reason in decision.reasons)
-            assert named is not decision.cell.facts.swiglu_limit
 
 
 # Schemes that are registered nowhere.

@@ -20,9 +20,10 @@ from moereg.backends.torch_moe import TorchTrainingExperts
 from moereg.dispatch import explain_backends
 from moereg.errors import MoeregWarning, RecordFileError, RecordFileWarning
 from moereg.evidence import code_digest, store
-from moereg.evidence.quarantine import EMPTY, QUARANTINE, Quarantine, QuarantineRecord
+from moereg.evidence.on_machine import NO_RECORDS, QUARANTINE, Quarantine, QuarantineRecord
 from moereg.platforms import Platform
 from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
+from moereg.runtime.json_types import convert
 from moereg.selection.decide import decide
 from moereg.selection.request import Request
 from moereg.selection.result import Selection
@@ -58,7 +59,7 @@ def cells() -> tuple[BackendCell, ...]:
 
 def record(cell: BackendCell, **changes: Any) -> QuarantineRecord:
     made = QuarantineRecord.failed(cell, PLAIN, HERE, "numbers of T 17: off by 0.5\nwhere 0.008 is allowed")
-    return QuarantineRecord.from_dict({**vars(made), **changes})
+    return convert({**vars(made), **changes}, QuarantineRecord, "a record")
 
 
 def choose(cells: tuple[BackendCell, ...], held: Quarantine, platform: Platform = HERE, **facts: Any) -> Selection:
@@ -67,7 +68,7 @@ def choose(cells: tuple[BackendCell, ...], held: Quarantine, platform: Platform 
 
 
 def test_what_failed_here_is_rejected_with_the_failure(cells: tuple[BackendCell, ...]) -> None:
-    assert choose(cells, EMPTY).backend == "bad"
+    assert choose(cells, NO_RECORDS).backend == "bad"
     found = choose(cells, Quarantine([record(cells[0])]))
     assert found.backend == "good"
     (rejected,) = (decision for decision in found.decisions if decision.backend == "bad")
@@ -188,7 +189,8 @@ def test_changed_code_is_selected_again(tmp_path: Path, monkeypatch: pytest.Monk
     held = Quarantine([record(registry.cells[0])])
     assert choose(registry.cells, held).backend is None
     (tmp_path / "repaired_x.py").write_text("class Repaired:\n    factor = 1\n")
-    code_digest._module_digest.cache_clear()  # A new process would read it anew.
+    code_digest.class_digest.cache_clear()  # A new process would read it anew.
+    code_digest._module_digest.cache_clear()
     assert choose(registry.cells, held).backend == "repaired"
 
 

@@ -394,16 +394,6 @@ def test_rule_for_is_the_most_specific() -> None:
     assert one.rule_for(Platform.from_name("cpu")) == PlatformRule("*")
 
 
-def test_snapshot_and_restore() -> None:
-    registry = BackendRegistry()
-    register(registry)
-    before = registry.snapshot()
-    register(registry, name="second")
-    assert registry.names == ("fake", "second")
-    registry.restore(before)
-    assert registry.cells == before
-
-
 def test_a_cell_says_the_version_of_its_distribution() -> None:
     registry = BackendRegistry()
     with registering_origin("wheel", "2.0"):
@@ -450,13 +440,6 @@ PLATFORMS = [
 
 def test_builtins_never_tie() -> None:
     assert not tied_pairs(builtins(), PLATFORMS)
-
-
-def test_ties_are_found() -> None:
-    registry = BackendRegistry()
-    register(registry, name="one", platforms=("cuda:sm80+",))
-    register(registry, subclass(), name="other", platforms=("cuda:sm90",))
-    assert tied_pairs(list(registry.cells), PLATFORMS) == [("one", "other", "cuda:sm90", "unquantized")]
 
 
 def test_a_backend_that_is_written_today_keeps_working() -> None:

@@ -78,14 +78,14 @@ class Wheels:
 
 def summary(statuses: tuple[PluginStatus, ...]) -> dict[str, str]:
     assert len({(status.group, status.name, status.value) for status in statuses}) == len(statuses), "one loads twice"
-    return {status.name: status.failure.error if status.failure else status.status for status in statuses}
+    return {status.name: status.error or status.status for status in statuses}
 
 
 def fresh_wheels(folder: Path, monkeypatch: pytest.MonkeyPatch, registry: BackendRegistry) -> Iterator[Wheels]:
     """For a fixture: wheels in a folder that is on the path during a test; their modules are gone after it."""
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    before, movements = set(sys.modules), MOVEMENTS.snapshot()
+    before, movements = set(sys.modules), MOVEMENTS.cells
     owners = registry.owner_of, MOVEMENTS.owner_of
     yield Wheels(folder, registry)
     registry.owner_of, MOVEMENTS.owner_of = owners

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch.nn.utils import parametrize
 
-from moereg.dispatch import Names, platform_of, select_backend
+from moereg.dispatch import Names, select_backend
 from moereg.errors import ArgumentError, CompiledCodeError, MoeregError, PicklingError, described
 from moereg.integrations._experts.adapters import parameter_of
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
@@ -22,6 +22,7 @@ from moereg.layer.in_place import ReadInPlace, say_gain
 from moereg.layer.one_expert import read_all
 from moereg.layer.ranges import Reads
 from moereg.layer.train_op import WEIGHTS
+from moereg.platforms import platform_of
 from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_op import new_handle
 from moereg.selection.decide import reading_in_place

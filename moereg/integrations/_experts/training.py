@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from moereg.dispatch import platform_of, select_backend
+from moereg.dispatch import select_backend
 from moereg.errors import MoeregError, one_line
 from moereg.integrations._experts.adapters import adapters_of, parameter_of, rank_of
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
@@ -24,6 +24,7 @@ from moereg.layer.checks import check_call
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.in_place import check_in_place
 from moereg.layer.train_op import WEIGHTS, run_training
+from moereg.platforms import platform_of
 from moereg.runtime.graph_pools import outside_pools
 from moereg.runtime.torch_op import new_handle
 from moereg.selection.result import Selection

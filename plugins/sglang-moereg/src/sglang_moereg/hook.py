@@ -19,7 +19,7 @@ from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_back
 from sglang.srt.runtime_context import get_server_args
 
 from moereg import MoEKernel, Selection, explain_backends, make_kernel
-from moereg.dispatch import platform_of
+from moereg.platforms import platform_of
 from sglang_moereg.problem import Described, describe, take_weights
 
 __all__ = ["install"]

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from moereg import MoEKernel, Selection, explain_backends, make_kernel
-from moereg.dispatch import platform_of
+from moereg.platforms import platform_of
 from vllm_moereg.experts import MoeregExperts
 from vllm_moereg.problem import Described, describe, moves_tokens
 from vllm_moereg.settings import HostError, Settings
