@@ -33,13 +33,14 @@ from moereg.evidence.ledger import evidence_of
 from moereg.evidence.on_machine import MachineRecord
 from moereg.evidence.quarantine import QUARANTINE, QuarantineRecord
 from moereg.layer.kernel import MoEKernel
-from moereg.layer.ranges import alone
+from moereg.layer.ranges import RangeExperts, alone
 from moereg.layer.train_op import CallTensors, most_saved_bytes
 from moereg.numerics.gradients import Comparison, reference_gradients
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
 from moereg.prepare_finalize import resolve_prepare_finalize
+from moereg.prepare_finalize.overlap import Tokens
 from moereg.quantize import activation_scale
 from moereg.registry import BackendCell
 from moereg.runtime.graph_pools import outside_pools
@@ -75,6 +76,9 @@ _Compare = Callable[[], list[Comparison]]
 
 _HERE: Final[dict[_Key, str]] = {}
 """Outcomes that no file keeps, for this process: why a cell failed, or an empty text."""
+
+_SERVES: Final[set[_Subject]] = set()
+"""What this process found admitted, and does not look up again for each layer."""
 
 
 class Found(NamedTuple):
@@ -115,10 +119,14 @@ class _Subject(NamedTuple):
 
     @property
     def is_admitted(self) -> bool:
-        return ADMITTED.read().record(*self) is not None
+        if self not in _SERVES and ADMITTED.read().record(*self) is not None:
+            _SERVES.add(self)
+        return self in _SERVES
 
     def known(self) -> str | None:
         """Why it must not serve here; empty if it may, None if it has to be checked first."""
+        if self in _SERVES:
+            return ""
         held = QUARANTINE.read().record(*self)
         if held is not None:
             return held.failure
@@ -185,8 +193,9 @@ def _compared(kernel: MoEKernel, weights: ExpertWeights) -> Found:
     """Compares calls, and passes forward and backward if the problem has gradients, with the reference."""
     # Over a group the experts are called alone.
     local = resolve_prepare_finalize(kernel.selection.problem, None)
-    parts = kernel.experts, kernel.weights, local, kernel.expert_map
-    checking = MoEKernel(kernel.selection.problem, kernel.selection, *parts)
+    ranges = (RangeExperts(None, kernel.selection, kernel.experts),)
+    problem = kernel.selection.problem
+    checking = MoEKernel(problem, kernel.selection, ranges, kernel.weights, local, kernel.expert_map)
     worst, is_whole = Found(), not kernel.selection.problem.gradients
     try:
         with plain_torch():
@@ -299,8 +308,8 @@ def _training(checking: MoEKernel, weights: ExpertWeights, call: _Tensors) -> _C
         found = {name: torch.empty_like(like) for name, like in likes.items()}
         for name, tensor in found.items():
             tensor[torch.cat((active, idle)) if name in of_experts else ...] = math.nan
-        out = checking.run_saving(*call, given, saved)
-        checking.run_backward(found, grad_out, saved, *call, given)
+        out = checking.run_saving(Tokens(*call), given, saved)
+        checking.run_backward(found, grad_out, saved, Tokens(*call), given)
         bound = layer_tolerance(problem, num_tokens, _Subject.of(checking.selection).scheme)
         compared = [Comparison("output that gradients are of", relative_error(out, truth.output), bound)]
         for name in of_experts:
@@ -451,6 +460,7 @@ def next_choice(selection: Selection, failure: str) -> Selection:
     """
     subject, winner = _Subject.of(selection), selection.winner
     assert winner is not None
+    _SERVES.discard(subject)  # It may have failed on another rank only.
     is_known = bool(subject.known())
     record = subject.failed(failure)
     held = "it is quarantined" if is_known else _quarantine(record)

@@ -14,9 +14,11 @@ from typing import Final
 
 import torch
 
+from moereg.arguments import check_instance
 from moereg.errors import ArgumentError
+from moereg.layer.held_weights import HeldWeights
 from moereg.layer.one_expert import OneExpert
-from moereg.prepare_finalize import Group
+from moereg.prepare_finalize import Group, GroupPrepareFinalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement
 from moereg.prepare_finalize.ranks_agree import MOVING, agree
 from moereg.runtime.torch_state import plain_torch
@@ -101,29 +103,34 @@ class IncomingExperts:
                     value[place].copy_(row)
 
 
-def exchange_experts(
-    group: Group,
-    weights: PermutedWeights,
-    before: ExpertPlacement,
-    after: ExpertPlacement,
-    error: Exception | None = None,
-) -> IncomingExperts:
-    """Exchanges experts with all ranks of a group, each of which has to call it. Writes nothing.
+def move_experts(
+    held: HeldWeights, dispatcher: GroupPrepareFinalize, placement: ExpertPlacement, write_shared: bool
+) -> int:
+    """Implements `MoEKernel.move_experts`; each rank of the group has to call it.
 
-    Briefly needs twice the memory of arriving experts, and one tensor of leaving ones. The caller keeps other threads
-    from calling layers of the group.
-
-    Args:
-        group: The ranks.
-        weights: This rank's permuted weights, from a kernel of `make_kernel`.
-        before, after: As in `plan_moves`.
-        error: Why this rank cannot continue, if so: then all ranks raise.
-
-    Raises:
-        RanksDifferError: Ranks got different placements, or another one could not continue.
-        GroupError: A rank has ended or timed out.
-        MoeregError: This rank could not continue.
+    Briefly needs twice the memory of arriving experts, and one tensor of leaving ones.
     """
+    error: Exception | None = None
+    try:
+        check_instance("placement", placement, ExpertPlacement, "make one with balance_experts(...)")
+        held.check_writable(write_shared)
+    except Exception as raised:
+        error = raised
+    group, tables = dispatcher.group, dispatcher.tables
+    # A call between exchange and writes would meet ranks that have already written.
+    with group.alone(MOVING.act):
+        arrived = _exchange_experts(group, held.now, tables.placement, placement, error)
+        with held.in_turn.alone():
+            with plain_torch(), torch.inference_mode():
+                arrived.write(held.now)
+            tables.update(placement)
+    return len(arrived.places)
+
+
+def _exchange_experts(
+    group: Group, weights: PermutedWeights, before: ExpertPlacement, after: ExpertPlacement, error: Exception | None
+) -> IncomingExperts:
+    """Exchanges experts with all ranks, or raises on all of them if one has an error. Writes nothing."""
     reader, moves, said, copied_as = weights.reader, tuple[ExpertMove, ...](), dict[str, str](), None
     if error is None:
         try:

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from moereg.errors import LayoutMismatchError
 from moereg.experts import Experts
 from moereg.layer import backend_calls
 from moereg.prepare_finalize import Prepared
 from moereg.runtime.workspace import WORKSPACES
 from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
+from moereg.weights.adapters import ExpertAdapters
 from moereg.weights.permuted import PermutedWeights
 
 
@@ -37,7 +37,8 @@ class RangedExperts:
     """Runs the experts of a plan, with scratch memory that all layers share, and counts their calls.
 
     Attributes:
-        ranges: Ascending, the open one last. If `knows_counts` is False, only that one serves calls.
+        ranges: Ascending, the open one last.
+        serving: Those that serve calls: only the last one if `knows_counts` is False.
         rows_dtype: What any of them returns fits: ranks may run experts of different ranges, and their results meet.
         num_calls: Calls by the bits of their number of tokens less one.
     """
@@ -56,29 +57,10 @@ class RangedExperts:
         self.ranges = ranges
         self.rows_dtype = max((each.experts.rows_dtype for each in ranges), key=lambda dtype: dtype.itemsize)
         self.num_calls = [0] * 64
-        self._serving = ranges if knows_counts else ranges[-1:]
+        self.serving = ranges if knows_counts else ranges[-1:]
         self._problem = problem
         self._device = device
         self._sizes: dict[int, _CallSizes] = {}
-
-    @property
-    def serving(self) -> tuple[RangeExperts, ...]:
-        """The ranges that serve calls."""
-        return self._serving
-
-    def check_layout(self, layout: str) -> None:
-        """Checks that every range reads a layout of the open range's experts.
-
-        Raises:
-            LayoutMismatchError: One does not.
-        """
-        last = self.ranges[-1].experts
-        for reader in (each.experts for each in self.ranges):
-            if layout not in (reader.layouts if reader is last else {*reader.shared_layouts} & {*last.shared_layouts}):
-                raise LayoutMismatchError(
-                    f"{type(reader).__name__} reads layouts {', '.join(reader.layouts)}, got {layout!r} of "
-                    f"{type(last).__name__}; permute the weights with the same class"
-                )
 
     def range_of(self, num_tokens: int) -> RangeExperts:
         """The range whose experts serve a call.
@@ -86,7 +68,7 @@ class RangedExperts:
         Args:
             num_tokens: Tokens that the experts see: of a call, or over a group those that arrived.
         """
-        return next(each for each in self._serving if each.most is None or num_tokens <= each.most)
+        return next(each for each in self.serving if each.most is None or num_tokens <= each.most)
 
     def count(self, num_tokens: int) -> None:
         """Counts a call with at least one token."""
@@ -141,7 +123,7 @@ class RangedExperts:
         sizes = self._sizes_of(self.range_of(num_tokens), num_tokens)
         if not _may_be_captured(self._device):
             # Engines measure a model's memory by one call with the most tokens, and fewer may need more.
-            for each in self._serving:
+            for each in self.serving:
                 if each.most is not None and each.most < num_tokens:
                     self.scratch(each, self._sizes_of(each, each.most).scratch)
         self._sizes[num_tokens] = sizes
@@ -165,10 +147,12 @@ class Reads(NamedTuple):
     Attributes:
         weights: In a layout of the kernel's classes.
         expert_map: As in `MoEKernel`.
+        adapters: Of the experts, in calls that train.
     """
 
     weights: PermutedWeights
     expert_map: torch.Tensor | None
+    adapters: ExpertAdapters | None = None
 
 
 class _CallSizes(NamedTuple):

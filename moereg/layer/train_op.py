@@ -11,6 +11,7 @@ import torch
 from moereg.errors import GradientError
 from moereg.experts import SavedShapes
 from moereg.kernels.sizes import GUARD_ROWS
+from moereg.prepare_finalize.overlap import Tokens
 from moereg.runtime.graph_pools import in_compiled_code
 from moereg.runtime.torch_op import layer_of
 from moereg.spec.problem import MoEProblem
@@ -184,13 +185,12 @@ def _moe_train(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         kernel = layer_of(handle).training_kernel()
         saved = torch.empty(saved_bytes, dtype=torch.uint8, device=hidden_states.device)
         parameters = CallTensors.of(tensors, w13_scaling, w2_scaling)
-        return kernel.run_saving(hidden_states, topk_weights, topk_ids, parameters, saved), saved
+        return kernel.run_saving(Tokens(hidden_states, topk_weights, topk_ids), parameters, saved), saved
 
 
 def _moe_train_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     grad_out, *tensors, handle, w13_scaling, w2_scaling, wanted = arguments
     grad_out, saved, hidden_states, topk_weights, topk_ids, *tensors = _apart((grad_out.contiguous(), *tensors))
-    call = (hidden_states, topk_weights, topk_ids)
     targets = _targets(hidden_states, topk_weights, tensors, wanted)
     with in_compiled_code():
         kernel = layer_of(handle).training_kernel()
@@ -203,7 +203,7 @@ def _moe_train_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
             },
             grad_out,
             saved,
-            *call,
+            Tokens(hidden_states, topk_weights, topk_ids),
             CallTensors.of(tensors, w13_scaling, w2_scaling),
         )
     return targets

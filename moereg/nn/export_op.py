@@ -101,12 +101,12 @@ def _kernel_of(tensors: list[torch.Tensor], layer: str) -> tuple[MoEKernel, Read
     is_contiguous = all(one.is_contiguous() for one in held.values())
     if problem.quant.weight is None and in_place.winner is not None and is_contiguous:
         kernel = make_kernel(problem, weights, in_place, ep_rank=ep_rank, expert_map=expert_map)
-        kernel.read_from(dict)  # Each call brings its tensors.
+        kernel.held.read_from(dict)  # Each call brings its tensors.
         kernel.expert_map = None
         _IN_PLACE[layer] = kernel, ReadInPlace(held)
         return kernel, Reads(PermutedWeights.in_place(held), expert_map)
     kernel = make_kernel(problem, weights, selection, ep_rank=ep_rank, expert_map=expert_map, own_weights=True)
-    kernel.copied = None
+    kernel.held.copied = None
     _LAYERS[key] = kernel, seen
     for tensor in held.values():
         weakref.finalize(tensor.untyped_storage(), _drop, key, weakref.ref(kernel)).atexit = False

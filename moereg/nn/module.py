@@ -13,8 +13,7 @@ from moereg.arguments import check_count, check_device, check_flag, check_instan
 from moereg.checkpoints import CheckpointLayer, load_experts
 from moereg.dispatch import Names, Selection, platform_of, select_backend
 from moereg.errors import ArgumentError
-from moereg.layer.checks import check_call, check_no_transform
-from moereg.layer.expert_map import resolve_expert_map
+from moereg.layer.checks import check_call, check_no_transform, resolve_expert_map
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.in_place import ReadInPlace, say_gain, say_once
 from moereg.layer.no_backward import joined
@@ -386,7 +385,7 @@ class MoELayer(CanonicalModule):
         state, seen = self._state(checks=not refresh), self._seen
         if refresh or state != seen:
             weights = self._checked_weights()
-            if kernel.borrowed - kernel.weights.shared_with(weights):
+            if kernel.held.borrowed - kernel.weights.shared_with(weights):
                 return None  # It would write into the old parameters, which may be anybody's.
             # In place, so that captured graphs see it.
             kernel.reload(weights, write_shared=True)
@@ -422,15 +421,15 @@ class MoELayer(CanonicalModule):
         place, held = self._buffers["expert_map"], self._in_place
         reads = ReadInPlace(held) if held and reading_in_place(selection).winner is selection.winner else None
         kernel = make_kernel(self.problem, weights, selection, ep_rank=self.ep_rank, expert_map=place)
-        kernel.copied = None  # Later calls of `prepare` reload it.
+        kernel.held.copied = None  # Later calls of `prepare` reload it.
         self._reads = None
         if not self.keep_canonical:
             with keeping_moves():
                 kernel.weights.to_canonical(0)  # Raises if nothing could be read back.
             self._free()
-        elif held and kernel.reads_in_place:
+        elif held and kernel.held.reads_in_place:
             self._reads = reads or ReadInPlace(held)
-            kernel.read_from(functools.partial(_held_by, weakref.ref(self)))
+            kernel.held.read_from(functools.partial(_held_by, weakref.ref(self)))
         self._kernel, self._seen = kernel, self._state()
         return kernel
 
@@ -454,7 +453,7 @@ class MoELayer(CanonicalModule):
             ArgumentError: As in `MoEKernel.update_expert`.
         """
         kernel = self.training_kernel()
-        with kernel.in_turn.alone():
+        with kernel.held.in_turn.alone():
             # The kernel shares the parameters' own memory.
             kernel.update_expert(expert, weights, write_shared=True)
             if not self._is_freed and self._reads is None:

@@ -130,7 +130,7 @@ def refusals(rank: int, size: int) -> dict[str, str]:
         "layer": _error_of(lambda: kernel.move_experts(moereg.ExpertPlacement.contiguous(6, size))),
     }
     assert kernel.expert_placement == before
-    kernel.borrowed = frozenset({"w2"}) if rank == 0 else frozenset()
+    kernel.held.borrowed = frozenset({"w2"}) if rank == 0 else frozenset()
     texts["borrowed"] = _error_of(lambda: kernel.move_experts(ring(12, size, 1, 1)))
     return texts
 

@@ -13,6 +13,7 @@ import torch
 from moereg.dispatch import select_backend
 from moereg.errors import BackendError, LayoutMismatchError
 from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.layer.ranges import RangeExperts
 from moereg.numerics.reference import relative_error
 from moereg.numerics.tolerances import tolerance
 from moereg.platforms import Platform
@@ -84,8 +85,9 @@ def test_layouts_have_to_match() -> None:
     kernel = kernel_of(problem_of(), FakeExperts)
     experts = Elsewhere(kernel.problem, kernel.selection.platform, kernel.problem.quant)
     text = "Elsewhere reads layouts swizzled, padded, got 'canonical' of Elsewhere; permute the weights with the same "
+    ranges = (RangeExperts(None, kernel.selection, experts),)
     with pytest.raises(LayoutMismatchError, match=f"^{re.escape(text)}class$"):
-        MoEKernel(kernel.problem, kernel.selection, experts, kernel.weights, StandardPrepareFinalize(), None)
+        MoEKernel(kernel.problem, kernel.selection, ranges, kernel.weights, StandardPrepareFinalize(), None)
 
 
 def test_selects_where_nothing_was_selected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_a_call_runs_the_experts_of_its_range(form: str) -> None:
     assert kernel(torch.empty(0, 16), torch.empty(0, 2), torch.empty(0, 2, dtype=torch.int32)).shape == (0, 16)
     assert [sum(count in kind.calls for count in BOUNDARIES) for _, kind in ranges] == [3, 3, 2]
     assert repr(kernel).startswith("MoEKernel(a to 4, b to 16, c, ")
-    assert kernel.experts is kernel.ranges[-1].experts
+    assert kernel.experts is kernel.ranged.ranges[-1].experts
 
 
 def test_forms_of_output_differ_between_ranges() -> None:
@@ -117,9 +117,9 @@ def test_experts_with_two_ranges_are_made_once(monkeypatch: pytest.MonkeyPatch) 
     first, second = experts_of(1.0), experts_of(2.0)
     kernel = planned([(4, first), (16, second), (None, first)])
     assert made == ["a", "b"]
-    assert kernel.ranges[0].experts is kernel.ranges[2].experts
-    assert [type(each.experts) for each in kernel.ranges] == [first, second, first]
-    assert [each.selection.backend for each in kernel.ranges] == ["a", "b", "a"]
+    assert kernel.ranged.ranges[0].experts is kernel.ranged.ranges[2].experts
+    assert [type(each.experts) for each in kernel.ranged.ranges] == [first, second, first]
+    assert [each.selection.backend for each in kernel.ranged.ranges] == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize("dynamic", [True, False])

@@ -20,10 +20,10 @@ import moereg
 from moereg.backends.torch_moe import TorchTrainingExperts
 from moereg.errors import ArgumentError, BackendError, GradientError
 from moereg.experts import Gradients
-from moereg.layer.movement import explain_movements
 from moereg.layer.train_op import cut_saved
 from moereg.prepare_finalize import GroupFacts
 from moereg.registry import BackendRegistry, register_moe_backend
+from moereg.selection.movement import explain_movements
 from moereg.weights.permuted import PermutedWeights
 from tests.training.layers import ADAPTED, ALL, Call, drawn_call, error, expected, trained_problem
 
@@ -368,9 +368,9 @@ def test_a_deep_copy_trains_its_own_weights() -> None:
     copied = copy.deepcopy(kernel)
     call.run(copied)
     assert call.gradients().keys() == {"hidden_states", "topk_weights"}
-    assert copied.trained["w13"].grad is not None
+    assert copied.held.trained["w13"].grad is not None
     with torch.no_grad():
-        copied.trained["w2"].zero_()
+        copied.held.trained["w2"].zero_()
         out = copied(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids)
     assert not out.any()
     assert call.tensors["w2"].any()
@@ -513,9 +513,9 @@ def test_a_deep_copy_of_parameters_is_read_with_and_without_gradients() -> None:
     tensors = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in call.weights.tensors().items()}
     kernel = copy.deepcopy(moereg.make_kernel(problem, moereg.ExpertWeights(**tensors)))
     with torch.no_grad():
-        kernel.trained["w2"].zero_()
-        if "w2_bias" in kernel.trained:
-            kernel.trained["w2_bias"].zero_()
+        kernel.held.trained["w2"].zero_()
+        if "w2_bias" in kernel.held.trained:
+            kernel.held.trained["w2_bias"].zero_()
         assert not kernel(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids).any()
     assert not kernel(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids).any()
 
@@ -552,8 +552,9 @@ def test_a_backward_pass_by_the_input_itself(monkeypatch: pytest.MonkeyPatch) ->
     right = moereg.MoEKernel.run_backward
 
     def run_backward(self: Any, gradients: Any, *others: Any) -> None:
-        *tensors, parameters = others
-        given.append([tensor.data_ptr() for tensor in (*tensors, *parameters.weights.values())])
+        grad_out, saved, tokens, parameters = others
+        tensors = grad_out, saved, *tokens, *parameters.weights.values()
+        given.append([tensor.data_ptr() for tensor in tensors])
         right(self, gradients, *others)
 
     monkeypatch.setattr(moereg.MoEKernel, "run_backward", run_backward)

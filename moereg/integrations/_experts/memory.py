@@ -68,7 +68,7 @@ def release(found: ServedExperts, shared: Collection[int]) -> str | None:
     module, live = found.module, found.live
     if found.released:
         return None
-    if all(kernel.reads_in_place for kernel in found.kernels.values()) and live.moved is None:
+    if all(kernel.held.reads_in_place for kernel in found.kernels.values()) and live.moved is None:
         return "its kernel reads them in place"
     if live.stored is None:
         return "they are quantized in a layout that is not written back"

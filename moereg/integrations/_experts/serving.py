@@ -220,12 +220,12 @@ class ServedExperts:
                 except ArgumentError as error:
                     raise CopiesError(str(error)) from error
             kernel = make_kernel(problem, weights if can_be_read else weights.contiguous(), selection)
-        kernel.copied = None  # `follow_parameters` reloads it.
+        kernel.held.copied = None  # `follow_parameters` reloads it.
         # If the first choice fails its first check, the next one may have a layout of its own.
-        if reads is not None and kernel.reads_in_place:
+        if reads is not None and kernel.held.reads_in_place:
             self._reads = reads
-            kernel.read_from(functools.partial(_read_by, self._module, self.live.parameters))
-        elif not self.is_prepared and kernel.copied_from(weights):
+            kernel.held.read_from(functools.partial(_read_by, self._module, self.live.parameters))
+        elif not self.is_prepared and kernel.weights.copied_from(weights):
             raise CopiesError("no kernel here reads its weights in place")
         return kernel
 
@@ -261,7 +261,7 @@ class ServedExperts:
             if not self._reads.fits(dict(zip(WEIGHTS, self.tensors(), strict=False))):
                 self._live = self._reads = None  # Sizes and dtypes may have changed.
                 self.kernels.clear()
-            if all(kernel.reads_in_place for kernel in self.kernels.values()):
+            if all(kernel.held.reads_in_place for kernel in self.kernels.values()):
                 return
         _follow_writers()
         try:
@@ -353,7 +353,7 @@ class ServedExperts:
         ids = ids.to(torch.int32)
         weights = topk_weights.detach().reshape(ids.shape).to(torch.float32).contiguous()
         ids = ids.contiguous()
-        if tensors and kernel.reads_in_place and self._reads is not None:
+        if tensors and kernel.held.reads_in_place and self._reads is not None:
             check_call(kernel.problem, rows.device, rows, weights, ids, None)
             reads = Reads(PermutedWeights.in_place(dict(zip(WEIGHTS, tensors, strict=False))), kernel.expert_map)
             out = torch.empty_like(rows)

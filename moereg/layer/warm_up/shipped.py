@@ -15,7 +15,8 @@ from moereg.layer.warm_up.result import summary_of
 from moereg.platforms import Platform
 from moereg.selection.result import Selection
 
-_VARIABLE: Final = "MOEREG_KERNEL_CACHE"
+KERNEL_CACHE: Final = "MOEREG_KERNEL_CACHE"
+"""Variable that names a folder of `moereg compile`."""
 
 _USED: Final[set[tuple[str, str]]] = set()
 """Folders named by the variable that this process uses, each with the platform it was checked for."""
@@ -114,22 +115,22 @@ def check_shipped(folder: Path, platform: Platform, shared_bytes: int | None = N
 
 
 def use_shipped_kernels(platform: Platform) -> None:
-    """Lets Triton read the kernels in the folder named by `MOEREG_KERNEL_CACHE`, after checking that they fit.
+    """Lets Triton read the kernels in the folder that `MOEREG_KERNEL_CACHE` names, after checking that they fit.
 
-    Does nothing if the variable is not set, or for a platform that Triton does not compile for.
+    Does nothing for a platform that Triton does not compile for.
 
     Raises:
         ArgumentError: Triton would not find the kernels or would compile them again.
     """
-    name = os.environ.get(_VARIABLE)
-    if not name or (name, str(platform)) in _USED or platform.kind not in ("cuda", "rocm"):
+    name = os.environ[KERNEL_CACHE]
+    if (name, str(platform)) in _USED or platform.kind not in ("cuda", "rocm"):
         return
     folder = Path(name).expanduser().absolute()
     if importlib.util.find_spec("triton") is None:
-        raise ArgumentError(f"{_VARIABLE}={name} needs Triton, which is not installed; leave it unset")
+        raise ArgumentError(f"{KERNEL_CACHE}={name} needs Triton, which is not installed; leave it unset")
     if check_shipped(folder, platform) is None:
         raise ArgumentError(
-            f"{_VARIABLE} must name a folder that `moereg compile --cache` has filled, got {name}; leave it unset "
+            f"{KERNEL_CACHE} must name a folder that `moereg compile --cache` has filled, got {name}; leave it unset "
             "for Triton's own cache"
         )
     from moereg.kernels.launch import cache
