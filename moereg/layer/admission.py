@@ -159,9 +159,6 @@ def checked(
 
     Returns:
         The kernel, None if it must not serve, and what was found.
-
-    Raises:
-        BackendError: The kernel took the device down, so that no other one can run in this process.
     """
     if not _can_check(selection, weights.w13.device):
         return made(selection), Found()
@@ -454,9 +451,6 @@ def next_choice(selection: Selection, failure: str) -> Selection:
 
     Returns:
         The selection without it.
-
-    Raises:
-        BackendError: No other candidate fits, such as when the request requires the one that failed.
     """
     subject, winner = _Subject.of(selection), selection.winner
     assert winner is not None

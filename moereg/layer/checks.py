@@ -82,10 +82,6 @@ def check_no_transform(*tensors: Iterable[torch.Tensor | None]) -> None:
     """Checks that no tensor of a call is one of torch.func's transforms or of forward-mode AD.
 
     Costs next to nothing outside of these, where it looks at no tensor.
-
-    Raises:
-        ArgumentError: `torch.vmap` passed one, which has no memory that a kernel could read.
-        GradientError: Another transform did, or one has a tangent, of which a kernel would lose a part.
     """
     transform: Any = torch._C._functorch.peek_interpreter_stack()  # None outside of transforms.
     if not isinstance(transform, torch._C._functorch.CInterpreter) and forward_ad._current_level < 0:
@@ -196,9 +192,6 @@ def resolve_expert_map(
     Returns:
         [num_experts] int32 on the device, local expert or -1; the caller's tensor if given, None if all experts are
         local.
-
-    Raises:
-        ArgumentError: The map or the rank does not belong to the problem.
     """
     if problem.placement == "contiguous":
         if expert_map is not None:
@@ -233,11 +226,7 @@ def _slice_of(problem: MoEProblem, ep_rank: int, device: torch.device) -> torch.
 
 
 def winner_of(selection: Selection, problem: MoEProblem) -> Decision:
-    """The winner of a selection, which must be for this problem.
-
-    Raises:
-        ArgumentError: The selection is for another problem, or names a backend that is not registered here.
-    """
+    """The winner of a selection, which must be for this problem."""
     if selection.problem != problem:
         raise ArgumentError(f"the selection was made for {selection.problem}, got {problem}; select again")
     if selection.winner is None or selection.winner.cell is None:

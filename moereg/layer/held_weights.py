@@ -89,11 +89,7 @@ class HeldWeights:
         permuted: PermutedWeights,
         borrowed: frozenset[str] = frozenset(),
     ) -> None:
-        """Checks that every range reads a layout of the open range's experts.
-
-        Raises:
-            LayoutMismatchError: One does not.
-        """
+        """Checks that every range reads a layout of the open range's experts."""
         last = ranges[-1].experts
         for reader in (each.experts for each in ranges):
             layouts = reader.layouts if reader is last else {*reader.shared_layouts} & {*last.shared_layouts}
@@ -139,9 +135,6 @@ class HeldWeights:
 
         Args:
             source: Returns canonical tensors by name, which it has checked; must not hold them itself.
-
-        Raises:
-            BackendError: The class says that it reads in place, and copied a tensor or made another.
         """
         if not self.reads_in_place:
             backend_calls.raise_copied(self._ranges[-1].selection)

@@ -16,11 +16,7 @@ from moereg.weights.permuted import ExpertWeights
 
 
 def check_in_place(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Checks that kernels can read tensors where they are; none is copied for them.
-
-    Raises:
-        ArgumentError: One is sharded, is not contiguous, or begins where a GPU cannot load 16 bytes at a time.
-    """
+    """Checks that kernels can read tensors where they are; none is copied for them."""
     for name, tensor in tensors.items():
         if type(tensor).__name__ == "DTensor":
             raise ArgumentError(
@@ -36,11 +32,7 @@ def check_in_place(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_aligned(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Checks that a GPU can load 16 bytes at a time from tensors.
-
-    Raises:
-        ArgumentError: One begins elsewhere.
-    """
+    """Checks that a GPU can load 16 bytes at a time from tensors."""
     for name, tensor in tensors.items():
         if not _is_aligned(tensor):
             raise ArgumentError(
@@ -53,11 +45,7 @@ class ReadInPlace:
     """A rule of what calls of one kernel may read: tensors like those that it was made for, wherever they are."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Checks the tensors, and holds none of them.
-
-        Raises:
-            ArgumentError: As in `check_in_place`.
-        """
+        """Checks the tensors, and holds none of them."""
         check_in_place(tensors)
         self._kinds = {name: (one.shape, one.dtype, one.device) for name, one in tensors.items()}
 

@@ -52,9 +52,6 @@ def plan_moves(before: ExpertPlacement, after: ExpertPlacement) -> tuple[ExpertM
     Args:
         before: The current placement.
         after: The new placement, with equally many experts on each rank.
-
-    Raises:
-        ArgumentError: The layer, the group or the number of experts on a rank would change.
     """
     if (after.num_experts, after.num_ranks) != (before.num_experts, before.num_ranks):
         raise ArgumentError(f"experts must stay in their layer and group, {before}, got {after}")

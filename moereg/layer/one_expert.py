@@ -64,11 +64,7 @@ class OneExpert:
         )
 
     def read(self, permuted: PermutedWeights, expert: int) -> ExpertWeights:
-        """Reads one expert as canonical weights, E = 1.
-
-        Raises:
-            LayoutNotInvertibleError: The layout does not keep the canonical numbers.
-        """
+        """Reads one expert as canonical weights, E = 1."""
         rows = expert_rows(permuted, expert)
         tensors = read_back(self.permute, self.specs, self.quant, self._moves(permuted.layout), rows)
         return ExpertWeights.unchecked(tensors, self.quant)
@@ -79,10 +75,6 @@ class OneExpert:
         Args:
             permuted: The layer's permuted weights.
             weights: The new expert alone, E = 1.
-
-        Raises:
-            ArgumentError: The weights are not one expert of the layer, or need other shared tensors than it has.
-            BackendError: The backend permutes experts together, or its code raised.
         """
         check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
         self._check(weights)
@@ -180,11 +172,7 @@ def keeping_moves() -> Iterator[None]:
 
 
 def read_all(permuted: PermutedWeights) -> ExpertWeights:
-    """Reads back all experts of permuted weights, one by one, as new canonical ones.
-
-    Raises:
-        LayoutNotInvertibleError: The layout does not keep the canonical numbers.
-    """
+    """Reads back all experts of permuted weights, one by one, as new canonical ones."""
     stacked: dict[str, torch.Tensor] = {}
     with keeping_moves():
         for expert in range(permuted.num_experts):

@@ -75,11 +75,6 @@ def plan_layer(
 
     Ranks exchange three times, even if one of them fails: their arguments, what each would choose, and their choices.
     They run one plan: if measured times make their choices differ, all of them choose without.
-
-    Raises:
-        RanksDifferError: Ranks differ, or another one could not continue.
-        GroupError: A rank has ended or timed out.
-        MoeregError: This rank could not continue.
     """
     device = weights.w13.device
     group = Group(process_group, device)

@@ -84,9 +84,6 @@ class RangedExperts:
 
         Returns:
             The rows, in the experts' output form.
-
-        Raises:
-            BackendError: The backend's code raised.
         """
         num_tokens = prepared.num_tokens
         if num_tokens == 0:
@@ -183,11 +180,7 @@ def alone(selection: Selection, decision: Decision | None) -> Selection:
 
 
 def make_ranges(selection: Selection) -> tuple[RangeExperts, ...]:
-    """Makes the experts of a plan, one instance for each candidate, whichever ranges it has.
-
-    Raises:
-        BackendError: A class raised.
-    """
+    """Makes the experts of a plan, one instance for each candidate, whichever ranges it has."""
     made: dict[int, tuple[Selection, Experts]] = {}
     for _, decision in selection.plan:
         if id(decision) not in made:

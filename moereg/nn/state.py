@@ -228,11 +228,7 @@ def router_tensors(
     given: Mapping[str, torch.Tensor | None],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """The router's tensors by name, on the device; zeros for missing ones.
-
-    Raises:
-        ArgumentError: The router does not fit the problem, or a tensor does not fit the router.
-    """
+    """The router's tensors by name, on the device; zeros for missing ones."""
     held = {name: tensor for name, tensor in given.items() if tensor is not None}
     if router is None:
         if held:

@@ -32,11 +32,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def in_place(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, which must not be copied; rows that are no multiple of `ALIGNMENT` bytes may begin anywhere.
-
-    Raises:
-        ArgumentError: It is not contiguous or not aligned.
-    """
+    """The tensor, which must not be copied; rows that are no multiple of `ALIGNMENT` bytes may begin anywhere."""
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"{name} is read where it lies and must be contiguous, got shape {list(tensor.shape)} with strides "

@@ -108,9 +108,6 @@ def find_moves(permute: Permute, specs: TensorSpecs, quant: QuantScheme, device:
         specs: The expert's canonical tensors.
         quant: Their scheme.
         device: Device that `permute` works on.
-
-    Raises:
-        LayoutNotInvertibleError: A tensor's numbers are used in computations instead of moved, or are not kept.
     """
     base = {}
     for name, (shape, dtype) in specs.items():
@@ -129,9 +126,6 @@ def read_back(
         permute, specs, quant: As in `find_moves`.
         moves: What `find_moves` found.
         rows: An expert's permuted rows, as `expert_rows` gives them.
-
-    Raises:
-        LayoutNotInvertibleError: These rows were not made by moving numbers.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in specs.items():

@@ -31,9 +31,6 @@ def recognize(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.
         module: The module that may hold scalars.
         function: Takes [..., 2I], gate first, if gated, else [..., I].
         is_gated: Whether the input has a gate.
-
-    Raises:
-        ArgumentError: No `Activation` computes it.
     """
     candidates = list(dict.fromkeys(_candidates(module, is_gated)))
     probe = _probe(candidates, is_gated)

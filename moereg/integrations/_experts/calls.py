@@ -44,9 +44,6 @@ def call(
     Returns:
         [T,H] in the dtype of `hidden_states`. A backward pass raises `GradientError` if neither moereg nor the module's
         own code has one.
-
-    Raises:
-        ArgumentError: The module cannot be served.
     """
     inputs = (hidden_states, top_k_index, top_k_weights)
     is_followed, is_compiling = follows(module, inputs), torch.compiler.is_compiling()

@@ -30,11 +30,7 @@ def held_bytes(model: torch.nn.Module) -> int:
 
 
 def check_can_free(module: torch.nn.Module, name: str) -> None:
-    """Checks that nothing else computes with the parameters of the module of that dotted name.
-
-    Raises:
-        ArgumentError: An adapter needs them.
-    """
+    """Checks that nothing else computes with the parameters of the module of that dotted name."""
     is_wrapped = name.rpartition(".")[2] == "base_layer"  # PEFT parametrizes what it wraps during each call.
     if is_wrapped or any(parametrize.is_parametrized(each) for each in module.modules()):
         how = "which an adapter wraps" if is_wrapped else "whose weights are parametrized"

@@ -60,11 +60,7 @@ def has_interface(module: torch.nn.Module) -> bool:
 
 
 def check_servable(module: torch.nn.Module, live: LiveExperts) -> torch.device:
-    """Checks the weights and returns their device.
-
-    Raises:
-        ArgumentError: They are on meta, on several devices, or moved in for each call.
-    """
+    """Checks the weights and returns their device."""
     hook = getattr(module, "_hf_hook", None)
     for each in getattr(hook, "hooks", (hook,)):
         if getattr(each, "offload", False):
@@ -157,10 +153,6 @@ class ServedExperts:
         """The kernel for such calls, made from the current parameters if missing.
 
         The selection decides how to make it; if None, the request.
-
-        Raises:
-            ArgumentError: The module cannot be served; says why and what to do.
-            UnsupportedProblemError: No backend fits.
         """
         key = (top_k, dtype)
         kernel = self.kernels.get(key)
@@ -177,12 +169,7 @@ class ServedExperts:
         return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
     def check_in_place(self, top_k: int, dtype: torch.dtype) -> None:
-        """Makes the kernel of a model that is not prepared, if it is missing.
-
-        Raises:
-            CopiesError: No kernel reads the module's parameters where they are.
-            ArgumentError: As in `kernel`.
-        """
+        """Makes the kernel of a model that is not prepared, if it is missing."""
         if self.is_prepared or self.released:
             return
         if parametrize.is_parametrized(self.module):
@@ -312,11 +299,7 @@ class ServedExperts:
         self._states = states_of(_tensor(module, name) for name in live.parameters)
 
     def restored(self) -> ExpertWeights:
-        """Reads canonical weights back from a kernel, after the module's own were freed.
-
-        Raises:
-            MoeregError: The layout cannot be inverted.
-        """
+        """Reads canonical weights back from a kernel, after the module's own were freed."""
         return read_all(next(iter(self.kernels.values())).weights)
 
     def run(
@@ -336,9 +319,6 @@ class ServedExperts:
 
         Returns:
             The shape and dtype of `hidden_states`.
-
-        Raises:
-            CopiesError: As in `check_in_place`.
         """
         self.follow_parameters()
         live = self.live

@@ -76,11 +76,6 @@ def compile_ahead(
 
     Returns:
         What was compiled; if the backend compiles nothing ahead, no kernels and a note with the reason.
-
-    Raises:
-        ArgumentError: Nothing can be compiled here for that platform, or the folder cannot be written or holds another
-            compiler's output.
-        BackendError: A kernel did not compile.
     """
     start = time.monotonic()
     winner = selection.winner
@@ -129,10 +124,6 @@ def ask(
         has_map: Whether calls have an expert map.
         weights: The result of `described`; None means all that a checkpoint may hold.
         shared_bytes: Most shared memory of a program, according to a device that is present.
-
-    Raises:
-        BackendError: A kernel did not compile.
-        MoeregError: The process reported it.
     """
     winner = selection.winner
     assert winner is not None

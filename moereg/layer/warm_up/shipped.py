@@ -61,9 +61,6 @@ def use_folder(platform: Platform, folder: Path | None) -> Iterator[Path]:
 
     Yields:
         The folder's full path.
-
-    Raises:
-        ArgumentError: It cannot be written, or holds another compiler's output.
     """
     from moereg.kernels.launch import cache
 
@@ -96,9 +93,6 @@ def check_shipped(folder: Path, platform: Platform, shared_bytes: int | None = N
 
     Returns:
         Its note, or None for an ordinary Triton cache.
-
-    Raises:
-        ArgumentError: Triton would not find the kernels or would compile them again.
     """
     from moereg.kernels.launch import cache
     from moereg.kernels.launch.ahead import Target
@@ -118,9 +112,6 @@ def use_shipped_kernels(platform: Platform) -> None:
     """Lets Triton read the kernels in the folder that `MOEREG_KERNEL_CACHE` names, after checking that they fit.
 
     Does nothing for a platform that Triton does not compile for.
-
-    Raises:
-        ArgumentError: Triton would not find the kernels or would compile them again.
     """
     name = os.environ[KERNEL_CACHE]
     if (name, str(platform)) in _USED or platform.kind not in ("cuda", "rocm"):

@@ -97,9 +97,6 @@ def _sweep(
 
     Returns:
         One number of tokens per distinct list of launches, and the variants that they launch.
-
-    Raises:
-        _NothingAheadError: The launch code does not run without a device.
     """
 
     def launched(count: int) -> list[list[Variant]]:
