@@ -150,12 +150,8 @@ def checked(
     """Makes the winner's kernel, and checks it if it is to run on this machine and nothing vouches for it here.
 
     Not checked are kernels on `meta` and those made while a CUDA graph is captured. What cannot be judged, such as
-    weights that are zeros or NaN, passes without a record. Gradients are checked where the problem has some.
-
-    Args:
-        selection: Has a winner.
-        weights: The canonical weights.
-        made: Permutes them for a selection's winner.
+    weights that are zeros or NaN, passes without a record. Gradients are checked where the problem has some. Raises
+    where the kernel took the device down, so that no other one can run in this process.
 
     Returns:
         The kernel, None if it must not serve, and what was found.
@@ -181,9 +177,13 @@ def checked(
 
 
 def _can_check(selection: Selection, device: torch.device) -> bool:
-    if not selection.platform.probed or ADMITTED.path() is None or device.type == "meta":
+    if not _keeps_records(selection) or device.type == "meta":
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def _keeps_records(selection: Selection) -> bool:
+    return selection.platform.probed and ADMITTED.path() is not None
 
 
 def _compared(kernel: MoEKernel, weights: ExpertWeights) -> Found:
@@ -235,10 +235,7 @@ def _closeness(found: Found) -> float:
 
 
 def _comparisons(checking: MoEKernel, weights: ExpertWeights) -> Iterator[tuple[int, _Compare, bool]]:
-    """Numbers of tokens, with what runs a call of so many and compares it, and whether that is of gradients.
-
-    Leaves out what shows nothing.
-    """
+    """Numbers of tokens, what runs and compares such a call, and whether that is of gradients."""
     problem, winner = checking.problem, checking.selection.winner
     assert winner is not None
     training = None
@@ -383,7 +380,7 @@ def admitted(kernel: MoEKernel, found: Found) -> MoEKernel:
     If the file cannot be written, issues one `RecordFileWarning`, and this process remembers it.
     """
     selection = kernel.selection
-    if not selection.platform.probed or ADMITTED.path() is None:
+    if not _keeps_records(selection):
         return kernel
     subject = _Subject.of(selection)
     if found.bound:
@@ -408,7 +405,7 @@ def _with_evidence(selection: Selection, decision: Decision) -> Selection:
 
 def unchecked(selection: Selection) -> list[Decision]:
     """The candidates of a plan beside its winner that nothing vouches for here."""
-    if ADMITTED.path() is None or not selection.platform.probed:
+    if not _keeps_records(selection):
         return []
     others = {id(one): one for _, one in selection.ranges if one is not selection.winner}
     return [one for one in others.values() if _Subject.of(alone(selection, one)).known() != ""]
@@ -416,10 +413,6 @@ def unchecked(selection: Selection) -> list[Decision]:
 
 def checked_plan(selection: Selection, weights: ExpertWeights, made: Callable[[Selection], MoEKernel]) -> Selection:
     """Checks the candidates of a plan beside its winner, with a copy of the weights of its own for one at a time.
-
-    Args:
-        selection: Has a winner.
-        weights, made: As in `checked`.
 
     Returns:
         The selection, without ranges if one of them failed; that one is quarantined with a warning.
@@ -441,16 +434,10 @@ def _warn_once(text: str) -> None:
 
 
 def next_choice(selection: Selection, failure: str) -> Selection:
-    """Quarantines the winner on this machine for a failure, and takes the next candidate.
+    """Quarantines the winner on this machine for a failure, and returns the selection without it.
 
-    Issues one `AdmissionWarning`, unless the failure was known.
-
-    Args:
-        selection: Has the winner that failed.
-        failure: What went wrong.
-
-    Returns:
-        The selection without it.
+    Issues one `AdmissionWarning`, unless the failure was known. Raises if no other candidate fits, such as when the
+    request requires the one that failed.
     """
     subject, winner = _Subject.of(selection), selection.winner
     assert winner is not None

@@ -118,24 +118,8 @@ def check_device(selection: Selection, experts: type[Experts], device: torch.dev
     )
 
 
-def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) -> Shapes:
-    """Shapes of the two workspaces for a call."""
-    return _two_shapes(selection, experts, "workspace_shapes", num_tokens)
-
-
-def training_shapes(selection: Selection, experts: Experts, num_tokens: int, step: str) -> Shapes:
-    """Shapes of the two workspaces of `apply_saving` or `apply_backward`."""
-    method = "backward_workspace_shapes" if step == "apply_backward" else "workspace_shapes"
-    return _two_shapes(selection, experts, method, num_tokens)
-
-
 def saved_shapes(selection: Selection, experts: Experts, num_tokens: int, most_bytes: int) -> SavedShapes:
-    """Shapes of the tensors that a forward pass keeps.
-
-    Args:
-        selection, experts, num_tokens: As for the workspaces.
-        most_bytes: Room for them.
-    """
+    """Shapes of the tensors that a forward pass keeps, in room of that many bytes."""
     try:
         shapes: object = experts.saved_shapes(problem=selection.problem, num_tokens=num_tokens)
         assert isinstance(shapes, Mapping)
@@ -155,7 +139,9 @@ def raise_copied(selection: Selection) -> NoReturn:
     raise _backend_error(selection, "permute_weights", "copied weights that are read in place in", "other memory")
 
 
-def _two_shapes(selection: Selection, experts: Experts, method: str, num_tokens: int) -> Shapes:
+def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int, step: str = "apply") -> Shapes:
+    """Shapes of the two workspaces for a step of a call."""
+    method = "backward_workspace_shapes" if step == "apply_backward" else "workspace_shapes"
     try:
         shapes: object = getattr(experts, method)(problem=selection.problem, num_tokens=num_tokens)
     except BaseException as error:

@@ -79,10 +79,7 @@ def check_no_alias(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
 
 
 def check_no_transform(*tensors: Iterable[torch.Tensor | None]) -> None:
-    """Checks that no tensor of a call is one of torch.func's transforms or of forward-mode AD.
-
-    Costs next to nothing outside of these, where it looks at no tensor.
-    """
+    """Checks that no tensor of a call is one of torch.func's transforms or of forward-mode AD."""
     transform: Any = torch._C._functorch.peek_interpreter_stack()  # None outside of transforms.
     if not isinstance(transform, torch._C._functorch.CInterpreter) and forward_ad._current_level < 0:
         return
@@ -177,21 +174,13 @@ def check_expert_map(expert_map: torch.Tensor, problem: MoEProblem) -> None:
         )
 
 
-@torch.inference_mode(False)  # Its owner may write it outside of inference mode.
+@torch.inference_mode(False)
 def resolve_expert_map(
     problem: MoEProblem, ep_rank: int, expert_map: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor | None:
-    """Resolves a rank's expert map.
+    """A rank's map, [num_experts] int32 on the device, local expert or -1; None if all experts are local.
 
-    Args:
-        problem: The layer as this rank sees it.
-        ep_rank: Which slice of the experts the rank holds, if placement is `contiguous`.
-        expert_map: The caller's map, if placement is `map`: [num_experts] int32.
-        device: The weights' device.
-
-    Returns:
-        [num_experts] int32 on the device, local expert or -1; the caller's tensor if given, None if all experts are
-        local.
+    The caller's own tensor if one is given, which it may write outside of inference mode.
     """
     if problem.placement == "contiguous":
         if expert_map is not None:

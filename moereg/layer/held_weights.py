@@ -38,11 +38,7 @@ class InTurn:
         self._lock = threading.RLock()
 
     def begin(self, me: int) -> None:
-        """Begins a call, waiting for another thread's writer.
-
-        Args:
-            me: This thread's id. Even if this function is interrupted, `end` must follow.
-        """
+        """Begins a call of a thread, waiting for another one's writer. Even if it is interrupted, `end` must follow."""
         # Register first, then look for a writer; a writer does both in the opposite order.
         self._calls[me] = None
         while self._writer is not None and self._writer != me:

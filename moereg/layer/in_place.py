@@ -70,8 +70,7 @@ def say_gain(best: Selection, taken: Selection, weights: ExpertWeights, cure: st
     """Says once what a kernel with a copy of the weights would gain over what reads them in place, if anything.
 
     Args:
-        best: Among all classes.
-        taken: Among those that read in place; without a winner if there is none.
+        best, taken: Among all classes, and among those that read in place, which may be none.
         weights: The layer's.
         cure: The call that makes the copy.
     """

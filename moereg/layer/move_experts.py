@@ -29,13 +29,7 @@ _DOING: Final = "experts that move"
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMove:
-    """Replaces one local expert.
-
-    Attributes:
-        expert: Global expert id.
-        source_rank, source_place: The sending rank, and the local expert there.
-        target_rank, target_place: The receiving rank, and the local expert that it replaces.
-    """
+    """One rank's local expert, at a place there, that replaces another rank's."""
 
     expert: int
     source_rank: int
@@ -48,10 +42,6 @@ def plan_moves(before: ExpertPlacement, after: ExpertPlacement) -> tuple[ExpertM
     """Plans which experts move from which rank to which; equal on every rank.
 
     A rank copies an expert that it already has. Otherwise it comes from the rank that has sent the fewest so far.
-
-    Args:
-        before: The current placement.
-        after: The new placement, with equally many experts on each rank.
     """
     if (after.num_experts, after.num_ranks) != (before.num_experts, before.num_ranks):
         raise ArgumentError(f"experts must stay in their layer and group, {before}, got {after}")
@@ -79,12 +69,7 @@ def plan_moves(before: ExpertPlacement, after: ExpertPlacement) -> tuple[ExpertM
 
 @dataclasses.dataclass(frozen=True)
 class IncomingExperts:
-    """Experts that a rank has received but not yet written.
-
-    Attributes:
-        places: Local experts to replace.
-        rows: For each of them, its row of every per-expert tensor, by name.
-    """
+    """Experts that a rank has received but not yet written: for each place, its row of every per-expert tensor."""
 
     places: tuple[int, ...]
     rows: tuple[Mapping[str, torch.Tensor], ...]

@@ -15,11 +15,7 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
 
 
 def joined(out: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
-    """The output as part of the graph of its inputs, so that a backward pass raises instead of leaving them out.
-
-    Args:
-        out: [T,H], computed without autograd.
-        inputs: All that it was computed from and that may require a gradient.
+    """The output, computed without autograd, as part of its inputs' graph, where a backward pass raises.
 
     Returns:
         `out` itself where autograd follows none of the inputs, else the same memory in a tensor whose gradient is a

@@ -37,8 +37,6 @@ class OneExpert:
 
     Attributes:
         specs: Shapes and dtypes of one expert's canonical tensors, by field of `ExpertWeights`.
-        quant: The scheme of the canonical weights.
-        backend: The backend's name.
     """
 
     def __init__(self, selection: Selection, winner: Decision, weights: ExpertWeights) -> None:
@@ -70,12 +68,7 @@ class OneExpert:
         return ExpertWeights.unchecked(tensors, self.quant)
 
     def rows_for(self, permuted: PermutedWeights, weights: ExpertWeights) -> PermutedWeights:
-        """Permutes a new expert into rows to write into `permuted`.
-
-        Args:
-            permuted: The layer's permuted weights.
-            weights: The new expert alone, E = 1.
-        """
+        """Permutes a new expert of the layer, E = 1, into rows to write into `permuted`."""
         check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
         self._check(weights)
         rows = self.permute(weights)
@@ -155,10 +148,7 @@ class OneExpert:
 
 @contextlib.contextmanager
 def keeping_moves() -> Iterator[None]:
-    """Caches layouts' moves while many experts are read, and frees them when the outermost context ends.
-
-    Without it, the last layouts' moves stay cached for the next expert.
-    """
+    """Caches all layouts' moves while many experts are read, and frees them when the outermost context ends."""
     global _readers
     with _LOCK:
         _readers += 1

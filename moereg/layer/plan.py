@@ -51,15 +51,7 @@ class Asked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The plan that all ranks agreed on, as this rank sees it.
-
-    Attributes:
-        problem: The layer with this rank's experts; calls bring this rank's tokens.
-        selection: The backend, for the problem that the experts see.
-        prepare_finalize: Moves the tokens.
-        expert_map: [num_experts] int32 or None, for the experts' calls.
-        group: The ranks.
-    """
+    """What all ranks agreed on: the layer with this rank's experts and tokens, and the experts' selection and map."""
 
     problem: MoEProblem
     selection: Selection

@@ -25,7 +25,6 @@ class RangeExperts:
     Attributes:
         most: Most tokens of a call; None for the open range.
         selection: The layer's selection as if this range's candidate had won for every call; errors name that one.
-        experts: The candidate's experts for the layer.
     """
 
     most: int | None
@@ -46,14 +45,7 @@ class RangedExperts:
     def __init__(
         self, ranges: tuple[RangeExperts, ...], problem: MoEProblem, device: torch.device, knows_counts: bool = True
     ) -> None:
-        """Runs nothing yet.
-
-        Args:
-            ranges: The experts.
-            problem: The layer as they see it.
-            device: Of their weights.
-            knows_counts: Whether the rows that arrive say how many tokens a call has.
-        """
+        """`knows_counts`: whether the rows that arrive say how many tokens a call has."""
         self.ranges = ranges
         self.rows_dtype = max((each.experts.rows_dtype for each in ranges), key=lambda dtype: dtype.itemsize)
         self.num_calls = [0] * 64
@@ -63,11 +55,7 @@ class RangedExperts:
         self._sizes: dict[int, _CallSizes] = {}
 
     def range_of(self, num_tokens: int) -> RangeExperts:
-        """The range whose experts serve a call.
-
-        Args:
-            num_tokens: Tokens that the experts see: of a call, or over a group those that arrived.
-        """
+        """The range that serves calls of so many tokens, or over a group of so many that arrived."""
         return next(each for each in self.serving if each.most is None or num_tokens <= each.most)
 
     def count(self, num_tokens: int) -> None:
@@ -75,15 +63,11 @@ class RangedExperts:
         self.num_calls[(num_tokens - 1).bit_length()] += 1
 
     def run(self, prepared: Prepared, weights: PermutedWeights, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Runs the experts.
+        """Runs the experts, unless there are no rows, and returns theirs in the experts' output form.
 
         Args:
-            prepared: Their inputs; without rows they are not called.
-            weights: What they read.
+            prepared, weights: What they read.
             out: [T,H] for reduced output; other forms then use scratch memory. None allocates new memory.
-
-        Returns:
-            The rows, in the experts' output form.
         """
         num_tokens = prepared.num_tokens
         if num_tokens == 0:
@@ -139,13 +123,7 @@ class RangedExperts:
 
 
 class Reads(NamedTuple):
-    """Operands of a call beside its inputs.
-
-    Attributes:
-        weights: In a layout of the kernel's classes.
-        expert_map: As in `MoEKernel`.
-        adapters: Of the experts, in calls that train.
-    """
+    """Operands of a call beside its inputs; adapters in calls that train."""
 
     weights: PermutedWeights
     expert_map: torch.Tensor | None
@@ -153,11 +131,10 @@ class Reads(NamedTuple):
 
 
 class _CallSizes(NamedTuple):
-    """Experts for a number of tokens, with what a call needs.
+    """The range that serves a number of tokens, and what a call needs.
 
     Attributes:
-        range: Their range of the plan.
-        rows: Shape of their output.
+        rows: Shape of the experts' output.
         scratch: Shapes of both workspaces and, unless the output is finished rows, of room for it.
     """
 
@@ -190,11 +167,7 @@ def make_ranges(selection: Selection) -> tuple[RangeExperts, ...]:
 
 
 def counts_by_range(ranges: Sequence[int | None], counts: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Splits numbers of tokens by the ranges that serve them.
-
-    Args:
-        ranges: Most tokens of each range, ascending, None at the end.
-        counts: Numbers of tokens, ascending.
+    """Splits ascending numbers of tokens by the ranges that serve them, of which `ranges` has the most tokens.
 
     Yields:
         (place of the range, its numbers), for ranges that have any.

@@ -51,14 +51,7 @@ def trains(
     weights: Mapping[str, torch.Tensor | None],
     adapters: ExpertAdapters | None = None,
 ) -> bool:
-    """Whether autograd follows tensors of a call, and the problem names all that it follows.
-
-    Args:
-        problem: The layer.
-        hidden_states, topk_weights: Of the call.
-        weights: Those that may be trained, by name.
-        adapters: Of the call.
-    """
+    """Whether autograd follows tensors of a call, and the problem names all that it follows."""
     if not problem.gradients or not torch.is_grad_enabled():
         return False
     follows = {
@@ -84,14 +77,10 @@ def run_training(
     """Runs a layer on its owner's tensors, so that a backward pass to its output computes what autograd follows.
 
     Args:
-        problem: The layer.
-        hidden_states, topk_weights, topk_ids: As in `MoEKernel`, checked.
+        problem, hidden_states, topk_weights, topk_ids: As in `MoEKernel`, checked.
         weights: Canonical tensors to read, and to train if they require it, by name; none if the kernel has its own.
         handle: From `new_handle`, of a layer whose `training_kernel` gives its kernel.
         adapters: Of the experts, in the problem's dtype, contiguous; they may be read without gradients too.
-
-    Returns:
-        [T,H] in the problem's dtype.
     """
     adapters = adapters or ExpertAdapters()
     tensors = {**weights, **adapters.tensors()}
@@ -132,12 +121,7 @@ def cut_saved(saved: torch.Tensor, shapes: SavedShapes) -> dict[str, torch.Tenso
 
 
 class CallTensors(NamedTuple):
-    """Parameters that a call reads, and trains as far as its gradients are wanted.
-
-    Attributes:
-        weights: Canonical tensors by name; empty means the kernel's own weights.
-        adapters: Of the experts, or None.
-    """
+    """Canonical tensors by name, none for the kernel's own, and adapters; a call reads them, and may train them."""
 
     weights: dict[str, torch.Tensor]
     adapters: ExpertAdapters | None

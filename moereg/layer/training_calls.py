@@ -35,14 +35,7 @@ class TrainingCalls:
         self._shapes: dict[str, tuple[int, tuple[backend_calls.Shapes, SavedShapes]]] = {}
 
     def forward(self, tokens: Tokens, reads: Reads, saved: torch.Tensor, out: torch.Tensor) -> None:
-        """Runs a call of at least one token, and keeps what its backward pass needs.
-
-        Args:
-            tokens: The call.
-            reads: What the experts read.
-            saved: uint8, overwritten.
-            out: [T,H], overwritten.
-        """
+        """Runs a call of at least one token; overwrites `out` [T,H], and `saved`, uint8, for its backward pass."""
         _, topk_weights, topk_ids = tokens
         check_values(self._problem, topk_ids.device, topk_weights, topk_ids, reads.expert_map)
         self._ranged.count(len(topk_ids))
@@ -56,13 +49,7 @@ class TrainingCalls:
         gradients: Mapping[str, torch.Tensor],
         grad_out: torch.Tensor,
     ) -> None:
-        """Computes gradients of a call of `forward`.
-
-        Args:
-            tokens, reads, saved: As in that call.
-            gradients: Tensors to overwrite, by the names of `Gradients`.
-            grad_out: [T,H] in the problem's dtype, contiguous.
-        """
+        """Overwrites gradients of a call of `forward`, by the names of `Gradients`; `grad_out` [T,H] is contiguous."""
         if not len(grad_out):
             for tensor in gradients.values():
                 tensor.zero_()
@@ -80,7 +67,7 @@ class TrainingCalls:
                 known, shapes = self._shapes.get(step, (0, None))
                 if shapes is None or known != num_tokens:
                     shapes = (
-                        backend_calls.training_shapes(selection, experts, num_tokens, step),
+                        backend_calls.workspace_shapes(selection, experts, num_tokens, step),
                         backend_calls.saved_shapes(selection, experts, num_tokens, saved.numel()),
                     )
                     self._shapes[step] = num_tokens, shapes

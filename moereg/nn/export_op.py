@@ -48,9 +48,8 @@ def run_exported(
     """Runs a layer while its caller is exported: one opaque op that writes `out`.
 
     Args:
-        hidden_states, topk_weights, topk_ids, out: As in `MoEKernel`.
+        hidden_states, topk_weights, topk_ids, out, problem: As in `MoEKernel`.
         tensors: Canonical weights by field, and `expert_map` if placement is `map`.
-        problem: The layer.
         **keywords: `ep_rank`, `require`, `prefer` and `deny`. Collections that JSON lacks, such as sets, become lists.
     """
     said = problem.to_dict()

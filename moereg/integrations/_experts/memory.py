@@ -48,18 +48,11 @@ def shared_addresses(model: torch.nn.Module) -> frozenset[int]:
 
 
 def release(found: ServedExperts, shared: Collection[int]) -> str | None:
-    """Frees the parameters of a module whose kernel holds their values.
+    """Frees the parameters of a module whose kernel holds their values, and says why it did not.
 
     `state_dict` and other experts functions then still get them, from the kernel. Operations that change them, such as
-    `.to(dtype)` or `load_state_dict`, bring them back as parameters.
-
-    Args:
-        found: The module and its kernel.
-        shared: `shared_addresses` of the model. Such parameters are kept: freeing one frees no memory, and it would
-            come back untied.
-
-    Returns:
-        Why they are kept; None if they are freed.
+    `.to(dtype)` or `load_state_dict`, bring them back as parameters. Those in `shared`, the model's `shared_addresses`,
+    are kept: freeing one frees no memory, and it would come back untied.
     """
     module, live = found.module, found.live
     if found.released:

@@ -51,11 +51,7 @@ def model_on_meta(path: str | os.PathLike[str]) -> torch.nn.Module:
 
 
 def scheme_of(model: torch.nn.Module) -> Callable[[str], str | None]:
-    """The scheme that each experts module of `model_on_meta` has once loaded.
-
-    Returns:
-        A function of the module's name; None if the experts keep the model's own dtype.
-    """
+    """A function of an experts module's name: its scheme once loaded, None for the model's own dtype."""
     config: Any = getattr(model, "_moereg_quantization", None)
     values: dict[str, Any] = {} if config is None else config if isinstance(config, dict) else config.to_dict()
     scheme = _scheme(values)

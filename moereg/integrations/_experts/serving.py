@@ -316,9 +316,6 @@ class ServedExperts:
             topk_ids: [T,K] int32 or int64; ids outside the module's experts add nothing.
             topk_weights: [T,K] in any float dtype.
             tensors: Parameters of this call in compiled code, which a kernel that reads in place takes.
-
-        Returns:
-            The shape and dtype of `hidden_states`.
         """
         self.follow_parameters()
         live = self.live

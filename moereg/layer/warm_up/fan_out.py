@@ -10,14 +10,10 @@ from typing import Any
 
 
 def fan_out(num_tasks: int, work: Callable[[int], Any], num_forks: int) -> Iterator[tuple[int, Any]]:
-    """Runs tasks 0, 1, ... in forks, each taking the next task when it is free.
-
-    The process must be single-threaded.
+    """Runs tasks 0, 1, ... in forks of this process, which must be single-threaded, each taking the next one when free.
 
     Args:
-        num_tasks: Number of tasks.
         work: Maps a task's number to a picklable result; must not raise.
-        num_forks: Number of parallel processes.
 
     Yields:
         Each task with its result, in order of completion; None if its process ended.

@@ -53,15 +53,7 @@ def check_writable(folder: Path, is_named: bool = False) -> None:
 
 @contextlib.contextmanager
 def use_folder(platform: Platform, folder: Path | None) -> Iterator[Path]:
-    """Points Triton's cache at a folder within the context.
-
-    Args:
-        platform: The platform to compile for.
-        folder: The folder, created if missing; None means Triton's own.
-
-    Yields:
-        The folder's full path.
-    """
+    """Points Triton's cache at a folder, made if missing, or at its own for None; yields the path."""
     from moereg.kernels.launch import cache
 
     place = cache.cache_folder() if folder is None else folder.expanduser().absolute()
@@ -84,12 +76,7 @@ def use_folder(platform: Platform, folder: Path | None) -> Iterator[Path]:
 
 
 def check_shipped(folder: Path, platform: Platform, shared_bytes: int | None = None) -> dict[str, Any] | None:
-    """Checks a folder filled by `moereg compile`, and adapts it if it was moved.
-
-    Args:
-        folder: The folder.
-        platform: The platform to run on, with this process's Triton.
-        shared_bytes: As in `Target.of`.
+    """Checks a folder filled by `moereg compile` for a platform and this Triton, and adapts it if it was moved.
 
     Returns:
         Its note, or None for an ordinary Triton cache.
