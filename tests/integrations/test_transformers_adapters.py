@@ -275,26 +275,6 @@ def test_ranks_share_plans() -> None:
     assert rank_of(None) == 0
 
 
-def test_16_bit_gradients_of_a_layer_are_near_those_of_32_bits() -> None:
-    model = like_peft(tiny_model("qwen3_moe"))
-    model.set_experts_implementation("moereg")
-    layer = model.model.layers[0].mlp.experts
-    generator = torch.Generator().manual_seed(3)
-    rows, out_grad = torch.randn(2, 24, 32, generator=generator).bfloat16().unbind()
-    weights, ids = torch.rand(24, 4, generator=generator).topk(2)
-    found = {}
-    layer.base_layer.bfloat16()  # The adapters stay in 32 bits, as with PEFT.
-    for dtype in (torch.bfloat16, torch.float32):
-        layer.base_layer.to(dtype)
-        leaves = [rows.to(dtype).requires_grad_(), *layer.lora_a.parameters(), *layer.lora_b.parameters()]
-        out = layer(leaves[0], ids, weights)
-        found[dtype] = torch.autograd.grad(out, leaves, out_grad.to(dtype))
-    for low, high in zip(found[torch.bfloat16], found[torch.float32], strict=True):
-        # Each of up to six products in a row rounds its operands to 8 bits.
-        assert 0 < float((low.float() - high).norm() / high.norm()) < 6 * 2**-8
-    assert all(each.dtype == torch.float32 for each in found[torch.bfloat16][1:])
-
-
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

@@ -24,7 +24,6 @@ from moereg.evidence.quarantine import QUARANTINE
 from moereg.experts import Experts, Gradients
 from moereg.layer import admission
 from moereg.layer.factory import MoEKernel, make_kernel, make_unchecked_kernel
-from moereg.nn.module import MoELayer
 from moereg.quantize import activation_scale
 from moereg.registry import BackendRegistry, register_moe_backend
 from moereg.selection.result import Selection
@@ -528,17 +527,6 @@ def test_large_layers_route_to_some_experts_and_the_last_one() -> None:
         named = set(topk_ids.flatten().tolist())
         assert len(named) == 10
         assert 63 in named
-
-
-def test_a_moe_layer_takes_the_next_one(register: Register) -> None:
-    register("bad", WrongExperts, 1001)
-    register("good", type("GoodExperts", (FakeExperts,), {}))
-    layer = MoELayer(PROBLEM, WEIGHTS)
-    with pytest.warns(AdmissionWarning) as warned:
-        layer.prepare()
-    found = layer(INPUTS.hidden_states, INPUTS.topk_weights, INPUTS.topk_ids)
-    assert len([each for each in warned if each.category is AdmissionWarning]) == 1
-    assert torch.allclose(found, expected(PROBLEM, WEIGHTS, INPUTS).float(), atol=1e-4)
 
 
 def test_records_say_error_and_bound(register: Register, file: Path) -> None:

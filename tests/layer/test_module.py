@@ -157,22 +157,6 @@ def test_a_correction_bias_keeps_its_bits_and_a_router_bias_takes_the_dtype_of_l
     assert layer.route(tokens(layer, 3))[1].sort().values.tolist() == [[6, 7]] * 3
 
 
-def test_parameters_that_are_written_into_are_followed() -> None:
-    layer = layer_of()
-    x = tokens(layer)
-    first, kernel = layer(x), layer.prepare()
-    other = make_weights(layer.problem, CPU, seed=1)
-    with torch.no_grad():
-        layer.w13.copy_(other.w13)  # type: ignore[union-attr, operator]
-        layer.w2.copy_(other.w2)  # type: ignore[union-attr, operator]
-    assert layer.prepare() is kernel
-    assert not torch.equal(layer(x), first)
-    layer.w13_bias = torch.nn.Parameter(other.w13_bias, requires_grad=False)
-    layer.w2_bias = torch.nn.Parameter(other.w2_bias, requires_grad=False)
-    expected = MoELayer(layer.problem, other, router=ROUTER, router_weight=layer.router_weight)  # type: ignore[arg-type]
-    assert torch.equal(layer(x), expected(x))
-
-
 @KEEPS
 @pytest.mark.parametrize("quant", ["unquantized", "int4_w4a16_g32_zp"])
 def test_an_expert_is_replaced_in_parameters_and_kernel(quant: str, keep: bool) -> None:

@@ -240,19 +240,6 @@ def test_no_bound_lets_zeros_pass(name: str) -> None:
         assert tolerance(name, "bfloat16", count, num_intermediate=count) <= LARGEST_BOUND < 1
 
 
-@pytest.mark.parametrize(("size", "activation"), [(16, "silu"), (16, "relu2"), (32, "swigluoai")])
-def test_right_kernels_for_small_e2m1_layers_pass(size: int, activation: str) -> None:
-    problem = MoEProblem(
-        num_experts=1, hidden_size=size, intermediate_size=size, top_k=1, quant="nvfp4", activation=activation
-    )
-    weights = make_weights(problem, CPU)
-    for seed in range(50):
-        inputs = make_inputs(problem, 1, "uniform", CPU, seed)
-        truth = reference_experts(problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-        out = simulated(problem, weights, inputs, stores_gate_up=True)
-        assert relative_error(out, truth) < layer_tolerance(problem, 1)
-
-
 def test_drawn_layers_have_enough_elements() -> None:
     """With fewer, right kernels are over the largest bound now and then."""
     for cell in runnable_cells():

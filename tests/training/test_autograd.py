@@ -65,18 +65,6 @@ def test_compiled_code_gives_the_same_bits(kind: str, dynamic: bool | None) -> N
             assert torch.equal(fast(*tensors_of_call), run(*tensors_of_call))
 
 
-@pytest.mark.usefixtures("compiled")
-@pytest.mark.slow
-def test_inductor_gives_the_same_bits() -> None:
-    problem = trained_problem()
-    call = drawn_call(problem)
-    kernel = moereg.make_kernel(problem, call.weights)
-    truth, wanted = call.run(kernel), call.gradients()
-    found = call.run(torch.compile(lambda *tensors: kernel(*tensors), fullgraph=True))
-    assert torch.equal(found, truth)
-    assert all(torch.equal(wanted[name], gradient) for name, gradient in call.gradients().items())
-
-
 def _saves_experts(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     is_ours = op is torch.ops.moereg.moe_train.default
     return CheckpointPolicy.MUST_SAVE if is_ours else CheckpointPolicy.PREFER_RECOMPUTE
@@ -507,19 +495,6 @@ def test_distributed_data_parallel(tmp_path: Path) -> None:
     assert found.keys() == call.tensors.keys()
 
 
-def test_a_deep_copy_of_parameters_is_read_with_and_without_gradients() -> None:
-    problem = trained_problem()
-    call = drawn_call(problem)
-    tensors = {name: torch.nn.Parameter(tensor.detach().clone()) for name, tensor in call.weights.tensors().items()}
-    kernel = copy.deepcopy(moereg.make_kernel(problem, moereg.ExpertWeights(**tensors)))
-    with torch.no_grad():
-        kernel.held.trained["w2"].zero_()
-        if "w2_bias" in kernel.held.trained:
-            kernel.held.trained["w2_bias"].zero_()
-        assert not kernel(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids).any()
-    assert not kernel(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids).any()
-
-
 def test_parameters_that_the_problem_does_not_name_are_no_silent_loss() -> None:
     problem = trained_problem(gradients={"hidden_states", "topk_weights"})
     call = drawn_call(problem)
@@ -530,17 +505,6 @@ def test_parameters_that_the_problem_does_not_name_are_no_silent_loss() -> None:
     for run in (layer, torch.compile(layer, backend="aot_eager")):
         with pytest.raises(GradientError):
             run(*arguments).sum().backward()
-
-
-def test_compiled_code_raises_in_the_backward_pass_alone() -> None:
-    problem = trained_problem(gradients={"weights"})
-    call = drawn_call(problem)
-    layer = moereg.MoELayer(problem, moereg.ExpertWeights(**{n: t.detach() for n, t in call.weights.tensors().items()}))
-    out = torch.compile(layer, backend="eager")(
-        call.tensors["hidden_states"], call.tensors["topk_weights"].detach(), call.topk_ids
-    )
-    with pytest.raises(GradientError, match=r"only gradients that MoEProblem\(gradients=...\) names"):
-        out.sum().backward()
 
 
 def test_a_backward_pass_by_the_input_itself(monkeypatch: pytest.MonkeyPatch) -> None:
