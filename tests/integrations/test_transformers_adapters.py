@@ -357,10 +357,6 @@ def test_torchs_check_of_a_parametrization_compares_a_tensor_on_meta(
     assert torch.equal(module.weight, doubled)
 
 
-def test_parameters_that_nothing_computes_have_no_adapters(model: Any) -> None:
-    assert adapters_of(model.model.layers[0].mlp.experts) is None
-
-
 @pytest.mark.finetune
 class TestPeft:
     """What the likeness does not have."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -321,38 +320,6 @@ def test_the_histogram_counts_calls_by_powers_of_two() -> None:
     assert copy.deepcopy(kernel).token_histogram() == {}
     kernel.warm_up([2])
     assert kernel.token_histogram()[2] == 2
-
-
-@settings(deadline=None)
-@given(count=st.integers(1, 2**63 - 1))
-def test_a_number_of_tokens_is_counted_between_two_powers_of_two(count: int) -> None:
-    KERNEL.ranged.num_calls[:] = [0] * 64
-    KERNEL.count(count)
-    ((bound, calls),) = KERNEL.token_histogram().items()
-    assert calls == 1
-    assert bound.bit_count() == 1
-    assert bound // 2 < count <= bound
-
-
-KERNEL = planned([(None, experts_of())])
-
-
-def test_counting_keeps_no_memory_and_asks_torch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function: Any, *rest: Any) -> Any:
-            raise AssertionError(f"counting called {function}")
-
-    def count() -> None:
-        for _ in range(2000):
-            KERNEL.count(300)
-
-    count()
-    tracemalloc.start()
-    with Mode():
-        count()
-    used = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert used < 2000
 
 
 def test_shared_layouts_are_layouts() -> None:
