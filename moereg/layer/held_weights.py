@@ -15,6 +15,7 @@ import torch
 from moereg.arguments import check_flag, check_instance
 from moereg.errors import ArgumentError, LayoutMismatchError
 from moereg.layer import backend_calls
+from moereg.layer.in_place import is_aligned
 from moereg.layer.one_expert import OneExpert
 from moereg.layer.ranges import RangeExperts
 from moereg.runtime.torch_state import plain_torch
@@ -101,6 +102,22 @@ class HeldWeights:
         self.permuted = permuted
         self._source: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self._trained: Mapping[str, torch.Tensor] = {}
+        self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether calls read their owner's tensors."""
+        return self._source is not None
+
+    def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether calls can read these tensors, wherever they are, as those that the kernel was made for."""
+        return len(tensors) == len(self._kinds) and all(
+            type(one).__name__ != "DTensor"
+            and (one.shape, one.dtype, one.device) == self._kinds.get(name)
+            and one.is_contiguous()
+            and is_aligned(one)
+            for name, one in tensors.items()
+        )
 
     @property
     def now(self) -> PermutedWeights:
@@ -134,7 +151,9 @@ class HeldWeights:
         """
         if not self.reads_in_place:
             backend_calls.raise_copied(self._ranges[-1].selection)
-        empty = {name: torch.empty_like(self.permuted[name], device="meta") for name in self.permuted.per_expert}
+        held = {name: self.permuted[name] for name in self.permuted.per_expert}
+        self._kinds = {name: (one.shape, one.dtype, one.device) for name, one in held.items()}
+        empty = {name: torch.empty_like(one, device="meta") for name, one in held.items()}
         self.permuted = PermutedWeights(CANONICAL, empty, reader=self.permuted.reader)
         self._source, self._trained, self.copied, self.borrowed = source, {}, None, frozenset(empty)
 
@@ -193,4 +212,4 @@ class HeldWeights:
         return made
 
     def __repr__(self) -> str:
-        return "weights in place" if self._source else f"{self.permuted.num_bytes / 2**20:.0f} MiB"
+        return "weights in place" if self.is_borrowed else f"{self.permuted.num_bytes / 2**20:.0f} MiB"

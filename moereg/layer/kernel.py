@@ -16,9 +16,8 @@ from moereg.errors import ArgumentError, GradientError, PicklingError
 from moereg.layer.checks import check_call, check_no_alias, check_no_transform, check_values, ids_in_32_bits
 from moereg.layer.held_weights import HeldWeights
 from moereg.layer.move_experts import move_experts
-from moereg.layer.no_backward import joined, wants_gradient
 from moereg.layer.ranges import RangedExperts, RangeExperts, Reads
-from moereg.layer.train_op import CallTensors, run_training, trains
+from moereg.layer.train_op import CallTensors, joined, run_training, trains, wants_gradient
 from moereg.layer.training_calls import TrainingCalls
 from moereg.layer.warm_up import WarmUp, warm_up
 from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize

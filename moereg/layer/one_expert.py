@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Hashable, Iterator
 from typing import Final
@@ -23,7 +23,6 @@ _MOST_PLANS: Final = 2
 """Layouts and shapes whose moves are cached. They take a quarter of an expert's bytes if 16 bytes move together, twice
 its bytes if 16-bit numbers move separately, 4 times for 8-bit, 8 times for 4-bit and 32 times for single bits."""
 
-_PLANS: Final[collections.OrderedDict[Hashable, dict[str, Moves]]] = collections.OrderedDict()
 _APART: Final[set[Hashable]] = set()
 """Layouts and shapes for which a check showed that experts are permuted independently."""
 
@@ -45,7 +44,7 @@ class OneExpert:
         self._winner = winner
         self.backend = winner.backend
         self.quant = weights.scheme
-        self._device = weights.w13.device
+        self.device = weights.w13.device
         self.specs: TensorSpecs = {
             name: ((1, *tensor.shape[1:]) if tensor.dim() else (), tensor.dtype)
             for name, tensor in weights.tensors().items()
@@ -58,13 +57,13 @@ class OneExpert:
             selection.problem,
             str(selection.platform),
             tuple(self.specs.items()),
-            str(self._device),
+            str(self.device),
         )
 
     def read(self, permuted: PermutedWeights, expert: int) -> ExpertWeights:
         """Reads one expert as canonical weights, E = 1."""
         rows = expert_rows(permuted, expert)
-        tensors = read_back(self.permute, self.specs, self.quant, self._moves(permuted.layout), rows)
+        tensors = read_back(self.permute, self.specs, self.quant, _moves(self, permuted.layout), rows)
         return ExpertWeights.unchecked(tensors, self.quant)
 
     def rows_for(self, permuted: PermutedWeights, weights: ExpertWeights) -> PermutedWeights:
@@ -83,30 +82,23 @@ class OneExpert:
                 )
         return rows
 
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OneExpert) and other._key == self._key
+
     def permute(self, weights: ExpertWeights) -> PermutedWeights:
         """Permutes some of the layer's experts into the backend's layout."""
         problem = dataclasses.replace(self._selection.problem, num_local_experts=weights.num_experts)
         selection = dataclasses.replace(self._selection, problem=problem)
         return backend_calls.permute(selection, backend_calls.make_experts(selection, self._winner), weights)
 
-    def _moves(self, layout: str) -> dict[str, Moves]:
-        key = (self._key, layout)
-        with _LOCK:
-            if key in _PLANS:
-                _PLANS.move_to_end(key)
-                return _PLANS[key]
-        moves = find_moves(self.permute, self.specs, self.quant, self._device)
-        with _LOCK:
-            _PLANS[key] = moves
-            while len(_PLANS) > _MOST_PLANS:
-                _PLANS.popitem(last=False)
-        return moves
-
     def _check(self, weights: ExpertWeights) -> None:
         problem = dataclasses.replace(self._selection.problem, num_local_experts=1)
         weights.check_against(problem)
-        if weights.w13.device != self._device:
-            raise ArgumentError(f"the new expert must be on {self._device}, got {weights.w13.device}; move it")
+        if weights.w13.device != self.device:
+            raise ArgumentError(f"the new expert must be on {self.device}, got {weights.w13.device}; move it")
         found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.tensors().items()}
         if found != self.specs:
             raise ArgumentError(
@@ -119,7 +111,7 @@ class OneExpert:
         if self._selection.problem.num_local_experts == 1 or self._key in _APART:
             return
         # Random, since the caller's numbers may be zeros, such as a pruned expert's, which show nothing.
-        one = drawn_expert(self.specs, self._device)
+        one = drawn_expert(self.specs, self.device)
         for name, tensor in one.items():
             if TENSOR_ROLES[name] in ("scale", "scale_2") and tensor.dim() == 2:
                 tensor[:, 1:] = tensor[:, :1]  # Some backends require equal gate and up scales.
@@ -146,6 +138,11 @@ class OneExpert:
         )
 
 
+@functools.lru_cache(maxsize=_MOST_PLANS)
+def _moves(reader: OneExpert, layout: str) -> dict[str, Moves]:
+    return find_moves(reader.permute, reader.specs, reader.quant, reader.device)
+
+
 @contextlib.contextmanager
 def keeping_moves() -> Iterator[None]:
     """Caches all layouts' moves while many experts are read, and frees them when the outermost context ends."""
@@ -158,7 +155,7 @@ def keeping_moves() -> Iterator[None]:
         with _LOCK:
             _readers -= 1
             if not _readers:
-                _PLANS.clear()
+                _moves.cache_clear()
 
 
 def read_all(permuted: PermutedWeights) -> ExpertWeights:

@@ -12,7 +12,6 @@ import torch
 
 from moereg.dispatch import platform_of, select_backend
 from moereg.layer.factory import MoEKernel, make_kernel
-from moereg.layer.in_place import ReadInPlace
 from moereg.layer.ranges import Reads
 from moereg.runtime.graph_pools import in_compiled_code
 from moereg.runtime.torch_op import detached
@@ -24,7 +23,7 @@ from moereg.weights.versions import TensorState, check_counted, states_of
 _LAYERS: Final[dict[tuple[str, tuple[int, ...]], tuple[MoEKernel, tuple[TensorState, ...]]]] = {}
 """Kernels with a copy of a program's weights, by its description of the layer and its tensors' addresses, with the
 state of those tensors. Dropped with the first of them."""
-_IN_PLACE: Final[dict[str, tuple[MoEKernel, ReadInPlace]]] = {}
+_IN_PLACE: Final[dict[str, MoEKernel]] = {}
 """Kernels that read the tensors of each call, by the description of the layer."""
 _LOCK: Final = threading.Lock()
 
@@ -80,8 +79,8 @@ def _kernel_of(tensors: list[torch.Tensor], layer: str) -> tuple[MoEKernel, Read
     said = json.loads(layer)
     held = dict(zip(said.pop("tensors"), tensors, strict=True))
     expert_map = held.pop("expert_map", None)
-    kernel, readable = _IN_PLACE.get(layer, (None, None))
-    if kernel is not None and readable is not None and readable.fits(held):
+    kernel = _IN_PLACE.get(layer)
+    if kernel is not None and kernel.held.fits(held):
         return kernel, Reads(PermutedWeights.in_place(held), expert_map)
     key = (layer, tuple(tensor.data_ptr() for tensor in tensors))
     (kernel, before), seen = _LAYERS.get(key, (None, ())), states_of(held.values())
@@ -102,7 +101,7 @@ def _kernel_of(tensors: list[torch.Tensor], layer: str) -> tuple[MoEKernel, Read
         kernel = make_kernel(problem, weights, in_place, ep_rank=ep_rank, expert_map=expert_map)
         kernel.held.read_from(dict)  # Each call brings its tensors.
         kernel.expert_map = None
-        _IN_PLACE[layer] = kernel, ReadInPlace(held)
+        _IN_PLACE[layer] = kernel
         return kernel, Reads(PermutedWeights.in_place(held), expert_map)
     kernel = make_kernel(problem, weights, selection, ep_rank=ep_rank, expert_map=expert_map, own_weights=True)
     kernel.held.copied = None

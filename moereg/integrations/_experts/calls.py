@@ -22,7 +22,7 @@ from moereg.integrations._experts.serving import (
 )
 from moereg.integrations._experts.training import Trainer, trainer_of
 from moereg.layer.checks import check_no_transform
-from moereg.layer.no_backward import joined
+from moereg.layer.train_op import joined
 from moereg.runtime.graph_pools import in_compiled_code
 from moereg.runtime.torch_op import detached, layer_of
 

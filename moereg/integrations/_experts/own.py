@@ -12,7 +12,7 @@ from moereg.errors import described, is_lack_of_memory
 from moereg.integrations._experts.adapters import factors_of
 from moereg.integrations._experts.serving import ServedExperts
 from moereg.layer.in_place import say_once
-from moereg.layer.no_backward import wants_gradient
+from moereg.layer.train_op import wants_gradient
 
 
 def follows(module: torch.nn.Module, inputs: Iterable[Any]) -> bool:

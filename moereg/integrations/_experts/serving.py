@@ -18,7 +18,7 @@ from moereg.integrations._experts.adapters import parameter_of
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
 from moereg.layer.checks import check_call
 from moereg.layer.factory import MoEKernel, make_kernel
-from moereg.layer.in_place import ReadInPlace, say_gain
+from moereg.layer.in_place import check_in_place, say_gain
 from moereg.layer.one_expert import read_all
 from moereg.layer.ranges import Reads
 from moereg.layer.train_op import WEIGHTS
@@ -126,7 +126,6 @@ class ServedExperts:
         self.declined: dict[tuple[Any, ...], str] = {}
         self._module = weakref.ref(module)
         self._live: LiveExperts | None = None
-        self._reads: ReadInPlace | None = None
         self._states: tuple[TensorState, ...] = ()
         self._is_stale = False
         self.handle = new_handle(self)
@@ -200,17 +199,15 @@ class ServedExperts:
                     if selection.winner is None:
                         raise CopiesError("no kernel here reads its weights in place")
             can_be_read = can_be_read and reading_in_place(selection).winner is selection.winner
-            reads = None
             if can_be_read:
                 try:
-                    reads = ReadInPlace(dict(zip(WEIGHTS, self.tensors(), strict=False)))
+                    check_in_place(self._by_field())
                 except ArgumentError as error:
                     raise CopiesError(str(error)) from error
             kernel = make_kernel(problem, weights if can_be_read else weights.contiguous(), selection)
         kernel.held.copied = None  # `follow_parameters` reloads it.
         # If the first choice fails its first check, the next one may have a layout of its own.
-        if reads is not None and kernel.held.reads_in_place:
-            self._reads = reads
+        if can_be_read and kernel.held.reads_in_place:
             kernel.held.read_from(functools.partial(_read_by, self._module, self.live.parameters))
         elif not self.is_prepared and kernel.weights.copied_from(weights):
             raise CopiesError("no kernel here reads its weights in place")
@@ -223,6 +220,10 @@ class ServedExperts:
     def tensors(self) -> list[torch.Tensor]:
         """The module's parameters, in the order of its meaning of them."""
         return [_tensor(self.module, name) for name in self.live.parameters]
+
+    def _by_field(self) -> dict[str, torch.Tensor]:
+        """The same, where they are canonical."""
+        return dict(zip(WEIGHTS, self.tensors(), strict=False))
 
     def forget(self) -> None:
         """Makes the next call read all parameters again, whether they changed or not."""
@@ -244,11 +245,12 @@ class ServedExperts:
         if self.released:
             return
         names = self.live.parameters  # Raises a clear error for unusual tensors.
-        if self._reads is not None:
-            if not self._reads.fits(dict(zip(WEIGHTS, self.tensors(), strict=False))):
-                self._live = self._reads = None  # Sizes and dtypes may have changed.
+        in_place = [kernel for kernel in self.kernels.values() if kernel.held.is_borrowed]
+        if in_place:
+            if not in_place[0].held.fits(self._by_field()):
+                self._live = None  # Sizes and dtypes may have changed.
                 self.kernels.clear()
-            if all(kernel.held.reads_in_place for kernel in self.kernels.values()):
+            if len(in_place) == len(self.kernels) or not self.kernels:
                 return
         _follow_writers()
         try:
@@ -330,7 +332,7 @@ class ServedExperts:
         ids = ids.to(torch.int32)
         weights = topk_weights.detach().reshape(ids.shape).to(torch.float32).contiguous()
         ids = ids.contiguous()
-        if tensors and kernel.held.reads_in_place and self._reads is not None:
+        if tensors and kernel.held.is_borrowed:
             check_call(kernel.problem, rows.device, rows, weights, ids, None)
             reads = Reads(PermutedWeights.in_place(dict(zip(WEIGHTS, tensors, strict=False))), kernel.expert_map)
             out = torch.empty_like(rows)
