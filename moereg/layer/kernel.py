@@ -295,9 +295,7 @@ class MoEKernel:
         is_own: bool = False,
         reads: Reads | None = None,
     ) -> None:
-        """Runs a call whose shapes and dtypes were checked, as compiled code does.
-
-        Checks addresses and values, which tensors lack while code is compiled.
+        """Runs a call whose shapes and dtypes were checked, as compiled code does; checks addresses and values here.
 
         Args:
             hidden_states, topk_weights, topk_ids, out: As in a call; T at least 1 unless tokens come from other ranks.
@@ -331,9 +329,6 @@ class MoEKernel:
             tokens: The call.
             tensors: The weights to read, and adapters.
             saved: uint8, overwritten; empty if there will be no backward pass.
-
-        Returns:
-            [T,H], new.
         """
         out = torch.empty_like(tokens.hidden_states)
         if len(out) and saved.numel():
@@ -350,13 +345,7 @@ class MoEKernel:
         tokens: Tokens,
         tensors: CallTensors,
     ) -> None:
-        """Computes gradients of a call of `run_saving`.
-
-        Args:
-            gradients: Tensors to overwrite, by the names of `Gradients`.
-            grad_out: [T,H] in the problem's dtype, contiguous.
-            saved, tokens, tensors: As in that call.
-        """
+        """Overwrites gradients of a call of `run_saving`; arguments as in `TrainingCalls.backward`."""
         self._training.backward(tokens, self._reads(tensors), saved, gradients, grad_out)
 
     def _reads(self, tensors: CallTensors) -> Reads:

@@ -67,22 +67,8 @@ def plan_moves(before: ExpertPlacement, after: ExpertPlacement) -> tuple[ExpertM
     return tuple(moves)
 
 
-@dataclasses.dataclass(frozen=True)
-class IncomingExperts:
-    """Experts that a rank has received but not yet written: for each place, its row of every per-expert tensor."""
-
-    places: tuple[int, ...]
-    rows: tuple[Mapping[str, torch.Tensor], ...]
-
-    def write(self, weights: PermutedWeights) -> None:
-        """Writes the rows into the weights' storage; replaces opaque tensors."""
-        for place, rows in zip(self.places, self.rows, strict=True):
-            for name, value in weights.per_expert.items():
-                row = rows[name]
-                if isinstance(value, list) and value[place].layout != torch.strided:
-                    value[place] = row
-                else:
-                    value[place].copy_(row)
+_Arrived = dict[int, Mapping[str, torch.Tensor]]
+"""For each local expert to replace, its row of every per-expert tensor, by name."""
 
 
 def move_experts(
@@ -104,14 +90,19 @@ def move_experts(
         arrived = _exchange_experts(group, held.now, tables.placement, placement, error)
         with held.in_turn.alone():
             with plain_torch(), torch.inference_mode():
-                arrived.write(held.now)
+                for place, rows in arrived.items():
+                    for name, value in held.now.per_expert.items():
+                        if isinstance(value, list) and value[place].layout != torch.strided:
+                            value[place] = rows[name]  # Opaque tensors cannot be written into.
+                        else:
+                            value[place].copy_(rows[name])
             tables.update(placement)
-    return len(arrived.places)
+    return len(arrived)
 
 
 def _exchange_experts(
     group: Group, weights: PermutedWeights, before: ExpertPlacement, after: ExpertPlacement, error: Exception | None
-) -> IncomingExperts:
+) -> _Arrived:
     """Exchanges experts with all ranks, or raises on all of them if one has an error. Writes nothing."""
     reader, moves, said, copied_as = weights.reader, tuple[ExpertMove, ...](), dict[str, str](), None
     if error is None:
@@ -126,7 +117,7 @@ def _exchange_experts(
     copied = agree(group, _DOING, said, error, copied_as, MOVING)
     assert isinstance(reader, OneExpert)
     if not moves:
-        return IncomingExperts((), ())
+        return {}
     with plain_torch(), torch.inference_mode():
         if copied[0] is not None and len(set(copied)) == 1:
             return _exchange_rows(group, weights, moves)
@@ -146,7 +137,7 @@ def _copied_as(weights: PermutedWeights) -> str | None:
     return digest.hexdigest()
 
 
-def _exchange_rows(group: Group, weights: PermutedWeights, moves: Sequence[ExpertMove]) -> IncomingExperts:
+def _exchange_rows(group: Group, weights: PermutedWeights, moves: Sequence[ExpertMove]) -> _Arrived:
     mine, theirs = _of_rank(group, moves)
     rows: list[dict[str, torch.Tensor]] = [{} for _ in theirs]
     for name, value in sorted(weights.per_expert.items()):
@@ -154,12 +145,12 @@ def _exchange_rows(group: Group, weights: PermutedWeights, moves: Sequence[Exper
         like = value[0]
         for place, row in enumerate(_exchange(group, moves, sent, tuple(like.shape), like.dtype, like.device)):
             rows[place][name] = row
-    return IncomingExperts(tuple(move.target_place for move in theirs), tuple(rows))
+    return {move.target_place: each for move, each in zip(theirs, rows, strict=True)}
 
 
 def _exchange_canonical(
     group: Group, weights: PermutedWeights, moves: Sequence[ExpertMove], reader: OneExpert
-) -> IncomingExperts:
+) -> _Arrived:
     mine, theirs = _of_rank(group, moves)
     sent: dict[int, dict[str, torch.Tensor]] = {}
     error: Exception | None = None
@@ -186,7 +177,7 @@ def _exchange_canonical(
         error = raised
     # No rank has written anything yet: either all ranks continue or none.
     agree(group, "permuting experts that moved", {}, error, together=MOVING)
-    return IncomingExperts(tuple(move.target_place for move in theirs), tuple(rows))
+    return {move.target_place: each for move, each in zip(theirs, rows, strict=True)}
 
 
 def _of_rank(group: Group, moves: Sequence[ExpertMove]) -> tuple[list[ExpertMove], list[ExpertMove]]:

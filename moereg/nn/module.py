@@ -467,11 +467,7 @@ class MoELayer(CanonicalModule):
     def check_and_run(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Runs a call of compiled code, whose shapes and dtypes were checked.
-
-        Args:
-            hidden_states, topk_weights, topk_ids, out: As in `MoEKernel.check_and_run`.
-        """
+        """Runs a call of compiled code, whose shapes and dtypes were checked, as `MoEKernel.check_and_run` does."""
         with torch.no_grad():
             self.training_kernel()(hidden_states, topk_weights, topk_ids, out)
 

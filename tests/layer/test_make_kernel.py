@@ -99,21 +99,6 @@ def test_selects_where_nothing_was_selected(monkeypatch: pytest.MonkeyPatch) -> 
     assert repr(kernel).startswith("MoEKernel(torch, E8 H16 I12 k2 float32 unquantized silu, ")
 
 
-def test_a_default_device_changes_nothing() -> None:
-    """Engines build models under another default device; a kernel's own tensors must not follow it."""
-    problem = problem_of(num_local_experts=4)
-    weights = make_weights(problem, CPU)
-    inputs = make_inputs(problem, 5, "uniform", CPU)
-    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    selection = selection_of(problem)
-    with torch.device("meta"):
-        kernel = make_kernel(problem, weights, selection, ep_rank=1)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda *arguments: kernel(*arguments), fullgraph=True, backend="eager")
-    assert torch.equal(compiled(*arguments), kernel(*arguments))
-    assert torch.equal(kernel(*arguments), make_kernel(problem, weights, selection, ep_rank=1)(*arguments))
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_expert_map_is_updated_in_place(form: str) -> None:
     problem = problem_for(form, num_local_experts=3, placement="map")

@@ -132,11 +132,3 @@ def test_a_layer_follows_its_parameters_to_another_dtype_and_place(changes: dict
     layer.to(torch.bfloat16)
     assert layer.problem.gradients == gradients
     check(2.0 * 2**-7)
-
-
-def test_an_exported_layer_infers() -> None:
-    layer = drawn_layer(trained_problem(), router=ROUTER)
-    x = torch.randn(5, 24)
-    with torch.no_grad():
-        program = torch.export.export(layer, (x,))
-        assert error(program.module()(x), layer(x).double()) < 5e-6
