@@ -230,12 +230,10 @@ def _build(
                 permuted, borrowed = permuted.with_own(borrowed), frozenset()
         held = HeldWeights(problem, ranges, permuted, borrowed)
         kernel = MoEKernel(problem, selection, ranges, held, prepare_finalize, expert_map)
-        copied = permuted.copied_from(weights)
         if "weights" in problem.gradients:
-            if copied:
-                backend_calls.raise_copied(selection)
-            held.trained = weights.tensors()
-        if copied:
+            trained = weights.tensors()
+            held.read_from(lambda: trained)
+        elif copied := permuted.copied_from(weights):
             held.copied = CopiedFrom(repr(kernel), copied)
         return kernel
 

@@ -101,7 +101,6 @@ class HeldWeights:
         self._ranges = ranges
         self.permuted = permuted
         self._source: Callable[[], Mapping[str, torch.Tensor]] | None = None
-        self._trained: Mapping[str, torch.Tensor] = {}
         self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
 
     @property
@@ -122,26 +121,24 @@ class HeldWeights:
     @property
     def now(self) -> PermutedWeights:
         """The tensors that calls read."""
-        return self.permuted if self._source is None else PermutedWeights.in_place(self._source())
+        if self._source is None:
+            return self.permuted
+        return PermutedWeights.in_place(self._source(), self.permuted.reader)
 
     @property
     def trained(self) -> Mapping[str, torch.Tensor]:
         """The canonical tensors that training calls read in place, by name, detached where they are not trained."""
         if self._source is None or not self._problem.gradients:
-            return self._trained
+            return {}
         held = self._source()
         # A backward pass reads what its forward pass read, and torch notices if it was written in between.
         return held if "weights" in self._problem.gradients else {name: one.detach() for name, one in held.items()}
-
-    @trained.setter
-    def trained(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._trained = tensors
 
     @property
     def reads_in_place(self) -> bool:
         """Whether the classes read canonical weights where their owner keeps them, and nothing else."""
         is_whole = len(self.borrowed) == len(self.permuted.per_expert) and not self.permuted.shared
-        return is_whole and all(each.experts.reads_in_place() for each in self._ranges)
+        return is_whole and self.permuted.layout == CANONICAL
 
     def read_from(self, source: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Lets each call read its owner's tensors, and keeps none: nothing can be stale, and nothing is held.
@@ -155,7 +152,7 @@ class HeldWeights:
         self._kinds = {name: (one.shape, one.dtype, one.device) for name, one in held.items()}
         empty = {name: torch.empty_like(one, device="meta") for name, one in held.items()}
         self.permuted = PermutedWeights(CANONICAL, empty, reader=self.permuted.reader)
-        self._source, self._trained, self.copied, self.borrowed = source, {}, None, frozenset(empty)
+        self._source, self.copied, self.borrowed = source, None, frozenset(empty)
 
     def reload(self, weights: ExpertWeights, write_shared: bool) -> None:
         """Implements `MoEKernel.reload`."""
@@ -199,16 +196,14 @@ class HeldWeights:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldWeights:
-        trained = copy.deepcopy(dict(self.trained), memo) if "weights" in self._problem.gradients else {}
-        if trained:
-            # Parameters are copied into memory of their own, which the copy's calls without gradients must read too.
-            tensors = {name: tensor.detach() for name, tensor in trained.items()}
-            permuted = dataclasses.replace(self.permuted, per_expert=tensors)
-        else:
+        if self._source is None:
             # If the caller's tensors are copied along, shared memory stays shared between the copies.
-            permuted = copy.deepcopy(self.now, memo)
+            return HeldWeights(self._problem, self._ranges, copy.deepcopy(self.permuted, memo), self.borrowed)
+        # Parameters are copied into memory of their own, which calls without gradients read too.
+        tensors = copy.deepcopy(dict(self._source()), memo)
+        permuted = dataclasses.replace(self.permuted, per_expert={name: one.detach() for name, one in tensors.items()})
         made = HeldWeights(self._problem, self._ranges, permuted, self.borrowed)
-        made.trained = trained
+        made.read_from(lambda: tensors)
         return made
 
     def __repr__(self) -> str:
