@@ -87,7 +87,7 @@ def move_experts(
     group, tables = dispatcher.group, dispatcher.tables
     # A call between exchange and writes would meet ranks that have already written.
     with group.alone(MOVING.act):
-        arrived = _exchange_experts(group, held.now, tables.placement, placement, error)
+        arrived = exchange_experts(group, held.now, tables.placement, placement, error)
         with held.in_turn.alone():
             with plain_torch(), torch.inference_mode():
                 for place, rows in arrived.items():
@@ -100,7 +100,7 @@ def move_experts(
     return len(arrived)
 
 
-def _exchange_experts(
+def exchange_experts(
     group: Group, weights: PermutedWeights, before: ExpertPlacement, after: ExpertPlacement, error: Exception | None
 ) -> _Arrived:
     """Exchanges experts with all ranks, or raises on all of them if one has an error. Writes nothing."""
