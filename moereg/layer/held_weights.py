@@ -148,11 +148,12 @@ class HeldWeights:
         """
         if not self.reads_in_place:
             backend_calls.raise_copied(self._ranges[-1].selection)
-        held = {name: self.permuted[name] for name in self.permuted.per_expert}
-        self._kinds = {name: (one.shape, one.dtype, one.device) for name, one in held.items()}
-        empty = {name: torch.empty_like(one, device="meta") for name, one in held.items()}
-        self.permuted = PermutedWeights(CANONICAL, empty, reader=self.permuted.reader)
-        self._source, self.copied, self.borrowed = source, None, frozenset(empty)
+        if not self.is_borrowed:
+            held = {name: self.permuted[name] for name in self.permuted.per_expert}
+            self._kinds = {name: (one.shape, one.dtype, one.device) for name, one in held.items()}
+            empty = {name: torch.empty_like(one, device="meta") for name, one in held.items()}
+            self.permuted = PermutedWeights(CANONICAL, empty, reader=self.permuted.reader)
+        self._source, self.copied = source, None
 
     def reload(self, weights: ExpertWeights, write_shared: bool) -> None:
         """Implements `MoEKernel.reload`."""
