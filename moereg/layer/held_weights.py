@@ -136,7 +136,11 @@ class HeldWeights:
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether the classes read canonical weights where their owner keeps them, and nothing else."""
+        """Whether the classes always read canonical weights where their owner keeps them, and nothing else."""
+        return self._is_canonical and all(each.experts.reads_in_place() for each in self._ranges)
+
+    @property
+    def _is_canonical(self) -> bool:
         is_whole = len(self.borrowed) == len(self.permuted.per_expert) and not self.permuted.shared
         return is_whole and self.permuted.layout == CANONICAL
 
@@ -146,7 +150,7 @@ class HeldWeights:
         Args:
             source: Returns canonical tensors by name, which it has checked; must not hold them itself.
         """
-        if not self.reads_in_place:
+        if not self._is_canonical:
             backend_calls.raise_copied(self._ranges[-1].selection)
         if not self.is_borrowed:
             held = {name: self.permuted[name] for name in self.permuted.per_expert}
