@@ -78,7 +78,7 @@ _HERE: Final[dict[_Key, str]] = {}
 """Outcomes that no file keeps, for this process: why a cell failed, or an empty text."""
 
 _SERVES: Final[set[_Subject]] = set()
-"""What this process found admitted, and does not look up again for each layer."""
+"""Subjects that this process found admitted, and does not look up again for each layer."""
 
 
 class Found(NamedTuple):

@@ -51,7 +51,7 @@ class Asked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What all ranks agreed on: the layer with this rank's experts and tokens, and the experts' selection and map."""
+    """The outcome that ranks agreed on: the layer with this rank's experts and tokens, and the experts' selection and map."""
 
     problem: MoEProblem
     selection: Selection
