@@ -51,7 +51,7 @@ class Asked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The outcome that ranks agreed on: the layer with this rank's experts and tokens, and the experts' selection and map."""
+    """Parts of a layer over a group, which all ranks agreed on; problem and map are this rank's."""
 
     problem: MoEProblem
     selection: Selection
