@@ -63,7 +63,6 @@ if TYPE_CHECKING:
         UnsupportedProblemError,
     )
     from moereg.layer.factory import MoEKernel, make_kernel
-    from moereg.layer.movement import explain_movements, select_movement
     from moereg.nn.module import MoELayer
     from moereg.platforms import Platform
     from moereg.prepare_finalize import register_prepare_finalize
@@ -71,6 +70,7 @@ if TYPE_CHECKING:
     from moereg.prepare_finalize.expert_placement import ExpertPlacement
     from moereg.registry import register_moe_backend
     from moereg.selection.loader import list_backends
+    from moereg.selection.movement import explain_movements, select_movement
     from moereg.spec.activations import Activation
     from moereg.spec.problem import MoEProblem
     from moereg.spec.quant_schemes import QuantScheme
@@ -128,7 +128,7 @@ _NAMES_OF: Final = {
     "moereg.prepare_finalize.expert_placement": "ExpertPlacement",
     "moereg.layer.factory": "MoEKernel make_kernel",
     "moereg.nn.module": "MoELayer",
-    "moereg.layer.movement": "explain_movements select_movement",
+    "moereg.selection.movement": "explain_movements select_movement",
     "moereg.platforms": "Platform",
     "moereg.prepare_finalize": "register_prepare_finalize",
     "moereg.spec.problem": "MoEProblem",

@@ -27,11 +27,11 @@ from moereg.cli._output import Result, code_of_verdict, print_aside
 from moereg.cli._progress import phase
 from moereg.cli._show import bad, format_us, machine, new_table, print_notices, say, versions_of
 from moereg.evidence.provenance import clocks, provenance
-from moereg.layer.movement import explain_movements
 from moereg.platforms import Platform, torch_device
 from moereg.prepare_finalize.eplb import balance_experts
 from moereg.runtime.python_process import python_command
 from moereg.selection.modules import own_modules
+from moereg.selection.movement import explain_movements
 from moereg.selection.result import SCHEMA
 
 _GRACE_SECONDS: Final = 30.0

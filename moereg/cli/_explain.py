@@ -48,7 +48,7 @@ def explain_layer(
         code = NOTHING_FITS if selection.winner is None else OK
         show = functools.partial(show_selection, selection, subject.name, all_reasons)
         return Result(selection_with_evidence(selection), show, code)
-    from moereg.layer.movement import explain_movements
+    from moereg.selection.movement import explain_movements
 
     platform = explain_backends(subject.problem, flags.platform).platform
     movement = explain_movements(subject.problem, group_facts(size, platform), platform, require=way)

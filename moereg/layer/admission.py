@@ -38,13 +38,14 @@ from moereg.evidence.on_machine import (
     QuarantineRecord,
 )
 from moereg.layer.kernel import MoEKernel
-from moereg.layer.ranges import alone
+from moereg.layer.ranges import RangeExperts, alone
 from moereg.layer.train_op import CallTensors, most_saved_bytes
 from moereg.numerics.gradients import Comparison, reference_gradients
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform
 from moereg.prepare_finalize import resolve_prepare_finalize
+from moereg.prepare_finalize.overlap import Tokens
 from moereg.quantize import activation_scale
 from moereg.registry import BackendCell
 from moereg.runtime.graph_pools import outside_pools
@@ -80,6 +81,9 @@ _Compare = Callable[[], list[Comparison]]
 
 _HERE: Final[dict[_Key, str]] = {}
 """Outcomes that no file keeps, for this process: why a cell failed, or an empty text."""
+
+_SERVES: Final[set[_Subject]] = set()
+"""Subjects that this process found admitted, and does not look up again for each layer."""
 
 
 class Found(NamedTuple):
@@ -120,10 +124,14 @@ class _Subject(NamedTuple):
 
     @property
     def is_admitted(self) -> bool:
-        return ADMITTED.read().record(*self) is not None
+        if self not in _SERVES and ADMITTED.read().record(*self) is not None:
+            _SERVES.add(self)
+        return self in _SERVES
 
     def known(self) -> str | None:
         """Why it must not serve here; empty if it may, None if it has to be checked first."""
+        if self in _SERVES:
+            return ""
         held = QUARANTINE.read().record(*self)
         if held is not None:
             return held.failure
@@ -147,18 +155,11 @@ def checked(
     """Makes the winner's kernel, and checks it if it is to run on this machine and nothing vouches for it here.
 
     Not checked are kernels on `meta` and those made while a CUDA graph is captured. What cannot be judged, such as
-    weights that are zeros or NaN, passes without a record. Gradients are checked where the problem has some.
-
-    Args:
-        selection: Has a winner.
-        weights: The canonical weights.
-        made: Permutes them for a selection's winner.
+    weights that are zeros or NaN, passes without a record. Gradients are checked where the problem has some. Raises
+    where the kernel took the device down, so that no other one can run in this process.
 
     Returns:
         The kernel, None if it must not serve, and what was found.
-
-    Raises:
-        BackendError: The kernel took the device down, so that no other one can run in this process.
     """
     if not _can_check(selection, weights.w13.device):
         return made(selection), Found()
@@ -181,17 +182,22 @@ def checked(
 
 
 def _can_check(selection: Selection, device: torch.device) -> bool:
-    if not selection.platform.probed or ADMITTED.path() is None or device.type == "meta":
+    if not _keeps_records(selection) or device.type == "meta":
         return False
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
+def _keeps_records(selection: Selection) -> bool:
+    return selection.platform.probed and ADMITTED.path() is not None
 
 
 def _compared(kernel: MoEKernel, weights: ExpertWeights) -> Found:
     """Compares calls, and passes forward and backward if the problem has gradients, with the reference."""
     # Over a group the experts are called alone.
     local = resolve_prepare_finalize(kernel.selection.problem, None)
-    parts = kernel.experts, kernel.weights, local, kernel.expert_map
-    checking = MoEKernel(kernel.selection.problem, kernel.selection, *parts)
+    ranges = (RangeExperts(None, kernel.selection, kernel.experts),)
+    problem = kernel.selection.problem
+    checking = MoEKernel(problem, kernel.selection, ranges, kernel.weights, local, kernel.expert_map)
     worst, is_whole = Found(), not kernel.selection.problem.gradients
     try:
         with plain_torch():
@@ -234,10 +240,7 @@ def _closeness(found: Found) -> float:
 
 
 def _comparisons(checking: MoEKernel, weights: ExpertWeights) -> Iterator[tuple[int, _Compare, bool]]:
-    """Numbers of tokens, with what runs a call of so many and compares it, and whether that is of gradients.
-
-    Leaves out what shows nothing.
-    """
+    """Numbers of tokens, what runs and compares such a call, and whether that is of gradients."""
     problem, winner = checking.problem, checking.selection.winner
     assert winner is not None
     training = None
@@ -304,8 +307,8 @@ def _training(checking: MoEKernel, weights: ExpertWeights, call: _Tensors) -> _C
         found = {name: torch.empty_like(like) for name, like in likes.items()}
         for name, tensor in found.items():
             tensor[torch.cat((active, idle)) if name in of_experts else ...] = math.nan
-        out = checking.run_saving(*call, given, saved)
-        checking.run_backward(found, grad_out, saved, *call, given)
+        out = checking.run_saving(Tokens(*call), given, saved)
+        checking.run_backward(found, grad_out, saved, Tokens(*call), given)
         bound = layer_tolerance(problem, num_tokens, _Subject.of(checking.selection).scheme)
         compared = [Comparison("output that gradients are of", relative_error(out, truth.output), bound)]
         for name in of_experts:
@@ -382,7 +385,7 @@ def admitted(kernel: MoEKernel, found: Found) -> MoEKernel:
     If the file cannot be written, issues one `RecordFileWarning`, and this process remembers it.
     """
     selection = kernel.selection
-    if not selection.platform.probed or ADMITTED.path() is None:
+    if not _keeps_records(selection):
         return kernel
     subject = _Subject.of(selection)
     if found.bound:
@@ -407,7 +410,7 @@ def _with_evidence(selection: Selection, decision: Decision) -> Selection:
 
 def unchecked(selection: Selection) -> list[Decision]:
     """The candidates of a plan beside its winner that nothing vouches for here."""
-    if ADMITTED.path() is None or not selection.platform.probed:
+    if not _keeps_records(selection):
         return []
     others = {id(one): one for _, one in selection.ranges if one is not selection.winner}
     return [one for one in others.values() if _Subject.of(alone(selection, one)).known() != ""]
@@ -415,10 +418,6 @@ def unchecked(selection: Selection) -> list[Decision]:
 
 def checked_plan(selection: Selection, weights: ExpertWeights, made: Callable[[Selection], MoEKernel]) -> Selection:
     """Checks the candidates of a plan beside its winner, with a copy of the weights of its own for one at a time.
-
-    Args:
-        selection: Has a winner.
-        weights, made: As in `checked`.
 
     Returns:
         The selection, without ranges if one of them failed; that one is quarantined with a warning.
@@ -440,22 +439,14 @@ def _warn_once(text: str) -> None:
 
 
 def next_choice(selection: Selection, failure: str) -> Selection:
-    """Quarantines the winner on this machine for a failure, and takes the next candidate.
+    """Quarantines the winner on this machine for a failure, and returns the selection without it.
 
-    Issues one `AdmissionWarning`, unless the failure was known.
-
-    Args:
-        selection: Has the winner that failed.
-        failure: What went wrong.
-
-    Returns:
-        The selection without it.
-
-    Raises:
-        BackendError: No other candidate fits, such as when the request requires the one that failed.
+    Issues one `AdmissionWarning`, unless the failure was known. Raises if no other candidate fits, such as when the
+    request requires the one that failed.
     """
     subject, winner = _Subject.of(selection), selection.winner
     assert winner is not None
+    _SERVES.discard(subject)  # It may have failed on another rank only.
     is_known = bool(subject.known())
     record = subject.failed(failure)
     held = "it is quarantined" if is_known else _quarantine(record)

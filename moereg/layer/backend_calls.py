@@ -36,11 +36,7 @@ _MOST_ELEMENTS: Final = 2**48
 
 
 def make_experts(selection: Selection, decision: Decision) -> Experts:
-    """Makes a candidate's experts for the selection's problem; see `RestoredExperts` where they read other weights.
-
-    Raises:
-        BackendError: The class raised.
-    """
+    """Makes a candidate's experts for the selection's problem; see `RestoredExperts` where they read other weights."""
     assert decision.cell is not None
     problem, chosen, computes = selection.problem, decision.cell.experts, decision.scheme
     given = problem.computed_as(computes)
@@ -63,13 +59,7 @@ def _takes_computes(experts: type[Experts]) -> bool:
 
 
 def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> PermutedWeights:
-    """The weights in a layout that the experts read.
-
-    Raises:
-        BackendError: The method raised, or did not return a `PermutedWeights` with tensors on the weights' device and a
-            declared layout.
-        ArgumentError: The experts do not run where the weights are.
-    """
+    """The weights in a layout that the experts read."""
     inner = experts.inner if isinstance(experts, RestoredExperts) else experts
     check_device(selection, type(inner), weights.w13.device)
     if inner.reads_in_place():
@@ -98,11 +88,7 @@ def permute(selection: Selection, experts: Experts, weights: ExpertWeights) -> P
 
 
 def device_types(selection: Selection, experts: Experts | type[Experts]) -> tuple[str, ...]:
-    """Names, as torch has them, of devices whose tensors the experts read on the selection's platform.
-
-    Raises:
-        BackendError: The method raised or returned something else, such as a name that torch does not know.
-    """
+    """Names, as torch has them, of devices whose tensors the experts read on the selection's platform."""
     platform = selection.platform
     try:
         found: object = experts.device_types(platform=platform)
@@ -118,12 +104,7 @@ def device_types(selection: Selection, experts: Experts | type[Experts]) -> tupl
 
 
 def check_device(selection: Selection, experts: type[Experts], device: torch.device) -> None:
-    """Checks that experts, which need not be made for that, run where the weights are.
-
-    Raises:
-        BackendError: As `device_types` does.
-        ArgumentError: They do not; says so if the selection is for another machine.
-    """
+    """Checks that experts, which need not be made for that, run where the weights are."""
     allowed = device_types(selection, experts)
     if device.type in allowed:
         return
@@ -136,35 +117,8 @@ def check_device(selection: Selection, experts: type[Experts], device: torch.dev
     )
 
 
-def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int) -> Shapes:
-    """Shapes of the two workspaces for a call.
-
-    Raises:
-        BackendError: The method raised or did not return two shapes.
-    """
-    return _two_shapes(selection, experts, "workspace_shapes", num_tokens)
-
-
-def training_shapes(selection: Selection, experts: Experts, num_tokens: int, step: str) -> Shapes:
-    """Shapes of the two workspaces of `apply_saving` or `apply_backward`.
-
-    Raises:
-        BackendError: As `workspace_shapes` does.
-    """
-    method = "backward_workspace_shapes" if step == "apply_backward" else "workspace_shapes"
-    return _two_shapes(selection, experts, method, num_tokens)
-
-
 def saved_shapes(selection: Selection, experts: Experts, num_tokens: int, most_bytes: int) -> SavedShapes:
-    """Shapes of the tensors that a forward pass keeps.
-
-    Args:
-        selection, experts, num_tokens: As for the workspaces.
-        most_bytes: Room for them.
-
-    Raises:
-        BackendError: The method raised, returned something else, or asks for more room.
-    """
+    """Shapes of the tensors that a forward pass keeps, in room of that many bytes."""
     try:
         shapes: object = experts.saved_shapes(problem=selection.problem, num_tokens=num_tokens)
         assert isinstance(shapes, Mapping)
@@ -184,7 +138,9 @@ def raise_copied(selection: Selection) -> NoReturn:
     raise _backend_error(selection, "permute_weights", "copied weights that are read in place in", "other memory")
 
 
-def _two_shapes(selection: Selection, experts: Experts, method: str, num_tokens: int) -> Shapes:
+def workspace_shapes(selection: Selection, experts: Experts, num_tokens: int, step: str = "apply") -> Shapes:
+    """Shapes of the two workspaces for a step of a call."""
+    method = "backward_workspace_shapes" if step == "apply_backward" else "workspace_shapes"
     try:
         shapes: object = getattr(experts, method)(problem=selection.problem, num_tokens=num_tokens)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Checks one call of a layer: shapes, dtypes and devices always, values where that is cheap.
+"""Checks what a layer is made of, and one call of it: shapes, dtypes and devices always, values where that is cheap.
 
 Each check raises a ValueError that names the tensor, the rule and the cure.
 """
@@ -14,6 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from moereg.errors import ArgumentError, GradientError
+from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
 from moereg.weights.checks import DEBUG_VARIABLE, checks_values
 
@@ -78,14 +79,7 @@ def check_no_alias(out: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
 
 
 def check_no_transform(*tensors: Iterable[torch.Tensor | None]) -> None:
-    """Checks that no tensor of a call is one of torch.func's transforms or of forward-mode AD.
-
-    Costs next to nothing outside of these, where it looks at no tensor.
-
-    Raises:
-        ArgumentError: `torch.vmap` passed one, which has no memory that a kernel could read.
-        GradientError: Another transform did, or one has a tangent, of which a kernel would lose a part.
-    """
+    """Checks that no tensor of a call is one of torch.func's transforms or of forward-mode AD."""
     transform: Any = torch._C._functorch.peek_interpreter_stack()  # None outside of transforms.
     if not isinstance(transform, torch._C._functorch.CInterpreter) and forward_ad._current_level < 0:
         return
@@ -178,3 +172,60 @@ def check_expert_map(expert_map: torch.Tensor, problem: MoEProblem) -> None:
             f"expert_map must hold local experts in [0, {problem.num_local_experts}) or -1, got "
             f"{int(expert_map[expert])} for expert {expert}; give experts of other ranks -1"
         )
+
+
+@torch.inference_mode(False)
+def resolve_expert_map(
+    problem: MoEProblem, ep_rank: int, expert_map: torch.Tensor | None, device: torch.device
+) -> torch.Tensor | None:
+    """A rank's map, [num_experts] int32 on the device, local expert or -1; None if all experts are local.
+
+    The caller's own tensor if one is given, which it may write outside of inference mode.
+    """
+    if problem.placement == "contiguous":
+        if expert_map is not None:
+            raise ArgumentError("expert_map needs placement='map' in the problem, got placement='contiguous'")
+        return _slice_of(problem, ep_rank, device)
+    if expert_map is None:
+        raise ArgumentError("placement 'map' needs expert_map, int32 [num_experts] with the local expert or -1")
+    check_tensor("expert_map", expert_map, (problem.num_experts,), (torch.int32,), device)
+    if device.type != "meta":
+        check_expert_map(expert_map, problem)
+    return expert_map
+
+
+def _slice_of(problem: MoEProblem, ep_rank: int, device: torch.device) -> torch.Tensor | None:
+    if not problem.is_expert_parallel:
+        if ep_rank != 0:
+            raise ArgumentError(f"ep_rank must be 0 where all experts are local, got {ep_rank}")
+        return None
+    if ep_rank and problem.num_experts % problem.num_local_experts:
+        raise ArgumentError(
+            f"contiguous placement needs num_experts % num_local_experts == 0, got {problem.num_experts} and "
+            f"{problem.num_local_experts}; give uneven ranks placement='map' and an expert_map"
+        )
+    first = ep_rank * problem.num_local_experts
+    if ep_rank < 0 or first + problem.num_local_experts > problem.num_experts:
+        raise ArgumentError(
+            f"ep_rank must be in [0, {problem.num_experts // problem.num_local_experts}) for "
+            f"{problem.num_local_experts} of {problem.num_experts} experts a rank, got {ep_rank}"
+        )
+    local = torch.arange(problem.num_experts, dtype=torch.int32, device=device) - first
+    return torch.where((local >= 0) & (local < problem.num_local_experts), local, -1)
+
+
+def winner_of(selection: Selection, problem: MoEProblem) -> Decision:
+    """The winner of a selection, which must be for this problem."""
+    if selection.problem != problem:
+        raise ArgumentError(f"the selection was made for {selection.problem}, got {problem}; select again")
+    if selection.winner is None or selection.winner.cell is None:
+        raise ArgumentError(
+            f"the selection has no backend that is registered here (it names {selection.backend!r}); select again"
+        )
+    for _, one in selection.ranges:
+        if one.cell is None or not one.accepted:
+            raise ArgumentError(
+                f"each range of a selection must be of a backend that fits and is registered here, got "
+                f"{one.backend!r}; select again"
+            )
+    return selection.winner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +16,15 @@ from moereg.dispatch import Selection, select_backend
 from moereg.errors import ArgumentError
 from moereg.layer import backend_calls
 from moereg.layer.admission import Found, admitted, checked, checked_plan, next_choice, unchecked
-from moereg.layer.expert_map import resolve_expert_map
+from moereg.layer.checks import resolve_expert_map, winner_of
+from moereg.layer.held_weights import HeldWeights
 from moereg.layer.in_place import check_in_place
 from moereg.layer.kernel import MoEKernel
 from moereg.layer.one_expert import OneExpert
-from moereg.layer.plan import Asked, Movement, local_movement, plan_layer, winner_of
+from moereg.layer.plan import Asked, Movement, plan_layer
 from moereg.layer.ranges import alone, make_ranges
-from moereg.layer.warm_up import use_shipped_kernels
-from moereg.prepare_finalize import PrepareFinalize
+from moereg.layer.warm_up import KERNEL_CACHE, use_shipped_kernels
+from moereg.prepare_finalize import PrepareFinalize, local_prepare_finalize, resolve_prepare_finalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement
 from moereg.prepare_finalize.ranks_agree import agree
 from moereg.runtime.graph_pools import outside_pools
@@ -148,7 +150,12 @@ def _builder(
 ) -> Callable[[Selection], MoEKernel]:
     """Checks the arguments of a layer without a group, and makes its kernel for a selection."""
     device = weights.w13.device
-    movement = local_movement(problem, prepare_finalize)
+    movement = local_prepare_finalize(problem.activation_format)
+    if isinstance(prepare_finalize, PrepareFinalize):
+        movement = resolve_prepare_finalize(problem, prepare_finalize)
+    elif prepare_finalize is not None:
+        cure = "leave it out for the one of the format; names of ways need a group"
+        check_instance("prepare_finalize", prepare_finalize, PrepareFinalize, cure)
     place = outside_pools(lambda: resolve_expert_map(problem, ep_rank, expert_map, device), device)
     weights.check_against(problem)
     if "weights" in problem.gradients:
@@ -207,7 +214,8 @@ def _build(
     for _, decision in selection.plan:
         assert decision.cell is not None
         backend_calls.check_device(alone(selection, decision), decision.cell.experts, weights.w13.device)
-    use_shipped_kernels(selection.platform)
+    if os.environ.get(KERNEL_CACHE):
+        use_shipped_kernels(selection.platform)
 
     def made() -> MoEKernel:
         ranges = make_ranges(selection)
@@ -219,13 +227,13 @@ def _build(
         if own_weights:
             with plain_torch(), torch.inference_mode(False):
                 permuted, borrowed = permuted.with_own(borrowed), frozenset()
-        kernel = MoEKernel(problem, selection, experts, permuted, prepare_finalize, expert_map, borrowed, ranges)
-        copied = kernel.copied_from(weights)
+        held = HeldWeights(problem, ranges, permuted, borrowed)
+        kernel = MoEKernel(problem, selection, ranges, held, prepare_finalize, expert_map)
         if "weights" in problem.gradients:
-            if copied:
-                backend_calls.raise_copied(selection)
-            kernel.trained = weights.tensors()
-        kernel.copied = CopiedFrom(repr(kernel), copied)
+            trained = weights.tensors()
+            held.read_from(lambda: trained)
+        elif copied := permuted.copied_from(weights):
+            held.copied = CopiedFrom(repr(kernel), copied)
         return kernel
 
     return outside_pools(made, weights.w13.device)

@@ -16,11 +16,7 @@ from moereg.weights.permuted import ExpertWeights
 
 
 def check_in_place(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Checks that kernels can read tensors where they are; none is copied for them.
-
-    Raises:
-        ArgumentError: One is sharded, is not contiguous, or begins where a GPU cannot load 16 bytes at a time.
-    """
+    """Checks that kernels can read tensors where they are; none is copied for them."""
     for name, tensor in tensors.items():
         if type(tensor).__name__ == "DTensor":
             raise ArgumentError(
@@ -36,43 +32,17 @@ def check_in_place(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_aligned(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Checks that a GPU can load 16 bytes at a time from tensors.
-
-    Raises:
-        ArgumentError: One begins elsewhere.
-    """
+    """Checks that a GPU can load 16 bytes at a time from tensors."""
     for name, tensor in tensors.items():
-        if not _is_aligned(tensor):
+        if not is_aligned(tensor):
             raise ArgumentError(
                 f"weights that are read in place must begin at a multiple of {ALIGNMENT} bytes, got {name} at "
                 f"{tensor.data_ptr() % ALIGNMENT} past one; pass {name}.clone()"
             )
 
 
-class ReadInPlace:
-    """A rule of what calls of one kernel may read: tensors like those that it was made for, wherever they are."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Checks the tensors, and holds none of them.
-
-        Raises:
-            ArgumentError: As in `check_in_place`.
-        """
-        check_in_place(tensors)
-        self._kinds = {name: (one.shape, one.dtype, one.device) for name, one in tensors.items()}
-
-    def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the kernel can read these tensors in place."""
-        return len(tensors) == len(self._kinds) and all(
-            type(one).__name__ != "DTensor"
-            and (one.shape, one.dtype, one.device) == self._kinds.get(name)
-            and one.is_contiguous()
-            and _is_aligned(one)
-            for name, one in tensors.items()
-        )
-
-
-def _is_aligned(tensor: torch.Tensor) -> bool:
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a GPU can load 16 bytes at a time from a tensor."""
     # Rows that are no multiple of it are read narrowly anyway.
     has_odd_rows = tensor.dim() > 0 and tensor.shape[-1] * tensor.element_size() % ALIGNMENT > 0
     return tensor.device.type in ("cpu", "meta") or has_odd_rows or tensor.data_ptr() % ALIGNMENT == 0
@@ -82,8 +52,7 @@ def say_gain(best: Selection, taken: Selection, weights: ExpertWeights, cure: st
     """Says once what a kernel with a copy of the weights would gain over what reads them in place, if anything.
 
     Args:
-        best: Among all classes.
-        taken: Among those that read in place; without a winner if there is none.
+        best, taken: Among all classes, and among those that read in place, which may be none.
         weights: The layer's.
         cure: The call that makes the copy.
     """

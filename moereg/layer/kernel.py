@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
 
-from moereg.arguments import check_count, check_flag, check_instance
+from moereg.arguments import check_count, check_instance
 from moereg.dispatch import Selection
 from moereg.errors import ArgumentError, GradientError, PicklingError
-from moereg.experts import Experts
-from moereg.layer import backend_calls
 from moereg.layer.checks import check_call, check_no_alias, check_no_transform, check_values, ids_in_32_bits
-from moereg.layer.in_turn import InTurn
-from moereg.layer.move_experts import exchange_experts
-from moereg.layer.no_backward import joined, wants_gradient
-from moereg.layer.one_expert import OneExpert
+from moereg.layer.held_weights import HeldWeights
+from moereg.layer.move_experts import move_experts
 from moereg.layer.ranges import RangedExperts, RangeExperts, Reads
-from moereg.layer.train_op import CallTensors, run_training, trains
+from moereg.layer.train_op import CallTensors, joined, run_training, trains, wants_gradient
 from moereg.layer.training_calls import TrainingCalls
 from moereg.layer.warm_up import WarmUp, warm_up
 from moereg.prepare_finalize import GroupPrepareFinalize, Prepared, PrepareFinalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
 from moereg.prepare_finalize.overlap import Tokens, run_over_group
-from moereg.prepare_finalize.ranks_agree import MOVING
 from moereg.runtime.torch_op import new_handle, run_compiled
 from moereg.runtime.torch_state import fp32_is_exact, plain_torch
 from moereg.spec.problem import MoEProblem
 from moereg.weights.adapters import ExpertAdapters
-from moereg.weights.expert_weights import check_expert
-from moereg.weights.permuted import CANONICAL, ExpertWeights, PermutedWeights
-from moereg.weights.versions import CopiedFrom
+from moereg.weights.permuted import ExpertWeights, PermutedWeights
 
 
 class MoEKernel:
@@ -50,53 +42,38 @@ class MoEKernel:
         selection: How the backend was chosen; its problem is the layer as the experts see it, which differs from
             `problem` if tokens come from other ranks.
         experts: The chosen class's instance for this layer; a plan's open range's.
-        ranges: The experts of each range of the selection's plan, ascending, the open range last.
-        ranged: Runs them.
+        ranged: The experts of each range of the selection's plan, and what runs them.
         expert_map: [num_experts] int32 on the weights' device, local expert or -1; update it in place. None if all
             experts are local.
-        copied: Warns if an optimizer trains weights that this kernel has copies of; None if its owner reloads it.
-        borrowed: Names of permuted tensors that share the caller's memory, which only the caller writes unless a method
-            is told `write_shared=True`.
-        in_turn: Keeps calls and writes apart.
+        held: The weights, and what writes other numbers into them.
         checks_values: Whether values of routing are checked at all; an engine that warms up on memory that nothing
             wrote sets it to False.
     """
 
     checks_values: bool = True
-    copied: CopiedFrom | None = None
 
     def __init__(
         self,
         problem: MoEProblem,
         selection: Selection,
-        experts: Experts,
-        weights: PermutedWeights,
+        ranges: tuple[RangeExperts, ...],
+        weights: PermutedWeights | HeldWeights,
         prepare_finalize: PrepareFinalize,
         expert_map: torch.Tensor | None,
-        borrowed: frozenset[str] = frozenset(),
-        ranges: tuple[RangeExperts, ...] = (),
     ) -> None:
         facts = prepare_finalize.facts if isinstance(prepare_finalize, GroupPrepareFinalize) else None
         # Rows of room for `max_num_tokens` say nothing of a call's tokens, which only the device can count.
         knows_counts = facts is None or not facts.max_num_tokens
-        self.ranges = ranges or (RangeExperts(None, selection, experts),)
-        self.ranged = RangedExperts(self.ranges, selection.problem, weights.device, knows_counts)
-        self.ranged.check_layout(weights.layout)
-        self._weights = weights
-        self._source: Callable[[], Mapping[str, torch.Tensor]] | None = None
-        self._trained: Mapping[str, torch.Tensor] = {}
-        self.borrowed = borrowed
+        self.held = weights if isinstance(weights, HeldWeights) else HeldWeights(problem, ranges, weights)
+        self._device = self.weights.device
+        self.ranged = RangedExperts(ranges, selection.problem, self._device, knows_counts)
         self.problem = problem
         self.selection = selection
-        self.experts = experts
+        self.experts = ranges[-1].experts
         self.expert_map = expert_map
         self.prepare_finalize = prepare_finalize
-        self.in_turn = InTurn()
-        self._experts_problem = selection.problem
-        self._communicates = prepare_finalize.communicates
-        self._device = weights.device
         # Devices without autocast, such as meta, raise when asked about it.
-        self._autocast_type = weights.device.type if torch.amp.is_autocast_available(weights.device.type) else "cpu"
+        self._autocast_type = self._device.type if torch.amp.is_autocast_available(self._device.type) else "cpu"
         # Checking fp32 precision costs 2 us, so on a GPU only layers that may multiply in fp32 do it: float16 ones
         # do if gates leave its range.
         self._needs_exact_fp32 = self._device.type == "cpu" or problem.torch_dtype != torch.bfloat16
@@ -140,7 +117,7 @@ class MoEKernel:
                 expert_map. Compiled code makes the same checks when it runs.
         """
         check_call(self.problem, self._device, hidden_states, topk_weights, topk_ids, out)
-        is_own, trained = out is None, self.trained
+        is_own, trained = out is None, self.held.trained
         followed: tuple[torch.Tensor, ...] = (hidden_states, topk_weights, *trained.values())
         if adapters is not None:
             check_instance("adapters", adapters, ExpertAdapters, "make them with ExpertAdapters(w13_a=..., w13_b=...)")
@@ -162,7 +139,7 @@ class MoEKernel:
             return joined(found if out is None else out.copy_(found), *followed)
         if out is None:
             out = torch.empty_like(hidden_states)
-        if self._communicates or hidden_states.shape[0]:
+        if self.prepare_finalize.communicates or hidden_states.shape[0]:
             if torch.compiler.is_compiling():
                 run_compiled(hidden_states, topk_weights, topk_ids, out, self._handle)
             else:
@@ -172,50 +149,11 @@ class MoEKernel:
     @property
     def weights(self) -> PermutedWeights:
         """The tensors that calls read: permuted weights, or the owner's tensors as they are now."""
-        return self._weights if self._source is None else PermutedWeights.in_place(self._source())
-
-    @weights.setter
-    def weights(self, weights: PermutedWeights) -> None:
-        self._weights, self._source = weights, None
-
-    @property
-    def trained(self) -> Mapping[str, torch.Tensor]:
-        """The canonical tensors that training calls read in place, by name, detached where they are not trained."""
-        if self._source is None or not self.problem.gradients:
-            return self._trained
-        held = self._source()
-        # A backward pass reads what its forward pass read, and torch notices if it was written in between.
-        return held if "weights" in self.problem.gradients else {name: one.detach() for name, one in held.items()}
-
-    @trained.setter
-    def trained(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._trained = tensors
-
-    @property
-    def reads_in_place(self) -> bool:
-        """Whether its classes read canonical weights where their owner keeps them, and nothing else."""
-        is_whole = len(self.borrowed) == len(self._weights.per_expert) and not self._weights.shared
-        return is_whole and all(each.experts.reads_in_place() for each in self.ranges)
-
-    def read_from(self, source: Callable[[], Mapping[str, torch.Tensor]]) -> None:
-        """Lets each call read its owner's tensors, and keeps none: nothing can be stale, and nothing is held.
-
-        Args:
-            source: Returns canonical tensors by name, which it has checked; must not hold them itself.
-
-        Raises:
-            BackendError: The class says that it reads in place, and copied a tensor or made another.
-        """
-        if not self.reads_in_place:
-            backend_calls.raise_copied(self.selection)
-        empty = {name: torch.empty_like(self._weights[name], device="meta") for name in self._weights.per_expert}
-        self._weights = PermutedWeights(CANONICAL, empty, reader=self._weights.reader)
-        self._source, self._trained, self.copied, self.borrowed = source, {}, None, frozenset(empty)
+        return self.held.now
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoEKernel:
         # Compiled code finds a kernel by its handle, so a copy needs its own.
-        parts_of = self.weights, self.expert_map, self.trained if "weights" in self.problem.gradients else {}
-        weights, expert_map, trained = copy.deepcopy(parts_of, memo)
+        held, expert_map = copy.deepcopy((self.held, self.expert_map), memo)
         moves = self.prepare_finalize
         if isinstance(moves, GroupPrepareFinalize):
             knows_places = self.expert_map is moves.tables.expert_map
@@ -224,15 +162,7 @@ class MoEKernel:
                 # A copy's experts move independently.
                 moves.tables = PlacementTables(moves.tables.placement, moves.group.rank, self._device)
                 expert_map = moves.tables.expert_map
-        if trained:
-            # Parameters are copied into memory of their own, which the copy's calls without gradients must read too.
-            tensors = {name: tensor.detach() for name, tensor in trained.items()}
-            weights = dataclasses.replace(weights, per_expert=tensors)
-        # If the caller's tensors are copied along, shared memory stays shared between the copies.
-        parts = self.problem, self.selection, self.experts, weights, moves, expert_map
-        made = MoEKernel(*parts, self.borrowed, self.ranges)
-        made.trained = trained
-        return made
+        return MoEKernel(self.problem, self.selection, self.ranged.ranges, held, moves, expert_map)
 
     def __reduce__(self) -> NoReturn:
         raise PicklingError(
@@ -300,19 +230,7 @@ class MoEKernel:
             ArgumentError: The kernel reads tensors that are not its own, the new ones lie elsewhere, and `write_shared`
                 is not set; or the weights are not this problem's or are on another device.
         """
-        check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
-        check_flag("write_shared", write_shared)
-        weights.check_against(self.problem)
-        with self.in_turn.alone():
-            held = self.weights
-            new = backend_calls.permute(self.ranges[-1].selection, self.experts, weights)
-            if not write_shared:
-                self._check_own(held.elsewhere(self.borrowed, new))
-            # Inference mode may write both kinds of tensors; outside it, tensors made inside may not be written.
-            with plain_torch(), torch.inference_mode():
-                held.copy_from(new)
-        if self.copied is not None:
-            self.copied.tensors(self.copied_from(weights))
+        self.held.reload(weights, write_shared)
 
     def update_expert(self, expert: int, weights: ExpertWeights, *, write_shared: bool = False) -> None:
         """Replaces one expert in the same storage, so that captured graphs see it; the others keep their bits.
@@ -331,16 +249,7 @@ class MoEKernel:
                 tensors that are not its own and `write_shared` is not set.
             BackendError: The backend's layout does not keep experts apart, or its code raised.
         """
-        check_expert(expert, self.problem.num_local_experts)
-        check_flag("write_shared", write_shared)
-        held = self.weights
-        reader = self._weights.reader
-        if not isinstance(reader, OneExpert):
-            raise ArgumentError("update_expert needs a kernel that make_kernel made; reload the whole layer")
-        row = reader.rows_for(held, weights)
-        self._check_own(frozenset() if write_shared else self.borrowed)
-        with self.in_turn.alone(), plain_torch(), torch.inference_mode():
-            held.write_expert(expert, row)
+        self.held.update_expert(expert, weights, write_shared)
 
     @property
     def expert_placement(self) -> ExpertPlacement | None:
@@ -375,33 +284,7 @@ class MoEKernel:
                 "move_experts needs a kernel that knows where all experts are; pass group and expert_placement to "
                 "make_kernel, which may be ExpertPlacement.contiguous(num_experts, num_ranks)"
             )
-        error: Exception | None = None
-        try:
-            check_flag("write_shared", write_shared)
-            check_instance("placement", placement, ExpertPlacement, "make one with balance_experts(...)")
-            self._check_own(frozenset() if write_shared else self.borrowed)
-        except Exception as raised:
-            error = raised
-        # A call between exchange and writes would meet ranks that have already written.
-        with moves.group.alone(MOVING.act):
-            arrived = exchange_experts(moves.group, self.weights, moves.tables.placement, placement, error)
-            with self.in_turn.alone():
-                with plain_torch(), torch.inference_mode():
-                    arrived.write(self.weights)
-                moves.tables.update(placement)
-        return len(arrived.places)
-
-    def copied_from(self, weights: ExpertWeights) -> list[torch.Tensor]:
-        """Canonical tensors of which the kernel holds a copy, in any layout."""
-        return self.weights.copied_from(weights)
-
-    def _check_own(self, names: frozenset[str]) -> None:
-        if names:
-            raise ArgumentError(
-                f"this kernel reads {', '.join(sorted(names))} where its owner keeps them, got other numbers; write "
-                "them into those tensors, say write_shared=True to have the kernel write there, or make it with "
-                "own_weights=True"
-            )
+        return move_experts(self.held, moves, placement, write_shared)
 
     def check_and_run(
         self,
@@ -412,9 +295,7 @@ class MoEKernel:
         is_own: bool = False,
         reads: Reads | None = None,
     ) -> None:
-        """Runs a call whose shapes and dtypes were checked, as compiled code does.
-
-        Checks addresses and values, which tensors lack while code is compiled.
+        """Runs a call whose shapes and dtypes were checked, as compiled code does; checks addresses and values here.
 
         Args:
             hidden_states, topk_weights, topk_ids, out: As in a call; T at least 1 unless tokens come from other ranks.
@@ -422,51 +303,38 @@ class MoEKernel:
             reads: What the call reads instead of the kernel's weights and map.
         """
         thread = get_ident()
-        reads = reads or Reads(self.weights, self.expert_map)
+        reads = reads or Reads(self.held.now, self.expert_map)
         try:
-            self.in_turn.begin(thread)
+            self.held.in_turn.begin(thread)
             if not is_own:
                 check_no_alias(out, (hidden_states, topk_weights, topk_ids))
             if self.checks_values:
                 check_values(self.problem, self._device, topk_weights, topk_ids, reads.expert_map)
             self._run(reads, hidden_states, topk_weights, topk_ids, out)
         finally:
-            self.in_turn.end(thread)
+            self.held.in_turn.end(thread)
 
     @functools.cached_property
     def _training(self) -> TrainingCalls:
-        return TrainingCalls(self.ranged, self.prepare_finalize, self._experts_problem, self.in_turn)
+        return TrainingCalls(self.problem, self.ranged, self.prepare_finalize, self.held.in_turn)
 
     def training_kernel(self) -> MoEKernel:
         """Itself, for the op by which layers train."""
         return self
 
-    def run_saving(
-        self,
-        hidden_states: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        tensors: CallTensors,
-        saved: torch.Tensor,
-    ) -> torch.Tensor:
+    def run_saving(self, tokens: Tokens, tensors: CallTensors, saved: torch.Tensor) -> torch.Tensor:
         """Runs a call whose shapes and dtypes were checked, and keeps what its backward pass needs.
 
         Args:
-            hidden_states, topk_weights, topk_ids: As in a call.
+            tokens: The call.
             tensors: The weights to read, and adapters.
             saved: uint8, overwritten; empty if there will be no backward pass.
-
-        Returns:
-            [T,H], new.
         """
-        out = torch.empty_like(hidden_states)
-        if len(hidden_states) and not saved.numel():
-            self.check_and_run(hidden_states, topk_weights, topk_ids, out, True, self._reads(tensors))
-        elif len(hidden_states):
-            if self.checks_values:
-                check_values(self.problem, self._device, topk_weights, topk_ids, self.expert_map)
-            tokens = Tokens(hidden_states, topk_weights, topk_ids)
-            self._training.forward(tokens, self._reads(tensors), tensors.adapters, saved, out)
+        out = torch.empty_like(tokens.hidden_states)
+        if len(out) and saved.numel():
+            self._training.forward(tokens, self._reads(tensors), saved, out)
+        elif len(out):
+            self.check_and_run(*tokens, out, True, self._reads(tensors))
         return out
 
     def run_backward(
@@ -474,29 +342,17 @@ class MoEKernel:
         gradients: Mapping[str, torch.Tensor],
         grad_out: torch.Tensor,
         saved: torch.Tensor,
-        hidden_states: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
+        tokens: Tokens,
         tensors: CallTensors,
     ) -> None:
-        """Computes gradients of a call of `run_saving`.
-
-        Args:
-            gradients: Tensors to overwrite, by the names of `Gradients`.
-            grad_out: [T,H] in the problem's dtype, contiguous.
-            saved, hidden_states, topk_weights, topk_ids, tensors: As in that call.
-        """
-        if len(hidden_states):
-            tokens, reads = Tokens(hidden_states, topk_weights, topk_ids), self._reads(tensors)
-            self._training.backward(tokens, reads, tensors.adapters, saved, gradients, grad_out)
-        else:
-            for tensor in gradients.values():
-                tensor.zero_()
+        """Overwrites gradients of a call of `run_saving`; arguments as in `TrainingCalls.backward`."""
+        self._training.backward(tokens, self._reads(tensors), saved, gradients, grad_out)
 
     def _reads(self, tensors: CallTensors) -> Reads:
         """Operands of a call that was given its layer's tensors."""
-        own = not (tensors.weights and self.reads_in_place)
-        return Reads(self.weights if own else PermutedWeights.in_place(tensors.weights), self.expert_map)
+        is_given = tensors.weights and self.held.reads_in_place
+        weights = PermutedWeights.in_place(tensors.weights) if is_given else self.held.now
+        return Reads(weights, self.expert_map, tensors.adapters)
 
     def _run(self, *reads_and_call: Any) -> None:
         if torch.is_autocast_enabled(self._autocast_type) or (self._needs_exact_fp32 and not fp32_is_exact()):
@@ -518,7 +374,7 @@ class MoEKernel:
         topk_ids: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        problem = self._experts_problem
+        problem = self.selection.problem
         topk_ids = ids_in_32_bits(topk_ids, problem)
         moves = self.prepare_finalize
         if isinstance(moves, GroupPrepareFinalize):
@@ -532,10 +388,9 @@ class MoEKernel:
 
     def run_experts(self, prepared: Prepared) -> torch.Tensor:
         """The rows, new, that the experts make of what arrived from other ranks."""
-        return self.ranged.run(prepared, self._weights)
+        return self.ranged.run(prepared, self.held.now)
 
     def __repr__(self) -> str:
-        names = [f"{each.selection.backend or 'none'}{f' to {each.most}' if each.most else ''}" for each in self.ranges]
-        name = ", ".join(names)
-        held = "weights in place" if self._source else f"{self._weights.num_bytes / 2**20:.0f} MiB"
-        return f"MoEKernel({name}, {self.problem}, {held} on {self._device})"
+        plan = ((each.selection.backend or "none", each.most) for each in self.ranged.ranges)
+        names = [f"{backend} to {most}" if most else backend for backend, most in plan]
+        return f"MoEKernel({', '.join(names)}, {self.problem}, {self.held} on {self._device})"

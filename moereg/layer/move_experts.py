@@ -14,9 +14,11 @@ from typing import Final
 
 import torch
 
+from moereg.arguments import check_instance
 from moereg.errors import ArgumentError
+from moereg.layer.held_weights import HeldWeights
 from moereg.layer.one_expert import OneExpert
-from moereg.prepare_finalize import Group
+from moereg.prepare_finalize import Group, GroupPrepareFinalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement
 from moereg.prepare_finalize.ranks_agree import MOVING, agree
 from moereg.runtime.torch_state import plain_torch
@@ -27,13 +29,7 @@ _DOING: Final = "experts that move"
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMove:
-    """Replaces one local expert.
-
-    Attributes:
-        expert: Global expert id.
-        source_rank, source_place: The sending rank, and the local expert there.
-        target_rank, target_place: The receiving rank, and the local expert that it replaces.
-    """
+    """One rank's local expert, at a place there, that replaces another rank's."""
 
     expert: int
     source_rank: int
@@ -46,13 +42,6 @@ def plan_moves(before: ExpertPlacement, after: ExpertPlacement) -> tuple[ExpertM
     """Plans which experts move from which rank to which; equal on every rank.
 
     A rank copies an expert that it already has. Otherwise it comes from the rank that has sent the fewest so far.
-
-    Args:
-        before: The current placement.
-        after: The new placement, with equally many experts on each rank.
-
-    Raises:
-        ArgumentError: The layer, the group or the number of experts on a rank would change.
     """
     if (after.num_experts, after.num_ranks) != (before.num_experts, before.num_ranks):
         raise ArgumentError(f"experts must stay in their layer and group, {before}, got {after}")
@@ -78,52 +67,43 @@ def plan_moves(before: ExpertPlacement, after: ExpertPlacement) -> tuple[ExpertM
     return tuple(moves)
 
 
-@dataclasses.dataclass(frozen=True)
-class IncomingExperts:
-    """Experts that a rank has received but not yet written.
+_Arrived = dict[int, Mapping[str, torch.Tensor]]
+"""For each local expert to replace, its row of every per-expert tensor, by name."""
 
-    Attributes:
-        places: Local experts to replace.
-        rows: For each of them, its row of every per-expert tensor, by name.
+
+def move_experts(
+    held: HeldWeights, dispatcher: GroupPrepareFinalize, placement: ExpertPlacement, write_shared: bool
+) -> int:
+    """Implements `MoEKernel.move_experts`; each rank of the group has to call it.
+
+    Briefly needs twice the memory of arriving experts, and one tensor of leaving ones.
     """
-
-    places: tuple[int, ...]
-    rows: tuple[Mapping[str, torch.Tensor], ...]
-
-    def write(self, weights: PermutedWeights) -> None:
-        """Writes the rows into the weights' storage; replaces opaque tensors."""
-        for place, rows in zip(self.places, self.rows, strict=True):
-            for name, value in weights.per_expert.items():
-                row = rows[name]
-                if isinstance(value, list) and value[place].layout != torch.strided:
-                    value[place] = row
-                else:
-                    value[place].copy_(row)
+    error: Exception | None = None
+    try:
+        check_instance("placement", placement, ExpertPlacement, "make one with balance_experts(...)")
+        held.check_writable(write_shared)
+    except Exception as raised:
+        error = raised
+    group, tables = dispatcher.group, dispatcher.tables
+    # A call between exchange and writes would meet ranks that have already written.
+    with group.alone(MOVING.act):
+        arrived = exchange_experts(group, held.now, tables.placement, placement, error)
+        with held.in_turn.alone():
+            with plain_torch(), torch.inference_mode():
+                for place, rows in arrived.items():
+                    for name, value in held.now.per_expert.items():
+                        if isinstance(value, list) and value[place].layout != torch.strided:
+                            value[place] = rows[name]  # Opaque tensors cannot be written into.
+                        else:
+                            value[place].copy_(rows[name])
+            tables.update(placement)
+    return len(arrived)
 
 
 def exchange_experts(
-    group: Group,
-    weights: PermutedWeights,
-    before: ExpertPlacement,
-    after: ExpertPlacement,
-    error: Exception | None = None,
-) -> IncomingExperts:
-    """Exchanges experts with all ranks of a group, each of which has to call it. Writes nothing.
-
-    Briefly needs twice the memory of arriving experts, and one tensor of leaving ones. The caller keeps other threads
-    from calling layers of the group.
-
-    Args:
-        group: The ranks.
-        weights: This rank's permuted weights, from a kernel of `make_kernel`.
-        before, after: As in `plan_moves`.
-        error: Why this rank cannot continue, if so: then all ranks raise.
-
-    Raises:
-        RanksDifferError: Ranks got different placements, or another one could not continue.
-        GroupError: A rank has ended or timed out.
-        MoeregError: This rank could not continue.
-    """
+    group: Group, weights: PermutedWeights, before: ExpertPlacement, after: ExpertPlacement, error: Exception | None
+) -> _Arrived:
+    """Exchanges experts with all ranks, or raises on all of them if one has an error. Writes nothing."""
     reader, moves, said, copied_as = weights.reader, tuple[ExpertMove, ...](), dict[str, str](), None
     if error is None:
         try:
@@ -137,7 +117,7 @@ def exchange_experts(
     copied = agree(group, _DOING, said, error, copied_as, MOVING)
     assert isinstance(reader, OneExpert)
     if not moves:
-        return IncomingExperts((), ())
+        return {}
     with plain_torch(), torch.inference_mode():
         if copied[0] is not None and len(set(copied)) == 1:
             return _exchange_rows(group, weights, moves)
@@ -157,7 +137,7 @@ def _copied_as(weights: PermutedWeights) -> str | None:
     return digest.hexdigest()
 
 
-def _exchange_rows(group: Group, weights: PermutedWeights, moves: Sequence[ExpertMove]) -> IncomingExperts:
+def _exchange_rows(group: Group, weights: PermutedWeights, moves: Sequence[ExpertMove]) -> _Arrived:
     mine, theirs = _of_rank(group, moves)
     rows: list[dict[str, torch.Tensor]] = [{} for _ in theirs]
     for name, value in sorted(weights.per_expert.items()):
@@ -165,12 +145,12 @@ def _exchange_rows(group: Group, weights: PermutedWeights, moves: Sequence[Exper
         like = value[0]
         for place, row in enumerate(_exchange(group, moves, sent, tuple(like.shape), like.dtype, like.device)):
             rows[place][name] = row
-    return IncomingExperts(tuple(move.target_place for move in theirs), tuple(rows))
+    return {move.target_place: each for move, each in zip(theirs, rows, strict=True)}
 
 
 def _exchange_canonical(
     group: Group, weights: PermutedWeights, moves: Sequence[ExpertMove], reader: OneExpert
-) -> IncomingExperts:
+) -> _Arrived:
     mine, theirs = _of_rank(group, moves)
     sent: dict[int, dict[str, torch.Tensor]] = {}
     error: Exception | None = None
@@ -197,7 +177,7 @@ def _exchange_canonical(
         error = raised
     # No rank has written anything yet: either all ranks continue or none.
     agree(group, "permuting experts that moved", {}, error, together=MOVING)
-    return IncomingExperts(tuple(move.target_place for move in theirs), tuple(rows))
+    return {move.target_place: each for move, each in zip(theirs, rows, strict=True)}
 
 
 def _of_rank(group: Group, moves: Sequence[ExpertMove]) -> tuple[list[ExpertMove], list[ExpertMove]]:

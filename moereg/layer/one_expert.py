@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Hashable, Iterator
 from typing import Final
@@ -23,7 +23,6 @@ _MOST_PLANS: Final = 2
 """Layouts and shapes whose moves are cached. They take a quarter of an expert's bytes if 16 bytes move together, twice
 its bytes if 16-bit numbers move separately, 4 times for 8-bit, 8 times for 4-bit and 32 times for single bits."""
 
-_PLANS: Final[collections.OrderedDict[Hashable, dict[str, Moves]]] = collections.OrderedDict()
 _APART: Final[set[Hashable]] = set()
 """Layouts and shapes for which a check showed that experts are permuted independently."""
 
@@ -37,8 +36,6 @@ class OneExpert:
 
     Attributes:
         specs: Shapes and dtypes of one expert's canonical tensors, by field of `ExpertWeights`.
-        quant: The scheme of the canonical weights.
-        backend: The backend's name.
     """
 
     def __init__(self, selection: Selection, winner: Decision, weights: ExpertWeights) -> None:
@@ -47,7 +44,7 @@ class OneExpert:
         self._winner = winner
         self.backend = winner.backend
         self.quant = weights.scheme
-        self._device = weights.w13.device
+        self.device = weights.w13.device
         self.specs: TensorSpecs = {
             name: ((1, *tensor.shape[1:]) if tensor.dim() else (), tensor.dtype)
             for name, tensor in weights.tensors().items()
@@ -60,30 +57,17 @@ class OneExpert:
             selection.problem,
             str(selection.platform),
             tuple(self.specs.items()),
-            str(self._device),
+            str(self.device),
         )
 
     def read(self, permuted: PermutedWeights, expert: int) -> ExpertWeights:
-        """Reads one expert as canonical weights, E = 1.
-
-        Raises:
-            LayoutNotInvertibleError: The layout does not keep the canonical numbers.
-        """
+        """Reads one expert as canonical weights, E = 1."""
         rows = expert_rows(permuted, expert)
-        tensors = read_back(self.permute, self.specs, self.quant, self._moves(permuted.layout), rows)
+        tensors = read_back(self.permute, self.specs, self.quant, _moves(self, permuted.layout), rows)
         return ExpertWeights.unchecked(tensors, self.quant)
 
     def rows_for(self, permuted: PermutedWeights, weights: ExpertWeights) -> PermutedWeights:
-        """Permutes a new expert into rows to write into `permuted`.
-
-        Args:
-            permuted: The layer's permuted weights.
-            weights: The new expert alone, E = 1.
-
-        Raises:
-            ArgumentError: The weights are not one expert of the layer, or need other shared tensors than it has.
-            BackendError: The backend permutes experts together, or its code raised.
-        """
+        """Permutes a new expert of the layer, E = 1, into rows to write into `permuted`."""
         check_instance("weights", weights, ExpertWeights, "make them with ExpertWeights(w13=..., w2=...)")
         self._check(weights)
         rows = self.permute(weights)
@@ -98,30 +82,23 @@ class OneExpert:
                 )
         return rows
 
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OneExpert) and other._key == self._key
+
     def permute(self, weights: ExpertWeights) -> PermutedWeights:
         """Permutes some of the layer's experts into the backend's layout."""
         problem = dataclasses.replace(self._selection.problem, num_local_experts=weights.num_experts)
         selection = dataclasses.replace(self._selection, problem=problem)
         return backend_calls.permute(selection, backend_calls.make_experts(selection, self._winner), weights)
 
-    def _moves(self, layout: str) -> dict[str, Moves]:
-        key = (self._key, layout)
-        with _LOCK:
-            if key in _PLANS:
-                _PLANS.move_to_end(key)
-                return _PLANS[key]
-        moves = find_moves(self.permute, self.specs, self.quant, self._device)
-        with _LOCK:
-            _PLANS[key] = moves
-            while len(_PLANS) > _MOST_PLANS:
-                _PLANS.popitem(last=False)
-        return moves
-
     def _check(self, weights: ExpertWeights) -> None:
         problem = dataclasses.replace(self._selection.problem, num_local_experts=1)
         weights.check_against(problem)
-        if weights.w13.device != self._device:
-            raise ArgumentError(f"the new expert must be on {self._device}, got {weights.w13.device}; move it")
+        if weights.w13.device != self.device:
+            raise ArgumentError(f"the new expert must be on {self.device}, got {weights.w13.device}; move it")
         found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.tensors().items()}
         if found != self.specs:
             raise ArgumentError(
@@ -134,7 +111,7 @@ class OneExpert:
         if self._selection.problem.num_local_experts == 1 or self._key in _APART:
             return
         # Random, since the caller's numbers may be zeros, such as a pruned expert's, which show nothing.
-        one = drawn_expert(self.specs, self._device)
+        one = drawn_expert(self.specs, self.device)
         for name, tensor in one.items():
             if TENSOR_ROLES[name] in ("scale", "scale_2") and tensor.dim() == 2:
                 tensor[:, 1:] = tensor[:, :1]  # Some backends require equal gate and up scales.
@@ -161,12 +138,14 @@ class OneExpert:
         )
 
 
+@functools.lru_cache(maxsize=_MOST_PLANS)
+def _moves(reader: OneExpert, layout: str) -> dict[str, Moves]:
+    return find_moves(reader.permute, reader.specs, reader.quant, reader.device)
+
+
 @contextlib.contextmanager
 def keeping_moves() -> Iterator[None]:
-    """Caches layouts' moves while many experts are read, and frees them when the outermost context ends.
-
-    Without it, the last layouts' moves stay cached for the next expert.
-    """
+    """Caches all layouts' moves while many experts are read, and frees them when the outermost context ends."""
     global _readers
     with _LOCK:
         _readers += 1
@@ -176,15 +155,11 @@ def keeping_moves() -> Iterator[None]:
         with _LOCK:
             _readers -= 1
             if not _readers:
-                _PLANS.clear()
+                _moves.cache_clear()
 
 
 def read_all(permuted: PermutedWeights) -> ExpertWeights:
-    """Reads back all experts of permuted weights, one by one, as new canonical ones.
-
-    Raises:
-        LayoutNotInvertibleError: The layout does not keep the canonical numbers.
-    """
+    """Reads back all experts of permuted weights, one by one, as new canonical ones."""
     stacked: dict[str, torch.Tensor] = {}
     with keeping_moves():
         for expert in range(permuted.num_experts):

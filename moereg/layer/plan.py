@@ -14,14 +14,14 @@ from moereg.arguments import check_instance
 from moereg.dispatch import select_backend
 from moereg.errors import ArgumentError, RanksMeasuredWarning, UnsupportedProblemError
 from moereg.evidence.code_digest import class_digest
-from moereg.layer.expert_map import resolve_expert_map
-from moereg.layer.movement import MovementDecision, MovementSelection, problem_of_rank, select_movement
+from moereg.layer.checks import resolve_expert_map, winner_of
 from moereg.platforms import platform_of
 from moereg.prepare_finalize import Group, GroupPrepareFinalize, PrepareFinalize, resolve_prepare_finalize
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
 from moereg.prepare_finalize.ranks_agree import agree, differences
 from moereg.prepare_finalize.wire import CodedWire, PlainWire, Wire, wire_scheme
 from moereg.selection.decide import unmeasured
+from moereg.selection.movement import MovementDecision, MovementSelection, problem_of_rank, select_movement
 from moereg.selection.request import WayNames
 from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
@@ -52,15 +52,7 @@ class Asked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The plan that all ranks agreed on, as this rank sees it.
-
-    Attributes:
-        problem: The layer with this rank's experts; calls bring this rank's tokens.
-        selection: The backend, for the problem that the experts see.
-        prepare_finalize: Moves the tokens.
-        expert_map: [num_experts] int32 or None, for the experts' calls.
-        group: The ranks.
-    """
+    """Parts of a layer over a group, which all ranks agreed on; problem and map are this rank's."""
 
     problem: MoEProblem
     selection: Selection
@@ -76,11 +68,6 @@ def plan_layer(
 
     Ranks exchange three times, even if one of them fails: their arguments, what each would choose, and their choices.
     They run one plan: if measured times make their choices differ, all of them choose without.
-
-    Raises:
-        RanksDifferError: Ranks differ, or another one could not continue.
-        GroupError: A rank has ended or timed out.
-        MoeregError: This rank could not continue.
     """
     device = weights.w13.device
     group = Group(process_group, device)
@@ -221,19 +208,6 @@ def _chosen(
     return Plan(problem, selection, moves, expert_map, group), said
 
 
-def local_movement(problem: MoEProblem, movement: Movement) -> PrepareFinalize:
-    """The token dispatcher without a group: the caller's object, or the local one for the problem's format.
-
-    Raises:
-        ArgumentError: The object has another type or format.
-    """
-    if movement is not None and not isinstance(movement, PrepareFinalize):
-        cure = "leave it out for the one of the format; names of ways need a group"
-        check_instance("prepare_finalize", movement, PrepareFinalize, cure)
-    assert movement is None or isinstance(movement, PrepareFinalize)
-    return resolve_prepare_finalize(problem, movement)
-
-
 def _first_with_backend(movement: MovementSelection, selection: Selection | None) -> tuple[MovementDecision, Selection]:
     """The best token dispatcher whose format a backend serves, with that backend."""
     if movement.winner is None:
@@ -256,27 +230,6 @@ def _first_with_backend(movement: MovementSelection, selection: Selection | None
         f"the selection was made for {selection.problem}, and the experts behind {movement.winner.name} see {seen}; "
         "select for that: select_movement(...).experts_problem(...)"
     )
-
-
-def winner_of(selection: Selection, problem: MoEProblem) -> Decision:
-    """The winner of a selection, which must be for this problem.
-
-    Raises:
-        ArgumentError: The selection is for another problem, or names a backend that is not registered here.
-    """
-    if selection.problem != problem:
-        raise ArgumentError(f"the selection was made for {selection.problem}, got {problem}; select again")
-    if selection.winner is None or selection.winner.cell is None:
-        raise ArgumentError(
-            f"the selection has no backend that is registered here (it names {selection.backend!r}); select again"
-        )
-    for _, one in selection.ranges:
-        if one.cell is None or not one.accepted:
-            raise ArgumentError(
-                f"each range of a selection must be of a backend that fits and is registered here, got "
-                f"{one.backend!r}; select again"
-            )
-    return selection.winner
 
 
 def _wire(problem: MoEProblem, selection: Selection, winner: Decision) -> Wire:

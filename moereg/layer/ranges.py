@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from moereg.errors import LayoutMismatchError
 from moereg.experts import Experts
 from moereg.layer import backend_calls
 from moereg.prepare_finalize import Prepared
 from moereg.runtime.workspace import WORKSPACES
 from moereg.selection.result import Decision, Selection
 from moereg.spec.problem import MoEProblem
+from moereg.weights.adapters import ExpertAdapters
 from moereg.weights.permuted import PermutedWeights
 
 
@@ -25,7 +25,6 @@ class RangeExperts:
     Attributes:
         most: Most tokens of a call; None for the open range.
         selection: The layer's selection as if this range's candidate had won for every call; errors name that one.
-        experts: The candidate's experts for the layer.
     """
 
     most: int | None
@@ -37,7 +36,8 @@ class RangedExperts:
     """Runs the experts of a plan, with scratch memory that all layers share, and counts their calls.
 
     Attributes:
-        ranges: Ascending, the open one last. If `knows_counts` is False, only that one serves calls.
+        ranges: Ascending, the open one last.
+        serving: Those that serve calls: only the last one if `knows_counts` is False.
         rows_dtype: What any of them returns fits: ranks may run experts of different ranges, and their results meet.
         num_calls: Calls by the bits of their number of tokens less one.
     """
@@ -45,66 +45,29 @@ class RangedExperts:
     def __init__(
         self, ranges: tuple[RangeExperts, ...], problem: MoEProblem, device: torch.device, knows_counts: bool = True
     ) -> None:
-        """Runs nothing yet.
-
-        Args:
-            ranges: The experts.
-            problem: The layer as they see it.
-            device: Of their weights.
-            knows_counts: Whether the rows that arrive say how many tokens a call has.
-        """
+        """`knows_counts`: whether the rows that arrive say how many tokens a call has."""
         self.ranges = ranges
         self.rows_dtype = max((each.experts.rows_dtype for each in ranges), key=lambda dtype: dtype.itemsize)
         self.num_calls = [0] * 64
-        self._serving = ranges if knows_counts else ranges[-1:]
+        self.serving = ranges if knows_counts else ranges[-1:]
         self._problem = problem
         self._device = device
         self._sizes: dict[int, _CallSizes] = {}
 
-    @property
-    def serving(self) -> tuple[RangeExperts, ...]:
-        """The ranges that serve calls."""
-        return self._serving
-
-    def check_layout(self, layout: str) -> None:
-        """Checks that every range reads a layout of the open range's experts.
-
-        Raises:
-            LayoutMismatchError: One does not.
-        """
-        last = self.ranges[-1].experts
-        for reader in (each.experts for each in self.ranges):
-            if layout not in (reader.layouts if reader is last else {*reader.shared_layouts} & {*last.shared_layouts}):
-                raise LayoutMismatchError(
-                    f"{type(reader).__name__} reads layouts {', '.join(reader.layouts)}, got {layout!r} of "
-                    f"{type(last).__name__}; permute the weights with the same class"
-                )
-
     def range_of(self, num_tokens: int) -> RangeExperts:
-        """The range whose experts serve a call.
-
-        Args:
-            num_tokens: Tokens that the experts see: of a call, or over a group those that arrived.
-        """
-        return next(each for each in self._serving if each.most is None or num_tokens <= each.most)
+        """The range that serves calls of so many tokens, or over a group of so many that arrived."""
+        return next(each for each in self.serving if each.most is None or num_tokens <= each.most)
 
     def count(self, num_tokens: int) -> None:
         """Counts a call with at least one token."""
         self.num_calls[(num_tokens - 1).bit_length()] += 1
 
     def run(self, prepared: Prepared, weights: PermutedWeights, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Runs the experts.
+        """Runs the experts, unless there are no rows, and returns theirs in the experts' output form.
 
         Args:
-            prepared: Their inputs; without rows they are not called.
-            weights: What they read.
+            prepared, weights: What they read.
             out: [T,H] for reduced output; other forms then use scratch memory. None allocates new memory.
-
-        Returns:
-            The rows, in the experts' output form.
-
-        Raises:
-            BackendError: The backend's code raised.
         """
         num_tokens = prepared.num_tokens
         if num_tokens == 0:
@@ -141,7 +104,7 @@ class RangedExperts:
         sizes = self._sizes_of(self.range_of(num_tokens), num_tokens)
         if not _may_be_captured(self._device):
             # Engines measure a model's memory by one call with the most tokens, and fewer may need more.
-            for each in self._serving:
+            for each in self.serving:
                 if each.most is not None and each.most < num_tokens:
                     self.scratch(each, self._sizes_of(each, each.most).scratch)
         self._sizes[num_tokens] = sizes
@@ -160,23 +123,18 @@ class RangedExperts:
 
 
 class Reads(NamedTuple):
-    """Operands of a call beside its inputs.
-
-    Attributes:
-        weights: In a layout of the kernel's classes.
-        expert_map: As in `MoEKernel`.
-    """
+    """Operands of a call beside its inputs; adapters in calls that train."""
 
     weights: PermutedWeights
     expert_map: torch.Tensor | None
+    adapters: ExpertAdapters | None = None
 
 
 class _CallSizes(NamedTuple):
-    """Experts for a number of tokens, with what a call needs.
+    """The range that serves a number of tokens, and what a call needs.
 
     Attributes:
-        range: Their range of the plan.
-        rows: Shape of their output.
+        rows: Shape of the experts' output.
         scratch: Shapes of both workspaces and, unless the output is finished rows, of room for it.
     """
 
@@ -199,11 +157,7 @@ def alone(selection: Selection, decision: Decision | None) -> Selection:
 
 
 def make_ranges(selection: Selection) -> tuple[RangeExperts, ...]:
-    """Makes the experts of a plan, one instance for each candidate, whichever ranges it has.
-
-    Raises:
-        BackendError: A class raised.
-    """
+    """Makes the experts of a plan, one instance for each candidate, whichever ranges it has."""
     made: dict[int, tuple[Selection, Experts]] = {}
     for _, decision in selection.plan:
         if id(decision) not in made:
@@ -213,11 +167,7 @@ def make_ranges(selection: Selection) -> tuple[RangeExperts, ...]:
 
 
 def counts_by_range(ranges: Sequence[int | None], counts: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Splits numbers of tokens by the ranges that serve them.
-
-    Args:
-        ranges: Most tokens of each range, ascending, None at the end.
-        counts: Numbers of tokens, ascending.
+    """Splits ascending numbers of tokens by the ranges that serve them, of which `ranges` has the most tokens.
 
     Yields:
         (place of the range, its numbers), for ranges that have any.

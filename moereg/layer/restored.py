@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 
-from moereg.experts import ExpertInputs, Experts, Gradients, SavedShapes
+from moereg.experts import Experts, SavedShapes
 from moereg.quantize import dequantize_into
 from moereg.spec.problem import MoEProblem
 from moereg.weights.layouts import round_up
@@ -52,52 +51,22 @@ class RestoredExperts(Experts):
         return self._with_room(self._shapes_of("workspace_shapes", num_tokens))
 
     def backward_workspace_shapes(self, problem: MoEProblem, num_tokens: int) -> Shapes:
-        """Likewise."""
+        """Those of the class, likewise."""
         return self._with_room(self._shapes_of("backward_workspace_shapes", num_tokens))
 
     def saved_shapes(self, problem: MoEProblem, num_tokens: int) -> SavedShapes:
         """Those of the class."""
         return self.inner.saved_shapes(problem=self.inner.problem, num_tokens=num_tokens)
 
-    def apply(
-        self,
-        out: torch.Tensor,
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        """Restores the weights and runs the class."""
-        given = self._restored(weights, workspace13, self._shapes_of("workspace_shapes", len(out)))
-        self.inner.apply(out=out, inputs=inputs, workspace2=workspace2, **given)
+    def apply(self, *_: Any, **given: Any) -> None:
+        """Restores the weights and runs the class; so do the others. All arguments come by keyword."""
+        self._run("apply", "workspace_shapes", len(given["out"]), **given)
 
-    def apply_saving(
-        self,
-        out: torch.Tensor,
-        saved: Mapping[str, torch.Tensor],
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        """Likewise."""
-        given = self._restored(weights, workspace13, self._shapes_of("workspace_shapes", len(out)))
-        self.inner.apply_saving(out=out, saved=saved, inputs=inputs, workspace2=workspace2, **given)
+    def apply_saving(self, *_: Any, **given: Any) -> None:  # noqa: D102
+        self._run("apply_saving", "workspace_shapes", len(given["out"]), **given)
 
-    def apply_backward(
-        self,
-        grads: Gradients,
-        grad_out: torch.Tensor,
-        saved: Mapping[str, torch.Tensor],
-        inputs: ExpertInputs,
-        weights: PermutedWeights,
-        workspace13: torch.Tensor,
-        workspace2: torch.Tensor,
-    ) -> None:
-        """Likewise."""
-        given = self._restored(weights, workspace13, self._shapes_of("backward_workspace_shapes", len(grad_out)))
-        given |= {"inputs": inputs, "workspace2": workspace2}
-        self.inner.apply_backward(grads=grads, grad_out=grad_out, saved=saved, **given)
+    def apply_backward(self, *_: Any, **given: Any) -> None:  # noqa: D102
+        self._run("apply_backward", "backward_workspace_shapes", len(given["grad_out"]), **given)
 
     def _shapes_of(self, method: str, num_tokens: int) -> Shapes:
         shapes: Shapes = getattr(self.inner, method)(problem=self.inner.problem, num_tokens=num_tokens)
@@ -106,12 +75,20 @@ class RestoredExperts(Experts):
     def _with_room(self, shapes: Shapes) -> Shapes:
         return (sum(self._rooms) + math.prod(shapes[0]),), shapes[1]
 
-    def _restored(self, weights: PermutedWeights, workspace13: torch.Tensor, shapes: Shapes) -> dict[str, Any]:
-        """Restores a layer's weights; returns them and the rest of workspace13, by argument."""
+    def _run(
+        self,
+        step: str,
+        method: str,
+        num_tokens: int,
+        weights: PermutedWeights,
+        workspace13: torch.Tensor,
+        **others: Any,
+    ) -> None:
+        shapes = self._shapes_of(method, num_tokens)
         *parts, rest = workspace13.split((*self._rooms, math.prod(shapes[0])))
         w13, w2 = (part[: math.prod(shape)].view(shape) for part, shape in zip(parts, self._sizes, strict=True))
         held: dict[str, Any] = {**weights.per_expert, **weights.shared}
         quantized = ExpertWeights.unchecked(held, self.problem.quant)
         dequantize_into(quantized, w13, w2)
         read = PermutedWeights("canonical", {"w13": w13, "w2": w2, **quantized.tensors("bias")})
-        return {"weights": read, "workspace13": rest.view(shapes[0])}
+        getattr(self.inner, step)(weights=read, workspace13=rest.view(shapes[0]), **others)

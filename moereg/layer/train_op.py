@@ -1,4 +1,7 @@
-"""The differentiable torch op by which layers train: opaque to compiled code, with a backward op of its own."""
+"""The differentiable torch op by which layers train: opaque to compiled code, with a backward op of its own.
+
+What no layer trains is joined to autograd's graph too, where a backward pass raises.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 from moereg.errors import GradientError
 from moereg.experts import SavedShapes
 from moereg.kernels.sizes import GUARD_ROWS
+from moereg.prepare_finalize.overlap import Tokens
 from moereg.runtime.graph_pools import in_compiled_code
 from moereg.runtime.torch_op import layer_of
 from moereg.spec.problem import MoEProblem
@@ -50,14 +54,7 @@ def trains(
     weights: Mapping[str, torch.Tensor | None],
     adapters: ExpertAdapters | None = None,
 ) -> bool:
-    """Whether autograd follows tensors of a call, and the problem names all that it follows.
-
-    Args:
-        problem: The layer.
-        hidden_states, topk_weights: Of the call.
-        weights: Those that may be trained, by name.
-        adapters: Of the call.
-    """
+    """Whether autograd follows tensors of a call, and the problem names all that it follows."""
     if not problem.gradients or not torch.is_grad_enabled():
         return False
     follows = {
@@ -83,14 +80,10 @@ def run_training(
     """Runs a layer on its owner's tensors, so that a backward pass to its output computes what autograd follows.
 
     Args:
-        problem: The layer.
-        hidden_states, topk_weights, topk_ids: As in `MoEKernel`, checked.
+        problem, hidden_states, topk_weights, topk_ids: As in `MoEKernel`, checked.
         weights: Canonical tensors to read, and to train if they require it, by name; none if the kernel has its own.
         handle: From `new_handle`, of a layer whose `training_kernel` gives its kernel.
         adapters: Of the experts, in the problem's dtype, contiguous; they may be read without gradients too.
-
-    Returns:
-        [T,H] in the problem's dtype.
     """
     adapters = adapters or ExpertAdapters()
     tensors = {**weights, **adapters.tensors()}
@@ -131,12 +124,7 @@ def cut_saved(saved: torch.Tensor, shapes: SavedShapes) -> dict[str, torch.Tenso
 
 
 class CallTensors(NamedTuple):
-    """Parameters that a call reads, and trains as far as its gradients are wanted.
-
-    Attributes:
-        weights: Canonical tensors by name; empty means the kernel's own weights.
-        adapters: Of the experts, or None.
-    """
+    """Canonical tensors by name, none for the kernel's own, and adapters; a call reads them, and may train them."""
 
     weights: dict[str, torch.Tensor]
     adapters: ExpertAdapters | None
@@ -184,13 +172,12 @@ def _moe_train(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         kernel = layer_of(handle).training_kernel()
         saved = torch.empty(saved_bytes, dtype=torch.uint8, device=hidden_states.device)
         parameters = CallTensors.of(tensors, w13_scaling, w2_scaling)
-        return kernel.run_saving(hidden_states, topk_weights, topk_ids, parameters, saved), saved
+        return kernel.run_saving(Tokens(hidden_states, topk_weights, topk_ids), parameters, saved), saved
 
 
 def _moe_train_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     grad_out, *tensors, handle, w13_scaling, w2_scaling, wanted = arguments
     grad_out, saved, hidden_states, topk_weights, topk_ids, *tensors = _apart((grad_out.contiguous(), *tensors))
-    call = (hidden_states, topk_weights, topk_ids)
     targets = _targets(hidden_states, topk_weights, tensors, wanted)
     with in_compiled_code():
         kernel = layer_of(handle).training_kernel()
@@ -203,7 +190,7 @@ def _moe_train_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
             },
             grad_out,
             saved,
-            *call,
+            Tokens(hidden_states, topk_weights, topk_ids),
             CallTensors.of(tensors, w13_scaling, w2_scaling),
         )
     return targets
@@ -292,3 +279,49 @@ for _name, _run, _fake in (
     torch.library.register_fake(f"moereg::{_name}", _fake, lib=_LIBRARY)
 torch.library.register_autograd("moereg::moe_train", _differentiate, setup_context=_keep, lib=_LIBRARY)
 torch.library.register_autograd("moereg::moe_train_backward", _refuse, lib=_LIBRARY)
+
+
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd follows any of these tensors."""
+    return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
+
+
+def joined(out: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
+    """The output, computed without autograd, as part of its inputs' graph, where a backward pass raises.
+
+    Returns:
+        `out` itself where autograd follows none of the inputs, else the same memory in a tensor whose gradient is a
+        `GradientError`.
+    """
+    if not wants_gradient(*inputs):
+        return out
+    followed = [each for each in inputs if each is not None and each.requires_grad]
+    found: torch.Tensor = _NoBackward.apply(out, *followed)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, *followed: torch.Tensor) -> torch.Tensor:
+        ctx.shapes = [each.shape for each in followed]
+        return out.detach()  # A view of an argument could not be written in place, as in `out += shared(x)`.
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # An operator, since compiled code traces this function before anybody calls for a backward pass.
+        return None, *(torch.ops.moereg.no_gradient(gradients[0], shape) for shape in ctx.shapes)
+
+
+_LIBRARY.define("no_gradient(Tensor gradient, SymInt[] shape) -> Tensor")
+
+
+def _no_gradient(gradient: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    raise GradientError(
+        f"moereg computes only gradients that MoEProblem(gradients=...) names, got a backward pass to an output of "
+        f"{list(gradient.shape)} for another tensor; name it there, infer under torch.no_grad(), or detach the output; "
+        "in transformers, moereg.integrations.transformers.restore(model) brings back freed weights, which train"
+    )
+
+
+_LIBRARY.impl("no_gradient", _no_gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("moereg::no_gradient", torch.Tensor.new_empty, lib=_LIBRARY)

@@ -11,28 +11,22 @@ import torch
 
 from moereg.experts import Gradients, SavedShapes
 from moereg.layer import backend_calls
-from moereg.layer.checks import ids_in_32_bits
-from moereg.layer.in_turn import InTurn
+from moereg.layer.checks import check_values, ids_in_32_bits
+from moereg.layer.held_weights import InTurn
 from moereg.layer.ranges import RangedExperts, Reads
 from moereg.layer.train_op import cut_saved
 from moereg.prepare_finalize import PrepareFinalize
 from moereg.prepare_finalize.overlap import Tokens
 from moereg.runtime.torch_state import plain_torch
 from moereg.spec.problem import MoEProblem
-from moereg.weights.adapters import ExpertAdapters
 
 
 class TrainingCalls:
     """Runs `apply_saving` and `apply_backward` of a plan's experts."""
 
     def __init__(
-        self,
-        ranged: RangedExperts,
-        prepare_finalize: PrepareFinalize,
-        problem: MoEProblem,
-        in_turn: InTurn,
+        self, problem: MoEProblem, ranged: RangedExperts, prepare_finalize: PrepareFinalize, in_turn: InTurn
     ) -> None:
-        """Runs nothing yet. The arguments are those of the experts' kernel, with the problem as they see it."""
         self._ranged = ranged
         self._prepare = prepare_finalize.prepare
         self._problem = problem
@@ -40,53 +34,30 @@ class TrainingCalls:
         # The last number of tokens of each step, with its shapes.
         self._shapes: dict[str, tuple[int, tuple[backend_calls.Shapes, SavedShapes]]] = {}
 
-    def forward(
-        self,
-        tokens: Tokens,
-        reads: Reads,
-        adapters: ExpertAdapters | None,
-        saved: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        """Runs a call of at least one token, and keeps what its backward pass needs.
-
-        Args:
-            tokens: The call.
-            reads, adapters: What the experts read.
-            saved: uint8, overwritten.
-            out: [T,H], overwritten.
-        """
-        self._ranged.count(len(tokens.hidden_states))
-        self._run("apply_saving", tokens, reads, adapters, saved, out=out)
+    def forward(self, tokens: Tokens, reads: Reads, saved: torch.Tensor, out: torch.Tensor) -> None:
+        """Runs a call of at least one token; overwrites `out` [T,H], and `saved`, uint8, for its backward pass."""
+        _, topk_weights, topk_ids = tokens
+        check_values(self._problem, topk_ids.device, topk_weights, topk_ids, reads.expert_map)
+        self._ranged.count(len(topk_ids))
+        self._run("apply_saving", tokens, reads, saved, out=out)
 
     def backward(
         self,
         tokens: Tokens,
         reads: Reads,
-        adapters: ExpertAdapters | None,
         saved: torch.Tensor,
         gradients: Mapping[str, torch.Tensor],
         grad_out: torch.Tensor,
     ) -> None:
-        """Computes gradients of a call of `forward`.
-
-        Args:
-            tokens, reads, adapters, saved: As in that call.
-            gradients: Tensors to overwrite, by the names of `Gradients`.
-            grad_out: [T,H] in the problem's dtype, contiguous.
-        """
+        """Overwrites gradients of a call of `forward`, by the names of `Gradients`; `grad_out` [T,H] is contiguous."""
+        if not len(grad_out):
+            for tensor in gradients.values():
+                tensor.zero_()
+            return
         targets: dict[str, Any] = {**gradients}
-        self._run("apply_backward", tokens, reads, adapters, saved, grads=Gradients(**targets), grad_out=grad_out)
+        self._run("apply_backward", tokens, reads, saved, grads=Gradients(**targets), grad_out=grad_out)
 
-    def _run(
-        self,
-        step: str,
-        tokens: Tokens,
-        reads: Reads,
-        adapters: ExpertAdapters | None,
-        saved: torch.Tensor,
-        **others: Any,
-    ) -> None:
+    def _run(self, step: str, tokens: Tokens, reads: Reads, saved: torch.Tensor, **others: Any) -> None:
         thread, num_tokens = get_ident(), len(tokens.hidden_states)
         served = self._ranged.range_of(num_tokens)
         selection, experts = served.selection, served.experts
@@ -96,7 +67,7 @@ class TrainingCalls:
                 known, shapes = self._shapes.get(step, (0, None))
                 if shapes is None or known != num_tokens:
                     shapes = (
-                        backend_calls.training_shapes(selection, experts, num_tokens, step),
+                        backend_calls.workspace_shapes(selection, experts, num_tokens, step),
                         backend_calls.saved_shapes(selection, experts, num_tokens, saved.numel()),
                     )
                     self._shapes[step] = num_tokens, shapes
@@ -106,7 +77,7 @@ class TrainingCalls:
                 inputs = self._prepare(*rows, self._problem, reads.expert_map).inputs
                 others |= {
                     "saved": cut_saved(saved, shapes[1]),
-                    "inputs": dataclasses.replace(inputs, adapters=adapters),
+                    "inputs": dataclasses.replace(inputs, adapters=reads.adapters),
                     "weights": reads.weights,
                     "workspace13": workspace13,
                     "workspace2": workspace2,

@@ -12,7 +12,6 @@ import torch
 
 from moereg.dispatch import select_backend
 from moereg.layer.factory import MoEKernel, make_kernel
-from moereg.layer.in_place import ReadInPlace
 from moereg.layer.ranges import Reads
 from moereg.platforms import platform_of
 from moereg.runtime.graph_pools import in_compiled_code
@@ -25,7 +24,7 @@ from moereg.weights.versions import TensorState, check_counted, states_of
 _LAYERS: Final[dict[tuple[str, tuple[int, ...]], tuple[MoEKernel, tuple[TensorState, ...]]]] = {}
 """Kernels with a copy of a program's weights, by its description of the layer and its tensors' addresses, with the
 state of those tensors. Dropped with the first of them."""
-_IN_PLACE: Final[dict[str, tuple[MoEKernel, ReadInPlace]]] = {}
+_IN_PLACE: Final[dict[str, MoEKernel]] = {}
 """Kernels that read the tensors of each call, by the description of the layer."""
 _LOCK: Final = threading.Lock()
 
@@ -49,9 +48,8 @@ def run_exported(
     """Runs a layer while its caller is exported: one opaque op that writes `out`.
 
     Args:
-        hidden_states, topk_weights, topk_ids, out: As in `MoEKernel`.
+        hidden_states, topk_weights, topk_ids, out, problem: As in `MoEKernel`.
         tensors: Canonical weights by field, and `expert_map` if placement is `map`.
-        problem: The layer.
         **keywords: `ep_rank`, `require`, `prefer` and `deny`. Collections that JSON lacks, such as sets, become lists.
     """
     said = problem.to_dict()
@@ -82,8 +80,8 @@ def _kernel_of(tensors: list[torch.Tensor], layer: str) -> tuple[MoEKernel, Read
     said = json.loads(layer)
     held = dict(zip(said.pop("tensors"), tensors, strict=True))
     expert_map = held.pop("expert_map", None)
-    kernel, readable = _IN_PLACE.get(layer, (None, None))
-    if kernel is not None and readable is not None and readable.fits(held):
+    kernel = _IN_PLACE.get(layer)
+    if kernel is not None and kernel.held.fits(held):
         return kernel, Reads(PermutedWeights.in_place(held), expert_map)
     key = (layer, tuple(tensor.data_ptr() for tensor in tensors))
     (kernel, before), seen = _LAYERS.get(key, (None, ())), states_of(held.values())
@@ -102,12 +100,12 @@ def _kernel_of(tensors: list[torch.Tensor], layer: str) -> tuple[MoEKernel, Read
     is_contiguous = all(one.is_contiguous() for one in held.values())
     if problem.quant.weight is None and in_place.winner is not None and is_contiguous:
         kernel = make_kernel(problem, weights, in_place, ep_rank=ep_rank, expert_map=expert_map)
-        kernel.read_from(dict)  # Each call brings its tensors.
+        kernel.held.read_from(dict)  # Each call brings its tensors.
         kernel.expert_map = None
-        _IN_PLACE[layer] = kernel, ReadInPlace(held)
+        _IN_PLACE[layer] = kernel
         return kernel, Reads(PermutedWeights.in_place(held), expert_map)
     kernel = make_kernel(problem, weights, selection, ep_rank=ep_rank, expert_map=expert_map, own_weights=True)
-    kernel.copied = None
+    kernel.held.copied = None
     _LAYERS[key] = kernel, seen
     for tensor in held.values():
         weakref.finalize(tensor.untyped_storage(), _drop, key, weakref.ref(kernel)).atexit = False

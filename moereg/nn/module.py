@@ -13,13 +13,11 @@ from moereg.arguments import check_count, check_device, check_flag, check_instan
 from moereg.checkpoints import CheckpointLayer, load_experts
 from moereg.dispatch import Names, Selection, select_backend
 from moereg.errors import ArgumentError
-from moereg.layer.checks import check_call, check_no_transform
-from moereg.layer.expert_map import resolve_expert_map
+from moereg.layer.checks import check_call, check_no_transform, resolve_expert_map
 from moereg.layer.factory import MoEKernel, make_kernel
-from moereg.layer.in_place import ReadInPlace, say_gain, say_once
-from moereg.layer.no_backward import joined
+from moereg.layer.in_place import check_in_place, say_gain, say_once
 from moereg.layer.one_expert import keeping_moves
-from moereg.layer.train_op import run_training, trains
+from moereg.layer.train_op import joined, run_training, trains
 from moereg.nn.export_op import run_exported
 from moereg.nn.state import CanonicalModule, experts_of, has_shared_experts, router_tensors, zeros_for
 from moereg.platforms import platform_of
@@ -370,7 +368,7 @@ class MoELayer(CanonicalModule):
                 be freed and the kernel's layout cannot be read back.
         """
         was_prepared, self._is_prepared = self._is_prepared, True
-        if selection is None and (was_prepared or self._reads is None):
+        if selection is None and (was_prepared or not self._reads_in_place):
             followed = self._followed(refresh)
             # The first call may have made the best one, for want of any that reads in place.
             if followed is not None and (was_prepared or followed.selection.backend == self._selected().backend):
@@ -382,12 +380,12 @@ class MoELayer(CanonicalModule):
         kernel = self._kernel
         if kernel is None or self._is_freed:
             return kernel
-        if self._reads is not None:
-            return kernel if self._reads.fits(self._in_place) else None
+        if kernel.held.is_borrowed:
+            return kernel if kernel.held.fits(self._in_place) else None
         state, seen = self._state(checks=not refresh), self._seen
         if refresh or state != seen:
             weights = self._checked_weights()
-            if kernel.borrowed - kernel.weights.shared_with(weights):
+            if kernel.held.borrowed - kernel.weights.shared_with(weights):
                 return None  # It would write into the old parameters, which may be anybody's.
             # In place, so that captured graphs see it.
             kernel.reload(weights, write_shared=True)
@@ -421,17 +419,17 @@ class MoELayer(CanonicalModule):
                 say_gain(best, selection, weights, "layer.prepare()")
                 selection = best if selection.winner is None else selection
         place, held = self._buffers["expert_map"], self._in_place
-        reads = ReadInPlace(held) if held and reading_in_place(selection).winner is selection.winner else None
+        if held and reading_in_place(selection).winner is selection.winner:
+            check_in_place(held)
         kernel = make_kernel(self.problem, weights, selection, ep_rank=self.ep_rank, expert_map=place)
-        kernel.copied = None  # Later calls of `prepare` reload it.
-        self._reads = None
+        kernel.held.copied = None  # Later calls of `prepare` reload it.
         if not self.keep_canonical:
             with keeping_moves():
                 kernel.weights.to_canonical(0)  # Raises if nothing could be read back.
             self._free()
-        elif held and kernel.reads_in_place:
-            self._reads = reads or ReadInPlace(held)
-            kernel.read_from(functools.partial(_held_by, weakref.ref(self)))
+        elif held and kernel.held.reads_in_place:
+            check_in_place(held)  # By another class than the selection's, if that failed its first check.
+            kernel.held.read_from(functools.partial(_held_by, weakref.ref(self)))
         self._kernel, self._seen = kernel, self._state()
         return kernel
 
@@ -455,10 +453,10 @@ class MoELayer(CanonicalModule):
             ArgumentError: As in `MoEKernel.update_expert`.
         """
         kernel = self.training_kernel()
-        with kernel.in_turn.alone():
+        with kernel.held.in_turn.alone():
             # The kernel shares the parameters' own memory.
             kernel.update_expert(expert, weights, write_shared=True)
-            if not self._is_freed and self._reads is None:
+            if not self._is_freed and not kernel.held.is_borrowed:
                 with torch.no_grad():
                     for name, tensor in weights.tensors().items():
                         parameter = self._parameters[name]
@@ -470,11 +468,7 @@ class MoELayer(CanonicalModule):
     def check_and_run(
         self, hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Runs a call of compiled code, whose shapes and dtypes were checked.
-
-        Args:
-            hidden_states, topk_weights, topk_ids, out: As in `MoEKernel.check_and_run`.
-        """
+        """Runs a call of compiled code, whose shapes and dtypes were checked, as `MoEKernel.check_and_run` does."""
         with torch.no_grad():
             self.training_kernel()(hidden_states, topk_weights, topk_ids, out)
 
@@ -512,7 +506,7 @@ def _held_by(layer: weakref.ref[MoELayer]) -> dict[str, torch.Tensor]:
             "this kernel reads the parameters of a MoELayer, got a call after the layer was freed; keep the layer"
         )
     held = found._in_place
-    if found._reads is None or not found._reads.fits(held):
+    if found._kernel is None or not found._kernel.held.fits(held):
         raise ArgumentError(
             "this kernel was made for parameters of other sizes, dtypes or places than the layer has now; call "
             "layer.prepare() again"

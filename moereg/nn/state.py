@@ -15,7 +15,6 @@ from moereg.arguments import check_count, check_instance
 from moereg.checkpoints._models import MODEL_TYPES
 from moereg.errors import ArgumentError
 from moereg.layer.factory import MoEKernel
-from moereg.layer.in_place import ReadInPlace
 from moereg.layer.one_expert import read_all
 from moereg.layer.train_op import WEIGHTS
 from moereg.routing import RouterSpec, language_config
@@ -38,7 +37,6 @@ class CanonicalModule(torch.nn.Module):
     _handle: torch.Tensor
     _adapter_scaling: tuple[float, float]
     # _seen: State of the parameters that the kernel copied; None if it is out of date.
-    # _reads: What the kernel may read in place; None if it has weights of its own.
     # _is_prepared: Whether `prepare` was asked for the best kernel, in whichever layout.
     # _freed: Freed parameters by name, on meta.
 
@@ -47,7 +45,6 @@ class CanonicalModule(torch.nn.Module):
         super().__init__()
         self._kernel: MoEKernel | None = None
         self._seen: tuple[TensorState, ...] | None = None
-        self._reads: ReadInPlace | None = None
         self._is_prepared = False
         self._freed: dict[str, torch.Tensor] = {}
 
@@ -102,6 +99,10 @@ class CanonicalModule(torch.nn.Module):
     def _in_place(self) -> dict[str, torch.Tensor]:
         """Those that a kernel can read where they are; of quantized or transposed ones it holds a copy."""
         return self._held if self.problem.quant.weight is None and not self._is_copied else {}
+
+    @property
+    def _reads_in_place(self) -> bool:
+        return self._kernel is not None and self._kernel.held.is_borrowed
 
     @property
     def _is_copied(self) -> bool:
@@ -210,7 +211,7 @@ class CanonicalModule(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and pickles: canonical tensors without the kernel, which belongs to this machine."""
-        state = {**self.__dict__, "_kernel": None, "_seen": None, "_reads": None, "_freed": {}}
+        state = {**self.__dict__, "_kernel": None, "_seen": None, "_freed": {}}
         del state["_handle"]
         if self._is_freed:
             read = {name: _as_parameter(tensor) for name, tensor in self.weights.tensors().items()}
@@ -228,11 +229,7 @@ def router_tensors(
     given: Mapping[str, torch.Tensor | None],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """The router's tensors by name, on the device; zeros for missing ones.
-
-    Raises:
-        ArgumentError: The router does not fit the problem, or a tensor does not fit the router.
-    """
+    """The router's tensors by name, on the device; zeros for missing ones."""
     held = {name: tensor for name, tensor in given.items() if tensor is not None}
     if router is None:
         if held:

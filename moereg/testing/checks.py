@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 
 from moereg.dispatch import evaluate
 from moereg.errors import described
-from moereg.layer.expert_map import resolve_expert_map
+from moereg.layer.checks import resolve_expert_map
 from moereg.layer.factory import make_unchecked_kernel
 from moereg.numerics.reference import LayerCall, reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
@@ -122,7 +122,7 @@ class GuardedLayer:
             expert_map=expert_map,
         )
         self._memory.check()
-        self._kernel.weights = guard_permuted(self._memory, self._kernel.weights)
+        self._kernel.held.permuted = guard_permuted(self._memory, self._kernel.weights)
         if self._kernel.expert_map is not None and expert_map is None:
             self._kernel.expert_map = self._memory.copy("expert_map", self._kernel.expert_map)
             self._memory.freeze()

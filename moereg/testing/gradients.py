@@ -19,7 +19,7 @@ import torch
 from moereg.dispatch import evaluate
 from moereg.experts import ExpertInputs, Gradients
 from moereg.layer.backend_calls import make_experts, permute
-from moereg.layer.expert_map import resolve_expert_map
+from moereg.layer.checks import resolve_expert_map
 from moereg.layer.factory import make_unchecked_kernel
 from moereg.numerics.gradients import reference_gradients
 from moereg.numerics.reference import relative_error

@@ -90,7 +90,7 @@ def check_scale(name: str, scale: torch.Tensor) -> None:
 
 
 def check_zero_points(name: str, packed: torch.Tensor, num_groups: int) -> None:
-    """Checks 4-bit zero points: every nibble is in range, so only a spare one that is not 0 can be detected."""
+    """Checks 4-bit zero points: all nibbles are in range, so only a spare one that is not 0 can be detected."""
     if num_groups % 2 == 0:
         return
     spare = packed[..., -1] >> 4

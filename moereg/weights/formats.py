@@ -36,11 +36,7 @@ class Quantized:
 
 @functools.lru_cache(maxsize=64)
 def element_of(fmt: QuantFormat) -> Element:
-    """The element type of a format.
-
-    Raises:
-        ArgumentError: moereg cannot encode the dtype, or it is signed and has zero points.
-    """
+    """The element type of a format."""
     if fmt.dtype == "float4_e2m1fn":
         element = E2M1
     elif fmt.dtype in INTEGERS:

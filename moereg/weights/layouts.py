@@ -32,11 +32,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def in_place(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, which must not be copied; rows that are no multiple of `ALIGNMENT` bytes may begin anywhere.
-
-    Raises:
-        ArgumentError: It is not contiguous or not aligned.
-    """
+    """The tensor, which must not be copied; rows that are no multiple of `ALIGNMENT` bytes may begin anywhere."""
     if not tensor.is_contiguous():
         raise ArgumentError(
             f"{name} is read where it lies and must be contiguous, got shape {list(tensor.shape)} with strides "
@@ -68,11 +64,7 @@ def interleave_gate_up(w13: torch.Tensor, out: torch.Tensor | None = None, dim: 
     Returns:
         `out`.
     """
-    if out is None:
-        out = torch.empty_like(w13, memory_format=torch.contiguous_format)
-    dim = range(w13.dim())[dim]  # From 0 on, since `transpose` below names the one behind it.
-    out.unflatten(dim, (-1, 2)).copy_(w13.unflatten(dim, (2, -1)).transpose(dim, dim + 1))
-    return out
+    return _reordered(w13, out, dim, (2, -1), (-1, 2))
 
 
 def deinterleave_gate_up(w13: torch.Tensor, out: torch.Tensor | None = None, dim: int = -2) -> torch.Tensor:
@@ -85,10 +77,16 @@ def deinterleave_gate_up(w13: torch.Tensor, out: torch.Tensor | None = None, dim
     Returns:
         `out`, gate rows first.
     """
+    return _reordered(w13, out, dim, (-1, 2), (2, -1))
+
+
+def _reordered(
+    w13: torch.Tensor, out: torch.Tensor | None, dim: int, mine: tuple[int, int], theirs: tuple[int, int]
+) -> torch.Tensor:
     if out is None:
         out = torch.empty_like(w13, memory_format=torch.contiguous_format)
     dim = range(w13.dim())[dim]  # From 0 on, since `transpose` below names the one behind it.
-    out.unflatten(dim, (2, -1)).copy_(w13.unflatten(dim, (-1, 2)).transpose(dim, dim + 1))
+    out.unflatten(dim, theirs).copy_(w13.unflatten(dim, mine).transpose(dim, dim + 1))
     return out
 
 

@@ -51,10 +51,10 @@ class PermutedWeights:
             raise ArgumentError(f"per_expert tensors must hold the same number of experts, got {counts}")
 
     @classmethod
-    def in_place(cls, tensors: Mapping[str, torch.Tensor]) -> PermutedWeights:
+    def in_place(cls, tensors: Mapping[str, torch.Tensor], reader: CanonicalReader | None = None) -> PermutedWeights:
         """Canonical per-expert tensors as they lie, unchecked: hosts make one for each call."""
         made = cls.__new__(cls)
-        made.__dict__.update(layout=CANONICAL, per_expert=tensors, shared={}, reader=None)
+        made.__dict__.update(layout=CANONICAL, per_expert=tensors, shared={}, reader=reader)
         return made
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -148,13 +148,7 @@ def dequantize_into(weights: ExpertWeights, w13: torch.Tensor, w2: torch.Tensor)
 
 
 def expert_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int | slice) -> Quantized:
-    """Views of one expert's matrix in a layer's tensors, or of several experts' matrices.
-
-    Args:
-        tensors: Tensors by field of `ExpertWeights`.
-        name: `w13` or `w2`.
-        expert: Local expert or experts.
-    """
+    """Views of one expert's matrix, `w13` or `w2`, in a layer's tensors by field, or of several experts' matrices."""
     scale_2, zero_point = (tensors.get(tensor_name(name, role)) for role in ("scale_2", "zero_point"))
     return Quantized(
         tensors[name][expert],
@@ -165,17 +159,10 @@ def expert_matrix(tensors: Mapping[str, torch.Tensor], name: str, expert: int | 
 
 
 def dequantize_rows(matrix: Quantized, fmt: QuantFormat, columns: int, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantizes some rows of one expert's matrix.
-
-    Args:
-        matrix: The result of `expert_matrix`.
-        fmt: Its format.
-        columns: K.
-        rows: Must start at a multiple of the format's group rows.
-        dtype: The result's dtype; see `dequantize_weights`.
+    """Dequantizes rows of one expert's matrix, which start at a multiple of the format's group rows.
 
     Returns:
-        [rows, K], a new tensor.
+        [rows, K], a new tensor; `dequantize_weights` has the dtypes.
     """
     start, stop, _ = rows.indices(matrix.q.shape[0])
     wide = torch.float64 if dtype == torch.float64 else torch.float32

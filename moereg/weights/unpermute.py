@@ -101,17 +101,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def find_moves(permute: Permute, specs: TensorSpecs, quant: QuantScheme, device: torch.device) -> dict[str, Moves]:
-    """Finds where a layout moves the units of each canonical tensor, by permuting a few experts.
-
-    Args:
-        permute: Permutes one expert.
-        specs: The expert's canonical tensors.
-        quant: Their scheme.
-        device: Device that `permute` works on.
-
-    Raises:
-        LayoutNotInvertibleError: A tensor's numbers are used in computations instead of moved, or are not kept.
-    """
+    """Finds where a layout moves the units of each canonical tensor of an expert, by permuting a few experts."""
     base = {}
     for name, (shape, dtype) in specs.items():
         numbers = _numbers(name, dtype)
@@ -123,16 +113,7 @@ def find_moves(permute: Permute, specs: TensorSpecs, quant: QuantScheme, device:
 def read_back(
     permute: Permute, specs: TensorSpecs, quant: QuantScheme, moves: Mapping[str, Moves], rows: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Canonical tensors [1, ...] that permute to these rows bit for bit.
-
-    Args:
-        permute, specs, quant: As in `find_moves`.
-        moves: What `find_moves` found.
-        rows: An expert's permuted rows, as `expert_rows` gives them.
-
-    Raises:
-        LayoutNotInvertibleError: These rows were not made by moving numbers.
-    """
+    """Canonical tensors [1, ...] that permute to an expert's rows, as `expert_rows` gives them, bit for bit."""
     tensors: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in specs.items():
         found, numbers = moves[name], _numbers(name, dtype)

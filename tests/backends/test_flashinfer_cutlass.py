@@ -12,7 +12,7 @@ from moereg.backends import flashinfer_moe
 from moereg.backends._flashinfer import cutlass, cutlass_blocks
 from moereg.backends._flashinfer.tactics import UNTUNED, layer_key
 from moereg.experts import ExpertInputs
-from moereg.layer.expert_map import resolve_expert_map
+from moereg.layer.checks import resolve_expert_map
 from moereg.numerics.reference import relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.platforms import Platform

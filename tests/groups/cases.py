@@ -307,7 +307,12 @@ def first_checks(rank: int, size: int, quarantine: str, is_known: bool) -> dict[
     register_moe_backend("right", 1000, ("unquantized",), ("cpu",))(type("RightExperts", (FakeExperts,), {}))
     problem, own = problem_of(), share_of(numbers_of(problem_of()), rank, size)
     found: dict[str, Any] = {"backends": [], "warnings": []}
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ), mock.patch.dict(admission._HERE):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ),
+        mock.patch.dict(admission._HERE),
+        mock.patch.object(admission, "_SERVES", set()),
+    ):
         os.environ["MOEREG_ADMISSION"] = f"{folder}/admitted.json"
         os.environ["MOEREG_QUARANTINE"] = f"{folder}/{quarantine}" if quarantine else ""
         if is_known and not rank:

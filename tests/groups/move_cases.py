@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import moereg
-from moereg.layer import kernel as moe_kernel
 from moereg.layer import move_experts as expert_moves
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.prepare_finalize.eplb import count_routes
@@ -130,7 +129,7 @@ def refusals(rank: int, size: int) -> dict[str, str]:
         "layer": _error_of(lambda: kernel.move_experts(moereg.ExpertPlacement.contiguous(6, size))),
     }
     assert kernel.expert_placement == before
-    kernel.borrowed = frozenset({"w2"}) if rank == 0 else frozenset()
+    kernel.held.borrowed = frozenset({"w2"}) if rank == 0 else frozenset()
     texts["borrowed"] = _error_of(lambda: kernel.move_experts(ring(12, size, 1, 1)))
     return texts
 
@@ -151,14 +150,16 @@ def a_call_beside_a_move(rank: int, size: int) -> str:
     kernel, _, _ = _kernel(rank, size)
     inputs, texts = tokens_of(kernel.problem, rank, 6), list[str]()
 
+    exchange = expert_moves.exchange_experts
+
     def exchange_and_call(*arguments: Any) -> Any:
-        arrived = expert_moves.exchange_experts(*arguments)
+        arrived = exchange(*arguments)
         thread = threading.Thread(target=lambda: texts.append(_error_of(lambda: kernel(*inputs))))
         thread.start()
         thread.join()
         return arrived
 
-    with mock.patch.object(moe_kernel, "exchange_experts", exchange_and_call):
+    with mock.patch.object(expert_moves, "exchange_experts", exchange_and_call):
         kernel.move_experts(ring(12, size, 3, 1))
     return texts[0]
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 import moereg
 from moereg.layer.factory import make_kernel
-from moereg.layer.movement import select_movement
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.platforms import platform_of
 from moereg.prepare_finalize import Group
+from moereg.selection.movement import select_movement
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_weights

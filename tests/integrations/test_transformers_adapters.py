@@ -6,7 +6,6 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ from moereg.integrations._experts.serving import served
 from moereg.integrations.transformers import prepare, refresh
 from moereg.weights.adapters import ExpertAdapters
 from tests.integrations.test_transformers_trained import gradients, same, with_attention_adapters
-from tests.support.live_models import PROMPT, close, kernel_steps, logits_of
+from tests.support.live_models import close, kernel_steps, logits_of
 from tests.support.tiny_models import tiny_model
 
 BOTH = ("gate_up_proj", "down_proj")
@@ -275,26 +274,6 @@ def test_ranks_share_plans() -> None:
     assert rank_of(None) == 0
 
 
-def test_16_bit_gradients_of_a_layer_are_near_those_of_32_bits() -> None:
-    model = like_peft(tiny_model("qwen3_moe"))
-    model.set_experts_implementation("moereg")
-    layer = model.model.layers[0].mlp.experts
-    generator = torch.Generator().manual_seed(3)
-    rows, out_grad = torch.randn(2, 24, 32, generator=generator).bfloat16().unbind()
-    weights, ids = torch.rand(24, 4, generator=generator).topk(2)
-    found = {}
-    layer.base_layer.bfloat16()  # The adapters stay in 32 bits, as with PEFT.
-    for dtype in (torch.bfloat16, torch.float32):
-        layer.base_layer.to(dtype)
-        leaves = [rows.to(dtype).requires_grad_(), *layer.lora_a.parameters(), *layer.lora_b.parameters()]
-        out = layer(leaves[0], ids, weights)
-        found[dtype] = torch.autograd.grad(out, leaves, out_grad.to(dtype))
-    for low, high in zip(found[torch.bfloat16], found[torch.float32], strict=True):
-        # Each of up to six products in a row rounds its operands to 8 bits.
-        assert 0 < float((low.float() - high).norm() / high.norm()) < 6 * 2**-8
-    assert all(each.dtype == torch.float32 for each in found[torch.bfloat16][1:])
-
-
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -377,10 +356,6 @@ def test_torchs_check_of_a_parametrization_compares_a_tensor_on_meta(
     assert torch.equal(module.weight, doubled)
 
 
-def test_parameters_that_nothing_computes_have_no_adapters(model: Any) -> None:
-    assert adapters_of(model.model.layers[0].mlp.experts) is None
-
-
 @pytest.mark.finetune
 class TestPeft:
     """What the likeness does not have."""
@@ -428,12 +403,6 @@ class TestPeft:
         with pytest.raises(ArgumentError, match=r"free=True needs experts without adapters.*; leave free out"):
             prepare(model, free=True, progress=False)
 
-    def test_peft_does_not_find_freed_experts(self) -> None:
-        model = tiny_model("mixtral")
-        prepare(model, free=True, progress=False)
-        with pytest.raises(ValueError, match="no `target_parameters` found"):
-            by_peft(model)
-
     def test_merging_is_seen(self, steps: list[str]) -> None:
         model, _ = pair(by_peft)
         base = None
@@ -450,18 +419,6 @@ class TestPeft:
         assert close(logits_of(model), adapted, 1e-5)
         assert not close(base, adapted, 1e-3)
         assert set(steps) == {"infer"}
-
-    def test_saved_adapters_are_read_with_and_without_moereg(self, tmp_path: Path) -> None:
-        peft = needs_peft()
-        for name, writer in zip(("moereg", "plain"), pair(by_peft), strict=True):
-            gradients(writer.train())
-            torch.optim.SGD([one for one in writer.parameters() if one.requires_grad], lr=0.1).step()
-            writer.save_pretrained(tmp_path / name)
-            for implementation in ("moereg", "eager"):
-                reader = tiny_model("mixtral")
-                reader.set_experts_implementation(implementation)
-                found = peft.PeftModel.from_pretrained(reader, tmp_path / name).eval()
-                assert close(logits_of(found), logits_of(writer.eval()))
 
     def test_attention_trains_along(self, steps: list[str]) -> None:
         model, plain = pair(by_peft, target_modules=["q_proj"])
@@ -485,11 +442,3 @@ class TestPeft:
             assert same(gradients(model.train()), gradients(plain.train()))
         assert "(PEFT adds a product to down_proj: more than one adapter is active, or PEFT is " in caplog.text
         assert close(logits_of(model.eval()), logits_of(plain.eval()))
-
-    def test_generation_runs_by_the_factors(self, steps: list[str]) -> None:
-        model, plain = pair(by_peft)
-        tokens = [each.generate(input_ids=PROMPT[:1], max_new_tokens=5, do_sample=False) for each in (model, plain)]
-        assert torch.equal(*tokens)
-        assert set(steps) == {"forward"}
-        with torch.inference_mode():
-            assert close(model(PROMPT).logits, logits_of(plain))

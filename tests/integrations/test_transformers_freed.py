@@ -44,16 +44,6 @@ def test_other_weights_are_loaded_as_ever() -> None:
     assert model.model.layers[0].mlp.experts.down_proj is None
 
 
-def test_a_saved_model_is_read_by_transformers(tmp_path: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = tiny_model("mixtral")
-    expected = eager(model)
-    prepare(model, free=True, progress=False)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(eager(AutoModelForCausalLM.from_pretrained(tmp_path)), expected)
-
-
 def test_another_implementation_gets_the_weights_back(model: Any) -> None:
     expected = eager(model)
     prepare(model, free=True, progress=False)

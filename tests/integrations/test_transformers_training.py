@@ -67,34 +67,6 @@ def test_models_first_called_in_inference_mode_train(first: str) -> None:
     assert same(gradients(model), gradients(plain))
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("what", BACKWARD)
-def test_thirty_steps_lose_what_eager_loses(what: str, is_checkpointed: bool, steps: list[str]) -> None:
-    models = []
-    for _ in range(2):
-        model = tiny_model(FAMILY)
-        if what == "attention":
-            with_attention_adapters(model)
-        if is_checkpointed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.enable_input_require_grads()
-        models.append(model)
-    model, plain = models
-    plain.set_experts_implementation("eager")
-    wanted = losses_of(plain)
-    assert losses_of(asking(model)) == pytest.approx(wanted, rel=1e-4)
-    assert wanted[-1] < wanted[0]
-    # Two layers; checkpointing runs each forward pass once more.
-    assert steps.count("forward") == 30 * 2 * (1 + is_checkpointed)
-    assert steps.count(BACKWARD[what]) == 30 * 2
-    assert "infer" not in steps
-    prompt = PROMPT[:1]
-    tokens = model.eval().generate(prompt, max_new_tokens=6, do_sample=False)
-    assert "infer" in steps
-    model.set_experts_implementation("eager")
-    assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), tokens)
-
-
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("family", [FAMILY, "mixtral"])
 def test_gradients_are_those_of_eager(

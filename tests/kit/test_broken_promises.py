@@ -300,10 +300,10 @@ class Wrapped:
 
     def __init__(self, kernel: MoEKernel, call: Callable[..., torch.Tensor]) -> None:
         self.kernel, self.call = kernel, call
-        self.weights, self.expert_map = kernel.weights, kernel.expert_map
+        self.held, self.weights, self.expert_map = kernel.held, kernel.weights, kernel.expert_map
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
-        self.kernel.weights, self.kernel.expert_map = self.weights, self.expert_map
+        self.kernel.expert_map = self.expert_map
         return self.call(self.kernel, *tensors)
 
 

@@ -334,7 +334,7 @@ def test_layers_elsewhere_than_on_a_cpu_are_run_exactly(dtype: str, monkeypatch:
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in layer.weights.tensors().items()}
     weights = dataclasses.replace(kernel.weights, per_expert=shapes)
     elsewhere = MoEKernel(
-        layer.problem, layer.selection, kernel.experts, weights, local_prepare_finalize("standard"), None
+        layer.problem, layer.selection, kernel.ranged.ranges, weights, local_prepare_finalize("standard"), None
     )
     found = []
     monkeypatch.setattr(elsewhere, "_run_plainly", lambda *_: found.append(precisions()))

@@ -11,7 +11,7 @@ import torch
 
 from moereg.errors import BackendError
 from moereg.layer.factory import MoEKernel
-from moereg.layer.in_turn import InTurn
+from moereg.layer.held_weights import InTurn
 from moereg.nn.module import MoELayer
 from moereg.testing.inputs import make_inputs, make_weights
 from moereg.weights.permuted import PermutedWeights
@@ -130,4 +130,4 @@ def test_a_call_that_raises_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendError):
         call(kernel, INPUTS)
     kernel.reload(NEW)
-    assert not kernel.in_turn._calls
+    assert not kernel.held.in_turn._calls

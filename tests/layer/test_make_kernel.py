@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import threading
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from moereg.dispatch import select_backend
 from moereg.errors import BackendError, LayoutMismatchError
 from moereg.layer.factory import MoEKernel, make_kernel
+from moereg.layer.ranges import RangeExperts
 from moereg.numerics.reference import relative_error
 from moereg.numerics.tolerances import tolerance
 from moereg.platforms import Platform, current_platform
@@ -20,7 +20,6 @@ from moereg.prepare_finalize import BatchedPrepareFinalize, StandardPrepareFinal
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.testing.inputs import make_inputs, make_weights
-from moereg.weights.permuted import ExpertWeights
 from tests.layer.small_layers import (
     CPU,
     FORMS,
@@ -83,8 +82,9 @@ def test_layouts_have_to_match() -> None:
     kernel = kernel_of(problem_of(), FakeExperts)
     experts = Elsewhere(kernel.problem, kernel.selection.platform, kernel.problem.quant)
     text = "Elsewhere reads layouts swizzled, padded, got 'canonical' of Elsewhere; permute the weights with the same "
+    ranges = (RangeExperts(None, kernel.selection, experts),)
     with pytest.raises(LayoutMismatchError, match=f"^{re.escape(text)}class$"):
-        MoEKernel(kernel.problem, kernel.selection, experts, kernel.weights, StandardPrepareFinalize(), None)
+        MoEKernel(kernel.problem, kernel.selection, ranges, kernel.weights, StandardPrepareFinalize(), None)
 
 
 def test_selects_where_nothing_was_selected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,54 +96,6 @@ def test_selects_where_nothing_was_selected(monkeypatch: pytest.MonkeyPatch) -> 
     assert kernel.selection.source == "required"
     assert relative_error(call(kernel, INPUTS), expected(problem, weights, INPUTS)) < 1e-5
     assert repr(kernel).startswith("MoEKernel(torch, E8 H16 I12 k2 float32 unquantized silu, ")
-
-
-def test_threads_select_and_build_at_once() -> None:
-    problem = problem_of()
-    weights = make_weights(problem, CPU)
-    want = expected(problem, weights, INPUTS)
-    errors: list[float] = []
-
-    def build() -> None:
-        kernel = make_kernel(problem, weights, selection=select_backend(problem, require="torch"))
-        errors.append(relative_error(call(kernel, INPUTS), want))
-
-    threads = [threading.Thread(target=build) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(errors) == 8
-    assert max(errors) < 1e-5
-
-
-def test_a_default_device_changes_nothing() -> None:
-    """Engines build models under another default device; a kernel's own tensors must not follow it."""
-    problem = problem_of(num_local_experts=4)
-    weights = make_weights(problem, CPU)
-    inputs = make_inputs(problem, 5, "uniform", CPU)
-    arguments = (inputs.hidden_states, inputs.topk_weights, inputs.topk_ids)
-    selection = selection_of(problem)
-    with torch.device("meta"):
-        kernel = make_kernel(problem, weights, selection, ep_rank=1)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda *arguments: kernel(*arguments), fullgraph=True, backend="eager")
-    assert torch.equal(compiled(*arguments), kernel(*arguments))
-    assert torch.equal(kernel(*arguments), make_kernel(problem, weights, selection, ep_rank=1)(*arguments))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_contiguous_ranks_sum_to_the_whole(form: str) -> None:
-    whole = problem_for(form)
-    weights = make_weights(whole, CPU)
-    inputs = make_inputs(whole, 9, "unmapped", CPU)
-    part = problem_for(form, num_local_experts=2)
-    parts = []
-    for rank in range(4):
-        local = ExpertWeights(w13=weights.w13[2 * rank : 2 * rank + 2], w2=weights.w2[2 * rank : 2 * rank + 2])
-        parts.append(call(kernel_of(part, FORMS[form], local, ep_rank=rank), inputs))
-    assert all(out.any() for out in parts)
-    assert relative_error(torch.stack(parts).sum(0), expected(whole, weights, inputs)) < 1e-6
 
 
 @pytest.mark.parametrize("form", FORMS)

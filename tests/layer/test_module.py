@@ -157,22 +157,6 @@ def test_a_correction_bias_keeps_its_bits_and_a_router_bias_takes_the_dtype_of_l
     assert layer.route(tokens(layer, 3))[1].sort().values.tolist() == [[6, 7]] * 3
 
 
-def test_parameters_that_are_written_into_are_followed() -> None:
-    layer = layer_of()
-    x = tokens(layer)
-    first, kernel = layer(x), layer.prepare()
-    other = make_weights(layer.problem, CPU, seed=1)
-    with torch.no_grad():
-        layer.w13.copy_(other.w13)  # type: ignore[union-attr, operator]
-        layer.w2.copy_(other.w2)  # type: ignore[union-attr, operator]
-    assert layer.prepare() is kernel
-    assert not torch.equal(layer(x), first)
-    layer.w13_bias = torch.nn.Parameter(other.w13_bias, requires_grad=False)
-    layer.w2_bias = torch.nn.Parameter(other.w2_bias, requires_grad=False)
-    expected = MoELayer(layer.problem, other, router=ROUTER, router_weight=layer.router_weight)  # type: ignore[arg-type]
-    assert torch.equal(layer(x), expected(x))
-
-
 @KEEPS
 @pytest.mark.parametrize("quant", ["unquantized", "int4_w4a16_g32_zp"])
 def test_an_expert_is_replaced_in_parameters_and_kernel(quant: str, keep: bool) -> None:
@@ -356,16 +340,6 @@ def test_a_layer_of_a_checkpoint(tmp_path: Path) -> None:
 
 def made_anew(layer: MoELayer) -> MoELayer:
     return MoELayer(layer.problem, layer.weights, router=ROUTER, router_weight=layer.router_weight)  # type: ignore[arg-type]
-
-
-def test_writes_that_torch_does_not_count_are_read_when_asked() -> None:
-    one, other = layer_of(), layer_of(seed=1)
-    x, kernel = tokens(one), one.prepare()
-    for name, value in other.weights.tensors().items():
-        one._parameters[name].data.copy_(value)  # type: ignore[union-attr]
-    one.router_weight = other.router_weight
-    assert one.prepare(refresh=True) is kernel
-    assert torch.equal(one(x), other(x))
 
 
 def test_writes_that_torch_does_not_count_are_an_error_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

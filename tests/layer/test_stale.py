@@ -141,7 +141,7 @@ def test_a_layer_in_place_reads_what_is_there(write: Write, name: str) -> None:
 )
 def test_a_prepared_layer_follows_what_torch_sees(write: Write, place: Any, name: str, turned: str) -> None:
     layer, call = layer_and_call(require=turned)
-    assert layer.prepare().copied_from(layer.weights)
+    assert layer.prepare().weights.copied_from(layer.weights)
     room = place(getattr(layer, name))
     for seed in range(NUM_WRITES):
         value = room.tensor(seed)

@@ -12,22 +12,14 @@ from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
-from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, pack_uint4, unpack_uint4
+from torchao.prototype.mx_formats.kernels import unpack_uint4
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize, per_tensor_amax_to_scale
-from torchao.quantization.quant_primitives import (
-    MappingType,
-    _choose_scale_float8,
-    _quantize_affine_float8,
-    choose_qparams_affine,
-    quantize_affine,
-)
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moereg.quantize import (
     activation_scale,
     dequantize_weights,
-    pack_nibbles,
     quantize_activations,
     quantize_weights,
     unpack_nibbles,
@@ -85,23 +77,6 @@ def test_torchao_mxfp8() -> None:
     assert torch.equal(bits(found.scale), bits(expected_scale))
 
 
-def test_torchao_mxfp4() -> None:
-    codes, scale, _ = ours("mxfp4_w4a16", matrix())
-    expected_scale, expected = to_mx(matrix(), torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.RCEIL)
-    assert torch.equal(bits(scale), bits(expected_scale))
-    assert torch.equal(codes, expected)
-
-
-def test_torchao_floor_scales_saturate_where_ours_do_not() -> None:
-    """The choice that `choose_scale` documents: torchao's default clips numbers above 6 or 448 times its scale."""
-    x = torch.full((1, 32), 7.0)
-    floor, _ = to_mx(x, torch.float4_e2m1fn_x2, 32, ScaleCalculationMode.FLOOR)
-    assert floor.float().item() == 1.0
-    stored = quantize_weights(ExpertWeights(w13=torch.ones(1, 64, 1), w2=x.unsqueeze(0)), "mxfp4_w4a16")
-    assert stored.w2_scale is not None
-    assert stored.w2_scale.float().item() == 2.0
-
-
 def test_torchao_nvfp4() -> None:
     codes, scale, stored = ours("nvfp4", matrix())
     scale_2 = per_tensor_amax_to_scale(matrix().abs().max())
@@ -117,50 +92,6 @@ def test_torchao_nvfp4() -> None:
     activations = quantize_activations(matrix(), "nvfp4", scale_2)
     assert torch.equal(bits(activations.scale), bits(scale))
     assert torch.equal(activations.q, codes)
-
-
-def test_torchao_nibble_order_and_e2m1() -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(1, 256) % 16
-    assert torch.equal(pack_nibbles(codes), pack_uint4(codes))
-    packed = torch.arange(256, dtype=torch.uint8).view(1, 256)
-    assert torch.equal(unpack_nibbles(packed, 512), unpack_uint4(packed))
-    magnitudes = f4_unpacked_to_f32(torch.arange(16, dtype=torch.uint8))
-    element = element_of(QuantFormat("float4_e2m1fn", (1, 16)))
-    assert torch.equal(element.decode(pack_nibbles(torch.arange(16, dtype=torch.uint8)), 16), magnitudes)
-
-
-@pytest.mark.parametrize(
-    ("name", "block"),
-    [("fp8_tensor_dynamic", (ROWS, COLUMNS)), ("fp8_channel_token", (1, COLUMNS)), ("fp8_block128", (128, 128))],
-)
-def test_torchao_fp8_weights(name: str, block: tuple[int, int]) -> None:
-    codes, scale, _ = ours(name, matrix())
-    expected_scale = _choose_scale_float8(matrix(), list(block))
-    assert torch.equal(scale, expected_scale.view(scale.shape))
-    assert torch.equal(bits(codes), bits(_quantize_affine_float8(matrix(), expected_scale)))
-
-
-@pytest.mark.parametrize(
-    ("name", "block"),
-    [("fp8_tensor_dynamic", (ROWS, COLUMNS)), ("fp8_channel_token", (1, COLUMNS)), ("fp8_block128", (1, 128))],
-)
-def test_torchao_fp8_activations(name: str, block: tuple[int, int]) -> None:
-    found = quantize_activations(matrix(), name)
-    expected_scale = _choose_scale_float8(matrix(), list(block))
-    assert torch.equal(found.scale, expected_scale.view(found.scale.shape))
-    assert torch.equal(bits(found.q), bits(_quantize_affine_float8(matrix(), expected_scale)))
-
-
-def test_torchao_int8_activations() -> None:
-    """With the reduced range that its int8 dynamic quantization uses."""
-    found = quantize_activations(matrix(), "int8_w8a8")
-    block = (1, COLUMNS)
-    scale, zero_point = choose_qparams_affine(
-        matrix(), MappingType.SYMMETRIC, block, torch.int8, -127, 127, eps=1e-30, zero_point_dtype=torch.int32
-    )
-    assert torch.equal(found.scale.squeeze(1), scale)
-    expected = quantize_affine(matrix(), block, scale, zero_point, torch.int8, -127, 127)
-    assert_same_but_for_ties(expected, matrix() / scale.unsqueeze(1), element_of(QuantFormat("int8", block)).encode)
 
 
 # --- compressed-tensors ---
@@ -216,18 +147,6 @@ def test_compressed_tensors_weights(name: str) -> None:
         assert torch.equal(zero_point.to(torch.int16) - 8, expected_zero.to(torch.int16))
     restored = dequantize(expected, expected_scale, expected_zero, arguments)
     assert torch.equal(dequantize_weights(stored, torch.float32)[1][0], restored)
-
-
-def test_compressed_tensors_zero_groups() -> None:
-    """It divides by an epsilon if ours has scale 1; both restore zeros."""
-    x = matrix()
-    x[3] = 0
-    arguments = QuantizationArgs(**ARGUMENTS["int8_w8a8"])
-    scale, zero = calculate_qparams(*extrema(x, (1, COLUMNS)), arguments)
-    codes, our_scale, _ = ours("int8_w8a8", x)
-    assert our_scale[3] == 1
-    assert 0 < scale[3] < 1e-6
-    assert torch.equal(codes.float(), quantize(x, scale, zero, arguments))
 
 
 def test_compressed_tensors_nvfp4() -> None:

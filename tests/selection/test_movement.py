@@ -15,7 +15,6 @@ from moereg.errors import (
     UnknownNameError,
     UnsupportedProblemError,
 )
-from moereg.layer.movement import MovementSelection, decide_movement, explain_movements, select_movement
 from moereg.platforms import Platform
 from moereg.prepare_finalize import (
     GroupFacts,
@@ -26,6 +25,7 @@ from moereg.prepare_finalize import (
     Prepared,
     register_prepare_finalize,
 )
+from moereg.selection.movement import MovementSelection, decide_movement, explain_movements, select_movement
 from moereg.selection.request import Request
 from moereg.spec.problem import MoEProblem
 from tests.support.wheels import Wheels

@@ -188,16 +188,6 @@ def test_without_adapters_the_base_runs() -> None:
     compare(PROBLEM, call, kernel)
 
 
-def test_gradients_of_several_passes_are_added() -> None:
-    call = drawn_call(PROBLEM)
-    kernel = moereg.make_kernel(PROBLEM, call.weights)
-    call.run(kernel)
-    once = call.gradients()
-    call.run(kernel)
-    call.run(kernel)
-    assert all(torch.equal(2 * once[name], gradient) for name, gradient in call.gradients().items())
-
-
 def test_experts_can_share_a_factor() -> None:
     call = drawn_call(PROBLEM)
     shared = call.tensors["w13_a"].detach()[:1].clone().requires_grad_()

@@ -164,7 +164,7 @@ def plain_tensors() -> list[torch.Tensor]:
 def test_a_layer_keeps_its_weights_quantized_alone(quant: str) -> None:
     layer = Frozen.drawn(frozen_problem(quant, hidden_size=256, intermediate_size=128))
     kernel, weights = layer.kernel, layer.weights
-    assert not kernel.copied_from(weights)
+    assert not kernel.weights.copied_from(weights)
     assert kernel.weights.num_bytes == weights.num_bytes
     wide = sum(tensor.nbytes for tensor in dequantize_weights(weights))
     WORKSPACES.release()
@@ -174,16 +174,6 @@ def test_a_layer_keeps_its_weights_quantized_alone(quant: str) -> None:
     WORKSPACES.release()
     left = [each for each in plain_tensors() if id(each) not in before]
     assert sum(each.untyped_storage().nbytes() for each in left) < wide // 100
-
-
-def test_layers_share_what_is_restored() -> None:
-    layers = [Frozen.drawn(frozen_problem(rank=4), seed=seed) for seed in range(3)]
-    WORKSPACES.release()
-    sizes = []
-    for layer in layers:
-        layer.backward(layer.forward())
-        sizes.append(WORKSPACES.num_bytes)
-    assert sizes[0] == sizes[1] == sizes[2]
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -373,13 +363,3 @@ def test_a_layer_with_a_router_trains() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-
-
-def test_compiled_code_gives_the_same_bits() -> None:
-    layer = Frozen.drawn(frozen_problem())
-    wanted = layer.backward(layer.forward())
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda *call: layer.kernel(*call) * 1.0, backend="aot_eager", fullgraph=True)
-    found = layer.backward(compiled(*layer.inputs.call))
-    torch._dynamo.reset()
-    assert all(torch.equal(wanted[name], found[name]) for name in wanted)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 import moereg
 from moereg.errors import GradientError
 from moereg.routing import RouterSpec
-from tests.training.layers import ADAPTED, ALL, drawn_call, error, expected, plain_layer, trained_problem
+from tests.training.layers import ADAPTED, ALL, drawn_call, error, expected, trained_problem
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "plain": {"foreach": False},
@@ -64,47 +63,6 @@ def test_a_step_is_seen_by_the_next_call(made: str, kind: str) -> None:
         with torch.no_grad():
             inferred = layer(call.tensors["hidden_states"], call.tensors["topk_weights"], call.topk_ids)
         assert error(inferred, expected(problem, call)[0]) < 5e-6
-
-
-def losses_of(
-    run: Callable[[torch.Tensor], torch.Tensor],
-    parameters: list[torch.Tensor],
-    inputs: torch.Tensor,
-    target: torch.Tensor,
-) -> list[float]:
-    optimizer = torch.optim.AdamW(parameters, lr=3e-3, fused=True)
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = (run(inputs) - target).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"has_bias": True}, {**ADAPTED, "gradients": {"adapters"}}],
-    ids=["plain", "bias", "adapters of a frozen base"],
-)
-def test_thirty_steps_lose_what_plain_autograd_loses(changes: dict[str, Any]) -> None:
-    problem = trained_problem(**changes)
-    layer = drawn_layer(problem, router=ROUTER)
-    tensors = {
-        name: value.detach().clone().requires_grad_(value.requires_grad) for name, value in layer.named_parameters()
-    }
-    generator = torch.Generator().manual_seed(7)
-    inputs, target = torch.randn(2, 20, 24, generator=generator).unbind()
-
-    def plainly(inputs: torch.Tensor) -> torch.Tensor:
-        topk_weights, topk_ids = ROUTER.route(inputs @ tensors["router_weight"].t())
-        return plain_layer(problem, {**tensors, "hidden_states": inputs, "topk_weights": topk_weights}, topk_ids)
-
-    wanted = losses_of(plainly, [each for each in tensors.values() if each.requires_grad], inputs, target)
-    found = losses_of(layer, [each for each in layer.parameters() if each.requires_grad], inputs, target)
-    assert found == pytest.approx(wanted, rel=1e-5)
-    assert found[-1] < 0.9 * found[0]
 
 
 def test_parameters_require_what_the_problem_names() -> None:
@@ -174,11 +132,3 @@ def test_a_layer_follows_its_parameters_to_another_dtype_and_place(changes: dict
     layer.to(torch.bfloat16)
     assert layer.problem.gradients == gradients
     check(2.0 * 2**-7)
-
-
-def test_an_exported_layer_infers() -> None:
-    layer = drawn_layer(trained_problem(), router=ROUTER)
-    x = torch.randn(5, 24)
-    with torch.no_grad():
-        program = torch.export.export(layer, (x,))
-        assert error(program.module()(x), layer(x).double()) < 5e-6

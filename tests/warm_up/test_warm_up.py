@@ -23,8 +23,8 @@ from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.layer.warm_up import ahead, check_token_counts, here, shipped
 from moereg.layer.warm_up.ahead import Ahead
 from moereg.layer.warm_up.dummy import DummyLayer, described, empty_weights, undescribed
-from moereg.layer.warm_up.fan_out import fan_out
 from moereg.layer.warm_up.result import CompiledVariant, shown_counts
+from moereg.layer.warm_up.worker import fan_out
 from moereg.platforms import Platform
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem

@@ -22,18 +22,10 @@ _TOLERANCE: Final = 1e-5
 
 
 def recognize(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], is_gated: bool) -> Activation:
-    """Finds the activation that a function computes.
+    """Finds the activation that a function of [..., 2I], gate first, or not gated of [..., I], computes.
 
     Names and scalars differ between classes, and a class may clamp in unexpected places. So the function is evaluated
     on values beyond any of the module's limits.
-
-    Args:
-        module: The module that may hold scalars.
-        function: Takes [..., 2I], gate first, if gated, else [..., I].
-        is_gated: Whether the input has a gate.
-
-    Raises:
-        ArgumentError: No `Activation` computes it.
     """
     candidates = list(dict.fromkeys(_candidates(module, is_gated)))
     probe = _probe(candidates, is_gated)
@@ -65,12 +57,7 @@ def gated_by(act_fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.
 
 
 def gate_function(module: torch.nn.Module, is_concatenated: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A module's own gate as a function of [..., 2I], gate first.
-
-    Args:
-        module: Has `_apply_gate`, or an `act_fn` for the gate only.
-        is_concatenated: Whether its input has all of gate first; otherwise gate and up alternate.
-    """
+    """A module's own gate, or its `act_fn` on the gate, as a function of [..., 2I], gate first."""
     own: Callable[[torch.Tensor], torch.Tensor] | None = getattr(module, "_apply_gate", None)
     if own is None:
         return gated_by(module.act_fn)  # type: ignore[arg-type]

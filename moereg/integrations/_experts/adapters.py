@@ -68,11 +68,7 @@ def parameter_of(module: torch.nn.Module, name: str) -> Any:
 
 
 def adapters_of(module: torch.nn.Module) -> ExpertAdapters | str | None:
-    """Adapters of a module with canonical parameters, in a call of it.
-
-    Returns:
-        None if nothing but the parameters counts, or a clause that says why what computes them cannot be taken apart.
-    """
+    """Adapters of a module with canonical parameters, in a call of it; None if it has none, or a clause why not."""
     if not parametrize.is_parametrized(module):
         return None
     fields: dict[str, Any] = {}

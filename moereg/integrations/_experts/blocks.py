@@ -23,8 +23,7 @@ class FoundExperts:
     """The routed experts of one layer of a model.
 
     Attributes:
-        name: Dotted name of the module with the weights.
-        module: That module, which also holds the kernels.
+        name: Dotted name of the module with the weights, which also holds the kernels.
         block: The block whose forward is patched; None if the experts interface calls us.
         top_k: Experts per token; None if no module or config says.
         live: The meaning of the parameters; None if they cannot be served.

@@ -22,7 +22,7 @@ from moereg.integrations._experts.serving import (
 )
 from moereg.integrations._experts.training import Trainer, trainer_of
 from moereg.layer.checks import check_no_transform
-from moereg.layer.no_backward import joined
+from moereg.layer.train_op import joined
 from moereg.runtime.graph_pools import in_compiled_code
 from moereg.runtime.torch_op import detached, layer_of
 
@@ -44,9 +44,6 @@ def call(
     Returns:
         [T,H] in the dtype of `hidden_states`. A backward pass raises `GradientError` if neither moereg nor the module's
         own code has one.
-
-    Raises:
-        ArgumentError: The module cannot be served.
     """
     inputs = (hidden_states, top_k_index, top_k_weights)
     is_followed, is_compiling = follows(module, inputs), torch.compiler.is_compiling()

@@ -68,8 +68,7 @@ class LiveExperts:
 def read_experts(module: torch.nn.Module) -> LiveExperts:
     """Reads a module's shapes and flags, but no values of its weights, which may be on meta.
 
-    Raises:
-        ArgumentError: moereg cannot compute what the module does; the message is a clause that says why.
+    The message of an ArgumentError is a clause that says why moereg cannot compute what the module does.
     """
     if getattr(module, "has_post_expert_norm", False):  # transformers 5.17 has no such flag.
         raise ArgumentError("it normalizes the output of each expert, which no kernel here does")

@@ -30,11 +30,7 @@ def held_bytes(model: torch.nn.Module) -> int:
 
 
 def check_can_free(module: torch.nn.Module, name: str) -> None:
-    """Checks that nothing else computes with the parameters of the module of that dotted name.
-
-    Raises:
-        ArgumentError: An adapter needs them.
-    """
+    """Checks that nothing else computes with the parameters of the module of that dotted name."""
     is_wrapped = name.rpartition(".")[2] == "base_layer"  # PEFT parametrizes what it wraps during each call.
     if is_wrapped or any(parametrize.is_parametrized(each) for each in module.modules()):
         how = "which an adapter wraps" if is_wrapped else "whose weights are parametrized"
@@ -52,23 +48,16 @@ def shared_addresses(model: torch.nn.Module) -> frozenset[int]:
 
 
 def release(found: ServedExperts, shared: Collection[int]) -> str | None:
-    """Frees the parameters of a module whose kernel holds their values.
+    """Frees the parameters of a module whose kernel holds their values, and says why it did not.
 
     `state_dict` and other experts functions then still get them, from the kernel. Operations that change them, such as
-    `.to(dtype)` or `load_state_dict`, bring them back as parameters.
-
-    Args:
-        found: The module and its kernel.
-        shared: `shared_addresses` of the model. Such parameters are kept: freeing one frees no memory, and it would
-            come back untied.
-
-    Returns:
-        Why they are kept; None if they are freed.
+    `.to(dtype)` or `load_state_dict`, bring them back as parameters. Those in `shared`, the model's `shared_addresses`,
+    are kept: freeing one frees no memory, and it would come back untied.
     """
     module, live = found.module, found.live
     if found.released:
         return None
-    if all(kernel.reads_in_place for kernel in found.kernels.values()) and live.moved is None:
+    if all(kernel.held.reads_in_place for kernel in found.kernels.values()) and live.moved is None:
         return "its kernel reads them in place"
     if live.stored is None:
         return "they are quantized in a layout that is not written back"

@@ -16,11 +16,7 @@ _AUTO: Final = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoMode
 
 
 def model_on_meta(path: str | os.PathLike[str]) -> torch.nn.Module:
-    """Builds a directory's model. Code of the repository is not run.
-
-    Raises:
-        ArgumentError: There is no config.json, or transformers cannot make a model of it.
-    """
+    """Builds a directory's model. Code of the repository is not run."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise ArgumentError(f"{str(path)!r} must be a directory with config.json; give the model's own folder")
@@ -55,14 +51,7 @@ def model_on_meta(path: str | os.PathLike[str]) -> torch.nn.Module:
 
 
 def scheme_of(model: torch.nn.Module) -> Callable[[str], str | None]:
-    """The scheme that each experts module of `model_on_meta` has once loaded.
-
-    Returns:
-        A function of the module's name; None if the experts keep the model's own dtype.
-
-    Raises:
-        ArgumentError: transformers loads this quantization into experts that moereg does not serve.
-    """
+    """A function of an experts module's name: its scheme once loaded, None for the model's own dtype."""
     config: Any = getattr(model, "_moereg_quantization", None)
     values: dict[str, Any] = {} if config is None else config if isinstance(config, dict) else config.to_dict()
     scheme = _scheme(values)

@@ -12,7 +12,7 @@ from moereg.errors import described, is_lack_of_memory
 from moereg.integrations._experts.adapters import factors_of
 from moereg.integrations._experts.serving import ServedExperts
 from moereg.layer.in_place import say_once
-from moereg.layer.no_backward import wants_gradient
+from moereg.layer.train_op import wants_gradient
 
 
 def follows(module: torch.nn.Module, inputs: Iterable[Any]) -> bool:
@@ -39,12 +39,11 @@ def own_output(
             torch does not count.
         is_followed: Whether autograd follows the call.
         reason: Why moereg does not train it, as a clause.
-        ways: Calls of the module's own code by name, the first choice first.
+        ways: Calls of the module's own code by name, the first choice first; the first one that does not raise counts.
         is_trained: Whether training is what moereg does not do; otherwise it reads no such weights in place.
 
     Returns:
-        What the first way returned that does not raise; None where moereg is to infer: its own code has no backward
-        either.
+        None where moereg is to infer: its own code has no backward either.
     """
     if found is not None:
         found.forget()

@@ -18,7 +18,7 @@ from moereg.integrations._experts.adapters import parameter_of
 from moereg.integrations._experts.layouts import LiveExperts, read_experts
 from moereg.layer.checks import check_call
 from moereg.layer.factory import MoEKernel, make_kernel
-from moereg.layer.in_place import ReadInPlace, say_gain
+from moereg.layer.in_place import check_in_place, say_gain
 from moereg.layer.one_expert import read_all
 from moereg.layer.ranges import Reads
 from moereg.layer.train_op import WEIGHTS
@@ -61,11 +61,7 @@ def has_interface(module: torch.nn.Module) -> bool:
 
 
 def check_servable(module: torch.nn.Module, live: LiveExperts) -> torch.device:
-    """Checks the weights and returns their device.
-
-    Raises:
-        ArgumentError: They are on meta, on several devices, or moved in for each call.
-    """
+    """Checks the weights and returns their device."""
     hook = getattr(module, "_hf_hook", None)
     for each in getattr(hook, "hooks", (hook,)):
         if getattr(each, "offload", False):
@@ -131,7 +127,6 @@ class ServedExperts:
         self.declined: dict[tuple[Any, ...], str] = {}
         self._module = weakref.ref(module)
         self._live: LiveExperts | None = None
-        self._reads: ReadInPlace | None = None
         self._states: tuple[TensorState, ...] = ()
         self._is_stale = False
         self.handle = new_handle(self)
@@ -158,10 +153,6 @@ class ServedExperts:
         """The kernel for such calls, made from the current parameters if missing.
 
         The selection decides how to make it; if None, the request.
-
-        Raises:
-            ArgumentError: The module cannot be served; says why and what to do.
-            UnsupportedProblemError: No backend fits.
         """
         key = (top_k, dtype)
         kernel = self.kernels.get(key)
@@ -178,12 +169,7 @@ class ServedExperts:
         return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
     def check_in_place(self, top_k: int, dtype: torch.dtype) -> None:
-        """Makes the kernel of a model that is not prepared, if it is missing.
-
-        Raises:
-            CopiesError: No kernel reads the module's parameters where they are.
-            ArgumentError: As in `kernel`.
-        """
+        """Makes the kernel of a model that is not prepared, if it is missing."""
         if self.is_prepared or self.released:
             return
         if parametrize.is_parametrized(self.module):
@@ -214,19 +200,17 @@ class ServedExperts:
                     if selection.winner is None:
                         raise CopiesError("no kernel here reads its weights in place")
             can_be_read = can_be_read and reading_in_place(selection).winner is selection.winner
-            reads = None
             if can_be_read:
                 try:
-                    reads = ReadInPlace(dict(zip(WEIGHTS, self.tensors(), strict=False)))
+                    check_in_place(self._by_field())
                 except ArgumentError as error:
                     raise CopiesError(str(error)) from error
             kernel = make_kernel(problem, weights if can_be_read else weights.contiguous(), selection)
-        kernel.copied = None  # `follow_parameters` reloads it.
+        kernel.held.copied = None  # `follow_parameters` reloads it.
         # If the first choice fails its first check, the next one may have a layout of its own.
-        if reads is not None and kernel.reads_in_place:
-            self._reads = reads
-            kernel.read_from(functools.partial(_read_by, self._module, self.live.parameters))
-        elif not self.is_prepared and kernel.copied_from(weights):
+        if can_be_read and kernel.held.reads_in_place:
+            kernel.held.read_from(functools.partial(_read_by, self._module, self.live.parameters))
+        elif not self.is_prepared and kernel.weights.copied_from(weights):
             raise CopiesError("no kernel here reads its weights in place")
         return kernel
 
@@ -237,6 +221,10 @@ class ServedExperts:
     def tensors(self) -> list[torch.Tensor]:
         """The module's parameters, in the order of its meaning of them."""
         return [_tensor(self.module, name) for name in self.live.parameters]
+
+    def _by_field(self) -> dict[str, torch.Tensor]:
+        """The same, where they are canonical."""
+        return dict(zip(WEIGHTS, self.tensors(), strict=False))
 
     def forget(self) -> None:
         """Makes the next call read all parameters again, whether they changed or not."""
@@ -258,11 +246,12 @@ class ServedExperts:
         if self.released:
             return
         names = self.live.parameters  # Raises a clear error for unusual tensors.
-        if self._reads is not None:
-            if not self._reads.fits(dict(zip(WEIGHTS, self.tensors(), strict=False))):
-                self._live = self._reads = None  # Sizes and dtypes may have changed.
+        in_place = [kernel for kernel in self.kernels.values() if kernel.held.is_borrowed]
+        if in_place:
+            if not in_place[0].held.fits(self._by_field()):
+                self._live = None  # Sizes and dtypes may have changed.
                 self.kernels.clear()
-            if all(kernel.reads_in_place for kernel in self.kernels.values()):
+            if len(in_place) == len(self.kernels) or not self.kernels:
                 return
         _follow_writers()
         try:
@@ -313,11 +302,7 @@ class ServedExperts:
         self._states = states_of(_tensor(module, name) for name in live.parameters)
 
     def restored(self) -> ExpertWeights:
-        """Reads canonical weights back from a kernel, after the module's own were freed.
-
-        Raises:
-            MoeregError: The layout cannot be inverted.
-        """
+        """Reads canonical weights back from a kernel, after the module's own were freed."""
         return read_all(next(iter(self.kernels.values())).weights)
 
     def run(
@@ -334,12 +319,6 @@ class ServedExperts:
             topk_ids: [T,K] int32 or int64; ids outside the module's experts add nothing.
             topk_weights: [T,K] in any float dtype.
             tensors: Parameters of this call in compiled code, which a kernel that reads in place takes.
-
-        Returns:
-            The shape and dtype of `hidden_states`.
-
-        Raises:
-            CopiesError: As in `check_in_place`.
         """
         self.follow_parameters()
         live = self.live
@@ -354,7 +333,7 @@ class ServedExperts:
         ids = ids.to(torch.int32)
         weights = topk_weights.detach().reshape(ids.shape).to(torch.float32).contiguous()
         ids = ids.contiguous()
-        if tensors and kernel.reads_in_place and self._reads is not None:
+        if tensors and kernel.held.is_borrowed:
             check_call(kernel.problem, rows.device, rows, weights, ids, None)
             reads = Reads(PermutedWeights.in_place(dict(zip(WEIGHTS, tensors, strict=False))), kernel.expert_map)
             out = torch.empty_like(rows)

@@ -60,7 +60,7 @@ class Trainer:
                 weights = ExpertWeights(**tensors)
                 made = functools.partial(make_kernel, self.problem, weights, self._selection)
                 kernel = outside_pools(made, weights.w13.device)
-            kernel.read_from(dict)  # Each call brings its tensors.
+            kernel.held.read_from(dict)  # Each call brings its tensors.
             self._kernel = kernel
         return self._kernel
 

@@ -3,9 +3,10 @@
 from moereg.layer.warm_up.ahead import compile_ahead
 from moereg.layer.warm_up.here import warm_up
 from moereg.layer.warm_up.result import CompiledVariant, WarmUp, check_token_counts
-from moereg.layer.warm_up.shipped import check_shipped, use_shipped_kernels
+from moereg.layer.warm_up.shipped import KERNEL_CACHE, check_shipped, use_shipped_kernels
 
 __all__ = [
+    "KERNEL_CACHE",
     "CompiledVariant",
     "WarmUp",
     "check_shipped",

@@ -38,10 +38,9 @@ _COMPILER_BYTES: Final = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Ahead:
-    """Kernels compiled by another process.
+    """Kernels that another process compiled into Triton's cache.
 
     Attributes:
-        kernels: Kernels that are now in Triton's cache.
         counts: Numbers of tokens whose calls together launch all of them.
         fault: Why nothing could be compiled ahead, or None.
         facts: Facts that the cache's keys depend on.
@@ -73,14 +72,6 @@ def compile_ahead(
         counts: Numbers of tokens, ascending.
         folder: Folder to compile into and to ship; None means Triton's own cache.
         jobs: Parallel compilers; None means as many as cores and memory allow.
-
-    Returns:
-        What was compiled; if the backend compiles nothing ahead, no kernels and a note with the reason.
-
-    Raises:
-        ArgumentError: Nothing can be compiled here for that platform, or the folder cannot be written or holds another
-            compiler's output.
-        BackendError: A kernel did not compile.
     """
     start = time.monotonic()
     winner = selection.winner
@@ -129,10 +120,6 @@ def ask(
         has_map: Whether calls have an expert map.
         weights: The result of `described`; None means all that a checkpoint may hold.
         shared_bytes: Most shared memory of a program, according to a device that is present.
-
-    Raises:
-        BackendError: A kernel did not compile.
-        MoeregError: The process reported it.
     """
     winner = selection.winner
     assert winner is not None

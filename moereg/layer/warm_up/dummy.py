@@ -38,9 +38,7 @@ class DummyLayer:
     """Experts, and the other inputs of a call.
 
     Attributes:
-        experts: The experts to call.
-        weights: Their weights, or tensors of the same sizes without memory.
-        expert_map: The layer's map, or None.
+        weights: Theirs, or tensors of the same sizes without memory.
         take: Allocates scratch memory.
         moves: Lays out tokens in the batched format if that launches kernels too; None makes rows of zeros.
     """

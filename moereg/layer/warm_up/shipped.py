@@ -15,7 +15,8 @@ from moereg.layer.warm_up.result import summary_of
 from moereg.platforms import Platform
 from moereg.selection.result import Selection
 
-_VARIABLE: Final = "MOEREG_KERNEL_CACHE"
+KERNEL_CACHE: Final = "MOEREG_KERNEL_CACHE"
+"""Variable that names a folder of `moereg compile`."""
 
 _USED: Final[set[tuple[str, str]]] = set()
 """Folders named by the variable that this process uses, each with the platform it was checked for."""
@@ -52,18 +53,7 @@ def check_writable(folder: Path, is_named: bool = False) -> None:
 
 @contextlib.contextmanager
 def use_folder(platform: Platform, folder: Path | None) -> Iterator[Path]:
-    """Points Triton's cache at a folder within the context.
-
-    Args:
-        platform: The platform to compile for.
-        folder: The folder, created if missing; None means Triton's own.
-
-    Yields:
-        The folder's full path.
-
-    Raises:
-        ArgumentError: It cannot be written, or holds another compiler's output.
-    """
+    """Points Triton's cache at a folder, made if missing, or at its own for None; yields the path."""
     from moereg.kernels.launch import cache
 
     place = cache.cache_folder() if folder is None else folder.expanduser().absolute()
@@ -86,18 +76,10 @@ def use_folder(platform: Platform, folder: Path | None) -> Iterator[Path]:
 
 
 def check_shipped(folder: Path, platform: Platform, shared_bytes: int | None = None) -> dict[str, Any] | None:
-    """Checks a folder filled by `moereg compile`, and adapts it if it was moved.
-
-    Args:
-        folder: The folder.
-        platform: The platform to run on, with this process's Triton.
-        shared_bytes: As in `Target.of`.
+    """Checks a folder filled by `moereg compile` for a platform and this Triton, and adapts it if it was moved.
 
     Returns:
         Its note, or None for an ordinary Triton cache.
-
-    Raises:
-        ArgumentError: Triton would not find the kernels or would compile them again.
     """
     from moereg.kernels.launch import cache
     from moereg.kernels.launch.ahead import Target
@@ -114,22 +96,19 @@ def check_shipped(folder: Path, platform: Platform, shared_bytes: int | None = N
 
 
 def use_shipped_kernels(platform: Platform) -> None:
-    """Lets Triton read the kernels in the folder named by `MOEREG_KERNEL_CACHE`, after checking that they fit.
+    """Lets Triton read the kernels in the folder that `MOEREG_KERNEL_CACHE` names, after checking that they fit.
 
-    Does nothing if the variable is not set, or for a platform that Triton does not compile for.
-
-    Raises:
-        ArgumentError: Triton would not find the kernels or would compile them again.
+    Does nothing for a platform that Triton does not compile for.
     """
-    name = os.environ.get(_VARIABLE)
-    if not name or (name, str(platform)) in _USED or platform.kind not in ("cuda", "rocm"):
+    name = os.environ[KERNEL_CACHE]
+    if (name, str(platform)) in _USED or platform.kind not in ("cuda", "rocm"):
         return
     folder = Path(name).expanduser().absolute()
     if importlib.util.find_spec("triton") is None:
-        raise ArgumentError(f"{_VARIABLE}={name} needs Triton, which is not installed; leave it unset")
+        raise ArgumentError(f"{KERNEL_CACHE}={name} needs Triton, which is not installed; leave it unset")
     if check_shipped(folder, platform) is None:
         raise ArgumentError(
-            f"{_VARIABLE} must name a folder that `moereg compile --cache` has filled, got {name}; leave it unset "
+            f"{KERNEL_CACHE} must name a folder that `moereg compile --cache` has filled, got {name}; leave it unset "
             "for Triton's own cache"
         )
     from moereg.kernels.launch import cache

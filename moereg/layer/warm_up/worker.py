@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +28,6 @@ from moereg.kernels.launch import cache
 from moereg.kernels.launch.ahead import HostBuilder, Launches, Target, Variant, become
 from moereg.layer import backend_calls
 from moereg.layer.warm_up.dummy import MOVING_KERNELS, DummyLayer, empty_weights, moving_kernels, undescribed
-from moereg.layer.warm_up.fan_out import fan_out
 from moereg.selection.modules import import_modules
 from moereg.selection.result import Selection
 
@@ -97,9 +98,6 @@ def _sweep(
 
     Returns:
         One number of tokens per distinct list of launches, and the variants that they launch.
-
-    Raises:
-        _NothingAheadError: The launch code does not run without a device.
     """
 
     def launched(count: int) -> list[list[Variant]]:
@@ -187,6 +185,59 @@ def _locked(folder: Path) -> Iterator[None]:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def fan_out(num_tasks: int, work: Callable[[int], Any], num_forks: int) -> Iterator[tuple[int, Any]]:
+    """Runs tasks 0, 1, ... in forks of this process, which must be single-threaded, each taking the next one when free.
+
+    Args:
+        work: Maps a task's number to a picklable result; must not raise.
+
+    Yields:
+        Each task with its result, in order of completion; None if its process ended.
+    """
+    context = multiprocessing.get_context("fork")
+    tasks = iter(range(num_tasks))
+    forks: list[Any] = []
+    at_work: dict[connection.Connection, int] = {}
+
+    def hand_next(fork: connection.Connection) -> None:
+        if (task := next(tasks, None)) is not None:
+            at_work[fork] = task
+            with contextlib.suppress(OSError):  # A fork that has ended sends nothing either.
+                fork.send(task)
+
+    try:
+        for _ in range(min(num_forks, num_tasks)):
+            here, there = context.Pipe()
+            fork = context.Process(target=_serve, args=(there, [*at_work, here], work))
+            fork.start()
+            forks.append(fork)
+            there.close()
+            hand_next(here)
+        while at_work:
+            for answered in connection.wait(list(at_work)):
+                assert isinstance(answered, connection.Connection)
+                task, answer = at_work.pop(answered), None
+                with contextlib.suppress(EOFError, OSError):
+                    answer = answered.recv()
+                    hand_next(answered)
+                yield task, answer
+        # No fork is left to do the rest.
+        yield from ((task, None) for task in tasks)
+    finally:
+        for fork in forks:
+            fork.kill()
+            fork.join()
+
+
+def _serve(tasks: connection.Connection, ends: list[connection.Connection], work: Callable[[int], Any]) -> None:
+    """A fork's main loop; it closes its copies of the parent's pipe ends, so that it ends with the parent."""
+    for end in ends:
+        end.close()
+    with contextlib.suppress(EOFError):
+        while True:
+            tasks.send(work(tasks.recv()))
 
 
 if __name__ == "__main__":

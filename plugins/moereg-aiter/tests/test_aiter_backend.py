@@ -29,7 +29,7 @@ from moereg.author import (
     relative_error,
 )
 from moereg.errors import LayoutNotInvertibleError
-from moereg.layer.expert_map import resolve_expert_map
+from moereg.layer.checks import resolve_expert_map
 
 SIZES = {"num_experts": 4, "hidden_size": 256, "intermediate_size": 128, "top_k": 2}
 PLATFORMS = ("rocm:gfx942", "rocm:gfx950")
