@@ -366,7 +366,7 @@ def test_nothing_of_moereg_starts_a_program() -> None:
     allowed |= {
         "moereg/kernels/launch/ahead.py": {"subprocess"},
         "moereg/layer/warm_up/ahead.py": {"subprocess"},
-        "moereg/layer/warm_up/fan_out.py": {"multiprocessing"},
+        "moereg/layer/warm_up/worker.py": {"multiprocessing"},
     }
     # Ranks on this machine: this interpreter on moereg's own command.
     allowed |= {"moereg/cli/_ep.py": {"subprocess"}}
