@@ -34,7 +34,7 @@ help:
 	@echo 'make test-vllm   installs a CPU build of vLLM into .venv-vllm and runs engines whose MoE layers moereg serves'
 	@echo 'make test-sglang installs SGLang and what it imports on a CPU into .venv-sglang (2.8 GB) and runs its engine there'
 	@echo 'make test-ranges runs tests with the lowest and the newest torch, Triton and Python; docs/ranges.md has the last run'
-	@echo 'make fuzz        10,000 drawn cases of bad input, up to 10 minutes; make test runs a small sample'
+	@echo 'make fuzz        10,000 drawn cases of bad checkpoints, up to 10 minutes; make test runs a small sample'
 	@echo 'make mutants     plants 60 drawn faults in a copy of the source, one at a time, and runs the tests that reach each'
 	@echo 'make lint        ruff, mypy --strict and the import contracts; make format applies what ruff can'
 	@echo 'make bench       pytest-benchmark over the registered backends'
