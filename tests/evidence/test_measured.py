@@ -506,9 +506,3 @@ def test_wheels_name_files_of_their_packages(tmp_path: Path, monkeypatch: pytest
     measured._files_of_wheels.cache_clear()
     folder = tmp_path / "moereg_mine"
     assert found == [(folder / "tuning.json", "moereg-mine"), (folder / "up.json", "moereg-mine")]
-
-
-def test_what_a_pack_says_survives_json() -> None:
-    values = json.loads(choose(CELLS, PACK).to_json())
-    assert values["source"] == "measured"
-    assert values["notices"] == ["measured 2026-11-22: third 18 % less than first, two sessions"]

@@ -54,20 +54,16 @@ def on_cpu() -> Selection:
 
 BAD: dict[type[MoeregError], list[tuple[Callable[[], object], str]]] = {
     ArgumentError: [
-        (lambda: MoEProblem(**{**SIZES, "top_k": True}), "top_k must be an integer, got True"),
-        (lambda: MoEProblem(**{**SIZES, "top_k": "2"}), "top_k must be an integer, got '2'"),
         (
             lambda: MoEProblem(**{**SIZES, "hidden_size": 10**5000}),
             "hidden_size must be at most 2**63 - 1, the largest size of a tensor, got <an integer of 16610 bits>",
         ),
         (lambda: MoEProblem(**SIZES, dtype=3), "dtype must be a torch dtype or its name, got 3"),
         (lambda: MoEProblem(**SIZES, quant=3), "quant must be a scheme's name or a QuantScheme, got 3"),
-        (lambda: MoEProblem(**SIZES, activation=3), "activation must be a name or an Activation, got 3"),
         (
             lambda: MoEProblem(**SIZES, placement=torch.ones(2)),
             "placement must be a text, one of contiguous, map, got tensor([1., 1.])",
         ),
-        (lambda: MoEProblem(**SIZES, has_bias=1), "has_bias must be True or False, got 1"),
         (lambda: MoEProblem(**SIZES, has_bias=Hostile()), "has_bias must be True or False, got <Hostile inst"),
         (lambda: MoEProblem.from_dict([]), "a problem must be an object, got []"),
         (lambda: MoEProblem.from_dict({"top_k": 2}), "num_experts is required, got an object with ['top_k'"),
@@ -83,7 +79,6 @@ BAD: dict[type[MoeregError], list[tuple[Callable[[], object], str]]] = {
         (lambda: Activation("silu", limit=True), "swiglu_limit must be a positive finite number or None, got T"),
         (lambda: Activation("silu", limit=10**400), "swiglu_limit must be a positive finite number or None"),
         (lambda: Activation(["silu"]), "activation must be a text, one of silu, "),
-        (lambda: Activation.from_name("silu(limit=--)"), "activation 'silu(limit=--)' is not a name with"),
         (lambda: Activation.from_name("silu(limit=1,limit=2)"), "activation 'silu(limit=1,limit=2)' is not a"),
         (lambda: Activation.from_name(None), "activation must be a name, got None"),
         (lambda: Activation("silu")(torch.ones(2, 3)), "activation 'silu' takes gate and up halves, got a row"),

@@ -228,17 +228,6 @@ def test_what_a_backend_returns_is_checked(
     assert text in str(raised.value)
 
 
-@pytest.mark.parametrize("value", [("bogus", 3), ("bogus",), "cpu"])
-def test_a_run_names_the_backend_whose_devices_are_none(
-    isolated_registry: BackendRegistry, capsys: pytest.CaptureFixture[str], value: object
-) -> None:
-    _returning("device_types", value)
-    assert cli.main([*RUN.split(), "--require", "failing"]) == 1
-    out = " ".join(capsys.readouterr().out.split())
-    assert "FAILED: backend 'failing' of " in out
-    assert "--deny failing" in out
-
-
 def test_workspaces_that_fit_nowhere_are_named(
     isolated_registry: BackendRegistry, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,8 +24,7 @@ from moereg.platforms import Platform
 from moereg.registry import BackendRegistry, register_moe_backend, registering_origin
 from moereg.selection import decide as deciding
 from moereg.selection.decide import reading_in_place
-from moereg.selection.request import Request
-from moereg.selection.result import Decision, Selection, nearest_by_backend
+from moereg.selection.result import Selection, nearest_by_backend
 from moereg.spec.activations import Activation
 from moereg.spec.facts import Facts
 from moereg.spec.problem import MoEProblem
@@ -75,10 +74,6 @@ def raising(cls: type, problem: MoEProblem, platform: Platform) -> list[str]:
 
 
 def leaving(cls: type, problem: MoEProblem, platform: Platform) -> list[str]:
-    raise SystemExit(3)
-
-
-def leaving_probe(platform: Platform) -> str | None:
     raise SystemExit(3)
 
 
@@ -173,9 +168,6 @@ REASONS = [
     ),
     reason(
         "predicate_error", "its predicate raised SystemExit: 3", members={"unsupported_reasons": classmethod(leaving)}
-    ),
-    reason(
-        "predicate_error", "its probe leaving_probe raised SystemExit: 3", registration={"probes": (leaving_probe,)}
     ),
     reason(
         "predicate_error",
@@ -831,21 +823,6 @@ def test_one_log_line_a_layer_shape(fakes: BackendRegistry, caplog: pytest.LogCa
         f"MoE E8 H64 I96 k3 {chosen}",
     ]
     assert {record.levelno for record in caplog.records} == {logging.INFO}
-
-
-def test_resolving_a_request_is_separate_from_deciding(fakes: BackendRegistry) -> None:
-    add("one")
-    request = Request.resolve("unquantized", prefer="one", environ={"MOEREG_DENY": "one"}, cells=fakes.cells)
-    assert request == Request(prefer=("one",), deny=("one",))
-    assert request.to_dict() == {"require": [], "prefer": ["one"], "deny": ["one"]}
-
-
-def test_ranking_is_pure_and_total() -> None:
-    facts = {"experts": "Some", "rule": "*", "computes": "unquantized", "tier": "kernel", "origin": "tests"}
-    decisions = [Decision(backend=name, priority=place % 3, **facts) for place, name in enumerate("dcbae")]
-    first = dispatch.rank(decisions, Request())
-    assert dispatch.rank(reversed(decisions), Request()) == first
-    assert [decision.backend for decision in first] == ["b", "c", "e", "a", "d"]
 
 
 @pytest.mark.parametrize("cells", [40, 80])

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import moereg
-from moereg.author import Experts, Facts
+from moereg.author import Experts
 from moereg.dispatch import evaluate
 from moereg.errors import RegistrationError
 from moereg.experts import ExpertInputs
-from moereg.platforms import Platform, PlatformRule
+from moereg.platforms import Platform
 from moereg.registry import BUILTIN, BackendCell, BackendRegistry, register_moe_backend, registering_origin
 from moereg.selection.loader import load_backends
 from moereg.selection.request import Request
@@ -384,40 +384,11 @@ def test_equal_formats_of_another_name_come_before_16_bits() -> None:
     assert registry.cells[0].scheme_for(nvfp4) is mine
 
 
-def test_rule_for_is_the_most_specific() -> None:
-    registry = BackendRegistry()
-    register(registry, platforms=("*", "cuda:sm80+", "cuda:sm100f", "cuda:sm100"))
-    (one,) = registry.cells
-    assert one.rule_for(SM90) == PlatformRule("cuda:sm80+")
-    assert one.rule_for(SM100) == PlatformRule("cuda:sm100")
-    assert one.rule_for(Platform.from_name("cuda:sm103")) == PlatformRule("cuda:sm100f")
-    assert one.rule_for(Platform.from_name("cpu")) == PlatformRule("*")
-
-
-def test_a_cell_says_the_version_of_its_distribution() -> None:
-    registry = BackendRegistry()
-    with registering_origin("wheel", "2.0"):
-        register_moe_backend("versioned", 1, ("unquantized",), ("*",), registry=registry)(FakeExperts)
-    assert [(cell.origin, cell.origin_version) for cell in registry.cells] == [("wheel", "2.0")]
-    assert {cell.origin_version for cell in builtins()} == {moereg.__version__}
-
-
 # Rules that the built-ins must keep.
 
 
 def builtins() -> list[BackendCell]:
     return [cell for cell in load_backends().cells if cell.origin == BUILTIN]
-
-
-@pytest.mark.parametrize("one", builtins(), ids=lambda one: f"{one.class_name}-{one.rules[0]}")
-def test_builtin_declares_its_own_facts(one: BackendCell) -> None:
-    assert one.facts.dtypes
-    assert one.facts.activations
-    assert one.facts.activation_formats
-    assert one.facts.placements
-    assert one.facts != Facts()
-    assert one.experts.__doc__
-    assert all(layout for layout in one.experts.layouts)
 
 
 def tied_pairs(cells: list[BackendCell], platforms: list[Platform]) -> list[tuple[str, str, str, str]]:
