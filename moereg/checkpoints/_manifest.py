@@ -83,8 +83,7 @@ class ExpertPart:
     def copy_to(self, fields: Mapping[str, torch.Tensor], expert: int, stored: torch.Tensor) -> None:
         """Converts a stored tensor, or its row, and writes it into the local expert's slice of its canonical field.
 
-        Raises:
-            ArgumentError: Its values contradict its format.
+        An ArgumentError if its values contradict its format.
         """
         canonical = self.tensor.convert(stored)
         if self.field is None:
@@ -250,7 +249,6 @@ def list_layer(
 
 
 def _check_has_experts(files: CheckpointFiles, layer: int) -> None:
-    """Checks that the layer exists, has experts and can be read."""
     model_type, model = _find_model(files)
     moe_layers = moe_layer_indices(files)
     num_layers = count_layers(files.config)
@@ -284,7 +282,6 @@ def _index_ranges(indices: Sequence[int]) -> str:
 
 
 def _local_experts(num_experts: int, num_local_experts: int | None, ep_rank: int) -> range:
-    """Global indices of the rank's experts."""
     count = num_experts if num_local_experts is None else num_local_experts
     first = ep_rank * count
     if count < 1 or ep_rank < 0 or first + count > num_experts:
@@ -322,7 +319,6 @@ def _find_fused(files: CheckpointFiles, model: ModelType, root: str) -> FusedNam
 
 
 def _bias_names(models: Iterable[ModelType], layer_root: str, root: str) -> list[str]:
-    """Possible names of the correction bias."""
     names = [f"{root}{name}" for model in models for name in model.correction_biases]
     outer = [model.outer_correction_bias for model in models]
     return names + [f"{layer_root}{name}" for name in outer if name is not None]
@@ -366,7 +362,6 @@ def _storage_format(
     experts: range,
     fused: FusedNames | None,
 ) -> StorageFormat:
-    """How the experts are stored, according to the configs."""
     projections = (some for expert in experts for some in _list_projections(model, sizes, root, expert, fused))
     storage = quantized_format(files, list(dict.fromkeys(projection.module for _, _, projection in projections)))
     if storage is None:

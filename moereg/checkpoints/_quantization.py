@@ -187,7 +187,6 @@ _GROUP_SIZES: Final = {32: "g32", 64: "g64", 128: "g128", WHOLE: "gall"}
 
 
 def _int4_scheme(method: str, config: Config, is_symmetric: bool) -> QuantScheme:
-    """The scheme of 4-bit weights with 16-bit activations for `bits` and `group_size`."""
     for key, known in (("bits", (4,)), ("group_size", tuple(_GROUP_SIZES))):
         if not is_one_of(config.get(key), known):
             raise CheckpointError(

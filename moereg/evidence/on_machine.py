@@ -248,10 +248,8 @@ class RecordFile(Generic[M]):
     def change(self, add: Iterable[M] = (), lift: Callable[[M], bool] | None = None) -> tuple[M, ...]:
         """Lifts records and returns them, then adds others, atomically; concurrent writers take turns.
 
-        An added record replaces one with the same key.
-
-        Raises:
-            RecordFileError: The file is turned off, or cannot be read or written.
+        An added record replaces one with the same key. A RecordFileError if the file is turned off, or cannot be read
+        or written.
         """
         named = self.path()
         lifted: tuple[M, ...] = ()

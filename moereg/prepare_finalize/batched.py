@@ -30,11 +30,9 @@ class BatchedPrepareFinalize(PrepareFinalize):
     activation_format = "batched"
 
     def __init__(self, in_triton: bool | None = None) -> None:
-        """Chooses between Triton and torch.
+        """Takes Triton kernels, on any device that Triton knows, or torch; None: what the call's device runs.
 
-        Args:
-            in_triton: Triton kernels, on any device that Triton knows, or torch; None: what the call's device runs.
-                A call on a device that Triton does not know is an `ArgumentError`.
+        A call on a device that Triton does not know is an `ArgumentError`.
         """
         self._in_triton = in_triton
 

@@ -81,11 +81,7 @@ class Group:
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        """Reads the group; no communication.
-
-        Args:
-            group: A `torch.distributed.ProcessGroup`.
-            device: The tensors' device.
+        """Reads a `torch.distributed.ProcessGroup`, for tensors of a device; no communication.
 
         Raises:
             ArgumentError: It is not a process group, or this process is not in it.
@@ -162,11 +158,7 @@ class Group:
             use.lock.release()
 
     def gather_numbers(self, number: int, doing: str) -> list[int]:
-        """Gathers a number from each rank, in order, in a fixed number of bytes; involves no wait for a device.
-
-        Raises:
-            GroupError: As `gather_objects`.
-        """
+        """Gathers a number of each rank, in order, and waits for no device. Raises as `gather_objects`."""
         if self.device.type == "cpu":
             found = torch.empty(self.size, dtype=torch.int64, device="cpu")
             self.all_gather(found, torch.tensor([number], device="cpu"), doing)
@@ -299,7 +291,6 @@ def by_rank(values: Sequence[str]) -> str:
 
 
 def _shown(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -36,8 +36,6 @@ class _Placed(Moved):
 
 
 class _Piece(NamedTuple):
-    """A tensor among the bytes sent to a rank."""
-
     begin: int
     end: int
     shape: tuple[int, ...]
@@ -122,7 +120,6 @@ class LowLatency(GroupPrepareFinalize):
         return pieces, share
 
     def _rooms(self, buffer: torch.Tensor) -> _Rooms:
-        """The views of a buffer [ranks, bytes]."""
         views = [buffer[:, begin:end].view(kind).unflatten(1, shape) for begin, end, shape, kind in self._layout()[0]]
         weights = views.pop() if self.problem.apply_router_weight_on_input else None
         return _Rooms(views[0], tuple(views[1:]), weights)

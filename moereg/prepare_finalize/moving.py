@@ -82,13 +82,7 @@ class GroupPrepareFinalize(PrepareFinalize):
 
     @classmethod
     def experts_problem_of(cls, problem: MoEProblem, group: GroupFacts, activation_format: str) -> MoEProblem:
-        """The layer as the experts of one rank see it.
-
-        Args:
-            problem: As the caller sees it.
-            group: The ranks.
-            activation_format: The format that was chosen.
-        """
+        """The layer as the experts of one rank see it, in the format that was chosen; `problem` is the caller's."""
         most = problem.max_num_tokens
         return dataclasses.replace(
             problem,

@@ -195,7 +195,6 @@ class _Loader:
         return None
 
     def _publish(self, point: PluginStatus) -> None:
-        """Makes all cells of an entry point visible at once."""
         registry = self._registries.get(point.group)
         cells = [cell for home, cell in self._pending if home == point]
         names = {cell.name for home, cell in self._pending if home in (None, point)}

@@ -215,7 +215,6 @@ class _Source:
 
 
 def _strongest(wishes: Iterable[_Source], scheme: str) -> tuple[str, ...]:
-    """The names of the first source that has any for the scheme."""
     names = next(filter(None, (wish.for_scheme(scheme) for wish in wishes)), ())
     return () if names == (AUTO,) else names
 

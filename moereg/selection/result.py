@@ -205,7 +205,6 @@ class _Selection(msgspec.Struct):
 
 
 def _with_cell(decision: Decision, cells: Iterable[BackendCell]) -> Decision:
-    """The decision with its cell, if that is among these."""
     # Cells of one class and rule differ in their facts, which a decision does not say, and so in priority.
     for cell in sorted(cells, key=lambda cell: cell.priority != decision.priority):
         schemes = {scheme.name: scheme for scheme in cell.schemes}

@@ -80,11 +80,7 @@ def built_kernels(scheme: str) -> Probe:
 
 @functools.cache
 def load(arch: str) -> Library:
-    """FlashInfer with the kernels of an architecture such as `sm90`; imports FlashInfer.
-
-    Raises:
-        RuntimeError: The kernels are not built or cannot be loaded.
-    """
+    """FlashInfer with the kernels of an architecture such as `sm90`, imported; a RuntimeError if they do not load."""
     module, target = _MODULES[arch]
     path = package.built_module(module, target)
     if path is None:

@@ -148,8 +148,6 @@ class Bfloat16(TrtLlm):
 
 
 class _Float8(TrtLlm):
-    """8-bit floats with scales of groups."""
-
     def entry(self) -> Any:
         from flashinfer.fused_moe import trtllm_fp8_block_scale_routed_moe
 
