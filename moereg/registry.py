@@ -222,9 +222,7 @@ class Registry(Generic[C]):
     def publish(self, cells: Iterable[C], replaced: Iterable[C] = ()) -> None:
         """Stores cells, all at once, in the place of others.
 
-        Raises:
-            RegistrationError: A cell contradicts another, as `check_beside` of the cell says. Nothing is stored or
-                removed then.
+        If one contradicts another by its `check_beside`, nothing is stored or removed.
         """
         gone = {id(cell) for cell in replaced}
         with self._lock:

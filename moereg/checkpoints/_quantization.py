@@ -39,8 +39,7 @@ Config = Mapping[str, Any]
 def quantized_format(files: CheckpointFiles, modules: Sequence[str]) -> StorageFormat | None:
     """The common format of the experts' projections, by their names in the checkpoint; None if not quantized.
 
-    Raises:
-        CheckpointError: The method or one of its settings is unknown, or the modules' formats differ.
+    A CheckpointError if the method or one of its settings is unknown, or the modules' formats differ.
     """
     if files.quantization is None:
         return None

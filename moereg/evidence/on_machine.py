@@ -114,8 +114,7 @@ class MachineRecord(CellRecord):
     def of(cls, cell: BackendCell, scheme: QuantScheme, platform: Platform, **found: Any) -> Self:
         """Makes a record of a cell that has just run on this machine, computing a scheme.
 
-        Raises:
-            ArgumentError: The platform is not a probed one, or none of the cell's rules matches it.
+        An ArgumentError if the platform is not a probed one, or none of the cell's rules matches it.
         """
         rule = cell.rule_for(platform)
         if rule is None or not platform.probed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 from typing_extensions import Self
@@ -17,7 +17,15 @@ from moereg.prepare_finalize.expert_placement import PlacementTables
 from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.wire import Received, Wire
 from moereg.spec.facts import MovementFacts
-from moereg.spec.problem import MoEProblem
+from moereg.spec.problem import DTYPES, MoEProblem
+
+OVER_TORCH: Final = MovementFacts(
+    transports=frozenset({"cuda:nccl", "cpu:gloo"}),
+    dtypes=frozenset(DTYPES),
+    deterministic=True,
+    router_weight_on_input=True,
+)
+"""What every dispatcher of moereg's own can do; more where its host waits for nothing."""
 
 
 def local_prepare_finalize(activation_format: str) -> PrepareFinalize:

@@ -327,11 +327,7 @@ def list_cells(name: str | None = None) -> tuple[BackendCell, ...]:
 
 
 def find_scheme(name: str) -> QuantScheme:
-    """The scheme of that name: moereg's own, or one that a registered backend brings.
-
-    Raises:
-        UnknownSchemeError: Neither has it.
-    """
+    """The scheme of that name, moereg's own or one that a registered backend brings; else an UnknownSchemeError."""
     if name in QUANT_SCHEMES:
         return QUANT_SCHEMES[name]
     known = {scheme.name: scheme for cell in load_backends().cells for scheme in cell.schemes}

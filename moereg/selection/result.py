@@ -342,12 +342,7 @@ class Selection(Choice[Decision]):
 
     @classmethod
     def from_json(cls, text: str | bytes, cells: Iterable[BackendCell] | None = None) -> Selection:
-        """Inverse of `to_json`.
-
-        Args:
-            text: The JSON; other text is an ArgumentError.
-            cells: As in `from_dict`, whose errors it has.
-        """
+        """Inverse of `to_json`; arguments and errors as in `from_dict`."""
         return cls.from_dict(decode(text, Any, "a selection's JSON", "; write it again"), cells)
 
     @classmethod

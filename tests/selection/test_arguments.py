@@ -277,24 +277,6 @@ def test_fields_of_later_versions_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "text"),
-    [
-        (("__name__",), "<a a\\x1b[31m b that cannot be shown>"),
-        (("__name__", "__qualname__"), "<a value that cannot be shown>"),
-    ],
-)
-def test_a_type_whose_name_cannot_be_shown(hidden: tuple[str, ...], text: str) -> None:
-    class Hiding(type):
-        def __getattribute__(cls, name: str) -> Any:
-            if name in hidden:
-                raise ValueError("no name either")
-            return super().__getattribute__(name)
-
-    kind = Hiding("Kind", (), {"__qualname__": "a\x1b[31m\nb"})
-    assert shown(kind()) == text
-
-
-@pytest.mark.parametrize(
     "value",
     [Hostile(), [Hostile()], 10**5000, "x" * 10**6, {"deep": [[[[[[[[1]]]]]]]]}, b"\x1b" * 500],
     ids=["hostile", "list", "int", "text", "deep", "bytes"],

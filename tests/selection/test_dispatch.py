@@ -98,6 +98,15 @@ def undeclared(code: str, text: str, **problem: Any) -> tuple[str, str, dict[str
     return reason(code, text, members={"facts": NARROW}, problem=problem)
 
 
+def predicate(code: str, text: str, function: Any) -> tuple[str, str, dict[str, dict[str, Any]]]:
+    """The same of a class whose predicate is that function."""
+    return reason(code, text, members={"unsupported_reasons": classmethod(function)})
+
+
+def probe(code: str, text: str, function: Any) -> tuple[str, str, dict[str, dict[str, Any]]]:
+    return reason(code, text, registration={"probes": (function,)})
+
+
 REASONS = [
     reason(
         "platform",
@@ -106,7 +115,7 @@ REASONS = [
     ),
     reason("package", "requires absent>=1, which is not installed", registration={"requires": ("absent>=1",)}),
     reason("package", "requires Some_Library>=3, got 2.1", registration={"requires": ("Some_Library>=3",)}),
-    reason("probe", "requires nvcc, got none", registration={"probes": (lambda platform: "requires nvcc, got none",)}),
+    probe("probe", "requires nvcc, got none", lambda platform: "requires nvcc, got none"),
     reason("denied", "denied by the request (sole)", request={"deny": "sole"}),
     reason("not_required", "requires a backend in (other), got sole", request={"require": "other"}),
     reason("opt_in", "is opt-in: name it in require or prefer", registration={"opt_in": True}),
@@ -136,9 +145,7 @@ REASONS = [
     undeclared("graph_capture", "cannot be captured in a CUDA graph, got graph_capture=True", graph_capture=True),
     undeclared("deterministic", "does not give the same bits each time, got deterministic=True", deterministic=True),
     undeclared(
-        "gradients",
-        "does not compute gradients of (hidden_states, weights), got gradients of (hidden_states, weights)",
-        gradients={"weights", "hidden_states"},
+        "gradients", "does not compute gradients of (hidden_states, weights)", gradients={"weights", "hidden_states"}
     ),
     reason(
         "precision",
@@ -146,45 +153,23 @@ REASONS = [
         registration={"quant_schemes": ("nvfp4_w4a16",)},
         problem={"quant": "nvfp4", "exact_activations": True},
     ),
-    reason(
-        "backend",
-        "requires top_k == 4, got 2",
-        members={"unsupported_reasons": classmethod(lambda cls, problem, platform: ["requires top_k == 4, got 2"])},
-    ),
-    reason(
-        "predicate_error",
-        "its predicate raised KeyError: 'hidden'",
-        members={"unsupported_reasons": classmethod(raising)},
-    ),
-    reason(
+    predicate("backend", "requires top_k == 4, got 2", lambda cls, problem, platform: ["requires top_k == 4, got 2"]),
+    predicate("predicate_error", "its predicate raised KeyError: 'hidden'", raising),
+    predicate(
         "predicate_error",
         "its predicate raised TypeError: it has to return a list of texts, got 'requires more'",
-        members={"unsupported_reasons": classmethod(lambda cls, problem, platform: "requires more")},
+        lambda cls, problem, platform: "requires more",
     ),
-    reason(
-        "predicate_error",
-        "its probe <lambda> raised ZeroDivisionError: ",
-        registration={"probes": (lambda platform: 1 // 0,)},
-    ),
-    reason(
-        "predicate_error", "its predicate raised SystemExit: 3", members={"unsupported_reasons": classmethod(leaving)}
-    ),
-    reason(
+    probe("predicate_error", "its probe <lambda> raised ZeroDivisionError: ", lambda platform: 1 // 0),
+    predicate("predicate_error", "its predicate raised SystemExit: 3", leaving),
+    predicate(
         "predicate_error",
         "its predicate raised TypeError: it has to return a list of texts, got one with False",
-        members={"unsupported_reasons": classmethod(lambda cls, problem, platform: (False, "too large"))},
+        lambda cls, problem, platform: (False, "too large"),
     ),
-    reason("backend", "no text", members={"unsupported_reasons": classmethod(lambda cls, problem, platform: [" "])}),
-    reason(
-        "backend",
-        r"of two \x1b[31mlines",
-        members={"unsupported_reasons": classmethod(lambda cls, problem, platform: ["of\ntwo \x1b[31mlines"])},
-    ),
-    reason(
-        "predicate_error",
-        "its probe <lambda> has to return a text or None, got False",
-        registration={"probes": (lambda platform: False,)},
-    ),
+    predicate("backend", "no text", lambda cls, problem, platform: [" "]),
+    predicate("backend", r"of two \x1b[31mlines", lambda cls, problem, platform: ["of\ntwo \x1b[31mlines"]),
+    probe("predicate_error", "its probe <lambda> has to return a text or None, got False", lambda platform: False),
 ]
 
 

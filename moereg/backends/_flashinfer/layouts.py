@@ -117,8 +117,9 @@ def alternated_rows(rows: int) -> torch.Tensor:
     return torch.stack((up, gate), dim=1).flatten()
 
 
+@functools.lru_cache(maxsize=64)
 def shuffled_rows(rows: int) -> torch.Tensor:
-    """Source rows [rows] in steps of four within each 32: 0, 4, 8 ... 28, 1, 5 ... 31."""
+    """Source rows [rows], a multiple of 32, in steps of four within each 32: 0, 4, 8 ... 28, 1, 5 ... 31."""
     within = torch.arange(_SHUFFLED_ROWS).view(-1, _STEP).T.flatten()
     return (torch.arange(0, rows, _SHUFFLED_ROWS).unsqueeze(1) + within).flatten()
 
@@ -128,12 +129,6 @@ def gemm1_rows(rows: int, halves: int) -> torch.Tensor:
     """Source rows [halves * I] of gate-first w13 for TensorRT-LLM's kernels: alternated if gated, then shuffled."""
     shuffled = shuffled_rows(rows)
     return alternated_rows(rows)[shuffled] if halves == 2 else shuffled
-
-
-@functools.lru_cache(maxsize=64)
-def gemm2_rows(rows: int) -> torch.Tensor:
-    """Source rows [rows] of w2 for TensorRT-LLM's kernels; a multiple of 32."""
-    return shuffled_rows(rows)
 
 
 def grouped_halves(tensor: torch.Tensor, group: int) -> torch.Tensor:
@@ -211,10 +206,7 @@ def one_for_all(weights: ExpertWeights, name: str, largest: bool = True) -> torc
     """The largest of the experts' static scales `name`, [1] fp32; if not `largest` the scales themselves, [1] or [E].
 
     Tokens are quantized before their experts are known. Floats keep their relative precision under a larger scale than
-    necessary.
-
-    Raises:
-        ValueError: The checkpoint has no such scale.
+    necessary. A ValueError if the checkpoint has no such scale.
     """
     scale = weights.tensors().get(name)
     if scale is None:

@@ -288,7 +288,7 @@ class Tuner:
         return True
 
     def _verified(self, best: _Best, timer: CallTimer) -> tuple[Pair, bool]:
-        """The fastest pair that agrees up to rounding with the first one; whether there were finite numbers to compare."""
+        """The fastest pair that agrees up to rounding with the first one, and whether any numbers were finite."""
         reference = next(iter(best.times))
         for pair in sorted(best.times, key=lambda pair: (best.times[pair], pair)):
             if pair == reference:
