@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moereg.errors import ArgumentError, MoeregError, RecordFileError
 from moereg.evidence import store
-from moereg.evidence.pack import Pack, Row, Session, TimedCell, read_pack, write_pack
+from moereg.evidence.pack import Pack, Session, TimedCell, read_pack, write_pack
 from moereg.spec.problem import MoEProblem
 from tests.evidence.packs import GRID, HERE, PROBLEM, make_cells, pack_of, row, rows_of
 
@@ -25,36 +23,12 @@ CELLS = make_cells()
 PACK = pack_of(CELLS, rows_of({1: -0.2, 2: {4: 0.1}}), wrong=[(3, "off by 0.5")])
 
 
-def test_json_round_trip_and_a_row_a_line() -> None:
-    text = PACK.text()
-    assert Pack.from_json(text) == PACK
-    assert len([line for line in text.splitlines() if line.startswith("   [")]) == len(PACK.layers[0].rows)
-
-
-finite = st.floats(-40.0, 40.0)
-times = st.floats(0.0, 1e9)
-rows = st.builds(
-    Row,
-    session=st.integers(1, 2),
-    cell=st.integers(1, 3),
-    routing=st.sampled_from(["uniform", "zipf", "one_set", "\u00e9tage"]),
-    tokens=st.integers(1, 2**40),
-    log_ratio=finite,
-    half_width=st.floats(0.0, 40.0),
-    median_us=times,
-    p10_us=times,
-    p90_us=times,
-    rounds=st.integers(1, 10**6),
-    error=times,
-    graph=st.booleans(),
-)
-
-
-@given(st.lists(rows, max_size=8, unique_by=lambda each: each.key))
-def test_any_rows_come_back_as_they_were(measured: list[Row]) -> None:
-    base = pack_of(CELLS, [row(session, 0, "uniform", 1) for session in (1, 2)])
-    pack = base.with_rows(PROBLEM, 0, measured)
-    assert Pack.from_json(pack.text()) == pack
+@pytest.mark.parametrize("routings", [(), ("\u00e9tage",)])
+def test_json_round_trip_and_a_row_a_line(routings: tuple[str, ...]) -> None:
+    more = [row(1, 1, routing, 2**40, -1e-9, 40.0, error=1e9, graph=True) for routing in routings]
+    text = (pack := PACK.with_rows(PROBLEM, 0, more)).text()
+    assert Pack.from_json(text) == pack
+    assert len([line for line in text.splitlines() if line.startswith("   [")]) == len(pack.layers[0].rows)
 
 
 def test_unknown_fields_and_columns_of_a_later_version_are_left_out() -> None:

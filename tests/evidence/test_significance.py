@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 
 import pytest
 
@@ -90,8 +89,9 @@ def test_a_guard_is_not_made_slower_by_what_beats_the_incumbent(guard: str) -> N
             assert not beats(challenger, SLOW_IN_ONE_SET, [*others[:place], GUARDS[guard], *others[place:]])
 
 
-def choices(truth: float, spread: float, draw: random.Random) -> Callable[[], int]:
-    """The choice of two sessions in which every cell's time is off by a factor of its own."""
+def fraction_changed(truth: float, spread: float) -> float:
+    """How often two pairs of sessions choose differently, where every cell's time is off by a factor of its own."""
+    draw = random.Random(33)
 
     def choose() -> int:
         rows = []
@@ -100,11 +100,6 @@ def choices(truth: float, spread: float, draw: random.Random) -> Callable[[], in
             rows += rows_of({1: truth + off}, sessions=(session,), routings=ROUTINGS[:1], grid=(1,))
         return best_for_all(LayerTimes(tuple(rows), 0), (0, 1))
 
-    return choose
-
-
-def fraction_changed(truth: float, spread: float) -> float:
-    choose = choices(truth, spread, random.Random(33))
     return sum(choose() != choose() for _ in range(1500)) / 1500
 
 
