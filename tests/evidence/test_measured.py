@@ -54,9 +54,7 @@ def test_a_measured_order_goes_before_priority() -> None:
     assert (found.source, found.ranges, found.plan) == ("measured", (), ((None, found.winner),))
     assert found.notices == ("measured 2026-11-22: third 18 % less than first, two sessions",)
     assert found.measured
-
-
-def test_what_was_measured_and_confirms_priority_says_so() -> None:
+    # One that confirms priority says so.
     found = choose(CELLS, pack_of(CELLS, rows_of({1: 0.1, 2: -0.01})))
     assert (found.backend, found.source) == ("first", "measured")
     assert found.notices == ("measured 2026-11-22: nothing beats first, two sessions",)

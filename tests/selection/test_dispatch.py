@@ -278,20 +278,16 @@ REQUESTS: list[tuple[dict[str, Any], dict[str, str], str | None, str | None]] = 
     ({"require": "slow"}, {}, "slow", "required"),
     # In this order, whatever their priorities.
     ({"require": ("slow", "middle")}, {}, "slow", "required"),
-    ({"require": "slow, middle"}, {}, "slow", "required"),
     ({"require": {"slow": 1, "middle": 2}.keys()}, {}, "middle", "required"),  # A set has no order: by name.
     ({"require": ("elsewhere", "slow", "middle")}, {}, "slow", "required"),
-    ({"prefer": "slow"}, {}, "slow", "preferred"),
     ({"prefer": ("slow", "middle")}, {}, "slow", "preferred"),
     ({"prefer": "elsewhere"}, {}, "fast", "priority"),
     ({"prefer": ("elsewhere", "middle")}, {}, "middle", "preferred"),
     ({"prefer": "chosen"}, {}, "chosen", "preferred"),
     ({"require": "chosen"}, {}, "chosen", "required"),
     ({"deny": "fast"}, {}, "middle", "priority"),
-    ({"deny": ("fast", "middle")}, {}, "slow", "priority"),
     ({"require": ("fast", "slow"), "prefer": "slow"}, {}, "slow", "required"),
     # Patterns: those that match stand side by side. They name no opt-in backend.
-    ({"require": "s*"}, {}, "slow", "required"),
     ({"require": ("s*", "f*")}, {}, "slow", "required"),
     ({"require": "*"}, {}, "fast", "required"),
     ({"prefer": ("m*", "fast")}, {}, "middle", "preferred"),
@@ -312,7 +308,6 @@ REQUESTS: list[tuple[dict[str, Any], dict[str, str], str | None, str | None]] = 
     # Environment, and arguments over it; denials add up.
     ({}, {"REQUIRE": "slow"}, "slow", "required"),
     ({}, {"PREFER": "middle,slow"}, "middle", "preferred"),
-    ({}, {"DENY": "fast"}, "middle", "priority"),
     ({"require": "middle"}, {"REQUIRE": "slow"}, "middle", "required"),
     ({"prefer": "middle"}, {"PREFER": "slow"}, "middle", "preferred"),
     ({"prefer": "middle"}, {"REQUIRE": "slow"}, "slow", "required"),
