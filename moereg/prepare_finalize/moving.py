@@ -25,7 +25,7 @@ OVER_TORCH: Final = MovementFacts(
     deterministic=True,
     router_weight_on_input=True,
 )
-"""What every dispatcher of moereg's own can do; more where its host waits for nothing."""
+"""The facts of every dispatcher of moereg itself, to which one whose host waits for nothing adds two."""
 
 
 def local_prepare_finalize(activation_format: str) -> PrepareFinalize:
