@@ -102,11 +102,7 @@ def check_mapping(name: str, value: object) -> Mapping[str, Any]:
 
 
 def within(path: str, make: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
-    """Calls a function, and adds to its error which part of a larger value it was about.
-
-    Raises:
-        MoeregError: The function's error, with the path first.
-    """
+    """Calls a function, and puts the part of a larger value that it was about before its MoeregError."""
     try:
         return make(*arguments, **keywords)
     except MoeregError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import reprlib
 import signal
-import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -198,12 +197,8 @@ def shown(value: object) -> str:
     """A short, one-line repr of a user's value for an error; never raises."""
     try:
         return one_line(_ShortRepr().repr(value))
-    except Exception:
-        # Reprs, lengths and even type names run untrusted code.
-        try:
-            return f"<a {one_line(type(value).__qualname__, _LONGEST_SHOWN)} that cannot be shown>"
-        except Exception:
-            return "<a value that cannot be shown>"
+    except Exception:  # Reprs and lengths run a user's code.
+        return f"<a {one_line(type(value).__qualname__, _LONGEST_SHOWN)} that cannot be shown>"
 
 
 def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
@@ -214,6 +209,17 @@ def one_line(text: str, longest: int = _LONGEST_LINE) -> str:
     if not start.isprintable():
         start = "".join(char if char.isprintable() else repr(char)[1:-1] for char in start)
     return start if len(start) <= longest else f"{start[: longest - 3]}..."
+
+
+def index_ranges(indices: Iterable[int]) -> list[str]:
+    """`1-3`, `5` for ascending indices 1, 2, 3, 5."""
+    ranges: list[list[int]] = []
+    for index in indices:
+        if ranges and ranges[-1][-1] == index - 1:
+            ranges[-1][1:] = [index]
+        else:
+            ranges.append([index])
+    return ["-".join(map(str, bounds)) for bounds in ranges]
 
 
 def described(error: BaseException) -> str:
@@ -243,23 +249,14 @@ def is_lack_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
         return True
-    if not isinstance(error, RuntimeError):
-        return False
-    try:
-        text = str(error)
-    except Exception:
-        return False
-    return any(sign in text for sign in _LACKS_OF_MEMORY)
+    return isinstance(error, RuntimeError) and any(sign in described(error) for sign in _LACKS_OF_MEMORY)
 
 
 def stops_the_process(error: BaseException) -> bool:
     """Whether an error is a request from outside to stop the process, whatever code it passed through.
 
-    Ctrl-C is, and so is an exception from a signal handler. SystemExit from a backend's own code is not. Python runs
-    handlers only in the main thread, so other threads' code raises its errors itself.
+    Ctrl-C is, and so is an exception from a signal handler. SystemExit from a backend's own code is not.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return False
     if isinstance(error, KeyboardInterrupt):
         return True
     if isinstance(error, Exception):

@@ -111,11 +111,7 @@ class Cell:
         return _most_specific(self.rules, platform, KINDS.get(platform.kind))
 
     def check_beside(self, other: Any) -> None:
-        """Checks that it may be stored with another cell of its registry.
-
-        Raises:
-            RegistrationError: It may not; the error names both.
-        """
+        """Checks that it may be stored with another cell of its registry: else a RegistrationError names both."""
         if other.name == self.name and other.origin != self.origin:
             raise RegistrationError(
                 f"{self.noun} name {self.name!r} belongs to {other.origin} ({other.class_name}); {self.class_name} of "
@@ -226,9 +222,7 @@ class Registry(Generic[C]):
     def publish(self, cells: Iterable[C], replaced: Iterable[C] = ()) -> None:
         """Stores cells, all at once, in the place of others.
 
-        Raises:
-            RegistrationError: A cell contradicts another, as `check_beside` of the cell says. Nothing is stored or
-                removed then.
+        If one contradicts another by its `check_beside`, nothing is stored or removed.
         """
         gone = {id(cell) for cell in replaced}
         with self._lock:
@@ -484,7 +478,6 @@ def _can_be_called(expected: Iterable[inspect.Parameter], found: Iterable[inspec
 
 
 def _read_probes(probes: Iterable[Probe]) -> tuple[Probe, ...]:
-    """Probes as a tuple of hashable functions."""
     checked = () if callable(probes) else _items(probes, "probes")
     # A probe's answer is kept under the probe itself.
     if callable(probes) or not all(callable(probe) and isinstance(probe, Hashable) for probe in checked):
@@ -518,7 +511,6 @@ def read_schemes(names: Iterable[str | QuantScheme]) -> tuple[QuantScheme, ...]:
 
 
 def _read_rules(texts: Iterable[str]) -> tuple[PlatformRule, ...]:
-    """Platform rules; no two of equal specificity may match the same platform."""
     rules = tuple(map(PlatformRule, _items(texts, "platforms", of="rules")))
     if not rules:
         raise ArgumentError("platforms must name at least one rule")
@@ -529,7 +521,6 @@ def _read_rules(texts: Iterable[str]) -> tuple[PlatformRule, ...]:
 
 
 def _read_requirements(texts: Iterable[str]) -> tuple[str, ...]:
-    """Version ranges in one spelling."""
     checked = []
     for text in _items(texts, "requires", of="requirements"):
         try:

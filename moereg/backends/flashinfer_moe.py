@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from moereg.backends._flashinfer.loading import built_kernels
+from moereg.backends._flashinfer.loading import BuiltKernels
 from moereg.backends._flashinfer.package import (
     REQUIRES,
     built_module,
@@ -99,7 +99,7 @@ def _cutlass(
         quant_schemes=(scheme,),
         platforms=platforms,
         requires=(REQUIRES,),
-        probes=(can_be_imported, built_kernels(scheme), *probes),
+        probes=(can_be_imported, BuiltKernels(scheme), *probes),
         opt_in=opt_in,
         **facts,
     )

@@ -120,7 +120,6 @@ def _matcher(patterns: Patterns, targets: Sequence[str]) -> Callable[[str], int]
 
 
 def _format(group: Mapping[str, Any], default: str | None) -> StorageFormat:
-    """The format of a group's modules."""
     layout = read_name(group, "format") or default or ""
     weights, activations = _describe(group, "weights"), _describe(group, "input_activations")
     if (weights, activations) not in _SCHEMES:

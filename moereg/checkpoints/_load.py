@@ -116,12 +116,7 @@ class CheckpointLayer:
         return self.router.route(logits, self.correction_bias)
 
     def make_kernel(self, selection: Selection | None = None, **keywords: Any) -> MoEKernel:
-        """Calls `moereg.make_kernel` for this layer and its rank.
-
-        Args:
-            selection: From `select_backend(layer.problem)`; made here if None.
-            **keywords: Arguments of `make_kernel` except `ep_rank`.
-        """
+        """Calls `moereg.make_kernel` for this layer and its rank; the selection is made here if None."""
         return make_kernel(self.problem, self.weights, selection, ep_rank=self.ep_rank, **keywords)
 
 

@@ -16,7 +16,7 @@ from moereg.checkpoints._files import CheckpointFiles, TensorHeader, config_erro
 from moereg.checkpoints._formats import FLOATS, Projection, StorageFormat, StoredTensor, as_is, unquantized_format
 from moereg.checkpoints._models import MODEL_TYPES, FusedNames, ModelType, count_layers
 from moereg.checkpoints._quantization import quantized_format
-from moereg.errors import ArgumentError, CheckpointError, one_line, shown
+from moereg.errors import ArgumentError, CheckpointError, index_ranges, one_line, shown
 from moereg.routing import BY_HAND, RouterSpec, unknown_model_message
 from moereg.routing.config_entries import is_one_of, read_count, read_object
 from moereg.spec.problem import MoEProblem
@@ -83,8 +83,7 @@ class ExpertPart:
     def copy_to(self, fields: Mapping[str, torch.Tensor], expert: int, stored: torch.Tensor) -> None:
         """Converts a stored tensor, or its row, and writes it into the local expert's slice of its canonical field.
 
-        Raises:
-            ArgumentError: Its values contradict its format.
+        An ArgumentError if its values contradict its format.
         """
         canonical = self.tensor.convert(stored)
         if self.field is None:
@@ -171,8 +170,7 @@ def list_layer(
 ) -> LayerManifest:
     """Finds the tensors of a layer, of which only this rank's shards are opened; arguments as in `load_experts`.
 
-    Raises:
-        ArgumentError: An argument is not an integer, or the rank's experts are not experts of the layer.
+    An ArgumentError if one is not an integer, or the rank's experts are not experts of the layer.
     """
     for argument, value in (("layer", layer), ("num_local_experts", num_local_experts), ("ep_rank", ep_rank)):
         if type(value) is not int and not (value is None and argument == "num_local_experts"):
@@ -189,7 +187,9 @@ def list_layer(
         activation = model.activation(files.config)
     experts = _local_experts(sizes.num_experts, num_local_experts, ep_rank)
     layer_root, root, router_root = _find_block(files, model, layer)
-    fused = _find_fused(files, model, root)
+    # Names of the tensors with all experts; None if each expert has its own.
+    known = (fused for fused in model.fused if f"{root}{fused.w13[0]}" in files.file_of)
+    fused = next(known, model.fused[-1] if model.projections is None else None)
     storage = _storage_format(files, model, sizes, root, experts, fused)
     fused = model.fused[-1] if fused is None and storage.is_fused else fused
     headers: dict[str, TensorHeader] = {}
@@ -250,19 +250,18 @@ def list_layer(
 
 
 def _check_has_experts(files: CheckpointFiles, layer: int) -> None:
-    """Checks that the layer exists, has experts and can be read."""
     model_type, model = _find_model(files)
     moe_layers = moe_layer_indices(files)
+    listed = one_line(", ".join(index_ranges(moe_layers)) or "none", 200)
     num_layers = count_layers(files.config)
     if not 0 <= layer < num_layers:
         raise CheckpointError(
             f"layer must be in 0..{num_layers - 1} for {str(files.path)!r}, got {layer}; its layers with experts are "
-            f"{_index_ranges(moe_layers)}"
+            f"{listed}"
         )
     if layer not in moe_layers:
         raise CheckpointError(
-            f"layer {layer} of {str(files.path)!r} is dense, but a layer with experts is needed; those are "
-            f"{_index_ranges(moe_layers)}"
+            f"layer {layer} of {str(files.path)!r} is dense, but a layer with experts is needed; those are {listed}"
         )
     with config_errors(files):
         reason = model.unsupported_reason(files.config, layer)
@@ -272,19 +271,7 @@ def _check_has_experts(files: CheckpointFiles, layer: int) -> None:
         )
 
 
-def _index_ranges(indices: Sequence[int]) -> str:
-    """`1-3, 5` for (1, 2, 3, 5)."""
-    ranges: list[list[int]] = []
-    for index in indices:
-        if ranges and ranges[-1][-1] == index - 1:
-            ranges[-1][1:] = [index]
-        else:
-            ranges.append([index])
-    return one_line(", ".join("-".join(map(str, bounds)) for bounds in ranges) or "none", 200)
-
-
 def _local_experts(num_experts: int, num_local_experts: int | None, ep_rank: int) -> range:
-    """Global indices of the rank's experts."""
     count = num_experts if num_local_experts is None else num_local_experts
     first = ep_rank * count
     if count < 1 or ep_rank < 0 or first + count > num_experts:
@@ -313,16 +300,7 @@ def _find_block(files: CheckpointFiles, model: ModelType, layer: int) -> tuple[s
     )
 
 
-def _find_fused(files: CheckpointFiles, model: ModelType, root: str) -> FusedNames | None:
-    """Names of the tensors with all experts; None if each expert has its own."""
-    for fused in model.fused:
-        if f"{root}{fused.w13[0]}" in files.file_of:
-            return fused
-    return model.fused[-1] if model.projections is None else None
-
-
 def _bias_names(models: Iterable[ModelType], layer_root: str, root: str) -> list[str]:
-    """Possible names of the correction bias."""
     names = [f"{root}{name}" for model in models for name in model.correction_biases]
     outer = [model.outer_correction_bias for model in models]
     return names + [f"{layer_root}{name}" for name in outer if name is not None]
@@ -366,7 +344,6 @@ def _storage_format(
     experts: range,
     fused: FusedNames | None,
 ) -> StorageFormat:
-    """How the experts are stored, according to the configs."""
     projections = (some for expert in experts for some in _list_projections(model, sizes, root, expert, fused))
     storage = quantized_format(files, list(dict.fromkeys(projection.module for _, _, projection in projections)))
     if storage is None:

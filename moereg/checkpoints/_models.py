@@ -275,12 +275,8 @@ _MIXTRAL: Final = ModelType(
 _SHARED: Final = ("shared_experts",)
 _SHARED_AND_GATE: Final = ("shared_expert", "shared_expert_gate")
 _DEEPSEEK: Final = ModelType(shared_experts=_SHARED)
-_DEEPSEEK_V2: Final = dataclasses.replace(_DEEPSEEK, moe_layers=dense_layers_first(0))
-_DEEPSEEK_V3: Final = dataclasses.replace(_DEEPSEEK, moe_layers=dense_layers_first(3))
-_GLM4: Final = dataclasses.replace(_DEEPSEEK, moe_layers=dense_layers_first(1))
 _ONE_DENSE: Final = dataclasses.replace(_DEEPSEEK, moe_layers=listed_layers(dense_layers_first(1)))
 _THREE_DENSE: Final = dataclasses.replace(_DEEPSEEK, moe_layers=listed_layers(dense_layers_first(3)))
-_GLM5: Final = dataclasses.replace(_THREE_DENSE, activation=_CLAMPED_SILU)
 _QWEN: Final = ModelType(moe_layers=sparse_step_layers())
 _QWEN_SHARED: Final = dataclasses.replace(_QWEN, shared_experts=_SHARED_AND_GATE)
 _GRANITE: Final = ModelType(
@@ -300,169 +296,153 @@ _GPT_OSS: Final = ModelType(
     has_bias=True,
 )
 
+_BY_NAMES: Final = {
+    "afmoe": ModelType(
+        routers=("router.gate",),
+        moe_layers=dense_layers_first(1, "num_dense_layers"),
+        correction_biases=("expert_bias",),
+        shared_experts=_SHARED,
+    ),
+    "aria_text": ModelType(
+        routers=("router",),
+        projections=None,
+        fused=(FusedNames(("experts.fc1.weight",), "experts.fc2.weight"), FusedNames()),
+        intermediate_size="intermediate_size",
+        activation=lambda config: ACTIVATIONS["silu"],  # hidden_act is the shared experts'.
+        is_transposed=True,
+        shared_experts=_SHARED,
+    ),
+    "axk1 axk2 deepseek_ocr2_text dots3_note dots3_note_text glm4_moe_lite unlimited_ocr_text": _ONE_DENSE,
+    "bailing_hybrid": dataclasses.replace(
+        _DEEPSEEK,
+        moe_layers=listed_layers(dense_layers_first(2)),
+        correction_biases=("gate.expert_bias", "gate.e_score_correction_bias"),
+    ),
+    "beam": dataclasses.replace(_THREE_DENSE, shared_experts=()),
+    "cohere2_moe": ModelType(
+        intermediate_size="intermediate_size",
+        moe_layers=listed_layers(dense_layers_first(0)),
+        shared_experts=_SHARED,
+    ),
+    "dbrx": ModelType(
+        blocks=("ffn",),
+        routers=("router.layer",),
+        projections=None,
+        fused=(FusedNames(("experts.mlp.w1", "experts.mlp.v1"), "experts.mlp.w2", is_flat=True),),
+        intermediate_size="ffn_hidden_size",
+        activation=lambda config: _named_act(
+            read_object(read_object(config, "ffn_config"), "ffn_act_fn"), "name", "silu", _HIDDEN_ACTS
+        ),
+    ),
+    "deepseek_v2 dots1 mistral4": dataclasses.replace(_DEEPSEEK, moe_layers=dense_layers_first(0)),
+    "deepseek_v3 kimi_k2": dataclasses.replace(_DEEPSEEK, moe_layers=dense_layers_first(3)),
+    "deepseek_v32 glm_moe_dsa": _THREE_DENSE,
+    "deepseek_v4": ModelType(
+        blocks=("ffn", "mlp"),
+        projections=_W1_W3_W2,
+        moe_layers=listed_layers(every_layer, sparse=("moe", "hash_moe")),
+        activation=_CLAMPED_SILU,
+        correction_biases=("gate.bias", "gate.e_score_correction_bias"),
+        shared_experts=_SHARED,
+        unsupported_reason=_deepseek_v4_reason,
+    ),
+    "ernie4_5_moe": ModelType(
+        moe_layers=bounded_step_layers,
+        correction_biases=("moe_statics.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias"),
+        shared_experts=_SHARED,
+    ),
+    "exaone_moe": dataclasses.replace(
+        _ONE_DENSE, correction_biases=("e_score_correction_bias", "gate.e_score_correction_bias")
+    ),
+    "flex_olmo olmoe": ModelType(intermediate_size="intermediate_size"),
+    "flint": dataclasses.replace(
+        _QWEN_SHARED, moe_layers=sparse_step_layers((0, 1)), shared_experts=("shared_expert",)
+    ),
+    "glm4_moe glm4v_moe_text": dataclasses.replace(_DEEPSEEK, moe_layers=dense_layers_first(1)),
+    "glm5_next glm5_next_text": dataclasses.replace(_THREE_DENSE, activation=_CLAMPED_SILU),
+    "gpt_oss": dataclasses.replace(_GPT_OSS, is_interleaved=True),
+    "granitemoe": dataclasses.replace(_GRANITE, shared_experts=()),
+    "granitemoe_swa granitemoehybrid granitemoeshared": _GRANITE,
+    "hunyuan_v1_moe": ModelType(
+        routers=("gate.wg",), intermediate_size="intermediate_size", shared_experts=("shared_mlp",)
+    ),
+    "hy_v3": dataclasses.replace(
+        _ONE_DENSE,
+        routers=("router.gate", "gate"),
+        correction_biases=("expert_bias", "e_score_correction_bias"),
+        shared_experts=("shared_mlp", "shared_experts"),
+    ),
+    "hy_v4": dataclasses.replace(_ONE_DENSE, activation=_CLAMPED_SILU),
+    "jamba": ModelType(
+        blocks=("feed_forward",),
+        routers=("router",),
+        intermediate_size="intermediate_size",
+        moe_layers=offset_layers,
+    ),
+    "kimi_linear": dataclasses.replace(_ONE_DENSE, blocks=("block_sparse_moe", "mlp"), projections=_W1_W3_W2),
+    "kolibri1": ModelType(outer_correction_bias="moe.router.expert_bias", shared_experts=_SHARED),
+    "laguna": dataclasses.replace(
+        _ONE_DENSE,
+        correction_biases=("experts.e_score_correction_bias", "gate.e_score_correction_bias"),
+        shared_experts=("shared_expert", "shared_experts"),
+    ),
+    "lfm2_moe": ModelType(
+        blocks=("feed_forward",),
+        projections=_W1_W3_W2,
+        moe_layers=dense_layers_first(2, "num_dense_layers"),
+        activation=lambda config: ACTIVATIONS["silu"],  # Not in the config.
+        correction_biases=("expert_bias",),
+    ),
+    "llama4_text": ModelType(
+        blocks=("feed_forward",),
+        routers=("router",),
+        projections=None,
+        intermediate_size="intermediate_size",
+        moe_layers=llama4_layers,
+        is_transposed=True,
+        shared_experts=("shared_expert",),
+    ),
+    "mellum": ModelType(moe_layers=listed_layers(every_layer)),
+    "mimo_v2_flash": dataclasses.replace(_ONE_DENSE, shared_experts=()),
+    "minimax mixtral": _MIXTRAL,
+    "minimax_m2": dataclasses.replace(_MIXTRAL, correction_biases=("e_score_correction_bias",)),
+    "minimax_m3_vl_text": dataclasses.replace(
+        _MIXTRAL,
+        moe_layers=listed_layers(dense_layers_first(0)),
+        activation=_CLAMPED_SWIGLU,
+        correction_biases=("e_score_correction_bias", "gate.e_score_correction_bias"),
+        shared_experts=_SHARED,
+    ),
+    "mistral_large4_text": dataclasses.replace(_ONE_DENSE, blocks=("", "mlp"), projections=_W1_W3_W2),
+    "nemotron_h": ModelType(
+        blocks=("mixer",),
+        projections=("up_proj", "down_proj"),
+        fused=(FusedNames(("experts.up_proj",)),),
+        moe_layers=nemotron_layers,
+        activation=lambda config: _named_act(config, "mlp_hidden_act", "relu2", {"relu2": ACTIVATIONS["relu2"]}),
+        shared_experts=_SHARED,
+        unsupported_reason=_nemotron_reason,
+    ),
+    "openai_privacy_filter": _GPT_OSS,
+    "phimoe": dataclasses.replace(_MIXTRAL, routers=("gate", "router")),
+    "qwen2_moe qwen3_next": _QWEN_SHARED,
+    "qwen3_5_moe_text qwen4_exp_text": ModelType(shared_experts=_SHARED_AND_GATE),
+    "qwen3_moe qwen3_omni_moe_text": _QWEN,
+    # Released transposed; newer versions of transformers save the layout in memory.
+    "qwen3_vl_moe_text": dataclasses.replace(_QWEN, is_transposed=None),
+    "solar_open": ModelType(shared_experts=_SHARED),
+    "step3p5": ModelType(
+        blocks=("moe", "mlp"),
+        projections=None,
+        fused=(FusedNames(("gate_proj.weight", "up_proj.weight"), "down_proj.weight"), FusedNames()),
+        moe_layers=listed_layers(step_layers),
+        correction_biases=("router_bias", "gate.e_score_correction_bias"),
+        shared_experts=("share_expert", "shared_experts"),
+        unsupported_reason=_step_reason,
+    ),
+}
+"""By the model types that store their experts alike."""
+
 MODEL_TYPES: Final[Mapping[str, ModelType]] = MappingProxyType(
-    {
-        "afmoe": ModelType(
-            routers=("router.gate",),
-            moe_layers=dense_layers_first(1, "num_dense_layers"),
-            correction_biases=("expert_bias",),
-            shared_experts=_SHARED,
-        ),
-        "aria_text": ModelType(
-            routers=("router",),
-            projections=None,
-            fused=(FusedNames(("experts.fc1.weight",), "experts.fc2.weight"), FusedNames()),
-            intermediate_size="intermediate_size",
-            activation=lambda config: ACTIVATIONS["silu"],  # hidden_act is the shared experts'.
-            is_transposed=True,
-            shared_experts=_SHARED,
-        ),
-        "axk1": _ONE_DENSE,
-        "axk2": _ONE_DENSE,
-        "bailing_hybrid": dataclasses.replace(
-            _DEEPSEEK,
-            moe_layers=listed_layers(dense_layers_first(2)),
-            correction_biases=("gate.expert_bias", "gate.e_score_correction_bias"),
-        ),
-        "beam": dataclasses.replace(_THREE_DENSE, shared_experts=()),
-        "cohere2_moe": ModelType(
-            intermediate_size="intermediate_size",
-            moe_layers=listed_layers(dense_layers_first(0)),
-            shared_experts=_SHARED,
-        ),
-        "dbrx": ModelType(
-            blocks=("ffn",),
-            routers=("router.layer",),
-            projections=None,
-            fused=(FusedNames(("experts.mlp.w1", "experts.mlp.v1"), "experts.mlp.w2", is_flat=True),),
-            intermediate_size="ffn_hidden_size",
-            activation=lambda config: _named_act(
-                read_object(read_object(config, "ffn_config"), "ffn_act_fn"), "name", "silu", _HIDDEN_ACTS
-            ),
-        ),
-        "deepseek_ocr2_text": _ONE_DENSE,
-        "deepseek_v2": _DEEPSEEK_V2,
-        "deepseek_v3": _DEEPSEEK_V3,
-        "deepseek_v32": _THREE_DENSE,
-        "deepseek_v4": ModelType(
-            blocks=("ffn", "mlp"),
-            projections=_W1_W3_W2,
-            moe_layers=listed_layers(every_layer, sparse=("moe", "hash_moe")),
-            activation=_CLAMPED_SILU,
-            correction_biases=("gate.bias", "gate.e_score_correction_bias"),
-            shared_experts=_SHARED,
-            unsupported_reason=_deepseek_v4_reason,
-        ),
-        "dots1": _DEEPSEEK_V2,
-        "dots3_note": _ONE_DENSE,
-        "dots3_note_text": _ONE_DENSE,
-        "ernie4_5_moe": ModelType(
-            moe_layers=bounded_step_layers,
-            correction_biases=("moe_statics.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias"),
-            shared_experts=_SHARED,
-        ),
-        "exaone_moe": dataclasses.replace(
-            _ONE_DENSE, correction_biases=("e_score_correction_bias", "gate.e_score_correction_bias")
-        ),
-        "flex_olmo": ModelType(intermediate_size="intermediate_size"),
-        "flint": dataclasses.replace(
-            _QWEN_SHARED, moe_layers=sparse_step_layers((0, 1)), shared_experts=("shared_expert",)
-        ),
-        "glm4_moe": _GLM4,
-        "glm4_moe_lite": _ONE_DENSE,
-        "glm4v_moe_text": _GLM4,
-        "glm5_next": _GLM5,
-        "glm5_next_text": _GLM5,
-        "glm_moe_dsa": _THREE_DENSE,
-        "gpt_oss": dataclasses.replace(_GPT_OSS, is_interleaved=True),
-        "granitemoe": dataclasses.replace(_GRANITE, shared_experts=()),
-        "granitemoe_swa": _GRANITE,
-        "granitemoehybrid": _GRANITE,
-        "granitemoeshared": _GRANITE,
-        "hunyuan_v1_moe": ModelType(
-            routers=("gate.wg",), intermediate_size="intermediate_size", shared_experts=("shared_mlp",)
-        ),
-        "hy_v3": dataclasses.replace(
-            _ONE_DENSE,
-            routers=("router.gate", "gate"),
-            correction_biases=("expert_bias", "e_score_correction_bias"),
-            shared_experts=("shared_mlp", "shared_experts"),
-        ),
-        "hy_v4": dataclasses.replace(_ONE_DENSE, activation=_CLAMPED_SILU),
-        "jamba": ModelType(
-            blocks=("feed_forward",),
-            routers=("router",),
-            intermediate_size="intermediate_size",
-            moe_layers=offset_layers,
-        ),
-        "kimi_k2": _DEEPSEEK_V3,
-        "kimi_linear": dataclasses.replace(_ONE_DENSE, blocks=("block_sparse_moe", "mlp"), projections=_W1_W3_W2),
-        "kolibri1": ModelType(outer_correction_bias="moe.router.expert_bias", shared_experts=_SHARED),
-        "laguna": dataclasses.replace(
-            _ONE_DENSE,
-            correction_biases=("experts.e_score_correction_bias", "gate.e_score_correction_bias"),
-            shared_experts=("shared_expert", "shared_experts"),
-        ),
-        "lfm2_moe": ModelType(
-            blocks=("feed_forward",),
-            projections=_W1_W3_W2,
-            moe_layers=dense_layers_first(2, "num_dense_layers"),
-            activation=lambda config: ACTIVATIONS["silu"],  # Not in the config.
-            correction_biases=("expert_bias",),
-        ),
-        "llama4_text": ModelType(
-            blocks=("feed_forward",),
-            routers=("router",),
-            projections=None,
-            intermediate_size="intermediate_size",
-            moe_layers=llama4_layers,
-            is_transposed=True,
-            shared_experts=("shared_expert",),
-        ),
-        "mellum": ModelType(moe_layers=listed_layers(every_layer)),
-        "mimo_v2_flash": dataclasses.replace(_ONE_DENSE, shared_experts=()),
-        "minimax": _MIXTRAL,
-        "minimax_m2": dataclasses.replace(_MIXTRAL, correction_biases=("e_score_correction_bias",)),
-        "minimax_m3_vl_text": dataclasses.replace(
-            _MIXTRAL,
-            moe_layers=listed_layers(dense_layers_first(0)),
-            activation=_CLAMPED_SWIGLU,
-            correction_biases=("e_score_correction_bias", "gate.e_score_correction_bias"),
-            shared_experts=_SHARED,
-        ),
-        "mistral4": _DEEPSEEK_V2,
-        "mistral_large4_text": dataclasses.replace(_ONE_DENSE, blocks=("", "mlp"), projections=_W1_W3_W2),
-        "mixtral": _MIXTRAL,
-        "nemotron_h": ModelType(
-            blocks=("mixer",),
-            projections=("up_proj", "down_proj"),
-            fused=(FusedNames(("experts.up_proj",)),),
-            moe_layers=nemotron_layers,
-            activation=lambda config: _named_act(config, "mlp_hidden_act", "relu2", {"relu2": ACTIVATIONS["relu2"]}),
-            shared_experts=_SHARED,
-            unsupported_reason=_nemotron_reason,
-        ),
-        "olmoe": ModelType(intermediate_size="intermediate_size"),
-        "openai_privacy_filter": _GPT_OSS,
-        "phimoe": dataclasses.replace(_MIXTRAL, routers=("gate", "router")),
-        "qwen2_moe": _QWEN_SHARED,
-        "qwen3_5_moe_text": ModelType(shared_experts=_SHARED_AND_GATE),
-        "qwen3_moe": _QWEN,
-        "qwen3_next": _QWEN_SHARED,
-        "qwen3_omni_moe_text": _QWEN,
-        # Released transposed; newer versions of transformers save the layout in memory.
-        "qwen3_vl_moe_text": dataclasses.replace(_QWEN, is_transposed=None),
-        "qwen4_exp_text": ModelType(shared_experts=_SHARED_AND_GATE),
-        "solar_open": ModelType(shared_experts=_SHARED),
-        "step3p5": ModelType(
-            blocks=("moe", "mlp"),
-            projections=None,
-            fused=(FusedNames(("gate_proj.weight", "up_proj.weight"), "down_proj.weight"), FusedNames()),
-            moe_layers=listed_layers(step_layers),
-            correction_biases=("router_bias", "gate.e_score_correction_bias"),
-            shared_experts=("share_expert", "shared_experts"),
-            unsupported_reason=_step_reason,
-        ),
-        "unlimited_ocr_text": _ONE_DENSE,
-    }
+    {name: row for names, row in _BY_NAMES.items() for name in names.split()}
 )

@@ -39,8 +39,7 @@ Config = Mapping[str, Any]
 def quantized_format(files: CheckpointFiles, modules: Sequence[str]) -> StorageFormat | None:
     """The common format of the experts' projections, by their names in the checkpoint; None if not quantized.
 
-    Raises:
-        CheckpointError: The method or one of its settings is unknown, or the modules' formats differ.
+    A CheckpointError if the method or one of its settings is unknown, or the modules' formats differ.
     """
     if files.quantization is None:
         return None
@@ -187,7 +186,6 @@ _GROUP_SIZES: Final = {32: "g32", 64: "g64", 128: "g128", WHOLE: "gall"}
 
 
 def _int4_scheme(method: str, config: Config, is_symmetric: bool) -> QuantScheme:
-    """The scheme of 4-bit weights with 16-bit activations for `bits` and `group_size`."""
     for key, known in (("bits", (4,)), ("group_size", tuple(_GROUP_SIZES))):
         if not is_one_of(config.get(key), known):
             raise CheckpointError(

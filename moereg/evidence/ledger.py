@@ -66,11 +66,7 @@ class Verification:
 
     @classmethod
     def of(cls, cell: BackendCell, platform: Platform, cases: int) -> Verification:
-        """Makes a record for a cell that has just passed on this machine.
-
-        Raises:
-            ArgumentError: None of its rules matches the machine, which could only have imitated another.
-        """
+        """A record for a cell that has just passed on this machine; an ArgumentError if no rule of it matches."""
         rule = cell.rule_for(platform)
         if rule is None:
             rules = ", ".join(rule.text for rule in cell.rules)

@@ -114,8 +114,7 @@ class MachineRecord(CellRecord):
     def of(cls, cell: BackendCell, scheme: QuantScheme, platform: Platform, **found: Any) -> Self:
         """Makes a record of a cell that has just run on this machine, computing a scheme.
 
-        Raises:
-            ArgumentError: The platform is not a probed one, or none of the cell's rules matches it.
+        An ArgumentError if the platform is not a probed one, or none of the cell's rules matches it.
         """
         rule = cell.rule_for(platform)
         if rule is None or not platform.probed:
@@ -248,10 +247,8 @@ class RecordFile(Generic[M]):
     def change(self, add: Iterable[M] = (), lift: Callable[[M], bool] | None = None) -> tuple[M, ...]:
         """Lifts records and returns them, then adds others, atomically; concurrent writers take turns.
 
-        An added record replaces one with the same key.
-
-        Raises:
-            RecordFileError: The file is turned off, or cannot be read or written.
+        An added record replaces one with the same key. A RecordFileError if the file is turned off, or cannot be read
+        or written.
         """
         named = self.path()
         lifted: tuple[M, ...] = ()

@@ -295,10 +295,8 @@ def read_pack(path: Path, is_own: bool, here: Machine | None = None) -> Pack:
 def write_pack(path: Path, machine: Machine, change: Callable[[Pack], Pack], is_new: bool = False) -> Pack:
     """Changes a pack's file atomically and returns the new pack; concurrent writers take turns.
 
-    A missing file is an empty pack, and so is any if `is_new`. An interrupted write leaves the former pack.
-
-    Raises:
-        RecordFileError: The file cannot be read or written, or holds times of another machine.
+    A missing file is an empty pack, and so is any if `is_new`. An interrupted write leaves the former pack. A
+    RecordFileError if the file cannot be read or written, or holds times of another machine.
     """
     pack = Pack(machine)
 

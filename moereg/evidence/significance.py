@@ -105,16 +105,10 @@ def student_t(freedom: int) -> float:
 
 
 def paired(default_us: Sequence[float], other_us: Sequence[float]) -> tuple[float, float]:
-    """Compares two kernels' samples of the same inputs in the same rounds, in order.
+    """The mean of ln(other / default) over pairs of samples, and half of its 95 % interval by Student's t.
 
-    A mean over pairs, not a ratio of medians: calls that hit different numbers of experts are not alike.
-
-    Args:
-        default_us: Samples of the one that is compared with, in us.
-        other_us: Samples of the other. Pairs end with the shorter one; at least two are needed.
-
-    Returns:
-        The mean of ln(other / default), and half of its 95 % interval by Student's t.
+    Samples, in us, are of the same inputs in the same rounds, in order. A mean over pairs, not a ratio of medians:
+    calls that hit different numbers of experts are not alike. Pairs end with the shorter one; at least two are needed.
     """
     logs = [math.log(other / default) for default, other in zip(default_us, other_us, strict=False)]
     if len(logs) < 2:

@@ -128,8 +128,7 @@ def records_text(schema: int, records: Iterable[Any]) -> str:
 def change_file(named: Path, changed: Callable[[Path], str], what: str, variable: str) -> None:
     """Replaces a file of the user's atomically by `changed(path)`, its path without links; writers take turns.
 
-    Raises:
-        RecordFileError: It cannot be read, or it or its lock cannot be written.
+    A RecordFileError if it cannot be read, or it or its lock cannot be written.
     """
     try:
         _change(Path(os.path.realpath(named)), changed)

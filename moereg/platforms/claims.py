@@ -35,13 +35,7 @@ def current_platform() -> Platform:
 
 
 def read_platform(platform: Platform | str | None) -> Platform:
-    """The platform that a caller names; the machine at hand where None.
-
-    Raises:
-        ArgumentError: It is something else.
-        PluginError: Two plugins claim this machine.
-        UnknownPlatformError: No platform has that name.
-    """
+    """The platform that a caller names, errors as in `Platform.from_name`; where None, `current_platform()`."""
     if platform is None:
         return current_platform()
     if isinstance(platform, str):
@@ -52,12 +46,7 @@ def read_platform(platform: Platform | str | None) -> Platform:
 
 
 def platform_of(device: torch.device) -> Platform:
-    """This machine's platform whose backends read tensors on a device.
-
-    Raises:
-        ArgumentError: It has no such device.
-        PluginError: Two plugins claim this machine.
-    """
+    """This machine's platform whose backends read tensors on a device; an ArgumentError if it has no such device."""
     for probe in (current_platform, probe_cpu):
         platform = probe()
         if platform.device_type == device.type:
@@ -67,12 +56,7 @@ def platform_of(device: torch.device) -> Platform:
 
 
 def accept_plugin(value: str, loaded: object) -> None:
-    """Checks the object that an entry point names, a kind or a probe, and registers a kind.
-
-    Raises:
-        TypeError: It is neither a `PlatformKind` nor a function.
-        ArgumentError: Another kind has that name.
-    """
+    """Checks the object that an entry point names and registers a kind; a TypeError if it is neither kind nor probe."""
     if isinstance(loaded, PlatformKind):
         register_platform_kind(loaded)
     elif not callable(loaded):
@@ -85,10 +69,7 @@ def accept_plugin(value: str, loaded: object) -> None:
 def claim_of(value: str, loaded: Any) -> Platform | None:
     """This machine as described by an accepted plugin; None if the plugin does not know it.
 
-    Raises:
-        TypeError: The probe returned something else.
-        ValueError: It returned a platform of another kind.
-        BaseException: Anything that the probe raises.
+    Raises what the probe raises, a TypeError if it returned something else, a ValueError for another kind's platform.
     """
     probe = loaded.probe if isinstance(loaded, PlatformKind) else loaded
     if probe is None:
@@ -106,8 +87,7 @@ def claim_of(value: str, loaded: Any) -> Platform | None:
 def decide_claims(claims: Mapping[str, Platform]) -> Platform | None:
     """This machine according to plugins, keyed `name of distribution version`; None if none claims it.
 
-    Raises:
-        PluginError: Several plugins claim this machine.
+    A PluginError if several do.
     """
     if len(claims) > 1:
         names = sorted(claims)

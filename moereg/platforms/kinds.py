@@ -87,8 +87,7 @@ class PlatformKind:
     def number(self, arch: str) -> int:
         """The number of an architecture of this kind, which has an order.
 
-        Raises:
-            UnknownPlatformError: `arch_number`, possibly a plugin's, raised or did not return an integer.
+        An UnknownPlatformError if `arch_number`, possibly a plugin's, raised or did not return an integer.
         """
         return _number(self, arch)
 

@@ -37,7 +37,9 @@ def probe_platform() -> Platform:
     """
     cuda, hip = _torch_built_for()
     if hip and torch.cuda.device_count() > 0:
-        return _probe_rocm(installed_versions())
+        properties = torch.cuda.get_device_properties(0)
+        arch, memory = properties.gcnArchName.split(":")[0], properties.total_memory
+        return Platform("rocm", arch, properties.name, memory, installed_versions(), probed=True)
     if cuda and torch.cuda.device_count() > 0:
         return _probe_cuda(installed_versions())
     return probe_cpu()
@@ -96,12 +98,6 @@ def _probe_cuda(versions: dict[str, str]) -> Platform:
         properties = torch.cuda.get_device_properties(0)
         gpu = GpuFacts(properties.major, properties.minor, properties.name, properties.total_memory)
     return Platform("cuda", f"sm{gpu.major}{gpu.minor}", gpu.name, gpu.memory_bytes, versions, probed=True)
-
-
-def _probe_rocm(versions: dict[str, str]) -> Platform:
-    properties = torch.cuda.get_device_properties(0)
-    arch = properties.gcnArchName.split(":")[0]
-    return Platform("rocm", arch, properties.name, properties.total_memory, versions, probed=True)
 
 
 def _cpu_name() -> str:

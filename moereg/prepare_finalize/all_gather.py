@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from moereg.prepare_finalize.base import Prepared
 from moereg.prepare_finalize.cells import register_prepare_finalize
 from moereg.prepare_finalize.expert_placement import token_turns
-from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
+from moereg.prepare_finalize.moving import OVER_TORCH, GroupPrepareFinalize, Moved
 from moereg.prepare_finalize.wire import as_bytes
-from moereg.spec.facts import MovementFacts
-from moereg.spec.problem import DTYPES, MoEProblem
+from moereg.spec.problem import MoEProblem
 
 CODE = ("prepare_finalize/", "kernels/rows/")
 
@@ -30,14 +31,7 @@ class AllGather(GroupPrepareFinalize):
     backend of torch.distributed or, if the problem is `deterministic`, in fp32 in rank order, for the same traffic.
     """
 
-    facts = MovementFacts(
-        transports=frozenset({"cuda:nccl", "cpu:gloo"}),
-        dtypes=frozenset(DTYPES),
-        graph_capture=True,
-        deterministic=True,
-        router_weight_on_input=True,
-        max_num_tokens=True,
-    )
+    facts = dataclasses.replace(OVER_TORCH, graph_capture=True, max_num_tokens=True)
 
     def prepare(
         self,

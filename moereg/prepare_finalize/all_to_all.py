@@ -26,10 +26,9 @@ from moereg.prepare_finalize.exchange import (
     unpack_tokens,
 )
 from moereg.prepare_finalize.group import GroupFacts
-from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
+from moereg.prepare_finalize.moving import OVER_TORCH, GroupPrepareFinalize, Moved
 from moereg.prepare_finalize.wire import Received
-from moereg.spec.facts import MovementFacts
-from moereg.spec.problem import DTYPES, MoEProblem
+from moereg.spec.problem import MoEProblem
 
 CODE = ("prepare_finalize/", "kernels/rows/")
 
@@ -66,12 +65,7 @@ class AllToAll(GroupPrepareFinalize):
         sums: Whether a rank sums its experts' results for a token, so that one row comes back.
     """
 
-    facts = MovementFacts(
-        transports=frozenset({"cuda:nccl", "cpu:gloo"}),
-        dtypes=frozenset(DTYPES),
-        deterministic=True,
-        router_weight_on_input=True,
-    )
+    facts = OVER_TORCH
     sums: ClassVar[bool] = False
     _ones: torch.Tensor | None = None
 

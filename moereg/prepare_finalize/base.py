@@ -77,13 +77,11 @@ class PrepareFinalize(abc.ABC):
 def weighted_sum(out: torch.Tensor, rows: torch.Tensor, topk_weights: torch.Tensor | None, valid: torch.Tensor) -> None:
     """Sums the rows of each token's routes in fp32, multiplied by their weights.
 
-    Invalid rows and weights may hold NaN, so they are masked.
-
     Args:
         out: [T,H], overwritten.
         rows: [T,K,H].
         topk_weights: [T,K] fp32; None if they were applied before.
-        valid: [T,K] bool.
+        valid: [T,K] bool; where it is not, rows and weights may hold NaN, so they are masked.
     """
     values = rows.float() if topk_weights is None else rows.float() * topk_weights.unsqueeze(-1)
     out.copy_(torch.where(valid.unsqueeze(-1), values, 0.0).sum(dim=1))
@@ -96,14 +94,9 @@ def sum_routes(
     topk_weights: torch.Tensor | None,
     in_triton: bool,
 ) -> None:
-    """`weighted_sum` of rows at any positions, in torch or in one launch of Triton.
+    """`weighted_sum` of `rows` [groups, rows, H] at any positions, in torch or in one launch of Triton.
 
-    Args:
-        out: [T,H], overwritten.
-        rows: [groups, rows, H].
-        row_of_route: [T,K], row among those of all groups, -1 for none.
-        topk_weights: As in `weighted_sum`.
-        in_triton: Whether to run it in Triton.
+    `row_of_route` is [T,K], row among those of all groups, -1 for none; other arguments are as in `weighted_sum`.
     """
     if not in_triton:
         flat = rows.flatten(0, 1)

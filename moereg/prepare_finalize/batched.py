@@ -30,11 +30,9 @@ class BatchedPrepareFinalize(PrepareFinalize):
     activation_format = "batched"
 
     def __init__(self, in_triton: bool | None = None) -> None:
-        """Chooses between Triton and torch.
+        """Takes Triton kernels, on any device that Triton knows, or torch; None: what the call's device runs.
 
-        Args:
-            in_triton: Triton kernels, on any device that Triton knows, or torch; None: what the call's device runs.
-                A call on a device that Triton does not know is an `ArgumentError`.
+        A call on a device that Triton does not know is an `ArgumentError`.
         """
         self._in_triton = in_triton
 
@@ -84,8 +82,7 @@ class BatchedPrepareFinalize(PrepareFinalize):
 def calls_kernels(in_triton: bool | None, device_type: str, dtype: torch.dtype | None = None) -> bool:
     """Whether Triton kernels move a call's tokens, or torch does; None: what the device runs for that dtype.
 
-    Raises:
-        ArgumentError: Triton was requested on a device that it does not know.
+    An ArgumentError if Triton was requested on a device that it does not know.
     """
     if in_triton is None:
         return _device_runs_kernels(device_type, is_float8=dtype is not None and dtype.is_floating_point)

@@ -93,19 +93,13 @@ def balance_experts(
 
 
 def rank_loads(placement: ExpertPlacement, loads: Sequence[float] | torch.Tensor) -> list[float]:
-    """Load of each rank, with the load of an expert shared evenly by its replicas.
-
-    Args:
-        placement: The group's placement.
-        loads: [num_experts].
-    """
+    """Load of each rank out of loads [num_experts], with the load of an expert shared evenly by its replicas."""
     own = loads.tolist() if isinstance(loads, torch.Tensor) else loads
     holders = collections.Counter(expert for experts in placement.experts_of_rank for expert in experts)
     return [sum(own[expert] / holders[expert] for expert in experts) for experts in placement.experts_of_rank]
 
 
 def _replicas(loads: Sequence[float], num_ranks: int, num_replicas: int) -> list[int]:
-    """Number of ranks that each expert is on."""
     holders = [1] * len(loads)
     busiest = [(-load, expert) for expert, load in enumerate(loads)]
     heapq.heapify(busiest)
@@ -119,7 +113,6 @@ def _replicas(loads: Sequence[float], num_ranks: int, num_replicas: int) -> list
 
 
 def _deal(loads: Sequence[float], holders: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """The experts of each rank, equally many, none twice."""
     size = sum(holders) // num_ranks
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     sums = [0.0] * num_ranks

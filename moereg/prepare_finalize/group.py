@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from moereg.arguments import check_count, check_instance
-from moereg.errors import ArgumentError, GroupError, described, stops_the_process
+from moereg.errors import ArgumentError, GroupError, described, index_ranges, stops_the_process
 
 _GATHERS_OF_SEVERAL: Final = ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 """Methods of a process group, newest name first: torch shards parameters with them, and does not document them."""
@@ -81,11 +81,7 @@ class Group:
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        """Reads the group; no communication.
-
-        Args:
-            group: A `torch.distributed.ProcessGroup`.
-            device: The tensors' device.
+        """Reads a `torch.distributed.ProcessGroup`, for tensors of a device; no communication.
 
         Raises:
             ArgumentError: It is not a process group, or this process is not in it.
@@ -143,9 +139,7 @@ class Group:
     def alone(self, doing: str) -> Iterator[None]:
         """Keeps out other threads of this process while it is `doing` something, such as `make the kernel`.
 
-        Raises:
-            GroupError: Another thread is inside, whose exchanges other ranks would take for this one's; nothing was
-                exchanged.
+        A GroupError if another one is inside, whose exchanges other ranks would take for this one's.
         """
         use = self._use
         if not use.lock.acquire(blocking=False):
@@ -162,11 +156,7 @@ class Group:
             use.lock.release()
 
     def gather_numbers(self, number: int, doing: str) -> list[int]:
-        """Gathers a number from each rank, in order, in a fixed number of bytes; involves no wait for a device.
-
-        Raises:
-            GroupError: As `gather_objects`.
-        """
+        """Gathers a number of each rank, in order, and waits for no device. Raises as `gather_objects`."""
         if self.device.type == "cpu":
             found = torch.empty(self.size, dtype=torch.int64, device="cpu")
             self.all_gather(found, torch.tensor([number], device="cpu"), doing)
@@ -187,13 +177,8 @@ class Group:
         """Checks that all ranks are about to call the same layer, before any of them sends a token.
 
         Otherwise a rank's tokens would be another layer's on the other ranks: wrong numbers, or an abort if sizes
-        differ. So ranks first exchange the layer's number, whose size never differs.
-
-        Args:
-            number: The layer's number; 0 where experts move or a kernel is made.
-
-        Raises:
-            GroupError: They call different layers, and each of them raises; or a rank has ended or did not come.
+        differ. So ranks first exchange the layer's number, whose size never differs; 0 where experts move or a kernel
+        is made. Each rank raises a GroupError if they call different layers, or one has ended or did not come.
         """
         self.check_called(self.gather_numbers(number, "which layer they call"))
 
@@ -209,8 +194,7 @@ class Group:
     def gather_objects(self, value: object, doing: str) -> list[Any]:
         """Gathers the values of all ranks, in order; they travel as pickles and wait for the host.
 
-        Raises:
-            GroupError: A rank has ended or did not come within the group's time limit.
+        A GroupError if a rank has ended or did not come within the group's time limit.
         """
         found: list[Any] = [None] * self.size
         with self._named(doing):
@@ -295,16 +279,6 @@ def by_rank(values: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {_shown(those)}" for value, those in ranks.items())
-
-
-def _shown(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' * (len(ranks) > 1)} {' and '.join(texts)}"
+    return ", ".join(
+        f"{value} on rank{'s' * (len(those) > 1)} {' and '.join(index_ranges(those))}" for value, those in ranks.items()
+    )

@@ -13,10 +13,9 @@ from moereg.prepare_finalize.base import Prepared, sum_routes
 from moereg.prepare_finalize.cells import register_prepare_finalize
 from moereg.prepare_finalize.expert_placement import PlacementTables, token_turns
 from moereg.prepare_finalize.group import Group
-from moereg.prepare_finalize.moving import GroupPrepareFinalize, Moved
+from moereg.prepare_finalize.moving import OVER_TORCH, GroupPrepareFinalize, Moved
 from moereg.prepare_finalize.wire import Wire, as_bytes, as_stored
-from moereg.spec.facts import MovementFacts
-from moereg.spec.problem import DTYPES, MoEProblem
+from moereg.spec.problem import MoEProblem
 from moereg.weights.layouts import ALIGNMENT, round_up
 
 CODE = ("prepare_finalize/", "kernels/rows/")
@@ -36,8 +35,6 @@ class _Placed(Moved):
 
 
 class _Piece(NamedTuple):
-    """A tensor among the bytes sent to a rank."""
-
     begin: int
     end: int
     shape: tuple[int, ...]
@@ -68,14 +65,7 @@ class LowLatency(GroupPrepareFinalize):
     home rank, in fp32 and in the order of a token's routes.
     """
 
-    facts = MovementFacts(
-        transports=frozenset({"cuda:nccl", "cpu:gloo"}),
-        dtypes=frozenset(DTYPES),
-        graph_capture=True,
-        deterministic=True,
-        router_weight_on_input=True,
-        max_num_tokens=True,
-    )
+    facts = dataclasses.replace(OVER_TORCH, graph_capture=True, max_num_tokens=True)
 
     def __init__(
         self, problem: MoEProblem, experts_problem: MoEProblem, group: Group, tables: PlacementTables, wire: Wire
@@ -122,7 +112,6 @@ class LowLatency(GroupPrepareFinalize):
         return pieces, share
 
     def _rooms(self, buffer: torch.Tensor) -> _Rooms:
-        """The views of a buffer [ranks, bytes]."""
         views = [buffer[:, begin:end].view(kind).unflatten(1, shape) for begin, end, shape, kind in self._layout()[0]]
         weights = views.pop() if self.problem.apply_router_weight_on_input else None
         return _Rooms(views[0], tuple(views[1:]), weights)

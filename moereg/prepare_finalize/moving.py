@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import torch
 from typing_extensions import Self
@@ -17,7 +17,15 @@ from moereg.prepare_finalize.expert_placement import PlacementTables
 from moereg.prepare_finalize.group import Group, GroupFacts
 from moereg.prepare_finalize.wire import Received, Wire
 from moereg.spec.facts import MovementFacts
-from moereg.spec.problem import MoEProblem
+from moereg.spec.problem import DTYPES, MoEProblem
+
+OVER_TORCH: Final = MovementFacts(
+    transports=frozenset({"cuda:nccl", "cpu:gloo"}),
+    dtypes=frozenset(DTYPES),
+    deterministic=True,
+    router_weight_on_input=True,
+)
+"""The facts of every dispatcher of moereg itself, to which one whose host waits for nothing adds two."""
 
 
 def local_prepare_finalize(activation_format: str) -> PrepareFinalize:
@@ -82,13 +90,7 @@ class GroupPrepareFinalize(PrepareFinalize):
 
     @classmethod
     def experts_problem_of(cls, problem: MoEProblem, group: GroupFacts, activation_format: str) -> MoEProblem:
-        """The layer as the experts of one rank see it.
-
-        Args:
-            problem: As the caller sees it.
-            group: The ranks.
-            activation_format: The format that was chosen.
-        """
+        """The layer as the experts of one rank see it, in the format that was chosen; `problem` is the caller's."""
         most = problem.max_num_tokens
         return dataclasses.replace(
             problem,

@@ -41,11 +41,7 @@ class Wire(abc.ABC):
     in_triton: bool | None = None
 
     def calls_kernels(self, tensor: torch.Tensor) -> bool:
-        """Whether Triton kernels move tokens like these, or torch does.
-
-        Raises:
-            ArgumentError: Triton was requested on a device that it does not know.
-        """
+        """Whether Triton kernels move tokens like these, or torch does; raises as `batched.calls_kernels`."""
         return calls_kernels(self.in_triton, tensor.device.type, self.dtypes[0] if len(self.dtypes) > 1 else None)
 
     @property
@@ -184,10 +180,8 @@ class CodedWire(Wire):
 def wire_scheme(scheme: QuantScheme, problem: MoEProblem) -> QuantScheme | None:
     """The scheme if tokens can travel in it, or None: experts must quantize each token alone to 8 bits, dynamically.
 
-    Args:
-        scheme: The experts' scheme.
-        problem: The layer. If its routing weights scale inputs, experts quantize after that. Codes of dtypes other than
-            bfloat16 could come back as other codes.
+    If the layer's routing weights scale inputs, experts quantize after that. Codes of dtypes other than bfloat16 could
+    come back as other codes.
     """
     fmt = scheme.activation
     if fmt is None or fmt.static or fmt.global_scale or fmt.group[0] != 1 or fmt.bits != 8:

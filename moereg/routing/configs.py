@@ -170,13 +170,9 @@ def _sigmoid_topk(
 ) -> _Reader:
     """Reader for sigmoid scores, chosen with a bias, as DeepSeek-V3 introduced them.
 
-    Args:
-        scaling, scaling_factor: Entry of the scaling factor, and its default.
-        renormalize, reads_renormalize: Default of `norm_topk_prob`, and whether the model type reads that entry;
-            otherwise the contrary is refused.
-        groups: Defaults of the group entries; None if the model type has none.
-        epsilon, fp32_logits: As in `RouterSpec`.
-        scorings: Accepted names of the scores.
+    The entry `scaling` of the scaling factor and those of the flag and of groups have these defaults; `groups` is None
+    if the model type has none. Unless it `reads_renormalize`, the contrary of `renormalize` is refused. `scorings` are
+    accepted names of the scores.
     """
 
     def read(config: Mapping[str, Any]) -> _Keywords:

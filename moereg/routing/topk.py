@@ -204,13 +204,11 @@ def sparsemixer(router_logits: torch.Tensor, top_k: int, jitter: float) -> tuple
 
 
 def _exact(router_logits: torch.Tensor, rounds_scores: bool) -> torch.Tensor:
-    """Returns the logits in the dtype that scores are computed in."""
     check_flag("rounds_scores", rounds_scores)
     return router_logits if rounds_scores else router_logits.float()
 
 
 def _biased(scores: torch.Tensor, correction_bias: torch.Tensor | None) -> torch.Tensor:
-    """Returns the scores [T,E] by which experts are chosen."""
     if correction_bias is None:
         return scores
     num_experts = scores.shape[-1]
@@ -231,7 +229,6 @@ def _biased(scores: torch.Tensor, correction_bias: torch.Tensor | None) -> torch
 
 
 def _check_logits(router_logits: torch.Tensor, top_k: int) -> int:
-    """Checks what every router needs and returns E."""
     check_instance("router_logits", router_logits, torch.Tensor, "pass scores of the router, [num_tokens, E]")
     if router_logits.layout is not torch.strided:
         raise ArgumentError(f"router_logits must be dense, got layout {router_logits.layout}; call .to_dense()")
@@ -260,7 +257,6 @@ def _in_best_groups(scores: torch.Tensor, num_groups: int, topk_groups: int, sco
 
 
 def _best(scores: torch.Tensor, choice_scores: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores and ids of the experts with the best choice scores; both [T,K]."""
     topk_ids = torch.topk(choice_scores, top_k, dim=-1).indices
     return scores.gather(-1, topk_ids), topk_ids
 

@@ -106,7 +106,6 @@ def unmeasured(selection: Selection) -> Selection:
 
 
 def _in_order(selection: Selection, decisions: tuple[Decision, ...]) -> Selection:
-    """The selection with its decisions in another order, which nothing measured made."""
     source = _source(decisions, selection.request)
     return dataclasses.replace(selection, decisions=decisions, source=source, ranges=(), measured="")
 
@@ -193,7 +192,6 @@ def _judge(
     quarantine: Quarantine,
     admitted: Admitted,
 ) -> Decision:
-    """Every reason against one candidate."""
     cell, scheme, rule = candidate
     reads: list[Reason] = []
     seen = problem.computed_as(scheme)

@@ -195,7 +195,6 @@ class _Loader:
         return None
 
     def _publish(self, point: PluginStatus) -> None:
-        """Makes all cells of an entry point visible at once."""
         registry = self._registries.get(point.group)
         cells = [cell for home, cell in self._pending if home == point]
         names = {cell.name for home, cell in self._pending if home in (None, point)}
@@ -328,11 +327,7 @@ def list_cells(name: str | None = None) -> tuple[BackendCell, ...]:
 
 
 def find_scheme(name: str) -> QuantScheme:
-    """The scheme of that name: moereg's own, or one that a registered backend brings.
-
-    Raises:
-        UnknownSchemeError: Neither has it.
-    """
+    """The scheme of that name, moereg's own or one that a registered backend brings; else an UnknownSchemeError."""
     if name in QUANT_SCHEMES:
         return QUANT_SCHEMES[name]
     known = {scheme.name: scheme for cell in load_backends().cells for scheme in cell.schemes}

@@ -23,10 +23,8 @@ def is_file_name(name: str) -> bool:
 def import_modules(names: Iterable[str]) -> None:
     """Imports modules by name and files by path, after all that is installed; what is imported already stays.
 
-    A file is imported alone: its folder does not become a place to import from. Its backends' origin is its name.
-
-    Raises:
-        ArgumentError: One cannot be imported.
+    A file is imported alone: its folder does not become a place to import from. Its backends' origin is its name. An
+    ArgumentError if one cannot be imported.
     """
     for name in names:
         load_backends()  # What is installed keeps its names, and its origin where a file imports it.

@@ -82,8 +82,7 @@ class PluginStatus:
 def scan() -> tuple[list[PluginStatus], list[PluginStatus]]:
     """Entry points of moereg's groups, in one walk over the installed distributions.
 
-    Returns:
-        The entry points by group, name and value, as if loaded, and a failed status for each that cannot be read.
+    By group, name and value, as if loaded; and a failed status for each that cannot be read.
     """
     points: list[PluginStatus] = []
     broken: list[PluginStatus] = []
@@ -160,10 +159,7 @@ def is_allowed(text: str | None, group: str, name: str) -> bool:
     """Whether MOEREG_PLUGINS lets a plugin load; None, where the variable is not set, allows all, an empty text none.
 
     A name allows plugins of that name in any group. `group:name`, such as `platforms:mine`, allows that one plugin, and
-    alone leaves other groups as they are.
-
-    Raises:
-        ArgumentError: An entry's group is not known.
+    alone leaves other groups as they are. An ArgumentError if a group is not known.
     """
     if text is None:
         return True

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from moereg.arguments import check_mapping
 from moereg.errors import (
-    ArgumentError,
     MoeregError,
     RequestError,
     UnknownBackendError,
@@ -102,8 +101,6 @@ class Request:
             RequestError: A name is both required and denied, or something is not a name.
             UnknownNameError: A backend or scheme is not known.
         """
-        if not isinstance(scheme, str) or not isinstance(environ, Mapping):
-            raise ArgumentError(f"scheme must be a text and environ a mapping, got {shown(scheme)}, {shown(environ)}")
         required, preferred, denied = _by_word(_read_source, "MOEREG_", environ, require, prefer, deny)
         # Wishes for other schemes are checked too: a misspelled name would go unnoticed until that scheme is loaded.
         notices = [
@@ -135,12 +132,7 @@ class Request:
         environ: Mapping[str, str],
         known: Iterable[str],
     ) -> Request:
-        """As `resolve`, for token dispatchers, which know no schemes. `known` has the names of all.
-
-        Raises:
-            RequestError: A name is both required and denied, or something is not a name.
-            UnknownNameError: A way is not known.
-        """
+        """As `resolve`, for token dispatchers, which know no schemes. `known` has the names of all."""
         read = functools.partial(_ways, known=sorted(known))
         required, preferred, denied = _by_word(read, "MOEREG_EP_", environ, require, prefer, deny)
         request = cls(
@@ -215,7 +207,6 @@ class _Source:
 
 
 def _strongest(wishes: Iterable[_Source], scheme: str) -> tuple[str, ...]:
-    """The names of the first source that has any for the scheme."""
     names = next(filter(None, (wish.for_scheme(scheme) for wish in wishes)), ())
     return () if names == (AUTO,) else names
 

@@ -205,7 +205,6 @@ class _Selection(msgspec.Struct):
 
 
 def _with_cell(decision: Decision, cells: Iterable[BackendCell]) -> Decision:
-    """The decision with its cell, if that is among these."""
     # Cells of one class and rule differ in their facts, which a decision does not say, and so in priority.
     for cell in sorted(cells, key=lambda cell: cell.priority != decision.priority):
         schemes = {scheme.name: scheme for scheme in cell.schemes}
@@ -343,12 +342,7 @@ class Selection(Choice[Decision]):
 
     @classmethod
     def from_json(cls, text: str | bytes, cells: Iterable[BackendCell] | None = None) -> Selection:
-        """Inverse of `to_json`.
-
-        Args:
-            text: The JSON; other text is an ArgumentError.
-            cells: As in `from_dict`, whose errors it has.
-        """
+        """Inverse of `to_json`; arguments and errors as in `from_dict`."""
         return cls.from_dict(decode(text, Any, "a selection's JSON", "; write it again"), cells)
 
     @classmethod

@@ -81,11 +81,7 @@ class QuantFormat:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantFormat:
-        """Inverse of `dataclasses.asdict`; accepts JSON's list for the group.
-
-        Raises:
-            ArgumentError: A field is missing, unknown, or refused by the constructor.
-        """
+        """Inverse of `dataclasses.asdict`, also of JSON's list for the group; errors are as in the constructor."""
         keywords = dict(_known_fields(cls, "a QuantFormat", values, required=("dtype", "group")))
         if isinstance(keywords["group"], list):
             keywords["group"] = tuple(keywords["group"])
@@ -221,11 +217,7 @@ class QuantScheme:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantScheme:
-        """Inverse of `dataclasses.asdict`.
-
-        Raises:
-            ArgumentError: A field is missing, unknown, or refused by the constructor.
-        """
+        """Inverse of `dataclasses.asdict`; errors are as in the constructor."""
         keywords = dict(_known_fields(cls, "a QuantScheme", values, required=("name",)))
         for side in ("weight", "activation"):
             if keywords.get(side) is not None:

@@ -107,7 +107,7 @@ def _numbered(*shape: int) -> torch.Tensor:
         lambda x: layouts.grouped_halves(x, 64),
         lambda x: x[:, layouts.gemm1_rows(256, 2)],
         lambda x: x[:, layouts.gemm1_rows(256, 1)],
-        lambda x: x[:, layouts.gemm2_rows(256)],
+        lambda x: x[:, layouts.shuffled_rows(256)],
         layouts.swizzled_scales,
         lambda x: layouts.each_expert(x, layouts.blocks_of_columns),
     ],
@@ -128,7 +128,7 @@ def test_up_rows_alternate() -> None:
 
 
 def test_shuffled_rows_go_in_steps_of_four() -> None:
-    order = layouts.gemm2_rows(64)
+    order = layouts.shuffled_rows(64)
     assert order[:10].tolist() == [0, 4, 8, 12, 16, 20, 24, 28, 1, 5]
     assert order[32:].tolist() == [row + 32 for row in order[:32].tolist()]
     # Alternated first: rows 0 and 4 of the alternated matrix are up rows 0 and 2.

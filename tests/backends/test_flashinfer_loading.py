@@ -24,7 +24,7 @@ def built(tmp_path, monkeypatch):
 
 
 def _reason(platform=_HOPPER, scheme="unquantized"):
-    return loading.built_kernels(scheme)(platform)
+    return loading.BuiltKernels(scheme)(platform)
 
 
 def test_kernels_that_are_there_or_not(built):

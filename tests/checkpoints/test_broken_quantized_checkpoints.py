@@ -11,7 +11,6 @@ import torch
 from safetensors import safe_open
 
 from moereg.checkpoints import load_experts
-from moereg.cli import main
 from moereg.errors import CheckpointError
 from moereg.routing.config_entries import MOST_EXPERTS, MOST_LAYERS
 from tests.checkpoints.small_checkpoint import error_pattern
@@ -204,15 +203,6 @@ def test_a_broken_checkpoint_is_one_clear_error(tmp_path: Path, row: int) -> Non
         load_experts(path, 0)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 1500
-
-
-@pytest.mark.parametrize("row", range(0, len(BROKEN), 6))
-def test_run_says_the_same_and_exits_2(tmp_path: Path, row: int, capsys: pytest.CaptureFixture[str]) -> None:
-    path, pattern = _broken(tmp_path, row)
-    assert main(["run", "--checkpoint", str(path), "--json", "--platform", "cpu", "--tokens", "1"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert re.search(pattern, err)
 
 
 def _scales() -> list[tuple[str, str, float]]:

@@ -385,19 +385,12 @@ def test_run_says_that_shared_experts_are_not_in_the_layer(tmp_path: Path, capsy
 # Bits, names and layers with experts of single models.
 
 PROJECTIONS = tuple(f"mlp.experts.7.{projection}_proj.weight" for projection in ("gate", "up", "down"))
-FUSED = ("experts.gate_up_proj", "experts.down_proj")
 PUBLISHED = {
     "mixtral": [
         f"block_sparse_moe.{name}.weight" for name in ("gate", *(f"experts.7.w{index}" for index in (1, 2, 3)))
     ],
     **{name: ["mlp.gate.weight", *PROJECTIONS] for name in ("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2")},
     "deepseek_v3": ["mlp.gate.weight", "mlp.gate.e_score_correction_bias", *PROJECTIONS],
-    "gpt_oss": [
-        "mlp.router.weight",
-        "mlp.router.bias",
-        *(f"mlp.{name}{end}" for name in FUSED for end in ("", "_bias")),
-    ],
-    "llama4_text": ["feed_forward.router.weight", *(f"feed_forward.{name}" for name in FUSED)],
 }
 
 

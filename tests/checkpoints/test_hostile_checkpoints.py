@@ -64,11 +64,6 @@ def test_router_entries_are_what_they_say_or_refused(config: dict[str, Any], ent
         RouterSpec.from_config({**config, entry: value})
 
 
-def test_a_spec_has_a_finite_scaling_factor() -> None:
-    with pytest.raises(ValueError, match="scaling_factor must be a finite number, got nan"):
-        RouterSpec(kind="grouped_softmax_topk", num_experts=8, top_k=2, scaling_factor=float("nan"))
-
-
 # Ten times what published models have: Switch-C's experts, Llama 3.1 405B's layers.
 @pytest.mark.parametrize(("num_experts", "num_layers"), [(20_480, 1), (8, 1_260)])
 def test_models_larger_than_any_are_read(num_experts: int, num_layers: int, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 
 from moereg.checkpoints import CheckpointLayer, _load, load_experts, read_problem
 from moereg.checkpoints._quantization import METHODS
-from moereg.cli import main
 from moereg.errors import CheckpointError, TooLargeError
 from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import tolerance
@@ -131,14 +130,6 @@ def test_a_format_runs_on_a_cpu(name: str) -> None:
         w13, w2 = dequantize_weights(layer.weights, torch.float32)
         weights = ExpertWeights(w13=w13, w2=w2, w13_bias=layer.weights.w13_bias, w2_bias=layer.weights.w2_bias)
         assert relative_error(out, reference_experts(plain, weights, *call)) <= bound
-
-
-@pytest.mark.parametrize("name", ["gptq_v2", "ct_nvfp4"])
-def test_moereg_run_takes_a_format(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["run", "--checkpoint", str(CHECKPOINTS / name), "--tokens", "17", "--json", "--platform", "cpu"])
-    found = json.loads(capsys.readouterr().out)
-    assert (code, found["passed"], found["backend"]) == (0, True, "torch")
-    assert found["problem"]["quant"] == SCHEMES[name]
 
 
 @pytest.mark.parametrize("name", SCHEMES)

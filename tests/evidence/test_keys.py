@@ -13,7 +13,7 @@ from moereg.evidence.pack import Pack, key_text, problem_key
 from moereg.platforms import Platform, probe
 from moereg.platforms.nvml import GpuSettings
 from moereg.spec.problem import MoEProblem
-from moereg.spec.quant_schemes import QUANT_SCHEMES, QuantScheme
+from moereg.spec.quant_schemes import QUANT_SCHEMES
 from tests.evidence.packs import HERE, PROBLEM, choose, make_cells, pack_of, rows_of
 
 OTHERS: dict[str, Any] = {
@@ -84,23 +84,12 @@ def test_times_of_another_machine_are_not_used_and_explained(field: str) -> None
     assert found.notices == (f"pack unused: it is of another machine: {field} {MACHINES[field]}, here {here}",)
 
 
-def plugin_scheme() -> QuantScheme:
-    known = QUANT_SCHEMES["int8_w8a16"]
-    return dataclasses.replace(known, name="mine")
+SCHEMES = (*QUANT_SCHEMES, dataclasses.replace(QUANT_SCHEMES["int8_w8a16"], name="mine"))
+OF_SCHEMES = [MoEProblem(**{**PROBLEM.to_dict(), "hidden_size": 1024, "quant": quant}) for quant in SCHEMES]
 
 
-@pytest.mark.parametrize("field", ["", *OTHERS])
-def test_the_reader_makes_the_key_of_the_writer(field: str) -> None:
-    problem = other(field) if field else PROBLEM
-    check_key(problem)
-
-
-@pytest.mark.parametrize("quant", [*QUANT_SCHEMES, plugin_scheme()], ids=str)
-def test_the_reader_makes_the_key_of_the_writer_for_every_scheme(quant: str | QuantScheme) -> None:
-    check_key(MoEProblem(**{**PROBLEM.to_dict(), "hidden_size": 1024, "quant": quant}))
-
-
-def check_key(problem: MoEProblem) -> None:
+@pytest.mark.parametrize("problem", [PROBLEM, *map(other, OTHERS), *OF_SCHEMES], ids=str)
+def test_the_reader_makes_the_key_of_the_writer(problem: MoEProblem) -> None:
     cells = make_cells(("first",))
     pack = Pack(machine_of(HERE), cells=pack_of(cells, []).cells).with_rows(problem, 0, ())
     (read,) = Pack.from_json(pack.text()).layers

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import errno
 import json
 import math
-import os
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moereg.errors import ArgumentError, MoeregError, RecordFileError
 from moereg.evidence import store
-from moereg.evidence.on_machine import machine_of
-from moereg.evidence.pack import Pack, Row, Session, TimedCell, read_pack, write_pack
+from moereg.evidence.pack import Pack, Session, TimedCell, read_pack, write_pack
 from moereg.spec.problem import MoEProblem
 from tests.evidence.packs import GRID, HERE, PROBLEM, make_cells, pack_of, row, rows_of
 
@@ -29,36 +23,12 @@ CELLS = make_cells()
 PACK = pack_of(CELLS, rows_of({1: -0.2, 2: {4: 0.1}}), wrong=[(3, "off by 0.5")])
 
 
-def test_json_round_trip_and_a_row_a_line() -> None:
-    text = PACK.text()
-    assert Pack.from_json(text) == PACK
-    assert len([line for line in text.splitlines() if line.startswith("   [")]) == len(PACK.layers[0].rows)
-
-
-finite = st.floats(-40.0, 40.0)
-times = st.floats(0.0, 1e9)
-rows = st.builds(
-    Row,
-    session=st.integers(1, 2),
-    cell=st.integers(1, 3),
-    routing=st.sampled_from(["uniform", "zipf", "one_set", "\u00e9tage"]),
-    tokens=st.integers(1, 2**40),
-    log_ratio=finite,
-    half_width=st.floats(0.0, 40.0),
-    median_us=times,
-    p10_us=times,
-    p90_us=times,
-    rounds=st.integers(1, 10**6),
-    error=times,
-    graph=st.booleans(),
-)
-
-
-@given(st.lists(rows, max_size=8, unique_by=lambda each: each.key))
-def test_any_rows_come_back_as_they_were(measured: list[Row]) -> None:
-    base = pack_of(CELLS, [row(session, 0, "uniform", 1) for session in (1, 2)])
-    pack = base.with_rows(PROBLEM, 0, measured)
-    assert Pack.from_json(pack.text()) == pack
+@pytest.mark.parametrize("routings", [(), ("\u00e9tage",)])
+def test_json_round_trip_and_a_row_a_line(routings: tuple[str, ...]) -> None:
+    more = [row(1, 1, routing, 2**40, -1e-9, 40.0, error=1e9, graph=True) for routing in routings]
+    text = (pack := PACK.with_rows(PROBLEM, 0, more)).text()
+    assert Pack.from_json(text) == pack
+    assert len([line for line in text.splitlines() if line.startswith("   [")]) == len(pack.layers[0].rows)
 
 
 def test_unknown_fields_and_columns_of_a_later_version_are_left_out() -> None:
@@ -83,45 +53,25 @@ BROKEN: dict[str, tuple[list[Any], Any, str]] = {
     "two sessions of one number": (["sessions", 0, "number"], 2, "sessions[1] must differ from those before it"),
     "one process twice": (["sessions", 0, "process"], "process 2", "sessions[1].process must differ"),
     "date": (["sessions", 0, "date"], "today", "sessions[0].date must be an ISO date"),
-    "clocks": (
-        ["sessions", 0, "clocks", "sm_mhz"],
-        "fast",
-        "sessions[0].clocks[...] must be an integer",
-    ),
+    "clocks": (["sessions", 0, "clocks", "sm_mhz"], "fast", "sessions[0].clocks[...] must be an integer"),
     "escape in a state": (["cells", 0, "state"], "\x1b[31m", "cells[0].state must be printable on one line"),
     "columns": (["columns"], ["session"], "columns must begin with session, cell, routing, tokens"),
     "problem": (["layers", 0, "problem", "top_k"], 99, "layers[0]: problem: top_k must be at most num_experts"),
     "field of a problem": (["layers", 0, "problem", "x"], 1, "layers[0]: problem: unknown field of a problem 'x'"),
     "default": (["layers", 0, "default"], 4, "layers[0] must have cells of the pack, got 4"),
     "negative default": (["layers", 0, "default"], -1, "layers[0].default must be an integer >= 0"),
-    "row of another length": (
-        ["layers", 0, "rows", 0],
-        [1, 2],
-        "layers[0].rows[0] must be a list of at least",
-    ),
+    "row of another length": (["layers", 0, "rows", 0], [1, 2], "layers[0].rows[0] must be a list of at least"),
     "session of a row": (["layers", 0, "rows", 3, 0], 9, "layers[0].rows must have sessions of the pack, got 9"),
-    "cell of a row": (
-        ["layers", 0, "rows", 3, 1],
-        10**30,
-        "layers[0].rows[3][1] must be an integer <= 922337203",
-    ),
+    "cell of a row": (["layers", 0, "rows", 3, 1], 10**30, "layers[0].rows[3][1] must be an integer <= 922337203"),
     "cell of a row that is missing": (["layers", 0, "rows", 3, 1], 4, "layers[0] must have cells of the pack, got 4"),
     "tokens": (["layers", 0, "rows", 3, 3], 0, "layers[0].rows[3][3] must be an integer >= 1, got 0"),
     "no number": (["layers", 0, "rows", 3, 4], math.nan, "it must be readable JSON"),
     "infinite": (["layers", 0, "rows", 3, 5], math.inf, "it must be readable JSON"),
-    "a ratio beyond all floats": (
-        ["layers", 0, "rows", 20, 4],
-        1e300,
-        "layers[0].rows[20][4] must be a finite number <= 50",
-    ),
+    "a ratio beyond all floats": (["layers", 0, "rows", 20, 4], 1e300, "layers[0].rows[20][4] must be a finite number"),
     "a negative width": (["layers", 0, "rows", 20, 5], -0.1, "layers[0].rows[20][5] must be a finite number >= 0.0"),
     "a negative time": (["layers", 0, "rows", 3, 6], -1.0, "layers[0].rows[3][6] must be a finite number >= 0.0"),
     "graph": (["layers", 0, "rows", 3, 11], 1, "layers[0].rows[3][11] must be True or False, got 1"),
-    "the default is its own measure": (
-        ["layers", 0, "rows", 3, 4],
-        0.1,
-        "layers[0]: log_ratio and half_width of rows[3]",
-    ),
+    "the default is its own measure": (["layers", 0, "rows", 3, 4], 0.1, "layers[0]: log_ratio and half_width of"),
     "a row twice": (["layers", 0, "rows", 1, 3], GRID[0], "layers[0]: rows[1] must differ from those before it"),
     "wrong": (["layers", 0, "wrong", 0], [1], "layers[0].wrong[0] must be a list of length 2"),
     "a wrong cell that is missing": (["layers", 0, "wrong", 0, 0], 4, "layers[0] must have cells of the pack, got 4"),
@@ -221,9 +171,9 @@ def test_a_write_makes_the_folder_and_hands_the_pack_as_it_is_now(tmp_path: Path
     file = tmp_path / "data" / "tuning.json"
     assert write_pack(file, PACK.machine, lambda pack: PACK if pack == Pack(PACK.machine) else pack) == PACK
     assert read_pack(file, is_own=True) == PACK
-    assert write_pack(file, PACK.machine, lambda pack: pack.with_session(Session(3, "2026-11-24", "", "x"))).sessions[
-        2:
-    ]
+    assert file.stat().st_mode & 0o077 == 0
+    third = Session(3, "2026-11-24", "", "x")
+    assert write_pack(file, PACK.machine, lambda pack: pack.with_session(third)).sessions[2:] == (third,)
     assert write_pack(file, PACK.machine, lambda pack: pack, is_new=True) == Pack(PACK.machine)
 
 
@@ -237,18 +187,12 @@ def test_a_write_that_fails_leaves_the_former_pack(
     def killed(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    def full(*arguments: object) -> None:
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    for fail, error in ((killed, KeyboardInterrupt), (full, RecordFileError)):
-        with monkeypatch.context() as patch:
-            patch.setattr(store.os, function, fail)
-            with pytest.raises(
-                error, match=None if fail is killed else "; free space on its disk, or name another file"
-            ):
-                write_pack(file, PACK.machine, lambda pack: pack.with_rows(PROBLEM, 1, []))
-        assert read_pack(file, is_own=True) == PACK
-        assert {path.name for path in tmp_path.iterdir()} <= {"tuning.json", "tuning.json.lock"}
+    # A full disk is in test_quarantine.py, whose file is written by the same function.
+    monkeypatch.setattr(store.os, function, killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_pack(file, PACK.machine, lambda pack: pack.with_rows(PROBLEM, 1, []))
+    assert read_pack(file, is_own=True) == PACK
+    assert {path.name for path in tmp_path.iterdir()} <= {"tuning.json", "tuning.json.lock"}
 
 
 def test_an_unreadable_pack_or_one_of_another_machine_is_not_written_over(tmp_path: Path) -> None:
@@ -264,20 +208,6 @@ def test_an_unreadable_pack_or_one_of_another_machine_is_not_written_over(tmp_pa
         write_pack(file, PACK.machine, lambda pack: PACK)
     assert file.read_text() == "{"
     assert write_pack(file, PACK.machine, lambda pack: PACK, is_new=True) == PACK
-
-
-def test_writers_take_turns(tmp_path: Path) -> None:
-    file = tmp_path / "tuning.json"
-
-    def add(number: int) -> None:
-        write_pack(file, PACK.machine, lambda pack: pack.with_session(Session(number, "2026-11-24", "", str(number))))
-
-    threads = [threading.Thread(target=add, args=(number,)) for number in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {session.number for session in read_pack(file, is_own=True).sessions} == set(range(1, 9))
 
 
 def test_a_cell_holds_while_code_versions_and_state_are_the_same() -> None:
@@ -316,9 +246,3 @@ def test_a_state_that_raises_or_is_no_text_is_a_change(tmp_path: Path) -> None:
     (cell,) = make_cells(("broken",))
     cell.experts.tuning_state = classmethod(lambda cls: b"x")  # type: ignore[method-assign, assignment, return-value]
     assert "tuning_state() of BrokenExperts must be a text" in made.changes(cell, HERE)[-1]
-
-
-def test_permissions_of_a_new_pack_are_the_users_alone(tmp_path: Path) -> None:
-    file = tmp_path / "data" / "tuning.json"
-    write_pack(file, machine_of(HERE), lambda pack: pack)
-    assert os.stat(file).st_mode & 0o077 == 0

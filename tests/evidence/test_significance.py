@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 
 import pytest
 
@@ -12,54 +11,48 @@ from moereg.evidence.plans import LayerTimes, best_for_all
 from moereg.evidence.significance import Ratio, Ratios, beats, paired, student_t
 from tests.evidence.packs import ROUTINGS, rows_of
 
+SURE = 0.001
 
-def ratios(uniform: float, zipf: float, one_set: float, *, sessions: tuple[int, ...] = (1, 2), width: float) -> Ratios:
+
+def ratios(
+    uniform: float, zipf: float, one_set: float, *, sessions: tuple[int, ...] = (1, 2), width: float = SURE
+) -> Ratios:
     values = dict(zip(ROUTINGS, (uniform, zipf, one_set), strict=True))
     return {(session, name): Ratio(log, width) for session in sessions for name, log in values.items()}
 
 
 DEFAULT = ratios(0.0, 0.0, 0.0, width=0.0)
-SURE = 0.001
 FIVE, TWO = math.log(0.95), math.log(0.98)
 
 CASES: dict[str, tuple[bool, Ratios]] = {
-    "5 % less everywhere": (True, ratios(FIVE, FIVE, FIVE, width=SURE)),
-    "2 % less everywhere": (False, ratios(TWO, TWO, TWO, width=SURE)),
-    "3 % less in the mean of both asked routings": (True, ratios(math.log(0.94), 0.0, 0.0, width=SURE)),
-    "less in one_set alone": (False, ratios(0.0, 0.0, math.log(0.5), width=SURE)),
-    "slower in one_set": (False, ratios(FIVE, FIVE, 0.01, width=SURE)),
-    "slower in one asked routing": (False, ratios(2 * FIVE, 0.01, 0.0, width=SURE)),
-    "as fast in one_set": (True, ratios(FIVE, FIVE, 0.0, width=SURE)),
+    "5 % less everywhere": (True, ratios(FIVE, FIVE, FIVE)),
+    "2 % less everywhere": (False, ratios(TWO, TWO, TWO)),
+    "3 % less in the mean of both asked routings": (True, ratios(math.log(0.94), 0.0, 0.0)),
+    "less in one_set alone": (False, ratios(0.0, 0.0, math.log(0.5))),
+    "slower in one_set": (False, ratios(FIVE, FIVE, 0.01)),
+    "slower in one asked routing": (False, ratios(2 * FIVE, 0.01, 0.0)),
+    "as fast in one_set": (True, ratios(FIVE, FIVE, 0.0)),
     # Two intervals of 7 % give sqrt(2) * 7 / 2 = 4.95 % for the mean: up to -0.18 %.
     "an interval up to less than 1 %": (False, ratios(FIVE, FIVE, FIVE, width=0.07)),
     # And two of 5 % give 3.5 %: up to -1.6 %.
     "an interval up to more than 1 %": (True, ratios(FIVE, FIVE, FIVE, width=0.05)),
-    "one session": (False, ratios(FIVE, FIVE, FIVE, sessions=(1,), width=SURE)),
+    "one session": (False, ratios(FIVE, FIVE, FIVE, sessions=(1,))),
     "a third session that says otherwise": (
         False,
-        {
-            **ratios(FIVE, FIVE, FIVE, width=SURE),
-            **ratios(TWO, TWO, TWO, sessions=(3,), width=SURE),
-        },
+        {**ratios(FIVE, FIVE, FIVE), **ratios(TWO, TWO, TWO, sessions=(3,))},
     ),
     "a session that gains all": (
         False,
-        {
-            **ratios(3 * FIVE, 3 * FIVE, FIVE, sessions=(1,), width=SURE),
-            **ratios(0.0, 0.0, 0.0, sessions=(2,), width=SURE),
-        },
+        {**ratios(3 * FIVE, 3 * FIVE, FIVE, sessions=(1,)), **ratios(0.0, 0.0, 0.0, sessions=(2,))},
     ),
     "slower in one_set in one session, not in the mean": (
         True,
-        {
-            **ratios(FIVE, FIVE, 0.01, sessions=(1,), width=SURE),
-            **ratios(FIVE, FIVE, -0.02, sessions=(2,), width=SURE),
-        },
+        {**ratios(FIVE, FIVE, 0.01, sessions=(1,)), **ratios(FIVE, FIVE, -0.02, sessions=(2,))},
     ),
     "nothing measured": (False, {}),
     "one_set was not measured": (
         True,
-        {key: ratio for key, ratio in ratios(FIVE, FIVE, FIVE, width=SURE).items() if key[1] != "one_set"},
+        {key: ratio for key, ratio in ratios(FIVE, FIVE, FIVE).items() if key[1] != "one_set"},
     ),
 }
 
@@ -72,23 +65,23 @@ def test_a_challenger_of_the_default(case: str) -> None:
 
 
 def test_an_incumbent_has_the_same_protection_and_its_own_interval_counts() -> None:
-    incumbent = ratios(FIVE, FIVE, FIVE, width=SURE)
-    near_tie = ratios(FIVE + TWO, FIVE + TWO, FIVE + TWO, width=SURE)
-    better = ratios(2 * FIVE, 2 * FIVE, 2 * FIVE, width=SURE)
+    incumbent = ratios(FIVE, FIVE, FIVE)
+    near_tie = ratios(FIVE + TWO, FIVE + TWO, FIVE + TWO)
+    better = ratios(2 * FIVE, 2 * FIVE, 2 * FIVE)
     assert beats(near_tie, DEFAULT, [DEFAULT])
     assert not beats(near_tie, incumbent, [DEFAULT])
     assert beats(better, incumbent, [DEFAULT])
     assert not beats(better, ratios(FIVE, FIVE, FIVE, width=0.07), [DEFAULT])
 
 
-SLOW_IN_ONE_SET = ratios(0.0, 0.0, 0.1, width=SURE)
+SLOW_IN_ONE_SET = ratios(0.0, 0.0, 0.1)
 # One that is faster in `one_set`, and one that was not measured in the same sessions, so that nobody knows.
-GUARDS = {"faster": DEFAULT, "elsewhere": ratios(0.0, 0.0, 0.1, sessions=(3, 4), width=SURE)}
+GUARDS = {"faster": DEFAULT, "elsewhere": ratios(0.0, 0.0, 0.1, sessions=(3, 4))}
 
 
 @pytest.mark.parametrize("guard", GUARDS)
 def test_a_guard_is_not_made_slower_by_what_beats_the_incumbent(guard: str) -> None:
-    challenger = ratios(FIVE, FIVE, 0.05, width=SURE)
+    challenger = ratios(FIVE, FIVE, 0.05)
     for num_others in range(3):
         others = [SLOW_IN_ONE_SET] * num_others
         assert beats(challenger, SLOW_IN_ONE_SET, others)
@@ -96,8 +89,9 @@ def test_a_guard_is_not_made_slower_by_what_beats_the_incumbent(guard: str) -> N
             assert not beats(challenger, SLOW_IN_ONE_SET, [*others[:place], GUARDS[guard], *others[place:]])
 
 
-def choices(truth: float, spread: float, draw: random.Random) -> Callable[[], int]:
-    """The choice of two sessions in which every cell's time is off by a factor of its own."""
+def fraction_changed(truth: float, spread: float) -> float:
+    """How often two pairs of sessions choose differently, where every cell's time is off by a factor of its own."""
+    draw = random.Random(33)
 
     def choose() -> int:
         rows = []
@@ -106,11 +100,6 @@ def choices(truth: float, spread: float, draw: random.Random) -> Callable[[], in
             rows += rows_of({1: truth + off}, sessions=(session,), routings=ROUTINGS[:1], grid=(1,))
         return best_for_all(LayerTimes(tuple(rows), 0), (0, 1))
 
-    return choose
-
-
-def fraction_changed(truth: float, spread: float) -> float:
-    choose = choices(truth, spread, random.Random(33))
     return sum(choose() != choose() for _ in range(1500)) / 1500
 
 

@@ -195,13 +195,6 @@ def test_uses_are_resolved_through_imports(tmp_path: Path) -> None:
     }
 
 
-def test_what_a_row_is_about() -> None:
-    enum, module = (ForeignCall("lib.Name", text, "lib", ("mine",)) for text in ("(Silu=2, Swiglu=3)", ""))
-    names = ("lib.Name", "lib.Name.Silu", "lib.Name.Silu.value", "lib.Name.Gelu", "lib.Names", "lib")
-    assert [enum.covers(name) for name in names] == [True, True, True, False, False, False]
-    assert [module.covers(name) for name in names] == [True, True, True, True, False, False]
-
-
 def test_the_libraries_are_those_that_core_must_not_import() -> None:
     """Apart from triton and transformers, whose use is ours to test."""
     lint = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]

@@ -34,11 +34,12 @@ class Site:
         assert process.returncode == 0, process.stderr
 
     def python(
-        self, *arguments: str, seconds: float = 240, cwd: Path = ROOT, **environment: str
+        self, *arguments: str, seconds: float = 240, cwd: Path = ROOT, stdin: str | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Runs an interpreter that finds these packages and this checkout's moereg."""
         return subprocess.run(
             [sys.executable, *arguments],
+            input=stdin,
             env={**os.environ, "PYTHONPATH": os.pathsep.join((str(self.folder), str(ROOT))), **environment},
             capture_output=True,
             text=True,
@@ -67,15 +68,6 @@ class Answer(NamedTuple):
 
 def ask(site: Site, lines: Sequence[list[str]], seconds: float = 500) -> list[Answer]:
     """Answers of command lines of moereg, which one interpreter runs."""
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.plugins.commands"],
-        input=json.dumps(lines),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(site.folder), str(ROOT)))},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-        cwd=ROOT,
-    )
+    process = site.python("-m", "tests.plugins.commands", seconds=seconds, stdin=json.dumps(lines))
     assert process.returncode == 0, process.stderr
     return [Answer(*answer) for answer in json.loads(process.stdout.splitlines()[-1])]

@@ -108,20 +108,3 @@ def test_it_is_listed_selected_and_run(folder: Path) -> None:
     assert found["rejected"] == [[bias], [platform]] or found["rejected"] == [[platform], [bias]]
     elsewhere = found["elsewhere"]
     assert (elsewhere["backend"], elsewhere["experts"], elsewhere["rule"]) == ("new", "NewExperts", "cuda:sm100f")
-
-
-def test_no_list_of_backends_is_kept_elsewhere() -> None:
-    # Only their own modules in the package name the built-in backends.
-    from moereg.registry import BUILTIN
-    from moereg.selection.loader import load_backends
-
-    classes = {cell.class_name for cell in load_backends().cells if cell.origin == BUILTIN}
-    package = ROOT / "moereg"
-    offenders = {
-        (str(path.relative_to(package)), name)
-        for path in package.rglob("*.py")
-        if path.relative_to(package).parts[0] != "backends"
-        for name in classes
-        if name in path.read_text()
-    }
-    assert not offenders

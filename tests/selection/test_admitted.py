@@ -9,27 +9,12 @@ import pytest
 
 from moereg.evidence.on_machine import NO_RECORDS, AdmissionRecord, Admitted, Quarantine, QuarantineRecord
 from moereg.platforms import Platform
-from moereg.registry import BackendCell, BackendRegistry, register_moe_backend
 from moereg.selection.decide import decide, without_winner
 from moereg.selection.request import Request
-from moereg.spec.problem import MoEProblem
 from moereg.spec.reasons import Reason
-from tests.support.fakes import FakeExperts
+from tests.evidence.packs import HERE, NAMES, PROBLEM, make_cells
 
-HERE = Platform("cpu", "x86_64", "A CPU", versions={"torch": "2.13.0", "moereg": "0.1.0"}, probed=True)
-PROBLEM = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
-
-
-def cells() -> tuple[BackendCell, ...]:
-    registry = BackendRegistry()
-    for name, priority in (("first", 30), ("second", 20), ("third", 10)):
-        register_moe_backend(name, priority, ("unquantized", "int8_w8a16"), ("cpu",), registry=registry)(
-            type(f"{name.capitalize()}Experts", (FakeExperts,), {})
-        )
-    return registry.cells
-
-
-CELLS = cells()
+CELLS = make_cells(NAMES[:3])
 
 
 def admitted(name: str, **changes: Any) -> AdmissionRecord:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -154,39 +155,20 @@ def test_predicates_and_probes_are_asked_once_and_those_of_a_denied_wheel_never(
 
 
 def test_threads_wait_for_one_probe_which_may_select(own: BackendRegistry) -> None:
-    registry, calls, found = BackendRegistry(), list[Platform](), list[Any]()
-    barrier = threading.Barrier(4)
+    registry, calls, barrier = BackendRegistry(), list[Platform](), threading.Barrier(4)
 
     def selecting(platform: Platform) -> str | None:
         calls.append(platform)
         return decide(PROBLEM, platform, Request(), own.cells).backend
 
-    def select() -> None:
+    def select(_: int) -> list[tuple[str, str]]:
         barrier.wait(60)
-        found.append(_texts(decide(PROBLEM, CPU, Request(), registry.cells), "one"))
+        return _texts(decide(PROBLEM, CPU, Request(), registry.cells), "one")
 
     _adding(registry, "one", lambda *_: [], probes=(selecting,))
-    threads = [threading.Thread(target=select) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == [[("probe", "slow")]] * 4
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(select, range(4))) == [[("probe", "slow")]] * 4
     assert calls == [CPU]
-
-
-def test_an_interrupt_that_nobody_sent_is_the_fault_of_the_predicate() -> None:
-    """Ctrl-C comes to the main thread alone: whatever comes up in another one, its code raised itself."""
-    registry, found = BackendRegistry(), list[Any]()
-
-    def interrupt(*arguments: object) -> Any:
-        raise KeyboardInterrupt
-
-    _adding(registry, "one", interrupt)
-    thread = threading.Thread(target=lambda: found.append(decide(PROBLEM, CPU, Request(), registry.cells)))
-    thread.start()
-    thread.join(60)
-    assert _texts(found[0], "one") == [("predicate_error", "its predicate raised KeyboardInterrupt: no message")]
 
 
 def test_a_request_is_read_once_a_name(monkeypatch: pytest.MonkeyPatch, own: BackendRegistry) -> None:

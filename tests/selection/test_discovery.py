@@ -134,21 +134,6 @@ def test_a_platform_plugin_beats_the_probe(wheels: Wheels) -> None:
     }  # fmt: skip
 
 
-def test_two_platform_plugins_are_an_error(wheels: Wheels, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES:
-        claim(wheels, name, "return moereg.Platform('cuda', 'sm90')")
-    with pytest.raises(PluginError) as error:
-        select_backend(PROBLEM)
-    assert str(error.value) == (
-        "one platform plugin may claim this machine, got 2: one of moereg-one 1.2, two of moereg-two 1.2; "
-        "choose one by MOEREG_PLUGINS=platforms:one or uninstall the others"
-    )
-    assert select_backend(PROBLEM, platform="cpu").backend == "torch"
-    monkeypatch.setenv("MOEREG_PLUGINS", "two")
-    monkeypatch.setattr(discovery, "_LOADER", _Loader(wheels.registry))
-    assert str(current_platform()) == "cuda:sm90"
-
-
 def test_nothing_is_loaded_by_importing_moereg(wheels: Wheels) -> None:
     wheels.install("moereg-lazy", {"lazy": "moereg_lazy"}, {"moereg_lazy.py": backend("lazy")})
     code = (

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -381,18 +382,14 @@ def test_threads_that_select_at_once_see_the_same(wheels: Wheels, monkeypatch: p
         "late", {"late": "late_wheel"}, {"late_wheel.py": "import time\ntime.sleep(0.3)\n" + backend("late")}
     )
     monkeypatch.setattr(discovery, "_LOADER", _Loader(wheels.registry))
-    barrier, seen = threading.Barrier(12), []
+    barrier = threading.Barrier(12)
 
-    def select() -> None:
+    def select(_: int) -> set[str]:
         barrier.wait()
-        seen.append({decision.backend for decision in select_backend(PROBLEM, require="late").decisions})
+        return {decision.backend for decision in select_backend(PROBLEM, require="late").decisions}
 
-    threads = [threading.Thread(target=select) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(seen) == 12
+    with ThreadPoolExecutor(12) as pool:
+        seen = list(pool.map(select, range(12)))
     assert all(names == seen[0] and "late" in names for names in seen)
     assert len(wheels.cells("late")) == 1
 
@@ -433,11 +430,8 @@ def test_threads_that_register_at_once_lose_nothing() -> None:
             kind = type(f"Experts{number}", (FakeExperts,), {})
             register_moe_backend(f"own_{number}", step, ("unquantized",), ("*",), registry=registry)(kind)
 
-    threads = [threading.Thread(target=register, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(register, range(8)))
     assert len(registry.cells) == 200
 
 

@@ -112,37 +112,23 @@ def test_a_new_scheme_is_served_by_value_not_by_name() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        (
-            {"dtype": "int3"},
-            "dtype of a QuantFormat must be one of uint4, float4_e2m1fn, int8, uint8 or an 8-bit float of torch, got "
-            "'int3'; store the codes in one of these",
-        ),
+        ({"dtype": "int3"}, "must be one of uint4, float4_e2m1fn, int8, uint8 or an 8-bit float of torch, got 'int3'"),
         ({"dtype": torch.int8}, "dtype of a QuantFormat must be one of"),
         ({"dtype": "bfloat16"}, "dtype of a QuantFormat must be one of"),
         ({"scale_dtype": "uint8"}, "scale_dtype of a QuantFormat must name a float dtype of torch, got 'uint8'; "),
         ({"scale_dtype": "e8m0"}, "scale_dtype of a QuantFormat must name a float dtype of torch, got 'e8m0'; "),
-        (
-            {"group": (0, 128)},
-            "group of a QuantFormat must be (rows, columns), each an integer of at least 1 or WHOLE (-1), got "
-            "(0, 128); give the extents that share a scale",
-        ),
+        ({"group": (0, 128)}, "must be (rows, columns), each an integer of at least 1 or WHOLE (-1), got (0, 128)"),
         ({"group": (1, -2)}, "group of a QuantFormat must be (rows, columns), each an integer"),
         ({"group": (1, 32.0)}, "group of a QuantFormat must be (rows, columns), each an integer"),
         ({"group": (True, 32)}, "group of a QuantFormat must be (rows, columns), each an integer"),
-        (
-            {"dtype": "uint4", "group": (WHOLE, WHOLE), "symmetric": False},
-            "zero points of a QuantFormat belong to groups of a matrix, got one group for all of it; give groups",
-        ),
-        (
-            {"group": (128, 128), "global_scale": True},
-            "a global scale of a QuantFormat multiplies scales of groups within a row, got group (128, 128); give",
-        ),
+        ({"dtype": "uint4", "group": (WHOLE, WHOLE), "symmetric": False}, "of a matrix, got one group for all of it"),
+        ({"group": (128, 128), "global_scale": True}, "multiplies scales of groups within a row, got group (128, 128)"),
         ({"group": 128}, "group of a QuantFormat must be (rows, columns), each an integer"),
         ({"group": (1, 2, 3)}, "group of a QuantFormat must be (rows, columns), each an integer"),
     ],
 )
 def test_formats_that_nothing_could_store(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+    with pytest.raises(ValueError, match=re.escape(text)):
         QuantFormat(**{"dtype": "int8", "group": (1, 32), **fields})
 
 

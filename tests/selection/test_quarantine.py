@@ -7,9 +7,9 @@ import errno
 import json
 import os
 import re
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,10 @@ from moereg.selection.request import Request
 from moereg.selection.result import Selection
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import get_scheme
+from tests.evidence.packs import HERE, PROBLEM, VERSIONS, make_cells
 from tests.support.counting import calls_of
 from tests.support.fakes import FakeExperts
 
-VERSIONS = {"torch": "2.13.0", "moereg": "0.1.0", "kernels": "1.2", "other": "3"}
-HERE = Platform("cpu", "x86_64", "A CPU", versions=VERSIONS, probed=True)
-PROBLEM = MoEProblem(num_experts=8, hidden_size=64, intermediate_size=32, top_k=2)
 EIGHT = get_scheme("int8_w8a16")
 PLAIN = PROBLEM.quant
 
@@ -49,12 +47,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def cells() -> tuple[BackendCell, ...]:
-    registry = BackendRegistry()
-    for name, priority in (("bad", 20), ("good", 10)):
-        schemes, rules = ("unquantized", "int8_w8a16"), ("cpu", "cuda:sm90")
-        decorate = register_moe_backend(name, priority, schemes, rules, requires=("kernels>=1",), registry=registry)
-        decorate(type(f"{name.capitalize()}Experts", (FakeExperts,), {}))
-    return registry.cells
+    return make_cells(("bad", "good"))
 
 
 def record(cell: BackendCell, **changes: Any) -> QuarantineRecord:
@@ -355,14 +348,9 @@ def test_writers_take_turns(file: Path, cells: tuple[BackendCell, ...]) -> None:
     def add(number: int) -> None:
         QUARANTINE.change([record(cells[0], device=f"CPU {number}")])
 
-    threads = [threading.Thread(target=add, args=(number,)) for number in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found.device for found in QUARANTINE.read().records) == sorted(
-        f"CPU {number}" for number in range(16)
-    )
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(add, range(16)))
+    assert {found.device for found in QUARANTINE.read().records} == {f"CPU {number}" for number in range(16)}
 
 
 def test_the_file_is_in_the_users_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,11 +95,8 @@ def test_equal_to_transformers_defaults(name: str, config_class: type, intermedi
     assert shape.num_moe_layers <= config.num_hidden_layers
 
 
-def test_lookup_ignores_case() -> None:
+def test_lookup_ignores_case_and_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
     assert get_shape("Qwen3-30B-A3B") is MODEL_SHAPES["qwen3-30b-a3b"]
-
-
-def test_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
     with pytest.raises(UnknownModelError, match=r"'qwen3-30b'.*did you mean 'qwen3-30b-a3b'.*mixtral-8x7b") as caught:
         get_shape("qwen3-30b")
     assert isinstance(caught.value, MoeregError)

@@ -25,11 +25,7 @@ class Standard(LocalRoutes):
     """nvfp4 weights, 16-bit activations: one call for the whole layer."""
 
     def permute_weights(self, weights: ExpertWeights) -> PermutedWeights:
-        """Lets FlashInfer repack all experts at once.
-
-        Raises:
-            ValueError: Gate and up have different global scales.
-        """
+        """Lets FlashInfer repack all experts at once; a ValueError if gate and up have different global scales."""
         from flashinfer.fused_moe.cute_dsl.blackwell_sm12x.moe_w4a16_prepare import (
             prepare_w4a16_modelopt_nvfp4_weights,
         )

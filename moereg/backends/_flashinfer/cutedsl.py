@@ -28,7 +28,6 @@ _KEPT: Final = "FlashInfer's sort is kept in its cache, CuTe DSL's products are 
 
 
 def _activation_type(name: str) -> int:
-    """FlashInfer's name of an activation."""
     from flashinfer.tllm_enums import ActivationType
 
     value = {"gelu_tanh": ActivationType.GegluTanh, "relu2": ActivationType.Relu2}.get(name, ActivationType.Swiglu)

@@ -285,7 +285,6 @@ def _call(function: Callable[..., Any], arguments: dict[str, Any], pair: tactics
 
 
 def _of_rows(rows: Rows) -> dict[str, Any]:
-    """The rows as FlashInfer's arguments."""
     scale = {} if rows.x_scale is None else {"input_sf": rows.x_scale, "swizzled_input_sf": False}
     return {
         "input": rows.x,

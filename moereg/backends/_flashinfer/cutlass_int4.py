@@ -27,10 +27,8 @@ _SIGN_BITS: Final = 0x88
 def interleave_int4(matrix: torch.Tensor) -> torch.Tensor:
     """Reorders one expert's 4-bit integers for Hopper's W4A8 kernels: byte pairs of rows 8 apart alternate.
 
+    `matrix` is [R, K / 2] uint8, two codes to a byte, low nibble first; R a multiple of 16, K of 64; it is not changed.
     Source: the interleaving kernel of FlashInfer 0.7.2.
-
-    Args:
-        matrix: [R, K / 2] uint8, two codes to a byte, low nibble first; R a multiple of 16, K of 64. Not changed.
     """
     rows, width = matrix.shape
     # Row 16 b + 8 h + r, byte 16 p + 8 n + 2 l + j: a row's 32 codes form two runs; n becomes the row half.
@@ -87,7 +85,6 @@ class Int4W4A8(Fp8Tensor):
     def _matrix(
         name: str, codes: torch.Tensor, scale: torch.Tensor, rows: int, columns: int, halves: int
     ) -> dict[str, torch.Tensor]:
-        """A matrix and its scales by name, each half zero-padded to `rows`."""
         matrices = codes.new_empty(codes.shape[0], halves * rows, columns // 2)
         for expert in range(codes.shape[0]):
             signed = codes[expert : expert + 1] ^ _SIGN_BITS

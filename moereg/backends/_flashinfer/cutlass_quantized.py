@@ -293,8 +293,7 @@ class Nvfp4(_ScaledByHardware):
     def permuted(self, weights: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Global scales of both GEMMs and both inputs, combined as FlashInfer applies them.
 
-        Raises:
-            ValueError: The checkpoint has no static activation scales.
+        A ValueError if the checkpoint has no static activation scales.
         """
         if weights.a13_scale is None or weights.a2_scale is None:
             raise ValueError(

@@ -76,8 +76,7 @@ def arrange(w: torch.Tensor, rows: int, columns: int, num_halves: int = 1) -> to
 def interleave_fp4(matrix: torch.Tensor) -> torch.Tensor:
     """A new tensor with one expert's 4-bit floats in the order of Hopper's W4A16 kernels.
 
-    Args:
-        matrix: [R, K / 2] uint8, two codes to a byte, low nibble first; R a multiple of 16, K of 64.
+    `matrix` is [R, K / 2] uint8, two codes to a byte, low nibble first; R a multiple of 16, K of 64.
     """
     rows, width = matrix.shape
     # Row 16 b + 8 h + r, byte 32 p + 16 m + 8 n + 4 j + l: a word holds both rows h and both bytes j.
@@ -99,12 +98,8 @@ def _spread_bits(words: torch.Tensor) -> torch.Tensor:
 def fold_scales(scales: torch.Tensor, group: int) -> torch.Tensor:
     """Reorders group scales for Hopper's 4-bit kernels: blocks of 64 rows and 128 columns.
 
-    Args:
-        scales: [E, R, K / group] of 8 or 16 bits; R a multiple of 64, K of 128.
-        group: Columns that share a scale.
-
-    Returns:
-        [E, R / 64, K / 128, F, 16 bytes], each 16 bytes holding the scales of rows F apart.
+    `scales` is [E, R, K / group] of 8 or 16 bits; R a multiple of 64, K of 128. Returns
+    [E, R / 64, K / 128, F, 16 bytes], each 16 bytes holding the scales of rows F apart.
     """
     num_experts, rows, groups = scales.shape
     per_block = 128 // group
@@ -122,8 +117,9 @@ def alternated_rows(rows: int) -> torch.Tensor:
     return torch.stack((up, gate), dim=1).flatten()
 
 
+@functools.lru_cache(maxsize=64)
 def shuffled_rows(rows: int) -> torch.Tensor:
-    """Source rows [rows] in steps of four within each 32: 0, 4, 8 ... 28, 1, 5 ... 31."""
+    """Source rows [rows], a multiple of 32, in steps of four within each 32: 0, 4, 8 ... 28, 1, 5 ... 31."""
     within = torch.arange(_SHUFFLED_ROWS).view(-1, _STEP).T.flatten()
     return (torch.arange(0, rows, _SHUFFLED_ROWS).unsqueeze(1) + within).flatten()
 
@@ -133,12 +129,6 @@ def gemm1_rows(rows: int, halves: int) -> torch.Tensor:
     """Source rows [halves * I] of gate-first w13 for TensorRT-LLM's kernels: alternated if gated, then shuffled."""
     shuffled = shuffled_rows(rows)
     return alternated_rows(rows)[shuffled] if halves == 2 else shuffled
-
-
-@functools.lru_cache(maxsize=64)
-def gemm2_rows(rows: int) -> torch.Tensor:
-    """Source rows [rows] of w2 for TensorRT-LLM's kernels; a multiple of 32."""
-    return shuffled_rows(rows)
 
 
 def grouped_halves(tensor: torch.Tensor, group: int) -> torch.Tensor:
@@ -155,15 +145,10 @@ def blocks_of_columns(matrix: torch.Tensor, block_bytes: int = 128) -> torch.Ten
 
 
 def swizzled_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Group scales in the order that tensor cores read: blocks of 128 rows by 4 column groups.
+    """Group scales [..., N, G] in the order that tensor cores read: blocks of 128 rows by 4 column groups.
 
-    Within a block, the 4 groups of row `r` are next to those of rows `r + 32`, `r + 64` and `r + 96`.
-
-    Args:
-        scales: [..., N, G] of any dtype.
-
-    Returns:
-        [..., N / 128, G / 4, 32, 4, 4], contiguous; missing rows and groups are zero bytes.
+    Within a block, the 4 groups of row `r` are next to those of rows `r + 32`, `r + 64` and `r + 96`. Returns
+    [..., N / 128, G / 4, 32, 4, 4], contiguous; missing rows and groups are zero bytes.
     """
     rows, groups = scales.shape[-2:]
     data = scales.view(torch.uint8) if scales.element_size() == 1 else scales
@@ -191,10 +176,7 @@ def each_expert(
 ) -> torch.Tensor:
     """Permutes the experts of [E, ...] one at a time, so that only one is held twice; a new contiguous tensor.
 
-    Args:
-        tensor: [E, ...].
-        permute: Maps one expert to a tensor of any strides, the same shape for all.
-        dtype: The result's dtype; None keeps that of `permute`.
+    `permute` maps one expert to a tensor of any strides, the same shape for all; `dtype` None keeps its dtype.
     """
     first = permute(tensor[0])
     result = torch.empty((len(tensor), *first.shape), dtype=dtype or first.dtype, device=tensor.device)
@@ -209,11 +191,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def one_scale(scale: torch.Tensor, name: str) -> torch.Tensor:
-    """Reduces fp32 [E], or [E, 2] with equal gate and up scales, to [E].
-
-    Raises:
-        ValueError: Gate and up scales differ.
-    """
+    """Reduces fp32 [E], or [E, 2] with equal gate and up scales, to [E]; a ValueError if these differ."""
     if scale.dim() == 1:
         return scale
     if not torch.equal(scale[:, 0], scale[:, -1]):
@@ -228,10 +206,7 @@ def one_for_all(weights: ExpertWeights, name: str, largest: bool = True) -> torc
     """The largest of the experts' static scales `name`, [1] fp32; if not `largest` the scales themselves, [1] or [E].
 
     Tokens are quantized before their experts are known. Floats keep their relative precision under a larger scale than
-    necessary.
-
-    Raises:
-        ValueError: The checkpoint has no such scale.
+    necessary. A ValueError if the checkpoint has no such scale.
     """
     scale = weights.tensors().get(name)
     if scale is None:

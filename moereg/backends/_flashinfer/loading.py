@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import importlib
 import os
@@ -19,7 +20,6 @@ from typing import Any, Final, NamedTuple
 
 from moereg.backends._flashinfer import package
 from moereg.platforms import Platform
-from moereg.registry import Probe
 from moereg.runtime.progress import long_wait
 
 _MODULES: Final = {
@@ -49,11 +49,17 @@ class Library(NamedTuple):
     path: Path
 
 
-@functools.cache
-def built_kernels(scheme: str) -> Probe:
-    """The probe of a scheme's CUTLASS kernels: why they cannot be loaded here, with the command that installs them."""
+@dataclasses.dataclass(frozen=True)
+class BuiltKernels:
+    """The probe of a scheme's CUTLASS kernels: why they cannot be loaded here, with the command that installs them.
 
-    def has_built_kernels(platform: Platform) -> str | None:
+    A class, since selections are pickled with their cells.
+    """
+
+    scheme: str
+    __name__ = "has_built_kernels"
+
+    def __call__(self, platform: Platform) -> str | None:
         if platform.arch not in _MODULES:
             return f"requires an architecture that FlashInfer builds these kernels for, got {platform.arch}"
         module, target = _MODULES[platform.arch]
@@ -68,23 +74,17 @@ def built_kernels(scheme: str) -> Probe:
                 f"requires the kernels {module} of FlashInfer, but {path} {fault}; remove it and run {_INSTALL_COMMAND}"
             )
         schemes = package.built_schemes(path)
-        if schemes is not None and scheme not in schemes:
+        if schemes is not None and self.scheme not in schemes:
             return (
-                f"requires FlashInfer's kernels of {scheme}, but {path} was built for {', '.join(schemes)} alone; "
+                f"requires FlashInfer's kernels of {self.scheme}, but {path} was built for {', '.join(schemes)} alone; "
                 f"remove it and run {_INSTALL_COMMAND}"
             )
         return None
 
-    return has_built_kernels
-
 
 @functools.cache
 def load(arch: str) -> Library:
-    """FlashInfer with the kernels of an architecture such as `sm90`; imports FlashInfer.
-
-    Raises:
-        RuntimeError: The kernels are not built or cannot be loaded.
-    """
+    """FlashInfer with the kernels of an architecture such as `sm90`, imported; a RuntimeError if they do not load."""
     module, target = _MODULES[arch]
     path = package.built_module(module, target)
     if path is None:

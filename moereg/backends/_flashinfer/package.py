@@ -76,8 +76,7 @@ def cache_folder() -> Path:
 def built_module(module: str, target: str) -> Path | None:
     """A module's shared object that loads without compiling: built ahead of time, from a wheel, or cached.
 
-    Args:
-        module, target: Such as `fused_moe_90` and `90a`, the compute capability in FlashInfer's spelling.
+    `module` and `target` are such as `fused_moe_90` and `90a`, the compute capability in FlashInfer's spelling.
     """
     wheels = ("flashinfer_jit_cache", f"flashinfer_jit_cache_sm{target}")
     below = [(package_folder(), "data/aot"), *((find_folder(wheel), "jit_cache") for wheel in wheels)]
@@ -202,11 +201,7 @@ def can_compile_at_run_time(platform: Platform) -> str | None:
 
 
 def foreign_machine(path: Path) -> str | None:
-    """Why the process cannot load a shared object: truncated, not one, or for another processor.
-
-    Args:
-        path: An ELF file.
-    """
+    """Why the process cannot load an ELF file: truncated, no shared object, or for another processor."""
     try:
         with path.open("rb") as file:
             header = file.read(20)

@@ -91,20 +91,12 @@ class TacticStore:
         return self._pinned.get(key) or self._kept.get(key)
 
     def pin(self, key: str, pair: Pair) -> Pair:
-        """Keeps a pair for this process alone.
-
-        Returns:
-            The pair in force, which is another thread's if that was faster.
-        """
+        """Keeps a pair for this process alone; returns the one in force, another thread's if that was faster."""
         with self._lock:
             return self._get(key) or self._pinned.setdefault(key, pair)
 
     def put(self, key: str, pair: Pair) -> Pair:
-        """Keeps a pair, also for other processes if the folder can be written.
-
-        Returns:
-            The pair in force, which is another thread's or process's if that was faster.
-        """
+        """Keeps a pair, also for other processes if the folder can be written; returns the one in force, as `pin`."""
         with self._lock:
             if (known := self._get(key)) is not None:
                 return known
@@ -296,11 +288,7 @@ class Tuner:
         return True
 
     def _verified(self, best: _Best, timer: CallTimer) -> tuple[Pair, bool]:
-        """The fastest pair that agrees up to rounding with the first one that ran.
-
-        Returns:
-            The pair, and whether there were finite numbers to compare.
-        """
+        """The fastest pair that agrees up to rounding with the first one, and whether any numbers were finite."""
         reference = next(iter(best.times))
         for pair in sorted(best.times, key=lambda pair: (best.times[pair], pair)):
             if pair == reference:

@@ -104,7 +104,7 @@ class TrtLlm(LocalRoutes):
         With `blocks`, splits rows into column blocks of 128 bytes.
         """
         num_rows = tensor.shape[1]
-        order = layouts.gemm1_rows(num_rows, self.halves) if matrix == "w13" else layouts.gemm2_rows(num_rows)
+        order = layouts.gemm1_rows(num_rows, self.halves) if matrix == "w13" else layouts.shuffled_rows(num_rows)
         rows = order.to(tensor.device)
 
         def permute(expert: torch.Tensor) -> torch.Tensor:
@@ -148,8 +148,6 @@ class Bfloat16(TrtLlm):
 
 
 class _Float8(TrtLlm):
-    """8-bit floats with scales of groups."""
-
     def entry(self) -> Any:
         from flashinfer.fused_moe import trtllm_fp8_block_scale_routed_moe
 
