@@ -30,9 +30,8 @@ MEASUREMENTS = ["relative_error", "tolerance", "time_us", "permute_ms"]
             "bench --dtype float32 --json",
             ("permuted for 3 kernels", "--dtype bfloat16", "--require with fewer backends"),
         ),
-        ("bench --ep 2 --platform cpu", ("permuted for 2 kernels",)),
     ],
-    ids=["run", "bench", "ranks"],
+    ids=["run", "bench"],
 )
 def test_what_does_not_fit_starts_nothing_and_names_what_makes_it_smaller(
     call: Call, monkeypatch: pytest.MonkeyPatch, line: str, texts: tuple[str, ...]
