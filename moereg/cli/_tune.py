@@ -228,7 +228,7 @@ def _admit(record: LayerRecord, platform: Platform) -> None:
 
 def parse_tokens(text: str) -> tuple[int, ...]:
     """Numbers of tokens as an option has them: of one number all powers of two up to it."""
-    counts = parse_counts(text, "--tokens 1,16,4096")
+    counts = parse_counts(text, "1,16,4096")
     return token_grid(counts[0]) if len(counts) == 1 else counts
 
 
