@@ -18,16 +18,6 @@ from moereg.registry import BackendRegistry
 NAMES = ("hpc_ops", "alpha_moe")
 
 
-def test_nothing_registers_where_nothing_was_built(tmp_path: pathlib.Path, isolated_registry: BackendRegistry) -> None:
-    before = isolated_registry.names
-    libraries.register(None)
-    libraries.register(tmp_path)
-    assert isolated_registry.names == before
-    (tmp_path / "hpc_ops.so").write_bytes(b"not a library")
-    with pytest.raises(OSError, match=r"hpc_ops\.so"):
-        libraries.register(tmp_path)
-
-
 def test_what_was_built_takes_part_where_it_fits(
     tmp_path: pathlib.Path, isolated_registry: BackendRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

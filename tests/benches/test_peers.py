@@ -121,27 +121,6 @@ def test_a_process_whose_ceilings_a_row_beats_has_no_shares_on_any_page(folder: 
     assert peers.board_comparisons()[0].share == 0.5
 
 
-def test_the_headline_counts_ties_and_names_what_the_rows_lack(folder: pathlib.Path) -> None:
-    store(
-        folder,
-        row(result("triton", 100.0), result("other", 120.0)),
-        row(result("triton", 100.0), result("other", 102.0), tokens=1),
-        row(result("triton", 100.0), tokens=16),
-        layers={
-            "big:unquantized": {
-                "problem": {"dtype": "bfloat16"},
-                "skipped": {"builder": "requires the kernels x, got none; run build"},
-            }
-        },
-    )
-    found = lines("headline")
-    assert "| all 3 rows of the board | 1.11 | 1.02 | 1 won, 1 tied, 0 lost |" in found
-    text = " ".join(" ".join(found).split())
-    assert re.search(r"\d+ of its \d+ planned rows are missing", text)
-    assert "`builder` in 3 rows (unquantized; its kernels were not built)" in text
-    assert "`other` in 1 row (unquantized; not in that process)" in text
-
-
 def test_the_picture_is_the_one_of_the_stored_rows(tmp_path: pathlib.Path) -> None:
     path = tmp_path / report.PICTURE.name
     pictures.draw_peers(path, peers.groups_of(peers.board_comparisons()))
