@@ -15,9 +15,8 @@ from moereg.cli._bench import build_layer, check_run_fits, layer_device, platfor
 from moereg.cli._options import ProblemFlags, find_subject
 from moereg.errors import TooLargeError
 from moereg.evidence.significance import ASKED
-from moereg.platforms import Platform
 from moereg.selection.modules import import_modules
-from moereg.selection.result import Decision, Selection
+from moereg.selection.result import Selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,16 +48,8 @@ class AtPoint(NamedTuple):
     stopped: str
 
 
-class _Layer(NamedTuple):
-    """The layer of this process."""
-
-    session: LayerSession
-    platform: Platform
-    default: Decision
-
-
-_LAYERS: Final[list[_Layer]] = []
-"""The one of this process, once it is made."""
+_SESSIONS: Final[list[LayerSession]] = []
+"""The one of this process, once it is made; its first candidate is the default."""
 
 
 def begin(tell: Callable[[Any], object], question: Question, modules: Sequence[str], keys: Sequence[Key]) -> list[Key]:
@@ -73,14 +64,15 @@ def begin(tell: Callable[[Any], object], question: Question, modules: Sequence[s
     decisions = [found[key] for key in keys]
     device = layer_device(selection)
     fitting = _fitting(dataclasses.replace(selection, decisions=tuple(decisions)), question.counts[-1], device)
-    session = LayerSession(
-        fitting,
-        lambda: build_layer(subject, question.seed, device).weights,
-        device,
-        question.seed,
-        watch=lambda decision, step: tell((key_of(decision, platform), step)),
-    )
-    _LAYERS[:] = [_Layer(session, platform, decisions[0])]
+    _SESSIONS[:] = [
+        LayerSession(
+            fitting,
+            lambda: build_layer(subject, question.seed, device).weights,
+            device,
+            question.seed,
+            watch=lambda decision, step: tell((key_of(decision, platform), step)),
+        )
+    ]
     return keys[len(fitting.decisions) :]
 
 
@@ -99,23 +91,26 @@ def _fitting(selection: Selection, tokens: int, device: torch.device) -> Selecti
 
 def measure(tell: Callable[[Any], object], keys: Collection[Key], point: Point, rounds: int) -> AtPoint:
     """Measures candidates beside the default, and those that are left no more from then on."""
-    (layer,) = _LAYERS
-    session, platform = layer.session, layer.platform
-    for decision in session.comparison.candidates:
+    (session,) = _SESSIONS
+    comparison, platform = session.comparison, session.selection.platform
+    for decision in list(comparison.candidates):
         if key_of(decision, platform) not in keys:
-            session.comparison.leave_out(decision)
+            comparison.leave_out(decision)
     rows = session.measure(point, rounds)
-    failures = [
-        Failure(key_of(row.decision, platform), f"{row.reason}, at {row.num_tokens} tokens", not row.lacks_memory)
-        for row in session.leave_out_failed(rows)
-    ]
-    default = next((row for row in rows if row.decision == layer.default), None)
-    values = {key_of(row.decision, platform): row_values(row, default) for row in rows}
-    timed = {key: found for key, found in values.items() if found is not None}
-    return AtPoint(timed, failures, str(session.comparison.stopped or ""))
+    default = next((row for row in rows if row.decision == session.selection.decisions[0]), None)
+    timed: dict[Key, dict[str, Any]] = {}
+    failures = []
+    for row in rows:
+        key = key_of(row.decision, platform)
+        if (values := row_values(row, default)) is not None:
+            timed[key] = values
+        if row.is_culprit:
+            comparison.leave_out(row.decision)
+            failures.append(Failure(key, f"{row.reason}, at {row.num_tokens} tokens", not row.lacks_memory))
+    return AtPoint(timed, failures, str(comparison.stopped or ""))
 
 
 def clocks(tell: Callable[[Any], object]) -> dict[str, int]:
     """The device's clocks under load; empty for a CPU."""
-    (layer,) = _LAYERS
-    return layer.session.clocks(layer.platform)
+    (session,) = _SESSIONS
+    return session.clocks()

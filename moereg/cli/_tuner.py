@@ -5,7 +5,7 @@ A candidate that crashes its process, or runs longer than a limit, costs the ses
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -49,25 +49,17 @@ def start_worker() -> Worker:
     return Worker(memory_bytes=sys.maxsize, interprets=False)
 
 
+@dataclasses.dataclass
 class Tuner:
     """Measures what a layer's record lacks."""
 
-    def __init__(
-        self,
-        question: Question,
-        platform: Platform,
-        record: LayerRecord,
-        start: Callable[[], Worker] = start_worker,
-        deadline: float = math.inf,
-        advance: Advance = lambda done, total: None,
-    ) -> None:
-        self._question: Final = question
-        self._platform: Final = platform
-        self._record: Final = record
-        self._start: Final = start
-        self._deadline: Final = deadline
-        self._advance: Final = advance
-        self._unexplained = 0
+    question: Question
+    platform: Platform
+    record: LayerRecord
+    start: Callable[[], Worker]
+    deadline: float
+    advance: Advance
+    _unexplained: int = 0
 
     def run(self) -> None:
         """Measures both sessions; Unfinished if the time is over, or the device's clock did not hold still."""
@@ -76,19 +68,19 @@ class Tuner:
                 drift = self._session(place)
                 if not drift:
                     break
-                self._record.drop(self._record.sessions[place])
+                self.record.drop(self.record.sessions[place])
                 if attempt + 1 == _ATTEMPTS:
                     raise Unfinished(f"{drift}, twice: its times are not kept; run it again on an idle machine")
 
     def _left(self, place: int) -> list[Point]:
-        record, question = self._record, self._question
+        record, question = self.record, self.question
         measured = [record.measured(number) for number in record.sessions[: place + 1]]
         measured += [set()] * (place + 1 - len(measured))
         return next_points(measured, question.counts, question.routings, self._winner)
 
     def _winner(self, tokens: int) -> int:
         """The first session's winner, by more than its noise, as an index of the pack's cells."""
-        record = self._record
+        record = self.record
         default, *others = map(record.index, record.participants)
         times, first, best = LayerTimes(record.rows, default), record.sessions[0], default
         for cell in others:
@@ -100,9 +92,9 @@ class Tuner:
 
     def _session(self, place: int) -> str:
         """Measures what a session lacks; returns why its times cannot be kept, or nothing."""
-        worker = self._start()
+        worker = self.start()
         try:
-            while self._record.keys and self._left(place):
+            while self.record.keys and self._left(place):
                 try:
                     drift = self._sit(worker, place)
                 except _Ended as ended:
@@ -116,7 +108,7 @@ class Tuner:
 
     def _sit(self, worker: Worker, place: int) -> str | None:
         """Measures in one process; returns None if another one has to go on, else how the clock drifted."""
-        record, question = self._record, self._question
+        record, question = self.record, self.question
         default = record.keys[0]
         self._report(place)
         is_new = not record.rows
@@ -145,7 +137,7 @@ class Tuner:
     def _ask(self, worker: Worker, function: Callable[..., Any], *arguments: Any, fresh: bool = False) -> Any:
         try:
             answer = worker.ask(
-                function, *arguments, seconds=STEP_SECONDS, in_steps=True, fresh=fresh, deadline=self._deadline
+                function, *arguments, seconds=STEP_SECONDS, in_steps=True, fresh=fresh, deadline=self.deadline
             )
         except TimeoutError:
             raise Unfinished("no time is left") from None
@@ -159,10 +151,10 @@ class Tuner:
 
     def _screen(self, worker: Worker, default: Key) -> None:
         """Leaves out candidates that are far behind wherever they are timed."""
-        record = self._record
+        record = self.record
         near: set[Key] = {default}
         timed: set[Key] = set()
-        for tokens in self._question.counts:
+        for tokens in self.question.counts:
             found = self._ask(worker, measure, record.participants, Point("uniform", tokens), SCREEN_ROUNDS)
             self._failed(found.failures)
             if found.stopped:
@@ -178,7 +170,7 @@ class Tuner:
 
     def _failed(self, failures: Iterable[Failure]) -> None:
         """Records candidates that failed, and quarantines those that are broken."""
-        record = self._record
+        record = self.record
         for failure in failures:
             if failure.is_broken:
                 self._quarantine(failure)
@@ -190,10 +182,10 @@ class Tuner:
             record.leave_out({failure.key: failure.reason}, wrong=failure.is_broken)
 
     def _quarantine(self, failure: Failure) -> None:
-        decision = self._record.decisions[failure.key]
+        decision = self.record.decisions[failure.key]
         if QUARANTINE.path() is not None and decision.cell is not None and decision.scheme is not None:
             reason = f"moereg tune: {failure.reason}"
-            failed = QuarantineRecord.failed(decision.cell, decision.scheme, self._platform, reason)
+            failed = QuarantineRecord.failed(decision.cell, decision.scheme, self.platform, reason)
             QUARANTINE.change([failed])
 
     def _blame(self, ended: _Ended) -> None:
@@ -202,15 +194,15 @@ class Tuner:
             return
         self._unexplained += 1
         if self._unexplained == _ATTEMPTS:
-            names = ", ".join(dict.fromkeys(key[0] for key in self._record.participants))
+            names = ", ".join(dict.fromkeys(key[0] for key in self.record.participants))
             raise BackendError(
                 f"a session ended twice while several of {names} may have run: {ended}; run moereg verify on each, or "
                 "leave one out with --deny"
             )
 
     def _report(self, place: int) -> None:
-        record = self._record
+        record = self.record
         done = [len(record.measured(number)) for number in record.sessions] + [0] * NUM_SESSIONS
         # The second session measures what the first one has measured in the end.
         left = [len(self._left(0)), len(self._left(1)) if place else done[0] + len(self._left(0))]
-        self._advance(sum(done), sum(done) + sum(left))
+        self.advance(sum(done), sum(done) + sum(left))

@@ -107,7 +107,7 @@ class World:
 
     def stop(self) -> None:
         """In place of `Worker.stop`."""
-        _tune_session._LAYERS.clear()
+        _tune_session._SESSIONS.clear()
 
     @property
     def points(self) -> list[Point]:
