@@ -188,17 +188,6 @@ def test_what_ended_a_process_is_left_out_of_the_next(tmp_path: pathlib.Path) ->
     ]
 
 
-def test_a_process_that_dies_without_a_backend_is_not_started_again(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    codes = [128 + 11, 0]
-    board = Board(tmp_path / "board.json", MEASURED_ON)
-    command.supervise(lambda: codes.pop(0), lambda: board, tmp_path / "running")
-    assert codes == [0]
-    assert board.document["out"] == []
-    assert "measuring ended with SIGSEGV, and no backend ran" in capsys.readouterr().err
-
-
 def test_a_stuck_process_is_killed(tmp_path: pathlib.Path) -> None:
     # -S -E: nothing but Python itself is loaded.
     sleeping = [sys.executable, "-S", "-E", "-c", "import time; time.sleep(600)"]

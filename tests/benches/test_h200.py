@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from benches.h200 import ep, one_token, quant, shapes, sweep
+from benches.h200 import ep, quant, shapes, sweep
 from benches.h200.leave_one_out import by_tokens, choose, leave_one_out
 from benches.h200.table import check, roofline_us
 from moereg.bench.inputs import random_call, random_weights
@@ -54,30 +51,16 @@ def test_plans_have_every_row_once() -> None:
     assert [item.tokens for item in items[:8]] == [8192] * 4 + [64] * 4, "what matters most comes first"
     with pytest.raises(ValueError, match=r"all_gather.*, got half, qwen$"):
         ep.items(("qwen", "zipf", "half"))
-    for model in sweep.MODELS:
-        for tokens in sweep.NUM_TOKENS:
-            problem = sweep.make_problem(model)
-            candidates = sweep.row_candidates(problem, tokens, 227 * 1024)
-            assert candidates[0] == sweep.shipped(problem, tokens, 227 * 1024)
-            assert 8 <= len({candidate.name for candidate in candidates}) == len(candidates) <= 15
+    problem = sweep.make_problem(sweep.MODELS[0])
+    candidates = sweep.row_candidates(problem, sweep.NUM_TOKENS[0], 227 * 1024)
+    assert candidates[0] == sweep.shipped(problem, sweep.NUM_TOKENS[0], 227 * 1024)
+    assert 8 <= len({candidate.name for candidate in candidates}) == len(candidates) <= 15
 
 
 @pytest.mark.parametrize(("scheme", "tflops"), [("fp8_block128", 1300.0), ("int8_w8a8", 900.0), ("int8_w8a16", 700.0)])
 def test_layers_are_judged_by_what_they_multiply(scheme: str, tflops: float) -> None:
     found = {"read_tbps": 4.0, "bfloat16_tflops": 700.0, "float8_e4m3fn_tflops": 1300.0, "int8_tflops": 900.0}
     assert quant.ceilings_of(scheme, found) == Ceilings(tflops, 4000.0, read_by="torch")
-
-
-@hypothesis.given(st.integers(1, 1 << 32), st.integers(1 << 26, 1 << 30), st.integers(1, 40))
-def test_runs_that_are_read_lie_side_by_side_within_the_words(num_bytes: int, num_words: int, num_runs: int) -> None:
-    piece = 16 * 1024
-    hypothesis.assume(num_bytes + piece <= 4 * num_words)
-    reading = one_token.place_runs(num_bytes, num_words, num_runs)
-    assert abs(reading.num_bytes - num_bytes) <= piece / 2 or reading.num_bytes == piece
-    starts = [4 * place for place in reading.places]
-    assert (len(starts), starts[0]) == (num_runs, 0)
-    assert all(start % piece == 0 and start + reading.num_bytes <= 4 * num_words for start in starts)
-    assert all(start in (before + reading.num_bytes, 0) for before, start in itertools.pairwise(starts))
 
 
 def test_a_row_is_checked_and_compared_with_its_roofline() -> None:

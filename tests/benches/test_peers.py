@@ -63,31 +63,6 @@ def test_a_row_of_two_processes_is_judged_by_the_worse_one(folder: pathlib.Path)
     assert (alone.ratio, alone.best) == (None, None)
 
 
-def test_rows_of_an_earlier_commit_count_where_the_board_has_none(folder: pathlib.Path) -> None:
-    store(folder, row(result("triton", 100.0), result("other", 120.0)), commit="new")
-    older = row(result("triton", 200.0), result("other", 120.0))
-    alone = row(result("triton", 20.0), result("other", 10.0), tokens=1)
-    store(folder, older, alone, name="board_h200_10_old.json", commit="old")
-    oldest = row(result("triton", 40.0), result("other", 10.0), tokens=1)
-    only = row(result("triton", 30.0), result("other", 60.0), tokens=16)
-    store(folder, older, oldest, only, name="board_h200_9_oldest.json", commit="oldest")
-    assert {one.place.tokens: one.ratio for one in peers.board_comparisons()} == {64: 1.2, 1: 0.5, 16: 2.0}
-    assert {one.tokens: one.entries["triton"].time_us for one in rows.rows_of("h200")} == {64: 100.0, 1: 20.0, 16: 30.0}
-    sources = [line for line in lines("peers_groups") if line.startswith("- `board")]
-    assert [line.endswith("; used where no file above has the row") for line in sources] == [False, True, True]
-
-
-def test_ours_is_what_a_user_gets_and_variants_are_no_peers(folder: pathlib.Path) -> None:
-    faster_class = result("triton", 10.0, "Other")
-    store(folder, row(result("triton", 100.0), faster_class, result("other_untuned", 20.0), result("other", 80.0)))
-    (one,) = peers.board_comparisons()
-    assert (one.own.time_us, [peer.name for peer in one.peers], one.ratio) == (100.0, ["other"], 0.8)
-    # Where another backend is the default, ours is the first of its classes.
-    chosen = {"backend": "other", "experts": "", "computes": "x"}
-    store(folder, {**row(result("other", 80.0), result("triton", 100.0), faster_class), "default": chosen})
-    assert peers.board_comparisons()[0].own.time_us == 100.0
-
-
 @pytest.mark.parametrize(
     ("own", "peer", "outcome"),
     [

@@ -128,19 +128,6 @@ def test_not_a_number_is_null_and_exit_1(call_json: CallJson) -> None:
     assert (code, found["relative_error"], found["passed"]) == (1, None, False)
 
 
-@pytest.mark.parametrize("line", ["--require triton", "--quant fp8_block128 --graph-capture", "--deny torch"])
-def test_nothing_fits_to_run_is_exit_3(call: Call, call_json: CallJson, line: str) -> None:
-    code, found = call_json(f"run {SIZES} --platform cpu {line}")
-    check_run(found)
-    assert code == 3
-    assert all(found[name] is None for name in (*MEASUREMENTS, "backend", "passed"))
-    assert found["tokens"] == 64
-    assert found["selection"]["decisions"]
-    code, out, err = call(f"run {SIZES} --platform cpu {line}")
-    assert (code, err) == (3, "")
-    assert out.splitlines()[-1].startswith("nothing fits")
-
-
 def test_an_emulation_says_so_and_nothing_warns(call: Call) -> None:
     emulation = type("Emulation", (FakeExperts,), {})
     register_moe_backend("fake_slow", 1, ("unquantized",), ("*",), tier="emulation")(emulation)

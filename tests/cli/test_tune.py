@@ -174,17 +174,6 @@ def test_what_is_not_three_percent_faster_changes_nothing(world: World, cost: fl
     assert selected(world.tune(4)) == "fake_default"
 
 
-@pytest.mark.parametrize("cost", [94.0, 100.0])
-def test_a_noisy_machine_changes_no_choice_that_a_quiet_one_did_not(world: World, cost: float) -> None:
-    """Beside a neighbor that makes samples differ by 60 %; test_significance.py draws thousands of choices."""
-    world.add("fake_default", flat(100))
-    world.add("fake_other", flat(cost))
-    quiet = selected(world.tune(4))
-    world.noise = 0.6
-    allowed = {"fake_default", quiet}
-    assert {selected(world.tune(4, refresh=True)) for _ in range(3)} <= allowed
-
-
 def test_what_is_far_behind_everywhere_is_left_out(world: World, pack: Path) -> None:
     world.add("fake_default", flat(100))
     world.add("fake_behind", flat(140))
