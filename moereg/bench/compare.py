@@ -249,9 +249,15 @@ class Comparison:
 
     @torch.no_grad()
     def add(self, key: Hashable, calls: Sequence[Call]) -> None:
-        """Adds inputs, for which it makes references. The weights have been compared since the last candidate ran."""
+        """Adds inputs, and references of the first and last call. The weights are those that no candidate has changed."""
         self._inputs[key] = tuple(calls)
-        self._references[key] = self._references_of(calls)
+        checked = [calls[place] for place in _checked_places(calls)]
+        # By computed scheme, which may leave activations at 16 bits.
+        schemes = {decision.computes: decision.scheme for decision in self.candidates if decision.cell is not None}
+        self._references[key] = {
+            name: [reference_experts(self.problem, self.weights, *call, computes=scheme) for call in checked]
+            for name, scheme in schemes.items()
+        }
         self._works[key] = [work_of(self.problem, call) for call in calls]
 
     def remove(self, key: Hashable) -> None:
@@ -330,15 +336,6 @@ class Comparison:
 
     def _num_tokens(self, key: Hashable) -> int:
         return len(self._inputs[key][0].hidden_states)
-
-    def _references_of(self, calls: Sequence[Call]) -> dict[str, list[torch.Tensor]]:
-        """References of the first and the last call by computed scheme, which may leave activations at 16 bits."""
-        checked = [calls[place] for place in _checked_places(calls)]
-        schemes = {decision.computes: decision.scheme for decision in self.candidates if decision.cell is not None}
-        return {
-            name: [reference_experts(self.problem, self.weights, *call, computes=scheme) for call in checked]
-            for name, scheme in schemes.items()
-        }
 
     def _permute(self, selection: Selection, decision: Decision) -> None:
         chosen = dataclasses.replace(selection, decisions=(decision,), source="required")

@@ -292,7 +292,7 @@ def tune(
 ) -> Result:
     """Time a layer's backends here; layers get the fastest."""
     from moereg.cli._tune import parse_routings, parse_tokens, read_histogram, tune_layer
-    from moereg.cli._tune_session import Question
+    from moereg.cli._tuner import Question
     from moereg.evidence.significance import ASKED
 
     flags = dataclasses.replace(context.obj, require=require, prefer=prefer)

@@ -30,8 +30,7 @@ from moereg.cli._show import (
     say,
     show_selection,
 )
-from moereg.cli._tune_session import Question
-from moereg.cli._tuner import Tuner, Unfinished, start_worker
+from moereg.cli._tuner import Question, Tuner, Unfinished, start_worker
 from moereg.errors import shown
 from moereg.evidence.ledger import evidence_of
 from moereg.evidence.measured import Measured, Source, tuning_path

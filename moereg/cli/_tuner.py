@@ -1,28 +1,44 @@
 """The order of work of `moereg tune`: two sessions in processes of their own, written point by point.
 
-A candidate that crashes its process, or runs longer than a limit, costs the session that process alone.
+A candidate that crashes its process, or runs longer than a limit, costs the session that process alone. Worker
+processes call `begin`, `measure` and `clocks`, and keep the layer between them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
 
 from moereg.bench.compare import IN_TURNS
+from moereg.bench.inputs import num_calls
 from moereg.bench.points import Point, next_points
 from moereg.bench.record import LayerRecord
-from moereg.bench.session import BEHIND, SCREEN_ROUNDS, Key, drifted
+from moereg.bench.session import (
+    BEHIND,
+    SCREEN_ROUNDS,
+    Key,
+    LayerSession,
+    drifted,
+    entrants,
+    key_of,
+    rivals,
+    row_values,
+)
 from moereg.bench.timing import ROUNDS
-from moereg.cli._tune_session import Failure, Question, begin, clocks, measure
+from moereg.cli._bench import build_layer, check_run_fits, layer_device, platform_at_hand
+from moereg.cli._options import ProblemFlags, find_subject
 from moereg.errors import BackendError, TooLargeError, WorkerError
 from moereg.evidence.on_machine import QUARANTINE, QuarantineRecord
 from moereg.evidence.plans import LayerTimes
-from moereg.evidence.significance import NUM_SESSIONS, gains
+from moereg.evidence.significance import ASKED, NUM_SESSIONS, gains
 from moereg.platforms import Platform
 from moereg.runtime.progress import Advance
-from moereg.selection.modules import own_modules
+from moereg.selection.modules import import_modules, own_modules
+from moereg.selection.result import Selection
 from moereg.testing.worker import GPU_CHECK_SECONDS, Worker
 
 STEP_SECONDS: Final = GPU_CHECK_SECONDS
@@ -30,6 +46,103 @@ STEP_SECONDS: Final = GPU_CHECK_SECONDS
 
 _ATTEMPTS: Final = 2
 """How often a session is measured, or goes on after an end without a culprit, before the command gives up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A layer as options name it, and where to measure it: numbers of tokens, ascending, in each of the routings."""
+
+    flags: ProblemFlags
+    counts: tuple[int, ...] = ()
+    routings: tuple[str, ...] = ASKED
+    seed: int = 0
+
+
+class Failure(NamedTuple):
+    """A candidate that failed at a point; one that only lacked memory is not broken."""
+
+    key: Key
+    reason: str
+    is_broken: bool
+
+
+class AtPoint(NamedTuple):
+    """The measurements at one point: values of a pack's row, candidates that are not measured further, and an end.
+
+    `stopped` says why the process cannot go on; it is empty if it can.
+    """
+
+    rows: dict[Key, dict[str, Any]]
+    failures: list[Failure]
+    stopped: str
+
+
+_SESSIONS: Final[list[LayerSession]] = []
+"""The one of this process, once it is made; its first candidate is the default."""
+
+
+def begin(tell: Callable[[Any], object], question: Question, modules: Sequence[str], keys: Sequence[Key]) -> list[Key]:
+    """Makes the layer and its candidates; returns those left out, whose weights do not fit beside the others'."""
+    import_modules(modules)
+    flags = question.flags
+    subject = find_subject(flags)
+    platform = platform_at_hand("tune", flags.platform)
+    selection = entrants(subject.problem, platform, **flags.request())
+    found = rivals(selection)
+    keys = [key for key in keys if key in found]  # Another command may just have put one into quarantine.
+    decisions = [found[key] for key in keys]
+    device = layer_device(selection)
+    fitting = _fitting(dataclasses.replace(selection, decisions=tuple(decisions)), question.counts[-1], device)
+    _SESSIONS[:] = [
+        LayerSession(
+            fitting,
+            lambda: build_layer(subject, question.seed, device).weights,
+            device,
+            question.seed,
+            watch=lambda decision, step: tell((key_of(decision, platform), step)),
+        )
+    ]
+    return keys[len(fitting.decisions) :]
+
+
+def _fitting(selection: Selection, tokens: int, device: torch.device) -> Selection:
+    """The first candidates, whose weights fit beside each other; the default and another one at least."""
+    number = len(selection.decisions)
+    while True:
+        try:
+            check_run_fits(selection.problem, tokens, device, number, (1 + number) * num_calls(tokens))
+            return dataclasses.replace(selection, decisions=selection.decisions[:number])
+        except TooLargeError:
+            if number < 3:
+                raise
+            number -= 1
+
+
+def measure(tell: Callable[[Any], object], keys: Collection[Key], point: Point, rounds: int) -> AtPoint:
+    """Measures candidates beside the default, and those that are left no more from then on."""
+    (session,) = _SESSIONS
+    comparison, platform = session.comparison, session.selection.platform
+    for decision in list(comparison.candidates):
+        if key_of(decision, platform) not in keys:
+            comparison.leave_out(decision)
+    rows = session.measure(point, rounds)
+    default = next((row for row in rows if row.decision == session.selection.decisions[0]), None)
+    timed: dict[Key, dict[str, Any]] = {}
+    failures = []
+    for row in rows:
+        key = key_of(row.decision, platform)
+        if (values := row_values(row, default)) is not None:
+            timed[key] = values
+        if row.is_culprit:
+            comparison.leave_out(row.decision)
+            failures.append(Failure(key, f"{row.reason}, at {row.num_tokens} tokens", not row.lacks_memory))
+    return AtPoint(timed, failures, str(comparison.stopped or ""))
+
+
+def clocks(tell: Callable[[Any], object]) -> dict[str, int]:
+    """The device's clocks under load; empty for a CPU."""
+    (session,) = _SESSIONS
+    return session.clocks()
 
 
 class Unfinished(Exception):
@@ -172,21 +285,18 @@ class Tuner:
         """Records candidates that failed, and quarantines those that are broken."""
         record = self.record
         for failure in failures:
+            decision = record.decisions[failure.key]
             if failure.is_broken:
-                self._quarantine(failure)
+                if QUARANTINE.path() is not None and decision.cell is not None and decision.scheme is not None:
+                    reason = f"moereg tune: {failure.reason}"
+                    failed = QuarantineRecord.failed(decision.cell, decision.scheme, self.platform, reason)
+                    QUARANTINE.change([failed])
             elif failure.key == record.keys[0]:
                 raise TooLargeError(
                     f"the default, {failure.key[0]}, has to run at every number of tokens, got {failure.reason}; give "
                     "a smaller --tokens"
                 )
             record.leave_out({failure.key: failure.reason}, wrong=failure.is_broken)
-
-    def _quarantine(self, failure: Failure) -> None:
-        decision = self.record.decisions[failure.key]
-        if QUARANTINE.path() is not None and decision.cell is not None and decision.scheme is not None:
-            reason = f"moereg tune: {failure.reason}"
-            failed = QuarantineRecord.failed(decision.cell, decision.scheme, self.platform, reason)
-            QUARANTINE.change([failed])
 
     def _blame(self, ended: _Ended) -> None:
         if ended.culprit is not None:

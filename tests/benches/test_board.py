@@ -14,7 +14,7 @@ import torch
 from benches.board import __main__ as command
 from benches.board import measure
 from benches.board.layers import BoardLayer, Point
-from benches.board.measure import Limits, Lost, Marker, Wanted, measure_board
+from benches.board.measure import Limits, Marker, Wanted, measure_board
 from benches.board.store import Board, OtherRunError
 from moereg.bench.inputs import random_weights
 from moereg.bench.roofline import Ceilings
@@ -161,14 +161,6 @@ def test_what_does_not_fit_beside_the_others_is_left_out(run: Any, monkeypatch: 
     reasons = [one["failure"] for one in first["results"] if one["failure"] and "left out" in one["failure"]]
     assert len(first["results"]) - len(reasons) == 2
     assert reasons[0].startswith("left out: 2 copies of 12")
-
-
-def test_a_lost_device_ends_the_process_and_names_the_backend(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
-    monkeypatch.setattr("moereg.bench.compare.Comparison._is_lost", lambda self: True)
-    with pytest.raises(Lost, match="fake_raising"):
-        run(only=("torch", "fake_raising"))
-    monkeypatch.undo()
 
 
 def test_what_ended_a_process_is_left_out_of_the_next(tmp_path: pathlib.Path) -> None:

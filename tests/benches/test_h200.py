@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from benches.h200 import ep, quant, shapes, sweep
-from benches.h200.leave_one_out import by_tokens, choose, leave_one_out
 from benches.h200.table import check, roofline_us
 from moereg.bench.inputs import random_call, random_weights
 from moereg.bench.roofline import Ceilings
 from moereg.layer.factory import make_kernel
 from moereg.spec.problem import MoEProblem
-
-
-def row(model: str, tokens: int = 4, shipped: str = "a", group: str = "few", **times_us: float) -> dict[str, Any]:
-    place = {"model": model, "tokens": tokens, "class": group, "shipped": shipped}
-    return {**place, "times_us": times_us, "skipped": [], "wrong": []}
-
-
-# Alone, x is best with a, y and z with b; c is never best but never bad.
-ROWS = [row("x", a=10.0, b=20.0, c=11.0), row("y", a=40.0, b=10.0, c=11.0), row("z", a=11.0, b=10.0, c=12.0)]
-
-
-def test_a_choice_does_not_look_at_the_row_it_is_for() -> None:
-    # For x: a (4 * 1.1) ** 0.5 = 2.10, b 1, c (1.1 * 1.2) ** 0.5 = 1.15. For y: a 1.05, b 1.41, c 1.15.
-    found = leave_one_out(ROWS)
-    assert [line["chosen"] for line in found] == ["b", "a", "c"]
-    assert [line["ratio"] for line in found] == [2.0, 4.0, 1.2]
-    assert [line["shipped_ratio"] for line in found] == [1.0, 4.0, 1.1]
-    others = [row("x", 16, a=1.0, b=100.0, c=100.0), row("w", 64, group="many", a=1.0, b=100.0, c=100.0)]
-    assert choose(ROWS[0], [*ROWS, *others]) == "b"
-    # By rows b would win, by models it loses.
-    rows = [row("x", a=1.0, b=1.0), row("y", a=1.0, b=1.2), *(row("z", n, a=1.1, b=1.0) for n in (4, 8, 16))]
-    assert choose(rows[0], rows) == "a"
-    # What did not run for x is not chosen for it, and a shape that is alone in its class has no ratio.
-    assert choose(row("x", a=10.0, c=11.0), [row("x", a=10.0, c=11.0), *ROWS[1:]]) == "c"
-    assert by_tokens(leave_one_out(ROWS[:1]))[0]["ratio_worst"] is None
 
 
 def test_plans_have_every_row_once() -> None:

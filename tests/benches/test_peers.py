@@ -79,12 +79,6 @@ def test_rows_are_won_tied_or_lost(own: float | None, peer: float | None, outcom
     assert Comparison(UNIFORM, Timed("triton", own, "p"), found, None).outcome == outcome
 
 
-@pytest.mark.parametrize(("roofline", "share"), [(10.0, 0.5), (19.9, 29.9 / 40), (20.0, 0.5), (None, None)])
-def test_a_short_roofline_has_a_margin(roofline: float | None, share: float | None) -> None:
-    one = Comparison(UNIFORM, Timed("triton", 40.0, "p"), (), roofline)
-    assert one.share == (pytest.approx(share) if share else None)
-
-
 def test_a_process_whose_ceilings_a_row_beats_has_no_shares_on_any_page(folder: pathlib.Path) -> None:
     beyond = {**result("other", 40.0), "share": 1.2}
     store(folder, row({**result("triton", 100.0), "share": 0.5}, beyond))

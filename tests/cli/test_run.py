@@ -84,14 +84,6 @@ def test_run_is_right(call_json: CallJson, line: str) -> None:
         assert found["relative_error"] > 0
 
 
-def test_run_for_people(call: Call) -> None:
-    code, out, _ = call(f"run {SIZES}")
-    assert code == 0
-    for text in ("torch (", "chosen by priority", "64 tokens", "permuted in", "requires another platform"):
-        assert text in out
-    assert re.fullmatch(r"right: error \S+, within the tolerance \S+ of the reference", out.splitlines()[-1])
-
-
 def test_wrong_numbers_are_exit_1(call: Call, call_json: CallJson) -> None:
     register_moe_backend("fake_wrong", 1, ("unquantized",), ("*",))(type("Wrong", (WrongExperts,), {}))
     code, found = call_json(f"run {SIZES} --require fake_wrong")

@@ -22,11 +22,11 @@ import torch
 from moereg.bench.compare import IN_TURNS
 from moereg.bench.points import GUARD, Point
 from moereg.bench.timing import ROUNDS, Timing
-from moereg.cli import _tune_session
+from moereg.cli import _tuner
 from moereg.cli._options import ProblemFlags
 from moereg.cli._output import Result
 from moereg.cli._tune import parse_routings, parse_tokens, tune_layer
-from moereg.cli._tune_session import Question
+from moereg.cli._tuner import Question
 from moereg.dispatch import explain_backends
 from moereg.errors import BackendError, MoeregError
 from moereg.evidence.on_machine import ADMITTED, QUARANTINE
@@ -107,7 +107,7 @@ class World:
 
     def stop(self) -> None:
         """In place of `Worker.stop`."""
-        _tune_session._SESSIONS.clear()
+        _tuner._SESSIONS.clear()
 
     @property
     def points(self) -> list[Point]:

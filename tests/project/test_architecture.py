@@ -23,7 +23,7 @@ from moereg.cli._new_backend import write_wheel
 from moereg.cli._options import ProblemFlags
 from moereg.cli._quantize import compare_schemes, find_schemes
 from moereg.cli._tune import tune_layer
-from moereg.cli._tune_session import Question
+from moereg.cli._tuner import Question
 from moereg.dispatch import explain_backends
 from moereg.evidence.measured import ENTRY_POINTS
 from moereg.evidence.provenance import provenance
