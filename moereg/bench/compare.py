@@ -249,7 +249,7 @@ class Comparison:
 
     @torch.no_grad()
     def add(self, key: Hashable, calls: Sequence[Call]) -> None:
-        """Adds inputs, and references of the first and last call. The weights are those that no candidate has changed."""
+        """Adds inputs, and references of the first and last call; no candidate has changed the weights by then."""
         self._inputs[key] = tuple(calls)
         checked = [calls[place] for place in _checked_places(calls)]
         # By computed scheme, which may leave activations at 16 bits.
