@@ -67,7 +67,7 @@ _LARGEST_ROOM: Final = 4e9
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What every rank measures.
+    """Settings of all ranks.
 
     Attributes:
         tokens: Numbers of tokens of each rank.
