@@ -1,6 +1,6 @@
 """Layers over all GPUs of this machine, way by way, the rows that matter most first, until a time is over.
 
-`python -m benches.h200.ep OUT.json SECONDS [NAME...]` starts a process a GPU. Each row is that of `moereg bench --ep`:
+`python -m benches.h200.ep OUT.json SECONDS [NAME...]` starts a process a GPU. Each row is that of `benches.over_ranks`:
 the call against one rank with as many experts and routes, and against the bare collectives of the same bytes. A row
 that hangs or ends its process is told, and the others go on in new processes. Parts are `first`, `halves`, `more`,
 `zipf`, `sums` and `room`, in this order; all where none is named. Names of ways and layers leave out others.
@@ -89,7 +89,7 @@ def run_rank(rank: int, size: int, folder: Path, end: float) -> None:
     import torch
     import torch.distributed as dist
 
-    from moereg.bench.over_ranks import Job, _Rank
+    from benches.over_ranks import Job, Rank
     from moereg.errors import EmulationWarning, MoeregError
 
     warnings.simplefilter("ignore", EmulationWarning)
@@ -115,25 +115,9 @@ def run_rank(rank: int, size: int, folder: Path, end: float) -> None:
         if rank == 0:
             _write(folder / "progress", {"begin": place, "time": time.time()})
         if item.layer not in layers:
-            job = Job(
-                problem=problem_of(item.layer).to_dict(),
-                size=size,
-                device_type=device.type,
-                ways=(),
-                batches=(1,),
-                tokens=(),
-                routings=("uniform",),
-                replicas=None,
-                rounds=ROUNDS,
-                seconds=SAMPLE_SECONDS,
-                seed=0,
-                eager=False,
-                compares=False,
-                out="",
-                store="",
-            )
+            job = Job(problem_of(item.layer), rounds=ROUNDS, seconds=SAMPLE_SECONDS)
             with torch.no_grad():
-                layers[item.layer] = _Rank(job, rank, device)
+                layers[item.layer] = Rank(job, device)
         of_layer = layers[item.layer]
         of_layer.job = dataclasses.replace(
             of_layer.job,
@@ -219,21 +203,6 @@ def measure(left: list[Item], size: int, end: float, log: Path) -> tuple[list[di
     return rows, lost
 
 
-def _line(row: dict[str, Any]) -> str:
-    way = f"{row['way']}, {row['batches']} parts" if row["batches"] > 1 else row["way"]
-    head = f"| {row['layer']:12} | {row['tokens']:>5} | {row['routing']:7} | {way:21} "
-    if row["failure"] or not row["passed"]:
-        found = row["failure"] or f"WRONG {row['relative_error']} > {row['tolerance']}"
-        return f"{head}| {str(found)[:90]} |"
-    alone, bare, time_us = row["one_rank_us"] or 0.0, row["bare_us"], row["time_us"]
-    wire = "8 bits" if "scales" in row["wire"] else "16"
-    return (
-        f"{head}| {wire:6} | {time_us:8.1f} | {alone:8.1f} | {time_us / alone if alone else 0:5.2f} | {bare:7.1f} "
-        f"| {time_us / (alone + bare):5.2f} | {'graph' if row['captured'] else 'eager'} "
-        f"| {'same' if row['repeats'] else 'DIFFER'} | {row['relative_error']:.1e} |"
-    )
-
-
 def document_of(rows: list[dict[str, Any]], lost: list[str], size: int) -> dict[str, Any]:
     """As `benches/results/h200_ep.json` has it: a bench a layer."""
     from moereg.evidence.provenance import clocks, provenance
@@ -256,7 +225,7 @@ def document_of(rows: list[dict[str, Any]], lost: list[str], size: int) -> dict[
             }
         )
     head = {name: where[name] for name in ("device", "versions", "commit", "date")}
-    note = "benches.h200.ep: rows of moereg bench --ep; clocks right after the last row"
+    note = "benches.h200.ep: rows of benches.over_ranks; clocks right after the last row"
     link = "NVLink, multicast off"
     return {"schema": 1, **head, "clocks": clocks(platform), "link": link, "note": note, "lost": lost, "benches": found}
 
@@ -278,12 +247,13 @@ def main() -> int:
         parser.error(str(error))
     import torch
 
+    from benches.markdown import table
+    from benches.over_ranks import HEAD, cells
+
     size = torch.cuda.device_count() or 2
     rows, lost = measure(left, size, time.time() + options.seconds, options.out.with_suffix(".log"))
     options.out.write_text(json.dumps(document_of(rows, lost, size), indent=1) + "\n")
-    print("| layer | T | routing | way | wire | us | alone us | x | bare us | x(alone+bare) | how | bits | error |")
-    for row in rows:
-        print(_line(row))
+    print(table(("layer", *HEAD), ([row["layer"], *cells(row)] for row in rows)))
     for text in lost:
         print("missing:", text)
     return 0

@@ -198,6 +198,7 @@ class Comparison:
     access only at the next synchronization, and from then on nothing else.
 
     Attributes:
+        candidates: Those that are measured, in the selection's order.
         permute_ms: Time to permute the weights, by candidate.
         stopped: Why nothing more can be measured in this process; None while it can.
     """
@@ -224,7 +225,7 @@ class Comparison:
         self.permute_ms: Final[dict[Decision, float]] = {}
         self._make_weights: Final = make_weights
         self._inputs: Final[dict[Hashable, tuple[Call, ...]]] = {}
-        self._candidates: Final = [decision for decision in selection.decisions if decision.accepted]
+        self.candidates: Final = [decision for decision in selection.decisions if decision.accepted]
         self._kernels: Final[dict[Decision, MoEKernel]] = {}
         self._found: Final = _Findings()
         self.weights: Final = make_weights().contiguous()
@@ -241,16 +242,22 @@ class Comparison:
         self._watched: Final = WatchedTensors(self.weights.tensors())
         self._torch = AmbientState.now()
         with phase("permuting weights") as advance:
-            for number, decision in enumerate(self._candidates, start=1):
+            for number, decision in enumerate(self.candidates, start=1):
                 if self.stopped is None:
                     self._permute(selection, decision)
-                advance(number, len(self._candidates))
+                advance(number, len(self.candidates))
 
     @torch.no_grad()
     def add(self, key: Hashable, calls: Sequence[Call]) -> None:
-        """Adds inputs, for which it makes references. The weights have been compared since the last candidate ran."""
+        """Adds inputs, and references of the first and last call; no candidate has changed the weights by then."""
         self._inputs[key] = tuple(calls)
-        self._references[key] = self._references_of(calls)
+        checked = [calls[place] for place in _checked_places(calls)]
+        # By computed scheme, which may leave activations at 16 bits.
+        schemes = {decision.computes: decision.scheme for decision in self.candidates if decision.cell is not None}
+        self._references[key] = {
+            name: [reference_experts(self.problem, self.weights, *call, computes=scheme) for call in checked]
+            for name, scheme in schemes.items()
+        }
         self._works[key] = [work_of(self.problem, call) for call in calls]
 
     def remove(self, key: Hashable) -> None:
@@ -258,14 +265,9 @@ class Comparison:
         for values in (self._inputs, self._references, self._works):
             values.pop(key, None)
 
-    @property
-    def candidates(self) -> tuple[Decision, ...]:
-        """Those that are measured."""
-        return tuple(self._candidates)
-
     def leave_out(self, decision: Decision) -> None:
         """Measures a candidate no more, and frees its weights."""
-        self._candidates.remove(decision)
+        self.candidates.remove(decision)
         self._kernels.pop(decision, None)
 
     @torch.no_grad()
@@ -287,7 +289,7 @@ class Comparison:
             is_judged = found.timings.keys() | found.damages.keys()
             errors = found.relative_errors
             # NaN is wrong.
-            unjudged = [one for one in self._candidates if errors.get(one, 0.0) <= self._bound(one, key)]
+            unjudged = [one for one in self.candidates if errors.get(one, 0.0) <= self._bound(one, key)]
             self._skip(found.errors, [one for one in unjudged if one not in is_judged])
         works = self._works[key]
         best_us = math.nan if ceilings is None else roofline_us(works, ceilings)
@@ -308,7 +310,7 @@ class Comparison:
                 graph=decision in found.graphs,
                 is_culprit=decision not in found.timings and decision not in self._unsure,
             )
-            for decision in self._candidates
+            for decision in self.candidates
         ]
 
     @torch.no_grad()
@@ -334,15 +336,6 @@ class Comparison:
 
     def _num_tokens(self, key: Hashable) -> int:
         return len(self._inputs[key][0].hidden_states)
-
-    def _references_of(self, calls: Sequence[Call]) -> dict[str, list[torch.Tensor]]:
-        """References of the first and the last call by computed scheme, which may leave activations at 16 bits."""
-        checked = [calls[place] for place in _checked_places(calls)]
-        schemes = {decision.computes: decision.scheme for decision in self._candidates if decision.cell is not None}
-        return {
-            name: [reference_experts(self.problem, self.weights, *call, computes=scheme) for call in checked]
-            for name, scheme in schemes.items()
-        }
 
     def _permute(self, selection: Selection, decision: Decision) -> None:
         chosen = dataclasses.replace(selection, decisions=(decision,), source="required")
@@ -395,7 +388,7 @@ class Comparison:
 
     def _restore(self, found: _Findings, writers: Sequence[Decision]) -> None:
         try:
-            if len(self._candidates) > 1:  # Otherwise no later candidate can be harmed.
+            if len(self.candidates) > 1:  # Otherwise no later candidate can be harmed.
                 self._watched.restore(self._make_weights().tensors())
             else:
                 self._watched.renew()

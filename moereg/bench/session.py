@@ -116,7 +116,7 @@ class LayerSession:
 
         Inputs of `points` are made before any candidate's code runs, others when they are needed.
         """
-        self._problem: Final = selection.problem
+        self.selection: Final = selection
         self._device: Final = device
         self._seed: Final = seed
         self._points: Final = tuple(points)
@@ -124,7 +124,7 @@ class LayerSession:
         self.comparison: Final = Comparison(selection, make_weights, inputs, phase, watch)
 
     def _calls(self, point: Point) -> list[Call]:
-        return random_calls(self._problem, point.tokens, point.routing, self._seed, self._device)
+        return random_calls(self.selection.problem, point.tokens, point.routing, self._seed, self._device)
 
     def measure(
         self, point: Point, rounds: int = ROUNDS, seconds: float = SECONDS, ceilings: Ceilings | None = None
@@ -138,20 +138,13 @@ class LayerSession:
         finally:
             self.comparison.remove(point)
 
-    def leave_out_failed(self, rows: Iterable[Measurement]) -> list[Measurement]:
-        """Stops measuring candidates that failed by their own fault; returns what failed."""
-        failed = [row for row in rows if row.is_culprit]
-        for row in failed:
-            self.comparison.leave_out(row.decision)
-        return failed
-
-    def clocks(self, platform: Platform) -> dict[str, int]:
+    def clocks(self) -> dict[str, int]:
         """The GPU's clocks under load; empty for another device."""
         if self._device.type != "cuda":
             return {}
         x = torch.randn(_SETTLING_SIZE, _SETTLING_SIZE, device=self._device, dtype=torch.bfloat16)
         settled_us(functools.partial(torch.mm, x, x), self._device)
-        return clocks(platform).get("clocks", {})
+        return clocks(self.selection.platform).get("clocks", {})
 
 
 def drifted(before: dict[str, int], after: dict[str, int]) -> str:

@@ -78,28 +78,17 @@ def time_kernels(
     return time_runs(runs, calls[0].hidden_states.device, rounds, seconds)
 
 
-def kernel_runs(
-    kernel: MoEKernel,
-    calls: Sequence[Call],
-    outs: Sequence[torch.Tensor],
-    *,
-    over_ranks: bool = False,
-    captures: bool = True,
-) -> list[Run]:
-    """One run a call, which overwrites its [T,H] of `outs`: a graph's replay where it `captures` and facts allow it.
+def kernel_runs(kernel: MoEKernel, calls: Sequence[Call], outs: Sequence[torch.Tensor]) -> list[Run]:
+    """One run per call, which overwrites its [T,H] of `outs`: a graph's replay where the facts allow it.
 
-    The kernel is called once first, so that nothing is left to compile; over ranks with each of the calls, which have
-    sizes of their own there.
+    The kernel is called once first, so that nothing is left to compile.
     """
     runs: list[Run] = [functools.partial(kernel, *call, out=out) for call, out in zip(calls, outs, strict=True)]
-    for run in runs if over_ranks else runs[:1]:
+    for run in runs[:1]:
         run()
     device = outs[0].device
     wait_for(device)
-    if not captures or device.type != "cuda" or not can_be_captured(kernel) or not (over_ranks or outs[0].numel()):
-        return runs
-    # Other threads, as NCCL's watchdog, go on meanwhile.
-    return capture(runs, error_mode="thread_local" if over_ranks else "global")
+    return capture(runs) if device.type == "cuda" and can_be_captured(kernel) and outs[0].numel() else runs
 
 
 def can_be_captured(kernel: MoEKernel) -> bool:

@@ -320,11 +320,10 @@ _GPU_TOKENS: Final = (1, 4, 16, 64, 256, 1024, 4096)
 _CPU_TOKENS: Final = (1, 4, 16, 64, 256)
 
 
-def parse_counts(text: str, option: str = "--tokens 1,16,64") -> tuple[int, ...]:
+def parse_counts(text: str, example: str = "1,16,64") -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isdecimal() and int(word) for word in words):
-        name, _, example = option.partition(" ")
-        raise UsageError(f"{name} takes numbers of at least 1 such as {example}, got {text!r}")
+        raise UsageError(f"--tokens takes numbers of at least 1 such as {example}, got {text!r}")
     return tuple(sorted({int(word) for word in words}))
 
 

@@ -34,7 +34,6 @@ from moereg.cli._options import (
 from moereg.cli._output import (
     BAD_INPUT,
     EXIT_CODES,
-    OK,
     WRONG_NUMBERS,
     Result,
     code_of_verdict,
@@ -63,10 +62,6 @@ def _known_routings() -> Iterable[str]:
     return ROUTINGS
 
 
-Ep = Annotated[int | None, option("Experts over so many ranks: processes here, or those of torchrun.", min=1)]
-Way = Annotated[
-    str | None, option("With --ep: ways of moving tokens, such as all_to_all,all_gather; all that fit if left out.")
-]
 Seed = Annotated[int, seed_of("Of weights, hidden states and routing.")]
 Jobs = Annotated[int | None, option("Compilers at once; as memory allows if left out.", min=1)]
 Modules = Annotated[
@@ -129,11 +124,9 @@ class Command(typer.core.TyperCommand):
         with only_results_on_stdout(shared["verbose"]):
             try:
                 import_named(shared.get("file") or (), shared.get("module") or ())
-                result: Result | None = super().invoke(ctx)
+                result: Result = super().invoke(ctx)
             except OSError as error:  # Others are taken for those of standard output.
                 raise RuntimeError(described(error)) from error
-        if result is None:
-            return OK
         result.print(shared["json"])
         return result.code
 
@@ -218,14 +211,17 @@ def explain(
         Path | None, option("Every layer of the model of this directory's config.json, as transformers builds it.")
     ] = None,
     reasons: Annotated[bool, option("Show every reason, not the first of a backend.", "--reasons")] = False,
-    ep: Ep = None,
-    way: Way = None,
+    ep: Annotated[int | None, option("Experts over so many ranks.", min=1)] = None,
+    way: Annotated[
+        str | None, option("With --ep: ways of moving tokens, such as all_to_all,all_gather; all that fit if left out.")
+    ] = None,
 ) -> Result:
     """Show which backend a layer gets, and why."""
     from moereg.cli._explain import explain_layer, explain_model_dir
 
     flags = context.obj
-    _check_ep(ep, way)
+    if way is not None and ep is None:
+        raise UsageError("--way says how tokens move between ranks; say with --ep how many there are")
     if model_dir is not None and (flags.layer is not None or reasons):
         name = "--reasons" if flags.layer is None else "--layer"
         raise UsageError(
@@ -238,26 +234,9 @@ def explain(
     return explain_layer(flags, find_subject(flags), ep, way, reasons or flags.verbose)
 
 
-def _check_ep(ep: int | None, way: str | None, checkpoint: Path | None = None) -> None:
-    if way is not None and ep is None:
-        raise UsageError("--way says how tokens move between ranks; say with --ep how many there are")
-    if ep is not None and checkpoint is not None:
-        raise UsageError("--ep builds random weights, and --checkpoint names others; leave one out")
-
-
 @app.command(cls=LayerCommand)
-def run(
-    context: typer.Context,
-    seed: Seed = 0,
-    ep: Ep = None,
-    way: Way = None,
-) -> Result | None:
+def run(context: typer.Context, seed: Seed = 0) -> Result:
     """Run one layer, check it against the reference, time it."""
-    _check_ep(ep, way, context.obj.checkpoint)
-    if ep is not None:
-        from moereg.cli._ep import run_group
-
-        return run_group(context.obj, ep, way, seed)
     from moereg.cli._bench import run_layer
 
     return run_layer(context.obj, seed)
@@ -277,33 +256,14 @@ def bench(
         int | None, option("Timed calls of each backend, 48 if left out; fewer where they take a second.", min=1)
     ] = None,
     seed: Seed = 0,
-    ep: Ep = None,
-    way: Way = None,
-    replicas: Annotated[
-        int | None, option("With --ep: balance experts by the routing's loads, so many of them twice.", min=0)
-    ] = None,
-    batches: Annotated[
-        str | None, option("With --ep: parts into which calls are cut, e.g. 1,2; 1 if left out.")
-    ] = None,
-    eager: Annotated[bool, option("With --ep: capture nothing in CUDA graphs.", "--eager")] = False,
-) -> Result | None:
+) -> Result:
     """Compare all backends that fit: numbers first, then speed."""
     from moereg.bench.timing import ROUNDS
     from moereg.cli._bench import bench_layer, check_routing, parse_counts
 
-    _check_ep(ep, way, context.obj.checkpoint)
     token_counts = None if tokens is None else parse_counts(tokens)
-    parts = (1,) if batches is None else parse_counts(batches, "--batches 1,2")
-    timed = ROUNDS if rounds is None else rounds
-    if ep is not None:
-        from moereg.cli._ep import bench_group
-
-        return bench_group(context.obj, ep, way, token_counts, routing, timed, seed, replicas, eager, parts)
-    of_ranks = {"--replicas": replicas is not None, "--batches": batches is not None, "--eager": eager}
-    for name in (name for name, is_given in of_ranks.items() if is_given):
-        raise UsageError(f"{name} is about ranks; say --ep, too")
     check_routing(routing)
-    return bench_layer(context.obj, token_counts, routing, timed, seed)
+    return bench_layer(context.obj, token_counts, routing, ROUNDS if rounds is None else rounds, seed)
 
 
 @app.command(cls=LayerCommand)
@@ -329,10 +289,10 @@ def tune(
     seed: Seed = 0,
     refresh: Annotated[bool, option("Measure again what was measured.", "--refresh")] = False,
     dry_run: Annotated[bool, option("Say what would be measured.", "--dry-run")] = False,
-) -> Result | None:
+) -> Result:
     """Time a layer's backends here; layers get the fastest."""
     from moereg.cli._tune import parse_routings, parse_tokens, read_histogram, tune_layer
-    from moereg.cli._tune_session import Question
+    from moereg.cli._tuner import Question
     from moereg.evidence.significance import ASKED
 
     flags = dataclasses.replace(context.obj, require=require, prefer=prefer)

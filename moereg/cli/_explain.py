@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.text import Text
 
@@ -26,12 +26,8 @@ from moereg.cli._show import (
 from moereg.dispatch import explain_backends
 from moereg.errors import one_line
 from moereg.evidence.ledger import Evidence, evidence_of
-from moereg.platforms import Platform
 from moereg.selection.loader import load_backends
 from moereg.selection.result import SCHEMA, Selection
-
-if TYPE_CHECKING:
-    from moereg.prepare_finalize import GroupFacts
 
 
 def explain_layer(
@@ -48,10 +44,12 @@ def explain_layer(
         code = NOTHING_FITS if selection.winner is None else OK
         show = functools.partial(show_selection, selection, subject.name, all_reasons)
         return Result(selection_with_evidence(selection), show, code)
+    from moereg.prepare_finalize import GroupFacts
     from moereg.selection.movement import explain_movements
 
     platform = explain_backends(subject.problem, flags.platform).platform
-    movement = explain_movements(subject.problem, group_facts(size, platform), platform, require=way)
+    group = GroupFacts(size, "gloo" if platform.device_type == "cpu" else "nccl", platform.device_type)
+    movement = explain_movements(subject.problem, group, platform, require=way)
     winner = movement.winner
     problem = movement.problem if winner is None else movement.experts_problem(winner)
     selection = subject.noted(explain_backends(problem, platform, **flags.request()))
@@ -66,13 +64,6 @@ def explain_layer(
             show_selection(selection, None, all_reasons)
 
     return Result(found, show_both, OK if winner is not None and selection.winner is not None else NOTHING_FITS)
-
-
-def group_facts(size: int, platform: Platform) -> GroupFacts:
-    """A group of this machine's ranks."""
-    from moereg.prepare_finalize import GroupFacts
-
-    return GroupFacts(size, "gloo" if platform.device_type == "cpu" else "nccl", platform.device_type)
 
 
 def explain_model_dir(flags: ProblemFlags, path: Path) -> Result:

@@ -30,8 +30,7 @@ from moereg.cli._show import (
     say,
     show_selection,
 )
-from moereg.cli._tune_session import Question
-from moereg.cli._tuner import Tuner, Unfinished, start_worker
+from moereg.cli._tuner import Question, Tuner, Unfinished, start_worker
 from moereg.errors import shown
 from moereg.evidence.ledger import evidence_of
 from moereg.evidence.measured import Measured, Source, tuning_path
@@ -228,7 +227,7 @@ def _admit(record: LayerRecord, platform: Platform) -> None:
 
 def parse_tokens(text: str) -> tuple[int, ...]:
     """Numbers of tokens as an option has them: of one number all powers of two up to it."""
-    counts = parse_counts(text, "--tokens 1,16,4096")
+    counts = parse_counts(text, "1,16,4096")
     return token_grid(counts[0]) if len(counts) == 1 else counts
 
 

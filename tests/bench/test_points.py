@@ -15,14 +15,6 @@ ROUTINGS = ("uniform", "zipf")
 
 
 @pytest.mark.parametrize(
-    ("most", "grid"),
-    [(1, (1,)), (2, (1, 2)), (8, (1, 2, 4, 8)), (12, (1, 2, 4, 8, 12))],
-)
-def test_the_grid_has_the_powers_of_two_and_the_largest(most: int, grid: tuple[int, ...]) -> None:
-    assert token_grid(most) == grid
-
-
-@pytest.mark.parametrize(
     ("low", "high", "middle"),
     [(16, 64, 32), (16, 32, 23), (16, 20, None), (16, 21, 18), (1, 2, None), (2, 4, 3), (4, 5, None)],
 )

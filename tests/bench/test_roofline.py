@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,19 +115,3 @@ def test_a_small_machine_reads_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "free_memory_bytes", lambda device: 20 << 20)
     measure_ceilings(torch.float32, CPU)
     assert read == [6 << 20]
-
-
-def test_without_triton_torch_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def no_triton(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("moereg.kernels.read"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", no_triton)
-    buffer = torch.zeros(1024, dtype=torch.bfloat16)
-    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
-    names = [name for name, _ in roofline._readers(buffer)]
-    assert names
-    assert all(name.startswith("torch sum of") for name in names)

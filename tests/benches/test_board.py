@@ -14,7 +14,7 @@ import torch
 from benches.board import __main__ as command
 from benches.board import measure
 from benches.board.layers import BoardLayer, Point
-from benches.board.measure import Limits, Lost, Marker, Wanted, measure_board
+from benches.board.measure import Limits, Marker, Wanted, measure_board
 from benches.board.store import Board, OtherRunError
 from moereg.bench.inputs import random_weights
 from moereg.bench.roofline import Ceilings
@@ -163,14 +163,6 @@ def test_what_does_not_fit_beside_the_others_is_left_out(run: Any, monkeypatch: 
     assert reasons[0].startswith("left out: 2 copies of 12")
 
 
-def test_a_lost_device_ends_the_process_and_names_the_backend(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
-    monkeypatch.setattr("moereg.bench.compare.Comparison._is_lost", lambda self: True)
-    with pytest.raises(Lost, match="fake_raising"):
-        run(only=("torch", "fake_raising"))
-    monkeypatch.undo()
-
-
 def test_what_ended_a_process_is_left_out_of_the_next(tmp_path: pathlib.Path) -> None:
     running, board = tmp_path / "running", Board(tmp_path / "board.json", MEASURED_ON)
     codes = [128 + 11, 128 + 9, 75, 0]
@@ -186,17 +178,6 @@ def test_what_ended_a_process_is_left_out_of_the_next(tmp_path: pathlib.Path) ->
         ("bad_4", "it ended the process with SIGSEGV in apply"),
         ("bad_3", "it ended the process with SIGKILL (stuck, or out of memory) in apply"),
     ]
-
-
-def test_a_process_that_dies_without_a_backend_is_not_started_again(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    codes = [128 + 11, 0]
-    board = Board(tmp_path / "board.json", MEASURED_ON)
-    command.supervise(lambda: codes.pop(0), lambda: board, tmp_path / "running")
-    assert codes == [0]
-    assert board.document["out"] == []
-    assert "measuring ended with SIGSEGV, and no backend ran" in capsys.readouterr().err
 
 
 def test_a_stuck_process_is_killed(tmp_path: pathlib.Path) -> None:

@@ -83,24 +83,6 @@ def packed(boards: Documents, folder: Path) -> int:
     return command.main(["--pack", str(folder / "pack.json"), *map(str, paths)])
 
 
-def test_two_boards_are_a_pack_that_chooses(
-    boards: Documents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert packed(boards, tmp_path) == 0
-    assert "16 rows of 1 layers in 2 sessions" in capsys.readouterr().out
-    pack = read_pack(tmp_path / "pack.json", is_own=True)
-    (layer,) = pack.layers
-    assert layer.wrong == ((2, "wrong numbers: error 1"),)
-    assert [session.process for session in pack.sessions] == ["p0", "p1"]
-    first = layer.rows[1]
-    assert (first.session, first.cell, first.routing, first.tokens) == (1, 1, "uniform", 1)
-    assert (first.log_ratio, first.half_width) == (math.log(0.8), 0.001)
-    assert (first.error, first.rounds, first.median_us) == (pytest.approx(0.1), 48, 10.0)
-    monkeypatch.setenv("MOEREG_TUNING", str(tmp_path / "pack.json"))
-    found = select_backend(PROBLEM)
-    assert (found.backend, found.source) == ("fake_second", "measured")
-
-
 def test_measured_boards_are_sessions(
     decisions: list[Decision], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,37 +69,6 @@ def test_losses_come_worst_first_and_a_tie_is_none(stored: Any) -> None:
     assert line == "| big | unquantized | uniform | own | 1 won, 1 tied, 3 lost | 0.87 | 0.60 | other, own |"
 
 
-def test_a_slower_class_of_the_default_is_no_rival(stored: Any) -> None:
-    stored(
-        row(1, result("own", 100.0), result("own", 900.0, experts="SlowExperts")),
-        row(16, result("own", 100.0), result("own", 900.0, experts="SlowExperts"), result("other", 950.0)),
-    )
-    assert lines("losses")[0] == "2 rows: 1 won, 0 tied, 0 lost; in 1 one backend ran alone."
-    assert lines("summary")[2:] == ["| big | unquantized | uniform | own | 1 won, 0 tied, 0 lost | 9.50 | 9.50 | own |"]
-    assert [line.split(" | ")[-1] for line in lines("rows")[3:5]] == ["- |", "850.0% |"]
-    stored(row(1, result("own", 100.0), result("own", 900.0, experts="SlowExperts")))
-    assert lines("summary")[2:] == [
-        "| big | unquantized | uniform | own | 0 won, 0 tied, 0 lost | alone | alone | own |"
-    ]
-
-
-def test_another_process_has_its_own_default_and_its_own_table(stored: Any) -> None:
-    stored(row(1, result("own", 100.0)), row(16, result("own", 100.0)))
-    assert lines("apart") == ["No backend has rows of a process of its own."]
-    stored(row(1, result("own", 100.0), result("both", 120.0)), row(16, result("own", 100.0)))
-    apart = row(1, result("own", 110.0), result("both", 90.0), result("sonic", 55.0), result("bad", None, "it raised"))
-    stored(apart, row(64, result("own", 10.0), result("sonic", 20.0)), name="board_h200_sonic.json")
-    assert lines("rows")[3:6] == [
-        "| uniform | 1 | **100.0 (50%)** | 120.0 (50%) | - | 20.0% |",
-        "| uniform | 16 | **100.0 (50%)** | - | - | - |",
-        "| uniform | 64 | **10.0 (50%)** | - | 20.0 (50%) | 100.0% |",
-    ]
-    assert lines("apart")[2:] == [
-        "| big | unquantized | uniform | 1 | own | 110.0 (50%) | sonic | 55.0 (50%) | 0.50 |",
-        "| big | unquantized | uniform | 1 | own | 110.0 (50%) | bad | failed | - |",
-    ]
-
-
 def test_a_backend_whose_kernels_were_not_built_is_named_with_the_figure(stored: Any) -> None:
     reason = "requires the kernels fp8, got /home/me/cache/kernels.so with bfloat16; run build other"
     skipped = {

@@ -63,31 +63,6 @@ def test_a_row_of_two_processes_is_judged_by_the_worse_one(folder: pathlib.Path)
     assert (alone.ratio, alone.best) == (None, None)
 
 
-def test_rows_of_an_earlier_commit_count_where_the_board_has_none(folder: pathlib.Path) -> None:
-    store(folder, row(result("triton", 100.0), result("other", 120.0)), commit="new")
-    older = row(result("triton", 200.0), result("other", 120.0))
-    alone = row(result("triton", 20.0), result("other", 10.0), tokens=1)
-    store(folder, older, alone, name="board_h200_10_old.json", commit="old")
-    oldest = row(result("triton", 40.0), result("other", 10.0), tokens=1)
-    only = row(result("triton", 30.0), result("other", 60.0), tokens=16)
-    store(folder, older, oldest, only, name="board_h200_9_oldest.json", commit="oldest")
-    assert {one.place.tokens: one.ratio for one in peers.board_comparisons()} == {64: 1.2, 1: 0.5, 16: 2.0}
-    assert {one.tokens: one.entries["triton"].time_us for one in rows.rows_of("h200")} == {64: 100.0, 1: 20.0, 16: 30.0}
-    sources = [line for line in lines("peers_groups") if line.startswith("- `board")]
-    assert [line.endswith("; used where no file above has the row") for line in sources] == [False, True, True]
-
-
-def test_ours_is_what_a_user_gets_and_variants_are_no_peers(folder: pathlib.Path) -> None:
-    faster_class = result("triton", 10.0, "Other")
-    store(folder, row(result("triton", 100.0), faster_class, result("other_untuned", 20.0), result("other", 80.0)))
-    (one,) = peers.board_comparisons()
-    assert (one.own.time_us, [peer.name for peer in one.peers], one.ratio) == (100.0, ["other"], 0.8)
-    # Where another backend is the default, ours is the first of its classes.
-    chosen = {"backend": "other", "experts": "", "computes": "x"}
-    store(folder, {**row(result("other", 80.0), result("triton", 100.0), faster_class), "default": chosen})
-    assert peers.board_comparisons()[0].own.time_us == 100.0
-
-
 @pytest.mark.parametrize(
     ("own", "peer", "outcome"),
     [
@@ -104,12 +79,6 @@ def test_rows_are_won_tied_or_lost(own: float | None, peer: float | None, outcom
     assert Comparison(UNIFORM, Timed("triton", own, "p"), found, None).outcome == outcome
 
 
-@pytest.mark.parametrize(("roofline", "share"), [(10.0, 0.5), (19.9, 29.9 / 40), (20.0, 0.5), (None, None)])
-def test_a_short_roofline_has_a_margin(roofline: float | None, share: float | None) -> None:
-    one = Comparison(UNIFORM, Timed("triton", 40.0, "p"), (), roofline)
-    assert one.share == (pytest.approx(share) if share else None)
-
-
 def test_a_process_whose_ceilings_a_row_beats_has_no_shares_on_any_page(folder: pathlib.Path) -> None:
     beyond = {**result("other", 40.0), "share": 1.2}
     store(folder, row({**result("triton", 100.0), "share": 0.5}, beyond))
@@ -119,27 +88,6 @@ def test_a_process_whose_ceilings_a_row_beats_has_no_shares_on_any_page(folder: 
     assert "| - | - |" in lines("peers_rows")[3]
     store(folder, row({**result("triton", 100.0), "share": 0.5}, {**beyond, "share": 1.02}))
     assert peers.board_comparisons()[0].share == 0.5
-
-
-def test_the_headline_counts_ties_and_names_what_the_rows_lack(folder: pathlib.Path) -> None:
-    store(
-        folder,
-        row(result("triton", 100.0), result("other", 120.0)),
-        row(result("triton", 100.0), result("other", 102.0), tokens=1),
-        row(result("triton", 100.0), tokens=16),
-        layers={
-            "big:unquantized": {
-                "problem": {"dtype": "bfloat16"},
-                "skipped": {"builder": "requires the kernels x, got none; run build"},
-            }
-        },
-    )
-    found = lines("headline")
-    assert "| all 3 rows of the board | 1.11 | 1.02 | 1 won, 1 tied, 0 lost |" in found
-    text = " ".join(" ".join(found).split())
-    assert re.search(r"\d+ of its \d+ planned rows are missing", text)
-    assert "`builder` in 3 rows (unquantized; its kernels were not built)" in text
-    assert "`other` in 1 row (unquantized; not in that process)" in text
 
 
 def test_the_picture_is_the_one_of_the_stored_rows(tmp_path: pathlib.Path) -> None:

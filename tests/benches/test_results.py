@@ -1,23 +1,12 @@
 from __future__ import annotations
 
-import json
 import pathlib
 import re
-from typing import Any
 
 import pytest
 
 from benches import report, results_page
-from benches.stored import load, quant_rows
-
-MEASURED = {
-    "schema": 1,
-    "device": "NVIDIA H200",
-    "versions": {"torch": "2.11.0"},
-    "commit": "0123456789abcdef",
-    "date": "2026-11-21",
-    "left_out": [],
-}
+from benches.stored import load
 
 
 @pytest.mark.parametrize("path", report.pages(), ids=lambda path: str(path.name))
@@ -57,30 +46,3 @@ def test_a_table_without_its_file_says_so(monkeypatch: pytest.MonkeyPatch, tmp_p
         expected = f"before <!-- table {name} -->\n\nNot measured yet.\n\n<!-- end --> behind"
         assert report.render(page) == expected
         assert report.render(expected) == expected
-
-
-def test_rows_of_a_scheme_are_those_of_the_newest_file_that_has_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    def row(tokens: int, ours_us: float) -> dict[str, Any]:
-        timed = {"ours_us": ours_us, "roof_us": 5.0, "share": 0.5, "relative_error": 1e-3, "wrong": False}
-        return {"scheme": "int4", "model": "big", "tokens": tokens, **timed}
-
-    files = {
-        "h200_quant.json": ("2026-11-23", [row(1, 10.0)]),
-        "h200_quant_b.json": ("2026-11-22", [row(1, 11.0), row(16, 20.0)]),
-        "h200_quant_a.json": ("2026-11-21", [row(16, 21.0), row(64, 30.0)]),
-    }
-    for name, (date, rows) in files.items():
-        stored = {**MEASURED, "date": date, "ceilings": {"read_tbps": 4.0}, "rows": rows}
-        # Of all rows of its file, so that only the newest one's is of the rows beneath which it stands.
-        stored["summary"] = {"int4": {"share_mean": rows[-1]["ours_us"]}}
-        stored["left_out"] = [{"scheme": "int8", "model": "big", "tokens": rows[0]["tokens"]}]
-        (tmp_path / name).write_text(json.dumps(stored), encoding="utf-8")
-    assert [(row["tokens"], row["ours_us"]) for row in quant_rows(tmp_path)] == [(1, 10.0), (16, 20.0), (64, 30.0)]
-    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
-    page = report.render("<!-- table quant --><!-- end -->")
-    assert re.findall(r"\| int4 \| big \| (\d+) \| ([\d.]+)", page) == [("1", "10.0"), ("16", "20.0"), ("64", "30.0")]
-    assert page.count("Rows from an earlier commit") == 2
-    assert re.findall(r"- `int4`: (.*)\.", page) == ["share_mean 10.000"]
-    assert re.findall(r"Left out: (.*)\.", page) == ["int8 big T 1", "int8 big T 1", "int8 big T 16"]

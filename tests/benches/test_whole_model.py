@@ -12,7 +12,6 @@ import torch
 pytest.importorskip("transformers")
 
 from benches.whole_model import __main__ as whole_model
-from benches.whole_model import page
 from benches.whole_model.measure import WholeModel
 from benches.whole_model.models import MODELS, Case, cases_of
 from moereg.integrations._experts import serving
@@ -91,57 +90,3 @@ def test_what_is_wrong_or_fails_gets_no_time(monkeypatch: pytest.MonkeyPatch) ->
         whole_model._retry(whole, ["eager", "lacking"], seconds=0.01)
     assert [row["implementation"] for row in record["rows"] if "ms" in row] == ["eager", "lacking"]
     assert all(serving.served(module) for module in whole.experts)
-
-
-def stored() -> dict[str, Any]:
-    """A file as a GPU would write it."""
-
-    def row(name: str, phase: str, mode: str, ms: float | None, batch: int = 1, tokens: int = 512) -> dict[str, Any]:
-        found: dict[str, Any] = {"implementation": name, "phase": phase, "mode": mode, "batch": batch, "tokens": tokens}
-        if ms is None:
-            return {**found, "outcome": "out of memory"}
-        return {**found, "ms": ms, "tokens_per_s": 1e3 / ms * (tokens if phase == "prefill" else batch)}
-
-    check = {"layers": 0.005, "norm": 0.01, "max": 0.02, "same_token": 0.98}
-    return {
-        "device": "NVIDIA H200",
-        "versions": {"torch": "2.11.0"},
-        "commit": "0123456789abcdef",
-        "date": "2026-11-24",
-        "model": "qwen3-30b-a3b",
-        "parameters": 30.5e9,
-        "weights_bytes": 61e9,
-        "layers": 48,
-        "bound": 0.02,
-        "layer_bound": 0.01,
-        "control": check,
-        "checks": {"eager": {**check, "to_eager": check}, "batched_mm": {"outcome": "out of memory", "passed": False}},
-        "prepare_free": {"seconds": 8.8, "warm_up_seconds": 10.0, "bytes_after": 61.1e9},
-        "prepare": {"seconds": 1.0, "warm_up_seconds": 0.0, "bytes_after": 99e9},
-        "host": [{"implementation": "moereg", "batch": 1, "step_ms": 90.0, "experts_us": 100.0}],
-        "left_out": [],
-        "rows": [
-            row("grouped_mm", "decode", "graph", 13.0),
-            row("batched_mm", "decode", "graph", 12.0),
-            row("moereg", "decode", "graph", 10.0),
-            row("grouped_mm", "prefill", "eager", 100.0),
-            row("batched_mm", "prefill", "eager", None),
-            row("moereg", "prefill", "eager", 64.0),
-            row("moereg", "decode", "compiled", 11.0),
-        ],
-    }
-
-
-def test_the_page_has_tokens_a_second_and_who_is_faster(tmp_path: pathlib.Path) -> None:
-    found = [stored()]
-    decode, prefill = page.speeds_table(found).splitlines()[2:]
-    assert decode == "| qwen3-30b-a3b | decode, batch 1 | 83 | 77 | **100** | 1.20 |"
-    assert prefill == "| qwen3-30b-a3b | prefill 1 x 512 | out of memory | 5,120 | **8,000** | 1.56 |"
-    assert "| decode, batch 1, torch.compile | - | - | **91** |  |" in page.calls_table(found)
-    assert "| 61.0 GB | 99.0 GB | 61.1 GB | - | - | 8.8 + 10.0 |" in page.memory_table(found)
-    assert "| qwen3-30b-a3b | 1 | moereg | 90.0 | 4.8 | 100 |" in page.host_table(found)
-    assert "| qwen3-30b-a3b | batched_mm | out of memory |" in page.checks_table(found)
-    page.draw_whole_models(tmp_path / "picture.svg", found)
-    assert (tmp_path / "picture.svg").read_text(encoding="utf-8").count("<path") > 10
-    (tmp_path / "whole_model_x.json").write_text(json.dumps(found[0]), encoding="utf-8")
-    assert page.records(tmp_path) == found

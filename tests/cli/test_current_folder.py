@@ -17,7 +17,6 @@ IMPORTED = ("numpy", "safetensors", "tempfile", "torch", "triton", "typing_exten
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param(f"run --ep 2 {SIZES} --dtype float32 --tokens 2", id="ranks"),
         pytest.param("verify torch --platform cpu --check permute/TorchDense", id="checks"),
         pytest.param(f"compile {SIZES} --platform cuda:sm90 --tokens 1 --jobs 1 --require torch", id="compilers"),
     ],

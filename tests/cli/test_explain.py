@@ -301,3 +301,25 @@ def test_explain_and_info_say_what_is_admitted(
     assert [entry["experts"] for entry in shown] == [cell.class_name]
     passed = {"scheme": record.scheme, "trains": False, "date": "2026-11-28", "error": 0.004, "bound": 0.008}
     assert shown[0]["admitted"] == [passed]
+
+
+def test_explain_shows_ways_and_then_backends(call: Call, call_json: CallJson) -> None:
+    line = "explain --ep 8 --model deepseek-v3 --quant fp8_block128 --tokens 64 --platform cuda:sm90"
+    code, found = call_json(line)
+    assert code == 0
+    assert list(found)[: len(SELECTION_KEYS)] == SELECTION_KEYS
+    assert found["ranks"] == 8
+    assert found["movement"]["selected"] in {one["way"] for one in found["movement"]["decisions"] if one["accepted"]}
+    assert found["problem"]["num_local_experts"] == 32
+    code, out, _ = call(f"{line} --way all_to_all")
+    assert code == 0
+    assert "8 ranks over nccl on cuda" in out
+    assert "chosen    all_to_all" in out
+    assert "requires a way in (all_to_all)" in out
+    # A way has one line, whatever number of rectangles it was registered with, and says what its rank is worth.
+    _, out, _ = call("explain --ep 2 --model qwen3-30b-a3b --tokens 64 --platform cuda:sm90")
+    (line,) = (line for line in out.splitlines() if " all_gather (" in line)
+    assert line.startswith("chosen    all_gather (standard or batched, *, predicted priority 60)")
+    code, out, _ = call("explain --ep 8 --model deepseek-v3 --platform cuda:sm90 --way all_gather")
+    assert code == 3
+    assert "requires max_num_tokens" in out

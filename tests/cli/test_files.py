@@ -152,7 +152,6 @@ def test_a_file_that_fails_leaves_nothing(file: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param(f"run FILE {SIZES} --ep 2 --tokens 2 --platform cpu", id="ranks"),
         pytest.param("verify FILE --check permute", id="checks"),
         pytest.param("verify my_kernel --module FILE --check permute", id="checks-of-one"),
     ],

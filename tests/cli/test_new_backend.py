@@ -110,6 +110,8 @@ def test_the_backend_keeps_the_contract(cell: BackendCell) -> None:
     checks.check_reload(cell)
     checks.check_workspaces_grow(cell)
     checks.check_equal_bits(cell)
+    for scheme in cell.schemes:
+        checks.check_faults_are_caught(cell, scheme)
 
 
 @pytest.mark.slow
@@ -140,8 +142,3 @@ def test_its_tests_pass_with_another_kernel(call: Call, tmp_path: Path) -> None:
     done = run_python(*arguments, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout
-
-
-def test_the_kit_sees_what_its_author_may_break(cell: BackendCell) -> None:
-    for scheme in cell.schemes:
-        checks.check_faults_are_caught(cell, scheme)

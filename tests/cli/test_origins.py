@@ -42,11 +42,6 @@ def test_explain(call: Call, call_json: CallJson) -> None:
     assert call(f"explain {SIZES} --platform cpu --deny fake_acme")[1].count("note:") == 0
 
 
-def test_info(call_json: CallJson) -> None:
-    backends = {backend["name"]: backend for backend in call_json("info")[1]["backends"]}
-    assert (backends["fake_acme"]["origin"], backends["fake_acme"]["origin_version"]) == ("acme-moe", "1.2")
-
-
 def test_run(call: Call) -> None:
     code, out, _ = call(f"run {SIZES} --tokens 3")
     text = words(out)

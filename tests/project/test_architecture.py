@@ -15,8 +15,6 @@ from typing import Any, Final
 import pytest
 import typer.main
 
-from moereg.bench.over_ranks import NO_ROW
-from moereg.cli import _ep
 from moereg.cli._bench import result_of_bench, result_of_run
 from moereg.cli._commands import app
 from moereg.cli._explain import selection_with_evidence
@@ -25,7 +23,7 @@ from moereg.cli._new_backend import write_wheel
 from moereg.cli._options import ProblemFlags
 from moereg.cli._quantize import compare_schemes, find_schemes
 from moereg.cli._tune import tune_layer
-from moereg.cli._tune_session import Question
+from moereg.cli._tuner import Question
 from moereg.dispatch import explain_backends
 from moereg.evidence.measured import ENTRY_POINTS
 from moereg.evidence.provenance import provenance
@@ -168,17 +166,12 @@ def test_fields_of_the_json_are_those_that_are_printed(tmp_path: Path, monkeypat
     verified = Report("a", "cpu", "", {}, 0, (Result(check, Outcome("failed")),), {}).to_dict()
     where = provenance(Platform("cpu"), ["torch"])
     monkeypatch.setenv("MOEREG_TUNING", str(tmp_path / "tuning.json"))
-    monkeypatch.setattr(_ep, "_rows_of_ranks", lambda job, rank: ([], ""))
-    ranks = _ep.bench_group(flags, 2, "all_to_all", (1,), "uniform", 1, 0, None, False)
-    assert ranks is not None
     quantized = compare_schemes(ProblemFlags(), checkpoint, None, find_schemes(["int8_w8a16"]), (1,), {}, 0).values
     printed = {
         "explain": selection_with_evidence(selection),
         "info": info,
         "run": result_of_run("", selection, 1).values,
         "bench": result_of_bench("", selection, "uniform", where).values,
-        "bench --ep` and `run --ep": ranks.values,
-        "a row over ranks": dict.fromkeys(("way", "batches", "tokens", *NO_ROW)),
         "quantize": quantized,
         "a compared scheme": quantized["original"],
         "new-backend": write_wheel("a_name", Path(tempfile.mkdtemp())),

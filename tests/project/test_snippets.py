@@ -87,7 +87,16 @@ NOT_RUN: Final = {
 }
 """Commands that cannot run here, with the reason."""
 
-SLOW: Final = ("bench", "compile", "--ep", "verify", "quantize", "--model-dir", "benches.board", "benches.report")
+SLOW: Final = (
+    "bench",
+    "compile",
+    "verify",
+    "quantize",
+    "--model-dir",
+    "benches.board",
+    "benches.over_ranks",
+    "benches.report",
+)
 
 
 def _commands() -> list[tuple[str, Command]]:

@@ -1,10 +1,13 @@
-"""One rank of `moereg bench --ep` and `moereg run --ep`: builds its experts, compares, times, writes one line per row.
+"""Every token dispatcher that fits a layer, over several ranks: numbers first, then times.
 
-`python -m moereg.bench.over_ranks JOB RANK` does it in a separate process; `torchrun` processes call `run_rank`.
+`python -m benches.over_ranks --ranks N --model NAME` starts N processes on this machine, over NCCL with a GPU each, or
+over gloo with `--platform cpu`; `torchrun ... -m benches.over_ranks --model NAME` uses those of torchrun. The first
+rank prints a table, or with `--json` a line of JSON per row. `--whole` also compares with the whole layer on one rank.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import functools
@@ -12,29 +15,44 @@ import itertools
 import json
 import math
 import os
+import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from moereg.bench.inputs import Call, num_calls, random_call, random_weights
-from moereg.bench.timing import HELD_CYCLES, Run, Timing, is_replay, kernel_runs, wait_for
+from benches.markdown import cell, table
+from moereg.bench.inputs import ROUTINGS, Call, num_calls, random_call, random_weights
+from moereg.bench.timing import (
+    HELD_CYCLES,
+    ROUNDS,
+    SECONDS,
+    Run,
+    Timing,
+    can_be_captured,
+    capture,
+    is_replay,
+    wait_for,
+)
 from moereg.errors import EmulationWarning, GroupError, MoeregError, described
+from moereg.evidence.provenance import provenance
 from moereg.layer.factory import MoEKernel, make_kernel
 from moereg.numerics.reference import reference_experts
 from moereg.numerics.tolerances import layer_tolerance
-from moereg.prepare_finalize import AllGather, AllToAll, GroupPrepareFinalize, LowLatency
+from moereg.platforms import Platform, current_platform, probe_cpu
+from moereg.prepare_finalize import AllGather, AllToAll, GroupFacts, GroupPrepareFinalize, LowLatency
 from moereg.prepare_finalize.eplb import balance_experts, count_routes
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables, token_turns
 from moereg.prepare_finalize.wire import PlainWire, Wire
 from moereg.runtime.memory import format_bytes
 from moereg.selection.modules import import_modules
+from moereg.selection.movement import explain_movements
+from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 from moereg.weights.permuted import ExpertWeights
 
@@ -49,72 +67,35 @@ _LARGEST_ROOM: Final = 4e9
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Settings that every rank receives: the options' values by name, and those below.
+    """Settings of all ranks.
 
     Attributes:
-        problem: `MoEProblem.to_dict` of the layer.
-        modules: What registers backends and is not installed.
+        tokens: Numbers of tokens of each rank.
         replicas: Experts beyond one for each of the layer, placed by the routing's loads; None for slices.
-        compares: Whether rank 0 also runs the whole layer alone.
-        out: File to which rank 0 writes one line of JSON per row.
-        store: Rendezvous of the ranks; None means torchrun's.
+        whole: Whether rank 0 also runs the whole layer alone.
     """
 
-    problem: dict[str, Any]
-    size: int
-    device_type: str
-    ways: Sequence[str]
-    batches: Sequence[int]
-    tokens: Sequence[int]
-    routings: Sequence[str]
-    replicas: int | None
-    rounds: int
-    seconds: float
-    seed: int
-    eager: bool
-    compares: bool
-    modules: Sequence[str] = ()
-    out: str = ""
-    store: str | None = None
+    problem: MoEProblem
+    ways: Sequence[str] = ()
+    batches: Sequence[int] = (1,)
+    tokens: Sequence[int] = ()
+    routings: Sequence[str] = ("uniform",)
+    replicas: int | None = None
+    rounds: int = ROUNDS
+    seconds: float = SECONDS
+    seed: int = 0
+    eager: bool = False
+    whole: bool = False
 
 
-def run_rank(job: Job, rank: int) -> None:
-    """Does one rank's work; every rank has to call it."""
-    import_modules(job.modules)
-    device = torch.device("cpu")
-    if job.device_type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if job.device_type == "cuda" else "gloo",
-        init_method="env://" if job.store is None else f"file://{job.store}",
-        rank=rank,
-        world_size=job.size,
-        timeout=datetime.timedelta(seconds=_LIMIT_SECONDS),
-        device_id=device if job.device_type == "cuda" else None,
-    )
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", EmulationWarning)  # Rows name the tier.
-        for row in _Rank(job, rank, device).rows():
-            if rank == 0:
-                with Path(job.out).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-    if job.store is not None and job.device_type == "cuda":
-        # All rows are written, and NCCL may hang on a graph of its own at shutdown.
-        last = threading.Timer(_LEAVING_SECONDS, os._exit, (0,))
-        last.daemon = True
-        last.start()
-    dist.destroy_process_group()
-
-
-class _Rank:
+class Rank:
     """Values shared by all rows."""
 
-    def __init__(self, job: Job, rank: int, device: torch.device) -> None:
-        self.job, self.rank, self.device = job, rank, device
-        self.problem = MoEProblem.from_dict(job.problem)
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self.job, self.device, self.problem = job, device, job.problem
+        self.rank, self.size = rank, size = dist.get_rank(), dist.get_world_size()
         self.placement: ExpertPlacement | None = None
-        held = ExpertPlacement.contiguous(self.problem.num_experts, job.size) if job.replicas is None else None
+        held = ExpertPlacement.contiguous(self.problem.num_experts, size) if job.replicas is None else None
         if held is None:
             held = self.placement = self._balanced(job.replicas or 0)
         self.tables = PlacementTables(held, rank, device)
@@ -129,10 +110,10 @@ class _Rank:
     def _balanced(self, num_replicas: int) -> ExpertPlacement:
         """A placement balanced by the loads of the last routing, such as `zipf` of `uniform,zipf`."""
         calls = calls_of_group(
-            self.problem, max(self.job.tokens), self.job.size, self.job.routings[-1], self.job.seed, self.device
+            self.problem, max(self.job.tokens), self.size, self.job.routings[-1], self.job.seed, self.device
         )
         loads = torch.stack([count_routes(call.topk_ids, self.problem.num_experts) for call in calls]).sum(0).cpu()
-        found: list[Any] = [balance_experts(loads, self.job.size, num_replicas)]
+        found: list[Any] = [balance_experts(loads, self.size, num_replicas)]
         dist.broadcast_object_list(found, src=0, device=self.device)
         placement: ExpertPlacement = found[0]
         return placement
@@ -142,7 +123,7 @@ class _Rank:
         for num_tokens in self.job.tokens:
             calls = {}
             for routing in self.job.routings:
-                whole = calls_of_group(self.problem, num_tokens, self.job.size, routing, self.job.seed, self.device)
+                whole = calls_of_group(self.problem, num_tokens, self.size, routing, self.job.seed, self.device)
                 own = slice(self.rank * num_tokens, (self.rank + 1) * num_tokens)
                 calls[routing] = (whole[0], [Call(*(tensor[own].clone() for tensor in call)) for call in whole])
                 del whole
@@ -161,7 +142,7 @@ class _Rank:
         calls = calls_of_group(problem, num_tokens, 1, routing, self.job.seed + 1, self.device)
         kernel = make_kernel(problem, self.weights)
         outs = [torch.empty_like(call.hidden_states) for call in calls]
-        runs = kernel_runs(kernel, calls, outs, over_ranks=True, captures=not self.job.eager)
+        runs = self._runs(kernel, calls, outs)
         return time_over_ranks(runs, self.device, self.job.rounds, self.job.seconds).median_us
 
     def _rows_of(
@@ -197,7 +178,7 @@ class _Rank:
     def _wires(self, chosen: Wire, kernel: MoEKernel) -> tuple[Wire, ...]:
         """The chosen wire format, plus 16 bits if token dispatcher and experts also take that."""
         takes_both = isinstance(kernel.prepare_finalize, (AllGather, AllToAll, LowLatency))
-        if isinstance(chosen, PlainWire) or not takes_both or self.job.compares:
+        if isinstance(chosen, PlainWire) or not takes_both or self.job.whole:
             return (chosen,)
         return (chosen, PlainWire(self.problem))
 
@@ -214,6 +195,17 @@ class _Rank:
             expert_placement=self.placement,
             num_batches=num_batches,
         )
+
+    def _runs(self, kernel: MoEKernel, calls: Sequence[Call], outs: Sequence[torch.Tensor]) -> list[Run]:
+        """Like `kernel_runs`, but first calls the kernel with each of the calls, whose sizes over ranks differ."""
+        runs: list[Run] = [functools.partial(kernel, *call, out=out) for call, out in zip(calls, outs, strict=True)]
+        for run in runs:
+            run()
+        wait_for(self.device)
+        if self.job.eager or self.device.type != "cuda" or not can_be_captured(kernel):
+            return runs
+        # Other threads, as NCCL's watchdog, go on meanwhile.
+        return capture(runs, error_mode="thread_local")
 
     def _measured(
         self, kernel: MoEKernel, num_tokens: int, whole: Call, own: list[Call], one_rank_us: float | None
@@ -238,11 +230,11 @@ class _Rank:
         dist.all_reduce(repeats, op=dist.ReduceOp.MIN)
         found |= {"relative_error": error, "tolerance": tolerance, "passed": error <= tolerance}
         found["repeats"] = bool(repeats.item())
-        if self.job.compares:
+        if self.job.whole:
             found |= self._compared(kernel, first, whole)
         if not found["passed"]:
             return found
-        runs = kernel_runs(kernel, own, outs, over_ranks=True, captures=not self.job.eager)
+        runs = self._runs(kernel, own, outs)
         timing = time_over_ranks(runs, self.device, self.job.rounds, self.job.seconds)
         outs[0].fill_(math.nan)
         runs[0]()
@@ -268,7 +260,7 @@ class _Rank:
 
     def _compared(self, kernel: MoEKernel, first: torch.Tensor, whole: Call) -> dict[str, Any]:
         """Compares all ranks' outputs with the whole layer on rank 0."""
-        parts = [torch.empty_like(first) for _ in range(self.job.size)]
+        parts = [torch.empty_like(first) for _ in range(self.size)]
         dist.all_gather(parts, first)
         found: list[Any] = [None]
         if self.rank == 0:
@@ -395,13 +387,150 @@ def error_over_ranks(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((sums[0] / sums[1]).sqrt())
 
 
-if __name__ == "__main__":
-    rank = int(sys.argv[2])
-    code = 0
+HEAD: Final = (
+    *("T", "routing", "way", "wire", "backend", "us", "alone us", "x", "bare us", "x(alone+bare)"),
+    *("how", "bits", "error", "whole"),
+)
+"""Columns of `cells`: `alone` is a rank's experts with as many routes without a group, `bare` the collectives alone."""
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row for people."""
+    way = f"{row['way']}, {row['batches']} parts" if row["batches"] > 1 else row["way"]
+    found = [f"{row['tokens']:,}", row["routing"], way, row["wire"], row["backend"] or ""]
+    if row["failure"] or not row["passed"]:
+        wrong = row["failure"] or f"WRONG {row['relative_error']} > {row['tolerance']}"
+        return [*found, cell(wrong), *[""] * (len(HEAD) - len(found) - 1)]
+    alone, bare, time_us, whole = (row[name] for name in ("one_rank_us", "bare_us", "time_us", "one_rank_error"))
+    return [
+        *found,
+        f"{time_us:.1f}",
+        f"{alone:.1f}" if alone else "-",
+        f"{time_us / alone:.2f}" if alone else "-",
+        f"{bare:.1f}",
+        f"{time_us / ((alone or 0) + bare):.2f}",
+        "graph" if row["captured"] else "eager",
+        "same" if row["repeats"] else "DIFFER",
+        f"{row['relative_error']:.1e}",
+        "" if whole is None else "equal" if row["one_rank_equal"] else f"{whole:.1e}",
+    ]
+
+
+def run_rank(options: argparse.Namespace, platform: Platform) -> int:
+    """One rank's work, in a process that torchrun started; returns the exit code."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    is_gpu = platform.device_type == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_gpu else torch.device("cpu")
+    if is_gpu:
+        torch.cuda.set_device(device)
+    group = GroupFacts(size, "nccl" if is_gpu else "gloo", platform.device_type)
+    problem, counts = problem_of(options), options.tokens or ((1, 64, 1024, 8192) if is_gpu else (1, 16))
+    asked = dataclasses.replace(problem, max_num_tokens=max(counts))
+    if options.replicas is not None:
+        held = (problem.num_experts + options.replicas) // size
+        asked = dataclasses.replace(asked, num_local_experts=held, placement="map")
+    movement = explain_movements(asked, group, platform, require=options.ways)
+    if movement.winner is None:
+        raise MoeregError(f"no token dispatcher fits:\n{movement.table()}")
+    job = Job(
+        problem,
+        tuple(dict.fromkeys(decision.name for decision in movement.accepted)),
+        options.batches,
+        counts,
+        options.routing,
+        options.replicas,
+        options.rounds,
+        seed=options.seed,
+        eager=options.eager,
+        whole=options.whole,
+    )
+    if rank == 0:
+        where = provenance(platform, ("torch", "triton"))
+        print(f"{problem}, {group}, {where['device']}, {where['versions']}, {where['date']}", file=sys.stderr)
+    limit = datetime.timedelta(seconds=_LIMIT_SECONDS)
+    dist.init_process_group(group.backend, timeout=limit, device_id=device if is_gpu else None)
+    rows = []
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", EmulationWarning)  # Rows name the tier.
+        for row in Rank(job, device).rows():
+            rows.append(row)
+            if rank == 0 and options.json:
+                lost = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+                print(json.dumps({**row, **dict.fromkeys(lost)}), flush=True)
+    if rank == 0 and not options.json:
+        print(table(HEAD, map(cells, rows)), flush=True)
+    if is_gpu:
+        # All rows are written, and NCCL may hang on a graph of its own at shutdown.
+        last = threading.Timer(_LEAVING_SECONDS, os._exit, (0,))
+        last.daemon = True
+        last.start()
+    dist.destroy_process_group()
+    ran = [row for row in rows if not (row["failure"] or "").startswith("left out")]
+    return 0 if all(row["passed"] for row in ran) else 1
+
+
+def problem_of(options: argparse.Namespace) -> MoEProblem:
+    if options.sizes:
+        names = ("num_experts", "top_k", "hidden_size", "intermediate_size")
+        keywords: dict[str, Any] = dict(zip(names, options.sizes, strict=True))
+    else:
+        keywords = get_shape(options.model).problem_keywords()
+    return MoEProblem(**keywords, quant=options.quant, dtype=options.dtype)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    found = tuple(int(word) for word in text.split(","))
+    if min(found) < 1:
+        raise ValueError
+    return found
+
+
+def _routings(text: str) -> tuple[str, ...]:
+    found = tuple(dict.fromkeys(text.split(",")))
+    if unknown := set(found).difference(ROUTINGS):
+        raise argparse.ArgumentTypeError(f"takes {', '.join(ROUTINGS)}, got {', '.join(sorted(unknown))}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layer = parser.add_mutually_exclusive_group(required=True)
+    layer.add_argument("--model", help="a known model's layer")
+    layer.add_argument("--sizes", type=_counts, help="experts,top_k,hidden,intermediate")
+    parser.add_argument("--ranks", type=int, help="processes to start here; none under torchrun")
+    parser.add_argument("--quant", default="unquantized")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--platform", choices=("cpu",), help="cpu, on a machine that has GPUs")
+    parser.add_argument("--module", action="append", default=[], help="a module or file that registers backends")
+    parser.add_argument("--ways", help="token dispatchers, as a,b; all that fit if left out")
+    parser.add_argument("--tokens", type=_counts, help="of each rank, as 1,64")
+    parser.add_argument("--routing", type=_routings, default=("uniform",), help="as uniform,zipf")
+    parser.add_argument("--batches", type=_counts, default=(1,), help="parts into which calls are cut, as 1,2")
+    parser.add_argument("--replicas", type=int, help="so many experts twice, placed by the last routing's loads")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eager", action="store_true", help="capture nothing in CUDA graphs")
+    parser.add_argument("--whole", action="store_true", help="compare with the whole layer on one rank")
+    parser.add_argument("--json", action="store_true", help="one line of JSON per row")
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        if options.ranks is None:
+            parser.error("say with --ranks how many processes to start, or start them with torchrun")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(options.ranks), "-m", "benches.over_ranks", *sys.argv[1:]]
+        threads = str(max(1, (os.cpu_count() or 1) // options.ranks))
+        return subprocess.call(command, env={"OMP_NUM_THREADS": threads, **os.environ})
+    code = 1
     try:
-        run_rank(Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), rank)
+        import_modules(options.module)
+        code = run_rank(options, probe_cpu() if options.platform else current_platform())
     except Exception as error:
-        print(f"rank {rank}: {described(error)}", file=sys.stderr, flush=True)
-        code = 1
+        print(f"rank {os.environ['RANK']}: {described(error)}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
     # At shutdown torch.distributed may wait for ranks that are gone.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
