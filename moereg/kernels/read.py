@@ -14,19 +14,12 @@ from triton.runtime.errors import OutOfResources
 
 @dataclass(frozen=True, slots=True)
 class ReadConfig:
-    """Launch configuration of the read.
+    """Launch configuration of the read."""
 
-    Attributes:
-        block: words that a program reads at a time; a power of two.
-        num_warps: warps per program.
-        num_stages: blocks in flight through shared memory; 1 loads straight to registers.
-        programs: programs per multiprocessor, each reading block after block; 0: one program per block.
-    """
-
-    block: int
-    num_warps: int
-    num_stages: int = 1
-    programs: int = 0
+    block: int  # words that a program reads at a time; a power of two
+    num_warps: int  # warps per program
+    num_stages: int = 1  # blocks in flight through shared memory; 1 loads straight to registers
+    programs: int = 0  # programs per multiprocessor, each reading block after block; 0: one program per block
 
 
 # Devices differ in which is fastest, so all are tried. The last three take 192 KB of shared memory a multiprocessor.

@@ -71,25 +71,15 @@ def _accumulate(a_rows, weights, columns, column_mask, stride_k, stride_n, depth
 
 
 class LowRank(NamedTuple):
-    """An adapter's part of a product, as one kernel argument.
+    """An adapter's part of a product, as one kernel argument."""
 
-    Attributes:
-        rows: [N, R] scaled low-rank rows, sorted.
-        matrix: [E, R, columns] by strides: expands them.
-        rank: R.
-        stride_rows: between rows.
-        stride_expert: between matrices.
-        stride_k: between elements of the reduction, R.
-        stride_n: between columns.
-    """
-
-    rows: torch.Tensor
-    matrix: torch.Tensor
-    rank: int
-    stride_rows: int
-    stride_expert: int
-    stride_k: int
-    stride_n: int
+    rows: torch.Tensor  # [N, R] scaled low-rank rows, sorted
+    matrix: torch.Tensor  # [E, R, columns] by strides: expands them
+    rank: int  # R
+    stride_rows: int  # between rows
+    stride_expert: int  # between matrices
+    stride_k: int  # between elements of the reduction, R
+    stride_n: int  # between columns
 
 
 @triton.jit

@@ -19,18 +19,13 @@ from moereg.kernels.hopper.ring import BLOCK_K, reinterpret
 
 
 class PackedFormat(NamedTuple):
-    """Compile-time constant: how weights are packed and how they are dequantized.
+    """Compile-time constant: how weights are packed and how they are dequantized."""
 
-    Attributes:
-        element: of `PackedMatrix`.
-        scales: `e8m0` or `e4m3` codes that are folded into the operand; `float32` ones that multiply dequantized
-            weights, rounded; or None.
-        span: steps per word of scales.
-    """
-
-    element: str
+    element: str  # of `PackedMatrix`
+    # `e8m0` or `e4m3` codes that are folded into the operand; `float32` ones that multiply dequantized weights,
+    # rounded; or None
     scales: str | None
-    span: int
+    span: int  # steps per word of scales
 
 
 @gluon.constexpr_function

@@ -74,19 +74,12 @@ def bucket_rows(rows: int, min_rows: int = MIN_ROWS) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SortedRoutes:
-    """Routes ordered by local expert, without those that have none.
+    """Routes ordered by local expert, without those that have none."""
 
-    Attributes:
-        num_rows: Routes that remain.
-        segments: (expert, first row, rows) of each active expert.
-        order: [num_rows] int64, index into the flattened [T,K].
-        positions: [T,K] int64, row of each route, or `num_rows` where it is left out.
-    """
-
-    num_rows: int
-    segments: list[tuple[int, int, int]]
-    order: torch.Tensor
-    positions: torch.Tensor
+    num_rows: int  # Routes that remain
+    segments: list[tuple[int, int, int]]  # (expert, first row, rows) of each active expert
+    order: torch.Tensor  # [num_rows] int64, index into the flattened [T,K]
+    positions: torch.Tensor  # [T,K] int64, row of each route, or `num_rows` where it is left out
 
 
 def sort_on_host(topk_ids: torch.Tensor, num_local_experts: int, expert_map: torch.Tensor | None) -> SortedRoutes:

@@ -19,17 +19,11 @@ _COLUMNS: Final = 1024
 
 
 class PaddedTokens(NamedTuple):
-    """Tokens, followed by padding.
+    """Tokens, followed by padding."""
 
-    Attributes:
-        hidden_states: [M, H], zeros in padding.
-        topk_weights: [M, K] fp32, zeros in padding.
-        topk_ids: [M, K] int32, -1 in padding.
-    """
-
-    hidden_states: torch.Tensor
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
+    hidden_states: torch.Tensor  # [M, H], zeros in padding
+    topk_weights: torch.Tensor  # [M, K] fp32, zeros in padding
+    topk_ids: torch.Tensor  # [M, K] int32, -1 in padding
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

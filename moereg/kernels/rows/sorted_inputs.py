@@ -21,17 +21,11 @@ _BLOCK: Final = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SortedInputs:
-    """One number per sorted row. Rows that are not in use gather row 0, with weight and scale 0.
+    """One number per sorted row. Rows that are not in use gather row 0, with weight and scale 0."""
 
-    Attributes:
-        source: [N] int32, the row to gather from.
-        weight: [N] fp32, multiplies the result.
-        scale: [N] fp32, scale of the gathered codes; None if rows are not quantized.
-    """
-
-    source: torch.Tensor
-    weight: torch.Tensor
-    scale: torch.Tensor | None = None
+    source: torch.Tensor  # [N] int32, the row to gather from
+    weight: torch.Tensor  # [N] fp32, multiplies the result
+    scale: torch.Tensor | None = None  # [N] fp32, scale of the gathered codes; None if rows are not quantized
 
 
 @triton.jit(do_not_specialize=["num_routes"])
