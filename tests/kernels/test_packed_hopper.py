@@ -26,7 +26,6 @@ from moereg.kernels.hopper.packed_config import (
     MIN_PACKED_HOPPER_ROWS,
     PACKED_RULES,
     STAGED_ELEMENTS,
-    select_packed_config,
 )
 from moereg.kernels.hopper.packed_gemm import packed_format
 from moereg.kernels.packed.weights import PackedMatrix
@@ -343,7 +342,3 @@ def test_rules_are_what_the_kernels_take(rule: Any) -> None:
 def test_stages_are_as_measured() -> None:
     found = [[rule.down.num_stages(word_bytes) for rule in PACKED_RULES] for word_bytes in (32, 64)]
     assert found == [[4, 8, 6, 5], [4, 7, 6, 4]]
-
-
-def test_the_first_rule_that_matches_counts() -> None:
-    assert [select_packed_config(rule.max_rows_per_expert) for rule in PACKED_RULES] == list(PACKED_RULES)

@@ -15,11 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.kernels.backward.config import (
-    MIN_TRAINING_BLOCK_M,
-    TrainingConfigs,
-    select_training_configs,
-)
+from moereg.kernels.backward.config import TrainingConfigs
 from moereg.kernels.backward.products import (
     down_input_gradients,
     down_rows,
@@ -409,16 +405,3 @@ def test_experts_may_lie_2_to_the_31_elements_apart() -> None:
     for one in (grad, apart):
         weight_gradients(one, rows, x, plan, config, top_k=1, gathers="right", accumulate=False)
     assert torch.equal(grad, apart)
-
-
-@pytest.mark.parametrize("shared_bytes", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
-@pytest.mark.parametrize("element_bytes", [2, 4])
-def test_configs_share_a_plan_and_fit_shared_memory(element_bytes: int, shared_bytes: int) -> None:
-    for rows in (0.01, 96, 97, 1e9):
-        configs = select_training_configs(rows, element_bytes, shared_bytes)
-        assert configs.rows.block_m == configs.down_input.block_m
-        assert configs.block_m >= MIN_TRAINING_BLOCK_M
-        thin = configs.low_rank_products(64), configs.a_gradients(64), configs.b_gradients(64)
-        for config in (configs.rows, configs.down_input, configs.weights, *thin):
-            stage = (config.block_m + config.block_n) * config.block_k * element_bytes
-            assert config.num_stages == 1 or config.num_stages * stage < shared_bytes
