@@ -47,7 +47,7 @@ from moereg.testing.cases import default_device
 from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
 from moereg.weights.layouts import round_up
 from moereg.weights.permuted import ExpertWeights
-from tests.backends.test_triton_batched import make_plan
+from tests.kernels.triton_cases import make_batched_plan
 from tests.support.experts_run import apply_experts
 from tests.support.tensors import split_columns
 
@@ -256,7 +256,7 @@ def test_codes_and_scales_of_batches_are_those_of_quantize(
     static = None
     if row_format(scheme).static:
         static = torch.tensor([0.03, 0.04, 0.05], device=DEVICE)
-    found = quantize_batches(x, scheme, make_plan(COUNTS, MAX_TOKENS, 16), static_scale=static)
+    found = quantize_batches(x, scheme, make_batched_plan(COUNTS, MAX_TOKENS, 16), static_scale=static)
     in_use = select(found, valid)
     if static is None:
         assert_same(in_use, quantize_activations(x[valid], scheme), columns)
@@ -275,7 +275,7 @@ def test_one_static_scale_is_for_all_of_more_rows_than_programs(monkeypatch: pyt
     x = random(len(valid), 130)
     x[~valid] = math.nan
     scheme, static = get_scheme("fp8_tensor_static"), torch.tensor([0.03], device=DEVICE)
-    found = quantize_batches(x, scheme, make_plan(COUNTS, MAX_TOKENS, 16), static_scale=static)
+    found = quantize_batches(x, scheme, make_batched_plan(COUNTS, MAX_TOKENS, 16), static_scale=static)
     assert_same(select(found, valid), quantize_activations(x[valid], scheme, static[0]), 130)
     assert (found.q[~valid].view(torch.uint8) == 77).all()
 

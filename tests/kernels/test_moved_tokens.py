@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 from typing import Any
 
 import hypothesis
@@ -13,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch import remembered
 from moereg.kernels.rows import all_gather, all_to_all, low_latency
 from moereg.prepare_finalize import GroupFacts, LowLatency, exchange
 from moereg.prepare_finalize.all_gather import _padded
@@ -175,68 +172,6 @@ def test_ranks_are_added_in_order_in_fp32(monkeypatch: pytest.MonkeyPatch) -> No
     first, second, third = parts[:, :3].float()
     assert torch.equal(out[::2], (first + second + third).bfloat16())
     assert out[1::2].isnan().all()
-
-
-class Recorded:
-    """Stands for a recording; says what is replayed."""
-
-    def __init__(self, said: list[object]) -> None:
-        self.complete = True
-        self.said = said
-
-    def replay(self, pointers: list[int]) -> None:
-        self.said.append(pointers)
-
-
-class Somewhere:
-    """A tensor of a GPU that is not there."""
-
-    dtype, device, shape = torch.bfloat16, torch.device("cuda", 0), (4, 4)
-
-    def __init__(self, address: int, step: int = 1) -> None:
-        self.address, self.step = address, step
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def numel(self) -> int:
-        return 16
-
-    def stride(self) -> tuple[int, int]:
-        return (4 * self.step, self.step)
-
-
-def test_later_launches_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[object] = []
-    monkeypatch.setattr(remembered, "_RECORDINGS", collections.OrderedDict())
-    monkeypatch.setattr(remembered, "_MAX_RECORDINGS", 2)
-    monkeypatch.setattr(remembered, "recording", lambda tensors: contextlib.nullcontext(Recorded(said)))
-
-    def call(what: str, *tensors: Somewhere | None, numbers: object = ()) -> object:
-        said.clear()
-        remembered.launch_remembered(what, lambda: said.append("launched"), tensors, numbers)  # type: ignore[arg-type]
-        (one,) = said
-        return one
-
-    assert call("a", Somewhere(16), None) == "launched"
-    assert call("a", Somewhere(32), None) == [32, 0]
-    # Other kernels, other numbers, and pointers that are not multiples of 16.
-    assert call("b", Somewhere(32), None) == "launched"
-    assert call("b", Somewhere(32), None, numbers=1) == "launched"
-    assert call("b", Somewhere(24), None, numbers=1) == "launched"
-    assert call("b", Somewhere(48), None, numbers=1) == [48, 0]
-    # Another tensor beside the first, and other strides.
-    assert call("b", Somewhere(48), Somewhere(32), numbers=1) == "launched"
-    assert call("b", Somewhere(48, step=2), None, numbers=1) == "launched"
-    assert call("b", Somewhere(32), None, numbers=1) == "launched"
-    assert len(remembered._RECORDINGS) == 2
-    assert call("a", Somewhere(16), None) == "launched"  # It was not used for longest.
-    for recorded in remembered._RECORDINGS.values():
-        recorded.complete = False
-    assert call("a", Somewhere(16), None) == "launched"
-
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @st.composite

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_batches
 from moereg.kernels.rows.plan import RoutePlan, SortConfig, route_workspace_numel
 from moereg.kernels.rows.sort import sort_routes
 from moereg.platforms import Platform
@@ -113,6 +114,21 @@ def make_plan(
     workspace = torch.full((needed + 64,), -(2**30), dtype=torch.int32, device=DEVICE)
     plan = sort_routes(ids, expert_map, num_experts, num_local, block_m, workspace[:needed], config, **keywords)
     assert (workspace[needed:] == -(2**30)).all(), "sort_routes wrote behind its workspace"
+    return plan
+
+
+def make_batched_plan(
+    counts: list[int], max_tokens: int, block_m: int, slack: int = 0, tall: int = 0, heavy_first: int = False
+) -> BlockMap:
+    """`plan_batches` in a workspace of garbage, with a guard behind it."""
+    needed = batch_workspace_numel(len(counts), max_tokens, block_m)
+    workspace = torch.full((needed + 64,), -(2**30), dtype=torch.int32, device=DEVICE)
+    expert_num_tokens = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    plan = plan_batches(
+        expert_num_tokens, max_tokens, block_m, workspace[:needed], slack, tall=tall, heavy_first=heavy_first
+    )
+    assert (workspace[needed:] == -(2**30)).all(), "plan_batches wrote behind its workspace"
+    assert expert_num_tokens.tolist() == counts
     return plan
 
 
