@@ -34,7 +34,7 @@ from moereg.numerics.reference import reference_experts, relative_error
 from moereg.numerics.tolerances import tolerance
 from moereg.runtime.workspace import WORKSPACES
 from moereg.spec.problem import MoEProblem
-from moereg.testing.inputs import make_weights
+from moereg.testing.inputs import make_expert_map, make_weights
 from moereg.weights.permuted import ExpertWeights
 from tests.kernels.references import (
     copy_rows_reference,
@@ -74,6 +74,30 @@ def route(tokens: int, experts: int, top_k: int, skew: float) -> torch.Tensor:
     return (noise + popularity).topk(top_k, dim=1).indices.int()
 
 
+def operands_of(
+    experts: int,
+    hidden: int,
+    inter: int,
+    dtype: torch.dtype = torch.bfloat16,
+    activation: str = "silu",
+    gated: bool = True,
+    has_bias: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, GateUpEpilogue]:
+    """w13, w2, the bias of w2, and what follows the first product."""
+    columns = (2 if gated else 1) * inter
+    w13 = normal(experts, columns, hidden, std=2 * hidden**-0.5, dtype=dtype)
+    w2 = normal(experts, hidden, inter, std=inter**-0.5, dtype=dtype)
+    b13, b2 = (normal(experts, size, std=1.0, dtype=dtype) if has_bias else None for size in (columns, hidden))
+    # Low enough that many numbers are clamped.
+    clamps = {"alpha": 1.702, "beta": 1.0, "limit": 1.5} if activation == "swigluoai" else {}
+    return w13, w2, b2, GateUpEpilogue(ActivationConstant(activation, gated, **clamps), b13)
+
+
+def assert_equal_bits(runs: list[tuple[torch.Tensor, ...]]) -> None:
+    for buffers in zip(*runs, strict=True):
+        assert all(torch.equal(buffers[0].view(torch.int16), other.view(torch.int16)) for other in buffers[1:])
+
+
 # rule, copied, tokens, global and local experts, top_k, hidden, intermediate, dtype, activation, gated, skew, bias.
 # Few, because each takes seconds to compile.
 CASES = [
@@ -107,17 +131,10 @@ def test_layer_of_kernels(case: tuple[Any, ...]) -> None:
     assert_plans_equal(plan, reference)
     valid = reference.sorted_routes.numel()
 
-    routes, halves = tokens * top_k, 2 if gated else 1
-    tokens_in = torch.randn(tokens, hidden, device="cuda").to(dtype)
-    w13 = normal(local, halves * inter, hidden, std=2 * hidden**-0.5, dtype=dtype)
-    w2 = normal(local, hidden, inter, std=inter**-0.5, dtype=dtype)
-    b13 = torch.randn(local, halves * inter, device="cuda").to(dtype) if has_bias else None
-    b2 = torch.randn(local, hidden, device="cuda").to(dtype) if has_bias else None
+    routes = tokens * top_k
+    rows = tokens_in = torch.randn(tokens, hidden, device="cuda").to(dtype)
+    w13, w2, b2, epilogue = operands_of(local, hidden, inter, dtype, activation, gated, has_bias)
     weights = torch.rand(tokens, top_k, device="cuda")
-    # Low enough that many numbers are clamped.
-    clamps = {"alpha": 1.702, "beta": 1.0, "limit": 1.5} if activation == "swigluoai" else {}
-    epilogue = GateUpEpilogue(ActivationConstant(activation, gated, **clamps), b13)
-    rows = tokens_in
     if copied:
         rows = nans(routes, hidden, dtype=dtype)
         copy_rows(rows, tokens_in, plan.route_row)
@@ -134,8 +151,7 @@ def test_layer_of_kernels(case: tuple[Any, ...]) -> None:
         out = nans(tokens, hidden, dtype=dtype)
         reduce_sorted_rows(out, sorted_rows[GUARD_ROWS:], plan.route_row, weights)
         runs.append((mid, sorted_rows, out))
-    for buffers in zip(*runs, strict=True):
-        assert all(torch.equal(buffers[0].view(torch.int16), other.view(torch.int16)) for other in buffers[1:])
+    assert_equal_bits(runs)
     mid, sorted_rows, out = runs[0]
     for buffer in (mid, sorted_rows):
         assert buffer[:GUARD_ROWS].isnan().all()
@@ -175,11 +191,9 @@ def test_tiles_of_every_body(rule: int, bodies: int, copied: bool) -> None:
     assert_plans_equal(plan, sort_routes_reference(*given, slack, heavy_first=True))
     tokens = torch.randn(routes, hidden, device="cuda").bfloat16()
     rows = tokens[plan.sorted_routes.long()] if copied else tokens
-    w13 = normal(experts, 2 * inter, hidden, std=2 * hidden**-0.5, dtype=torch.bfloat16)
-    w2 = normal(experts, hidden, inter, std=inter**-0.5, dtype=torch.bfloat16)
+    w13, w2, _, epilogue = operands_of(experts, hidden, inter)
     mid = nans(GUARD_ROWS + routes, inter, dtype=torch.bfloat16)
     out = nans(GUARD_ROWS + routes, hidden, dtype=torch.bfloat16)
-    epilogue = GateUpEpilogue(ActivationConstant("silu", gated=True))
     gate_up_gemm(mid, rows, w13, plan, gate_up, epilogue, top_k=None if copied else 1)
     down_gemm(out, mid, w2, plan, down)
     first = gate_up_reference(tokens, w13, plan, epilogue, top_k=1)
@@ -251,16 +265,9 @@ def test_batched_kernels(case: tuple[Any, ...]) -> None:
     heavy_first = CONFIG_RULES[rule].heavy_first
     plan = plan_batches(counts, max_tokens, gate_up.block_m, workspace, slack=gate_up.slack, heavy_first=heavy_first)
 
-    halves = 2 if gated else 1
     rows = torch.randn(experts, max_tokens, hidden, device="cuda").to(dtype)
     rows[~valid] = math.nan
-    w13 = normal(experts, halves * inter, hidden, std=2 * hidden**-0.5, dtype=dtype)
-    w2 = normal(experts, hidden, inter, std=inter**-0.5, dtype=dtype)
-    b13 = torch.randn(experts, halves * inter, device="cuda").to(dtype) if has_bias else None
-    b2 = torch.randn(experts, hidden, device="cuda").to(dtype) if has_bias else None
-    # Low enough that many numbers are clamped.
-    clamps = {"alpha": 1.702, "beta": 1.0, "limit": 1.5} if activation == "swigluoai" else {}
-    epilogue = GateUpEpilogue(ActivationConstant(activation, gated, **clamps), b13)
+    w13, w2, b2, epilogue = operands_of(experts, hidden, inter, dtype, activation, gated, has_bias)
 
     runs = []
     for _ in range(3):
@@ -273,8 +280,7 @@ def test_batched_kernels(case: tuple[Any, ...]) -> None:
         for buffer in (mid[counts == 0], out[:experts][counts == 0], out[experts]):
             assert buffer.isnan().all(), "a kernel wrote to the rows of another expert"
         runs.append((mid[valid], out[:experts][valid]))
-    for buffers in zip(*runs, strict=True):
-        assert all(torch.equal(buffers[0].view(torch.int16), other.view(torch.int16)) for other in buffers[1:])
+    assert_equal_bits(runs)
     # The same rows as routes: one a row, and to no expert where a row does not count.
     ids = torch.where(valid, torch.arange(experts, device="cuda")[:, None], -1).int().view(-1, 1)
     routes = sort_routes_reference(ids, None, experts, experts, gate_up.block_m, gate_up.slack)
@@ -297,11 +303,9 @@ def test_no_local_expert_is_chosen(by_token: bool) -> None:
     assert int(plan.num_blocks) == 0
     routes = tokens * top_k
     rows = torch.randn(tokens if by_token else routes, hidden, device="cuda").bfloat16()
-    w13 = normal(experts, 2 * inter, hidden, std=1.0, dtype=torch.bfloat16)
-    w2 = normal(experts, hidden, inter, std=1.0, dtype=torch.bfloat16)
+    w13, w2, _, epilogue = operands_of(experts, hidden, inter)
     mid = nans(GUARD_ROWS + routes, inter, dtype=torch.bfloat16)
     out = nans(GUARD_ROWS + routes, hidden, dtype=torch.bfloat16)
-    epilogue = GateUpEpilogue(ActivationConstant("silu", gated=True))
     gate_up_gemm(mid, rows, w13, plan, gate_up, epilogue, top_k=top_k if by_token else None)
     down_gemm(out, mid, w2, plan, down)
     torch.cuda.synchronize()
@@ -396,11 +400,7 @@ LAYER_CASES: list[tuple[str, int, int, int, int, int, str, dict[str, Any], int |
 
 def kernel_of(problem: MoEProblem) -> tuple[MoEKernel, ExpertWeights]:
     device = torch.device("cuda")
-    weights, expert_map = make_weights(problem, device), None
-    if problem.placement == "map":
-        expert_map = torch.full((problem.num_experts,), -1, dtype=torch.int32, device=device)
-        local = torch.arange(problem.num_local_experts, dtype=torch.int32, device=device)
-        expert_map[3 : 3 + problem.num_local_experts] = local
+    weights, expert_map = make_weights(problem, device), make_expert_map(problem, device)
     return make_kernel(problem, weights, select_backend(problem, require="triton"), expert_map=expert_map), weights
 
 

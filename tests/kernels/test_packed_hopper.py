@@ -16,11 +16,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from moereg.backends._loaded import Call
 from moereg.backends._triton.packed import HopperPacked, interleave_and_pad, pack_matrices
-from moereg.backends._triton.schedules import Hopper, PlainSchedule, Sorted
-from moereg.backends.triton_moe import TritonExperts, TritonPackedBatchedExperts, TritonPackedExperts
-from moereg.experts import ExpertInputs
+from moereg.backends._triton.schedules import Hopper, Sorted
 from moereg.kernels.hopper import packed_restore
 from moereg.kernels.hopper.packed_config import (
     MIN_PACKED_HOPPER_ROWS,
@@ -30,11 +27,11 @@ from moereg.kernels.hopper.packed_config import (
 from moereg.kernels.hopper.packed_gemm import packed_format
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.sizes import GUARD_ROWS
-from moereg.platforms import Platform
 from moereg.quantize import dequantize_weights, quantize_weights
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import WHOLE, get_scheme
-from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import ExpertWeights
+from tests.kernels.triton_cases import select_schedule
 
 
 class Words:
@@ -209,22 +206,6 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the launch code asks about a device."""
     monkeypatch.setattr("moereg.kernels.launch.device.max_shared_bytes", lambda _device: 227 * 1024)
     monkeypatch.setattr("moereg.kernels.launch.device.least_block_m", lambda _device: 1)
-
-
-def select_schedule(problem: MoEProblem, num_tokens: int, **more: Any) -> PlainSchedule:
-    """The schedule of a call on tensors without memory."""
-    batched = problem.activation_format == "batched"
-    packed = TritonPackedBatchedExperts if batched else TritonPackedExperts
-    experts = (packed if problem.quant.weight else TritonExperts)(problem, Platform.from_name("cuda:sm90"))
-    rows = (problem.num_experts, num_tokens) if batched else (num_tokens,)
-    hidden_states = torch.empty(*rows, problem.hidden_size, dtype=problem.torch_dtype, device="meta")
-    hidden_states = more.get("hidden_states", hidden_states)
-    topk_ids = torch.empty(num_tokens, problem.top_k, dtype=torch.int32, device="meta")
-    inputs = ExpertInputs(hidden_states, topk_ids.float(), topk_ids)
-    weights = PermutedWeights("none", more.get("weights", {}))
-    call = Call(hidden_states, inputs, weights, hidden_states, hidden_states)
-    schedule: PlainSchedule = experts.implementation.select(call)  # type: ignore[attr-defined]
-    return schedule
 
 
 def layer(scheme: str = "mxfp4_w4a16", **facts: Any) -> MoEProblem:

@@ -30,6 +30,7 @@ from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.epilogue import ActivationConstant
 from moereg.numerics.reference import relative_error
 from moereg.spec.activations import ACTIVATIONS, Activation
+from tests.kernels.test_triton_kernels import StageCase as Layer
 from tests.kernels.triton_cases import (
     BF16,
     DEVICE,
@@ -61,25 +62,6 @@ SMALL = TrainingConfigs(
     low_rank=tile(m=16, n=16, k=32),
     low_rank_weights=tile(m=16, n=32, k=16),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """A layer's sizes, and how its tokens choose experts."""
-
-    num_tokens: int
-    top_k: int
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
-    dtype: torch.dtype
-    activation: str = "silu"
-    bias: torch.dtype | None = None
-    kind: str = "random"
-
-    def __str__(self) -> str:
-        size = f"T{self.num_tokens}k{self.top_k}E{self.num_experts}H{self.hidden_size}I{self.intermediate_size}"
-        return f"{size}-{str(self.dtype)[6:]}-{self.activation}-{self.kind}"
 
 
 LAYERS = [
