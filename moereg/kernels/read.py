@@ -55,11 +55,9 @@ def num_read_programs(num_words: int, config: ReadConfig, num_multiprocessors: i
 
 
 def read_words(out: torch.Tensor, words: torch.Tensor, config: ReadConfig) -> None:
-    """Reads every word once and writes the XOR of each program's words.
+    """Reads every word, [n] int32, contiguous, n a multiple of the block, and writes the XOR of each program's words.
 
-    Args:
-        out: [programs] int32, overwritten; as many programs as `num_read_programs` says.
-        words: [n] int32, contiguous; n is a multiple of the block.
+    `out` is [programs] int32, as many as `num_read_programs` says.
     """
     assert words.dtype == out.dtype == torch.int32 and words.is_contiguous()
     assert words.numel() % config.block == 0

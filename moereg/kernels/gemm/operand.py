@@ -44,13 +44,9 @@ def in_units(size, UNIT: tl.constexpr):
 def accumulate(a_pointers, b_pointers, row_mask, depth_a, depth, TILE: tl.constexpr):
     """[BLOCK_M, BLOCK_N] fp32 product of rows of activations and rows of weights.
 
-    Args:
-        a_pointers: [BLOCK_M, BLOCK_K] first elements of the activations.
-        b_pointers: [BLOCK_K, BLOCK_N] first elements of the weights.
-        row_mask: [BLOCK_M] valid rows.
-        depth_a: elements of a row of activations; memory past them may hold NaN.
-        depth: elements of a row of weights; past them lies the next row or the end of the tensor.
-        TILE: `TileShape`.
+    `a_pointers` [BLOCK_M, BLOCK_K] and `b_pointers` [BLOCK_K, BLOCK_N] are their first elements. Past the `depth_a`
+    elements of a row of activations memory may hold NaN, past the `depth` of a row of weights lies the next row or the
+    end of the tensor. `row_mask`: [BLOCK_M] valid rows.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n

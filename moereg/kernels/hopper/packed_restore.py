@@ -140,13 +140,8 @@ def _in_order(x, GATED: gl.constexpr):
 def restore(ring, place, parity, ROWS: gl.constexpr, GATED: gl.constexpr, FORMAT: gl.constexpr):
     """[64, BLOCK_K] bfloat16, the left operand of a product with ROWS rows, from 64 rows of a slot.
 
-    Args:
-        ring: a `PackedRing`.
-        place: which 64 rows of the ring.
-        parity: 1 in odd steps, which use the upper codes of a word of scales that serves two steps.
-        ROWS: rows of the product.
-        GATED: whether gates and ups alternate.
-        FORMAT: a `PackedFormat`.
+    `place` says which 64 rows of the ring; `parity` is 1 in odd steps, which use the upper codes of a word of scales
+    that serves two steps. GATED: whether gates and ups alternate.
     """
     WORDS: gl.constexpr = 16 if FORMAT.element == "int8" else 8
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])

@@ -142,13 +142,6 @@ def produce(operands, ring, turns, order, TILE: gl.constexpr):
     Reads the weights and rows through tensor maps, `order` and the tile counter, which it increments. Announces each
     tile, then for each step waits until all consumers have emptied a slot, sets the bytes that its `full` expects, and
     starts the copies that the tile's body reads; see `BODIES` of `config.py`. A quarter is loaded as a half.
-
-    Args:
-        operands: `Operands`.
-        ring: a `Ring`.
-        turns: `Turns`.
-        order: a `TileOrder`.
-        TILE: a `ProductTile`.
     """
     MOST: gl.constexpr = _most_of_halves(TILE.block_m, TILE.slack, TILE.bodies)
     WEIGHT_BYTES: gl.constexpr = _weight_bytes(TILE, operands.weights.block_shape, operands.scales is not None)

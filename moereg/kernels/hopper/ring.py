@@ -158,15 +158,8 @@ def multiply(
 
     Waits for each slot to be full and arrives at its `empty` once its product has ended.
 
-    Args:
-        ring: a `Ring`.
-        slot: the first slot.
-        phase: its phase.
-        num_steps: steps along the reduced dimension, at least one.
-        PART: the consumer's number, and that of its columns.
-        ROWS: BLOCK_M, or half or a quarter of it for a tile with fewer rows.
-        SLACK: rows behind them, or 0.
-        TILE: a `ProductTile`.
+    `num_steps` is at least one. PART is the consumer's number and that of its columns; ROWS is BLOCK_M, or half or a
+    quarter of it for a tile with fewer rows; SLACK more may lie behind them.
 
     Returns:
         [BLOCK_N // consumers, ROWS] fp32; the same of SLACK rows, or the first again without slack; the next slot and

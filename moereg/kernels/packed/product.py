@@ -16,11 +16,7 @@ from moereg.kernels.packed.weights import restore_part
 def _load_code_word(words, columns, block, num_columns, GROUP: tl.constexpr):
     """[BLOCK_N] uint32: words of scale or zero-point codes, among them those of the block's groups.
 
-    Args:
-        words: the expert's first word, or [BLOCK_N] one for each row.
-        columns: [BLOCK_N].
-        block: the block, or one for each row.
-        num_columns: words of a group, one per row.
+    `words`, the expert's first, and `block` are one for all `columns` [BLOCK_N] or one for each.
     """
     PER_WORD: tl.constexpr = 4 if GROUP <= 32 else (2 if GROUP == 64 else 1)
     # Group 0 is a whole row: all of its blocks read its only word.

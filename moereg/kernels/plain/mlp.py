@@ -230,12 +230,8 @@ class PlainMlp:
     def together(self, x: torch.Tensor, segments: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """Runs several experts of few rows: each product for all of them, then the activation once.
 
-        Args:
-            x: [R,H]; the rows of each expert, one expert after the other.
-            segments: Experts, ascending, with their first row and number of rows.
-
-        Returns:
-            [R,H] in x's dtype.
+        `x` [R,H], whose dtype the result has, holds their rows one expert after the other; segments are experts,
+        ascending, with their first row and number of rows.
         """
         assert isinstance(self.w13, torch.Tensor) and isinstance(self.w2, torch.Tensor)
         row_bytes = (matrix.shape[2] * matrix.element_size() for matrix in (self.w13, self.w2))

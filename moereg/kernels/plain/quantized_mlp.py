@@ -100,15 +100,7 @@ class Int8Mlp:
 
 
 def int8_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiplies int8 rows of x and weight.
-
-    Args:
-        x: int8 [M,K].
-        weight: int8 [N,K], contiguous.
-
-    Returns:
-        int32 [M,N].
-    """
+    """int32 [M,N]: int8 rows of x [M,K] times those of weight [N,K], which is contiguous."""
     if x.shape[1] == 1:
         # torch recognizes a transposed matrix by its strides; with a single column it cannot, and reads past the end.
         return x.int() * weight.int().t()

@@ -79,17 +79,9 @@ def _add_product(
 def scales_of_columns(
     scale, first, rows, group_rows, stride, MX: tl.constexpr, CODES: tl.constexpr, TILE: tl.constexpr
 ):
-    """Pointers to the first scales of rows of weights.
+    """Pointers to the first scales of `rows` [BLOCK_N] of weights, that of row `first` where all share one.
 
-    Args:
-        scale: pointer to the scale of the expert's first row and column.
-        first: the first row, whose scale serves all rows where they share one.
-        rows: [BLOCK_N].
-        group_rows: rows that share a scale.
-        stride: between scales of rows.
-        MX: whether hardware applies scales.
-        CODES: `CodePair`.
-        TILE: `CodeTile`.
+    `scale` points to the scale of the expert's first row and column. MX: whether hardware applies scales.
 
     Returns:
         One pointer where rows share a scale, else [1, BLOCK_N]; [BLOCK_N, BLOCK_K / B_GROUP] where hardware applies

@@ -291,14 +291,10 @@ def find_amax(
     *,
     overlap: bool = False,
 ) -> None:
-    """Writes the largest magnitude that each program found in the rows in use.
+    """Writes the largest magnitude that each program found in the rows in use; arguments as for `quantize_rows`.
 
     Args:
         amax: [AMAX_PROGRAMS] int32, overwritten: bits of fp32 magnitudes.
-        x: [R, K] bf16, fp16 or fp32, rows contiguous.
-        routes: as for `quantize_rows`.
-        topk_weights: as for `quantize_rows`.
-        overlap: whether to start while the previous kernel still runs.
     """
     assert amax.numel() == AMAX_PROGRAMS and x.stride(1) == 1
     ids = None if isinstance(routes, RoutePlan) else routes

@@ -56,13 +56,7 @@ def _pad_tokens_kernel(
 def pad_tokens(
     hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_rows: int
 ) -> PaddedTokens:
-    """Copies tokens and pads them: one launch.
-
-    Args:
-        hidden_states: [T, H].
-        topk_weights: [T, K] fp32.
-        topk_ids: [T, K] int32.
-    """
+    """Copies tokens [T, H], their weights [T, K] fp32 and ids [T, K] int32, and pads them: one launch."""
     (num_tokens, hidden_size), top_k = hidden_states.shape, topk_ids.shape[1]
     hidden_states = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
     topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
@@ -141,11 +135,9 @@ def _sum_of_ranks_kernel(
 
 
 def sum_of_ranks(out: torch.Tensor, parts: torch.Tensor) -> None:
-    """Sums the rows of all ranks in fp32, in rank order: one launch.
+    """Sums the rows of all ranks, `parts` [R, M, H], in fp32, in rank order: one launch.
 
-    Args:
-        out: [T, H], rows contiguous: overwritten.
-        parts: [R, M, H], contiguous; rows from T on are not read.
+    Overwrites `out` [T, H], whose rows are contiguous as the parts are; rows of these from T on are not read.
     """
     num_tokens, hidden_size = out.shape
     assert out.stride(1) == 1 and parts.is_contiguous()

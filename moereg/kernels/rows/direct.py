@@ -122,13 +122,8 @@ def local_routes(
 ) -> None:
     """Writes the local expert of every route, or -1 with weight 0 if it has none.
 
-    Args:
-        out_ids: [T, K] int32, contiguous; overwritten.
-        out_weights: [T, K] fp32, contiguous; overwritten.
-        topk_ids: [T, K] int32, contiguous: ids outside [0, num_experts) belong to no expert.
-        topk_weights: [T, K] fp32, contiguous.
-        expert_map: [num_experts] int32, local expert or -1; None: identity.
-        num_experts: number of ids.
+    Overwrites `out_ids` int32 and `out_weights` fp32, which are [T, K] and contiguous, as `topk_ids` and `topk_weights`
+    are; ids, map and number of experts as in `DirectRoutes`.
     """
     num_routes = topk_ids.numel()
     tensors = out_ids, out_weights, topk_ids, topk_weights, expert_map

@@ -289,12 +289,9 @@ def _fill_rooms_kernel(
 
 
 def fill_rooms(rooms: torch.Tensor, rows: torch.Tensor, arrived_counts: torch.Tensor) -> None:
-    """Moves results back as `empty_rooms` moved rows: one launch.
+    """Moves results [E, R * C, H] back as `empty_rooms`, which wrote `arrived_counts`, moved rows: one launch.
 
-    Args:
-        rooms: [R, M * C, H], contiguous: only filled rows are written.
-        rows: [E, R * C, H] of the same dtype, contiguous.
-        arrived_counts: As `empty_rooms` wrote it.
+    Writes only the filled rows of `rooms` [R, M * C, H], contiguous and of the same dtype as `rows`.
     """
     num_experts, max_rows, hidden_size = rows.shape
     num_ranks, rows_per_rank = rooms.shape[:2]

@@ -63,11 +63,9 @@ def sorted_inputs(
     routes_per_source: int,
     source_scale: torch.Tensor | None = None,
 ) -> None:
-    """Writes the inputs of each sorted row.
+    """Writes the inputs of each sorted row of the plan to `out`.
 
     Args:
-        out: Overwritten.
-        plan: The sorted routes.
         topk_weights: [T, K] fp32, contiguous; None: all weights are 1.
         routes_per_source: K if rows are gathered from tokens, 1 if there is a row for each route.
         source_scale: [S] fp32, contiguous; given with `out.scale`.
