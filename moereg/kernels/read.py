@@ -14,19 +14,12 @@ from triton.runtime.errors import OutOfResources
 
 @dataclass(frozen=True, slots=True)
 class ReadConfig:
-    """Launch configuration of the read.
+    """Launch configuration of the read."""
 
-    Attributes:
-        block: words that a program reads at a time; a power of two.
-        num_warps: warps per program.
-        num_stages: blocks in flight through shared memory; 1 loads straight to registers.
-        programs: programs per multiprocessor, each reading block after block; 0: one program per block.
-    """
-
-    block: int
-    num_warps: int
-    num_stages: int = 1
-    programs: int = 0
+    block: int  # words that a program reads at a time; a power of two
+    num_warps: int  # warps per program
+    num_stages: int = 1  # blocks in flight through shared memory; 1 loads straight to registers
+    programs: int = 0  # programs per multiprocessor, each reading block after block; 0: one program per block
 
 
 # Devices differ in which is fastest, so all are tried. The last three take 192 KB of shared memory a multiprocessor.
@@ -62,11 +55,9 @@ def num_read_programs(num_words: int, config: ReadConfig, num_multiprocessors: i
 
 
 def read_words(out: torch.Tensor, words: torch.Tensor, config: ReadConfig) -> None:
-    """Reads every word once and writes the XOR of each program's words.
+    """Reads every word, [n] int32, contiguous, n a multiple of the block, and writes the XOR of each program's words.
 
-    Args:
-        out: [programs] int32, overwritten; as many programs as `num_read_programs` says.
-        words: [n] int32, contiguous; n is a multiple of the block.
+    `out` is [programs] int32, as many as `num_read_programs` says.
     """
     assert words.dtype == out.dtype == torch.int32 and words.is_contiguous()
     assert words.numel() % config.block == 0

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.backends._loaded import Call
 from moereg.backends._triton import packed, schedules
 from moereg.backends._triton.packed import Flagged
-from moereg.backends.triton_moe import TritonPackedBatchedExperts, TritonPackedExperts
+from moereg.backends.triton_moe import TritonPackedExperts
 from moereg.bench.inputs import random_call, random_weights
 from moereg.dispatch import select_backend
 from moereg.experts import ExpertInputs
@@ -31,6 +30,7 @@ from moereg.spec.model_shapes import get_shape
 from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import default_device
 from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from tests.kernels.triton_cases import select_schedule
 
 DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")
@@ -88,16 +88,6 @@ def run(experts: TritonPackedExperts, permuted: PermutedWeights, inputs: ExpertI
     scratch = [torch.full(s, GARBAGE & 0xFFFF, dtype=torch.int16, device=DEVICE).view(out.dtype) for s in shapes]
     experts.apply(out, inputs, permuted, *scratch)
     return out
-
-
-def select_schedule(problem: MoEProblem, num_tokens: int, platform: Platform = SM90) -> Any:
-    """The schedule of a call of tokens that are not there."""
-    batched = problem.activation_format == "batched"
-    rows = torch.empty(*([problem.num_experts] * batched), num_tokens, problem.hidden_size, dtype=problem.torch_dtype)
-    ids = torch.zeros(num_tokens, problem.top_k, dtype=torch.int32)
-    call = Call(rows, ExpertInputs(rows, ids.float(), ids), PermutedWeights("none", {}), rows, rows)
-    experts = (TritonPackedBatchedExperts if batched else TritonPackedExperts)(problem, platform)
-    return experts.implementation.select(call)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +191,7 @@ def test_only_what_comes_behind_the_sort_starts_early(monkeypatch: pytest.Monkey
 def test_which_calls_share_a_launch(scheme: str, model: str, num_tokens: int, schedule: type, columns: int) -> None:
     """Those that an H200 runs faster: weights of 4 bits."""
     problem = MoEProblem(**(get_shape(model).problem_keywords() | {"quant": scheme}))
-    chosen = select_schedule(problem, num_tokens)
+    chosen = select_schedule(problem, num_tokens, device="cpu")
     if scheme == "int8_w8a16":
         columns = 32 if num_tokens == 1 else 128
         schedule = schedules.Sorted if schedule is Flagged else schedule
@@ -210,7 +200,7 @@ def test_which_calls_share_a_launch(scheme: str, model: str, num_tokens: int, sc
     if schedule is Flagged:
         assert chosen.configs.gate_up.tall is None
         with in_two_launches():
-            alone = select_schedule(problem, num_tokens)
+            alone = select_schedule(problem, num_tokens, device="cpu")
         assert type(alone) is schedules.Sorted
         assert alone.configs == chosen.configs
 
@@ -230,9 +220,9 @@ def test_which_calls_share_a_launch(scheme: str, model: str, num_tokens: int, sc
 )
 def test_others_take_two_launches(changes: dict[str, Any], platform: str) -> None:
     problem = dataclasses.replace(small_problem("mxfp4_w4a16"), num_local_experts=12)
-    assert type(select_schedule(problem, 16)) is Flagged
+    assert type(select_schedule(problem, 16, device="cpu")) is Flagged
     changed = dataclasses.replace(problem, **changes)
-    assert type(select_schedule(changed, 16, Platform.from_name(platform))) is not Flagged
+    assert type(select_schedule(changed, 16, Platform.from_name(platform), "cpu")) is not Flagged
 
 
 def test_flags_take_no_scratch_of_their_own() -> None:
@@ -303,7 +293,7 @@ class TestOnHopper:
     pytestmark = on_hopper
 
     def test_these_calls_share_a_launch(self) -> None:
-        assert all(type(select_schedule(LARGE, num_tokens)) is Flagged for num_tokens in range(9, 17))
+        assert all(type(select_schedule(LARGE, num_tokens, device="cpu")) is Flagged for num_tokens in range(9, 17))
 
     def test_a_first_call_that_is_captured_and_200_replays(self, twins: Twins) -> None:
         kernel, held = twins.fresh(), calls(1)[0]

@@ -16,7 +16,6 @@ from moereg.backends._triton import packed
 from moereg.backends._triton.packed import fold_scales
 from moereg.backends.triton_moe import TritonPackedExperts
 from moereg.bench.inputs import random_weights
-from moereg.experts import ExpertInputs
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig, SinglePair
 from moereg.kernels.gemm.grouped import down_gemm
 from moereg.kernels.gemm.rules import PACKED_RULES, select_config
@@ -31,7 +30,7 @@ from moereg.spec.problem import MoEProblem
 from moereg.testing.cases import default_device
 from moereg.weights.layouts import round_up
 from moereg.weights.permuted import ExpertWeights
-from tests.support.experts_run import apply_experts
+from tests.backends.test_triton_one_launch import run, small_inputs, small_problem
 
 DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")
@@ -115,31 +114,16 @@ def test_products_are_those_of_restored_weights(scheme: str, dtype: str, config:
     ],
 )
 def test_slices_give_the_layer(scheme: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = MoEProblem(
-        num_experts=4,
-        num_local_experts=3,
-        top_k=2,
-        hidden_size=136,
-        intermediate_size=72,
-        dtype="bfloat16",
-        quant=scheme,
-        activation="swigluoai",
-        has_bias=True,
-    )
+    problem = small_problem(scheme)
     config = CONFIGS["slices"]
     monkeypatch.setattr(
         "moereg.kernels.gemm.rules.select_config", lambda *_, **__: GemmPair(config, config, sort_routes=False)
     )
-    weights = make_weights(problem)
-    generator = torch.Generator().manual_seed(2)
-    hidden_states = torch.randn(num_tokens, 136, generator=generator).to(DEVICE, problem.torch_dtype)
-    topk_ids = torch.tensor([[3, 1], [0, 2], [3, 0]], dtype=torch.int32, device=DEVICE)[:num_tokens]
-    topk_weights = torch.rand(num_tokens, 2, generator=generator).to(DEVICE)
-    expert_map = torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=DEVICE)
+    weights, inputs = make_weights(problem), small_inputs(problem, num_tokens, 0)
     experts = TritonPackedExperts(problem, SM90)
-    inputs = ExpertInputs(hidden_states, topk_weights, topk_ids, expert_map=expert_map)
-    out = apply_experts(experts, inputs, experts.permute_weights(weights, problem))
-    expected = reference_experts(problem, weights, hidden_states, topk_weights, topk_ids, expert_map)
+    out = run(experts, experts.permute_weights(weights, problem), inputs)
+    given = inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, inputs.expert_map
+    expected = reference_experts(problem, weights, *given)
     assert relative_error(out, expected) <= tolerance(problem.quant, problem.dtype, out.numel())
 
 

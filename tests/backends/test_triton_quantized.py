@@ -14,11 +14,13 @@ import pytest
 import torch
 import triton
 
-from moereg.backends._triton import quantized
+from moereg.backends._loaded import Call
+from moereg.backends._triton import quantized, quantized_schedules
+from moereg.backends._triton.recorded import Recorded
 from moereg.backends._triton.work import gate_up_epilogue
 from moereg.backends.triton_moe import TritonQuantizedExperts
-from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
-from moereg.kernels.quantized.config import CONFIG_RULES, select_quantized_config
+from moereg.experts import ExpertInputs
+from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.quantized.operands import CodedOutput, QuantizedRows, Quantizer, RowFormat
 from moereg.kernels.quantized.products import quantized_down_gemm, quantized_gate_up_gemm, steps
 from moereg.kernels.quantized.rows import RouteIds, quantize_rows
@@ -30,6 +32,7 @@ from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD
 from moereg.numerics.reference import relative_error
 from moereg.platforms import Platform
+from moereg.prepare_finalize.wire import CodedWire
 from moereg.quantize import (
     Quantized,
     activation_scale,
@@ -44,7 +47,9 @@ from moereg.testing.cases import default_device
 from moereg.testing.inputs import make_inputs, make_plain_weights, make_weights
 from moereg.weights.layouts import round_up
 from moereg.weights.permuted import ExpertWeights
-from tests.backends.test_triton_batched import make_plan
+from tests.kernels.triton_cases import make_batched_plan
+from tests.support.experts_run import apply_experts
+from tests.support.tensors import split_columns
 
 DEVICE = default_device()
 SM90 = Platform.from_name("cuda:sm90")
@@ -251,7 +256,7 @@ def test_codes_and_scales_of_batches_are_those_of_quantize(
     static = None
     if row_format(scheme).static:
         static = torch.tensor([0.03, 0.04, 0.05], device=DEVICE)
-    found = quantize_batches(x, scheme, make_plan(COUNTS, MAX_TOKENS, 16), static_scale=static)
+    found = quantize_batches(x, scheme, make_batched_plan(COUNTS, MAX_TOKENS, 16), static_scale=static)
     in_use = select(found, valid)
     if static is None:
         assert_same(in_use, quantize_activations(x[valid], scheme), columns)
@@ -264,24 +269,15 @@ def test_codes_and_scales_of_batches_are_those_of_quantize(
     assert (found.scale[~valid].float() == (77 if scheme.name == "mxfp8" else 0.5)).all()
 
 
-def test_more_rows_than_programs_are_all_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_static_scale_is_for_all_of_more_rows_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moereg.kernels.quantized.rows_batched._ROW_PROGRAMS", 3)
     valid = rows_that_count(COUNTS, MAX_TOKENS).flatten()
     x = random(len(valid), 130)
     x[~valid] = math.nan
-    scheme = get_scheme("fp8_channel_token")
-    found = quantize_batches(x, scheme, make_plan(COUNTS, MAX_TOKENS, 16))
-    in_use = select(found, valid)
-    assert_same(in_use, quantize_activations(x[valid], scheme), 130)
+    scheme, static = get_scheme("fp8_tensor_static"), torch.tensor([0.03], device=DEVICE)
+    found = quantize_batches(x, scheme, make_batched_plan(COUNTS, MAX_TOKENS, 16), static_scale=static)
+    assert_same(select(found, valid), quantize_activations(x[valid], scheme, static[0]), 130)
     assert (found.q[~valid].view(torch.uint8) == 77).all()
-
-
-def test_one_static_scale_is_for_the_rows_of_all_experts() -> None:
-    scheme = get_scheme("fp8_tensor_static")
-    x = random(3 * MAX_TOKENS, 130)
-    static = torch.tensor([0.03], device=DEVICE)
-    found = quantize_batches(x, scheme, make_plan([MAX_TOKENS] * 3, MAX_TOKENS, 16), static_scale=static)
-    assert_same(found, quantize_activations(x, scheme, static[0]), 130)
 
 
 CONFIG = GroupedGemmConfig(block_m=16, block_n=64, block_k=64, group_m=2, num_warps=4, num_stages=2)
@@ -534,23 +530,76 @@ def test_one_static_scale_for_all_experts_is_shared() -> None:
     assert permuted["a2_scale"].shape == (4,)
 
 
-def test_config_rules_cover_every_number_of_rows() -> None:
-    for tokens, rows in ((1, 0.01), (1, 2.0), (2, 0.01), (16, 16), (17, 17), (100, 64), (10**6, 1e9)):
-        configs = select_quantized_config(tokens, rows, 2)
-        assert configs.gate_up.block_m == configs.down.block_m
-        assert configs.sort_routes or tokens <= configs.gate_up.block_m
-        assert CODE_PAD % configs.gate_up.block_n == 0
-        assert configs.gate_up.block_k % CODE_PAD == configs.down.block_k % CODE_PAD == 0, (
-            "a step is one group of 1 x 128"
-        )
+def arrived(problem: MoEProblem, hidden_states: torch.Tensor, keeps_codes: bool) -> tuple[torch.Tensor, Any]:
+    """The tokens behind the wire."""
+    wire = CodedWire(problem, problem.quant, keeps_codes)
+    sent = torch.cat(wire.encode(hidden_states), dim=1)
+    received = wire.decode(split_columns(sent, wire.widths))
+    return received.hidden_states, received.hidden_scale
 
 
-@pytest.mark.parametrize("shared_bytes", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
-@pytest.mark.parametrize("num_halves", [1, 2])
-def test_config_pipelines_fit_shared_memory(shared_bytes: int, num_halves: int) -> None:
-    for rule in CONFIG_RULES:
-        tokens = int(min(rule.max_tokens, 10**6))
-        configs: GemmPair = select_quantized_config(tokens, rule.max_rows_per_expert, num_halves, shared_bytes)
-        for config, halves in ((configs.gate_up, num_halves), (configs.down, 1)):
-            stage = (config.block_m + halves * config.block_n) * config.block_k
-            assert config.num_stages * stage <= shared_bytes
+# A row of 136 columns has to be filled up to 256; 20 tokens are sorted, 5 are not.
+@pytest.mark.parametrize(
+    ("scheme", "num_tokens", "hidden_size"),
+    [
+        ("fp8_block128", 5, 256),
+        ("int8_w8a8", 20, 136),
+        pytest.param("fp8_block128", 20, 136, marks=pytest.mark.slow),
+        pytest.param("fp8_channel_token", 20, 136, marks=pytest.mark.slow),
+        pytest.param("fp8_channel_token", 5, 256, marks=pytest.mark.slow),
+    ],
+)
+def test_codes_give_the_bits_of_tokens_that_are_rounded_again(
+    scheme: str, num_tokens: int, hidden_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = MoEProblem(
+        num_experts=4, hidden_size=hidden_size, intermediate_size=128, top_k=2, quant=scheme, dtype="bfloat16"
+    )
+    layer = TritonQuantizedExperts(problem, SM90)
+    assert layer.input_form == "quantized"
+    permuted = layer.permute_weights(make_weights(problem, DEVICE), problem)
+    inputs = make_inputs(problem, num_tokens, "uniform", DEVICE)
+    hidden_states, weights, ids = inputs.call
+    rounded: list[int] = []
+    quantize = quantized_schedules.quantize_rows
+
+    def counted(out: Any, x: torch.Tensor, *rest: Any, **keywords: Any) -> None:
+        rounded.append(x.shape[1])
+        quantize(out, x, *rest, **keywords)
+
+    monkeypatch.setattr(quantized_schedules, "quantize_rows", counted)
+    found = []
+    received = [(hidden_states, None), *(arrived(problem, hidden_states, keeps_codes) for keeps_codes in (False, True))]
+    for rows, scales in received:
+        rounded.clear()
+        found.append(apply_experts(layer, ExpertInputs(rows, weights, ids, hidden_scale=scales), permuted))
+        # Nothing rounds tokens a second time.
+        assert (hidden_size in rounded) is (scales is None)
+    assert torch.isfinite(found[0]).all()
+    assert received[2][1] is not None
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_a_recording_knows_the_scales_that_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie elsewhere in each call; and a call without them is another recording."""
+    problem = MoEProblem(num_experts=4, hidden_size=128, intermediate_size=128, top_k=2, quant="fp8_block128")
+    layer = TritonQuantizedExperts(problem, SM90)
+    permuted = layer.permute_weights(make_weights(problem, DEVICE), problem)
+    inputs = make_inputs(problem, 3, "uniform", DEVICE)
+    known: list[dict[str, torch.Tensor | None]] = []
+
+    def run(self: Recorded, call: Call) -> None:
+        known.append({name: call.weights.get(name) for name in self.recorded_weights})
+
+    monkeypatch.setattr(Recorded, "run", run)
+    rows, scales = arrived(problem, inputs.hidden_states, keeps_codes=True)
+    nothing = torch.empty(0, device=DEVICE)
+    for hidden_states, hidden_scale in ((rows, scales), (inputs.hidden_states, None)):
+        given = ExpertInputs(hidden_states, inputs.topk_weights, inputs.topk_ids, hidden_scale=hidden_scale)
+        layer.apply(torch.empty_like(inputs.hidden_states), given, permuted, nothing, nothing)
+    assert known[0].pop("hidden_scale") is scales
+    assert known[1].pop("hidden_scale") is None
+    assert known[0].keys() == known[1].keys()
+    assert all(known[0][name] is known[1][name] for name in known[0])
+    assert permuted.get("hidden_scale") is None

@@ -32,7 +32,6 @@ from moereg.quantize import (
 )
 from moereg.spec.quant_schemes import get_scheme
 from moereg.testing.inputs import make_weights
-from tests.backends.test_triton_batched import make_plan as make_batches
 from tests.backends.test_triton_layers import SM100, check
 from tests.backends.test_triton_quantized import (
     BF16,
@@ -50,6 +49,7 @@ from tests.backends.test_triton_quantized import (
     row_format,
     select,
 )
+from tests.kernels.triton_cases import make_batched_plan as make_batches
 
 needs_scaled_products = pytest.mark.skipif(not MULTIPLIES_NVFP4, reason="requires triton>=3.8")
 NVFP4 = get_scheme("nvfp4")

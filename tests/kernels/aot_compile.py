@@ -360,11 +360,8 @@ def describe(target: str, case: str, name: str, kernel: Any) -> dict[str, Any]:
     """Registers, spills and matrix instructions of a compiled kernel."""
     assembly = kernel.asm["amdgcn" if target.startswith("gfx") else "ptx"]
     row = {
-        "target": target,
         "case": case,
         "kernel": name.strip("_").removesuffix("_kernel"),
-        "shared_bytes": kernel.metadata.shared,
-        "warps": kernel.metadata.num_warps,
         "matrix": {word: assembly.count(word) for word in MATRIX_INSTRUCTIONS if word in assembly},
     }
     row["wide_loads"], row["narrow_loads"] = (len(kind.findall(assembly)) for kind in (WIDE_LOADS, NARROW_LOADS))

@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 
 import moereg
-from moereg.kernels.gemm.config import GemmPair
+from moereg.kernels.backward import config as backward
+from moereg.kernels.gemm import rules
+from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
 from moereg.kernels.gemm.rules import CONFIG_RULES, PACKED_RULES
 from moereg.kernels.hopper import config as hopper
-from moereg.kernels.sizes import GUARD_ROWS, SPREAD_HEAVY
+from moereg.kernels.quantized import config as quantized
+from moereg.kernels.sizes import CODE_PAD, GUARD_ROWS, SPREAD_HEAVY
 
 PLAIN_MODULES = (
     "moereg.kernels.sizes",
@@ -152,3 +155,43 @@ def test_every_number_of_rows_has_the_shortest_body_that_holds_it() -> None:
             config.block_m,
             config.block_m + config.slack,
         ]
+
+
+@pytest.mark.parametrize("shared_bytes", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
+def test_pipelines_fit_shared_memory(shared_bytes: int) -> None:
+    """Of every rule of the portable kernels, whose stages hold rows of both operands."""
+    fitted: list[tuple[GroupedGemmConfig, int, int]] = []
+    for rule in CONFIG_RULES:
+        given = int(min(rule.max_tokens, 10**6)), rule.max_rows_per_expert, rule.element_bytes, shared_bytes
+        pair = rules.select_config(*given)
+        if isinstance(pair, GemmPair):
+            fitted += [(config, 1, rule.element_bytes) for config in (pair.gate_up, pair.down)]
+    for coded, num_halves in itertools.product(quantized.CONFIG_RULES, (1, 2)):
+        given = int(min(coded.max_tokens, 10**6)), coded.max_rows_per_expert, num_halves, shared_bytes
+        pair = quantized.select_quantized_config(*given)
+        fitted += [(pair.gate_up, num_halves, 1), (pair.down, 1, 1)]
+    for rows, element_bytes in itertools.product((0.01, 96, 97, 1e9), (2, 4)):
+        configs = backward.select_training_configs(rows, element_bytes, shared_bytes)
+        assert configs.rows.block_m == configs.down_input.block_m
+        assert configs.block_m >= backward.MIN_TRAINING_BLOCK_M
+        thin = configs.low_rank_products(64), configs.a_gradients(64), configs.b_gradients(64)
+        fitted += [(one, 1, element_bytes) for one in (configs.rows, configs.down_input, configs.weights, *thin)]
+    for config, halves, element_bytes in fitted:
+        stage = (config.block_m + halves * config.block_n) * config.block_k * element_bytes
+        assert config.num_stages == 1 or config.num_stages * stage <= shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows"), [(1, 0.01), (1, 2.0), (2, 0.01), (16, 16), (17, 17), (100, 64), (10**6, 1e9)]
+)
+def test_rules_cover_every_number_of_rows(tokens: int, rows: float) -> None:
+    coded = quantized.select_quantized_config(tokens, rows, 2)
+    for configs in (coded, *(rules.select_config(tokens, rows, element_bytes) for element_bytes in (2, 4))):
+        if isinstance(configs, GemmPair):
+            assert configs.gate_up.block_m == configs.down.block_m
+            assert configs.sort_routes or tokens <= configs.gate_up.block_m
+        else:
+            assert tokens == 1
+    assert CODE_PAD % coded.gate_up.block_n == 0
+    # A step is one group of 1 x 128.
+    assert coded.gate_up.block_k % CODE_PAD == coded.down.block_k % CODE_PAD == 0

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from moereg.kernels.launch import remembered
-from moereg.kernels.rows import all_gather, low_latency
-from moereg.prepare_finalize import GroupFacts, LowLatency
+from moereg.kernels.rows import all_gather, all_to_all, low_latency
+from moereg.prepare_finalize import GroupFacts, LowLatency, exchange
 from moereg.prepare_finalize.all_gather import _padded
+from moereg.prepare_finalize.exchange import RowLayout, rounded_rows
 from moereg.prepare_finalize.expert_placement import ExpertPlacement, PlacementTables
 from moereg.prepare_finalize.wire import CodedWire, PlainWire, as_bytes
 from moereg.spec.problem import MoEProblem
@@ -174,60 +174,104 @@ def test_ranks_are_added_in_order_in_fp32(monkeypatch: pytest.MonkeyPatch) -> No
     assert out[1::2].isnan().all()
 
 
-class Recorded:
-    """Stands for a recording; says what is replayed."""
-
-    def __init__(self, said: list[object]) -> None:
-        self.complete = True
-        self.said = said
-
-    def replay(self, pointers: list[int]) -> None:
-        self.said.append(pointers)
-
-
-class Somewhere:
-    """A tensor of a GPU that is not there."""
-
-    dtype, device, shape = torch.bfloat16, torch.device("cuda", 0), (4, 4)
-
-    def __init__(self, address: int, step: int = 1) -> None:
-        self.address, self.step = address, step
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def numel(self) -> int:
-        return 16
-
-    def stride(self) -> tuple[int, int]:
-        return (4 * self.step, self.step)
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[PlacementTables, torch.Tensor, RowLayout]:
+    """Replicas, ids out of range, one id several times; columns of words of 1, 2 and 4 bytes."""
+    num_ranks, num_experts = draw(st.integers(1, 5)), draw(st.integers(5, 9))
+    held = [set(range(rank, num_experts, num_ranks)) for rank in range(num_ranks)]
+    for rank, expert in draw(st.lists(st.tuples(st.integers(0, num_ranks - 1), st.integers(0, num_experts - 1)))):
+        held[rank].add(expert)
+    placement = ExpertPlacement(num_experts, tuple(tuple(sorted(each)) for each in held))
+    num_tokens, top_k = draw(st.integers(0, 7)), draw(st.integers(1, 5))
+    one = st.integers(0, num_experts - 1) | st.sampled_from((-(2**31), -1, num_experts, 2**31 - 1))
+    ids = draw(st.lists(one, min_size=num_tokens * top_k, max_size=num_tokens * top_k))
+    widths = draw(st.sampled_from(((8,), (18,), (5,), (40, 12), (6, 3))))
+    layout = RowLayout(top_k, draw(st.booleans()), widths)
+    tables = PlacementTables(placement, draw(st.integers(0, num_ranks - 1)), DEVICE)
+    return tables, torch.tensor(ids, dtype=torch.int32).view(num_tokens, top_k).to(DEVICE), layout
 
 
-def test_later_launches_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[object] = []
-    monkeypatch.setattr(remembered, "_RECORDINGS", collections.OrderedDict())
-    monkeypatch.setattr(remembered, "_MAX_RECORDINGS", 2)
-    monkeypatch.setattr(remembered, "recording", lambda tensors: contextlib.nullcontext(Recorded(said)))
+@hypothesis.settings(max_examples=20, deadline=None, derandomize=True)
+@hypothesis.given(calls(), st.sampled_from((0, 1, 2)))
+def test_rows_are_those_of_torch(call: tuple[PlacementTables, torch.Tensor, RowLayout], first_byte: int) -> None:
+    """Also of columns that begin at any byte, as views may."""
+    tables, ids, layout = call
+    num_ranks, num_tokens = tables.placement.num_ranks, len(ids)
+    generator = torch.Generator().manual_seed(num_tokens)
+    columns = tuple(
+        torch.randint(256, (first_byte + num_tokens * width,), generator=generator, dtype=torch.uint8)
+        .to(DEVICE)[first_byte:]
+        .view(num_tokens, width)
+        for width in layout.widths
+    )
+    weights = torch.rand(ids.shape, generator=generator).to(DEVICE) if layout.has_weights else None
+    counts = torch.full((num_ranks, 2), -7, dtype=torch.int64, device=DEVICE)
+    stamp = torch.tensor([7 * exchange.STAMP], device=DEVICE)
+    placed = all_to_all.place_routes(ids, tables.num_holders, tables.holders, tables.rank, counts, stamp)
+    expected = exchange.place_routes(ids, tables)
+    stamped = expected.counts.clone()
+    stamped[:, 0] += stamp
+    assert torch.equal(placed.counts, stamped)
+    assert torch.equal(placed.parts, expected.parts)
+    rows, home = all_to_all.pack_tokens(placed, ids, weights, columns, layout.words)
+    expected_rows, expected_home = exchange.pack_tokens(expected, ids, weights, columns, layout)
+    assert torch.equal(home, expected_home)
+    assert len(expected_rows) <= len(rows)
+    written = expected_rows.clone()
+    # Nobody writes the bytes between the parts of a row.
+    written[:] = rows[: len(expected_rows)]
+    found = exchange.unpack_tokens(written, layout)
+    for mine, others in zip(flat(found), flat(exchange.unpack_tokens(expected_rows, layout)), strict=True):
+        assert torch.equal(mine, others)
+    check_unpacking(expected_rows, placed.counts, layout)
+    by_token = all_to_all.pack_tokens(placed, ids, weights, columns, layout.words, True)[1]
+    assert torch.equal(by_token, exchange.pack_tokens(expected, ids, weights, columns, layout, True)[1])
 
-    def call(what: str, *tensors: Somewhere | None, numbers: object = ()) -> object:
-        said.clear()
-        remembered.launch_remembered(what, lambda: said.append("launched"), tensors, numbers)  # type: ignore[arg-type]
-        (one,) = said
-        return one
 
-    assert call("a", Somewhere(16), None) == "launched"
-    assert call("a", Somewhere(32), None) == [32, 0]
-    # Other kernels, other numbers, and pointers that are not multiples of 16.
-    assert call("b", Somewhere(32), None) == "launched"
-    assert call("b", Somewhere(32), None, numbers=1) == "launched"
-    assert call("b", Somewhere(24), None, numbers=1) == "launched"
-    assert call("b", Somewhere(48), None, numbers=1) == [48, 0]
-    # Another tensor beside the first, and other strides.
-    assert call("b", Somewhere(48), Somewhere(32), numbers=1) == "launched"
-    assert call("b", Somewhere(48, step=2), None, numbers=1) == "launched"
-    assert call("b", Somewhere(32), None, numbers=1) == "launched"
-    assert len(remembered._RECORDINGS) == 2
-    assert call("a", Somewhere(16), None) == "launched"  # It was not used for longest.
-    for recorded in remembered._RECORDINGS.values():
-        recorded.complete = False
-    assert call("a", Somewhere(16), None) == "launched"
+def flat(parts: tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor]:
+    columns, ids, weights = parts
+    return [*columns, ids, *([] if weights is None else [weights])]
+
+
+def check_unpacking(rows: torch.Tensor, counts: torch.Tensor, layout: RowLayout) -> None:
+    """What one rank sends to all arrives as if each had sent its part of it to one."""
+    num_routes = int(counts[:, 1].sum())
+    room = rounded_rows(num_routes, None) + 3
+    padded = torch.cat([rows, rows.new_full((3, layout.row_bytes), 255)])
+    found = all_to_all.unpack_tokens(padded, counts, room, layout.top_k, layout.has_weights, layout.words)
+    assert found[1][num_routes:].flatten().tolist() == [-1] * (room - num_routes)
+    for mine, others in zip(flat(found), flat(exchange.unpack_tokens(rows, layout)), strict=True):
+        assert torch.equal(mine[:num_routes], others)
+    if layout.has_weights:
+        whole = all_to_all.split_rows(padded, counts, layout.top_k, layout.words)
+        assert (whole[1][len(rows) :] == -1).all()
+        for mine, others in zip(flat(whole), flat(exchange.split_rows(rows, layout)), strict=True):
+            assert torch.equal(mine[: len(rows)], others)
+
+
+def test_many_tokens_take_several_turns_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_to_all, "_FEW_IDS", 4)
+    monkeypatch.setattr(all_to_all, "_MANY_IDS", 16)
+    placement = ExpertPlacement(6, ((0, 1, 2), (3, 4), (5, 0)))
+    tables = PlacementTables(placement, 1, DEVICE)
+    ids = torch.randint(-1, 6, (21, 3), generator=torch.Generator().manual_seed(3), dtype=torch.int32).to(DEVICE)
+    counts = torch.empty((3, 2), dtype=torch.int64, device=DEVICE)
+    stamp = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    placed = all_to_all.place_routes(ids, tables.num_holders, tables.holders, 1, counts, stamp)
+    for mine, others in zip(placed, exchange.place_routes(ids, tables), strict=True):
+        assert torch.equal(mine, others)
+
+
+def test_few_sizes_are_rounded_to() -> None:
+    for count in (*range(200), 65_536, 65_537):
+        assert count <= rounded_rows(count, None) <= count * 9 / 8
+    assert len({rounded_rows(count, None) for count in range(1024, 2049)}) == 9
+    assert rounded_rows(1025, 1030) == 1030
+    assert rounded_rows(1040, 1030) == 1040
+
+
+def test_a_row_says_where_its_parts_are() -> None:
+    layout = RowLayout(8, True, (4096, 64))
+    assert (layout.starts, layout.row_bytes) == ((80, 4176), 4240)
+    assert layout.words == all_to_all.RowWords(4, 1060, 1060, (20, 1044), (1024, 16))
+    assert RowLayout(2, False, (18,)).words == all_to_all.RowWords(2, 24, 12, (8,), (9,))

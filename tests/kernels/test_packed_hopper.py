@@ -16,26 +16,22 @@ import torch
 
 pytest.importorskip("triton")
 
-from moereg.backends._loaded import Call
 from moereg.backends._triton.packed import HopperPacked, interleave_and_pad, pack_matrices
-from moereg.backends._triton.schedules import Hopper, PlainSchedule, Sorted
-from moereg.backends.triton_moe import TritonExperts, TritonPackedBatchedExperts, TritonPackedExperts
-from moereg.experts import ExpertInputs
+from moereg.backends._triton.schedules import Hopper, Sorted
 from moereg.kernels.hopper import packed_restore
 from moereg.kernels.hopper.packed_config import (
     MIN_PACKED_HOPPER_ROWS,
     PACKED_RULES,
     STAGED_ELEMENTS,
-    select_packed_config,
 )
 from moereg.kernels.hopper.packed_gemm import packed_format
 from moereg.kernels.packed.weights import PackedMatrix
 from moereg.kernels.sizes import GUARD_ROWS
-from moereg.platforms import Platform
 from moereg.quantize import dequantize_weights, quantize_weights
 from moereg.spec.problem import MoEProblem
 from moereg.spec.quant_schemes import WHOLE, get_scheme
-from moereg.weights.permuted import ExpertWeights, PermutedWeights
+from moereg.weights.permuted import ExpertWeights
+from tests.kernels.triton_cases import select_schedule
 
 
 class Words:
@@ -212,22 +208,6 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moereg.kernels.launch.device.least_block_m", lambda _device: 1)
 
 
-def select_schedule(problem: MoEProblem, num_tokens: int, **more: Any) -> PlainSchedule:
-    """The schedule of a call on tensors without memory."""
-    batched = problem.activation_format == "batched"
-    packed = TritonPackedBatchedExperts if batched else TritonPackedExperts
-    experts = (packed if problem.quant.weight else TritonExperts)(problem, Platform.from_name("cuda:sm90"))
-    rows = (problem.num_experts, num_tokens) if batched else (num_tokens,)
-    hidden_states = torch.empty(*rows, problem.hidden_size, dtype=problem.torch_dtype, device="meta")
-    hidden_states = more.get("hidden_states", hidden_states)
-    topk_ids = torch.empty(num_tokens, problem.top_k, dtype=torch.int32, device="meta")
-    inputs = ExpertInputs(hidden_states, topk_ids.float(), topk_ids)
-    weights = PermutedWeights("none", more.get("weights", {}))
-    call = Call(hidden_states, inputs, weights, hidden_states, hidden_states)
-    schedule: PlainSchedule = experts.implementation.select(call)  # type: ignore[attr-defined]
-    return schedule
-
-
 def layer(scheme: str = "mxfp4_w4a16", **facts: Any) -> MoEProblem:
     sizes = {"num_experts": 8, "top_k": 2, "hidden_size": 256, "intermediate_size": 192, "dtype": "bfloat16"}
     return MoEProblem(**{**sizes, **facts}, quant=scheme)
@@ -343,7 +323,3 @@ def test_rules_are_what_the_kernels_take(rule: Any) -> None:
 def test_stages_are_as_measured() -> None:
     found = [[rule.down.num_stages(word_bytes) for rule in PACKED_RULES] for word_bytes in (32, 64)]
     assert found == [[4, 8, 6, 5], [4, 7, 6, 4]]
-
-
-def test_the_first_rule_that_matches_counts() -> None:
-    assert [select_packed_config(rule.max_rows_per_expert) for rule in PACKED_RULES] == list(PACKED_RULES)

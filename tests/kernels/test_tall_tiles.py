@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 
 import pytest
@@ -12,19 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moereg.backends._triton import schedules
-from moereg.backends.triton_moe import TritonExperts, TritonPackedExperts
 from moereg.bench.inputs import random_weights
-from moereg.experts import ExpertInputs
 from moereg.kernels.gemm.config import GemmPair, GroupedGemmConfig
 from moereg.kernels.gemm.fit import CallShape, fit_pair
 from moereg.kernels.gemm.grouped import num_programs
 from moereg.kernels.gemm.rules import CONFIG_RULES, select_config
 from moereg.kernels.rows.block_map import BlockMap
 from moereg.kernels.rows.plan import RoutePlan, max_num_blocks
-from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.reference import relative_error
 from moereg.spec.problem import MoEProblem
+from moereg.testing.checks import GuardedLayer
+from moereg.testing.inputs import Inputs
+from tests.backends.test_triton_layers import case_of
 from tests.kernels.references import block_map_reference
-from tests.kernels.triton_cases import BF16, DEVICE, FP16, SM90, Guarded, bound, make_problem, random
+from tests.kernels.triton_cases import BF16, DEVICE, FP16, SM90, bound, make_problem, random
 
 # The sigmoid of a very negative gate divides by infinity, as on a device; numpy mentions it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -158,15 +158,6 @@ def test_tall_tiles_leave_as_many_programs(number: int, depth: int, shared_bytes
                 assert shared // (needed + 1024) >= shared // (own + 1024)
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-def test_both_products_have_tall_tiles_or_none(bits: int | None) -> None:
-    """They share a plan."""
-    for tokens, experts in itertools.product((17, 64, 300, 3000), (1, 8, 60, 512)):
-        pair = fitted(tokens, experts, 8, 2048, 768, packed_bits=bits)
-        talls = [0 if one.tall is None else one.tall.block_m for one in (pair.gate_up, pair.down)]
-        assert talls == [pair.tall] * 2
-
-
 LOW = GroupedGemmConfig(block_m=16, block_n=64, block_k=64, group_m=1, num_warps=4, num_stages=2)
 
 
@@ -202,55 +193,28 @@ def test_there_are_programs_for_any_counts(
 
 
 def gapped_ids(counts: list[int], top_k: int, num_tokens: int) -> torch.Tensor:
-    """[T, K]: routes to experts of these counts, in any order; the others go nowhere."""
-    ids = torch.full((num_tokens * top_k,), -1)
+    """[T, K]: routes to experts of these counts, one a token; the others go nowhere."""
+    ids = torch.full((top_k, num_tokens), -1)
     flat = torch.tensor([e for e, count in enumerate(counts) for _ in range(count)])
-    where = torch.randperm(ids.numel(), generator=torch.Generator().manual_seed(1))[: flat.numel()]
-    ids[where] = flat
-    return ids.view(num_tokens, top_k).int().to(DEVICE)
+    ids.view(-1)[: flat.numel()] = flat
+    order = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(1))
+    return ids.t()[order].int().contiguous().to(DEVICE)
 
 
-class Layer:
-    """A layer whose experts have these counts of rows."""
-
-    def __init__(self, problem: MoEProblem, num_tokens: int, counts: list[int]) -> None:
-        self.problem, self.num_tokens = problem, num_tokens
-        self.weights = random_weights(problem, torch.Generator().manual_seed(0), torch.device(DEVICE))
-        self.experts = (TritonExperts if problem.quant.weight is None else TritonPackedExperts)(problem, SM90)
-        self.permuted = self.experts.permute_weights(self.weights, problem)
-        self.inputs = ExpertInputs(
-            random(num_tokens, problem.hidden_size, dtype=problem.torch_dtype),
-            random(num_tokens, problem.top_k, dtype=torch.float32).abs(),
-            gapped_ids(counts, problem.top_k, num_tokens),
-        )
-
-    def run(self, inputs: ExpertInputs) -> torch.Tensor:
-        """The output, of poisoned buffers."""
-        dtype = self.problem.torch_dtype
-        out = Guarded(self.num_tokens, self.problem.hidden_size, dtype=dtype)
-        shapes = self.experts.workspace_shapes(self.problem, self.num_tokens)
-        workspaces = [Guarded(*shape, dtype=dtype) for shape in shapes]
-        self.experts.apply(out.tensor, inputs, self.permuted, *(workspace.tensor for workspace in workspaces))
-        for guarded in (out, *workspaces):
-            guarded.check()
-        return out.tensor
-
-    def check(self) -> None:
-        """The output against the reference."""
-        problem, inputs = self.problem, self.inputs
-        bits = None if problem.quant.weight is None else problem.quant.weight.bits
-        schedule = schedules.select(problem, inputs.hidden_states, inputs.topk_ids.numel() / problem.num_experts, bits)
-        assert isinstance(schedule, schedules.Sorted)
-        assert schedule.configs.tall
-        rows = inputs.hidden_states, inputs.topk_weights, inputs.topk_ids
-        error = relative_error(self.run(inputs), reference_experts(problem, self.weights, *rows))
-        assert error < bound(problem.torch_dtype, 3), error
-
-    def check_order(self) -> None:
-        """A row's bits do not depend on where it lies among its expert's."""
-        rows = self.inputs.hidden_states, self.inputs.topk_weights, self.inputs.topk_ids
-        order = torch.randperm(self.num_tokens, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-        assert torch.equal(self.run(ExpertInputs(*(tensor[order] for tensor in rows))), self.run(self.inputs)[order])
+def make_layer(problem: MoEProblem, num_tokens: int, counts: list[int]) -> tuple[GuardedLayer, Inputs]:
+    """A layer and a call of it, whose experts have these counts of rows."""
+    weights = random_weights(problem, torch.Generator().manual_seed(0), torch.device(DEVICE))
+    inputs = Inputs(
+        random(num_tokens, problem.hidden_size, dtype=problem.torch_dtype),
+        random(num_tokens, problem.top_k, dtype=torch.float32).abs(),
+        gapped_ids(counts, problem.top_k, num_tokens),
+    )
+    bits = None if problem.quant.weight is None else problem.quant.weight.bits
+    rows_per_expert = inputs.topk_ids.numel() / problem.num_experts
+    schedule = schedules.select(problem, inputs.hidden_states, rows_per_expert, bits)
+    assert isinstance(schedule, schedules.Sorted)
+    assert schedule.configs.tall
+    return GuardedLayer(case_of(problem, SM90), weights, calls=[inputs]), inputs
 
 
 @pytest.mark.parametrize(
@@ -263,8 +227,13 @@ class Layer:
     ids=["one_has_most", "not_gated", "packed"],
 )
 def test_layers_with_tall_and_low_tiles(problem: MoEProblem, num_tokens: int, counts: list[int]) -> None:
-    Layer(problem, num_tokens, counts).check()
+    layer, inputs = make_layer(problem, num_tokens, counts)
+    assert relative_error(layer(inputs), layer.truths[0]) < bound(problem.torch_dtype, 3)
 
 
 def test_order_of_tokens_changes_no_bit_of_tall_tiles() -> None:
-    Layer(make_problem(12, 1, 64, 40, BF16), 35, [18, 0, 17]).check_order()
+    """A row's bits do not depend on where it lies among its expert's."""
+    layer, inputs = make_layer(make_problem(12, 1, 64, 40, BF16), 35, [18, 0, 17])
+    order = torch.randperm(35, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    shuffled = Inputs(*(tensor[order] for tensor in inputs.call))
+    assert torch.equal(layer(shuffled), layer(inputs)[order])

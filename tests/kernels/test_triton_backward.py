@@ -15,11 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from moereg.kernels.backward.config import (
-    MIN_TRAINING_BLOCK_M,
-    TrainingConfigs,
-    select_training_configs,
-)
+from moereg.kernels.backward.config import TrainingConfigs
 from moereg.kernels.backward.products import (
     down_input_gradients,
     down_rows,
@@ -34,6 +30,7 @@ from moereg.kernels.gemm.config import GroupedGemmConfig
 from moereg.kernels.gemm.epilogue import ActivationConstant
 from moereg.numerics.reference import relative_error
 from moereg.spec.activations import ACTIVATIONS, Activation
+from tests.kernels.test_triton_kernels import StageCase as Layer
 from tests.kernels.triton_cases import (
     BF16,
     DEVICE,
@@ -65,25 +62,6 @@ SMALL = TrainingConfigs(
     low_rank=tile(m=16, n=16, k=32),
     low_rank_weights=tile(m=16, n=32, k=16),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """A layer's sizes, and how its tokens choose experts."""
-
-    num_tokens: int
-    top_k: int
-    num_experts: int
-    hidden_size: int
-    intermediate_size: int
-    dtype: torch.dtype
-    activation: str = "silu"
-    bias: torch.dtype | None = None
-    kind: str = "random"
-
-    def __str__(self) -> str:
-        size = f"T{self.num_tokens}k{self.top_k}E{self.num_experts}H{self.hidden_size}I{self.intermediate_size}"
-        return f"{size}-{str(self.dtype)[6:]}-{self.activation}-{self.kind}"
 
 
 LAYERS = [
@@ -409,16 +387,3 @@ def test_experts_may_lie_2_to_the_31_elements_apart() -> None:
     for one in (grad, apart):
         weight_gradients(one, rows, x, plan, config, top_k=1, gathers="right", accumulate=False)
     assert torch.equal(grad, apart)
-
-
-@pytest.mark.parametrize("shared_bytes", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
-@pytest.mark.parametrize("element_bytes", [2, 4])
-def test_configs_share_a_plan_and_fit_shared_memory(element_bytes: int, shared_bytes: int) -> None:
-    for rows in (0.01, 96, 97, 1e9):
-        configs = select_training_configs(rows, element_bytes, shared_bytes)
-        assert configs.rows.block_m == configs.down_input.block_m
-        assert configs.block_m >= MIN_TRAINING_BLOCK_M
-        thin = configs.low_rank_products(64), configs.a_gradients(64), configs.b_gradients(64)
-        for config in (configs.rows, configs.down_input, configs.weights, *thin):
-            stage = (config.block_m + config.block_n) * config.block_k * element_bytes
-            assert config.num_stages == 1 or config.num_stages * stage < shared_bytes

@@ -17,7 +17,7 @@ from triton.backends.nvidia import driver as nvidia
 from moereg.backends._loaded import Call, LoadedExperts
 from moereg.backends._triton.recorded import Recorded
 from moereg.experts import ExpertInputs, Experts
-from moereg.kernels.launch import replay
+from moereg.kernels.launch import remembered, replay
 from moereg.kernels.launch.remembered import forget_recordings
 from moereg.kernels.launch.replay import launch, recording
 from moereg.platforms import Platform
@@ -434,17 +434,6 @@ def test_pointers_that_are_not_aligned_are_never_replayed(layer: RecordedLayer) 
     assert layer.launching.launches == 3, "nor recorded"
 
 
-def test_recordings_are_bounded(layer: RecordedLayer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moereg.kernels.launch.remembered._MAX_RECORDINGS", 2)
-    for num_tokens in (1, 2, 1, 3):
-        layer(num_tokens)
-    assert layer.launching.launches == 3
-    layer(1)
-    assert layer.launching.launches == 3, "the one that was used last stays"
-    layer(2)
-    assert layer.launching.launches == 4
-
-
 def test_layers_of_one_shape_share_recordings_and_others_do_not(driver: FakeDriver, layer: RecordedLayer) -> None:
     layer(4)
     twin, other = RecordedLayer(driver), RecordedLayer(driver, top_k=3)
@@ -460,3 +449,43 @@ def test_experts_keep_no_weights(layer: RecordedLayer) -> None:
     layer._kept.clear()
     gc.collect()
     assert [each() for each in kept] == [None] * len(kept)
+
+
+def test_a_launch_is_remembered_by_all_that_it_depends_on(
+    driver: FakeDriver, layer: RecordedLayer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two recordings are kept: those that were used last."""
+    monkeypatch.setattr(remembered, "_MAX_RECORDINGS", 2)
+    kernels = [FakeKernel(driver, dict.fromkeys(names, "*i32")) for names in ("x", "xy")]
+
+    def is_new(what: str, *tensors: torch.Tensor, numbers: object = ()) -> bool:
+        """Whether a call is launched and not replayed; either way it gets its own pointers."""
+        calls: list[int] = []
+
+        def launches() -> None:
+            calls.append(1)
+            launch(kernels[len(tensors) - 1], (1,), *tensors)
+
+        remembered.launch_remembered(what, launches, (*tensors, None), numbers)
+        (arguments,) = driver.take()
+        assert arguments[-len(tensors) :] == [each.data_ptr() for each in tensors]
+        return bool(calls)
+
+    x, y, odd, apart = layer.tensor(4), layer.tensor(4), layer.tensor(4, shift=1), layer.tensor(8)[::2]
+    assert [is_new("a", each) for each in (x, y)] == [True, False]
+    # Other kernels, other numbers, and pointers that are not multiples of 16.
+    assert is_new("b", x)
+    assert not is_new("a", x)
+    assert is_new("b", x, numbers=1)
+    assert not is_new("a", x)
+    assert is_new("b", odd, numbers=1)
+    assert not is_new("b", y, numbers=1)
+    # Another tensor beside the first, and other strides.
+    assert is_new("b", y, x, numbers=1)
+    assert is_new("b", apart, numbers=1)
+    assert is_new("b", x, numbers=1)
+    assert len(remembered._RECORDINGS) == 2
+    assert is_new("a", x)  # It was not used for longest.
+    for recorded in remembered._RECORDINGS.values():
+        recorded.complete = False
+    assert is_new("a", x)

@@ -57,16 +57,23 @@ def raw(codes: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("scheme", FORMATS)
 @pytest.mark.parametrize(("columns", "dtype"), [(384, torch.bfloat16), (1288, torch.float16), (64, torch.bfloat16)])
-def test_tokens_go_to_the_rows_of_their_routes(scheme: str, columns: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_tokens_go_to_the_rows_of_their_routes(
+    scheme: str, columns: int, dtype: torch.dtype, is_weighted: bool
+) -> None:
+    """After they were multiplied by routing weights, if there are any, and rounded."""
     fmt, top_k, num_tokens = FORMATS[scheme], 3, 7
     x = tokens(num_tokens, columns, dtype)
-    expected = quantize_activations(x, QUANT_SCHEMES[scheme], None)
+    weights = torch.linspace(0.3, 1.7, num_tokens, device=DEVICE)
+    weighted = (x.float() * weights.unsqueeze(1)).to(dtype) if is_weighted else x
+    expected = quantize_activations(weighted, QUANT_SCHEMES[scheme], None)
     routes = num_tokens * top_k
     route_row = torch.randperm(routes, generator=torch.Generator().manual_seed(0)).int()
     # Three of these rows belong to no local expert, so the last three rows stay untouched.
     route_row[route_row >= routes - 3] = -1
     out = untouched(fmt, routes, columns, by_group=fmt.group > 0)
-    quantize_to_sorted_rows(out, x, Quantizer(fmt), route_row.to(DEVICE))
+    topk_weights = weights if is_weighted else None
+    quantize_to_sorted_rows(out, x, Quantizer(fmt), route_row.to(DEVICE), topk_weights=topk_weights)
     for route, row in enumerate(route_row.tolist()):
         if row >= 0:
             token = route // top_k
@@ -76,19 +83,6 @@ def test_tokens_go_to_the_rows_of_their_routes(scheme: str, columns: int, dtype:
             assert not raw(out.q[row, columns:]).any()
     assert (raw(out.q[-3:]) == 77).all()
     assert (out.scale[-3:] == 0.5).all()
-
-
-def test_weights_of_routes_multiply_tokens_first() -> None:
-    x = tokens(5, 256, torch.bfloat16)
-    weights = torch.linspace(0.3, 1.7, 5, device=DEVICE)
-    weighted = (x.float() * weights.unsqueeze(1)).bfloat16()
-    expected = quantize_activations(weighted, QUANT_SCHEMES["fp8_block128"], None)
-    out = untouched(FORMATS["fp8_block128"], 5, 256, by_group=True)
-    order = torch.arange(5, dtype=torch.int32, device=DEVICE)
-    quantizer = Quantizer(FORMATS["fp8_block128"])
-    quantize_to_sorted_rows(out, x, quantizer, order, topk_weights=weights)
-    assert torch.equal(raw(out.q), raw(expected.q))
-    assert torch.equal(out.scale, expected.scale)
 
 
 GIVEN = RowFormat(torch.float8_e4m3fn, -448.0, 448.0, static=True)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from moereg.kernels.rows import sort
+from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel
 from moereg.kernels.rows.plan import SortConfig, max_num_blocks, route_workspace_numel
 from moereg.kernels.rows.sort import sort_routes
 from moereg.kernels.sizes import SPREAD_HEAVY
-from tests.kernels.references import sort_routes_reference
+from tests.kernels.references import block_map_reference, sort_routes_reference
 from tests.kernels.triton_cases import (
     DEVICE,
     ONE_LAUNCH,
     THREE_LAUNCHES,
     TWO_LAUNCHES,
     assert_plans_equal,
+    make_batched_plan,
     make_map,
     make_plan,
     on_gpu,
@@ -95,29 +97,51 @@ def test_sort_routes_is_a_stable_partition_of_valid_routes(data: st.DataObject) 
     assert sorted(order) == [r for r, expert in enumerate(experts) if expert >= 0]
     assert order == sorted(order, key=lambda r: (experts[r], r))
     assert offsets[:-1] == [sum(0 <= other < expert for other in experts) for expert in range(num_local)]
-    num_blocks = int(plan.num_blocks)
+    # The property below says what the reference's tiles are.
     assert plan.tile_counters.tolist() == [0, 0]
-    assert num_blocks <= plan.max_blocks == max_num_blocks(len(experts), num_local, block_m)
-    covered = []
+    assert plan.max_blocks == max_num_blocks(len(experts), num_local, block_m) >= int(plan.num_blocks)
+
+
+def tiles(plan: BlockMap) -> list[tuple[int, int, int]]:
+    """(expert, first row, end of the expert's rows) of the tiles in use."""
+    used = int(plan.num_blocks)
+    assert plan.tile_counters.tolist() == [0, 0]
+    columns = (plan.block_expert[:used], plan.block_row[:used], plan.block_end[:used])
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_batched_plan_covers_every_valid_row_once(data: st.DataObject) -> None:
+    max_tokens = data.draw(st.integers(1, 200), "max_tokens")
+    block_m = data.draw(st.sampled_from([16, 32, 64]), "block_m")
+    slack, tall = data.draw(st.sampled_from([(0, 0), (8, 0), (32, 0), (0, 64), (0, 128)]), "slack and tall")
+    assume(tall == 0 or tall > block_m)
+    # Counts beyond the room for an expert are wrong, and must not lead out of its rows.
+    count = st.integers(-3, max_tokens + 3) | st.sampled_from([0, max_tokens, -(2**31), 2**31 - 1])
+    counts = data.draw(st.lists(count, min_size=1, max_size=40), "counts")
+    heavy_first = tall == 0 and data.draw(st.sampled_from([False, True, SPREAD_HEAVY]), "heavy_first")
+    plan = make_batched_plan(counts, max_tokens, block_m, slack, tall, heavy_first)
+    found = tiles(plan)
+    assert len(found) <= plan.max_blocks
+    rows = []
+    held = [min(max(count, 0), max_tokens) for count in counts]
     num_tall = int(plan.num_tall) if tall else 0
-    blocks = zip(plan.block_expert.tolist(), plan.block_row.tolist(), plan.block_end.tolist(), strict=True)
-    for number, (expert, row, end) in enumerate(list(blocks)[:num_blocks]):
-        assert end == offsets[expert + 1]
-        assert (number < num_tall) == bool(tall and end - offsets[expert] > block_m)
-        covered += [(expert, r) for r in range(row, min(row + (tall if number < num_tall else block_m), end))]
-
-    # Tall tiles, then the others, each by expert; or experts with several tiles, with one, with half of one.
-    def kind(expert: int) -> int:
-        several, more_than_half = experts.count(expert) > block_m, experts.count(expert) * 2 > block_m
-        return 2 - several - more_than_half if heavy_first else int(not tall or not several)
-
+    for place, (expert, row, end) in enumerate(found):
+        last = expert not in {other for other, _, _ in found[place + 1 :]}
+        height = tall if place < num_tall else block_m
+        assert (place < num_tall) == (tall > 0 and held[expert] > block_m)
+        assert end - row <= height + slack or not last
+        rows += [(expert, r) for r in range(row, end if last else row + height)]
+    order = list(range(len(held)))
     if heavy_first == SPREAD_HEAVY:
-        for is_heavy in (False, True):
-            own = [row for row in covered if (experts.count(row[0]) > block_m) == is_heavy]
-            assert own == sorted(own)
-    else:
-        assert covered == sorted(covered, key=lambda row: (kind(row[0]), row))
-    assert sorted(covered) == [(experts[r], place) for place, r in enumerate(order)]
+        rows.sort()
+    elif heavy_first:
+        # More than one tile, then one, then half of one at most.
+        order.sort(key=lambda e: 0 if held[e] > block_m + slack else 1 if held[e] > block_m / 2 else 2)
+    assert (rows if tall == 0 else sorted(rows)) == [(e, e * max_tokens + i) for e in order for i in range(held[e])]
+    offsets = torch.arange(len(counts)) * max_tokens
+    assert found == tiles(block_map_reference(torch.tensor(held), offsets, block_m, slack, tall, heavy_first))
 
 
 # Rows of each expert: none at all, one has all, tiles that are just full, one row more and one less, and all at once.
@@ -191,6 +215,12 @@ def test_route_workspace_grows_with_tokens() -> None:
     assert sizes == sorted(sizes)
     # Across a change of the configuration with the number of tokens, the smallest tile bounds all others.
     assert route_workspace_numel(100, 8, 60, 128) <= route_workspace_numel(100, 8, 60, 16)
+
+
+def test_batch_workspace_grows_with_tokens() -> None:
+    sizes = [batch_workspace_numel(60, max_tokens, 16) for max_tokens in range(1, 2000)]
+    assert sizes == sorted(sizes)
+    assert batch_workspace_numel(60, 100, 128) <= batch_workspace_numel(60, 100, 16)
 
 
 @pytest.mark.gpu

@@ -16,10 +16,15 @@ from typing import Any
 import pytest
 import torch
 
+from moereg.backends._loaded import Call
+from moereg.backends.triton_moe import TritonExperts, TritonPackedBatchedExperts, TritonPackedExperts
+from moereg.experts import ExpertInputs
+from moereg.kernels.rows.block_map import BlockMap, batch_workspace_numel, plan_batches
 from moereg.kernels.rows.plan import RoutePlan, SortConfig, route_workspace_numel
 from moereg.kernels.rows.sort import sort_routes
 from moereg.platforms import Platform
 from moereg.spec.problem import MoEProblem
+from moereg.weights.permuted import PermutedWeights
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SM90 = Platform.from_name("cuda:sm90")
@@ -116,6 +121,21 @@ def make_plan(
     return plan
 
 
+def make_batched_plan(
+    counts: list[int], max_tokens: int, block_m: int, slack: int = 0, tall: int = 0, heavy_first: int = False
+) -> BlockMap:
+    """`plan_batches` in a workspace of garbage, with a guard behind it."""
+    needed = batch_workspace_numel(len(counts), max_tokens, block_m)
+    workspace = torch.full((needed + 64,), -(2**30), dtype=torch.int32, device=DEVICE)
+    expert_num_tokens = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    plan = plan_batches(
+        expert_num_tokens, max_tokens, block_m, workspace[:needed], slack, tall=tall, heavy_first=heavy_first
+    )
+    assert (workspace[needed:] == -(2**30)).all(), "plan_batches wrote behind its workspace"
+    assert expert_num_tokens.tolist() == counts
+    return plan
+
+
 def assert_plans_equal(plan: RoutePlan, reference: RoutePlan) -> None:
     for field in dataclasses.fields(RoutePlan):
         expected = getattr(reference, field.name)
@@ -130,3 +150,18 @@ def make_problem(
 ) -> MoEProblem:
     sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
     return MoEProblem(**sizes, top_k=top_k, dtype=dtype, graph_capture=True, deterministic=True, **keywords)
+
+
+def select_schedule(
+    problem: MoEProblem, num_tokens: int, platform: Platform = SM90, device: str = "meta", **given: Any
+) -> Any:
+    """The schedule of a call on tensors without contents, but for `hidden_states` and `weights` that are given."""
+    batched = problem.activation_format == "batched"
+    packed = TritonPackedBatchedExperts if batched else TritonPackedExperts
+    experts = (packed if problem.quant.weight else TritonExperts)(problem, platform)
+    sizes = (problem.num_experts,) * batched + (num_tokens, problem.hidden_size)
+    rows = given.get("hidden_states", torch.empty(sizes, dtype=problem.torch_dtype, device=device))
+    topk_ids = torch.empty(num_tokens, problem.top_k, dtype=torch.int32, device=device)
+    inputs = ExpertInputs(rows, topk_ids.float(), topk_ids)
+    weights = PermutedWeights("none", given.get("weights", {}))
+    return experts.implementation.select(Call(rows, inputs, weights, rows, rows))  # type: ignore[attr-defined]

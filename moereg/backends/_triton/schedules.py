@@ -129,19 +129,12 @@ def fits_hopper(
 
 @dataclass(frozen=True, slots=True)
 class Tiles(PlainSchedule):
-    """A plan, both GEMMs over its tiles of rows, and the sum over each token's routes.
+    """A plan, both GEMMs over its tiles of rows, and the sum over each token's routes."""
 
-    Attributes:
-        configs: Configurations of both GEMMs.
-        gate_up: The first GEMM.
-        down: The second.
-        finishes: Whether the second writes the result itself, which leaves nothing to reduce.
-    """
-
-    configs: GemmPair | SinglePair | GemvPair
-    gate_up: ClassVar[Callable[..., None]] = staticmethod(gate_up_gemm)
-    down: ClassVar[Callable[..., None]] = staticmethod(down_gemm)
-    finishes: ClassVar[bool] = False
+    configs: GemmPair | SinglePair | GemvPair  # Configurations of both GEMMs
+    gate_up: ClassVar[Callable[..., None]] = staticmethod(gate_up_gemm)  # The first GEMM
+    down: ClassVar[Callable[..., None]] = staticmethod(down_gemm)  # The second
+    finishes: ClassVar[bool] = False  # Whether the second writes the result itself, which leaves nothing to reduce
 
     def plan(self, work: PlainWork) -> BlockMap | DirectRoutes:
         """Plans which rows the tiles cover."""

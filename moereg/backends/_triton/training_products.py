@@ -29,19 +29,13 @@ NUM_COUNTERS: Final = 4
 
 @dataclass(frozen=True)
 class Products:
-    """The products of a call, over rows of one plan: by Hopper's own kernels, or by those for any GPU and dtype.
+    """The products of a call, over rows of one plan: by Hopper's own kernels, or by those for any GPU and dtype."""
 
-    Attributes:
-        plan: of the call; on Hopper with tiles of 128 rows.
-        configs: of the call; read by the portable kernels.
-        guard: unused rows in front of sorted rows, which Hopper's products need.
-        counters: zeros, [2] for a forward pass, [NUM_COUNTERS] for a backward pass; used up. None: the portable
-            kernels run, as in `kernels/backward`.
-    """
-
-    plan: RoutePlan
-    configs: TrainingConfigs
-    guard: int
+    plan: RoutePlan  # of the call; on Hopper with tiles of 128 rows
+    configs: TrainingConfigs  # of the call; read by the portable kernels
+    guard: int  # unused rows in front of sorted rows, which Hopper's products need
+    # zeros, [2] for a forward pass, [NUM_COUNTERS] for a backward pass; used up. None: the portable kernels run, as in
+    # `kernels/backward`
     counters: torch.Tensor | None = None
 
     def rows_of(self, buffer: Any) -> Any:

@@ -11,17 +11,11 @@ from moereg.kernels.gemm.activation import activate
 
 
 class Slopes(NamedTuple):
-    """An activation's value and its derivatives, fp32 of equal shapes.
+    """An activation's value and its derivatives, fp32 of equal shapes."""
 
-    Attributes:
-        value: the activation.
-        gate: derivative by the gate half, or by the whole product where not gated.
-        up: derivative by the up half; as `gate` where not gated.
-    """
-
-    value: tl.tensor
-    gate: tl.tensor
-    up: tl.tensor
+    value: tl.tensor  # the activation
+    gate: tl.tensor  # derivative by the gate half, or by the whole product where not gated
+    up: tl.tensor  # derivative by the up half; as `gate` where not gated
 
 
 @triton.jit

@@ -16,25 +16,15 @@ from moereg.kernels.gemm.config import GroupedGemmConfig, fit_pipeline
 
 
 class ProductTile(NamedTuple):
-    """Compile-time constant: a product's tile and which of its loads need a mask.
+    """Compile-time constant: a product's tile and which of its loads need a mask."""
 
-    Attributes:
-        block_m: rows; this and the next three as in `GroupedGemmConfig`.
-        block_n: columns.
-        block_k: elements of the reduction per step.
-        group_m: row tiles that share a column tile.
-        mask_m: whether tiles reach past the last row; read where the result is a weight's gradient.
-        mask_n: whether tiles reach past the last column.
-        mask_k: whether steps reach past the end of the reduction.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    group_m: int
-    mask_m: bool
-    mask_n: bool
-    mask_k: bool
+    block_m: int  # rows; this and the next three as in `GroupedGemmConfig`
+    block_n: int  # columns
+    block_k: int  # elements of the reduction per step
+    group_m: int  # row tiles that share a column tile
+    mask_m: bool  # whether tiles reach past the last row; read where the result is a weight's gradient
+    mask_n: bool  # whether tiles reach past the last column
+    mask_k: bool  # whether steps reach past the end of the reduction
 
 
 def product_tile(config: GroupedGemmConfig, num_columns: int, *, depth: int = 0, num_rows: int = 0) -> ProductTile:
@@ -46,27 +36,18 @@ def product_tile(config: GroupedGemmConfig, num_columns: int, *, depth: int = 0,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConfigs:
-    """Configurations of a call's products, and the limits within which they apply; the first two share a plan.
+    """Configurations of a call's products, and the limits within which they apply; the first two share a plan."""
 
-    Attributes:
-        rows: products of sorted rows and weights: both of the forward pass, and routes' gradients of their tokens.
-        down_input: gradient of the pre-activation, whose epilogue holds more.
-        weights: gradients of w13 and w2; rows and columns are the weight's, and a step takes `block_k` routes.
-        element_bytes: bytes of an activation.
-        low_rank: products of sorted rows and an adapter's matrix; as wide as for the highest ranks.
-        low_rank_weights: gradients of adapters, likewise with as many rows.
-        max_rows_per_expert: largest average number of rows per expert.
-        min_shared_bytes: least shared memory that a program may use on the device.
-    """
-
+    # products of sorted rows and weights: both of the forward pass, and routes' gradients of their tokens
     rows: GroupedGemmConfig
-    down_input: GroupedGemmConfig
+    down_input: GroupedGemmConfig  # gradient of the pre-activation, whose epilogue holds more
+    # gradients of w13 and w2; rows and columns are the weight's, and a step takes `block_k` routes
     weights: GroupedGemmConfig
-    low_rank: GroupedGemmConfig
-    low_rank_weights: GroupedGemmConfig
-    element_bytes: int
-    max_rows_per_expert: float = math.inf
-    min_shared_bytes: int = 0
+    low_rank: GroupedGemmConfig  # products of sorted rows and an adapter's matrix; as wide as for the highest ranks
+    low_rank_weights: GroupedGemmConfig  # gradients of adapters, likewise with as many rows
+    element_bytes: int  # bytes of an activation
+    max_rows_per_expert: float = math.inf  # largest average number of rows per expert
+    min_shared_bytes: int = 0  # least shared memory that a program may use on the device
 
     @property
     def block_m(self) -> int:

@@ -35,15 +35,8 @@ from moereg.kernels.rows.tiles import claim_tile, plan_arguments, route_shape
 def _accumulate(a_rows, weights, columns, column_mask, stride_k, stride_n, depth, TILE: tl.constexpr):
     """[BLOCK_M, BLOCK_N] fp32: rows of activations times an expert's weights.
 
-    Args:
-        a_rows: [BLOCK_M] first elements of the rows; memory past their `depth` elements may hold NaN.
-        weights: the expert's first element.
-        columns: [BLOCK_N] columns of the product.
-        column_mask: [BLOCK_N] columns within the weight; read where tiles reach past them.
-        stride_k: between elements of the weights' reduction.
-        stride_n: between columns.
-        depth: elements of the reduction.
-        TILE: `ProductTile`.
+    `a_rows` [BLOCK_M] are the first elements of rows; memory past their `depth` elements may hold NaN. `column_mask`
+    [BLOCK_N], columns within the weight, is read where tiles reach past them.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -71,37 +64,22 @@ def _accumulate(a_rows, weights, columns, column_mask, stride_k, stride_n, depth
 
 
 class LowRank(NamedTuple):
-    """An adapter's part of a product, as one kernel argument.
+    """An adapter's part of a product, as one kernel argument."""
 
-    Attributes:
-        rows: [N, R] scaled low-rank rows, sorted.
-        matrix: [E, R, columns] by strides: expands them.
-        rank: R.
-        stride_rows: between rows.
-        stride_expert: between matrices.
-        stride_k: between elements of the reduction, R.
-        stride_n: between columns.
-    """
-
-    rows: torch.Tensor
-    matrix: torch.Tensor
-    rank: int
-    stride_rows: int
-    stride_expert: int
-    stride_k: int
-    stride_n: int
+    rows: torch.Tensor  # [N, R] scaled low-rank rows, sorted
+    matrix: torch.Tensor  # [E, R, columns] by strides: expands them
+    rank: int  # R
+    stride_rows: int  # between rows
+    stride_expert: int  # between matrices
+    stride_k: int  # between elements of the reduction, R
+    stride_n: int  # between columns
 
 
 @triton.jit
 def _expand(x, low_rank, rows, expert, columns, column_mask, LOW_K: tl.constexpr):
     """x, the product [BLOCK_M, BLOCK_N] fp32 without adapter, and the adapter's part; LOW_K elements a step.
 
-    Args:
-        low_rank: `LowRank`.
-        rows: [BLOCK_M] valid rows.
-        expert: int64.
-        columns: this and the next as for `_accumulate`.
-        column_mask: read in any case.
+    `rows`: [BLOCK_M] valid rows; `expert` is int64; `column_mask` is read in any case.
     """
     a_rows = low_rank.rows + rows.to(tl.int64)[:, None] * low_rank.stride_rows
     b_columns = low_rank.matrix + expert * low_rank.stride_expert + columns[None, :] * low_rank.stride_n
@@ -398,12 +376,7 @@ def low_rank_rows(
 
 
 def expanding(rows: torch.Tensor, matrix: torch.Tensor) -> LowRank:
-    """An adapter's part of a product.
-
-    Args:
-        rows: [N, R] from `low_rank_rows`.
-        matrix: [E, R, columns], any strides.
-    """
+    """An adapter's part of a product: rows [N, R] from `low_rank_rows`, and its matrix [E, R, columns], any strides."""
     assert matrix.shape[1] == rows.shape[1] and rows.stride(1) == 1
     return LowRank(rows, matrix, rows.shape[1], rows.stride(0), *matrix.stride())
 

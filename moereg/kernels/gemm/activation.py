@@ -10,10 +10,7 @@ import triton.language as tl
 def canonical_rows(columns, num_rows, ACTIVATION: tl.constexpr):
     """Rows of a canonical w13, or of its bias, whose product has gates in the even columns and ups in the odd ones.
 
-    Args:
-        columns: of the product.
-        num_rows: 2I, or I where not gated.
-        ACTIVATION: `ActivationConstant`.
+    `num_rows`: 2I, or I where not gated.
     """
     if ACTIVATION.gated:
         return columns % 2 * (num_rows // 2) + columns // 2
@@ -23,14 +20,9 @@ def canonical_rows(columns, num_rows, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_pairs(x, ACTIVATION: tl.constexpr):
-    """Activates adjacent (gate, up) columns as `activate_halves` does; returns `f(x)` where not gated.
+    """Activates adjacent (gate, up) columns of `x` [M, N] fp32 as `activate_halves` does: [M, N / 2] fp32.
 
-    Args:
-        x: [M, N] fp32; where gated, gates in the even columns.
-        ACTIVATION: `ActivationConstant`.
-
-    Returns:
-        [M, N / 2] fp32, or [M, N] where not gated.
+    Where not gated: `f(x)`, [M, N].
     """
     if ACTIVATION.gated:
         gate, up = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))  # [M, N / 2] each

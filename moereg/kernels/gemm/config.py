@@ -11,48 +11,32 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemvConfig:
-    """Launch configuration of one GEMV.
+    """Launch configuration of one GEMV."""
 
-    Attributes:
-        block_n: weight rows per program (gate and up count as two); a power of two.
-        block_k: elements of the reduction per step; a power of two, masked where it does not divide.
-        num_warps: warps per program.
-        num_stages: steps whose weights are in flight at once.
-    """
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
+    block_n: int  # weight rows per program (gate and up count as two); a power of two
+    block_k: int  # elements of the reduction per step; a power of two, masked where it does not divide
+    num_warps: int  # warps per program
+    num_stages: int  # steps whose weights are in flight at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedGemmConfig:
-    """Launch configuration of one grouped GEMM.
+    """Launch configuration of one grouped GEMM."""
 
-    Attributes:
-        block_m: rows of a tile; equal to the plan's.
-        block_n: columns of the weight product per tile (gate and up count as two).
-        block_k: elements of the reduction per step; masked where it does not divide the dimension.
-        group_m: row tiles that share a column tile of the weight before the next one is taken, for L2 reuse.
-        num_warps: warps per program.
-        num_stages: depth of the software pipeline. Two to four programs per multiprocessor beat a deeper pipeline.
-        mask_rows: whether loads of rows past the end of a tile are masked instead of repeating the last row: pays off
-            where tiles are mostly empty.
-        slices: pieces of a step, `block_k` elements each, one per warp; 1: the warps split the columns instead. Packed
-            weights only. In the second product of a `SinglePair` each slice belongs to one route.
-        tall: configuration of tall tiles, for experts with more than `block_m` rows: same launch, same number of
-            warps; its `block_m` is the plan's `tall`. None: such experts get several tiles of `block_m` rows.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    group_m: int
-    num_warps: int
-    num_stages: int
+    block_m: int  # rows of a tile; equal to the plan's
+    block_n: int  # columns of the weight product per tile (gate and up count as two)
+    block_k: int  # elements of the reduction per step; masked where it does not divide the dimension
+    group_m: int  # row tiles that share a column tile of the weight before the next one is taken, for L2 reuse
+    num_warps: int  # warps per program
+    num_stages: int  # depth of the software pipeline. Two to four programs per multiprocessor beat a deeper pipeline
+    # whether loads of rows past the end of a tile are masked instead of repeating the last row: pays off where tiles
+    # are mostly empty
     mask_rows: bool = False
+    # pieces of a step, `block_k` elements each, one per warp; 1: the warps split the columns instead. Packed weights
+    # only. In the second product of a `SinglePair` each slice belongs to one route
     slices: int = 1
+    # configuration of tall tiles, for experts with more than `block_m` rows: same launch, same number of warps; its
+    # `block_m` is the plan's `tall`. None: such experts get several tiles of `block_m` rows
     tall: GroupedGemmConfig | None = None
 
 
@@ -66,17 +50,11 @@ class GemvPair:
 
 @dataclass(frozen=True, slots=True)
 class GemmPair:
-    """Configurations of both grouped GEMMs, with equal `block_m`.
+    """Configurations of both grouped GEMMs, with equal `block_m`."""
 
-    Attributes:
-        gate_up: of the first GEMM.
-        down: of the second.
-        sort_routes: whether rows come from a plan; else from `DirectRoutes`, for at most `block_m` tokens.
-    """
-
-    gate_up: GroupedGemmConfig
-    down: GroupedGemmConfig
-    sort_routes: bool = True
+    gate_up: GroupedGemmConfig  # of the first GEMM
+    down: GroupedGemmConfig  # of the second
+    sort_routes: bool = True  # whether rows come from a plan; else from `DirectRoutes`, for at most `block_m` tokens
 
     @property
     def tall(self) -> int:
@@ -86,34 +64,21 @@ class GemmPair:
 
 @dataclass(frozen=True, slots=True)
 class SinglePair:
-    """Configurations of both products of one token with packed weights; the second also sums over the routes.
+    """Configurations of both products of one token with packed weights; the second also sums over the routes."""
 
-    Attributes:
-        gate_up: of the first product, on `DirectRoutes`.
-        down: of the second, whose slices are divided among the routes.
-    """
-
-    gate_up: GroupedGemmConfig
-    down: GroupedGemmConfig
+    gate_up: GroupedGemmConfig  # of the first product, on `DirectRoutes`
+    down: GroupedGemmConfig  # of the second, whose slices are divided among the routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigRule:
-    """One row of a table of shipped configurations; it applies within all of its limits.
+    """One row of a table of shipped configurations; it applies within all of its limits."""
 
-    Attributes:
-        element_bytes: bytes of an activation.
-        configs: of both products.
-        max_tokens: largest number of tokens.
-        max_rows_per_expert: largest average number of rows per expert.
-        max_packed_bits: largest width of packed weights.
-    """
-
-    element_bytes: int
-    configs: GemvPair | SinglePair | GemmPair
-    max_tokens: float = math.inf
-    max_rows_per_expert: float = math.inf
-    max_packed_bits: int = 8
+    element_bytes: int  # bytes of an activation
+    configs: GemvPair | SinglePair | GemmPair  # of both products
+    max_tokens: float = math.inf  # largest number of tokens
+    max_rows_per_expert: float = math.inf  # largest average number of rows per expert
+    max_packed_bits: int = 8  # largest width of packed weights
 
 
 _RULE_COLUMNS: Final = {

@@ -50,29 +50,17 @@ _H200_SHARED_BYTES: Final = 227 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallShape:
-    """Sizes that the rules look at.
+    """Sizes that the rules look at."""
 
-    Attributes:
-        most_rows: most rows that an expert can have: T, or max_T in the batched format.
-        rows_per_expert: average number of rows per expert.
-        top_k: K.
-        gate_up_columns: columns of the first product: rows of an expert's w13.
-        down_columns: columns of the second product: rows of an expert's w2.
-        down_depth: I, rounded up to `WEIGHT_PAD`.
-        element_bytes: bytes of an activation.
-        is_packed: whether weights are packed.
-        shared_bytes: shared memory that a program may use, nearly all of a multiprocessor's; None: no limit.
-    """
-
-    most_rows: int
-    rows_per_expert: float
-    top_k: int
-    gate_up_columns: int
-    down_columns: int
-    down_depth: int
-    element_bytes: int
-    is_packed: bool
-    shared_bytes: int | None
+    most_rows: int  # most rows that an expert can have: T, or max_T in the batched format
+    rows_per_expert: float  # average number of rows per expert
+    top_k: int  # K
+    gate_up_columns: int  # columns of the first product: rows of an expert's w13
+    down_columns: int  # columns of the second product: rows of an expert's w2
+    down_depth: int  # I, rounded up to `WEIGHT_PAD`
+    element_bytes: int  # bytes of an activation
+    is_packed: bool  # whether weights are packed
+    shared_bytes: int | None  # shared memory that a program may use, nearly all of a multiprocessor's; None: no limit
 
 
 def fit_pair(configs: GemmPair, shape: CallShape) -> GemmPair:

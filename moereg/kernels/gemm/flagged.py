@@ -46,13 +46,7 @@ def _has_prefetch():
 def _prefetch_weights(weights, stride_expert, depth, num_columns, expert, column_tile, TILE: tl.constexpr):
     """Prefetches the first 4-bit weights of a column tile into the L2; does nothing before Hopper.
 
-    Args:
-        weights: words of all experts.
-        stride_expert: from one expert's words to the next.
-        depth: elements of a row of weights.
-        num_columns: rows of weights.
-        expert: local expert, int64.
-        column_tile: number of the tile.
+    `weights` are words of all experts, `num_columns` the rows of one, `depth` the elements of a row; `expert` is int64.
     """
     if _has_prefetch():
         # 256 bytes are 8 rows of a block.

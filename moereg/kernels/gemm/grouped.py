@@ -37,23 +37,14 @@ from moereg.kernels.rows.tiles import claim_tile, plan_arguments, route_shape
 
 
 class Gemm(NamedTuple):
-    """Tensors that the tiles of a product read and write, as one kernel argument; see `gate_up_gemm` and `down_gemm`.
+    """Tensors of a product's tiles, as one kernel argument; see `gate_up_gemm` and `down_gemm`."""
 
-    Attributes:
-        out: pointer to the result.
-        rows: pointer to rows of activations.
-        matrices: `Matrices`.
-        bias: pointer, or None.
-        route_factors: pointer to what multiplies each route, or None: `topk_weights` in the second product.
-        row_factors: pointer to what multiplies each row of activations in the second product, or None.
-    """
-
-    out: Any
-    rows: Any
+    out: Any  # pointer to the result
+    rows: Any  # pointer to rows of activations
     matrices: Matrices
-    bias: Any
-    route_factors: Any
-    row_factors: Any = None
+    bias: Any  # pointer, or None
+    route_factors: Any  # pointer to what multiplies each route, or None: `topk_weights` in the second product
+    row_factors: Any = None  # pointer to what multiplies each row of activations in the second product, or None
 
 
 @triton.jit

@@ -14,31 +14,18 @@ from moereg.kernels.packed.weights import STEP, PackedMatrix, WeightFormat
 
 
 class TileShape(NamedTuple):
-    """Compile-time constant: a product's tile and which of its loads need a mask.
+    """Compile-time constant: a product's tile and which of its loads need a mask."""
 
-    Attributes:
-        block_m: rows; this and the next three as in `GroupedGemmConfig`.
-        block_n: columns.
-        block_k: elements of the reduction per step.
-        group_m: row tiles that share a column tile.
-        mask_rows: whether loads of invalid rows are masked.
-        mask_a: whether steps over the weights' reduction reach past a row of activations; see `reaches_past`.
-        mask_b: whether they reach past a row of weights.
-        mask_n: whether tiles reach past the last column.
-        unit: number that divides strides and depths; see `in_units`.
-        stages: depth of the loop's pipeline; None: the launch's `num_stages`.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    group_m: int
-    mask_rows: bool
-    mask_a: bool
-    mask_b: bool
-    mask_n: bool
-    unit: int = 16
-    stages: int | None = None
+    block_m: int  # rows; this and the next three as in `GroupedGemmConfig`
+    block_n: int  # columns
+    block_k: int  # elements of the reduction per step
+    group_m: int  # row tiles that share a column tile
+    mask_rows: bool  # whether loads of invalid rows are masked
+    mask_a: bool  # whether steps over the weights' reduction reach past a row of activations; see `reaches_past`
+    mask_b: bool  # whether they reach past a row of weights
+    mask_n: bool  # whether tiles reach past the last column
+    unit: int = 16  # number that divides strides and depths; see `in_units`
+    stages: int | None = None  # depth of the loop's pipeline; None: the launch's `num_stages`
 
 
 @triton.jit
@@ -57,13 +44,9 @@ def in_units(size, UNIT: tl.constexpr):
 def accumulate(a_pointers, b_pointers, row_mask, depth_a, depth, TILE: tl.constexpr):
     """[BLOCK_M, BLOCK_N] fp32 product of rows of activations and rows of weights.
 
-    Args:
-        a_pointers: [BLOCK_M, BLOCK_K] first elements of the activations.
-        b_pointers: [BLOCK_K, BLOCK_N] first elements of the weights.
-        row_mask: [BLOCK_M] valid rows.
-        depth_a: elements of a row of activations; memory past them may hold NaN.
-        depth: elements of a row of weights; past them lies the next row or the end of the tensor.
-        TILE: `TileShape`.
+    `a_pointers` [BLOCK_M, BLOCK_K] and `b_pointers` [BLOCK_K, BLOCK_N] are their first elements. Past the `depth_a`
+    elements of a row of activations memory may hold NaN, past the `depth` of a row of weights lies the next row or the
+    end of the tensor. `row_mask`: [BLOCK_M] valid rows.
     """
     BLOCK_M: tl.constexpr = TILE.block_m
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -119,62 +102,41 @@ _PLAIN: Final = WeightFormat()
 
 
 class Matrices(NamedTuple):
-    """All experts' weights as one kernel argument; tensors that a format lacks are None.
+    """All experts' weights as one kernel argument; tensors that a format lacks are None."""
 
-    Attributes:
-        weights: weights, or the words of packed ones.
-        group_scale: one per group; this and the next two as in `PackedMatrix`.
-        zero_point: one per group.
-        row_scale: one per row.
-    """
-
-    weights: Any
-    group_scale: Any = None
-    zero_point: Any = None
-    row_scale: Any = None
+    weights: Any  # weights, or the words of packed ones
+    group_scale: Any = None  # one per group; this and the next two as in `PackedMatrix`
+    zero_point: Any = None  # one per group
+    row_scale: Any = None  # one per row
 
 
 class MatrixStrides(NamedTuple):
-    """Strides of `Matrices`.
+    """Strides of `Matrices`."""
 
-    Attributes:
-        expert: from one expert's weights to the next.
-        column: from one row of weights to the next; 0 where they are packed.
-        scale: from one expert's group scales to the next.
-        zero_point: from one expert's zero points to the next.
-    """
-
-    expert: Any
-    column: Any = 0
-    scale: Any = 0
-    zero_point: Any = 0
+    expert: Any  # from one expert's weights to the next
+    column: Any = 0  # from one row of weights to the next; 0 where they are packed
+    scale: Any = 0  # from one expert's group scales to the next
+    zero_point: Any = 0  # from one expert's zero points to the next
 
 
 class Strides(NamedTuple):
-    """Strides of a product's tensors, as one kernel argument.
+    """Strides of a product's tensors, as one kernel argument."""
 
-    Attributes:
-        rows: from one row of activations to the next.
-        matrices: `MatrixStrides`.
-        bias: from one expert's bias to the next, which are contiguous: rows of the weights without padding.
-        out: from one row of the result to the next.
-    """
-
-    rows: Any
-    matrices: Any
-    bias: Any
-    out: Any
+    rows: Any  # from one row of activations to the next
+    matrices: Any  # `MatrixStrides`
+    bias: Any  # from one expert's bias to the next, which are contiguous: rows of the weights without padding
+    out: Any  # from one row of the result to the next
 
 
 @triton.jit
 def product(
-    a_rows,
-    matrices,
-    strides,
+    a_rows,  # [BLOCK_M] first elements of the rows of activations
+    matrices,  # `Matrices`
+    strides,  # `MatrixStrides`
     depth,
     num_columns,
-    expert,
-    columns,
+    expert,  # local expert, int64
+    columns,  # [BLOCK_N] rows of the expert's weights
     row_mask,
     depth_a,
     FORMAT: tl.constexpr,
@@ -183,13 +145,6 @@ def product(
     """[BLOCK_M, BLOCK_N] fp32: rows of activations times rows of one expert's weights, packed or not.
 
     Arguments as for `accumulate` and `accumulate_packed`.
-
-    Args:
-        a_rows: [BLOCK_M] first elements of the rows of activations.
-        matrices: `Matrices`.
-        strides: `MatrixStrides`.
-        expert: local expert, int64.
-        columns: [BLOCK_N] rows of the expert's weights.
     """
     weights = matrices.weights + expert * in_units(strides.expert, TILE.unit)
     if FORMAT.element is None:
@@ -216,23 +171,14 @@ def product(
 
 
 class WeightOperand(NamedTuple):
-    """Weights as the kernels take them.
+    """Weights as the kernels take them."""
 
-    Attributes:
-        num_experts: E.
-        num_columns: rows of an expert's weights, columns of a product.
-        depth: elements of a row of weights, those of packed ones padded.
-        matrices: weights and their scales.
-        strides: of `matrices`.
-        format: element type, scales and slices.
-    """
-
-    num_experts: int
-    num_columns: int
-    depth: int
-    matrices: Matrices
-    strides: MatrixStrides
-    format: WeightFormat
+    num_experts: int  # E
+    num_columns: int  # rows of an expert's weights, columns of a product
+    depth: int  # elements of a row of weights, those of packed ones padded
+    matrices: Matrices  # weights and their scales
+    strides: MatrixStrides  # of `matrices`
+    format: WeightFormat  # element type, scales and slices
 
 
 def operand_of(weights: torch.Tensor | PackedMatrix, config: GroupedGemmConfig) -> WeightOperand:

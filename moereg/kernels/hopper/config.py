@@ -26,27 +26,19 @@ QUANTIZED_BLOCK_M: Final = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopperGemmConfig:
-    """Launch configuration of one grouped GEMM.
+    """Launch configuration of one grouped GEMM."""
 
-    Attributes:
-        block_m: rows of a tile: wgmma's N side; equal to the plan's.
-        block_n: columns of the weight product per tile (gate and up count as two); each warpgroup takes one half.
-        slack: rows by which a tile may be longer; equal to the plan's.
-        bodies: bit mask of `BODIES`; a tile uses the shortest one that holds it. The last two are always set, and a
-            quarter only together with the half, which the producer loads for it; without slack the last is not set.
-        group_m: row tiles that share a column tile of an expert's matrix before the next one is taken; 0: as many as
-            `select_group_m` says.
-        num_stages: slots of the ring.
-        staged_elements: elements of a staged store. Each warpgroup has two; four stages leave 4 KiB for each. In
-            training it has three.
-    """
-
-    block_m: int
-    block_n: int
-    slack: int = 32
+    block_m: int  # rows of a tile: wgmma's N side; equal to the plan's
+    block_n: int  # columns of the weight product per tile (gate and up count as two); each warpgroup takes one half
+    slack: int = 32  # rows by which a tile may be longer; equal to the plan's
+    # bit mask of `BODIES`; a tile uses the shortest one that holds it. The last two are always set, and a quarter only
+    # together with the half, which the producer loads for it; without slack the last is not set
     bodies: int = FIVE_BODIES
+    # row tiles that share a column tile of an expert's matrix before the next one is taken; 0: as many as
+    # `select_group_m` says
     group_m: int = 0
-    num_stages: int = 4
+    num_stages: int = 4  # slots of the ring
+    # elements of a staged store. Each warpgroup has two; four stages leave 4 KiB for each. In training it has three
     staged_elements: int = 2048
 
     def rows_of_store(self, num_columns: int) -> int:
@@ -63,68 +55,44 @@ class HopperGemmConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopperQuantizedConfig:
-    """Launch configuration of one 8-bit grouped GEMM.
+    """Launch configuration of one 8-bit grouped GEMM."""
 
-    Attributes:
-        num_stages: slots of the ring, 48 KiB each.
-        num_buffers: staged stores of each warpgroup, 8 KiB each.
-        leads: whether the first warpgroup runs a step ahead of the second in each tile, so that one multiplies while
-            the other accumulates or stores; only with block scales, and with more steps than slots.
-        early: whether programs load weights before the previous kernel has ended, guessing that each expert has rows
-            for one tile; only with overlap, and where row tiles do not share columns.
-    """
-
-    num_stages: int = 4
-    num_buffers: int = 2
+    num_stages: int = 4  # slots of the ring, 48 KiB each
+    num_buffers: int = 2  # staged stores of each warpgroup, 8 KiB each
+    # whether the first warpgroup runs a step ahead of the second in each tile, so that one multiplies while the other
+    # accumulates or stores; only with block scales, and with more steps than slots
     leads: bool = False
+    # whether programs load weights before the previous kernel has ended, guessing that each expert has rows for one
+    # tile; only with overlap, and where row tiles do not share columns
     early: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopperQuantizedRule:
-    """One row of the table of shipped 8-bit configurations.
+    """One row of the table of shipped 8-bit configurations."""
 
-    Attributes:
-        max_rows_per_expert: largest average number of rows per expert.
-        grouped: whether the row is for group and block scales only.
-        encodes_early: whether tokens are quantized before the sort has ended; only their stores wait for it.
-        gate_up: configuration of the first GEMM.
-        down: configuration of the second.
-    """
-
-    max_rows_per_expert: float = math.inf
-    grouped: bool = False
-    encodes_early: bool = False
-    gate_up: HopperQuantizedConfig = HopperQuantizedConfig()
-    down: HopperQuantizedConfig = HopperQuantizedConfig()
+    max_rows_per_expert: float = math.inf  # largest average number of rows per expert
+    grouped: bool = False  # whether the row is for group and block scales only
+    encodes_early: bool = False  # whether tokens are quantized before the sort has ended; only their stores wait for it
+    gate_up: HopperQuantizedConfig = HopperQuantizedConfig()  # configuration of the first GEMM
+    down: HopperQuantizedConfig = HopperQuantizedConfig()  # configuration of the second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopperConfigRule:
-    """One row of the table of shipped configurations.
+    """One row of the table of shipped configurations."""
 
-    Attributes:
-        max_rows_per_expert: largest average number of rows per expert.
-        min_columns: fewest rows of an expert's w13.
-        max_columns: most rows of an expert's w13.
-        min_experts: fewest local experts.
-        max_fewest_tiles: most tiles of 128 x 256 of the second product's output if each were full: as many as there
-            are where all tokens choose the same experts.
-        copies_rows: whether the tokens are first copied to the sorted rows of their routes.
-        heavy_first: as in `BlockMap`.
-        gate_up: configuration of the first GEMM.
-        down: configuration of the second, with the same `block_m` and `slack`.
-    """
-
-    max_rows_per_expert: float = math.inf
-    min_columns: int = 0
-    max_columns: float = math.inf
-    min_experts: int = 0
+    max_rows_per_expert: float = math.inf  # largest average number of rows per expert
+    min_columns: int = 0  # fewest rows of an expert's w13
+    max_columns: float = math.inf  # most rows of an expert's w13
+    min_experts: int = 0  # fewest local experts
+    # most tiles of 128 x 256 of the second product's output if each were full: as many as there are where all tokens
+    # choose the same experts
     max_fewest_tiles: float = math.inf
-    copies_rows: bool = False
-    heavy_first: int = False
-    gate_up: HopperGemmConfig
-    down: HopperGemmConfig
+    copies_rows: bool = False  # whether the tokens are first copied to the sorted rows of their routes
+    heavy_first: int = False  # as in `BlockMap`
+    gate_up: HopperGemmConfig  # configuration of the first GEMM
+    down: HopperGemmConfig  # configuration of the second, with the same `block_m` and `slack`
 
 
 _WIDE: Final = HopperGemmConfig(block_m=128, block_n=256)
@@ -193,17 +161,11 @@ TRAINED: Final = HopperGemmConfig(block_m=128, block_n=256, slack=0, bodies=0b10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightGradientConfig:
-    """Launch configuration of a weight's gradient.
+    """Launch configuration of a weight's gradient."""
 
-    Attributes:
-        block_m: rows of the weight per tile.
-        block_n: columns.
-        num_stages: slots of the ring, each of 64 routes.
-    """
-
-    block_m: int
-    block_n: int
-    num_stages: int = 4
+    block_m: int  # rows of the weight per tile
+    block_n: int  # columns
+    num_stages: int = 4  # slots of the ring, each of 64 routes
 
 
 # The side that gathers tokens, 16 bytes at a time, has the shorter half of the tile.

@@ -23,69 +23,44 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 class Place(NamedTuple):
-    """Position of one consumer's part of a tile.
+    """Position of one consumer's part of a tile."""
 
-    Attributes:
-        expert: the tile's expert.
-        column: the part's first row of the expert's weight and bias.
-        anchor: the tile's coordinate on axis 0 of the output's tensor map.
-        row: the tile's first row on axis 1.
-        out_column: the part's first column on axis 2.
-    """
-
-    expert: Any
-    column: Any
-    anchor: Any
-    row: Any
-    out_column: Any
+    expert: Any  # the tile's expert
+    column: Any  # the part's first row of the expert's weight and bias
+    anchor: Any  # the tile's coordinate on axis 0 of the output's tensor map
+    row: Any  # the tile's first row on axis 1
+    out_column: Any  # the part's first column on axis 2
 
 
 class Output(NamedTuple):
-    """The memory that consumers store to, and what their epilogue reads.
+    """The memory that consumers store to, and what their epilogue reads."""
 
-    Attributes:
-        out: map of the compact rows behind the guard, clipped at an expert's end, or in the batched format of
-            [E, max_T, columns]; boxes [1, rows, columns] of a staged store.
-        staging: [stores * consumers, rows, columns] staged stores; while one is written, a consumer's others may be in
-            flight.
-        bias: pointer to [E, bias_columns], canonical; or None.
-        bias_columns: rows of an expert's canonical weight.
-        row_weights: `RowWeights` that multiply compact rows after the bias.
-        row_scale: pointer to [E, num_columns] fp32, of packed weights, or None.
-        num_columns: rows of an expert's weight, padded where it is packed; in training, columns of `out`.
-        max_tokens: max_T in the batched format, where rows of a box past an expert's count are written and those
-            past max_T are dropped; None where rows are compact.
-        pre: map of rows of the pre-activation or its gradient, by half, boxes [1, 1, rows, columns]; this and the next
-            three only in training. None: not written.
-        partials: pointer to [NUM_WARPS * tiles along the columns, N] fp32, one for each warp; None: not written.
-        factors: [consumers, BLOCK_M] fp32, the routing weights of a tile.
-        num_routes: N.
-    """
-
+    # map of the compact rows behind the guard, clipped at an expert's end, or in the batched format of [E, max_T,
+    # columns]; boxes [1, rows, columns] of a staged store
     out: Any
+    # [stores * consumers, rows, columns] staged stores; while one is written, a consumer's others may be in flight
     staging: Any
-    bias: Any
-    bias_columns: Any
-    row_weights: Any
-    row_scale: Any
-    num_columns: Any
+    bias: Any  # pointer to [E, bias_columns], canonical; or None
+    bias_columns: Any  # rows of an expert's canonical weight
+    row_weights: Any  # `RowWeights` that multiply compact rows after the bias
+    row_scale: Any  # pointer to [E, num_columns] fp32, of packed weights, or None
+    num_columns: Any  # rows of an expert's weight, padded where it is packed; in training, columns of `out`
+    # max_T in the batched format, where rows of a box past an expert's count are written and those past max_T are
+    # dropped; None where rows are compact
     max_tokens: Any
+    # map of rows of the pre-activation or its gradient, by half, boxes [1, 1, rows, columns]; this and the next three
+    # only in training. None: not written
     pre: Any
-    partials: Any
-    factors: Any
-    num_routes: Any
+    partials: Any  # pointer to [NUM_WARPS * tiles along the columns, N] fp32, one for each warp; None: not written
+    factors: Any  # [consumers, BLOCK_M] fp32, the routing weights of a tile
+    num_routes: Any  # N
 
 
 class RowWeights(NamedTuple):
-    """Pointers to the routing weights of sorted rows; both None where rows are not weighted.
+    """Pointers to the routing weights of sorted rows; both None where rows are not weighted."""
 
-    Attributes:
-        sorted_routes: of a `RoutePlan`.
-        topk_weights: fp32, by route.
-    """
-
-    sorted_routes: Any
-    topk_weights: Any
+    sorted_routes: Any  # of a `RoutePlan`
+    topk_weights: Any  # fp32, by route
 
 
 @gluon.jit

@@ -112,17 +112,8 @@ def _consume(output, ring, turns, order, num_steps, PART: gl.constexpr, TILE: gl
     """Multiplies and stores a part of every tile of the program. Run by the warps of one consumer.
 
     Waits for a tile to be announced and for each slot of the ring to be full; reads the ring, `order` and what
-    `output` names; writes the staged stores and, through these, the output.
-
-    Args:
-        output: an `Output`.
-        ring: a `Ring`.
-        turns: `Turns`.
-        order: a `TileOrder`.
-        num_steps: steps of the reduction, an adapter's included; at least three of packed weights.
-        PART: the consumer's number, and that of its columns.
-        TILE: a `ProductTile`.
-        ACTIVATION: `ActivationConstant`.
+    `output` names; writes the staged stores and, through these, the output. `num_steps` has those of an adapter, and
+    is at least three for packed weights; PART is the consumer's number and that of its columns.
     """
     WARPS: gl.constexpr = consumer_warps(TILE.consumers)
     LONGEST: gl.constexpr = _next_shorter(len(_BODIES), TILE.bodies)
@@ -289,21 +280,10 @@ def launch_product(
     programs: int = 1,
     **others: Any,
 ) -> None:
-    """Launches a product.
+    """Launches a product; arguments as for `row_arguments`, `product_arguments`, `Operands` and `TileOrder`.
 
     Args:
-        rows: activations, without the guard rows.
-        weights: as in `Operands`.
-        plan: tiles of rows.
-        config: launch configuration, with the plan's `block_m` and `slack`.
-        num_columns: rows of an expert's weight.
-        group_m: as in `TileOrder`.
-        top_k: K where `rows` are tokens, which are gathered by route, or None.
         tile: what the `ProductTile` has beside sizes.
-        activation: this and the next three as for `product_arguments`.
-        bias: as there.
-        counter: as there.
-        overlap: as there.
         programs: per multiprocessor.
         others: further arguments of `_grouped_kernel`, and options.
     """

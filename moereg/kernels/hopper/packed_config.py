@@ -27,27 +27,16 @@ _BARRIER_BYTES: Final = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopperPackedConfig:
-    """Launch configuration of one grouped GEMM of packed weights.
+    """Launch configuration of one grouped GEMM of packed weights."""
 
-    Attributes:
-        block_m: rows of a tile: wgmma's N side; equal to the plan's.
-        block_n: columns of the weight product per tile (gate and up count as two), 64 or 128 for each consumer.
-        slack: rows by which a tile may be longer, or 0; equal to the plan's.
-        most_stages: slots of the ring, if that many fit.
-        num_consumers: warpgroups that multiply, 2 or 3.
-        consumer_registers: per thread.
-        producer_registers: per thread.
-        programs: per multiprocessor.
-    """
-
-    block_m: int
-    block_n: int
-    slack: int = 32
-    most_stages: int
-    num_consumers: int = 2
-    consumer_registers: int
-    producer_registers: int
-    programs: int = 1
+    block_m: int  # rows of a tile: wgmma's N side; equal to the plan's
+    block_n: int  # columns of the weight product per tile (gate and up count as two), 64 or 128 for each consumer
+    slack: int = 32  # rows by which a tile may be longer, or 0; equal to the plan's
+    most_stages: int  # slots of the ring, if that many fit
+    num_consumers: int = 2  # warpgroups that multiply, 2 or 3
+    consumer_registers: int  # per thread
+    producer_registers: int  # per thread
+    programs: int = 1  # per multiprocessor
 
     @property
     def columns(self) -> int:
@@ -77,21 +66,13 @@ class HopperPackedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopperPackedRule:
-    """One row of the table of configurations.
+    """One row of the table of configurations."""
 
-    Attributes:
-        max_rows_per_expert: largest average number of rows per expert.
-        copies_rows: whether the tokens are first copied to the sorted rows of their routes.
-        heavy_first: as in `BlockMap`; off in every rule.
-        gate_up: configuration of the first GEMM.
-        down: configuration of the second, with the same `block_m` and `slack`.
-    """
-
-    max_rows_per_expert: float = math.inf
-    copies_rows: bool = False
-    heavy_first: ClassVar[int] = False
-    gate_up: HopperPackedConfig
-    down: HopperPackedConfig
+    max_rows_per_expert: float = math.inf  # largest average number of rows per expert
+    copies_rows: bool = False  # whether the tokens are first copied to the sorted rows of their routes
+    heavy_first: ClassVar[int] = False  # as in `BlockMap`; off in every rule
+    gate_up: HopperPackedConfig  # configuration of the first GEMM
+    down: HopperPackedConfig  # configuration of the second, with the same `block_m` and `slack`
 
 
 # One program of two consumers. Four warps that gather tokens need registers for addresses; TMA needs one with few.

@@ -19,18 +19,13 @@ from moereg.kernels.hopper.ring import BLOCK_K, reinterpret
 
 
 class PackedFormat(NamedTuple):
-    """Compile-time constant: how weights are packed and how they are dequantized.
+    """Compile-time constant: how weights are packed and how they are dequantized."""
 
-    Attributes:
-        element: of `PackedMatrix`.
-        scales: `e8m0` or `e4m3` codes that are folded into the operand; `float32` ones that multiply dequantized
-            weights, rounded; or None.
-        span: steps per word of scales.
-    """
-
-    element: str
+    element: str  # of `PackedMatrix`
+    # `e8m0` or `e4m3` codes that are folded into the operand; `float32` ones that multiply dequantized weights,
+    # rounded; or None
     scales: str | None
-    span: int
+    span: int  # steps per word of scales
 
 
 @gluon.constexpr_function
@@ -145,13 +140,8 @@ def _in_order(x, GATED: gl.constexpr):
 def restore(ring, place, parity, ROWS: gl.constexpr, GATED: gl.constexpr, FORMAT: gl.constexpr):
     """[64, BLOCK_K] bfloat16, the left operand of a product with ROWS rows, from 64 rows of a slot.
 
-    Args:
-        ring: a `PackedRing`.
-        place: which 64 rows of the ring.
-        parity: 1 in odd steps, which use the upper codes of a word of scales that serves two steps.
-        ROWS: rows of the product.
-        GATED: whether gates and ups alternate.
-        FORMAT: a `PackedFormat`.
+    `place` says which 64 rows of the ring; `parity` is 1 in odd steps, which use the upper codes of a word of scales
+    that serves two steps. GATED: whether gates and ups alternate.
     """
     WORDS: gl.constexpr = 16 if FORMAT.element == "int8" else 8
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])

@@ -26,40 +26,25 @@ SAVED_ROWS = gl.constexpr(32)
 
 
 class Operands(NamedTuple):
-    """The memory that a product reads, and the number of its steps.
+    """The memory that a product reads, and the number of its steps."""
 
-    Attributes:
-        rows: map of rows in order, boxes [BLOCK_M // 2, BLOCK_K], or pointer to the tokens [T, H] that are gathered.
-        slack_rows: map of the same rows, boxes [SLACK, BLOCK_K]; None without slack or where tokens are gathered.
-        weights: map of the weights, boxes [BLOCK_N // 16, 2, 8, BLOCK_K] of 8 gates and their 8 ups in turn,
-            [1, BLOCK_N, BLOCK_K] or [1, BLOCK_K, BLOCK_N / consumers]; for packed weights, of their words as lines of
-            32, one box per consumer.
-        scales: map of the words of a packed weight's scales as lines of 8, one box per consumer; or None.
-        num_columns: rows of an expert's packed weight.
-        scale_words: words of scales per row.
-        num_steps: steps of the reduction.
-        low_rows: map of an adapter's low-rank rows, boxes as those of rows in order; None: no adapter.
-        low_weights: map of its matrices, boxes as those of weights; None: no adapter.
-        low_steps: steps of the reduction over the adapter's rank, behind the others.
-        saved: map of the pre-activation by half, rows and columns, boxes [1, SAVED_ROWS, BLOCK_N]; each SAVED_ROWS of a
-            tile are one more step, whose boxes lie where weights would. None: nothing is read.
-        hidden_chunks: chunks of 8 elements, 16 bytes, of a token.
-        stride_chunks: chunks from one token to the next.
-    """
-
-    rows: Any
-    slack_rows: Any
+    rows: Any  # map of rows in order, boxes [BLOCK_M // 2, BLOCK_K], or pointer to the tokens [T, H] that are gathered
+    slack_rows: Any  # map of the same rows, boxes [SLACK, BLOCK_K]; None without slack or where tokens are gathered
+    # map of the weights, boxes [BLOCK_N // 16, 2, 8, BLOCK_K] of 8 gates and their 8 ups in turn, [1, BLOCK_N, BLOCK_K]
+    # or [1, BLOCK_K, BLOCK_N / consumers]; for packed weights, of their words as lines of 32, one box per consumer
     weights: Any
-    scales: Any
-    num_columns: Any
-    scale_words: Any
-    num_steps: Any
-    low_rows: Any
-    low_weights: Any
-    low_steps: Any
+    scales: Any  # map of the words of a packed weight's scales as lines of 8, one box per consumer; or None
+    num_columns: Any  # rows of an expert's packed weight
+    scale_words: Any  # words of scales per row
+    num_steps: Any  # steps of the reduction
+    low_rows: Any  # map of an adapter's low-rank rows, boxes as those of rows in order; None: no adapter
+    low_weights: Any  # map of its matrices, boxes as those of weights; None: no adapter
+    low_steps: Any  # steps of the reduction over the adapter's rank, behind the others
+    # map of the pre-activation by half, rows and columns, boxes [1, SAVED_ROWS, BLOCK_N]; each SAVED_ROWS of a tile are
+    # one more step, whose boxes lie where weights would. None: nothing is read
     saved: Any
-    hidden_chunks: Any
-    stride_chunks: Any
+    hidden_chunks: Any  # chunks of 8 elements, 16 bytes, of a token
+    stride_chunks: Any  # chunks from one token to the next
 
 
 @gluon.constexpr_function
@@ -157,13 +142,6 @@ def produce(operands, ring, turns, order, TILE: gl.constexpr):
     Reads the weights and rows through tensor maps, `order` and the tile counter, which it increments. Announces each
     tile, then for each step waits until all consumers have emptied a slot, sets the bytes that its `full` expects, and
     starts the copies that the tile's body reads; see `BODIES` of `config.py`. A quarter is loaded as a half.
-
-    Args:
-        operands: `Operands`.
-        ring: a `Ring`.
-        turns: `Turns`.
-        order: a `TileOrder`.
-        TILE: a `ProductTile`.
     """
     MOST: gl.constexpr = _most_of_halves(TILE.block_m, TILE.slack, TILE.bodies)
     WEIGHT_BYTES: gl.constexpr = _weight_bytes(TILE, operands.weights.block_shape, operands.scales is not None)

@@ -51,16 +51,18 @@ def _join(first, second, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def multiply_pieces(
-    ring,
-    slot,
-    phase,
-    num_steps,
-    lead,
+    ring,  # a `CodeRing` as its consumers read it
+    slot,  # the first slot
+    phase,  # its phase
+    num_steps,  # steps along the reduced dimension, at least one
+    lead,  # [1, 1] barrier at which the first warpgroup arrives after the first step of each tile; unused unless LEADS
+    # [OWN_ROWS] fp32 that multiplies the row scales, or None. Multiplying the results instead would spill 136 bytes a
+    # thread
     weight,
-    WARPGROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    LEADS: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    WARPGROUP: gl.constexpr,  # which rows
+    STAGES: gl.constexpr,  # slots of the ring
+    LEADS: gl.constexpr,  # whether the first warpgroup runs a step ahead
+    LAYOUT: gl.constexpr,  # layout of the results
 ):
     """Multiplies and scales both halves of a warpgroup's rows from the next `num_steps` slots of the ring.
 
@@ -69,20 +71,6 @@ def multiply_pieces(
     by 256 columns are computed in four pieces of 64 columns, two in flight at a time. While one is multiplied, the
     other is scaled and added to the sums. Registers suffice for this, since two pieces are as large as one half. Rows
     are wgmma's register operand, loaded once per step; from shared memory they would be read once per piece.
-
-    Args:
-        ring: a `CodeRing` as its consumers read it.
-        slot: the first slot.
-        phase: its phase.
-        num_steps: steps along the reduced dimension, at least one.
-        lead: [1, 1] barrier at which the first warpgroup arrives after the first step of each tile; unused unless
-            LEADS.
-        weight: [OWN_ROWS] fp32 that multiplies the row scales, or None. Multiplying the results instead would spill 136
-            bytes a thread.
-        WARPGROUP: which rows.
-        STAGES: slots of the ring.
-        LEADS: whether the first warpgroup runs a step ahead.
-        LAYOUT: layout of the results.
 
     Returns:
         [OWN_ROWS, COLUMNS] fp32 of either half; the next slot and its phase.
@@ -240,73 +228,42 @@ def _skip(ring, slot, phase, num_steps, STAGES: gl.constexpr):
 
 
 class CodeOutput(NamedTuple):
-    """The memory that 8-bit consumers store to, and what their epilogue reads.
+    """The memory that 8-bit consumers store to, and what their epilogue reads."""
 
-    Attributes:
-        out: map of the compact rows behind the guard, clipped at an expert's end, boxes [1, OWN_ROWS, columns].
-        out_scale: pointer to the scales of `out`, or None where it is not quantized.
-        static_scale: pointer to static scales of `out`, per expert or one for all; None where they are dynamic.
-        staging: [2 * buffers, OWN_ROWS, columns] staged stores.
-        stride_scale: from one group's scales of `out` to the next group's.
-        stride_static: from one expert's static scale to the next one's: 1, or 0 where all share one.
-        bias: pointer to [E, num_columns], or None.
-        row_weights: `RowWeights`.
-        num_columns: rows of an expert's weight.
-    """
-
-    out: Any
-    out_scale: Any
-    static_scale: Any
-    staging: Any
-    stride_scale: Any
-    stride_static: Any
-    bias: Any
-    row_weights: Any
-    num_columns: Any
+    out: Any  # map of the compact rows behind the guard, clipped at an expert's end, boxes [1, OWN_ROWS, columns]
+    out_scale: Any  # pointer to the scales of `out`, or None where it is not quantized
+    static_scale: Any  # pointer to static scales of `out`, per expert or one for all; None where they are dynamic
+    staging: Any  # [2 * buffers, OWN_ROWS, columns] staged stores
+    stride_scale: Any  # from one group's scales of `out` to the next group's
+    stride_static: Any  # from one expert's static scale to the next one's: 1, or 0 where all share one
+    bias: Any  # pointer to [E, num_columns], or None
+    row_weights: Any  # `RowWeights`
+    num_columns: Any  # rows of an expert's weight
 
 
 class CodeScales(NamedTuple):
-    """A product's scales. Consumers read them, or, where they change from step to step, the producer does.
+    """A product's scales. Consumers read them, or, where they change from step to step, the producer does."""
 
-    Attributes:
-        row: pointer to one scale per row, of the first step where grouped.
-        column: pointer to one scale per column, or per `group_rows` of them.
-        group_rows: rows of a weight that share a scale.
-        stride_expert: from one expert's column scales to the next one's.
-    """
-
-    row: Any
-    column: Any
-    group_rows: Any
-    stride_expert: Any
+    row: Any  # pointer to one scale per row, of the first step where grouped
+    column: Any  # pointer to one scale per column, or per `group_rows` of them
+    group_rows: Any  # rows of a weight that share a scale
+    stride_expert: Any  # from one expert's column scales to the next one's
 
 
 @gluon.jit
 def _scale_and_bias(
-    x,
-    row_scale,
-    column_scales,
-    bias,
-    weight,
-    first,
-    num_columns,
-    group_rows,
-    TILE: gl.constexpr,
+    x,  # [OWN_ROWS, COLUMNS] fp32
+    row_scale,  # [OWN_ROWS] where not grouped; already times the routing weights, if any
+    column_scales,  # pointer to the expert's first scale, one per column or one for a half
+    bias,  # pointer to the expert's first element, or None
+    weight,  # [OWN_ROWS] routing weights, which multiply the bias, or None
+    first,  # first row of the half in the expert's weight
+    num_columns,  # rows of the expert's weight
+    group_rows,  # rows of it that share a scale
+    TILE: gl.constexpr,  # a `CodeTile`
     LAYOUT: gl.constexpr,
 ):
-    """Multiplies a half's product by the scales that do not change along a row, and adds the bias.
-
-    Args:
-        x: [OWN_ROWS, COLUMNS] fp32.
-        row_scale: [OWN_ROWS] where not grouped; already times the routing weights, if any.
-        column_scales: pointer to the expert's first scale, one per column or one for a half.
-        bias: pointer to the expert's first element, or None.
-        weight: [OWN_ROWS] routing weights, which multiply the bias, or None.
-        first: first row of the half in the expert's weight.
-        num_columns: rows of the expert's weight.
-        group_rows: rows of it that share a scale.
-        TILE: a `CodeTile`.
-    """
+    """Multiplies a half's product by the scales that do not change along a row, and adds the bias."""
     columns = gl.minimum(first + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT)), num_columns - 1)
     if not TILE.grouped:
         if TILE.by_column:
@@ -419,33 +376,21 @@ def _store_half(y, output, tile, column, WARPGROUP: gl.constexpr, FIRST: gl.cons
 
 @gluon.jit
 def consume_codes(
-    output,
-    scales,
-    ring,
-    turns,
-    lead,
-    order,
-    num_steps,
-    WARPGROUP: gl.constexpr,
-    TILE: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    output,  # a `CodeOutput`
+    scales,  # `CodeScales`
+    ring,  # a `CodeRing` as `operands_of` returns it
+    turns,  # `Turns`
+    lead,  # [1, 1] barrier at which the first warpgroup arrives once per tile, after its first step
+    order,  # a `TileOrder`
+    num_steps,  # steps along the reduced dimension
+    WARPGROUP: gl.constexpr,  # 0 or 1: which half of the rows
+    TILE: gl.constexpr,  # a `CodeTile`
+    ACTIVATION: gl.constexpr,  # `ActivationConstant`
 ):
     """Multiplies and stores one warpgroup's rows of every tile of the program. Run by four warps.
 
     Waits for a tile to be announced and for each slot of the ring to be full; reads the ring, `order`, the bias and
     the scales that do not change along a row; writes the staged stores and, through these, the output and its scales.
-
-    Args:
-        output: a `CodeOutput`.
-        scales: `CodeScales`.
-        ring: a `CodeRing` as `operands_of` returns it.
-        turns: `Turns`.
-        lead: [1, 1] barrier at which the first warpgroup arrives once per tile, after its first step.
-        order: a `TileOrder`.
-        num_steps: steps along the reduced dimension.
-        WARPGROUP: 0 or 1: which half of the rows.
-        TILE: a `CodeTile`.
-        ACTIVATION: `ActivationConstant`.
     """
     GATED: gl.constexpr = ACTIVATION.gated
     STAGES: gl.constexpr = TILE.stages

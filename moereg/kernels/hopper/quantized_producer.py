@@ -36,49 +36,30 @@ BLOCK_K = gl.constexpr(128)
 
 
 class CodeTile(NamedTuple):
-    """Compile-time constant: how an 8-bit product is multiplied and stored.
+    """Compile-time constant: how an 8-bit product is multiplied and stored."""
 
-    Attributes:
-        stages: slots of the ring.
-        buffers: staged stores of each warpgroup.
-        grouped: whether scales change from step to step.
-        by_column: whether each column has a scale; else the columns of a half share one.
-        rounded: dtype that numbers are rounded to before they are quantized, or None.
-        mask_n: whether the last half reaches past the last column, where zeros are stored.
-        leads: as in `HopperQuantizedConfig`.
-        early: whether the first tile's first weights are loaded early; see `load_early`.
-    """
-
-    stages: int
-    buffers: int
-    grouped: bool
-    by_column: bool
-    rounded: Any
-    mask_n: bool
-    leads: bool
-    early: bool
+    stages: int  # slots of the ring
+    buffers: int  # staged stores of each warpgroup
+    grouped: bool  # whether scales change from step to step
+    by_column: bool  # whether each column has a scale; else the columns of a half share one
+    rounded: Any  # dtype that numbers are rounded to before they are quantized, or None
+    mask_n: bool  # whether the last half reaches past the last column, where zeros are stored
+    leads: bool  # as in `HopperQuantizedConfig`
+    early: bool  # whether the first tile's first weights are loaded early; see `load_early`
 
 
 class CodeRing(NamedTuple):
-    """The shared memory of a ring with STAGES slots.
+    """The shared memory of a ring with STAGES slots."""
 
-    Attributes:
-        rows: [2 * STAGES, OWN_ROWS, BLOCK_K] a slot's activations, by warpgroups.
-        weights: [2 * STAGES, 1, COLUMNS, BLOCK_K] a slot's weights, by halves; for consumers
-            [2 * STAGES, COLUMNS, BLOCK_K].
-        row_scales: [STAGES, BLOCK_M] fp32 scales of a slot's rows; for consumers [2 * STAGES, OWN_ROWS]. Neither these
-            nor the next are read where scales do not change along a row.
-        half_scales: [2 * STAGES, 1] fp32 scales of a slot's weights, one per half.
-        full: [STAGES, 1] barriers that complete when the bytes of a slot have arrived.
-        empty: [STAGES, 1] barriers that complete when both consumers have multiplied them.
-    """
-
-    rows: Any
+    rows: Any  # [2 * STAGES, OWN_ROWS, BLOCK_K] a slot's activations, by warpgroups
+    # [2 * STAGES, 1, COLUMNS, BLOCK_K] a slot's weights, by halves; for consumers [2 * STAGES, COLUMNS, BLOCK_K]
     weights: Any
+    # [STAGES, BLOCK_M] fp32 scales of a slot's rows; for consumers [2 * STAGES, OWN_ROWS]. Neither these nor the next
+    # are read where scales do not change along a row
     row_scales: Any
-    half_scales: Any
-    full: Any
-    empty: Any
+    half_scales: Any  # [2 * STAGES, 1] fp32 scales of a slot's weights, one per half
+    full: Any  # [STAGES, 1] barriers that complete when the bytes of a slot have arrived
+    empty: Any  # [STAGES, 1] barriers that complete when both consumers have multiplied them
 
 
 @gluon.jit
@@ -153,40 +134,25 @@ def _load_rows(rows, row, num_rows, at, ring, slot):
 
 @gluon.jit
 def produce_codes(
-    rows,
-    weights,
-    scales,
-    ring,
-    turns,
-    early,
-    order,
-    num_steps,
-    num_columns,
-    stride_row_scale,
-    stride_column_scale,
-    GATED: gl.constexpr,
-    TILE: gl.constexpr,
+    rows,  # map of the rows, boxes [OWN_ROWS, BLOCK_K]
+    weights,  # map of the weights, boxes [1, COLUMNS, BLOCK_K]
+    scales,  # `CodeScales`
+    ring,  # a `CodeRing`
+    turns,  # `Turns`
+    early,  # [1, 1] barrier of the weights that `load_early` loads; unused unless TILE.early
+    order,  # a `TileOrder`
+    num_steps,  # steps along the reduced dimension
+    num_columns,  # rows of an expert's weight
+    stride_row_scale,  # from a row's scale of one step to that of the next
+    stride_column_scale,  # from the scales of one group of weight rows to those of the next
+    GATED: gl.constexpr,  # whether the weight holds gates
+    TILE: gl.constexpr,  # a `CodeTile`
 ):
     """Fills the ring with boxes of sorted rows and of both halves' weights, and with their scales. Run by one warp.
 
     Reads rows and weights through tensor maps, the scales, `order` and the tile counter, which it increments. Announces
     each tile, then for each step waits until both consumers have emptied a slot, sets the bytes that its `full` barrier
     expects, and starts the copies. Where scales are grouped, `full` also waits for those of each thread.
-
-    Args:
-        rows: map of the rows, boxes [OWN_ROWS, BLOCK_K].
-        weights: map of the weights, boxes [1, COLUMNS, BLOCK_K].
-        scales: `CodeScales`.
-        ring: a `CodeRing`.
-        turns: `Turns`.
-        early: [1, 1] barrier of the weights that `load_early` loads; unused unless TILE.early.
-        order: a `TileOrder`.
-        num_steps: steps along the reduced dimension.
-        num_columns: rows of an expert's weight.
-        stride_row_scale: from a row's scale of one step to that of the next.
-        stride_column_scale: from the scales of one group of weight rows to those of the next.
-        GATED: whether the weight holds gates.
-        TILE: a `CodeTile`.
     """
     STAGES: gl.constexpr = TILE.stages
     EARLY: gl.constexpr = TILE.early

@@ -36,110 +36,64 @@ reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterp
 
 
 class Ring(NamedTuple):
-    """The shared memory of a ring with STAGES slots.
+    """The shared memory of a ring with STAGES slots."""
 
-    Attributes:
-        weights: [STAGES, ...box] a slot's rows of a weight, as boxes of its tensor map; [CONSUMERS * STAGES, ...box]
-            where each consumer has its own boxes: the int32 words of packed weights, or rows that are steps.
-        scales: [CONSUMERS * STAGES, lines, 8] int32, a word for each of a consumer's packed rows; None without.
-        rows: [2 * STAGES, BLOCK_M // 2, BLOCK_K] a slot's rows of activations, in two halves.
-        slack_rows: [STAGES, SLACK, BLOCK_K] the rows behind them; None without slack.
-        full: [STAGES, 1] barriers that complete when the bytes of a slot have arrived.
-        empty: [STAGES, 1] barriers that complete when all consumers have multiplied them.
-    """
-
+    # [STAGES, ...box] a slot's rows of a weight, as boxes of its tensor map; [CONSUMERS * STAGES, ...box] where each
+    # consumer has its own boxes: the int32 words of packed weights, or rows that are steps
     weights: Any
-    scales: Any
-    rows: Any
-    slack_rows: Any
-    full: Any
-    empty: Any
+    scales: Any  # [CONSUMERS * STAGES, lines, 8] int32, a word for each of a consumer's packed rows; None without
+    rows: Any  # [2 * STAGES, BLOCK_M // 2, BLOCK_K] a slot's rows of activations, in two halves
+    slack_rows: Any  # [STAGES, SLACK, BLOCK_K] the rows behind them; None without slack
+    full: Any  # [STAGES, 1] barriers that complete when the bytes of a slot have arrived
+    empty: Any  # [STAGES, 1] barriers that complete when all consumers have multiplied them
 
 
 class ProductTile(NamedTuple):
-    """Compile-time constant: the tile of a product.
+    """Compile-time constant: the tile of a product."""
 
-    Attributes:
-        block_m: rows; this and the next two as in the launch configurations.
-        block_n: columns; each consumer takes a part.
-        slack: rows by which a tile may be longer.
-        bodies: as in `HopperGemmConfig`; 0 for packed weights: half a tile, a tile, a tile with slack.
-        stages: slots of the ring.
-        top_k: routes per token where the producer gathers tokens by route; None: rows lie in order.
-        mask_k: whether the last step then reaches past the end of a token.
-        consumers: warpgroups that multiply, or 1 where both of two are one.
-        packed: a `PackedFormat`; None: weights are not packed.
-        odd: whether the number of steps is odd; packed weights only.
-        trained: `gate_up`, `down_input` or `rows`: the product of a layer that is trained; None: inference.
-        by_depth: whether neighbors in memory are columns of a weight, not steps of the reduction.
-        halves: 2 where the activation is gated, 1 where not; read where rows of the pre-activation are.
-    """
-
-    block_m: int
-    block_n: int
-    slack: int
-    bodies: int
-    stages: int
-    top_k: int | None
-    mask_k: bool
-    consumers: int = 2
-    packed: Any = None
-    odd: bool = False
+    block_m: int  # rows; this and the next two as in the launch configurations
+    block_n: int  # columns; each consumer takes a part
+    slack: int  # rows by which a tile may be longer
+    bodies: int  # as in `HopperGemmConfig`; 0 for packed weights: half a tile, a tile, a tile with slack
+    stages: int  # slots of the ring
+    top_k: int | None  # routes per token where the producer gathers tokens by route; None: rows lie in order
+    mask_k: bool  # whether the last step then reaches past the end of a token
+    consumers: int = 2  # warpgroups that multiply, or 1 where both of two are one
+    packed: Any = None  # a `PackedFormat`; None: weights are not packed
+    odd: bool = False  # whether the number of steps is odd; packed weights only
+    # `gate_up`, `down_input` or `rows`: the product of a layer that is trained; None: inference
     trained: str | None = None
-    by_depth: bool = False
-    halves: int = 1
+    by_depth: bool = False  # whether neighbors in memory are columns of a weight, not steps of the reduction
+    halves: int = 1  # 2 where the activation is gated, 1 where not; read where rows of the pre-activation are
 
 
 class PlanPointers(NamedTuple):
-    """A `BlockMap` or `RoutePlan` as a kernel argument.
+    """A `BlockMap` or `RoutePlan` as a kernel argument."""
 
-    Attributes:
-        sorted_routes: None where no route is read.
-        block_expert: expert of a row tile; this and the next three as in `BlockMap`.
-        block_row: first row of a tile.
-        block_end: end of the rows of the tile's expert.
-        num_blocks: tiles of rows in use.
-        tile_counter: tiles that programs have taken beyond their first ones; incremented.
-    """
-
-    sorted_routes: Any
-    block_expert: Any
-    block_row: Any
-    block_end: Any
-    num_blocks: Any
-    tile_counter: Any
+    sorted_routes: Any  # None where no route is read
+    block_expert: Any  # expert of a row tile; this and the next three as in `BlockMap`
+    block_row: Any  # first row of a tile
+    block_end: Any  # end of the rows of the tile's expert
+    num_blocks: Any  # tiles of rows in use
+    tile_counter: Any  # tiles that programs have taken beyond their first ones; incremented
 
 
 class TileOrder(NamedTuple):
-    """The tiles of a product and the order in which programs take them.
+    """The tiles of a product and the order in which programs take them."""
 
-    Attributes:
-        plan: `PlanPointers`.
-        num_blocks: tiles of rows in use.
-        num_tiles_n: tiles along the columns of a weight.
-        group_m: row tiles that share a column tile of the weight before the next one is taken, for L2 reuse.
-    """
-
-    plan: Any
-    num_blocks: Any
-    num_tiles_n: Any
-    group_m: Any
+    plan: Any  # `PlanPointers`
+    num_blocks: Any  # tiles of rows in use
+    num_tiles_n: Any  # tiles along the columns of a weight
+    group_m: Any  # row tiles that share a column tile of the weight before the next one is taken, for L2 reuse
 
 
 class Tile(NamedTuple):
-    """One tile of a product.
+    """One tile of a product."""
 
-    Attributes:
-        expert: the expert whose weight it multiplies.
-        column_tile: its number along the columns of that weight.
-        row: its first row, in sorted order or in the batched format.
-        num_rows: at most BLOCK_M + SLACK.
-    """
-
-    expert: Any
-    column_tile: Any
-    row: Any
-    num_rows: Any
+    expert: Any  # the expert whose weight it multiplies
+    column_tile: Any  # its number along the columns of that weight
+    row: Any  # its first row, in sorted order or in the batched format
+    num_rows: Any  # at most BLOCK_M + SLACK
 
 
 @gluon.jit
@@ -204,15 +158,8 @@ def multiply(
 
     Waits for each slot to be full and arrives at its `empty` once its product has ended.
 
-    Args:
-        ring: a `Ring`.
-        slot: the first slot.
-        phase: its phase.
-        num_steps: steps along the reduced dimension, at least one.
-        PART: the consumer's number, and that of its columns.
-        ROWS: BLOCK_M, or half or a quarter of it for a tile with fewer rows.
-        SLACK: rows behind them, or 0.
-        TILE: a `ProductTile`.
+    `num_steps` is at least one. PART is the consumer's number and that of its columns; ROWS is BLOCK_M, or half or a
+    quarter of it for a tile with fewer rows; SLACK more may lie behind them.
 
     Returns:
         [BLOCK_N // consumers, ROWS] fp32; the same of SLACK rows, or the first again without slack; the next slot and
@@ -270,17 +217,11 @@ NO_TILE = gl.constexpr(-1)
 
 
 class Turns(NamedTuple):
-    """The shared memory through which a producer announces tiles to its consumers.
+    """The shared memory through which a producer announces tiles to its consumers."""
 
-    Attributes:
-        tiles: [TURNS, 1] int32, numbers of tiles.
-        announced: [TURNS, 1] barriers that complete when the producer has written a number.
-        taken: [TURNS, 1] barriers that complete when all consumers have read it.
-    """
-
-    tiles: Any
-    announced: Any
-    taken: Any
+    tiles: Any  # [TURNS, 1] int32, numbers of tiles
+    announced: Any  # [TURNS, 1] barriers that complete when the producer has written a number
+    taken: Any  # [TURNS, 1] barriers that complete when all consumers have read it
 
 
 @gluon.jit

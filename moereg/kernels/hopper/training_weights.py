@@ -55,73 +55,42 @@ _STAGED = gl.constexpr(64)
 
 
 class GradientTile(NamedTuple):
-    """Compile-time constant: the tile of a weight's gradient.
+    """Compile-time constant: the tile of a weight's gradient."""
 
-    Attributes:
-        block_m: rows; each consumer takes a half.
-        block_n: columns.
-        stages: slots of the ring.
-        top_k: K.
-        gathers_left: whether the left side has a row for each token, or else the right one.
-    """
-
-    block_m: int
-    block_n: int
-    stages: int
-    top_k: int
-    gathers_left: bool
+    block_m: int  # rows; each consumer takes a half
+    block_n: int  # columns
+    stages: int  # slots of the ring
+    top_k: int  # K
+    gathers_left: bool  # whether the left side has a row for each token, or else the right one
 
 
 class _Sides(NamedTuple):
-    """The operands of a product.
+    """The operands of a product."""
 
-    Attributes:
-        ordered: map of the sorted rows behind the guard, clipped at an expert's end, boxes [1, BLOCK_K, columns].
-        tokens: pointer to the tokens' rows.
-        stride_chunks: chunks of 8 elements from one token to the next.
-        num_chunks: chunks of a token.
-        sorted_routes: of the plan.
-        expert_offsets: of the plan.
-    """
-
-    ordered: Any
-    tokens: Any
-    stride_chunks: Any
-    num_chunks: Any
-    sorted_routes: Any
-    expert_offsets: Any
+    ordered: Any  # map of the sorted rows behind the guard, clipped at an expert's end, boxes [1, BLOCK_K, columns]
+    tokens: Any  # pointer to the tokens' rows
+    stride_chunks: Any  # chunks of 8 elements from one token to the next
+    num_chunks: Any  # chunks of a token
+    sorted_routes: Any  # of the plan
+    expert_offsets: Any  # of the plan
 
 
 class _Ring(NamedTuple):
-    """The shared memory of the ring.
+    """The shared memory of the ring."""
 
-    Attributes:
-        left: [STAGES, BLOCK_K, BLOCK_M] or boxes of them.
-        right: [STAGES, BLOCK_K, BLOCK_N] or boxes of them.
-        full: [STAGES, 1] barriers that complete when the bytes of a slot have arrived.
-        empty: [STAGES, 1] barriers that complete when both consumers have multiplied them.
-    """
-
-    left: Any
-    right: Any
-    full: Any
-    empty: Any
+    left: Any  # [STAGES, BLOCK_K, BLOCK_M] or boxes of them
+    right: Any  # [STAGES, BLOCK_K, BLOCK_N] or boxes of them
+    full: Any  # [STAGES, 1] barriers that complete when the bytes of a slot have arrived
+    empty: Any  # [STAGES, 1] barriers that complete when both consumers have multiplied them
 
 
 class _Tiles(NamedTuple):
-    """The tiles of all experts' gradients.
+    """The tiles of all experts' gradients."""
 
-    Attributes:
-        counter: pointer to the number of tiles that programs have taken beyond their first ones.
-        num_experts: E.
-        num_m: tiles along the rows of a weight.
-        num_n: tiles along its columns.
-    """
-
-    counter: Any
-    num_experts: Any
-    num_m: Any
-    num_n: Any
+    counter: Any  # pointer to the number of tiles that programs have taken beyond their first ones
+    num_experts: Any  # E
+    num_m: Any  # tiles along the rows of a weight
+    num_n: Any  # tiles along its columns
 
 
 @gluon.jit

@@ -24,11 +24,7 @@ _LOCK: Final = threading.Lock()
 def launch_again(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """As `launch`, or the replay of its recording if it came before with tensors like these and equal numbers.
 
-    Args:
-        kernel: a `triton.jit` function.
-        grid: programs along up to three axes.
-        arguments: of the kernel: tensors, None and numbers, the first a tensor.
-        options: its constants by name, and launch options.
+    Arguments are tensors, None and numbers, the first a tensor.
     """
     tensors = tuple(value for value in arguments if isinstance(value, torch.Tensor))
     numbers = tuple("" if isinstance(value, torch.Tensor) else value for value in arguments)

@@ -59,21 +59,13 @@ class _Pointer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TensorMap:
-    """The argument `arguments[place]`, a tensor map whose base lies `offset` bytes into a tensor.
+    """The argument `arguments[place]`, a tensor map whose base lies `offset` bytes into a tensor."""
 
-    Attributes:
-        arguments: the C function's, or a list among them.
-        place: index in `arguments`.
-        offset: bytes.
-        descriptor: source of the map; its base changes.
-        encode: turns the descriptor into a map.
-    """
-
-    arguments: list[Any]
-    place: int
-    offset: int
-    descriptor: Any
-    encode: Callable[[Any], Any]
+    arguments: list[Any]  # the C function's, or a list among them
+    place: int  # index in `arguments`
+    offset: int  # bytes
+    descriptor: Any  # source of the map; its base changes
+    encode: Callable[[Any], Any]  # turns the descriptor into a map
 
     def bind(self, start: int) -> None:
         """Encodes the map for the tensor's current address."""

@@ -16,11 +16,7 @@ from moereg.kernels.packed.weights import restore_part
 def _load_code_word(words, columns, block, num_columns, GROUP: tl.constexpr):
     """[BLOCK_N] uint32: words of scale or zero-point codes, among them those of the block's groups.
 
-    Args:
-        words: the expert's first word, or [BLOCK_N] one for each row.
-        columns: [BLOCK_N].
-        block: the block, or one for each row.
-        num_columns: words of a group, one per row.
+    `words`, the expert's first, and `block` are one for all `columns` [BLOCK_N] or one for each.
     """
     PER_WORD: tl.constexpr = 4 if GROUP <= 32 else (2 if GROUP == 64 else 1)
     # Group 0 is a whole row: all of its blocks read its only word.
@@ -59,12 +55,12 @@ def _load_activations(pointers, row_mask, offs_k, depth_a, TILE: tl.constexpr):
 
 @triton.jit
 def accumulate_packed(
-    a_rows,
+    a_rows,  # [BLOCK_M] first elements of the rows of activations, bf16 or fp16
     words,
     group_scale,
     zero_point,
-    columns,
-    row_mask,
+    columns,  # [BLOCK_N] rows of the weights, all within them
+    row_mask,  # [BLOCK_M] valid rows of activations
     depth_a,
     num_blocks,
     num_columns,
@@ -77,11 +73,6 @@ def accumulate_packed(
     share one: with few programs on a multiprocessor, slices leave each warp less work in sequence.
 
     Arguments as for `accumulate_slices`, of one expert.
-
-    Args:
-        a_rows: [BLOCK_M] first elements of the rows of activations, bf16 or fp16.
-        columns: [BLOCK_N] rows of the weights, all within them.
-        row_mask: [BLOCK_M] valid rows of activations.
     """
     SLICES: tl.constexpr = FORMAT.slices
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -107,39 +98,26 @@ def accumulate_packed(
 
 @triton.jit
 def accumulate_slices(
+    # [SLICES, 1, BLOCK_M] first elements of the slices' activations, bf16 or fp16; [1, BLOCK_M] where there is one
+    # slice
     a_pointers,
-    words,
-    group_scale,
-    zero_point,
-    columns,
-    own_block,
-    a_mask,
-    depth_a,
-    num_blocks,
-    num_columns,
-    FORMAT: tl.constexpr,
-    TILE: tl.constexpr,
+    words,  # first word of the expert, or [ROWS] of the experts
+    group_scale,  # likewise, or None
+    zero_point,  # likewise, or None
+    columns,  # [ROWS] rows of the weights, all within them
+    own_block,  # [ROWS] the slice's first block; 0 where there is one slice
+    a_mask,  # shape of `a_pointers`: valid activations
+    depth_a,  # elements of a row of activations; memory past them may hold NaN
+    num_blocks,  # blocks of a row of weights
+    num_columns,  # rows of an expert's weights
+    FORMAT: tl.constexpr,  # `WeightFormat` of packed weights
+    TILE: tl.constexpr,  # `TileShape`; with `mask_rows`, loads of activations are masked by `a_mask`
     PIECES: tl.constexpr,
 ):
     """[SLICES, BLOCK_N, BLOCK_M] fp32 products, or [BLOCK_N, BLOCK_M] where there is one slice, before row scales.
 
     A step is BLOCK_K elements of every slice. PIECES slices share a row of weights, each taking every PIECES-th piece
     of BLOCK_K; slices of different rows run side by side. ROWS is SLICES * BLOCK_N.
-
-    Args:
-        a_pointers: [SLICES, 1, BLOCK_M] first elements of the slices' activations, bf16 or fp16; [1, BLOCK_M]
-            where there is one slice.
-        words: first word of the expert, or [ROWS] of the experts.
-        group_scale: likewise, or None.
-        zero_point: likewise, or None.
-        columns: [ROWS] rows of the weights, all within them.
-        own_block: [ROWS] the slice's first block; 0 where there is one slice.
-        a_mask: shape of `a_pointers`: valid activations.
-        depth_a: elements of a row of activations; memory past them may hold NaN.
-        num_blocks: blocks of a row of weights.
-        num_columns: rows of an expert's weights.
-        FORMAT: `WeightFormat` of packed weights.
-        TILE: `TileShape`; with `mask_rows`, loads of activations are masked by `a_mask`.
     """
     ELEMENT: tl.constexpr = FORMAT.element
     GROUP: tl.constexpr = FORMAT.group

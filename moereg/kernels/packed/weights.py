@@ -30,47 +30,33 @@ STEP: Final = 128
 
 
 class WeightFormat(NamedTuple):
-    """Compile-time constant: how weights are stored and read.
+    """Compile-time constant: how weights are stored and read."""
 
-    Attributes:
-        element: this and the next two as in `PackedMatrix`; None: weights have the dtype of the activations.
-        group: elements that share a scale or zero point.
-        scale_dtype: None with `element`.
-        slices: pieces of a step of the main loop, one per warp, or 1.
-        stages: depth of the main loop's pipeline; None: Triton's own choice for the kernel.
-    """
-
+    # this and the next two as in `PackedMatrix`; None: weights have the dtype of the activations
     element: str | None = None
-    group: int = 0
-    scale_dtype: str | None = None
-    slices: int = 1
-    stages: int | None = None
+    group: int = 0  # elements that share a scale or zero point
+    scale_dtype: str | None = None  # None with `element`
+    slices: int = 1  # pieces of a step of the main loop, one per warp, or 1
+    stages: int | None = None  # depth of the main loop's pipeline; None: Triton's own choice for the kernel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """One matrix of every expert, packed; R rows of K_pad elements in K_pad / 64 blocks.
+    """One matrix of every expert, packed; R rows of K_pad elements in K_pad / 64 blocks."""
 
-    Attributes:
-        words: [E, K_pad / 64, R, words] int32, contiguous; 8 words for 4 bits, 16 for 8.
-        element: `uint4`, `int8` (stored with 128 added) or `float4_e2m1fn`.
-        group: elements that share a scale or zero point, a power of two from 16 on; 0: a row.
-        scale_dtype: dtype of the canonical group scales if they are folded into the operand, `float8_e8m0fnu` or
-            `float8_e4m3fn`; else `float32`.
-        group_scale: `float32`: [E, groups, R] fp32, multiplies partial products. Folded: [E, ceil(groups / n), R]
-            int32, n codes per word as for zero points; see `_folded_scales`. None: none, or one per row.
-        zero_point: [E, ceil(groups / n), R] int32, n 8-bit codes per word, the lowest first: as many as 128 elements
-            have, from 1 to 4. None: the middle of the range.
-        row_scale: [E, R] fp32, multiplies the product; None: 1.
-    """
-
-    words: torch.Tensor
-    element: str
-    group: int
+    words: torch.Tensor  # [E, K_pad / 64, R, words] int32, contiguous; 8 words for 4 bits, 16 for 8
+    element: str  # `uint4`, `int8` (stored with 128 added) or `float4_e2m1fn`
+    group: int  # elements that share a scale or zero point, a power of two from 16 on; 0: a row
+    # dtype of the canonical group scales if they are folded into the operand, `float8_e8m0fnu` or `float8_e4m3fn`; else
+    # `float32`
     scale_dtype: str
+    # `float32`: [E, groups, R] fp32, multiplies partial products. Folded: [E, ceil(groups / n), R] int32, n codes per
+    # word as for zero points; see `_folded_scales`. None: none, or one per row
     group_scale: torch.Tensor | None
+    # [E, ceil(groups / n), R] int32, n 8-bit codes per word, the lowest first: as many as 128 elements have, from 1 to
+    # 4. None: the middle of the range
     zero_point: torch.Tensor | None
-    row_scale: torch.Tensor | None
+    row_scale: torch.Tensor | None  # [E, R] fp32, multiplies the product; None: 1
 
     @property
     def num_experts(self) -> int:

@@ -13,22 +13,15 @@ _AMX_COLUMNS: Final = 32
 
 @dataclasses.dataclass(frozen=True)
 class CpuFeatures:
-    """Features that torch and oneDNN use. ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA may hide some of the CPU's.
+    """Features that torch and oneDNN use. ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA may hide some of the CPU's."""
 
-    Attributes:
-        onednn: oneDNN has AVX kernels and a weight order for them; false on CPUs other than x86-64.
-        bf16: It multiplies bfloat16, at least with AVX-512's conversions.
-        fp16: It multiplies float16 with AVX-512 FP16.
-        int8: It multiplies int8 with AVX-512 VNNI. torch alone has a plain loop, which took 64 ms for
-            32 x 2048 x 1536 on an AMD EPYC without VNNI, against 3 ms in fp32.
-        amx: It may multiply bfloat16 in AMX tiles.
-    """
-
-    onednn: bool
-    bf16: bool
-    fp16: bool
+    onednn: bool  # oneDNN has AVX kernels and a weight order for them; false on CPUs other than x86-64
+    bf16: bool  # It multiplies bfloat16, at least with AVX-512's conversions
+    fp16: bool  # It multiplies float16 with AVX-512 FP16
+    # It multiplies int8 with AVX-512 VNNI. torch alone has a plain loop, which took 64 ms for 32 x 2048 x 1536 on an
+    # AMD EPYC without VNNI, against 3 ms in fp32
     int8: bool
-    amx: bool
+    amx: bool  # It may multiply bfloat16 in AMX tiles
 
 
 @functools.cache

@@ -146,17 +146,13 @@ def batched_experts(
 ) -> None:
     """Runs the experts in the batched format with two batched matmuls over all rows; no synchronization.
 
-    Each call converts float16 weights to fp32, as in `dense_experts`, and then multiplies one expert at a time.
+    Each call converts float16 weights to fp32, as in `dense_experts`, and then multiplies one expert at a time. Other
+    arguments as for `grouped_experts`, without the alignment.
 
     Args:
         out: [E,max_T,H]; overwritten; rows past an expert's count become 0.
         hidden_states: [E,max_T,H]; rows past an expert's count may hold anything.
         expert_num_tokens: [E] int32; valid rows of each expert.
-        w13: [E,2I,H] or [E,I,H]; canonical.
-        w2: [E,H,I]; canonical.
-        activation: Function between the matmuls; called in fp32.
-        w13_bias: [E,2I] or [E,I], or None.
-        w2_bias: [E,H] or None.
     """
     num_experts, max_tokens, hidden_size = hidden_states.shape
     wide = _matmul_dtype(hidden_states.dtype)

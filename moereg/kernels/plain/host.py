@@ -74,19 +74,12 @@ def bucket_rows(rows: int, min_rows: int = MIN_ROWS) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SortedRoutes:
-    """Routes ordered by local expert, without those that have none.
+    """Routes ordered by local expert, without those that have none."""
 
-    Attributes:
-        num_rows: Routes that remain.
-        segments: (expert, first row, rows) of each active expert.
-        order: [num_rows] int64, index into the flattened [T,K].
-        positions: [T,K] int64, row of each route, or `num_rows` where it is left out.
-    """
-
-    num_rows: int
-    segments: list[tuple[int, int, int]]
-    order: torch.Tensor
-    positions: torch.Tensor
+    num_rows: int  # Routes that remain
+    segments: list[tuple[int, int, int]]  # (expert, first row, rows) of each active expert
+    order: torch.Tensor  # [num_rows] int64, index into the flattened [T,K]
+    positions: torch.Tensor  # [T,K] int64, row of each route, or `num_rows` where it is left out
 
 
 def sort_on_host(topk_ids: torch.Tensor, num_local_experts: int, expert_map: torch.Tensor | None) -> SortedRoutes:
@@ -247,15 +240,9 @@ def routed_inputs(
 def batched_rows(
     hidden_states: torch.Tensor, expert_num_tokens: torch.Tensor, block: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields the valid rows of each active expert, as `routed_inputs` for the batched format.
+    """Yields each active expert and views [rows, H] of its valid rows, at most `block` at a time.
 
-    Args:
-        hidden_states: [E,max_T,H]; rows past an expert's count may hold anything.
-        expert_num_tokens: [E] int32; valid rows of each expert.
-        block: Most rows at a time.
-
-    Yields:
-        The expert and views [rows, H].
+    As `routed_inputs`, for [E,max_T,H] in the batched format, with `expert_num_tokens` [E] int32 valid rows.
     """
     for expert, count in enumerate(expert_num_tokens.tolist()):
         for x in hidden_states[expert, :count].split(block):
@@ -331,16 +318,10 @@ def _one_token(
     mlp: ExpertMlp,
     min_tasks: int,
 ) -> None:
-    """Runs one token, whose experts all read the same row, without sorting, gathering and padding.
+    """Runs one token x [1,H], whose experts all read the same row, without sorting, gathering and padding.
 
-    These calls of torch and numpy would take as long as the experts of a small layer.
-
-    Args:
-        out: [1,H], overwritten.
-        x: [1,H].
-        weights: [K] fp32.
-        ids: Local expert of each of the K slots, or any other number where it has none.
-        slots: The slots that have a local expert.
+    These calls of torch and numpy would take as long as the experts of a small layer. `ids` are local experts of the K
+    slots, or any other number where one has none; `slots` those that have one.
     """
     if not slots:
         out.zero_()
@@ -390,16 +371,12 @@ def host_batched_experts(
     min_tasks: int = 2,
     min_rows: int = MIN_ROWS,
 ) -> None:
-    """Runs the experts of a CPU layer in the batched format.
+    """Runs the experts of a CPU layer in the batched format; other arguments as for `host_experts`.
 
     Args:
         out: [E,max_T,H], any float dtype; overwritten; rows past an expert's count become 0.
         hidden_states: [E,max_T,H]; rows past an expert's count may hold anything.
         expert_num_tokens: [E] int32; valid rows of each expert.
-        mlp: The experts.
-        w13_rows: 2I, or I where not gated.
-        min_tasks: As in `run_tasks`.
-        min_rows: As in `bucket_rows`.
     """
     max_tokens, hidden_size = hidden_states.shape[1:]
     block = row_block(hidden_size, w13_rows, hidden_states.element_size())

@@ -120,15 +120,11 @@ class RepeatingMlp:
     """Recomputes in fp32 what left float16's range on the way, such as a gate below -65504 whose result is 0.
 
     Rows are kept or recomputed one by one, so that none depends on its neighbors.
-
-    Attributes:
-        mlp: Computes float16 rows.
-        wide: Computes fp32 rows.
-        only_wide: Whether every row is computed in fp32, since routing weights magnify float16's rounding errors.
     """
 
-    mlp: ExpertMlp
-    wide: ExpertMlp
+    mlp: ExpertMlp  # Computes float16 rows
+    wide: ExpertMlp  # Computes fp32 rows
+    # Whether every row is computed in fp32, since routing weights magnify float16's rounding errors
     only_wide: bool = False
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
@@ -149,12 +145,9 @@ class IsolatingMlp:
     """Keeps rows that are not finite away from their neighbors, for products that mix rows (`cpu.mixes_rows`).
 
     Such rows come from a token that went wrong, or are rows of the batched format that were never written.
-
-    Attributes:
-        mlp: Computes rows correctly where their neighbors are finite.
     """
 
-    mlp: ExpertMlp
+    mlp: ExpertMlp  # Computes rows correctly where their neighbors are finite
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """As `ExpertMlp`."""
@@ -169,24 +162,15 @@ class PackedFusedMlp:
     """Gate, up and down matrices packed separately, so that the activation runs on the matmuls' fp32 accumulators.
 
     Three calls per expert instead of four, and one rounding of the intermediate instead of three.
-
-    Attributes:
-        gate: E packed [I,H].
-        up: E packed [I,H].
-        down: E packed [H,I].
-        post_op: As `fused_post_op` returns it.
-        activation: The same activation.
-        w13_bias: [E,2I] or None.
-        w2_bias: [E,H] or None.
     """
 
-    gate: list[torch.Tensor]
-    up: list[torch.Tensor]
-    down: list[torch.Tensor]
-    post_op: tuple[str, str]
-    activation: ActivationFn
-    w13_bias: torch.Tensor | None = None
-    w2_bias: torch.Tensor | None = None
+    gate: list[torch.Tensor]  # E packed [I,H]
+    up: list[torch.Tensor]  # E packed [I,H]
+    down: list[torch.Tensor]  # E packed [H,I]
+    post_op: tuple[str, str]  # As `fused_post_op` returns it
+    activation: ActivationFn  # The same activation
+    w13_bias: torch.Tensor | None = None  # [E,2I] or None
+    w2_bias: torch.Tensor | None = None  # [E,H] or None
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """As `ExpertMlp`; the result has x's dtype."""
@@ -209,24 +193,15 @@ class PlainMlp:
 
     Rounds to x's dtype after each product and its bias, however they are computed: the rows that others bring to an
     expert, such as those of other ranks, change a result by the order of its sums alone.
-
-    Attributes:
-        w13: [E,2I,H], or [E,I,H] where not gated; or E packed matrices.
-        w2: [E,H,I], or E packed matrices.
-        activation: Applied to the first matmul's output.
-        w13_bias: [E,2I] (or [E,I]) or None.
-        w2_bias: [E,H] or None.
-        is_emulated: Whether matmuls in this dtype are slow on this CPU.
-        few_rows: As `few_rows` returns it.
     """
 
-    w13: PerExpert
-    w2: PerExpert
-    activation: ActivationFn
-    w13_bias: torch.Tensor | None = None
-    w2_bias: torch.Tensor | None = None
-    is_emulated: bool = False
-    few_rows: int = 0
+    w13: PerExpert  # [E,2I,H], or [E,I,H] where not gated; or E packed matrices
+    w2: PerExpert  # [E,H,I], or E packed matrices
+    activation: ActivationFn  # Applied to the first matmul's output
+    w13_bias: torch.Tensor | None = None  # [E,2I] (or [E,I]) or None
+    w2_bias: torch.Tensor | None = None  # [E,H] or None
+    is_emulated: bool = False  # Whether matmuls in this dtype are slow on this CPU
+    few_rows: int = 0  # As `few_rows` returns it
 
     @property
     def has_wide_bias(self) -> bool:
@@ -255,12 +230,8 @@ class PlainMlp:
     def together(self, x: torch.Tensor, segments: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """Runs several experts of few rows: each product for all of them, then the activation once.
 
-        Args:
-            x: [R,H]; the rows of each expert, one expert after the other.
-            segments: Experts, ascending, with their first row and number of rows.
-
-        Returns:
-            [R,H] in x's dtype.
+        `x` [R,H], whose dtype the result has, holds their rows one expert after the other; segments are experts,
+        ascending, with their first row and number of rows.
         """
         assert isinstance(self.w13, torch.Tensor) and isinstance(self.w2, torch.Tensor)
         row_bytes = (matrix.shape[2] * matrix.element_size() for matrix in (self.w13, self.w2))

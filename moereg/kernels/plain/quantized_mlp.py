@@ -31,19 +31,12 @@ _EXACT_COLUMNS: Final = 1024
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RestoredMatrix:
-    """Each expert's quantized matrix, whose rows are dequantized block by block.
+    """Each expert's quantized matrix, whose rows are dequantized block by block."""
 
-    Attributes:
-        restore: Dequantizes some rows of an expert's matrix.
-        blocks: Slices that cover its rows; their size bounds what is dequantized at a time.
-        num_rows: N.
-        bias: [E,N] or None.
-    """
-
-    restore: RestoreRows
-    blocks: tuple[slice, ...]
-    num_rows: int
-    bias: torch.Tensor | None = None
+    restore: RestoreRows  # Dequantizes some rows of an expert's matrix
+    blocks: tuple[slice, ...]  # Slices that cover its rows; their size bounds what is dequantized at a time
+    num_rows: int  # N
+    bias: torch.Tensor | None = None  # [E,N] or None
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """Maps x [M,K] to [M,N] in x's dtype, a new tensor."""
@@ -56,23 +49,14 @@ class RestoredMatrix:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RestoringMlp:
-    """An expert's two matmuls on dequantized weights; as `moereg.kernels.plain.mlp.ExpertMlp`.
+    """An expert's two matmuls on dequantized weights; as `moereg.kernels.plain.mlp.ExpertMlp`."""
 
-    Attributes:
-        w13: [2I,H] of each expert, or [I,H] where not gated.
-        w2: [H,I] of each expert.
-        activation: Applied to the first matmul's output in fp32.
-        compute_dtype: Dtype of the matmuls.
-        round_input: Rounds the first matmul's input, where activations are quantized.
-        round_intermediate: Rounds the second one's.
-    """
-
-    w13: RestoredMatrix
-    w2: RestoredMatrix
-    activation: ActivationFn
-    compute_dtype: torch.dtype
-    round_input: RoundRows | None = None
-    round_intermediate: RoundRows | None = None
+    w13: RestoredMatrix  # [2I,H] of each expert, or [I,H] where not gated
+    w2: RestoredMatrix  # [H,I] of each expert
+    activation: ActivationFn  # Applied to the first matmul's output in fp32
+    compute_dtype: torch.dtype  # Dtype of the matmuls
+    round_input: RoundRows | None = None  # Rounds the first matmul's input, where activations are quantized
+    round_intermediate: RoundRows | None = None  # Rounds the second one's
 
     def intermediate(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """The activation of x [M,H], [M,I]: in x's dtype if it is rounded afterwards, else in `compute_dtype`."""
@@ -90,27 +74,16 @@ class RestoringMlp:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Int8Mlp:
-    """An expert's two matmuls in int8 with int32 sums; as `moereg.kernels.plain.mlp.ExpertMlp`.
+    """An expert's two matmuls in int8 with int32 sums; as `moereg.kernels.plain.mlp.ExpertMlp`."""
 
-    Attributes:
-        w13: int8 [E,2I,H], or [E,I,H] where not gated.
-        w2: int8 [E,H,I].
-        w13_scale: fp32 [E,2I,1] or [E,I,1].
-        w2_scale: fp32 [E,H,1].
-        activation: Applied to the first matmul's output in fp32.
-        quantize: Quantizes each row by itself.
-        w13_bias: [E,2I] (or [E,I]) or None.
-        w2_bias: [E,H] or None.
-    """
-
-    w13: torch.Tensor
-    w2: torch.Tensor
-    w13_scale: torch.Tensor
-    w2_scale: torch.Tensor
-    activation: ActivationFn
-    quantize: QuantizeRows
-    w13_bias: torch.Tensor | None = None
-    w2_bias: torch.Tensor | None = None
+    w13: torch.Tensor  # int8 [E,2I,H], or [E,I,H] where not gated
+    w2: torch.Tensor  # int8 [E,H,I]
+    w13_scale: torch.Tensor  # fp32 [E,2I,1] or [E,I,1]
+    w2_scale: torch.Tensor  # fp32 [E,H,1]
+    activation: ActivationFn  # Applied to the first matmul's output in fp32
+    quantize: QuantizeRows  # Quantizes each row by itself
+    w13_bias: torch.Tensor | None = None  # [E,2I] (or [E,I]) or None
+    w2_bias: torch.Tensor | None = None  # [E,H] or None
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """Maps x [M,H] to fp32 [M,H], a new tensor."""
@@ -127,15 +100,7 @@ class Int8Mlp:
 
 
 def int8_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiplies int8 rows of x and weight.
-
-    Args:
-        x: int8 [M,K].
-        weight: int8 [N,K], contiguous.
-
-    Returns:
-        int32 [M,N].
-    """
+    """int32 [M,N]: int8 rows of x [M,K] times those of weight [N,K], which is contiguous."""
     if x.shape[1] == 1:
         # torch recognizes a transposed matrix by its strides; with a single column it cannot, and reads past the end.
         return x.int() * weight.int().t()

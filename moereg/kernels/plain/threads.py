@@ -78,12 +78,7 @@ def run_tasks(tasks: Sequence[Task], rows: Sequence[int], *, min_tasks: int = 2)
 
 
 def are_even(rows: Sequence[int], num_threads: int) -> bool:
-    """Whether threads would have about equal work, each taking the largest task that is left.
-
-    Args:
-        rows: Rows of each task's matmuls.
-        num_threads: At least 1.
-    """
+    """Whether threads would have about equal work, by rows of each task, each taking the largest that is left."""
     costs = sorted((max(count, _FREE_ROWS) for count in rows), reverse=True)
     loads = [0] * num_threads
     for cost in costs:

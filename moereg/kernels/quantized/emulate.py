@@ -22,21 +22,13 @@ from moereg.kernels.sizes import GROUPED_BLOCK
 
 @dataclass(frozen=True, slots=True)
 class SmallFloats:
-    """The values that rows are rounded to: small floats times the scale of their group.
+    """The values that rows are rounded to: small floats times the scale of their group."""
 
-    Attributes:
-        mantissa_bits: of the small floats.
-        smallest_normal: smallest positive normal one.
-        max_code: largest one, to which the largest magnitude of a group is mapped.
-        group: columns that share a scale, a power of two.
-        global_scale: whether scales are float8_e4m3fn on top of a global one for each row; else powers of two.
-    """
-
-    mantissa_bits: int
-    smallest_normal: float
-    max_code: float
-    group: int
-    global_scale: bool
+    mantissa_bits: int  # of the small floats
+    smallest_normal: float  # smallest positive normal one
+    max_code: float  # largest one, to which the largest magnitude of a group is mapped
+    group: int  # columns that share a scale, a power of two
+    global_scale: bool  # whether scales are float8_e4m3fn on top of a global one for each row; else powers of two
 
 
 @triton.jit(do_not_specialize=["max_tokens"])

@@ -16,27 +16,16 @@ from moereg.kernels.sizes import AMAX_PROGRAMS, CODE_PAD, GROUPED_BLOCK
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """The codes and scales that rows are quantized to.
+    """The codes and scales that rows are quantized to."""
 
-    Attributes:
-        dtype: of the codes: an 8-bit float or int8, or uint8 for two float4_e2m1fn.
-        min_code: smallest code.
-        max_code: largest code, to which the largest magnitude of a group is mapped.
-        group: columns that share a scale, a power of two that divides `CODE_PAD`; 0: the whole row.
-        e8m0: whether scales are powers of two, stored as uint8; else they are fp32.
-        spans_rows: whether one dynamic scale is for all rows in use.
-        static: whether scales are given instead of computed.
-        global_scale: whether scales, those of float4_e2m1fn, are float8_e4m3fn on top of a global one for each row,
-            which may be given.
-    """
-
-    dtype: torch.dtype
-    min_code: float
-    max_code: float
-    group: int = 0
-    e8m0: bool = False
-    spans_rows: bool = False
-    static: bool = False
+    dtype: torch.dtype  # of the codes: an 8-bit float or int8, or uint8 for two float4_e2m1fn
+    min_code: float  # smallest code
+    max_code: float  # largest code, to which the largest magnitude of a group is mapped
+    group: int = 0  # columns that share a scale, a power of two that divides `CODE_PAD`; 0: the whole row
+    e8m0: bool = False  # whether scales are powers of two, stored as uint8; else they are fp32
+    spans_rows: bool = False  # whether one dynamic scale is for all rows in use
+    static: bool = False  # whether scales are given instead of computed
+    # whether scales, those of float4_e2m1fn, are float8_e4m3fn on top of a global one for each row, which may be given
     global_scale: bool = False
 
     @property
@@ -104,56 +93,39 @@ class _Coded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedRows(_Coded):
-    """Codes and scales of rows.
+    """Codes and scales of rows."""
 
-    Attributes:
-        q: [R, K_pad] codes, rows contiguous, zeros from column K on; or [R, K_pad / 2] uint8, two float4_e2m1fn codes
-            per byte, the first in the low half.
-        scale: [R, G] fp32, uint8 where they are powers of two, or float8_e4m3fn where there are global ones.
-        group: columns that share a scale; 0: the whole row.
-        global_scale: [R] fp32, contiguous, or None.
-    """
-
+    # [R, K_pad] codes, rows contiguous, zeros from column K on; or [R, K_pad / 2] uint8, two float4_e2m1fn codes per
+    # byte, the first in the low half
     q: torch.Tensor
-    scale: torch.Tensor
-    group: int
-    global_scale: torch.Tensor | None = None
+    scale: torch.Tensor  # [R, G] fp32, uint8 where they are powers of two, or float8_e4m3fn where there are global ones
+    group: int  # columns that share a scale; 0: the whole row
+    global_scale: torch.Tensor | None = None  # [R] fp32, contiguous, or None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedMatrices(_Coded):
-    """Codes and scales of one matrix for each expert.
+    """Codes and scales of one matrix for each expert."""
 
-    Attributes:
-        q: [E, N, K_pad] codes, columns contiguous, zeros from column K on, fewer than 2**31 elements per expert; or
-            [E, N, K_pad / 2] uint8, two float4_e2m1fn codes per byte, the first in the low half.
-        scale: [E, groups of rows, groups of columns] fp32, uint8 where they are powers of two, or float8_e4m3fn where
-            there are global ones; contiguous.
-        group_rows: rows that share a scale.
-        group_columns: columns that share a scale; 0: all.
-        global_scale: [E, halves] fp32, contiguous, one for gate and one for up if the matrix has both; or None.
-    """
-
+    # [E, N, K_pad] codes, columns contiguous, zeros from column K on, fewer than 2**31 elements per expert; or [E, N,
+    # K_pad / 2] uint8, two float4_e2m1fn codes per byte, the first in the low half
     q: torch.Tensor
+    # [E, groups of rows, groups of columns] fp32, uint8 where they are powers of two, or float8_e4m3fn where there are
+    # global ones; contiguous
     scale: torch.Tensor
-    group_rows: int
-    group_columns: int
+    group_rows: int  # rows that share a scale
+    group_columns: int  # columns that share a scale; 0: all
+    # [E, halves] fp32, contiguous, one for gate and one for up if the matrix has both; or None
     global_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantizer:
-    """How to quantize rows, with the tensors that this needs.
+    """How to quantize rows, with the tensors that this needs."""
 
-    Attributes:
-        fmt: format of the codes and scales.
-        static_scale: fp32 [1] or [E], where scales or global ones are static.
-        amax: [AMAX_PROGRAMS] int32, overwritten, where one dynamic scale spans the rows.
-    """
-
-    fmt: RowFormat
-    static_scale: torch.Tensor | None = None
-    amax: torch.Tensor | None = None
+    fmt: RowFormat  # format of the codes and scales
+    static_scale: torch.Tensor | None = None  # fp32 [1] or [E], where scales or global ones are static
+    amax: torch.Tensor | None = None  # [AMAX_PROGRAMS] int32, overwritten, where one dynamic scale spans the rows
 
     @property
     def by_expert(self) -> bool:
@@ -180,14 +152,8 @@ class Quantizer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedOutput:
-    """Rows that a GEMM rounds and quantizes before it stores them.
+    """Rows that a GEMM rounds and quantizes before it stores them."""
 
-    Attributes:
-        rows: overwritten.
-        quantizer: its format must fit the GEMM's tiles; see `RowFormat.fits_tile`.
-        rounded: dtype that numbers are rounded to before they are quantized, where the reference rounds.
-    """
-
-    rows: QuantizedRows
-    quantizer: Quantizer
-    rounded: torch.dtype
+    rows: QuantizedRows  # overwritten
+    quantizer: Quantizer  # its format must fit the GEMM's tiles; see `RowFormat.fits_tile`
+    rounded: torch.dtype  # dtype that numbers are rounded to before they are quantized, where the reference rounds

@@ -79,17 +79,9 @@ def _add_product(
 def scales_of_columns(
     scale, first, rows, group_rows, stride, MX: tl.constexpr, CODES: tl.constexpr, TILE: tl.constexpr
 ):
-    """Pointers to the first scales of rows of weights.
+    """Pointers to the first scales of `rows` [BLOCK_N] of weights, that of row `first` where all share one.
 
-    Args:
-        scale: pointer to the scale of the expert's first row and column.
-        first: the first row, whose scale serves all rows where they share one.
-        rows: [BLOCK_N].
-        group_rows: rows that share a scale.
-        stride: between scales of rows.
-        MX: whether hardware applies scales.
-        CODES: `CodePair`.
-        TILE: `CodeTile`.
+    `scale` points to the scale of the expert's first row and column. MX: whether hardware applies scales.
 
     Returns:
         One pointer where rows share a scale, else [1, BLOCK_N]; [BLOCK_N, BLOCK_K / B_GROUP] where hardware applies
@@ -106,33 +98,20 @@ def scales_of_columns(
 
 @triton.jit
 def scaled_products(
-    a_pointers,
-    b_pointers,
-    up_pointers,
+    a_pointers,  # [BLOCK_M, BLOCK_K] first codes of the activations; [BLOCK_M, BLOCK_K / 2] where a byte holds two
+    b_pointers,  # [BLOCK_K, BLOCK_N] first codes of the weights; [BLOCK_K / 2, BLOCK_N] where a byte holds two
+    up_pointers,  # the same for the second half, if any
+    # [BLOCK_M] first scales of the activations' rows; [BLOCK_M, BLOCK_K / A_GROUP] where hardware applies them
     a_scales,
-    b_scales,
-    up_scales,
-    row_mask,
-    depth,
-    HALVES: tl.constexpr,
-    CODES: tl.constexpr,
-    TILE: tl.constexpr,
+    b_scales,  # first scales of the weights' rows, from `scales_of_columns`
+    up_scales,  # the same for the second half
+    row_mask,  # [BLOCK_M] rows in use
+    depth,  # K_pad, codes of a row, a multiple of BLOCK_K * UNROLL
+    HALVES: tl.constexpr,  # 2 if there is a second half; else the second result is meaningless
+    CODES: tl.constexpr,  # `CodePair`
+    TILE: tl.constexpr,  # `CodeTile`
 ):
     """Products of rows of activations and rows of weights, for gate and up, scaled where scales change along a row.
-
-    Args:
-        a_pointers: [BLOCK_M, BLOCK_K] first codes of the activations; [BLOCK_M, BLOCK_K / 2] where a byte holds two.
-        b_pointers: [BLOCK_K, BLOCK_N] first codes of the weights; [BLOCK_K / 2, BLOCK_N] where a byte holds two.
-        up_pointers: the same for the second half, if any.
-        a_scales: [BLOCK_M] first scales of the activations' rows; [BLOCK_M, BLOCK_K / A_GROUP] where hardware applies
-            them.
-        b_scales: first scales of the weights' rows, from `scales_of_columns`.
-        up_scales: the same for the second half.
-        row_mask: [BLOCK_M] rows in use.
-        depth: K_pad, codes of a row, a multiple of BLOCK_K * UNROLL.
-        HALVES: 2 if there is a second half; else the second result is meaningless.
-        CODES: `CodePair`.
-        TILE: `CodeTile`.
 
     Returns:
         [BLOCK_M, BLOCK_N] fp32 of gate, or of the only half, and of up.
@@ -223,41 +202,24 @@ _SCALED_GROUPS: Final = {torch.uint8: 32, torch.float8_e4m3fn: 16}
 
 
 class CodeTile(NamedTuple):
-    """Compile-time constant: a product's tile.
+    """Compile-time constant: a product's tile."""
 
-    Attributes:
-        block_m: rows, as in `GroupedGemmConfig`.
-        block_n: columns, counting gate and up once.
-        block_k: reduced columns per step; this and the next are from `steps`.
-        unroll: steps per loop iteration.
-        group_m: row tiles that share a column tile.
-        mask_rows: whether loads of invalid rows are masked.
-        mask_n: whether tiles reach past the last column.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    unroll: int
-    group_m: int
-    mask_rows: bool
-    mask_n: bool
+    block_m: int  # rows, as in `GroupedGemmConfig`
+    block_n: int  # columns, counting gate and up once
+    block_k: int  # reduced columns per step; this and the next are from `steps`
+    unroll: int  # steps per loop iteration
+    group_m: int  # row tiles that share a column tile
+    mask_rows: bool  # whether loads of invalid rows are masked
+    mask_n: bool  # whether tiles reach past the last column
 
 
 class CodePair(NamedTuple):
-    """Compile-time constant: the codes of both operands of a product and their scales.
+    """Compile-time constant: the codes of both operands of a product and their scales."""
 
-    Attributes:
-        a_group: columns of activations that share a scale; 0: all.
-        b_group: columns of weights that share a scale; 0: all.
-        dot_format: name of the activations' codes in `tl.dot_scaled`; None if it does not take them.
-        uniform: whether all rows of weights in a tile share a scale.
-    """
-
-    a_group: int
-    b_group: int
-    dot_format: str | None
-    uniform: bool
+    a_group: int  # columns of activations that share a scale; 0: all
+    b_group: int  # columns of weights that share a scale; 0: all
+    dot_format: str | None  # name of the activations' codes in `tl.dot_scaled`; None if it does not take them
+    uniform: bool  # whether all rows of weights in a tile share a scale
 
 
 def launch_codes(
@@ -340,19 +302,12 @@ def steps(config: GroupedGemmConfig, depth: int) -> tuple[int, int]:
 
 
 class _Output(NamedTuple):
-    """Compile-time constant: the codes that the kernel writes; the defaults where it writes none.
+    """Compile-time constant: the codes that the kernel writes; the defaults where it writes none."""
 
-    Attributes:
-        rounded: as in `CodedOutput`.
-        group: this and the next two as in `RowFormat`.
-        min_code: smallest code.
-        max_code: largest code.
-    """
-
-    rounded: tl.dtype | None = None
-    group: int = 0
-    min_code: float = 0.0
-    max_code: float = 0.0
+    rounded: tl.dtype | None = None  # as in `CodedOutput`
+    group: int = 0  # this and the next two as in `RowFormat`
+    min_code: float = 0.0  # smallest code
+    max_code: float = 0.0  # largest code
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

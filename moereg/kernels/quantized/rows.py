@@ -36,19 +36,12 @@ _PROGRAM_ELEMENTS: Final = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouteIds:
-    """Unsorted rows, of routes or of tokens.
+    """Unsorted rows, of routes or of tokens."""
 
-    Attributes:
-        topk_ids: [T, K] int32, contiguous: ids outside [0, num_experts) belong to no expert.
-        expert_map: [num_experts] int32, local expert or -1; None: identity.
-        num_experts: number of ids.
-        num_local_experts: E.
-    """
-
-    topk_ids: torch.Tensor
-    expert_map: torch.Tensor | None
-    num_experts: int
-    num_local_experts: int
+    topk_ids: torch.Tensor  # [T, K] int32, contiguous: ids outside [0, num_experts) belong to no expert
+    expert_map: torch.Tensor | None  # [num_experts] int32, local expert or -1; None: identity
+    num_experts: int  # number of ids
+    num_local_experts: int  # E
 
 
 @triton.jit
@@ -298,14 +291,10 @@ def find_amax(
     *,
     overlap: bool = False,
 ) -> None:
-    """Writes the largest magnitude that each program found in the rows in use.
+    """Writes the largest magnitude that each program found in the rows in use; arguments as for `quantize_rows`.
 
     Args:
         amax: [AMAX_PROGRAMS] int32, overwritten: bits of fp32 magnitudes.
-        x: [R, K] bf16, fp16 or fp32, rows contiguous.
-        routes: as for `quantize_rows`.
-        topk_weights: as for `quantize_rows`.
-        overlap: whether to start while the previous kernel still runs.
     """
     assert amax.numel() == AMAX_PROGRAMS and x.stride(1) == 1
     ids = None if isinstance(routes, RoutePlan) else routes

@@ -140,9 +140,8 @@ def quantize_batched_rows(
     """Quantizes the rows in use: one launch, two where one scale spans them.
 
     Args:
-        out: codes, scales, and global ones if the format has them: overwritten in the rows in use.
+        out: overwritten in the rows in use.
         x: [R, K] bf16, fp16 or fp32, rows contiguous; rows that are not in use may be NaN.
-        quantizer: format and scales.
         plan: from `plan_batches` without slack: the rows in use and their experts.
         overlap: whether to start while the previous kernel, which may be the one that writes `x` or `plan`, still runs.
     """

@@ -132,13 +132,9 @@ def _restore_tokens_kernel(
 
 
 def restore_tokens(codes: torch.Tensor, scales: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantizes codes to [T, H] numbers: one launch.
+    """Dequantizes codes to [T, H] numbers of a dtype, rounded from fp32: one launch.
 
-    Args:
-        codes: [T, H], rows contiguous.
-        scales: [T, G] fp32 or uint8 exponents, rows contiguous.
-        group: Columns that share a scale; 0: all.
-        dtype: Dtype of the result, rounded from fp32.
+    Rows of the codes and of their scales [T, G], fp32 or uint8 exponents, are contiguous; `group` 0: a whole row.
     """
     num_tokens, size = codes.shape
     out = torch.empty((num_tokens, size), dtype=dtype, device=codes.device)

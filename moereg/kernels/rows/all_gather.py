@@ -19,17 +19,11 @@ _COLUMNS: Final = 1024
 
 
 class PaddedTokens(NamedTuple):
-    """Tokens, followed by padding.
+    """Tokens, followed by padding."""
 
-    Attributes:
-        hidden_states: [M, H], zeros in padding.
-        topk_weights: [M, K] fp32, zeros in padding.
-        topk_ids: [M, K] int32, -1 in padding.
-    """
-
-    hidden_states: torch.Tensor
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
+    hidden_states: torch.Tensor  # [M, H], zeros in padding
+    topk_weights: torch.Tensor  # [M, K] fp32, zeros in padding
+    topk_ids: torch.Tensor  # [M, K] int32, -1 in padding
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -62,13 +56,7 @@ def _pad_tokens_kernel(
 def pad_tokens(
     hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_rows: int
 ) -> PaddedTokens:
-    """Copies tokens and pads them: one launch.
-
-    Args:
-        hidden_states: [T, H].
-        topk_weights: [T, K] fp32.
-        topk_ids: [T, K] int32.
-    """
+    """Copies tokens [T, H], their weights [T, K] fp32 and ids [T, K] int32, and pads them: one launch."""
     (num_tokens, hidden_size), top_k = hidden_states.shape, topk_ids.shape[1]
     hidden_states = hidden_states if hidden_states.stride(1) == 1 else hidden_states.contiguous()
     topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
@@ -147,11 +135,9 @@ def _sum_of_ranks_kernel(
 
 
 def sum_of_ranks(out: torch.Tensor, parts: torch.Tensor) -> None:
-    """Sums the rows of all ranks in fp32, in rank order: one launch.
+    """Sums the rows of all ranks, `parts` [R, M, H], in fp32, in rank order: one launch.
 
-    Args:
-        out: [T, H], rows contiguous: overwritten.
-        parts: [R, M, H], contiguous; rows from T on are not read.
+    Overwrites `out` [T, H], whose rows are contiguous as the parts are; rows of these from T on are not read.
     """
     num_tokens, hidden_size = out.shape
     assert out.stride(1) == 1 and parts.is_contiguous()

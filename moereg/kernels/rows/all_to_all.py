@@ -24,34 +24,23 @@ _BLOCK_WORDS: Final = 1024
 
 
 class PlacedRoutes(NamedTuple):
-    """Destinations of a rank's tokens and routes.
+    """Destinations of a rank's tokens and routes."""
 
-    Attributes:
-        counts: [R, 2] int64, tokens and routes to each rank; a token goes to a rank once. Token counts are stamped.
-        parts: [3, T, K] int32: each route's rank, -1 if its id is no expert; its token's place among those that go
-            there, at the first such route, else -1; its own place among the routes that go there, or -1.
-    """
-
+    # [R, 2] int64, tokens and routes to each rank; a token goes to a rank once. Token counts are stamped
     counts: torch.Tensor
+    # [3, T, K] int32: each route's rank, -1 if its id is no expert; its token's place among those that go there, at the
+    # first such route, else -1; its own place among the routes that go there, or -1
     parts: torch.Tensor
 
 
 class RowWords(NamedTuple):
-    """Layout of a row that travels, in words of `word` bytes, but for `head_row`.
+    """Layout of a row that travels, in words of `word` bytes, but for `head_row`."""
 
-    Attributes:
-        word: 1, 2 or 4.
-        row: Words of the whole row.
-        head_row: The same in words of 4 bytes, in which ids, place and weights are written.
-        starts: First word of each of the token's columns.
-        widths: Words of each column.
-    """
-
-    word: int
-    row: int
-    head_row: int
-    starts: tuple[int, ...]
-    widths: tuple[int, ...]
+    word: int  # 1, 2 or 4
+    row: int  # Words of the whole row
+    head_row: int  # The same in words of 4 bytes, in which ids, place and weights are written
+    starts: tuple[int, ...]  # First word of each of the token's columns
+    widths: tuple[int, ...]  # Words of each column
 
     @property
     def block(self) -> int:

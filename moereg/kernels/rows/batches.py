@@ -25,17 +25,12 @@ _COLUMNS: Final = 1024
 
 
 class Batches(NamedTuple):
-    """Tokens by expert.
+    """Tokens by expert."""
 
-    Attributes:
-        rows: [E, T, H], each expert's rows first, in token order; the others are undefined.
-        counts: [E] int32, valid rows of each expert.
-        row_of_route: [T, K] int32, row of a route in [E * T, H], -1 where it adds nothing. Routes of one token to one
-            expert share a row.
-    """
-
-    rows: torch.Tensor
-    counts: torch.Tensor
+    rows: torch.Tensor  # [E, T, H], each expert's rows first, in token order; the others are undefined
+    counts: torch.Tensor  # [E] int32, valid rows of each expert
+    # [T, K] int32, row of a route in [E * T, H], -1 where it adds nothing. Routes of one token to one expert share a
+    # row
     row_of_route: torch.Tensor
 
 

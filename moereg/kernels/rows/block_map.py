@@ -53,40 +53,31 @@ class TilesShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BlockMap:
-    """Rows that each tile covers; all int32 on one device. B is an upper bound on the number of tiles.
+    """Rows that each tile covers; all int32 on one device. B is an upper bound on the number of tiles."""
 
-    Attributes:
-        block_expert: [B], expert of a tile; this and the next two are written for the first `num_blocks` entries only.
-        block_row: [B], first row of a tile.
-        block_end: [B], end of the rows of the tile's expert (the tile itself covers at most `block_m`).
-        num_blocks: [1], tiles in use.
-        tile_counters: [2], one per GEMM, zeroed by planning: a GEMM that schedules tiles dynamically counts those taken
-            in its own, so that a plan serves one call.
-        num_tall: [1], tall tiles in use, which come first; written only with `tall`.
-        counts: [4], the three above in one tensor, which kernels take.
-        block_m: rows per tile.
-        slack: rows by which the last tile of an expert may be longer, so that a few rows more than a multiple of
-            `block_m` make no tile of their own.
-        tall: rows per tile for experts with more than `block_m` rows, whose tiles come first because they take longest;
-            0: such experts have several tiles of `block_m` rows, and all tiles are in order.
-        heavy_first: whether experts are ordered by the length of their tiles: first those with more than one tile, last
-            those that fill half of one or less, so that dynamically scheduled programs end together; in order within
-            each kind. Or `SPREAD_HEAVY`. Not together with `tall`.
-        flags: [B, FLAG_WORDS], the first word of each tile in use zeroed by planning: where both GEMMs share a launch,
-            the tiles of the first count there, so that a plan serves one call. None: they do not share one.
-    """
-
+    # [B], expert of a tile; this and the next two are written for the first `num_blocks` entries only
     block_expert: torch.Tensor
-    block_row: torch.Tensor
-    block_end: torch.Tensor
-    num_blocks: torch.Tensor
+    block_row: torch.Tensor  # [B], first row of a tile
+    block_end: torch.Tensor  # [B], end of the rows of the tile's expert (the tile itself covers at most `block_m`)
+    num_blocks: torch.Tensor  # [1], tiles in use
+    # [2], one per GEMM, zeroed by planning: a GEMM that schedules tiles dynamically counts those taken in its own, so
+    # that a plan serves one call
     tile_counters: torch.Tensor
-    num_tall: torch.Tensor
-    counts: torch.Tensor
-    block_m: int
+    num_tall: torch.Tensor  # [1], tall tiles in use, which come first; written only with `tall`
+    counts: torch.Tensor  # [4], the three above in one tensor, which kernels take
+    block_m: int  # rows per tile
+    # rows by which the last tile of an expert may be longer, so that a few rows more than a multiple of `block_m` make
+    # no tile of their own
     slack: int = 0
+    # rows per tile for experts with more than `block_m` rows, whose tiles come first because they take longest; 0: such
+    # experts have several tiles of `block_m` rows, and all tiles are in order
     tall: int = 0
+    # whether experts are ordered by the length of their tiles: first those with more than one tile, last those that
+    # fill half of one or less, so that dynamically scheduled programs end together; in order within each kind. Or
+    # `SPREAD_HEAVY`. Not together with `tall`
     heavy_first: int = False
+    # [B, FLAG_WORDS], the first word of each tile in use zeroed by planning: where both GEMMs share a launch, the tiles
+    # of the first count there, so that a plan serves one call. None: they do not share one
     flags: torch.Tensor | None = None
 
     def __post_init__(self) -> None:

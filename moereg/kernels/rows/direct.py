@@ -22,18 +22,12 @@ class DirectRoutes:
     """Unsorted routes of at most `block_m` tokens: row t of every tile is token t.
 
     The programs of an expert's first route serve all tokens that chose it; those of its other routes exit at once.
-
-    Attributes:
-        topk_ids: [T, K] int32, contiguous: ids outside [0, num_experts) belong to no expert.
-        expert_map: [num_experts] int32, local expert or -1; None: identity.
-        num_experts: number of ids.
-        block_m: rows per tile.
     """
 
-    topk_ids: torch.Tensor
-    expert_map: torch.Tensor | None
-    num_experts: int
-    block_m: int
+    topk_ids: torch.Tensor  # [T, K] int32, contiguous: ids outside [0, num_experts) belong to no expert
+    expert_map: torch.Tensor | None  # [num_experts] int32, local expert or -1; None: identity
+    num_experts: int  # number of ids
+    block_m: int  # rows per tile
 
     @property
     def max_blocks(self) -> int:
@@ -128,13 +122,8 @@ def local_routes(
 ) -> None:
     """Writes the local expert of every route, or -1 with weight 0 if it has none.
 
-    Args:
-        out_ids: [T, K] int32, contiguous; overwritten.
-        out_weights: [T, K] fp32, contiguous; overwritten.
-        topk_ids: [T, K] int32, contiguous: ids outside [0, num_experts) belong to no expert.
-        topk_weights: [T, K] fp32, contiguous.
-        expert_map: [num_experts] int32, local expert or -1; None: identity.
-        num_experts: number of ids.
+    Overwrites `out_ids` int32 and `out_weights` fp32, which are [T, K] and contiguous, as `topk_ids` and `topk_weights`
+    are; ids, map and number of experts as in `DirectRoutes`.
     """
     num_routes = topk_ids.numel()
     tensors = out_ids, out_weights, topk_ids, topk_weights, expert_map

@@ -226,23 +226,14 @@ def restored(codes, scale):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilledRooms:
-    """Rooms of this rank's experts, as they arrived.
+    """Rooms of this rank's experts, as they arrived."""
 
-    Attributes:
-        rows: [R, M * C, H] numbers or codes, rows of a rank contiguous.
-        counts: [R, M] int32, a rank's contiguous: filled rows of each room.
-        scales: [R, M * C, G] fp32, or uint8 exponents, a rank's contiguous, of codes; else None.
-        group: columns that share a scale; 0: all.
-        weights: [R, M * C] fp32, a rank's contiguous, that rows are multiplied by; or None.
-        room: C.
-    """
-
-    rows: torch.Tensor
-    counts: torch.Tensor
-    scales: torch.Tensor | None
-    group: int
-    weights: torch.Tensor | None
-    room: int
+    rows: torch.Tensor  # [R, M * C, H] numbers or codes, rows of a rank contiguous
+    counts: torch.Tensor  # [R, M] int32, a rank's contiguous: filled rows of each room
+    scales: torch.Tensor | None  # [R, M * C, G] fp32, or uint8 exponents, a rank's contiguous, of codes; else None
+    group: int  # columns that share a scale; 0: all
+    weights: torch.Tensor | None  # [R, M * C] fp32, a rank's contiguous, that rows are multiplied by; or None
+    room: int  # C
 
 
 def empty_rooms(rows: torch.Tensor, num_rows: torch.Tensor, arrived_counts: torch.Tensor, rooms: FilledRooms) -> None:
@@ -298,12 +289,9 @@ def _fill_rooms_kernel(
 
 
 def fill_rooms(rooms: torch.Tensor, rows: torch.Tensor, arrived_counts: torch.Tensor) -> None:
-    """Moves results back as `empty_rooms` moved rows: one launch.
+    """Moves results [E, R * C, H] back as `empty_rooms`, which wrote `arrived_counts`, moved rows: one launch.
 
-    Args:
-        rooms: [R, M * C, H], contiguous: only filled rows are written.
-        rows: [E, R * C, H] of the same dtype, contiguous.
-        arrived_counts: As `empty_rooms` wrote it.
+    Writes only the filled rows of `rooms` [R, M * C, H], contiguous and of the same dtype as `rows`.
     """
     num_experts, max_rows, hidden_size = rows.shape
     num_ranks, rows_per_rank = rooms.shape[:2]

@@ -16,32 +16,22 @@ from moereg.kernels.rows.block_map import NUM_COUNTS, BlockMap, aligned, cut_wor
 
 @dataclass(frozen=True, slots=True)
 class SortConfig:
-    """How routes are sorted.
+    """How routes are sorted."""
 
-    Attributes:
-        single_launch_routes: up to this many routes, one launch in which every program reads all of them.
-        chunk: routes read at a time, and counted together above the limit; a power of two, at least one route a thread,
-            since the histogram would count twice a route that two threads hold.
-        routes_per_program: routes that one program of the single launch places; a power of two.
-        routes_per_placing: routes that one program places above the limit; a power of two that divides `chunk`.
-        short_scan_routes: up to this many routes, each placing program sums the chunks' counts itself, without another
-            launch, and compares its routes with `short_compares` at a time: few programs mostly wait for loads.
-        short_scan: and up to this many chunks times experts, both rounded up to powers of two. At most 4096, 32
-            registers a thread.
-        short_routes: replaces `routes_per_placing` in that case; a power of two.
-        short_compares: a power of two that divides `chunk` and is a multiple of `short_routes`.
-        num_warps: warps per program.
-    """
-
-    single_launch_routes: int = 4096
+    single_launch_routes: int = 4096  # up to this many routes, one launch in which every program reads all of them
+    # routes read at a time, and counted together above the limit; a power of two, at least one route a thread, since
+    # the histogram would count twice a route that two threads hold
     chunk: int = 512
-    routes_per_program: int = 16
-    routes_per_placing: int = 32
+    routes_per_program: int = 16  # routes that one program of the single launch places; a power of two
+    routes_per_placing: int = 32  # routes that one program places above the limit; a power of two that divides `chunk`
+    # up to this many routes, each placing program sums the chunks' counts itself, without another launch, and compares
+    # its routes with `short_compares` at a time: few programs mostly wait for loads
     short_scan_routes: int = 8192
+    # and up to this many chunks times experts, both rounded up to powers of two. At most 4096, 32 registers a thread
     short_scan: int = 2048
-    short_routes: int = 32
-    short_compares: int = 256
-    num_warps: int = 4
+    short_routes: int = 32  # replaces `routes_per_placing` in that case; a power of two
+    short_compares: int = 256  # a power of two that divides `chunk` and is a multiple of `short_routes`
+    num_warps: int = 4  # warps per program
 
 
 DEFAULT_SORT_CONFIG = SortConfig()
@@ -49,20 +39,14 @@ DEFAULT_SORT_CONFIG = SortConfig()
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RoutePlan(BlockMap):
-    """The row of each route, and the sorted rows that each tile covers; all int32 on the device of the ids.
+    """The row of each route, and the sorted rows that each tile covers; all int32 on the device of the ids."""
 
-    Attributes:
-        route_expert: [N], local expert of a route, or -1 where it adds nothing.
-        route_row: [N], sorted row of a route, or -1 where it adds nothing.
-        sorted_routes: [N], routes by ascending expert, by ascending route within one; entries from
-            `expert_offsets[E]` on are not written.
-        expert_offsets: [E + 1], first sorted row of each expert, then the number of valid routes.
-    """
-
-    route_expert: torch.Tensor
-    route_row: torch.Tensor
+    route_expert: torch.Tensor  # [N], local expert of a route, or -1 where it adds nothing
+    route_row: torch.Tensor  # [N], sorted row of a route, or -1 where it adds nothing
+    # [N], routes by ascending expert, by ascending route within one; entries from `expert_offsets[E]` on are not
+    # written
     sorted_routes: torch.Tensor
-    expert_offsets: torch.Tensor
+    expert_offsets: torch.Tensor  # [E + 1], first sorted row of each expert, then the number of valid routes
 
 
 def max_num_blocks(num_routes: int, num_local_experts: int, block_m: int) -> int:

@@ -55,11 +55,10 @@ def copy_rows_kernel(
 def copy_rows(
     out: torch.Tensor, hidden_states: torch.Tensor, route_row: torch.Tensor, *, overlap: bool = False
 ) -> None:
-    """Writes each token to the sorted rows of its routes.
+    """Writes each token, [T, H], to the sorted rows of its routes.
 
     Args:
-        out: [T * K, H], dtype of the tokens, rows contiguous: overwritten up to the last valid row.
-        hidden_states: [T, H], rows contiguous.
+        out: [T * K, H], dtype of the tokens, rows contiguous as theirs: overwritten up to the last valid row.
         route_row: [T * K] int32, each route's row, negative if it adds nothing.
         overlap: whether to start while the kernel that writes `route_row` still runs, and to let the next start early.
     """

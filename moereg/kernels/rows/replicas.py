@@ -11,19 +11,12 @@ import triton.language as tl
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """Tensors that assign routes to ranks.
+    """Tensors that assign routes to ranks."""
 
-    Attributes:
-        num_holders: [num_experts] int32, ranks that hold each expert.
-        holders: [num_experts, R] int32, the ranks, ascending.
-        expert_maps: [R, num_experts] int32, every rank's local expert or -1.
-        first_turn: turn of token 0: token t takes holder (first_turn + t) % num_holders of each of its experts.
-    """
-
-    num_holders: torch.Tensor
-    holders: torch.Tensor
-    expert_maps: torch.Tensor
-    first_turn: int
+    num_holders: torch.Tensor  # [num_experts] int32, ranks that hold each expert
+    holders: torch.Tensor  # [num_experts, R] int32, the ranks, ascending
+    expert_maps: torch.Tensor  # [R, num_experts] int32, every rank's local expert or -1
+    first_turn: int  # turn of token 0: token t takes holder (first_turn + t) % num_holders of each of its experts
 
 
 @triton.jit

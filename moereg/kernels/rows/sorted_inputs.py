@@ -21,17 +21,11 @@ _BLOCK: Final = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SortedInputs:
-    """One number per sorted row. Rows that are not in use gather row 0, with weight and scale 0.
+    """One number per sorted row. Rows that are not in use gather row 0, with weight and scale 0."""
 
-    Attributes:
-        source: [N] int32, the row to gather from.
-        weight: [N] fp32, multiplies the result.
-        scale: [N] fp32, scale of the gathered codes; None if rows are not quantized.
-    """
-
-    source: torch.Tensor
-    weight: torch.Tensor
-    scale: torch.Tensor | None = None
+    source: torch.Tensor  # [N] int32, the row to gather from
+    weight: torch.Tensor  # [N] fp32, multiplies the result
+    scale: torch.Tensor | None = None  # [N] fp32, scale of the gathered codes; None if rows are not quantized
 
 
 @triton.jit(do_not_specialize=["num_routes"])
@@ -69,11 +63,9 @@ def sorted_inputs(
     routes_per_source: int,
     source_scale: torch.Tensor | None = None,
 ) -> None:
-    """Writes the inputs of each sorted row.
+    """Writes the inputs of each sorted row of the plan to `out`.
 
     Args:
-        out: Overwritten.
-        plan: The sorted routes.
         topk_weights: [T, K] fp32, contiguous; None: all weights are 1.
         routes_per_source: K if rows are gathered from tokens, 1 if there is a row for each route.
         source_scale: [S] fp32, contiguous; given with `out.scale`.

@@ -17,23 +17,14 @@ from moereg.kernels.rows.plan import RoutePlan
 
 
 class Tile(NamedTuple):
-    """A tile of a grouped GEMM, as its program claims it; rows, routes and the mask are [BLOCK_M].
+    """A tile of a grouped GEMM, as its program claims it; rows, routes and the mask are [BLOCK_M]."""
 
-    Attributes:
-        expert: local expert; for direct routes -1 if another program serves the route, or none has to.
-        column_tile: number of the column tile.
-        rows: rows in sorted order, also past the expert's end; for direct routes the routes.
-        valid_rows: the same, with those past the end repeating the last one.
-        routes: routes of `valid_rows`; the rows themselves in the batched format.
-        row_mask: valid rows.
-    """
-
-    expert: tl.tensor
-    column_tile: tl.tensor
-    rows: tl.tensor
-    valid_rows: tl.tensor
-    routes: tl.tensor
-    row_mask: tl.tensor
+    expert: tl.tensor  # local expert; for direct routes -1 if another program serves the route, or none has to
+    column_tile: tl.tensor  # number of the column tile
+    rows: tl.tensor  # rows in sorted order, also past the expert's end; for direct routes the routes
+    valid_rows: tl.tensor  # the same, with those past the end repeating the last one
+    routes: tl.tensor  # routes of `valid_rows`; the rows themselves in the batched format
+    row_mask: tl.tensor  # valid rows
 
 
 class RouteArguments(NamedTuple):
@@ -44,68 +35,39 @@ class RouteArguments(NamedTuple):
 
 
 class RouteShape(NamedTuple):
-    """Compile-time constant: how tiles find their rows.
+    """Compile-time constant: how tiles find their rows."""
 
-    Attributes:
-        sorted: whether rows come from a `BlockMap`.
-        single: whether unsorted rows are of a single token.
-        top_k: K; the token of sorted route r is r // top_k.
-        block_top_k: a power of two, at least K.
-    """
-
-    sorted: bool
-    single: bool
-    top_k: int
-    block_top_k: int
+    sorted: bool  # whether rows come from a `BlockMap`
+    single: bool  # whether unsorted rows are of a single token
+    top_k: int  # K; the token of sorted route r is r // top_k
+    block_top_k: int  # a power of two, at least K
 
 
 class PlanArguments(NamedTuple):
-    """The rows of a grouped GEMM as one kernel argument.
+    """The rows of a grouped GEMM as one kernel argument."""
 
-    Attributes:
-        num_experts: number of ids; this and the next are read where the rows are not sorted.
-        num_local_experts: E.
-        sorted_routes: of a plan; None for the batched format.
-        block_expert: this and the next three as in `BlockMap`; read where the rows are sorted.
-        block_row: first row of a tile.
-        block_end: end of the rows of the tile's expert.
-        num_blocks: number of tiles in use.
-    """
-
-    num_experts: int = 0
-    num_local_experts: int = 0
-    sorted_routes: torch.Tensor | None = None
-    block_expert: torch.Tensor | None = None
-    block_row: torch.Tensor | None = None
-    block_end: torch.Tensor | None = None
-    num_blocks: torch.Tensor | None = None
+    num_experts: int = 0  # number of ids; this and the next are read where the rows are not sorted
+    num_local_experts: int = 0  # E
+    sorted_routes: torch.Tensor | None = None  # of a plan; None for the batched format
+    block_expert: torch.Tensor | None = None  # this and the next three as in `BlockMap`; read where the rows are sorted
+    block_row: torch.Tensor | None = None  # first row of a tile
+    block_end: torch.Tensor | None = None  # end of the rows of the tile's expert
+    num_blocks: torch.Tensor | None = None  # number of tiles in use
 
 
 @triton.jit
 def claim_tile(
-    direct,
-    num_tokens,
-    plan,
-    used_blocks,
-    num_tiles_n,
-    ROUTES: tl.constexpr,
-    TILE: tl.constexpr,
-    number=None,
-    first_block=0,
+    direct,  # `RouteArguments`
+    num_tokens,  # T; read where the rows are not sorted
+    plan,  # `PlanArguments`
+    used_blocks,  # number of row tiles; `number` is less than used_blocks * num_tiles_n
+    num_tiles_n,  # number of column tiles
+    ROUTES: tl.constexpr,  # `RouteShape`
+    TILE: tl.constexpr,  # with `block_m` and `group_m`
+    number=None,  # number of the tile among those of `used_blocks`; None: the program's. Read where the rows are sorted
+    first_block=0,  # the first row tile among them
 ):
-    """Returns the `Tile` of this program, or of a number.
-
-    Args:
-        direct: `RouteArguments`.
-        num_tokens: T; read where the rows are not sorted.
-        plan: `PlanArguments`.
-        used_blocks: number of row tiles; `number` is less than used_blocks * num_tiles_n.
-        num_tiles_n: number of column tiles.
-        ROUTES: `RouteShape`.
-        TILE: with `block_m` and `group_m`.
-        number: number of the tile among those of `used_blocks`; None: the program's. Read where the rows are sorted.
-        first_block: the first row tile among them.
-    """
+    """Returns the `Tile` of this program, or of a number."""
     BLOCK_M: tl.constexpr = TILE.block_m
     if ROUTES.sorted:
         if number is None:
