@@ -38,11 +38,14 @@ from moereg.testing.cases import (
     Case,
     build,
     calls_of,
+    claimed_problems,
     fault_tokens,
     first_case,
     machine,
+    rejected_problems,
     runnable_platform,
     select_cell,
+    served_schemes,
 )
 from moereg.testing.diagnosis import diagnose, worded
 from moereg.testing.drawing import DrawnLayer
@@ -56,7 +59,6 @@ from moereg.testing.guards import (
     guard_weights,
 )
 from moereg.testing.inputs import Inputs, make_expert_map, make_inputs, make_weights
-from moereg.testing.problems import claimed_problems, rejected_problems, served_schemes
 from moereg.weights.permuted import ExpertWeights
 from moereg.weights.unpermute import same_bits
 

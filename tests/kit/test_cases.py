@@ -14,13 +14,24 @@ import torch
 from moereg.author import Facts, MoEProblem, Platform
 from moereg.registry import BackendCell
 from moereg.spec.activations import ACTIVATIONS
-from moereg.testing import cases, checks, drawing, listing
-from moereg.testing.cases import GPU_TOKENS, TOKENS, Case, calls_of, fault_schemes, fault_tokens, first_case
+from moereg.testing import cases, checks, drawing, suite
+from moereg.testing.cases import (
+    GPU_TOKENS,
+    TOKENS,
+    Case,
+    accepted_neighbor,
+    accepted_problems,
+    calls_of,
+    claimed_problems,
+    fault_schemes,
+    fault_tokens,
+    first_case,
+    rejected_problems,
+)
 from moereg.testing.checks import ImportWatch
 from moereg.testing.drawing import INTERPRETED, NATIVE, DrawnLayer, draw_layer, limits_of, vary_sizes
 from moereg.testing.guards import FILLS, FORMS
 from moereg.testing.inputs import ROUTINGS
-from moereg.testing.problems import accepted_neighbor, accepted_problems, claimed_problems, rejected_problems
 from tests.support import fakes
 from tests.support.fakes import EVERYTHING, LITTLE, FakeExperts
 
@@ -239,7 +250,7 @@ def test_a_built_in_class_is_told_of_what_backends_import_alone(
 
 
 def kinds_of(cell: BackendCell, is_known: bool = False) -> list[tuple[str, Any]]:
-    return list(listing._promises(cell, False, is_known))
+    return list(suite._promises(cell, False, is_known))
 
 
 def test_a_cell_has_a_check_of_each_problem_scheme_and_promise() -> None:
@@ -259,12 +270,12 @@ def test_a_cell_has_a_check_of_each_problem_scheme_and_promise() -> None:
     assert [argument["name"] for kind, argument in found if kind == "rounding"] == ["int8_w8a8"]
     assert "equal_bits" in {kind for kind, _ in found}
     assert "equal_bits" not in {kind for kind, _ in kinds_of(cell_of(LITTLE))}
-    assert [kind for kind, _ in listing._promises(cell, True, False)] == ["deciding"]
+    assert [kind for kind, _ in suite._promises(cell, True, False)] == ["deciding"]
 
 
 def test_a_cell_of_a_gpu_is_captured_and_must_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "runnable_platform", lambda cell: Platform.from_name("cuda:sm90"))
-    monkeypatch.setattr(listing, "is_imitated", lambda cell: False)
+    monkeypatch.setattr(suite, "runnable_platform", lambda cell: Platform.from_name("cuda:sm90"))
+    monkeypatch.setattr(suite, "is_imitated", lambda cell: False)
     monkeypatch.setattr(cases, "is_imitated", lambda cell: False)
     captured = cell_of(dataclasses.replace(LITTLE, graph_capture=True), rule="cuda:sm90")
     kinds = [{kind for kind, _ in kinds_of(cell)} for cell in (captured, cell_of(LITTLE, rule="cuda:sm90"))]
@@ -278,11 +289,5 @@ def test_schemes_that_a_cell_serves_by_another_are_claimed_and_drawn() -> None:
     cell = cell_of(LITTLE, ("int8_w8a16",))
     for problems in (claimed_problems(cell), (layer.problem for layer in drawn_of(cell, 40))):
         assert {problem.quant.name for problem in problems} == {"int8_w8a16", "int8_w8a8"}
-
-
-def test_case_of_a_substituted_scheme_says_so() -> None:
-    cell = cell_of(LITTLE, ("int8_w8a16",))
-    problem = dataclasses.replace(first_case(cell).problem, quant="int8_w8a8")
-    case = Case(cell, CPU, problem)
-    assert case.computes.name == "int8_w8a16"
-    assert case.id.endswith("-computes_int8_w8a16")
+    substituted = dataclasses.replace(first_case(cell).problem, quant="int8_w8a8")
+    assert Case(cell, CPU, substituted).computes.name == "int8_w8a16"

@@ -22,7 +22,7 @@ from moereg.numerics.reference import reference_experts
 from moereg.platforms import Platform
 from moereg.spec.activations import ACTIVATIONS, Activation
 from moereg.spec.problem import GRADIENTS
-from moereg.testing import gradients, listing
+from moereg.testing import gradients, suite
 from moereg.testing.cases import Case, running_as
 from moereg.testing.check import KINDS, check_layer, chosen_machine
 from moereg.testing.drawing import NATIVE, DrawnLayer, claimed_activations, draw_layer
@@ -559,7 +559,7 @@ def test_each_fault_must_be_seen_well_above_the_bounds(share: float) -> None:
 
 def test_only_classes_that_compute_gradients_are_asked_for_them() -> None:
     for experts, is_asked in ((FakeExperts, False), (TrainingExperts, True)):
-        kinds = {kind for kind, _ in listing._promises(cell_of(experts), False, False)}
+        kinds = {kind for kind, _ in suite._promises(cell_of(experts), False, False)}
         asked = {"gradients", "gradient_faults", "training"}
         assert kinds & asked == (asked if is_asked else set())
     assert not gradient_cases(cell_of(FakeExperts))

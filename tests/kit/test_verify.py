@@ -26,11 +26,9 @@ from moereg.platforms import Platform
 from moereg.registry import REGISTRY, BackendRegistry, register_moe_backend
 from moereg.selection.loader import load_backends
 from moereg.selection.modules import import_modules
-from moereg.testing.check import KINDS, CellName, Check
+from moereg.testing.check import KINDS, NO_TIME, STATUSES, CellName, Check, Outcome, Report, Result
 from moereg.testing.checks import watched_imports
-from moereg.testing.listing import Suite, _interleaved, list_suite
-from moereg.testing.outcomes import NO_TIME, STATUSES, Outcome, Report, Result
-from moereg.testing.suite import checks_of, run_check, run_here, verify
+from moereg.testing.suite import Suite, _interleaved, checks_of, list_suite, run_check, run_here, verify
 from moereg.testing.worker import SHARED_WORKER, Answer, Worker, _place
 from tests.support.fakes import FakeExperts
 
@@ -250,7 +248,7 @@ ONE, OTHER = (CellName("fake", f"{name}Experts", ("unquantized",), ("cpu",)) for
 
 def faked(monkeypatch: pytest.MonkeyPatch, run: Callable[[Check], Outcome], **options: Any) -> Report:
     listed = tuple(Check.make(cell, kind) for kind in ("permute", "workspaces", "reload") for cell in (ONE, OTHER))
-    suite = Suite("cpu", "A CPU", {}, listed, {}, frozenset())
+    suite = Suite(listed, Report("fake", "cpu", "A CPU", {}, 0, (), {}))
     monkeypatch.setattr("moereg.testing.suite.Worker", lambda **_: FakeWorker(suite, run))
     return verify("fake", **options)
 
