@@ -264,13 +264,6 @@ def test_a_predicate_that_ends_the_process_of_a_drawn_layer_is_a_failure(monkeyp
     assert report.to_dict()["passed"] is False
 
 
-def test_a_check_that_any_of_several_texts_names_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = faked(monkeypatch, lambda check: Outcome("passed"), only=["permute/One", "reload", "absent"])
-    assert [(result.check.kind, result.check.cell) for result in report.results] == [
-        ("permute", ONE), ("reload", ONE), ("reload", OTHER),
-    ]  # fmt: skip
-
-
 def test_a_machine_without_hypothesis_leaves_drawn_layers_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     report = faked(monkeypatch, lambda check: Outcome("passed"))
@@ -280,11 +273,11 @@ def test_a_machine_without_hypothesis_leaves_drawn_layers_out(monkeypatch: pytes
     assert "pip install 'moereg[verify]'" in skipped[0].outcome.message
 
 
-def test_drawn_layers_of_another_seed_can_be_named_and_what_is_no_layer_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    report = faked(monkeypatch, lambda check: Outcome("passed"), only=["drawn/OneExperts/cpu/unquantized/seed5"])
-    assert [result.check.id for result in report.results] == ["drawn/OneExperts/cpu/unquantized/seed5"]
+def test_checks_that_a_text_names_run_and_what_is_no_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"{kind}Experts/cpu/unquantized" for kind in ("permute/One", "reload/One", "reload/Other", "drawn/One")]
+    names[3] += "/seed5"  # Not the run's own.
+    report = faked(monkeypatch, lambda check: Outcome("passed"), only=["permute/One", "reload", "absent", names[3]])
+    assert [result.check.id for result in report.results] == names
     for text in ('{"backend": "torch', "{}", '{"problem": 1}'):
         with pytest.raises(ArgumentError, match="must be"):
             faked(monkeypatch, lambda check: Outcome("passed"), only=[text])
