@@ -20,9 +20,8 @@ from moereg.quantize import spans_tokens
 from moereg.runtime.torch_state import in_plain_torch
 from moereg.spec.activations import ACTIVATIONS, Activation
 from moereg.spec.problem import MoEProblem
-from moereg.spec.quant_schemes import MATRICES, QuantScheme
+from moereg.spec.quant_schemes import MATRICES
 from moereg.testing.faults import plant_faults
-from moereg.weights.permuted import ExpertWeights
 
 _Edit = Callable[[torch.Tensor], torch.Tensor]
 
@@ -46,21 +45,11 @@ _TILES: Final = (16, 32, 64, 128, 256)
 
 
 @in_plain_torch
-def diagnose(
-    problem: MoEProblem,
-    weights: ExpertWeights,
-    hidden_states: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    out: torch.Tensor,
-    truth: torch.Tensor,
-    expert_map: torch.Tensor | None = None,
-    computes: QuantScheme | str | None = None,
-) -> tuple[str, ...]:
+def diagnose(right: LayerCall, out: torch.Tensor, truth: torch.Tensor) -> tuple[str, ...]:
     """Names the mistakes that explain a wrong output.
 
     Args:
-        problem, weights, hidden_states, topk_weights, topk_ids, expert_map, computes: As in `reference_experts`.
+        right: The call in fp32.
         out: [T,H], the kernel's output; NaN where it wrote nothing.
         truth: [T,H] fp32, the result of `reference_experts`.
 
@@ -71,13 +60,11 @@ def diagnose(
         return ()
     if out.isnan().all():
         return ("out is NaN, as if it was not written",)
+    problem = right.problem
     if _elements(problem) > _MOST_ELEMENTS:
         return ()
     found: tuple[str, ...] = ()
     if out.isfinite().all():
-        right = LayerCall.of(
-            problem, weights, hidden_states, topk_weights, topk_ids, expert_map, torch.float32, computes
-        )
         call = _MistakenCall(**vars(right))
         if spans_tokens(call.scheme):  # A per-call scale depends on every row.
             if _elements(problem) // problem.top_k * problem.num_local_experts <= _MOST_ELEMENTS:
@@ -85,7 +72,7 @@ def diagnose(
         else:
             kept = _worst_rows(problem, out, truth)
             found = _matching(call.with_rows(kept), out[kept], truth[kept])
-    return found or _wrong_tail(out, truth, layer_tolerance(problem, len(out), computes))
+    return found or _wrong_tail(out, truth, layer_tolerance(problem, len(out), right.scheme))
 
 
 def worded(causes: Sequence[str]) -> str:

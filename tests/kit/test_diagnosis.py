@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from moereg.numerics.reference import reference_experts, relative_error
+from moereg.numerics.reference import LayerCall, reference_experts, relative_error
 from moereg.numerics.tolerances import layer_tolerance
 from moereg.quantize import dequantize_weights
 from moereg.spec.activations import ACTIVATIONS
@@ -47,9 +47,7 @@ def _setting(**changes):
 
 def _names(setting, out):
     problem, weights, inputs, truth = setting
-    return diagnose(
-        problem, weights, inputs.hidden_states, inputs.topk_weights, inputs.topk_ids, out.to(torch.bfloat16), truth
-    )
+    return diagnose(LayerCall.of(problem, weights, *inputs.call), out.to(torch.bfloat16), truth)
 
 
 def _with_weights(inputs, weights):

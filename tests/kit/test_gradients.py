@@ -10,7 +10,6 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from moereg.testing.check import KINDS, check_layer, chosen_machine
 from moereg.testing.drawing import NATIVE, DrawnLayer, claimed_activations, draw_layer
 from moereg.testing.faults import BackwardPass, plant_gradient_faults
 from moereg.testing.gradients import GuardedTraining, check_gradients, gradient_cases
-from moereg.testing.inputs import Inputs, make_adapters, make_grad_out, make_inputs, make_weights
+from moereg.testing.inputs import make_adapters, make_grad_out, make_inputs, make_weights
 from moereg.weights.adapters import ADAPTER_TENSORS
 from tests.support.fakes import EVERYTHING, LITTLE, FakeExperts, cell_of
 
@@ -376,25 +375,21 @@ def test_a_clamp_allows_for_twice_as_much_beside_an_adapter(monkeypatch: pytest.
     assert (wide.moved["w13"] > truth.moved["w13"]).any()
 
 
+def run_of(problem: MoEProblem, grad_out: torch.Tensor) -> Callable[..., dict[str, torch.Tensor]]:
+    """A backward pass of the reference, to plant faults in."""
+    return lambda weights, inputs, adapters: (
+        reference_gradients(problem, weights, *inputs.call, grad_out, adapters=adapters).tensors
+    )
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_planted_fault_is_far_outside_of_the_bounds(dtype: str) -> None:
-    for sizes, routing in ((SMALL, "one_expert"), ({**SMALL, "hidden_size": 130, "num_experts": 8}, "one_expert")):
+    for sizes in (SMALL, {**SMALL, "hidden_size": 130, "num_experts": 8}):
         problem = MoEProblem(**sizes, dtype=dtype, has_bias=True, **ADAPTED)
-        weights, inputs, grad_out, truth = reference_of(problem, 17, routing)
-
-        def run(
-            weights: ExpertWeights,
-            inputs: Inputs,
-            adapters: ExpertAdapters | None,
-            problem: MoEProblem = problem,
-            grad_out: torch.Tensor = grad_out,
-        ) -> dict[str, torch.Tensor]:
-            return reference_gradients(problem, weights, *inputs.call, grad_out, adapters=adapters).tensors
-
-        adapters = make_adapters(problem, CPU)
-        planted = dict(
-            plant_gradient_faults(BackwardPass(run, weights, inputs, adapters, truth.local_ids, truth.tensors))
-        )
+        weights, inputs, grad_out, truth = reference_of(problem, 17, "one_expert")
+        run = run_of(problem, grad_out)
+        backward = BackwardPass(run, weights, inputs, make_adapters(problem, CPU), truth.local_ids, truth.tensors)
+        planted = dict(plant_gradient_faults(backward))
         assert len(planted) == 11
         for fault, wrong in planted.items():
             assert any(not each.error <= 10 * each.bound for each in truth.compare(wrong)), fault
@@ -403,8 +398,7 @@ def test_a_planted_fault_is_far_outside_of_the_bounds(dtype: str) -> None:
 def test_a_fault_that_a_layer_cannot_have_is_not_planted() -> None:
     problem = MoEProblem(num_experts=1, hidden_size=16, intermediate_size=16, top_k=1, activation="relu2")
     weights, inputs, grad_out, truth = reference_of(problem, 3, "uniform")
-    run = lambda weights, inputs, _: reference_gradients(problem, weights, *inputs.call, grad_out).tensors  # noqa: E731
-    backward = BackwardPass(run, weights, inputs, None, truth.local_ids, truth.tensors)
+    backward = BackwardPass(run_of(problem, grad_out), weights, inputs, None, truth.local_ids, truth.tensors)
     assert {name for name, _ in plant_gradient_faults(backward)} == {
         "gradient of routing weights dropped",
         "gradients not scaled by routing weights",
@@ -697,17 +691,15 @@ def test_an_honest_class_keeps_every_promise() -> None:
         check_of(kind, TrainingExperts)
 
 
-@pytest.mark.parametrize("share", [9, 30])
-def test_each_fault_must_be_seen_well_above_the_bounds(share: float) -> None:
-    def planted(backward: BackwardPass) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        yield "slightly larger", {name: tensor * (1 + share * 9.5e-3) for name, tensor in backward.right.items()}
-
-    told = pytest.raises(AssertionError, match="slightly larger, planted by this check: no gradient has an error")
-    with (
-        mock.patch.object(gradients, "plant_gradient_faults", planted),
-        told if share < 10 else contextlib.nullcontext(),
-    ):
-        check_of("gradient_faults", TrainingExperts)
+def test_each_fault_must_be_seen_well_above_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for share in (30, 9):
+        planted = lambda backward, share=share: [  # noqa: E731
+            ("slightly larger", {name: tensor * (1 + share * 9.5e-3) for name, tensor in backward.right.items()})
+        ]
+        monkeypatch.setattr(gradients, "plant_gradient_faults", planted)
+        text = "slightly larger, planted by this check: no gradient has an error"
+        with pytest.raises(AssertionError, match=text) if share < 10 else contextlib.nullcontext():
+            check_of("gradient_faults", TrainingExperts)
 
 
 def test_only_classes_that_compute_gradients_are_asked_for_them() -> None:

@@ -127,8 +127,7 @@ def test_tensors_have_the_sizes_of_their_types_and_handles_of_their_own() -> Non
         scalar = tl.tensor("three", element)
         assert (scalar.handle, scalar.type, scalar.dtype, scalar.numel.value) == ("three", element, element, 1)
 
-
-def test_dtypes_of_numpy_are_those_of_types() -> None:
+    # And so do dtypes of numpy.
     for _ in range(2):
         for element, name in ((tl.bfloat16, "uint16"), (tl.int1, "bool"), (tl.pointer_type(tl.int8), "uint64")):
             for dtype in (element, tl.block_type(element, [4])):
