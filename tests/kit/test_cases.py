@@ -148,22 +148,15 @@ def test_interpreted_cases_have_fewer_calls_but_for_the_first() -> None:
     assert len(fault_schemes(native)) >= 3
 
 
-def test_a_first_case_is_of_the_scheme_and_has_biases_where_they_are_preferred() -> None:
+def test_a_first_case_is_of_the_scheme_and_has_biases_where_they_are_preferred_and_a_kernel_its_map() -> None:
     cell = cell_of(EVERYTHING, ("unquantized", "int8_w8a16"))
     assert [first_case(cell, scheme).problem.quant for scheme in cell.schemes] == list(cell.schemes)
     assert [first_case(cell, cell.schemes[0], has_bias).problem.has_bias for has_bias in (False, True)] == [False, True]
     assert not first_case(cell_of(LITTLE), has_bias=True).problem.has_bias
-
-
-def test_a_kernel_has_the_map_of_its_case() -> None:
-    case = next(
-        Case(cell, first_case(cell).platform, problem)
-        for cell in [cell_of(EVERYTHING)]
-        for problem in claimed_problems(cell)
-        if problem.placement == "map" and problem.is_expert_parallel
-    )
-    expert_map = cases.build(case).expert_map
-    assert expert_map.tolist() == [2, -1, 1, -1, 0, -1, -1, -1]
+    parallel = [problem for problem in claimed_problems(cell) if problem.is_expert_parallel]
+    mapped = next(problem for problem in parallel if problem.placement == "map")
+    kernel = cases.build(Case(cell, first_case(cell).platform, mapped))
+    assert kernel.expert_map.tolist() == [2, -1, 1, -1, 0, -1, -1, -1]
 
 
 def test_a_platform_that_nothing_imitates_here_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
